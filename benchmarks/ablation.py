@@ -27,7 +27,7 @@ from examples.demo.model import demo_model
 
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
-from bridle.cli.parts import open_parts
+from bridle.cli.config import open_engine_and_renderer
 from bridle.config import BuilderSpec, SamplingPolicy
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
@@ -70,7 +70,7 @@ def ways(batch_tokens: int, threads: int) -> list[Way]:
 
 async def capture(model: Path, folder: Path, sessions: int, turns: int, threads: int) -> float:
     """Play conversations of `turns` calls at once; seconds of the generation."""
-    engine, renderer = open_parts(f"embedded:{model}", None)
+    engine, renderer = open_engine_and_renderer(f"embedded:{model}", None)
     store = await SqliteStore.open(folder / "capture.sqlite")
     settings = GatewaySettings()
     gateway = Gateway(engine=engine, renderer=renderer, store=store, settings=settings)

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from bridle.aio import Nursery
 from bridle.capture.sqlite import SqliteStore
-from bridle.cli.serving import long_running
+from bridle.cli.process import long_running
 from bridle.engines import open_engine
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
 from bridle.engines.vllm_routes import VllmRoute, call_body

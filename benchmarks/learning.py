@@ -31,8 +31,8 @@ from examples.demo.model import demo_model
 from examples.demo.policy import lookup_task
 from examples.demo.training import AT_ONCE, GRPO, LOOP, SAMPLES, TRAIN_SEED
 
-from bridle.cli.parts import Parts
-from bridle.cli.training import TrainSettings, local_place, train_here
+from bridle.cli.config import EngineSetup
+from bridle.cli.training import TrainSettings, local_backend, train_here
 from bridle.config import BuilderSpec, Task
 from bridle.prompting.renderer import TokenRenderer
 from bridle.training.loop import Course
@@ -49,7 +49,7 @@ class AnewRenderer(TokenRenderer):
         return
 
 
-def rendered_anew(parts: Parts) -> Parts:
+def rendered_anew(parts: EngineSetup) -> EngineSetup:
     """The same parts with such a renderer."""
     renderer = object.__new__(AnewRenderer)
     vars(renderer).update(vars(parts.renderer))
@@ -84,7 +84,7 @@ def train(folder: Path, options: argparse.Namespace) -> Course:
     fresh = tasks_of(folder, "fresh", options.fresh, FRESH_SEED, options.builder)
     several = [task.model_copy(update={"num_samples": SAMPLES}) for task in drawn]
     change = {"ids": lambda parts: parts, "messages": rendered_anew}[options.context]
-    opener = partial(local_place, change=change)
+    opener = partial(local_backend, change=change)
     return uvloop.run(train_here(settings, several, fresh, opener=opener)).course
 
 

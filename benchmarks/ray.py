@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bridle.cli.config import FileConfig, load_config
-from bridle.cli.server import workers_of
+from bridle.cli.serve import workers_of
 from bridle.config import AgentSpec, RuntimeSpec, Task
 from bridle.node.base import SessionRunner
 

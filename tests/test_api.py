@@ -200,7 +200,7 @@ def test_a_command_line_is_scored_by_a_function_of_a_module(engine, tmp_path, mo
 @pytest.mark.parametrize(
     ("agent", "scorer", "match"),
     [
-        (lambda session: None, None, "is no async function"),
+        (lambda session: None, None, "is not an async function"),
         ("true", lambda attempt: 1.0, "no module holds"),
         ("true", 5, "no module holds"),
     ],

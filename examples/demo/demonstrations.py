@@ -20,7 +20,7 @@ from bridle.bridges.examples import examples_of
 from bridle.bridges.sft import SftCounts, write_sft
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
-from bridle.cli.parts import open_parts
+from bridle.cli.config import open_engine_and_renderer
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
 from bridle.trajectory import rebuild
@@ -45,7 +45,7 @@ async def collect(
     """
     tasks = list(lookups(count, seed=seed))
     script = _write_script(tasks, folder, seed)
-    engine, renderer = open_parts(f"scripted:{script}", None)
+    engine, renderer = open_engine_and_renderer(f"scripted:{script}", None)
     store = await SqliteStore.open(folder / "capture.sqlite")
     async with (
         store,

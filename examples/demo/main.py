@@ -78,7 +78,7 @@ def run(out: Path, tasks: int, fresh: int, steps: int, *, rebuild_model: bool, j
 
 def harnesses_part(folder: Path, count: int) -> Part:
     """`count` demo tasks with each real harness, half and half interleaved, scripted."""
-    from bridle.cli.batch import Batch, run_batch
+    from bridle.cli.batch import TaskBatch, run_batch
     from bridle.config import Task
     from bridle.datasets.jsonl import load_tasks
 
@@ -96,7 +96,7 @@ def harnesses_part(folder: Path, count: int) -> Part:
 
     batch = [task for pair in zip(of("mini_swe_agent"), of("pi"), strict=True) for task in pair]
     began = time.monotonic()
-    run = Batch(batch, f"scripted:{script}", None, folder / "run", None, "mini-swe-agent, pi")
+    run = TaskBatch(batch, f"scripted:{script}", folder / "run", title="mini-swe-agent, pi")
     return Part(folder / "run", run_batch(run), time.monotonic() - began)
 
 
@@ -111,7 +111,7 @@ def show_part(part: Part) -> None:
 
 def show_tree(part: Part) -> None:
     """One conversation of a part as a tree."""
-    from bridle.cli.captured import find_session
+    from bridle.cli.runs import find_session
     from bridle.trajectory.tree import draw
     from bridle.types import Kind
 

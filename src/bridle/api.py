@@ -8,8 +8,7 @@
 
     trajectories = rollout(my_agent, tasks, scorer=score, engine=..., samples=8)
 
-Everything is captured in a run folder, which `bridle show`, `export` and `dashboard` read as they
-read the folder of `bridle run`.
+Everything is captured in a run folder, which `bridle show`, `export` and `dashboard` can read.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from bridle.aio import run_shielded
 from bridle.bridges.parquet import TrajectoryWriter
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteReader, SqliteStore
-from bridle.cli.config import FileConfig, load_config
-from bridle.cli.parts import Parts, open_all
+from bridle.cli.config import EngineSetup, FileConfig, load_config, open_setup
 from bridle.config import AgentSpec, EvaluatorSpec, Limits, SamplingPolicy, Task
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Evaluation
@@ -54,25 +52,24 @@ if TYPE_CHECKING:
     from bridle.telemetry.base import Telemetry
 
 FINISH_S = 120.0
-"""Time for writing the last files once a run is being ended."""
+"""Timeout of writing the last files of a run."""
 
 Agent = Callable[["Session"], Awaitable[object]]
-"""Called with an open session, whose `task` it does through the session's base URL and key."""
+"""Function that does an open session's `task` through the session's base URL and key."""
 
 Scorer = Callable[[Attempt], float | JSON | Awaitable[float | JSON]]
-"""Returns a reward, or an object with `reward` and perhaps `trace_rewards`, as the `function`
-evaluator's does."""
+"""Function that returns a reward, or an object with `reward` and optionally `trace_rewards`."""
 
 
 def new_run_folder(runs: Path = Path("runs")) -> Path:
-    """A folder name that is not taken yet: the time of day, and a number if it must be."""
+    """Return an unused folder name: the time, and a number if needed."""
     stem = time.strftime("%Y-%m-%d-%H%M%S")
     names = (stem, *(f"{stem}-{number}" for number in range(2, 100)))
     return next(runs / name for name in names if not (runs / name).exists())
 
 
 def write_results(folder: RunFolder, store: SqliteStore) -> JSON:
-    """Write the files that are made from all sessions together; return the summary."""
+    """Write the files over all sessions of a run; return the summary."""
     with TrajectoryWriter(folder.trajectories_parquet) as parquet:
         for session in store.sessions():
             if not session.is_aside:
@@ -97,11 +94,11 @@ class Gateway:
 
         Args:
             engine: URL of a served engine, `embedded:DIR` or `scripted:FILE`; several are replicas.
-            tokenizer: Folder or `builtin`; `None` = the engine's own where it has one.
-            data: Run folder, which must not hold a run; `None` = a new one in `runs`.
-            settings: Those of `[gateway]` in a config file, e.g. `{"port": 8100}`.
+            tokenizer: Folder, hub id or `builtin`; `None` = the engine's own, if it has one.
+            data: New run folder; `None` = one in `runs`.
+            settings: Table `[gateway]` of a config file, e.g. `{"port": 8100}`.
             telemetry: Trackers, e.g. `["wandb"]`.
-            facts: Recorded in the folder's `run.json`.
+            facts: Added to the folder's `run.json`.
         """
         if not isinstance(engine, FileConfig):
             engines = (engine,) if isinstance(engine, str) else tuple(engine)
@@ -114,28 +111,26 @@ class Gateway:
         """The run folder."""
         self._stack = AsyncExitStack()
         self._started = False
-        self._parts: Parts | None = None
+        self._setup: EngineSetup | None = None
         self.summary: JSON = {}
-        """What `summary.json` holds; known after the end."""
+        """Content of `summary.json`; empty before the end."""
         self.folder: RunFolder
         self.store: SqliteStore
         self.telemetry: Telemetry
         self.app: app.Gateway
-        """The gateway itself, for a node, a trainer or tests."""
+        """The running gateway, for a node, a trainer or tests."""
 
-    def prepare(self) -> Parts:
-        """Load the engine's and the tokenizer's files, once; starting does it too. Raises
-        `ConfigError`.
-        """
-        if self._parts is None:
-            self._parts = open_all(self.config)
-        return self._parts
+    def prepare(self) -> EngineSetup:
+        """Load the files of engine and tokenizer, once; starting does so too."""
+        if self._setup is None:
+            self._setup = open_setup(self.config)
+        return self._setup
 
     async def __aenter__(self) -> Self:
-        """Start. `ConfigError` or `EngineError` say what is missing."""
+        """Start; `ConfigError` or `EngineError` if that fails."""
         config = self.config
         async with AsyncExitStack() as stack:
-            parts = self.prepare()
+            setup = self.prepare()
             kept = config.model_dump(mode="json", include={"engines", "tokenizer", "models"})
             kept |= {"stream": config.gateway.stream, "prompt": config.gateway.prompt}
             created = RunFolder.create(self.path, config={**kept, **self._facts})
@@ -148,18 +143,18 @@ class Gateway:
             stack.push_async_callback(self._finish)
             self.app = await stack.enter_async_context(
                 app.Gateway(
-                    engine=parts.engine,
-                    renderer=parts.renderer,
+                    engine=setup.engine,
+                    renderer=setup.renderer,
                     store=self.store,
                     settings=config.gateway,
-                    models=parts.models,
+                    models=setup.models,
                 )
             )
             self._stack, self._started = stack.pop_all(), True
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End the sessions that are open and complete the run folder."""
+        """End open sessions and complete the run folder."""
         await self._stack.aclose()
 
     @asynccontextmanager
@@ -173,10 +168,10 @@ class Gateway:
         replay: Replay | None = None,
         **metadata: object,
     ) -> AsyncIterator[Session]:
-        """Open a session; at the end its key is dead and its reward and ending are recorded.
+        """Open a session; its end revokes the key and records its reward and outcome.
 
-        `replay` has the replies that it gets first (`Session.fork`). An exception of the block ends
-        it as ERROR (CANCELLED where the task is cancelled), without a reward, and is raised again.
+        `replay` holds its first replies (`Session.fork`). An exception in the block ends it as
+        ERROR without a reward (CANCELLED if the task was cancelled) and escapes.
         """
         whole = task if isinstance(task, Task) else None
         opened = await self.app.open_session(
@@ -234,7 +229,7 @@ class Gateway:
             self.summary = await run_shielded(writing, timeout_s=FINISH_S)
 
     def trajectories(self) -> list[Trajectory]:
-        """All sessions' trajectories in the order in which they were opened; also after the end."""
+        """Return the trajectories of all sessions in the order of opening, also after the end."""
         with SqliteReader(self.path / "capture.sqlite") as reader:
             return [
                 trajectory_of(reader.read(session.session_id))
@@ -250,9 +245,9 @@ class Session:
         self._gateway = gateway
         self.session_id = handle.session_id
         self.key = handle.key
-        """The API key of this session alone."""
+        """The session's own API key."""
         self.task = task
-        """`None` where the session was opened without a `Task`."""
+        """`None` = opened without a `Task`."""
         self.openai_url = handle.base_urls["openai"]
         """Base URL for clients of OpenAI (Chat Completions and Responses)."""
         self.anthropic_url = handle.base_urls["anthropic"]
@@ -261,13 +256,13 @@ class Session:
         """Recorded beside the reward."""
         self.trace_rewards: tuple[float, ...] | None = None
         self.replay: Replay | None = None
-        """The captured replies that it gets first; `None` = it is no fork."""
+        """Captured replies that it gets first; `None` = not a fork."""
         self.ended = False
         self._reward: float | None = None
 
     @property
     def reward(self) -> float | None:
-        """Recorded when the session's block ends; `None` = not known."""
+        """Return the reward, which is recorded at the end of the block; `None` = not known."""
         return self._reward
 
     @reward.setter
@@ -286,9 +281,9 @@ class Session:
 
     @asynccontextmanager
     async def fork(self, *, at: int) -> AsyncIterator[Session]:
-        """Open a session of the same task that gets the first `at` replies of this one again.
+        """Open a session of the same task that replays the first `at` replies of this one.
 
-        The engine is not asked for them. A prompt that differs from the captured one is refused
+        The engine is not called for them. A prompt that differs from the captured one is refused
         with HTTP 400. `ConfigError` if this session has fewer replies.
         """
         capture = await asyncio.to_thread(self._gateway.store.read, self.session_id)
@@ -312,28 +307,30 @@ def fork(
 ) -> list[Trajectory]:
     """Sample a session of `bridle run` or of a harness's `rollout` again from one of its turns on.
 
-    A fork whose harness does not repeat itself is a trajectory with status ERROR.
+    A fork whose harness sends other prompts than before is a trajectory with status ERROR.
 
     Args:
-        session: Its id, or the beginning.
-        at: Its replies that are given again, without an engine.
-        samples: Sessions that begin like it.
-        run: Run folder, or the folder of runs, that has it.
-        engine: As for `Gateway`; `None` = that of the run.
+        session: Session id, or its beginning.
+        at: Number of replies that are replayed without an engine.
+        samples: Number of forks.
+        run: Run folder, or folder of runs, that holds the session.
+        engine: As for `Gateway`; `None` = the run's.
         tokenizer: As for `Gateway`.
         concurrency: Harnesses at once; `None` = twice the cores.
         data: As for `Gateway`.
 
     Raises:
-        ConfigError: There is no such session or turn, or its run does not hold its task.
+        ConfigError: The session, the turn or the session's task is missing.
     """
-    from bridle.cli.batch import Batch, run_batch
-    from bridle.cli.fork import forked_task, setup_of
+    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.cli.options import EngineOptions
+    from bridle.cli.run import forked_task, setup_of
 
     task, base = forked_task(session, Path(run), at, samples)
     engines = [engine] if isinstance(engine, str) else list(engine or ())
     folder = new_run_folder() if data is None else Path(data)
-    batch = Batch([task], setup_of(base, None, engines, tokenizer), None, folder, concurrency)
+    setup = setup_of(base, EngineOptions(engine=engines, tokenizer=tokenizer))
+    batch = TaskBatch([task], setup, folder, concurrency)
     _in_thread(lambda: run_batch(batch))
     return _by_task(folder, [task])
 
@@ -351,12 +348,12 @@ def rollout(
 ) -> list[Trajectory]:
     """Run an agent on tasks and return one trajectory per session, by task, then by sample.
 
-    Works inside a running event loop too (a notebook): the work has a thread and a loop of its own.
-    A session that fails is a trajectory with its status and error, never an exception.
+    In a running event loop (a notebook) the work runs in a thread with its own loop. A session that
+    fails is a trajectory with its status and error, never an exception.
 
     Args:
-        agent: An async function that gets a `Session`, in this process and outside every sandbox;
-            or the name of a packaged harness, a command line, or an `AgentSpec`, in a sandbox.
+        agent: An async function that gets a `Session` and runs in this process without a sandbox;
+            or, in a sandbox, the name of a packaged harness, a command line or an `AgentSpec`.
         tasks: `Task`s, their fields, or plain instructions.
         engine: As for `Gateway`.
         scorer: Called with an `Attempt` of each session that completed. For an agent in a sandbox
@@ -367,7 +364,7 @@ def rollout(
         data: As for `Gateway`.
 
     Raises:
-        ConfigError: A task, the agent or the scorer is wrong; nothing was sampled.
+        ConfigError: A task, the agent or the scorer is invalid; nothing was sampled.
     """
     given = [_task(task, number, samples) for number, task in enumerate(tasks)]
     if not isinstance(agent, (str, AgentSpec)):
@@ -375,7 +372,7 @@ def rollout(
         gateway = Gateway(engine, tokenizer=tokenizer, data=data, facts=facts)
         _in_thread(lambda: asyncio.run(_play(agent, given, scorer, gateway, concurrency or 16)))
         return _by_task(gateway.path, given)
-    from bridle.cli.batch import Batch, run_batch
+    from bridle.cli.batch import TaskBatch, run_batch
 
     spec = agent if isinstance(agent, AgentSpec) else _agent(agent)
     update: dict[str, object] = {"agent": spec}
@@ -386,7 +383,7 @@ def rollout(
         None, engines=(engine,) if isinstance(engine, str) else engine, tokenizer=tokenizer
     )
     changed = [task.model_copy(update=update) for task in given]
-    _in_thread(lambda: run_batch(Batch(changed, config, None, folder, concurrency)))
+    _in_thread(lambda: run_batch(TaskBatch(changed, config, folder, concurrency)))
     return _by_task(folder, given)
 
 
@@ -397,26 +394,27 @@ async def _play(
     gateway: Gateway,
     concurrency: int,
 ) -> None:
-    """Run a function's sessions in this process."""
     if not inspect.iscoroutinefunction(agent):
-        message = f"agent: {agent!r} is no async function, harness name, command or AgentSpec"
+        message = f"agent: {agent!r} is not an async function, harness name, command or AgentSpec"
         raise ConfigError(message)
     if any(task.branching for task in tasks):
-        message = "branching: only sessions of a harness are forked by their task; `session.fork`"
+        message = (
+            "branching: only tasks of a harness can branch; use `session.fork` in an agent function"
+        )
         raise ConfigError(message)
     if isinstance(scorer, EvaluatorSpec):
-        message = "scorer: an agent that is a function is scored by a function, not an evaluator"
+        message = "scorer: give a function for an agent that is a function, not an evaluator"
         raise ConfigError(message)
-    places = asyncio.Semaphore(concurrency)
+    slots = asyncio.Semaphore(concurrency)
 
     async def one(task: Task, sample: int) -> None:
-        async with places:
+        async with slots:
             try:
                 async with gateway.session(task, sample_index=sample) as session:
                     returned = await agent(session)
                     if scorer is not None:
                         await _score(scorer, session, returned)
-            except Exception:  # noqa: BLE001, S110 - recorded as the session's ending
+            except Exception:  # noqa: BLE001, S110 - recorded as the session's outcome
                 pass
 
     async with gateway, asyncio.TaskGroup() as group:
@@ -443,7 +441,7 @@ async def _score(scorer: Scorer, session: Session, returned: object) -> None:
 
 
 def attempt_of(trajectory: Trajectory, **facts: object) -> Attempt:
-    """Make a scorer's argument from a trajectory; `facts` replace its other, empty fields."""
+    """Make a scorer's argument from a trajectory; `facts` set its other fields."""
     messages = ([*trace.prompt_messages, *trace.response_messages] for trace in trajectory.traces)
     empty = {"exit_code": None, "stdout": "", "stderr": "", "folder": None}
     traces = [{"messages": each} for each in messages]
@@ -466,7 +464,7 @@ async def call_scorer(scorer: Scorer, attempt: Attempt) -> Evaluation:
 
 
 def _by_task(folder: Path, tasks: Sequence[Task]) -> list[Trajectory]:
-    order = {task.task_id: place for place, task in enumerate(tasks)}
+    order = {task.task_id: index for index, task in enumerate(tasks)}
     with SqliteReader(folder / "capture.sqlite") as reader:
         sessions = [each.session_id for each in reader.sessions() if not each.is_aside]
         results = [result_from(reader.read(session_id)) for session_id in sessions]
@@ -491,13 +489,13 @@ def _agent(words: str) -> AgentSpec:
 def _evaluator(scorer: Scorer) -> EvaluatorSpec:
     path = import_path(scorer, "scorer")
     if path.rpartition(":")[0].endswith(".py"):
-        message = f"scorer: {path} is no module; put the function into one that can be imported"
+        message = f"scorer: {path} is not a module; put the function into an importable module"
         raise ConfigError(message)
     return EvaluatorSpec(strategy="function", config={"function": path})
 
 
 def _ending(error: BaseException) -> tuple[SessionStatus, Cause, str | None]:
-    """Return the ending of a session whose `async with` block raised `error`."""
+    """Return the outcome of a session whose `async with` block raised `error`."""
     if isinstance(error, asyncio.CancelledError):
         return SessionStatus.CANCELLED, Cause.CANCELLED, None
     scorer = isinstance(error, EvaluatorError)

@@ -1,4 +1,6 @@
-"""`bridle gateway`: the model API in a process of its own."""
+"""`bridle gateway` and `bridle engine` in processes of their own."""
+
+from __future__ import annotations
 
 import http.client
 import itertools
@@ -16,11 +18,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from bridle.cli.captured import sessions
 from bridle.cli.config import load_config
-from bridle.cli.gateway import opened
+from bridle.cli.gateway import opened, worker_config
+from bridle.cli.runs import sessions
+from bridle.config import ModelSpec
 from bridle.errors import ConfigError
 from bridle.folders import FolderLock
+from bridle.types import Kind
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -203,3 +207,50 @@ def test_workers_end_when_their_supervisor_is_killed(tmp_path):
         assert len(children) == 2
         while any(Path(f"/proc/{child}/exe").exists() for child in children):
             time.sleep(0.01)
+
+
+def test_a_worker_has_the_settings_of_the_gateway_but_for_its_own(tmp_path):
+    config = load_config(
+        None,
+        engines=["http://e:1"],
+        tokenizer="builtin",
+        gateway={"port": 8100, "control_port": None, "stream": "live", "data_dir": tmp_path},
+    )
+    config = config.model_copy(update={"models": {"judge": ModelSpec(kinds=(Kind.SIDE,))}})
+    own = {"port": 8102, "control_port": 4711, "control_token": "t" * 20, "data_dir": "worker-1"}
+
+    read = worker_config(
+        {"config": config.model_dump(mode="json", exclude_unset=True), "gateway": own}
+    )
+
+    assert (read.engines, read.tokenizer) == (config.engines, config.tokenizer)
+    assert read.models == config.models
+    assert read.gateway.stream == "live"
+    assert read.gateway.model_dump(include=set(own), mode="json") == own
+
+
+def test_a_scripted_engine_answers_in_vllms_shape_until_it_is_asked_to_end(tmp_path):
+    (tmp_path / "s.json").write_text(
+        json.dumps({"conversations": [{"turns": [{"content": "hi"}]}]})
+    )
+    command = [
+        *(sys.executable, "-m", "bridle.cli", "engine", f"scripted:{tmp_path / 's.json'}"),
+        *("--port", "0"),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        url = re.findall(r"at (\S+);", process.stderr.readline() if process.stderr else "")[0]
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logprobs": True}
+        request = urllib.request.Request(  # noqa: S310 - loopback
+            f"{url}/v1/chat/completions",
+            json.dumps(body | {"return_token_ids": True}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - loopback
+            reply = json.load(answer)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+
+    assert reply["choices"][0]["message"]["content"] == "hi"
+    assert reply["prompt_token_ids"]
+    assert reply["choices"][0]["token_ids"]
+    assert process.returncode == 0

@@ -1,9 +1,17 @@
-"""`bridle harness`: the table of harnesses, and the exit codes of a check."""
+"""`bridle harness`: the list, a check with and without replay, pruning."""
+
+from __future__ import annotations
 
 import os
 
+import pytest
+
+from bridle.cli.harness import check_harness, history_of
+from bridle.cli.runs import sessions
+from bridle.cli.show import script_of
 from bridle.harnesses import HARNESSES
 from bridle.harnesses.bundles import MARKER
+from bridle.scripted.script import make_script
 
 
 def test_the_list_has_every_harness_with_version_dialects_and_whether_it_is_here(
@@ -67,3 +75,66 @@ def test_what_nobody_uses_is_removed_and_told(say, tmp_path, monkeypatch):
     assert "removed: 1 bundles, 7 MB" in said
     assert not bundle.exists()
     assert say("harness", "prune", "--json").json == []
+
+
+@pytest.mark.parametrize("name", ["command", "function"])
+def test_a_harness_that_makes_its_tool_call_works(name):
+    report = check_harness(name)
+
+    assert report["works"]
+    assert (report["status"], report["tool call"]) == ("COMPLETED", "made")
+    assert (report["model calls"], report["merge ratio"]) == (3, 1.0)
+    assert report["history"].startswith("keeps its history: all 3 turns shown")
+    assert report["unknown to the gateway"] == {}
+
+
+def test_a_changed_history_is_told_with_its_cost():
+    line = {"turns_shown": 45, "turns_verbatim": 0, "tokens_rerendered": 300,
+            "habits": {"system_changed": 9}}  # fmt: skip
+    assert history_of(line) == (
+        "changes its system prompt (a clock?): "
+        "45 of 45 turns shown are not as they were sampled (300 tokens)"
+    )
+    summary = line | {"habits": {"summary": 1}}
+    assert history_of(summary).startswith("replaces old messages by fewer (a summary): 45 of 45")
+    assert history_of(line | {"turns_shown": 0}) == "shows no turn of the model again"
+
+
+def test_a_check_names_what_varies_in_a_replay():
+    assert check_harness("command", replay=True)["replay"] == "exact"
+
+
+@pytest.mark.harnesses
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("name", "noise"),
+    [("codex", "exec_result"), ("copilot", "session_id"), ("openclaw", "session_id")],
+)
+def test_a_harness_with_random_texts_replays_but_for_their_names(name, noise):
+    report = check_harness(name, replay=True)["replay"]
+
+    assert report.startswith("equivalent but for")
+    assert noise in report
+
+
+@pytest.mark.harnesses
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("name", "what"), [("aider", "edit"), ("mini_swe_agent", "tool call")])
+def test_a_program_that_ends_in_a_way_of_its_own_works(name, what):
+    report = check_harness(name)
+
+    assert report["works"], report
+    assert report[what] == "made"
+
+
+def test_a_replayed_session_has_the_exact_sampled_ids_in_order(finished_run):
+    capture = next(sessions(finished_run))
+
+    script = script_of(capture)
+
+    [conversation] = script["conversations"]
+    assert [turn["token_ids"] for turn in conversation["turns"]] == [
+        exchange.output_ids.tolist() for exchange in capture.exchanges
+    ]
+    assert conversation["when"]["user_contains"][0].endswith("hold?")
+    assert len(make_script(script, "replay").conversations[0].turns) == 2

@@ -1,16 +1,22 @@
-"""Tables, numbers and JSON."""
+"""Tables, and checks of output paths over all verbs."""
+
+from __future__ import annotations
 
 import io
 import json
 import re
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from bridle.cli import output
+from bridle.cli.output import check_file, check_folder
 from bridle.cli.show import COLUMNS, row
+from bridle.errors import ConfigError
 
 LONG = "django__django-11099-a-task-with-a-rather-long-name.mini_swe_agent-7"
 LINE = {
@@ -89,3 +95,149 @@ def test_without_a_terminal_columns_sets_the_width(env, width):
         [sys.executable, "-c", code], capture_output=True, check=True, text=True, env=env
     )
     assert int(done.stdout) == width
+
+
+FILE = "taken/file"
+SCRIPTED = ("--engine", "scripted:mine/hello/script.json")
+
+
+@pytest.fixture
+def here(say, tmp_path, monkeypatch):
+    """The current folder: a task set `mine`, and a file where a folder is wanted."""
+    monkeypatch.chdir(tmp_path)
+    say("init", "mine")
+    Path("taken").mkdir()
+    Path(FILE).write_text("")
+    return tmp_path
+
+
+WANT_A_FOLDER = {
+    "gateway": ("gateway", *SCRIPTED, "--port", 0, "--data"),
+    "serve": ("serve", *SCRIPTED, "--port", 0, "--data"),
+    "serve --trajectories": ("serve", *SCRIPTED, "--port", 0, "--trajectories"),
+    "run": ("run", "mine", *SCRIPTED, "--out"),
+    "generate": ("generate", "mine", *SCRIPTED, "--out"),
+    "train": ("train", "--model", "m", "--tasks", "mine", "--out"),
+    "demo": ("demo", "--out"),
+    "init": ("init",),
+}
+
+
+@pytest.mark.parametrize("verb", WANT_A_FOLDER)
+def test_a_file_where_a_folder_is_wanted_is_named(say, here, verb):
+    said = say(*WANT_A_FOLDER[verb], f"{FILE}/below")
+
+    assert said.code == 2
+    assert f"{FILE}/below: {FILE} is a file; name a folder" in said.err
+
+
+@pytest.mark.parametrize(("url", "why"), [("s3://b/p", "s3fs"), ("nowhere://b/p", "nowhere")])
+def test_storage_without_a_driver_is_refused_at_the_start(say, here, url, why):
+    said = say("serve", *SCRIPTED, "--port", 0, "--trajectories", url)
+
+    assert said.code == 2
+    assert f"--trajectories {url}: " in said.err
+    assert why in said.err
+
+
+@pytest.mark.parametrize("verb", ["gateway", "init"])
+def test_a_folder_that_the_system_refuses_is_named(say, here, verb):
+    said = say(*WANT_A_FOLDER[verb], "/proc/refused")
+
+    assert said.code == 3
+    assert "/proc/refused" in said.err
+
+
+def test_a_folder_where_a_file_is_wanted_is_named(say, finished_run, here):
+    said = say("export", finished_run, "--format", "sft", "--out", "taken")
+
+    assert said.code == 2
+    assert "--out taken is a folder; name a file" in said.err
+
+
+def test_rebuilding_into_a_file_is_refused(say, finished_run, here):
+    said = say("rebuild", finished_run, "--out", FILE)
+
+    assert said.code == 2
+    assert f"{FILE} is a file; name a folder" in said.err
+
+
+def test_rebuilding_what_is_no_run_makes_no_folder(say, here):
+    said = say("rebuild", "nowhere")
+
+    assert said.code == 2
+    assert not Path("nowhere").exists()
+
+
+@pytest.mark.parametrize("verb", ["run", "gateway", "serve", "engine"])
+def test_a_tokenizer_that_is_not_there_is_named(say, here, verb):
+    engine = (SCRIPTED[1],) if verb == "engine" else SCRIPTED
+    tasks = ("mine",) if verb == "run" else ("--port", 0)
+
+    said = say(verb, *tasks, *engine, "--tokenizer", "nowhere")
+
+    assert said.code == 2
+    assert "tokenizer 'nowhere': no such folder; give a folder or 'builtin'" in said.err
+
+
+@pytest.mark.parametrize("verb", ["run", "gateway", "serve"])
+def test_an_engine_that_does_not_answer_is_named(say, here, verb):
+    tasks = ("mine",) if verb == "run" else ("--port", 0)
+
+    said = say(verb, *tasks, "--engine", "http://127.0.0.1:9", "--tokenizer", "builtin")
+
+    assert said.code == 3
+    if verb == "run":  # with whatever else is wrong
+        assert "engine http://127.0.0.1:9 takes no connection: Connection refused" in said.err
+    else:
+        assert "http://127.0.0.1:9/v1/models cannot be reached: " in said.err
+        assert "is the engine running there?" in said.err
+
+
+@pytest.mark.parametrize("verb", ["gateway", "serve", "engine", "dashboard"])
+def test_a_port_in_use_is_named(say, finished_run, here, verb):
+    first = {"engine": SCRIPTED[1:], "dashboard": (finished_run,)}.get(verb, SCRIPTED)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        said = say(verb, *first, "--port", port)
+
+    assert said.code == 2
+    assert f"cannot listen on 127.0.0.1:{port}: the port is in use; choose another" in said.err
+
+
+@pytest.mark.parametrize("verb", ["gateway", "serve", "engine", "dashboard"])
+def test_a_port_that_does_not_exist_is_refused_with_the_allowed_range(
+    say, finished_run, here, verb
+):
+    first = {"engine": SCRIPTED[1:], "dashboard": (finished_run,)}.get(verb, SCRIPTED)
+
+    said = say(verb, *first, "--port", 99999)
+
+    assert said.code == 2
+    assert "less than or equal to 65535" in said.err
+
+
+def test_a_folder_as_config_file_is_named(say, here):
+    said = say("run", "mine", "--config", "mine")
+
+    assert said.code == 2
+    assert "mine: cannot be read" in said.err
+
+
+def test_a_folder_that_can_be_made_is_not_made_by_the_check(tmp_path):
+    assert check_folder(tmp_path / "a" / "b", "--out") == tmp_path / "a" / "b"
+    assert check_file(tmp_path / "a" / "b.json", "--out") == tmp_path / "a" / "b.json"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_permission_is_named(tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    try:
+        (locked / "probe").touch()
+    except PermissionError:
+        with pytest.raises(ConfigError, match="cannot be written; name another folder"):
+            check_folder(locked / "run", "--out")
+    else:  # the tests run as root, whom no permission stops
+        assert check_folder(locked / "run", "--out") == locked / "run"

@@ -1,9 +1,19 @@
-"""`bridle run` in this process; as a process of its own it is in tests/e2e."""
+"""`bridle run` and `bridle fork`."""
+
+from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import bridle
+from bridle.capture.sqlite import SqliteReader
+from bridle.errors import ConfigError
+from bridle.node.results import result_from, trajectory_of
+from bridle.trajectory.sample import MaskReason
 
 HARBOR = Path(__file__).parents[2] / "examples" / "harbor-tasks"
 
@@ -68,3 +78,150 @@ def test_a_task_set_is_checked_without_an_engine(say, tmp_path, harness, mean):
     assert "pass@1" in said.out
     assert "harbor-tasks" in said.out
     assert f"mean reward {mean} over 2 scored of 2" in said.out
+
+
+@pytest.fixture
+def run(finished_run, tmp_path):
+    """A finished run of its own with its tasks' files."""
+    shutil.copytree(finished_run.parent, tmp_path / "finished")
+    path = tmp_path / "finished" / "run" / "run.json"
+    before, now = (f"{folder}/files/" for folder in (finished_run.parent, tmp_path / "finished"))
+    path.write_text(path.read_text().replace(before, now))
+    return path.parent
+
+
+@pytest.fixture
+def other(tmp_path):
+    """An engine that answers every first call with nonsense, and every second one too."""
+    turns = [{"content": "not this"}, {"content": "another answer"}]
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({"conversations": [{"when": {}, "turns": turns}]}))
+    return f"scripted:{path}"
+
+
+def captures(folder):
+    with SqliteReader(folder / "capture.sqlite") as reader:
+        return [reader.read(session.session_id) for session in reader.sessions()]
+
+
+def test_a_fork_gets_the_captured_replies_and_then_samples_under_the_captured_prompt(
+    say, run, other, tmp_path
+):
+    (original, *_) = captures(run)
+    words = ("--run", run, "--at", 1, "--samples", 2, "--engine", other, "--json")
+    said = say("fork", original.session.session_id, *words, "--out", tmp_path / "forks")
+    assert said.code == 0, said.err
+    assert said.json["exact"] == 2
+    for line in said.json["sessions"]:
+        assert line["fork"] == {"replayed": 1, "left": 0, "verdict": "exact", "noise": []}
+        assert (line["status"], line["reward"]) == ("COMPLETED", 0.0)
+    for fork in captures(tmp_path / "forks"):
+        first, second = fork.exchanges
+        before, after = original.exchanges
+        assert np.array_equal(first.output_ids, before.output_ids)
+        assert np.array_equal(first.logprobs, before.logprobs)
+        assert first.versions == before.versions
+        assert first.extra["replayed"] == before.exchange_id
+        assert (second.prompt_digest, second.kept) == (after.prompt_digest, after.kept)
+        assert not np.array_equal(second.output_ids, after.output_ids)
+
+
+def test_tokens_before_the_fork_train_in_the_captured_session_alone(say, run, other, tmp_path):
+    (original, *_) = captures(run)
+    name = original.session.session_id
+    say("fork", name, "--run", run, "--at", 1, "--engine", other, "--out", tmp_path / "forks")
+    (fork,) = captures(tmp_path / "forks")
+    replayed, own = fork.exchanges
+    trajectory = trajectory_of(fork)
+    stats = trajectory.metadata["stats"]
+    assert stats["tokens_excluded"] == {"replayed": len(replayed.output_ids)}
+    assert stats["tokens_trained"] == len(own.output_ids)
+    (trace,) = trajectory.traces
+    assert (trace.reasons == MaskReason.REPLAYED).sum() == len(replayed.output_ids)
+    assert trace.loss_mask.sum() == len(own.output_ids)
+
+
+def test_all_replies_are_given_again_without_an_engine(say, run, other, tmp_path):
+    (original, *_) = captures(run)
+    words = ("--run", run, "--at", 2, "--engine", other, "--out", tmp_path / "forks", "--json")
+    said = say("fork", original.session.session_id, *words)
+    (line,) = said.json["sessions"]
+    assert line["fork"] == {"replayed": 2, "left": 0, "verdict": "exact", "noise": []}
+    assert (line["reward"], line["tokens_trained"]) == (1.0, 0)
+
+
+def test_a_workspace_that_is_not_the_same_ends_the_fork_at_the_first_different_token(
+    say, run, other, tmp_path
+):
+    (original, *_) = captures(run)
+    for file in (run.parent / "files" / original.session.task_id).iterdir():
+        file.write_text(f"changed {file.read_text()}")
+    words = ("--run", run, "--at", 1, "--engine", other, "--out", tmp_path / "forks", "--json")
+    said = say("fork", original.session.session_id, *words)
+    assert (said.code, said.json["exact"]) == (1, 0)
+    (line,) = said.json["sessions"]
+    assert (line["status"], line["cause"], line["reward"]) == ("ERROR", "infrastructure", None)
+    assert "differs from token" in line["error"]
+    assert "now " in line["error"]
+    assert "changed" in line["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--at", 3), "has 2 replies; at = 3"),
+        (("--at", 0), "greater than or equal to 1"),
+    ],
+)
+def test_a_fork_point_that_was_not_captured_is_refused(say, run, tmp_path, words, error):
+    (original, *_) = captures(run)
+    said = say("fork", original.session.session_id, "--run", run, *words, "--out", tmp_path / "f")
+    assert said.code == 2
+    assert error in " ".join(said.err.split())
+    assert not (tmp_path / "f").exists()
+
+
+def test_only_sessions_whose_task_the_run_holds_are_forked(say, run):
+    (original, *_) = captures(run)
+    path = run / "run.json"
+    facts = json.loads(path.read_text())
+    facts["config"]["tasks"] = []
+    path.write_text(json.dumps(facts))
+    said = say("fork", original.session.session_id, "--run", run, "--at", 1)
+    assert said.code == 2
+    assert "only sessions of bridle run can be forked" in " ".join(said.err.split())
+
+
+def test_a_task_file_names_a_fork_beside_itself_and_what_is_missing_is_said_before_the_run(
+    say, run, other, tmp_path
+):
+    (original, *_) = captures(run)
+    (task, *_) = json.loads((run / "run.json").read_text())["config"]["tasks"]
+    spec = {"capture": "run/capture.sqlite", "session": original.session.session_id, "at": 2}
+    path = run.parent / "forks.json"
+    path.write_text(json.dumps({**task, "task_dir": None, "fork": spec}))
+    words = ("--engine", other, "--out", tmp_path / "forks")
+    said = say("run", path, *words, "--json")
+    assert said.code == 0, said.err
+    assert said.json["sessions"][0]["fork"]["verdict"] == "exact"
+    gone = [
+        ("capture", "gone.sqlite", "gone.sqlite"),
+        ("session", "nobody", "nobody"),
+        ("at", 9, "at = 9"),
+    ]
+    for name, value, error in gone:
+        path.write_text(json.dumps({**task, "task_dir": None, "fork": {**spec, name: value}}))
+        said = say("run", path, *("--engine", other, "--out", tmp_path / name))
+        assert said.code == 2
+        assert error in " ".join(said.err.split())
+        assert not (tmp_path / name).exists()
+
+
+def test_python_forks_a_session_as_the_command_does(run, other, tmp_path):
+    (original, *_) = captures(run)
+    session_id, folder = original.session.session_id, tmp_path / "forks"
+    found = bridle.fork(session_id, at=1, samples=2, run=run, engine=other, data=folder)
+    assert [one.status for one in found] == ["COMPLETED", "COMPLETED"]
+    assert [result_from(fork).metadata["fork"]["replayed"] for fork in captures(folder)] == [1, 1]
+    with pytest.raises(ConfigError, match="no session 'nobody'"):
+        bridle.fork("nobody", at=1, run=run)

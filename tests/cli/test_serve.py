@@ -1,8 +1,11 @@
-"""`bridle serve` in a process of its own, and the verbs that talk to it."""
+"""`bridle serve`: the rollout server and its nodes."""
+
+from __future__ import annotations
 
 import asyncio
 import json
 import os
+import pickle
 import re
 import signal
 import stat
@@ -17,8 +20,9 @@ from tests.node.house import AGENT
 from tests.server.house import until
 
 from bridle.cli.config import load_config
-from bridle.cli.serve import executor_flags, server_of
+from bridle.cli.serve import OpensNode, executor_flags, server_of, workers_of
 from bridle.client import AsyncClient, Client
+from bridle.config import AgentSpec, Task
 from bridle.errors import ConfigError, ServerError
 from bridle.folders import FolderLock
 from bridle.server import discovery
@@ -89,7 +93,7 @@ def test_tasks_are_submitted_watched_and_shown_from_the_command_line(tmp_path, s
         at = ("--server", url)
         said = say("submit", tmp_path / "tasks.json", "--json", *at)
         assert [one["new"] for one in said.json["tasks"]] == [True, True]
-        assert "2 were there already" in say("submit", tmp_path / "tasks.json", *at).out
+        assert "2 were known already" in say("submit", tmp_path / "tasks.json", *at).out
         watched = say("watch", "task-0", "task-1", *at)
         assert (watched.code, watched.out.count("completed")) == (0, 2)
         shown = say("status", "task-0", "--json", *at).json
@@ -101,7 +105,7 @@ def test_tasks_are_submitted_watched_and_shown_from_the_command_line(tmp_path, s
         stranger = say("status", "--token", "another", *at)
         assert (stranger.code, "a valid token is needed" in stranger.err) == (3, True)
         missing = say("cancel", "nobody", *at)
-        assert (missing.code, "not known: nobody" in missing.out) == (1, True)
+        assert (missing.code, "unknown: nobody" in missing.out) == (1, True)
         with Client(url) as client:
             groups = list(client.groups(quiet_s=0.5))
             assert sorted(group.task_id for group in groups) == ["task-0", "task-1"]
@@ -235,3 +239,40 @@ async def test_a_served_server_follows_its_source(tmp_path, monkeypatch):
         async with server_of(config):
             source.write_text("127.0.0.1:9")  # nothing listens there
             await until(lambda: any(one["event"] == "engine_cannot_join" for one in logs))
+
+
+@pytest.fixture
+def config(tmp_path):
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"conversations": [{"turns": [{"content": "Well."}]}]}))
+    file = tmp_path / "bridle.toml"
+    file.write_text(f'engines = ["scripted:{script}"]\n[executor.node]\npost_slots = 3\n')
+    return load_config(file)
+
+
+async def test_a_node_is_opened_from_a_config_that_travelled(tmp_path, config):
+    opens = pickle.loads(pickle.dumps(OpensNode(config)))  # noqa: S301 - our own
+    async with opens(tmp_path / "n", cpus=1.5) as node:
+        assert (node.settings.run_slots, node.settings.post_slots) == (3, 3)
+        task = Task(task_id="t", instruction="x", agent=AgentSpec(harness="command", command=AGENT))
+        assert (await node.run(task, run_id="s")).status == "COMPLETED"
+        assert node.store.outcome("s") is not None
+    assert (tmp_path / "n" / "capture.sqlite").exists()
+
+
+async def test_sessions_are_computed_in_this_process_unless_a_word_says_otherwise(tmp_path, config):
+    async with workers_of(config, tmp_path, "owner") as workers:
+        assert not workers.outlive
+        assert not workers.expect("s")
+        assert workers.capacity > 0
+
+
+async def test_without_ray_the_extra_is_named(tmp_path, config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "bridle.node.ray", raising=False)
+    on_ray = config.model_copy(
+        update={"executor": config.executor.model_copy(update={"kind": "ray"})}
+    )
+    with pytest.raises(ConfigError, match=r"\[ray\]"):
+        async with workers_of(on_ray, tmp_path, "owner"):
+            raise AssertionError

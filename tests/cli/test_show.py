@@ -87,7 +87,7 @@ def test_a_report_of_a_session_is_refused(say, finished_run):
     said = say("show", first_session(say, finished_run), "--run", finished_run, "--report")
 
     assert said.code == 2
-    assert "is over a run" in said.err
+    assert "--report needs a run folder" in said.err
 
 
 async def write(made, folder):

@@ -158,5 +158,5 @@ def test_the_numbers_are_sums_and_the_largest_difference():
     assert numbers_line(course) == (
         "2 updates from 12 sessions and 12 tokens that trained; trainer and rollout logprobs "
         "differ by at most 1.0e-06; left out: 2 sessions older than max_lag; left out: 1 sessions "
-        "of which the engine did not say the policy version"
+        "without a policy version from the engine"
     )

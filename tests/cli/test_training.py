@@ -1,13 +1,39 @@
-"""Training on this machine: refusals, and weights on their way to a server."""
+"""A training with its sessions in this process or on a rollout server."""
+
+from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
+from examples.demo.lookups import lookups
+from examples.demo.policy import lookup_task
 from tests.cli.models import untrained
+from tests.server.house import with_token
+from tests.training.server import Death, a_server, tasks
 
-from bridle.cli.training import TrainSettings, train_here, with_other_harnesses
+from bridle.cli.training import (
+    LocalBackend,
+    TrainSettings,
+    WeightFolders,
+    _name,
+    open_backend,
+    train_here,
+    with_other_harnesses,
+)
 from bridle.config import AgentSpec, FieldPolicy, SamplingPolicy, Task
 from bridle.errors import ConfigError, EngineError
+from bridle.training.checkpoint import checkpoints, read_state
+from bridle.training.grpo import Learner
+from bridle.training.settings import GrpoSettings
 
 TASK = Task(task_id="t", instruction="go", num_samples=2)
 
@@ -24,7 +50,7 @@ async def test_a_folder_that_holds_a_training_is_not_overwritten(tmp_path):
     saved.mkdir(parents=True)
     (saved / "state.json").write_text(json.dumps({"step": 4}))
     settings = TrainSettings(model="m", tasks="x", out=str(tmp_path / "out"))
-    with pytest.raises(ConfigError, match="holds a training; go on with it by --resume"):
+    with pytest.raises(ConfigError, match="holds a training; resume it with --resume"):
         await train_here(settings, [TASK])
 
 
@@ -78,3 +104,161 @@ def test_the_token_of_a_server_is_in_no_file():
     assert settings.server == url
     assert settings.model_dump(mode="json")["server"] == "http://host:8080"
     assert "the-token" not in settings.model_dump_json()
+
+
+@dataclass
+class Taker:
+    """A gateway that takes weights."""
+
+    taken: list[tuple[Any, int]] = field(default_factory=list)
+    found: list[bool] = field(default_factory=list)
+
+    async def update_weights(self, source, version, **_):
+        self.taken.append((source, version))
+        self.found.append(isinstance(source, Path) and (source / "model.safetensors").is_file())
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+async def test_weights_go_by_memory_or_through_a_folder_that_the_next_one_replaces(
+    embedded, tmp_path
+):
+    learner = Learner.load(untrained(tmp_path / "model"), GrpoSettings())
+    gateway = Taker()
+    weights = WeightFolders(tmp_path / "weights", tmp_path / "model")
+    place = LocalBackend(gateway, None, tmp_path, embedded, weights)  # type: ignore[arg-type]  # a fake
+    for version in (1, 2):
+        learner.version = version
+        await place.publish(learner)
+
+    assert [version for _, version in gateway.taken] == [1, 2]
+    if embedded:
+        assert set(gateway.taken[0][0]) == set(learner.model.state_dict())
+    else:
+        assert gateway.found == [True, True]
+        last = gateway.taken[1][0]
+        assert list((tmp_path / "weights").iterdir()) == [last]
+        assert transformers.AutoModelForCausalLM.from_pretrained(last) is not None
+
+
+async def test_a_training_has_its_sessions_on_a_server_and_goes_on_after_its_death(tmp_path):
+    model = untrained(tmp_path / "model")
+    settings = {
+        "model": str(model),
+        "tasks": "x",
+        "out": str(tmp_path / "out"),
+        "grpo": {"learning_rate": 1e-3},
+    }
+    loop = {"groups_per_step": 2, "max_lag": 1, "checkpoint_every": 1}
+
+    async def train(steps, tell=lambda _: None, *, resume=False):
+        wanted = {**settings, "server": with_token(client.url), "loop": {**loop, "steps": steps}}
+        return await train_here(
+            TrainSettings.model_validate(wanted), tasks(), resume=resume, tell=tell
+        )
+
+    def die(course):
+        if course.step == 2:
+            raise Death
+
+    async with a_server(tmp_path) as client:
+        with pytest.raises(Death):
+            await train(4, die)
+        killed = len(client.workers.ran)
+        trained = await train(4, resume=True)
+        ran, asked = client.workers.ran, client.workers.asked
+        left = [one["task_id"] async for one in client.tasks() if not one["acked_at"]]
+
+    assert [one["step"] for one in trained.course.steps] == [1, 2, 3, 4]
+    assert [one["groups"] for one in trained.course.steps] == [2, 2, 2, 2]
+    assert all(one["update"] for one in trained.course.steps)
+    assert killed < len(ran)
+    assert left == []
+    versions = [one.version for one in asked]
+    assert versions == [0, 1, 2, 1, 2, 3, 4]  # version 2 of the first life is lost
+    assert all(one.weights is not None for one in asked)
+    assert [path.name for path in (tmp_path / "out" / "weights").iterdir()] == ["000004"]
+
+
+async def test_a_server_and_engines_at_once_are_refused(tmp_path):
+    settings = TrainSettings(
+        model="m",
+        tasks="x",
+        out=str(tmp_path),
+        server="http://127.0.0.1:1",
+        engines=("scripted:x",),
+    )
+    with pytest.raises(ConfigError, match="either a server or engines"):
+        async with open_backend(settings, tmp_path):
+            pass
+
+
+def test_a_training_has_one_name_in_all_its_lives(tmp_path):
+    first = _name(tmp_path / "a")
+    assert _name(tmp_path / "a") == first != _name(tmp_path / "b")
+    assert "." not in first
+
+
+@contextmanager
+def process(*arguments):
+    """A command of ours in a process; killed when it is left."""
+    command = [sys.executable, "-m", "bridle.cli", *map(str, arguments)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def url_of(server):
+    """Return what a server tells when it is up."""
+    said = []
+    for line in server.stderr:
+        if found := re.search(r"rollout server at (\S+),", line):
+            return found[1]
+        said.append(line)
+    raise AssertionError("".join(said))
+
+
+def steps_of(course):
+    """The steps that a training's file tells of."""
+    try:
+        return len(json.loads(course.read_text())["steps"])
+    except (OSError, ValueError):  # not there yet, or half of it
+        return 0
+
+
+@pytest.mark.train
+@pytest.mark.timeout(400)
+def test_a_trainer_that_is_killed_again_and_again_trains_on_every_group_once(tmp_path):
+    from examples.demo.model import demo_model
+
+    model, files, out = demo_model(), tmp_path / "files", tmp_path / "out"
+    made = [lookup_task(one, files) for one in lookups(10, seed=30_000)]
+    task_file = tmp_path / "tasks.jsonl"
+    task_file.write_text("".join(task.model_dump_json() + "\n" for task in made))
+    config = tmp_path / "train.toml"
+    config.write_text("[loop]\ncheckpoint_every = 2\n")
+    serve = ("serve", "--engine", f"embedded:{model}", "--port", 0, "--data", tmp_path / "data")
+    with process(*serve, "--allow-path", tmp_path) as server:
+        url = url_of(server)
+        train = [
+            *("train", config, "--model", model, "--tasks", task_file, "--server", url),
+            *("--out", out, "--samples", 4, "--groups", 2, "--steps", 5, "--resume", "--json"),
+            *("--learning-rate", "1e-4"),
+        ]
+        for killed_at in (1, 3):
+            with process(*train) as trainer:
+                while steps_of(out / "course.json") < killed_at:
+                    assert trainer.poll() is None, trainer.communicate()[1]
+                    time.sleep(0.02)
+        with process(*train) as trainer:
+            _, said = trainer.communicate()
+            assert trainer.returncode == 0, said
+
+    state = read_state(checkpoints(out / "checkpoints")[-1])
+    assert [one["step"] for one in state["course"]["steps"]] == [1, 2, 3, 4, 5]
+    assert state["cursor"] == {"next": 10, "open": []}
+    assert {record["groups"] for record in state["history"].values()} == {1}
+    assert len(state["history"]) == 10
+    updates = [one["update"] for one in state["course"]["steps"] if one["update"]]
+    assert max(one["logprob_error"] or 0 for one in updates) < 1e-4

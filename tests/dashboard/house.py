@@ -1,4 +1,4 @@
-"""Run folders for the dashboard: sessions that went through a real gateway, and made-up large ones.
+"""Run folders for the dashboard: sessions through a real gateway, and made-up large ones.
 
 `HOSTILE` is in every place where somebody else's text can be: messages, calls, tool results,
 task ids, errors, file names, logs.
@@ -16,7 +16,7 @@ from tests.gateway.house import SHELL_TOOL, house, tool_result, user
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
 from bridle.dashboard.app import make_app
-from bridle.dashboard.folder import Folder
+from bridle.dashboard.folder import FolderSource
 from bridle.types import FinishReason, Kind
 
 HOSTILE = '<script>alert("x")</script><img src=//evil.example/x onerror=alert(1)>\u202e"\'&lt;'
@@ -163,13 +163,13 @@ def long(exchanges, session_id="long", *, new=3, output=2, chain=1000):
     return made
 
 
-LOOKED_AT: list[Folder] = []
+LOOKED_AT: list[FolderSource] = []
 """Folders of the test that runs; it closes them (conftest)."""
 
 
 def looked_at(folder, **options):
     """A folder that is closed when the test has ended."""
-    LOOKED_AT.append(Folder(folder, **options))
+    LOOKED_AT.append(FolderSource(folder, **options))
     return LOOKED_AT[-1]
 
 

@@ -9,7 +9,7 @@ from tests.capture.made import MadeSession
 from tests.dashboard.house import HOSTILE, busy, client, long, looked_at, write
 
 from bridle.dashboard import app as pages
-from bridle.dashboard.tokens import PAGE
+from bridle.dashboard.session import PAGE
 
 
 class Page(HTMLParser):
@@ -117,7 +117,7 @@ def test_a_page_leads_with_the_turns_shown_and_then_the_laws(run, path):
         told = " ".join(Page(browser.get(path).text).text)
     order = ["turns shown", "verbatim", "rerendered", "merge ratio", "captured"]
     assert sorted(order, key=told.index) == order
-    assert "sampled tokens shown as other ids" in told
+    assert "sampled tokens rendered as other ids" in told
 
 
 def test_an_exchange_is_shown_beside_its_tree_and_alone_for_htmx(run):
@@ -143,7 +143,7 @@ def test_a_fork_is_explained_where_it_is_shown(run):
         _, _, after = page.partition("root: <b>tools_changed</b>")
         fork = browser.get(re.findall(r'class="turn.*?href="([^"]+)"', after)[0]).text
 
-    assert "why its ids do not go on" in fork
+    assert "why the prompt does not extend the previous turn" in fork
     assert "they part at position" in fork
 
 
@@ -180,7 +180,7 @@ def test_a_hundred_thousand_tokens_are_pages_of_a_thousand(tmp_path):
 
     assert first.count("· prompt: before") == PAGE
     assert 'rel="next"' in first
-    assert last.count("trains, logprob") == 1000
+    assert last.count("trained, logprob") == 1000
     assert 'rel="next"' not in last
     assert 'class="tokens' in beyond
     assert len(first.encode()) < 300_000
@@ -219,7 +219,7 @@ def test_a_tree_shows_kinds_branches_and_what_does_not_train(tmp_path):
         assert text in page
     assert 'class="root d0"' in page
     assert 'class="d1"' in page
-    assert "still runs, or its process was killed" in page
+    assert "it is running, or its process was killed" in page
 
 
 def test_rejected_replies_are_marked_on_the_session_and_shared_out_for_the_run(tmp_path):
@@ -267,3 +267,39 @@ def test_a_list_is_filtered_by_its_query(run, status):
 
     assert ("/session/one.2" in page) is (status == "failed")
     assert ("/session/one.0" in page) is (status == "COMPLETED")
+
+
+def test_a_list_is_sorted_by_its_query_and_keeps_its_filters(run):
+    with client(run) as browser:
+        page = browser.get("/sessions", params={"sort": "-reward", "text": "one"}).text
+
+    rows = re.findall(r'data-row href="/session/(one\.\d)', page)
+    assert rows == ["one.0", "one.1", "one.2"]
+    assert 'aria-sort="descending"' in page
+    assert "/sessions?text=one&amp;sort=reward" in page
+
+
+def test_two_samples_of_a_group_are_compared(run):
+    with client(run) as browser:
+        task = browser.get("/task?id=one&run=.").text
+        page = browser.get("/compare?id=one&a=one.0&b=one.2").text
+        missing = browser.get("/compare?id=one&a=one.0&b=none")
+
+    assert "/compare?id=one&amp;run=.&amp;a=one.0&amp;b=one.1" in task
+    assert re.search(r'class="differs"><th scope="row">reward<', page)
+    assert "evaluator" in page
+    assert "messages are equal" in page
+    assert missing.status_code == 404
+
+
+def test_samples_that_differ_show_the_first_different_message(tmp_path):
+    one, two = MadeSession("one"), MadeSession("two")
+    for made, reply in ((one, "left"), (two, "right")):
+        made.call(None, exchange_id=reply, output=6)
+        made.end(1.0)
+    asyncio.run(write(tmp_path, one, two))
+    with client(tmp_path) as browser:
+        page = browser.get("/compare?id=task-1&a=one&b=two").text
+
+    assert "2 equal messages, then:" in page
+    assert page.count("<mark>") == 2

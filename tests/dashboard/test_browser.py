@@ -211,6 +211,47 @@ def test_without_scripts_every_page_tells_the_same(browser, url):
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
+def test_a_list_is_sorted_and_two_samples_are_compared_by_clicks(browser, url):
+    browser.get(f"{url}/sessions")
+    browser.find_element("link text", "reward").click()
+    until(lambda: every(browser, "th[aria-sort=descending]"), "the sorted list")
+    browser.get(f"{url}/tasks")
+    one(browser, "a[data-row]").click()
+    one(browser, "a[href*='/compare?']").click()
+    until(lambda: every(browser, "tr.differs"), "the comparison")
+
+    assert len(every(browser, ".compare th[scope=col]")) == 2
+    assert len(every(browser, ".pair mark")) in (0, 2)
+    picture(browser, "compare")
+
+
+PAGES = (
+    *("", "sessions", "tasks", "a[data-row][href*='/task?']", "a[href*='/compare?']"),
+    *("a[data-row][href*='/session/']", "a.turn", "a[href*='/trace/']"),
+)
+"""Pages of a tour: a path, or the link to click on the page before."""
+
+
+def test_no_page_is_wider_than_a_telephone(browser, url):
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        for page in PAGES:
+            if "[" in page or "." in page:
+                browser.get(one(browser, page).get_attribute("href"))
+            else:
+                browser.get(f"{url}/{page}")
+            until(lambda: every(browser, "main"), page)
+            wide = browser.execute_script("return document.documentElement.scrollWidth")
+            assert wide <= 390, browser.current_url
+        browser.get(f"{url}/tasks")
+        browser.get(one(browser, PAGES[3]).get_attribute("href"))
+        browser.get(one(browser, PAGES[4]).get_attribute("href"))
+        picture(browser, "compare-390")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 SHOWN = ("exchange", "trace", "file")
 
 

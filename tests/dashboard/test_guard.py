@@ -3,7 +3,7 @@
 import pytest
 from tests.dashboard.house import client
 
-from bridle.dashboard.guard import COOKIE, KEEP_S, MOST, Guard
+from bridle.dashboard.app import COOKIE, KEEP_S, MOST, Guard
 
 TOKEN = "a-token-that-is-known"
 HTML = {"accept": "text/html"}
@@ -42,7 +42,7 @@ def test_a_token_typed_once_opens_all_pages(browser):
 
     cookie = right.headers["set-cookie"]
     assert wrong.status_code == 401
-    assert "not known" in wrong.text
+    assert "unknown" in wrong.text
     assert (right.status_code, right.headers["location"]) == (303, "/")
     assert "HttpOnly" in cookie
     assert "SameSite=strict" in cookie

@@ -1,14 +1,18 @@
-"""A session for people: tree, exchanges, what cannot be read."""
+"""A session's conversation tree, exchanges and tokens."""
+
+from __future__ import annotations
 
 import asyncio
 import sqlite3
 from contextlib import closing
 
+import numpy as np
 from tests.dashboard.house import busy, write
 
-from bridle.dashboard.lines import measured_of
-from bridle.dashboard.runs import Run
-from bridle.dashboard.session import composition
+from bridle.dashboard.folder import CapturedRun
+from bridle.dashboard.session import CELLS, PAGE, compare, composition, token_page
+from bridle.dashboard.summaries import measured_of
+from bridle.trajectory.sample import MaskReason, Trace
 from bridle.types import DeliveryState
 
 
@@ -18,7 +22,7 @@ def opened(folder, made):
 
 
 def reopened(folder, session_id):
-    with closing(Run(folder / "capture.sqlite", ".")) as run:
+    with closing(CapturedRun(folder / "capture.sqlite", ".")) as run:
         return run.session(session_id)
 
 
@@ -108,3 +112,86 @@ def test_a_trace_is_told_in_parts(tmp_path):
     trace = session.trajectory.traces[0]
 
     assert sum(composition(trace).values()) == len(trace.prompt_ids) + len(trace.response_ids)
+
+
+def trace(prompt=3, reasons=(0, 0, 1, 4), logprobs=(-0.05, -5.0, 0.0, 0.0)):
+    size = len(reasons)
+    return Trace(
+        "t", np.arange(prompt, dtype=np.int32), np.arange(size, dtype=np.int32),
+        (np.array(reasons) == 0).astype(np.uint8), np.array(logprobs, dtype=np.float32),
+        np.array([7 if reason == 0 else -1 for reason in reasons], dtype=np.int32),
+        np.array(reasons, dtype=np.uint8), ("x",), (2,), "stop", "raw",
+    )  # fmt: skip
+
+
+def test_a_token_says_whether_it_trains_and_why_not():
+    page = token_page(trace(), 0, lambda ids: "<a>" if ids[0] else "\n")
+
+    assert [token.style for token in page.tokens] == [
+        "prompt", "prompt", "prompt", "on l0", "on l4", "prompt", "off",
+    ]  # fmt: skip
+    assert page.tokens[0].text == "⏎\n"
+    assert "policy version 7" in page.tokens[3].title
+    assert "logprob -0.0500 (p 0.951)" in page.tokens[3].title
+    assert page.tokens[6].title.endswith(f"not trained: {MaskReason.ABANDONED.key}")
+    assert [token.ends for token in page.tokens] == [None] * 4 + ["x"] + [None] * 2
+
+
+def test_without_a_tokenizer_ids_are_shown():
+    page = token_page(trace(), 0, None)
+
+    assert not page.has_text
+    assert page.tokens[2].text == "2 "
+
+
+def test_pages_cover_a_long_trace_and_its_strip_leads_to_them():
+    size = 3 * PAGE
+    long = trace(prompt=0, reasons=(0,) * size, logprobs=(-0.5,) * size)
+
+    first, middle, last = (token_page(long, at, None) for at in (0, PAGE, 2 * PAGE))
+
+    assert (first.before, first.after) == (None, PAGE)
+    assert (middle.before, middle.after, middle.last) == (0, 2 * PAGE, 2 * PAGE)
+    assert (len(last.tokens), last.after) == (PAGE, None)
+    assert len(first.cells) == CELLS
+    assert {cell.page for cell in first.cells} == {0, PAGE, 2 * PAGE}
+    assert 60 < sum(cell.here for cell in first.cells) < 70
+    assert [cell.here for cell in last.cells][-1]
+
+
+def test_an_empty_trace_is_an_empty_page():
+    page = token_page(trace(prompt=0, reasons=(), logprobs=()), 5, None)
+
+    assert (page.start, page.end, page.total, page.tokens, page.cells) == (0, 0, 0, [], [])
+
+
+CALL = {"name": "bash", "arguments": "ls"}
+START = [{"role": "system", "content": "Fix."}, {"role": "user", "content": "totals.py"}]
+
+
+def replies(*texts):
+    """Return a conversation whose replies call a tool under random ids."""
+    calls = [{"id": f"call-{id(texts)}", "function": CALL}]
+    return [*START, *({"role": "assistant", "content": t, "tool_calls": calls} for t in texts)]
+
+
+def test_conversations_are_equal_whatever_the_ids_of_their_tool_calls():
+    found = compare(replies("Look first."), replies("Look first."))
+
+    assert (found.is_equal, found.equal) == (True, 3)
+
+
+def test_the_first_difference_of_conversations_is_found_in_its_text():
+    found = compare(replies("Look.", "Run the test."), replies("Look.", "Run the linter."))
+
+    assert (found.is_equal, found.equal) == (False, 3)
+    assert found.before.endswith("Run the ")
+    assert [text.partition("\n")[0] for text in found.texts] == ["test.", "linter."]
+
+
+def test_a_conversation_that_ended_earlier_differs_by_its_end():
+    longer = replies("Look.", "Done.")
+    found = compare(longer[:-1], longer)
+
+    assert found.equal == 3
+    assert found.messages == (None, longer[-1])

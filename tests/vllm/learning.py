@@ -16,7 +16,7 @@ from examples.demo.lookups import lookups
 from examples.demo.policy import lookup_task
 
 from bridle.capture.records import SessionCapture
-from bridle.cli.captured import sessions
+from bridle.cli.runs import sessions
 from bridle.cli.training import TrainSettings, train_here
 from bridle.training.settings import GrpoSettings, LoopSettings
 

@@ -1,4 +1,13 @@
-"""The command line: one thin file per verb, which parses, calls the library and prints.
+"""The command line. A file holds related verbs, which parse flags, call the library and print.
+
+- `app`: all verbs, errors and exit codes; `options`: shared flags; `output`: tables, JSON, paths
+- first steps: `init` (demo, init), `doctor`, `harness`, `tasks`
+- sessions: `run` (run, fork) and `batch`, which runs them; `config`: the config file
+- captured data: `runs` finds it; `show`, `score` (score, teach), `export` (rebuild, export,
+  generate)
+- servers: `gateway` (gateway, engine), `serve`, `dashboard`, in a `process` that ends by a signal;
+  `client` (submit, status, watch, cancel)
+- `train` and `training`, which assembles it
 
 Exit codes, the same for every verb:
 
@@ -6,9 +15,9 @@ Exit codes, the same for every verb:
 |---|---|
 | 0 | done; for a batch: every session COMPLETED |
 | 1 | done, but something did not succeed; the output says what |
-| 2 | what was given is wrong: a flag, a config value, a task file, a path, a port |
-| 3 | something outside failed: the engine, the disk, a missing program or package |
-| 130 | ended by Ctrl-C; what was captured is kept |
+| 2 | invalid input: a flag, a config value, a task file, a path, a port |
+| 3 | an external failure: the engine, the disk, a missing program or package |
+| 130 | ended by Ctrl-C; captured data are kept |
 """
 
 

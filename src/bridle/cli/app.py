@@ -1,4 +1,4 @@
-"""Assembles the verbs and turns errors into one clear line and an exit code."""
+"""The command line: all verbs, and errors as one line with an exit code."""
 
 from __future__ import annotations
 
@@ -13,22 +13,16 @@ from bridle import __version__
 from bridle.cli import (
     client,
     dashboard,
-    demo,
     doctor,
-    engine,
     export,
-    fork,
     gateway,
-    generate,
     harness,
     init,
-    rebuild,
     run,
     score,
     serve,
     show,
     tasks,
-    teach,
     train,
 )
 from bridle.cli.output import log_to_stderr
@@ -41,7 +35,7 @@ EXTRAS = {
     "asyncpg": "postgres", "matplotlib": "train", "ray": "ray", "swerex": "remote",
     "torch": "embedded", "trl": "trl",
 }  # fmt: skip
-"""Optional packages, and the extra that brings each."""
+"""Extra that installs each optional package."""
 
 app = typer.Typer(
     name="bridle",
@@ -67,30 +61,17 @@ def _options(
     ),
 ) -> None:
     """Reinforcement learning for language agents through their own, unmodified harness."""
-    if context.invoked_subcommand != "show":  # it logs nothing, and is asked often
+    if context.invoked_subcommand != "show":  # it logs nothing and must start fast
         log_to_stderr()
 
 
-app.command("demo")(demo.demo)
-app.command("run")(run.run)
-app.command("show")(show.show)
-app.command("rebuild")(rebuild.rebuild)
-app.command("score")(score.score)
-app.command("fork")(fork.fork)
-app.command("teach")(teach.teach)
-app.command("export")(export.export)
-app.command("generate")(generate.generate)
-app.command("train")(train.train)
-app.command("dashboard")(dashboard.dashboard)
-app.command("doctor")(doctor.doctor)
-app.command("gateway")(gateway.gateway)
-app.command("serve")(serve.serve)
-app.command("submit")(client.submit)
-app.command("status")(client.status)
-app.command("watch")(client.watch)
-app.command("cancel")(client.cancel)
-app.command("engine")(engine.engine)
-app.command("init")(init.init)
+for verb in (
+    *(init.demo, run.run, show.show, export.rebuild, score.score, run.fork, score.teach),
+    *(export.export, export.generate, train.train, dashboard.dashboard, doctor.doctor),
+    *(gateway.gateway, serve.serve, client.submit, client.status, client.watch, client.cancel),
+    *(gateway.engine, init.init),
+):
+    app.command(verb.__name__)(verb)
 app.add_typer(harness.app, name="harness")
 app.add_typer(tasks.app, name="tasks")
 
@@ -114,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _explain(error: Exception) -> tuple[str, int] | None:
-    """The line and the exit code for an error of the user's; `None` = it is a bug of ours."""
+    """Return the message and exit code of an expected error; `None` = a bug."""
     match error:
         case ConfigError():
             return str(error), 2

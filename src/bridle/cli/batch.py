@@ -1,8 +1,9 @@
 """A batch of tasks in one process: engine, gateway, node and harnesses, with progress.
 
-`run`, `demo` and `harness check` are this with different tasks. Configuration, ports and programs
-are checked before an engine is asked or a sandbox is made. Whatever ends the batch (its last
-session, Ctrl-C, a failure), the run folder is complete: capture, trajectories and summary.
+`run`, `fork`, `demo`, `harness check` and `tasks verify` are batches. `preflight` checks
+configuration, ports and programs before an engine is called or a sandbox is created. However the
+batch ends (last session, Ctrl-C, failure), the run folder is complete: capture, trajectories and
+summary.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import uvloop
@@ -24,11 +24,9 @@ from rich.progress import Progress, TaskID
 
 from bridle import telemetry
 from bridle.api import Gateway
-from bridle.cli.agents import SYSTEM
 from bridle.cli.config import FileConfig, load_config
-from bridle.cli.gateway import Streaming
 from bridle.cli.output import check_folder, notes, progress
-from bridle.cli.serving import long_running
+from bridle.cli.process import long_running
 from bridle.config import AUTO, Task
 from bridle.errors import ConfigError, EngineError, Problems, StoreError, cannot_listen
 from bridle.folders import check_room
@@ -41,47 +39,39 @@ from bridle.runtimes import chosen, default_backend
 from bridle.runtimes.local import PATH
 from bridle.types import JSON, SessionStatus
 
-if TYPE_CHECKING:
-    from bridle.api import Gateway
-    from bridle.cli.config import FileConfig
-
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TaskBatch:
     """A batch to run: tasks, engine and output folder."""
 
     tasks: Sequence[Task]
     engine: str | FileConfig
-    """One engine, as `--engine` takes it; or all of a config."""
-    tokenizer: str | None
+    """An engine as `--engine` takes it, or a whole config."""
     folder: Path
-    concurrency: int | None
-    """Harnesses at once; `None` = twice the cores."""
+    concurrency: int | None = None
+    """Harnesses running at once; `None` = twice the cores."""
     title: str = "sessions"
-    """What the progress bar calls them."""
-    stream: Streaming | None = None
-    """How streamed replies leave the gateway (`GatewaySettings.stream`); `None` = as configured."""
+    """Label of the progress bar."""
 
     def setup(self) -> FileConfig:
-        """The config that it runs with."""
+        """Return the config that the batch runs with."""
         if isinstance(self.engine, FileConfig):
             return self.engine
-        gateway = {"stream": self.stream}
-        return load_config(None, engines=[self.engine], tokenizer=self.tokenizer, gateway=gateway)
+        return load_config(None, engines=[self.engine])
 
 
-def run_batch(batch: Batch) -> list[JSON]:
-    """Run a batch to its end; its sessions' summaries in the order they were opened.
+def run_batch(batch: TaskBatch) -> list[JSON]:
+    """Run a batch; return its sessions' summaries in the order in which they were opened.
 
-    `ConfigError` for a mistake in the tasks, before anything runs; `KeyboardInterrupt` after
-    Ctrl-C, when everything has been ended and written.
+    `ConfigError` for a mistake, before anything runs; `KeyboardInterrupt` after Ctrl-C, once
+    all sessions have ended and all files are written.
     """
     with progress() as bars:
         return uvloop.run(_run(batch, Board(bars, batch)))
 
 
-async def _run(batch: Batch, board: Board) -> list[JSON]:
-    _say_where(batch)
+async def _run(batch: TaskBatch, board: Board) -> list[JSON]:
+    _print_runtime(batch)
     facts: JSON = {"concurrency": batch.concurrency}
     facts["tasks"] = [task.model_dump(mode="json") for task in batch.tasks]
     served = Gateway(batch.setup(), data=batch.folder, facts=facts)
@@ -105,14 +95,14 @@ async def _run(batch: Batch, board: Board) -> list[JSON]:
     return sessions
 
 
-def _say_where(batch: Batch) -> None:
-    """Say which runtime those tasks get that name none."""
+def _print_runtime(batch: TaskBatch) -> None:
+    """Print the runtime of the tasks that name none."""
     if any(task.runtime.backend == AUTO for task in batch.tasks):
         backend, reason = default_backend()
         notes.print(f"runtime {backend}: {reason}", markup=False, soft_wrap=True)
 
 
-def _settings(batch: Batch) -> NodeSettings:
+def _settings(batch: TaskBatch) -> NodeSettings:
     if batch.concurrency is None:
         return NodeSettings()
     return NodeSettings(run_slots=batch.concurrency)
@@ -121,7 +111,7 @@ def _settings(batch: Batch) -> NodeSettings:
 class Board:
     """The progress bar of a batch, fed by the node's events."""
 
-    def __init__(self, bars: Progress, batch: Batch) -> None:
+    def __init__(self, bars: Progress, batch: TaskBatch) -> None:
         self._bars = bars
         total = sum(task.num_samples for task in batch.tasks)
         self._bar: TaskID = bars.add_task(batch.title, total=total, note="")
@@ -158,13 +148,16 @@ class Board:
 
 
 CONNECT_S = 2.0
-"""Time for a connection to an engine, which is then closed."""
+"""Timeout of the test connection to an engine."""
+
+SANDBOX_FOLDERS = tuple(map(Path, ("/usr", "/bin", "/sbin", "/lib", "/lib64")))
+"""Folders that every sandbox without an image shows."""
 
 INTERPRETERS = frozenset({"python", "python3", "node", "uv", "npx", "conda"})
 
 
 def preflight(problems: Problems, tasks: Sequence[Task], gateway: Gateway | None) -> None:
-    """Note what would keep `tasks` from running on `gateway`; starts and asks nothing."""
+    """Note everything that would keep `tasks` from running on `gateway`; starts nothing."""
     faults: defaultdict[str, list[str]] = defaultdict(list)
     for task in tasks:
         own = Problems()
@@ -194,7 +187,7 @@ def preflight(problems: Problems, tasks: Sequence[Task], gateway: Gateway | None
 
 
 def _check_program(task: Task) -> None:
-    """Refuse a command whose program lies where a bubblewrap sandbox shows nothing."""
+    """Refuse a command whose program a bubblewrap sandbox does not show."""
     spec, command = chosen(task.runtime), task.agent.command
     if not command or spec.backend != "bubblewrap" or spec.image or spec.prepare:
         return
@@ -205,7 +198,7 @@ def _check_program(task: Task) -> None:
     fix = "`bridle init --agent` finds what it needs; or name it in runtime.kwargs.binds"
     if program in INTERPRETERS and shutil.which(program, path=PATH) is None:
         raise ConfigError(f"agent.command: the sandbox has no {program!r}; {fix}")
-    shown = (*map(str, SYSTEM), *spec.kwargs.get("binds", ()))
+    shown = (*map(str, SANDBOX_FOLDERS), *spec.kwargs.get("binds", ()))
     path = Path(program)
     if path.is_absolute() and path.exists() and not any(path.is_relative_to(s) for s in shown):
         raise ConfigError(f"agent.command: the sandbox does not show {program}; {fix}")
@@ -232,7 +225,7 @@ def _check_port(config: FileConfig) -> None:
 
 
 def _check_engines(specs: Sequence[str]) -> None:
-    """Refuse servers of which not one takes a connection."""
+    """Refuse engine servers if none accepts a connection."""
     faults = []
     for spec in specs:
         found = re.search(r"https?://[^#]+", spec)

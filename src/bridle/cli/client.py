@@ -1,4 +1,4 @@
-"""`bridle submit`, `status`, `watch` and `cancel`: the verbs that talk to a rollout server."""
+"""`bridle submit`, `status`, `watch` and `cancel`: clients of a rollout server."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bridle.cli.options import FirstOption, JsonOption, SamplesOption
 from bridle.cli.output import console, notes, print_json, print_table, table
 from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.client import Client
-    from bridle.types import JSON
 
 
 ServerOption = Annotated[
@@ -22,23 +22,22 @@ TokenOption = Annotated[
     str | None,
     typer.Option("--token", envvar="BRIDLE_SERVER_TOKEN", help="Token of the rollout server."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 SERVER = "http://127.0.0.1:8080"
 
 COLUMNS = ("task", "owner", "state", "#ended", "#usable", "#of", "#priority", "why")
-"""Of a table of tasks."""
+"""Columns of a table of tasks."""
 
 
 def client(server: str, token: str | None, *, patience_s: float = 1.0) -> Client:
-    """A client that soon says when the server is not there."""
+    """Open a client that fails soon if the server cannot be reached."""
     from bridle.client import Client
 
     return Client(server, token=token, patience_s=patience_s)
 
 
 def row(task: dict[str, object]) -> list[object]:
-    """A task in a table."""
+    """Return a task as a row under `COLUMNS`."""
     names = (
         *("task_id", "owner", "state", "ended_sessions", "usable_sessions", "total_sessions"),
         *("priority", "stopped"),
@@ -52,9 +51,9 @@ def cancel(
     token: TokenOption = None,
     json: JsonOption = False,
 ) -> None:
-    """End tasks with all their sessions; what has ended stays as it is.
+    """Cancel tasks and their sessions; ended sessions stay as they are.
 
-    Ends with code 1 if one of them is not known.
+    Exit code 1 if a task is unknown.
     """
     with client(server, token) as open_client:
         unknown = open_client.cancel(*tasks)
@@ -63,17 +62,17 @@ def cancel(
     else:
         console.print(f"{len(tasks) - len(unknown)} tasks cancelled")
         for name in unknown:
-            console.print(f"not known: {name}", markup=False)
+            console.print(f"unknown: {name}", markup=False)
     raise typer.Exit(1 if unknown else 0)
 
 
 def status(
-    task: Annotated[str | None, typer.Argument(help="A task; the whole server without.")] = None,
+    task: Annotated[str | None, typer.Argument(help="Task id; default: the whole server.")] = None,
     server: ServerOption = SERVER,
     token: TokenOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show a server's counts, or a task with its sessions."""
+    """Show a server's state, or a task with its sessions."""
     with client(server, token) as open_client:
         if task is None:
             _show_server(open_client.status(), json=json)
@@ -89,21 +88,21 @@ def status(
     print_table(f"{len(sessions)} sessions", columns, rows)
 
 
-def _show_server(told: JSON, *, json: bool) -> None:
+def _show_server(state: JSON, *, json: bool) -> None:
     if json:
-        print_json(told)
+        print_json(state)
         return
     groups = ("tasks", "sessions", "callbacks")
-    rows = [[name, state, count] for name in groups for state, count in told[name].items()]
-    rows.append(["sessions", "waiting", told["sessions_waiting"]])
-    rows.append(["groups", "not acknowledged", told["groups_unacked"]])
-    for owner, counts in told.get("owners", {}).items():
+    rows = [[name, label, count] for name in groups for label, count in state[name].items()]
+    rows.append(["sessions", "waiting", state["sessions_waiting"]])
+    rows.append(["groups", "not acknowledged", state["groups_unacked"]])
+    for owner, counts in state.get("owners", {}).items():
         rows += [[f"owner {owner or 'nobody'}", what, count] for what, count in counts.items()]
     console.print(table("rollout server", ("what", "state", "#count"), rows))
-    paused = ", paused" if told["paused"] else ""
-    version = told["policy"]["version"]
+    paused = ", paused" if state["paused"] else ""
+    version = state["policy"]["version"]
     console.print(
-        f"{told['running']} of {told['slots']} slots in use{paused}; policy version {version}"
+        f"{state['running']} of {state['slots']} slots in use{paused}; policy version {version}"
     )
 
 
@@ -113,24 +112,22 @@ def submit(  # noqa: PLR0913 - one parameter per flag
     ],
     server: ServerOption = SERVER,
     token: TokenOption = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Sessions per task instead of its own number.")
-    ] = None,
-    first: Annotated[int | None, typer.Option(min=1, help="Only the first N tasks.")] = None,
+    samples: SamplesOption = None,
+    first: FirstOption = None,
     priority: Annotated[
-        int, typer.Option(min=0, max=100, help="Higher ones are started first.")
+        int, typer.Option(min=0, max=100, help="Tasks of higher priority start first.")
     ] = 0,
     callback_url: Annotated[
-        str | None, typer.Option(help="Where results are sent as sessions end.")
+        str | None, typer.Option(help="URL that gets each session's result.")
     ] = None,
     early_stop: Annotated[
-        int | None, typer.Option(min=1, help="Usable sessions after which a group ends.")
+        int | None, typer.Option(min=1, help="End a group after so many usable sessions.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Submit tasks; a task that was submitted before is not run again.
 
-    Files that tasks name must lie where the server's operator permits it (`serve --allow-path`).
+    Files that tasks name must be in folders that the server allows (`serve --allow-path`).
     """
     from bridle.datasets.jsonl import load_tasks
     from bridle.server.submission_policy import names_files
@@ -147,30 +144,30 @@ def submit(  # noqa: PLR0913 - one parameter per flag
     }
     with client(server, token) as open_client:
         fresh = open_client.submit_many(loaded, **terms)
-    told = [{"task_id": one.task_id, "new": new} for one, new in zip(loaded, fresh, strict=True)]
     if json:
-        print_json({"tasks": told})
+        pairs = zip(loaded, fresh, strict=True)
+        print_json({"tasks": [{"task_id": task.task_id, "new": new} for task, new in pairs]})
         return
-    console.print(f"{sum(fresh)} tasks submitted, {len(fresh) - sum(fresh)} were there already")
+    console.print(f"{sum(fresh)} tasks submitted, {len(fresh) - sum(fresh)} were known already")
 
 
 RESTART_S = 300.0
-"""How long a server that was there may be away while it is watched."""
+"""Time for which a watched server may be unreachable."""
 
 OPEN_STATES = ("queued", "running", "ending")
 
 
 def watch(
     tasks: Annotated[
-        list[str] | None, typer.Argument(help="Task ids; all that have not ended without.")
+        list[str] | None, typer.Argument(help="Task ids; default: all that have not ended.")
     ] = None,
     server: ServerOption = SERVER,
     token: TokenOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Wait until tasks have ended and show what came of them.
+    """Wait until tasks have ended and show their results.
 
-    Ends with code 0 if all of them were completed, else 1.
+    Exit code 0 if all were completed, else 1.
     """
     with client(server, token) as quick:
         quick.status()

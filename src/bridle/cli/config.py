@@ -1,20 +1,29 @@
-"""`--config FILE`: engines, gateway, server, executor... in one TOML file; flags come first."""
+"""The config file, and the engines, tokenizers and models that it or the flags name."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
 from bridle.config import ModelSpec, Settings, explain, load_toml
 from bridle.datasets.jsonl import merge
 from bridle.engines.pool_replica import RoutingSettings
-from bridle.errors import ConfigError
+from bridle.errors import ConfigError, Problems
 from bridle.gateway.settings import GatewaySettings
 from bridle.node.scheduling import ExecutorSettings
 from bridle.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from bridle.engines.base import Engine
+    from bridle.engines.pool import EnginePool
+    from bridle.gateway.models import OtherModel
+    from bridle.prompting.renderer import PromptRenderer
 
 
 class FileConfig(Settings):
@@ -23,16 +32,16 @@ class FileConfig(Settings):
     engines: tuple[str, ...] = ()
     """Replicas of the policy's engine, each as `--engine` takes it."""
     tokenizer: str | None = None
-    """Folder or `builtin`; `None` = the engine's own where it has one."""
+    """Folder, hub id or `builtin`; `None` = the engine's own, if it has one."""
     gateway: GatewaySettings = GatewaySettings()
     routing: RoutingSettings = RoutingSettings()
     server: ServerSettings = ServerSettings()
     executor: ExecutorSettings = ExecutorSettings()
-    """Where sessions are computed."""
+    """Where sessions run: in this process or on a Ray cluster."""
     telemetry: tuple[str, ...] = ()
     """Trackers: wandb, mlflow, tensorboard, trackio, otel, or `package.module:Class`."""
     models: dict[str, ModelSpec] = Field(default_factory=dict)
-    """Model names and globs with an engine or a sampling of their own, first match first."""
+    """Model names and globs with their own engine or sampling; the first match counts."""
 
 
 def load_config(
@@ -45,9 +54,9 @@ def load_config(
     executor: Mapping[str, Any] | None = None,
     telemetry: str | None = None,
 ) -> FileConfig:
-    """The file's settings (defaults without one) under those of the flags; `None` = not given.
+    """Read a config file; flags override it, and `None` = not given.
 
-    `ConfigError` names a mistake, and says so if neither names an engine.
+    `ConfigError` for a mistake, and if neither names an engine.
     """
     given = {} if path is None else load_toml(path)
     table = given.get("gateway", {})
@@ -71,3 +80,131 @@ def load_config(
     if not config.engines and not config.server.engines_from:
         raise ConfigError("no engine: give --engine, or `engines = [...]` in --config FILE")
     return config
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+"""Files of a hub model that a tokenizer may need, without weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """Engine, renderer and other models of a gateway; nothing is started."""
+
+    engine: EnginePool
+    renderer: PromptRenderer
+    models: Sequence[OtherModel]
+
+
+def open_engine_and_renderer(spec: str, tokenizer: str | None) -> tuple[Engine, PromptRenderer]:
+    """Open the engine that `spec` names and a renderer on its tokenizer; neither is started.
+
+    `None` as tokenizer = the model folder of `embedded:DIR`, or `builtin` for `scripted:FILE`.
+    `ConfigError` if another engine has none.
+    """
+    from bridle.engines import open_engine
+    from bridle.prompting.renderer import load_renderer
+
+    source = tokenizer or default_tokenizer(spec)
+    source = source and tokenizer_folder(source)
+    engine = open_engine(spec, tokenizer=source)
+    return engine, load_renderer(_required(source, spec))
+
+
+def open_setup(config: FileConfig) -> EngineSetup:
+    """Open the replicas, the renderer and the other models of a config.
+
+    Engines of other models never train, so they may give text only. `ConfigError` names all
+    mistakes at once.
+    """
+    from bridle.gateway.models import check_models
+    from bridle.prompting.renderer import load_renderer
+
+    problems = Problems()
+    first = config.engines[0]
+    source = config.tokenizer or default_tokenizer(first)
+    with problems.noting():
+        source = source and tokenizer_folder(source)
+        renderer = load_renderer(_required(source, first))
+    with problems.noting():
+        engine = open_replicas(
+            config.engines,
+            source,
+            settings=config.routing,
+            allow_untokenized=config.gateway.allow_untokenized,
+        )
+    with problems.noting():
+        models = [_other(name, spec, config.routing) for name, spec in config.models.items()]
+        check_models(models)
+    problems.raise_any()
+    return EngineSetup(engine, renderer, models)
+
+
+def open_replicas(
+    specs: Sequence[str],
+    tokenizer: str | None,
+    *,
+    settings: RoutingSettings | None = None,
+    allow_untokenized: bool = False,
+) -> EnginePool:
+    """Open one engine over replicas; the second in-process engine of the same spec is named `#2`.
+
+    `ConfigError` for a spec that names no engine, or a server that is named twice.
+    """
+    from bridle.engines import open_engine
+    from bridle.engines.pool import EnginePool
+    from bridle.engines.pool_replica import make_replica
+
+    make = partial(open_engine, tokenizer=tokenizer, allow_untokenized=allow_untokenized)
+    replicas = [make_replica(spec, make) for spec in specs]
+    for index, replica in enumerate(replicas):
+        before = specs[:index].count(replica.name)
+        if before and replica.reopen is None:
+            replica.name = f"{replica.name}#{before + 1}"
+    return EnginePool(replicas, settings=settings)
+
+
+def _other(name: str, spec: ModelSpec, routing: RoutingSettings) -> OtherModel:
+    from bridle.gateway.models import OtherModel
+    from bridle.prompting.renderer import load_renderer
+
+    if not spec.engines:
+        return OtherModel(name, spec)
+    source = spec.tokenizer or default_tokenizer(spec.engines[0])
+    source = source and tokenizer_folder(source)
+    engine = open_replicas(spec.engines, source, settings=routing, allow_untokenized=True)
+    return OtherModel(name, spec, engine, None if source is None else load_renderer(source))
+
+
+def _required(source: str | None, spec: str) -> str:
+    if source is None:
+        raise ConfigError(
+            f"--engine {spec} needs --tokenizer: the folder with the model's tokenizer, "
+            "because the gateway renders and tokenises prompts itself"
+        )
+    return source
+
+
+def tokenizer_folder(source: str) -> str:
+    """Return the local folder of a tokenizer `ORG/NAME` of the model hub; others unchanged.
+
+    Its files come from the hub's cache, or, unless `HF_HUB_OFFLINE` is set, from the hub.
+    `ConfigError` if neither has them.
+    """
+    if not HUB_ID.fullmatch(source) or Path(source).exists():
+        return source
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(source, allow_patterns=TOKENIZER_FILES)
+    except (OSError, ValueError, RuntimeError) as error:
+        why = str(error).strip().splitlines()[0]
+        message = f"tokenizer {source!r} is not a folder and cannot be fetched from the hub: {why}"
+        raise ConfigError(message) from error
+
+
+def default_tokenizer(spec: str) -> str | None:
+    """Return the tokenizer of an engine spec that has one of its own, else `None`."""
+    kind, _, rest = spec.partition(":")
+    return {"scripted": "builtin", "embedded": rest}.get(kind)

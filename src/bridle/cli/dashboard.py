@@ -1,55 +1,56 @@
-"""`bridle dashboard`: pages over a folder of runs, or over a rollout server, in a browser."""
+"""`bridle dashboard`: pages about a folder of runs or a rollout server, in a browser.
+
+`bridle serve` mounts the same pages under its own address (`mounted`).
+"""
 
 from __future__ import annotations
 
 import hmac
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-import orjson
 import typer
 
-from bridle.cli.output import notes
-from bridle.cli.serving import Stop, run_until_signal
+from bridle.cli.options import AllowHostOption, JsonOption
+from bridle.cli.output import notes, print_json_line
+from bridle.cli.process import Stop, run_until_signal
 from bridle.errors import ConfigError
 from bridle.hosts import is_loopback
 
 if TYPE_CHECKING:
-    from bridle.dashboard.guard import Guard
-    from bridle.dashboard.source import Source
+    from starlette.routing import Mount
+
+    from bridle.dashboard.app import Guard
+    from bridle.dashboard.server import ServerSource
+    from bridle.dashboard.source import DataSource
+    from bridle.server.auth import Auth, Caller
 
 TOKEN_ENV: Final = "BRIDLE_DASHBOARD_TOKEN"  # noqa: S105 - the variable's name
-"""What a browser must know to look; needed off loopback."""
+"""Token that browsers must give; required off loopback."""
 
-AllowHostOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Name under which it is asked, beside localhost and addresses; repeatable.",
-        show_default=False,
-    ),
-]
+MOUNT_PATH: Final = "/ui"
 
 
 def dashboard(
     target: Annotated[
         str,
         typer.Argument(
-            help="A run, a training, a data folder, a folder of them, or a rollout server's URL."
+            help="Run, training, data folder, folder of these, or URL of a rollout server."
         ),
     ] = "runs",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8090,
     allow_host: AllowHostOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print where it listens as JSON.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Show runs, sessions, exchanges and tokens in a browser, until Ctrl-C; changes nothing.
 
-    A server is asked with the token in BRIDLE_SERVER_TOKEN, or its own where it is yours; a browser
-    must know it too. Off loopback a browser must know the token in BRIDLE_DASHBOARD_TOKEN.
+    A server is read with the token in BRIDLE_SERVER_TOKEN, or its own token if it is yours; a
+    browser must give it too. Off loopback a browser must give the token in BRIDLE_DASHBOARD_TOKEN.
     """
     allowed = tuple(allow_host or ())
     with _source(target) as (source, token):
@@ -58,27 +59,27 @@ def dashboard(
 
 
 def guard_of(host: str, token: str | None) -> Guard | None:
-    """Return the guard of the dashboard; `None` = open to all who reach it.
+    """Return the access control of the dashboard; `None` = open to everybody who reaches it.
 
-    `ConfigError` for a dashboard that others reach and that has no token.
+    `ConfigError` off loopback without a token.
     """
-    from bridle.dashboard.guard import Guard
+    from bridle.dashboard.app import Guard
 
     if token:
         return Guard(lambda sent: hmac.compare_digest(sent.encode(), token.encode()))
     if not is_loopback(host):
-        raise ConfigError(f"others reach {host}: set {TOKEN_ENV}, which a browser must then know")
+        raise ConfigError(f"{host} is not loopback: set {TOKEN_ENV}, which browsers must then give")
     return None
 
 
 @contextmanager
-def _source(target: str) -> Iterator[tuple[Source, str | None]]:
-    """Yield the source that is shown, and the token that reads it, if any."""
-    from bridle.dashboard.folder import Folder
+def _source(target: str) -> Iterator[tuple[DataSource, str | None]]:
+    """Open the data source that `target` names; yield it and its token, if any."""
+    from bridle.dashboard.folder import FolderSource
 
     if target.startswith(("http://", "https://")):
         from bridle.client import Client
-        from bridle.dashboard.served import ServerSource
+        from bridle.dashboard.server import ServerSource
 
         with Client(target, patience_s=1.0) as client:
             client.status()
@@ -86,16 +87,13 @@ def _source(target: str) -> Iterator[tuple[Source, str | None]]:
         return
     path = Path(target)
     if not path.exists():
-        raise ConfigError(f"there is no {target}")
-    folder = Folder(path)
-    try:
+        raise ConfigError(f"{target} does not exist")
+    with closing(FolderSource(path)) as folder:
         yield folder, None
-    finally:
-        folder.close()
 
 
 async def _serve(
-    source: Source,
+    source: DataSource,
     guard: Guard | None,
     host: str,
     port: int,
@@ -109,8 +107,55 @@ async def _serve(
 
     app = make_app(source, guard)
     async with listening(app, host=host, port=port, allowed=allowed) as url:
-        if json:  # a line that can be waited for
-            sys.stdout.write(orjson.dumps({"url": url}).decode() + "\n")
-            sys.stdout.flush()
+        if json:
+            print_json_line({"url": url})
         notes.print(f"dashboard of {source.title} at {url}", markup=False, soft_wrap=True)
         await stop.wait()
+
+
+@contextmanager
+def mounted(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[Mount]:
+    """Build the dashboard under `MOUNT_PATH`, open to every token with the role `read`.
+
+    It reads the server's own API with the token of the request. `url` returns the server's address
+    once it listens; `data` holds the capture of a node of this process, if there is one.
+    """
+    from starlette.routing import Mount
+
+    from bridle.client import Client
+    from bridle.dashboard.app import Guard, make_app
+    from bridle.dashboard.folder import FolderSource
+    from bridle.dashboard.server import ServerSource
+
+    with ExitStack() as opened:
+        folder = None
+        with suppress(ConfigError):
+            folder = opened.enter_context(closing(FolderSource(data / "capture.sqlite")))
+
+        @cache
+        def source_of(token: str) -> ServerSource:
+            # The capture holds the sessions of all owners: only an admin may read it.
+            own = folder if owner_of(auth, token) is None else None
+            # The client replaces an empty token by the one that this user's clients find.
+            client = opened.enter_context(Client(url(), token=token or "none", patience_s=1.0))
+            return ServerSource(client, "rollout server", own)
+
+        yield Mount(MOUNT_PATH, make_app(source_of, Guard(lambda token: may_read(auth, token))))
+
+
+def may_read(auth: Auth, token: str) -> bool:
+    """Return whether a token may read the dashboard."""
+    from bridle.server.auth import TokenRole
+
+    caller = _caller(auth, token)
+    return caller is not None and caller.may(TokenRole.READ)
+
+
+def owner_of(auth: Auth, token: str) -> str | None:
+    """Return the owner whose tasks a token may read; `None` = all (an admin), "" = unknown."""
+    caller = _caller(auth, token)
+    return "" if caller is None else caller.tenant
+
+
+def _caller(auth: Auth, token: str) -> Caller | None:
+    return auth.caller([(b"authorization", b"Bearer " + token.encode())])

@@ -1,4 +1,7 @@
-"""`bridle doctor`: what this machine has, what is missing, and what to do about it."""
+"""`bridle doctor`: checks of this machine, of tasks, engines and runtimes, with what to do.
+
+The agents of tasks are proved by one scripted model call each (`prove`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,13 +21,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bridle.cli.options import JsonOption
 from bridle.cli.output import console, print_json, table
 from bridle.errors import BridleError, EngineError, install_extra
 from bridle.types import JSON
 
 if TYPE_CHECKING:
+    from bridle.config import Task
     from bridle.engines.base import Engine, EngineInfo
-    from bridle.engines.compare import Render, Score
+    from bridle.engines.compare import Render
     from bridle.engines.probe import Finding
     from bridle.prompting.renderer import PromptRenderer
     from bridle.types import Ids
@@ -31,14 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     ok: bool
-    """False = something that Bridle offers will not work."""
+    """False = a feature of Bridle will not work."""
     found: str
     advice: str = ""
-    """What to do; empty when all is well."""
+    """What to do; empty if the check passed."""
 
 
 def doctor(
@@ -57,21 +63,21 @@ def doctor(
         bool,
         typer.Option(
             "--logprobs",
-            help="Sample, and compute the logprobs again from the model's folder on this machine.",
+            help="Sample, and recompute the logprobs with the model's folder on this machine.",
         ),
     ] = False,
     runtime: Annotated[
-        str | None, typer.Option(help="Run the runtime conformance suite on this backend.")
+        str | None, typer.Option(help="Run the conformance suite of runtimes on this backend.")
     ] = None,
     image: Annotated[
-        str | None, typer.Option(help="The image that the suite runs in, where one is needed.")
+        str | None, typer.Option(help="Image that the suite runs in, if the backend needs one.")
     ] = None,
     runs: Annotated[
-        Path, typer.Option(help="Folder of runs: name what their requests held that is unknown.")
+        Path, typer.Option(help="Folder of runs whose requests are searched for unknown parts.")
     ] = Path("runs"),
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Look at this machine, tasks, an engine or a runtime, and say what is missing."""
+    """Check this machine, tasks, an engine or a runtime, and say what is missing."""
     import asyncio
 
     if tasks is not None:
@@ -92,23 +98,22 @@ def doctor(
 
 def _proofs(path: Path) -> list[CheckResult]:
     """Check that the agents of tasks start in their runtimes and reach their model."""
-    from bridle.cli.proving import distinct, prove
     from bridle.datasets.jsonl import load_tasks
 
     findings = []
     for proof in prove(distinct(load_tasks(path))):
         found = f"{proof.calls} scripted model calls answered, {proof.status}"
-        advice = "" if proof.ok else f"{proof.error}\n{proof.said}".strip()
+        advice = "" if proof.ok else f"{proof.error}\n{proof.output}".strip()
         findings.append(CheckResult(f"agent of {proof.task_id}", proof.ok, found, advice))
     return findings
 
 
 def machine() -> list[CheckResult]:
-    """Everything about this machine that a run may need."""
+    """Check everything on this machine that a run may need."""
     return [
         _python(),
-        _program("git", "the demo tasks and most agents use it: install git"),
-        _program("npm", "harnesses from npm (pi) need it: install node with npm"),
+        _program("git", "most agents need it: install git"),
+        _program("npm", "harnesses from npm (such as pi) need it: install node with npm"),
         _program("bash", "runtimes run commands with it: install bash"),
         _torch(),
         _cache(),
@@ -118,7 +123,7 @@ def machine() -> list[CheckResult]:
 
 
 def requests(runs: Path) -> list[CheckResult]:
-    """Name what the gateway did not know in the requests of these runs, if anything."""
+    """Report the parts of the runs' requests that the gateway did not know, if any."""
     from bridle.cli.show import counts_of
     from bridle.node.run_folder import SUMMARY
 
@@ -129,7 +134,7 @@ def requests(runs: Path) -> list[CheckResult]:
     if not (unknown := counts_of(lines, "unknown")):
         return []
     found = ", ".join(f"{count} {name}" for name, count in unknown.most_common())
-    advice = "served, not acted on: see whether the model missed context (`bridle show SESSION`)"
+    advice = "served but ignored: check whether the model missed context (`bridle show SESSION`)"
     return [CheckResult("unknown in requests", ok=True, found=found, advice=advice)]
 
 
@@ -181,7 +186,7 @@ def _runtime() -> CheckResult:
     from bridle.runtimes import default_backend
 
     backend, reason = default_backend()
-    advice = "" if backend != "local" else "what a model does is not contained: get bwrap to work"
+    advice = "" if backend != "local" else "the agents' commands are not contained: make bwrap work"
     return CheckResult(
         "runtime", ok=backend != "local", found=f"{backend}: {reason}", advice=advice
     )
@@ -217,7 +222,7 @@ async def _probe_all(
 def _alike(infos: dict[str, EngineInfo], wanted: int) -> CheckResult:
     """Check that replicas serve one model in one way."""
     if len(infos) < wanted:
-        advice = "a gateway starts with those that answer, and takes the others when they come"
+        advice = "a gateway starts with those that answer and adds the others when they do"
         return CheckResult(
             "replicas", ok=bool(infos), found=f"{len(infos)} of {wanted} answer", advice=advice
         )
@@ -227,14 +232,16 @@ def _alike(infos: dict[str, EngineInfo], wanted: int) -> CheckResult:
     }
     lengths = {info.context_length for info in infos.values()}
     found = "; ".join(sorted(ways)) + f"; context {min(lengths)}"
-    advice = "" if len(ways) == 1 else "they must serve one model in one way: compare their flags"
+    advice = (
+        "" if len(ways) == 1 else "replicas must serve one model in one way: compare their flags"
+    )
     return CheckResult("replicas", ok=len(ways) == 1, found=found, advice=advice)
 
 
 async def _probe(
     spec: str, tokenizer: str | None, *, logprobs: bool
 ) -> tuple[list[CheckResult], EngineInfo | None]:
-    """Probe an engine; one that fails at its start is reported all the same."""
+    """Probe an engine; one that fails to start is reported too."""
     from bridle.engines import open_engine
     from bridle.engines.probe import ProbeReport, probe
 
@@ -281,16 +288,17 @@ async def _conformance(backend: str, image: str | None) -> list[CheckResult]:
     return findings
 
 
-SAID = [{"role": "user", "content": "Say anything."}]
-"""The conversation under which logprobs are sampled."""
+SAMPLED_CHAT = [{"role": "user", "content": "Say anything."}]
+"""Conversation whose reply is sampled for the comparison of logprobs."""
 
 
 async def compare(
     engine: Engine, info: EngineInfo, tokenizer: str | None, *, logprobs: bool
 ) -> AsyncIterator[Finding]:
-    """Findings on a started engine, by `tokenizer` or its own.
+    """Compare a started engine with Bridle's own tokenizer, renderer and chat template.
 
-    With `logprobs` also a plain forward pass of the model's folder, which must be on this machine.
+    `None` as `tokenizer` = the engine's. With `logprobs` also with a forward pass of the model,
+    whose folder must be on this machine.
     """
     import numpy as np
 
@@ -320,14 +328,14 @@ async def compare(
 
 
 def failed(what: str, found: str, fix: str) -> Finding:
-    """A finding that something could not be looked at."""
+    """Return the finding that a check could not be made."""
     from bridle.engines.probe import Finding
 
     return Finding(what, ok=False, needed=True, found=found, fix=fix)
 
 
 def _render(renderer: PromptRenderer) -> Render:
-    """Our rendering of OpenAI Chat messages, by the dialect that reads them."""
+    """Return a function that renders OpenAI Chat messages as the gateway does."""
     import msgspec
 
     from bridle.dialects import DIALECTS
@@ -350,8 +358,10 @@ async def _recomputed(engine: Engine, info: EngineInfo, render: Render, source: 
 
     folder = Path(info.tokenizer_dir or source)
     try:
-        score = await asyncio.to_thread(_score, folder)
-        return await recompute_logprobs(engine, info.logprob_mode, score, render(SAID, []))
+        from bridle.embedded.model import PlainModel
+
+        score = await asyncio.to_thread(lambda: PlainModel(folder).logprobs)
+        return await recompute_logprobs(engine, info.logprob_mode, score, render(SAMPLED_CHAT, []))
     except (BridleError, ImportError) as error:
         return failed(
             "recomputed logprobs",
@@ -361,7 +371,79 @@ async def _recomputed(engine: Engine, info: EngineInfo, render: Render, source: 
         )
 
 
-def _score(folder: Path) -> Score:
-    from bridle.embedded.model import PlainModel
+MAX_TURNS = 4
+"""Model calls of a proof, after which an agent that does not end is stopped."""
 
-    return PlainModel(folder).logprobs
+AGENT_S = 120.0
+
+TAIL_CHARS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Result of a task's session against the scripted engine."""
+
+    task_id: str
+    calls: int
+    """Model calls that were answered."""
+    status: str
+    reward: float | None
+    error: str | None
+    output: str
+    """The end of the agent's stderr, or of its stdout."""
+
+    @property
+    def ok(self) -> bool:
+        """Return whether the agent started and its model call was answered."""
+        return self.calls > 0
+
+
+def distinct(tasks: Sequence[Task]) -> list[Task]:
+    """Return one task per agent and runtime, without its evaluator."""
+    from bridle.config import EvaluatorSpec
+
+    found: dict[str, Task] = {}
+    for task in tasks:
+        kind = task.model_dump_json(include={"agent", "runtime"})
+        found.setdefault(kind, task.model_copy(update={"evaluator": EvaluatorSpec()}))
+    return list(found.values())
+
+
+def prove(tasks: Sequence[Task], answer: str = "hello") -> list[Proof]:
+    """Run one session per task against a scripted model whose every reply is `answer`.
+
+    `ConfigError` for a mistake in the tasks, before anything runs.
+    """
+    from bridle.cli.batch import TaskBatch, run_batch
+
+    limited = [_limited(task) for task in tasks]
+    with tempfile.TemporaryDirectory(prefix="bridle-proof-") as scratch:
+        script, run = Path(scratch, "script.json"), Path(scratch, "run")
+        script.write_text(json_text.dumps({"conversations": [{"turns": [{"content": answer}]}]}))
+        lines = run_batch(TaskBatch(limited, f"scripted:{script}", run, title="proofs"))
+        return [_proof(line, run) for line in lines]
+
+
+def _limited(task: Task) -> Task:
+    from bridle.config import Limits
+
+    budgets = task.budgets.model_copy(update={"agent_s": min(AGENT_S, task.budgets.agent_s)})
+    limits = Limits(max_turns=MAX_TURNS)
+    return task.model_copy(update={"num_samples": 1, "limits": limits, "budgets": budgets})
+
+
+def _proof(line: JSON, run: Path) -> Proof:
+    logs = run / "sessions" / line["session_id"]
+    texts = (_tail(logs / f"{name}.log") for name in ("stderr", "stdout"))
+    return Proof(
+        task_id=line["task_id"],
+        calls=line["exchanges"] or 0,
+        status=line["status"],
+        reward=line["reward"],
+        error=line["error"],
+        output=next((text for text in texts if text), ""),
+    )
+
+
+def _tail(log: Path) -> str:
+    return log.read_text("utf-8", "replace").strip()[-TAIL_CHARS:] if log.exists() else ""

@@ -1,30 +1,144 @@
-"""`bridle export`: trajectories in the forms that others read."""
+"""`bridle rebuild`, `export` and `generate`: trajectory files and data sets from captured sessions.
+
+Each call of `generate` runs the sessions that are still missing as a run in `OUT/rounds/NNN`, then
+writes `OUT/data.*` and `OUT/statistics.json` from all rounds. A call that was interrupted or killed
+is therefore resumed by the same command: ended sessions are not run again, those that failed
+because of the system are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import json as json_text
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridle.cli.output import check_file, console, number, print_json, table
+from bridle.cli.options import (
+    ConcurrencyOption,
+    EngineOptions,
+    FirstOption,
+    HarnessOption,
+    JsonOption,
+    RuntimeOption,
+    UntokenizedOption,
+    with_option_groups,
+)
+from bridle.cli.output import (
+    check_file,
+    check_folder,
+    console,
+    notes,
+    number,
+    print_json,
+    progress,
+    table,
+)
+from bridle.cli.run import load_task_set, task_overrides
+from bridle.errors import ConfigError
+from bridle.folders import private_file, private_folder
 from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.bridges.examples import Example
     from bridle.bridges.selection import Rules, Survey
     from bridle.capture.records import SessionCapture
+    from bridle.cli.config import FileConfig
+    from bridle.config import BuilderSpec, Task
     from bridle.trajectory.sample import Trajectory
 
 
+def rebuild(
+    target: Annotated[Path, typer.Argument(help="Run folder or capture file.")],
+    builder: Annotated[
+        str | None,
+        typer.Option(
+            help="per_request, prefix_merging, tree or module:function; default: the run's."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to; default: RUN/rebuilt.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default: one per core.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Build the trajectories of a run again from its capture.
+
+    Works for finished, running and killed runs. For a finished run and the same builder the files
+    are identical to those of the run.
+    """
+    from bridle.cli.runs import capture_files
+    from bridle.config import BuilderSpec
+    from bridle.node.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
+    from bridle.trajectory import BUILDERS
+
+    if builder is not None and builder not in BUILDERS and ":" not in builder:
+        raise ConfigError(f"unknown builder {builder!r}; known: {', '.join(sorted(BUILDERS))}")
+    spec = None if builder is None else BuilderSpec(strategy=builder)
+    base = target if target.is_dir() else target.parent
+    files = capture_files(target)
+    folder = check_folder(out or base / "rebuilt", "--out")
+    private_folder(folder)
+    totals = _write_rebuilt(files, folder, spec, workers)
+    if json:
+        print_json({"folder": str(folder), **totals})
+        return
+    console.print(
+        "{sessions} sessions, {exchanges} exchanges -> {traces} traces; "
+        "{captured} tokens captured, {trained} trained".format(**totals)
+    )
+    written = f"written: {folder / TRAJECTORIES}, {folder / TRAJECTORIES_PARQUET}"
+    console.print(written, soft_wrap=True)
+
+
+def _write_rebuilt(
+    paths: list[Path], folder: Path, spec: BuilderSpec | None, workers: int | None
+) -> dict[str, int]:
+    """Write the trajectories of capture files into `folder`; return counts."""
+    from bridle.bridges.parquet import TrajectoryWriter
+    from bridle.bridges.rebuild import rebuild_all
+    from bridle.capture.sqlite import SqliteReader
+    from bridle.node.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
+
+    names: dict[Path, list[str]] = {}
+    for path in paths:
+        with SqliteReader(path) as reader:
+            names[path] = [one.session_id for one in reader.sessions() if not one.is_aside]
+    totals = {"sessions": 0, "exchanges": 0, "traces": 0, "captured": 0, "trained": 0}
+    lines = folder / f"{TRAJECTORIES}.part"
+    with (
+        progress() as shown,
+        private_file(lines).open("wb") as file,
+        TrajectoryWriter(folder / TRAJECTORIES_PARQUET) as parquet,
+    ):
+        task = shown.add_task("rebuild", total=sum(map(len, names.values())), note="")
+        every = (rebuild_all(path, ids, spec, workers=workers) for path, ids in names.items())
+        for rebuilt in chain.from_iterable(every):
+            file.write(rebuilt.line + b"\n")
+            parquet.add(rebuilt.rows)
+            totals["sessions"] += 1
+            totals["exchanges"] += rebuilt.stats["exchanges"]
+            totals["traces"] += rebuilt.stats["traces"]
+            totals["captured"] += rebuilt.stats["tokens_captured"]
+            totals["trained"] += rebuilt.stats["tokens_trained"]
+            shown.advance(task)
+    lines.replace(folder / TRAJECTORIES)
+    return totals
+
+
 ROUNDS = "rounds"
-"""Folder of the run folders of `bridle generate`, in that of its data set."""
+"""Subfolder of a data set with the run folders of `bridle generate`."""
 
 
-class Format(StrEnum):
-    """A format that can be written."""
+class ExportFormat(StrEnum):
+    """A file format of `bridle export`."""
 
     PARQUET = "parquet"
     SFT = "sft"
@@ -33,107 +147,97 @@ class Format(StrEnum):
     ATIF = "atif"
 
 
-MinRewardOption: TypeAlias = Annotated[
-    float | None, typer.Option(help="Leave out lower rewards, and unknown ones; sft: 1.")
-]
-MaxTokensOption: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="Leave out longer examples.")
-]
-TurnsOption: TypeAlias = Annotated[
-    str | None, typer.Option(help="Turns of the model, as MIN:MAX; either may be missing.")
-]
-FinishOption: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(help="Finish reason of the last turn that will do; may be repeated."),
-]
-RepetitionOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        min=0, max=1, help="Leave out examples of which more repeats (runs of 8 sampled tokens)."
-    ),
-]
-UniqueOption: TypeAlias = Annotated[
-    bool, typer.Option("--unique", help="Of a task's examples that say the same, take one.")
-]
-RejectedOption: TypeAlias = Annotated[
-    bool,
-    typer.Option("--rejected", help="Take replies too that the harness did not go on from."),
-]
-KeepOption: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="Take at most the best N sessions of a task.")
-]
-MarginOption: TypeAlias = Annotated[
-    float, typer.Option(min=0, help="pairs: least difference between two rewards.")
-]
-PairsOption: TypeAlias = Annotated[int, typer.Option(min=1, help="pairs: most pairs of a task.")]
+@dataclass(frozen=True, slots=True)
+class FilterOptions:
+    """Flags that select sessions and examples."""
+
+    min_reward: Annotated[
+        float | None, typer.Option(help="Leave out lower and unknown rewards; sft: 1.")
+    ] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Leave out longer examples.")] = None
+    turns: Annotated[
+        str | None, typer.Option(help="Turns of the model, as MIN:MAX; either may be missing.")
+    ] = None
+    finish: Annotated[
+        list[str] | None,
+        typer.Option(help="Finish reason of the last turn to accept; repeatable."),
+    ] = None
+    max_repetition: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Leave out examples that repeat more (runs of 8 sampled tokens)."
+        ),
+    ] = None
+    unique: Annotated[
+        bool, typer.Option("--unique", help="Take one of a task's examples with the same text.")
+    ] = False
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="Take at most the best N sessions of a task.")
+    ] = None
+    margin: Annotated[
+        float, typer.Option(min=0, help="pairs: least difference between two rewards.")
+    ] = 0.01
+    pairs: Annotated[int, typer.Option(min=1, help="pairs: most pairs of a task.")] = 1
+
+    def rules(self, form: ExportFormat, *, rejected: bool = False) -> Rules:
+        """Return the rules of these flags. `ConfigError` for turns that are not MIN:MAX."""
+        from bridle.bridges.selection import Rules
+
+        names = ("min_reward", "max_tokens", "max_repetition", "unique", "keep")
+        given = {name: getattr(self, name) for name in names} | {"rejected": rejected or None}
+        values: JSON = {name: value for name, value in given.items() if value is not None}
+        if form is ExportFormat.SFT:
+            values.setdefault("min_reward", 1.0)
+        if self.turns is not None:
+            values |= _turn_limits(self.turns)
+        if self.finish:
+            values["finish"] = tuple(self.finish)
+        rules = Rules.model_validate(values)
+        is_unfiltered = rules == Rules(rejected=rules.rejected)
+        return _all() if form in WHOLE_SESSIONS and is_unfiltered else rules
 
 
-def export(  # noqa: PLR0913 - one parameter per flag
+WHOLE_SESSIONS = (ExportFormat.PARQUET, ExportFormat.JSONL)
+"""Formats that hold every session unless a filter is given."""
+
+
+def _turn_limits(turns: str) -> JSON:
+    least, colon, most = turns.partition(":")
+    try:
+        limits = {"min_turns": int(least)} if least else {}
+        limits |= {"max_turns": int(most)} if most else {}
+    except ValueError:
+        colon = ""
+    if not colon:
+        raise ConfigError(f"--turns {turns!r} is not MIN:MAX")
+    return limits
+
+
+@with_option_groups
+def export(
     target: Annotated[
         Path, typer.Argument(help="Run folder, capture file, or folder of `bridle generate`.")
     ],
-    form: Annotated[Format, typer.Option("--format", help="What to write.")],
+    form: Annotated[ExportFormat, typer.Option("--format", help="Format of the file.")],
     out: Annotated[Path, typer.Option(help="File to write.")],
-    min_reward: MinRewardOption = None,
-    max_tokens: MaxTokensOption = None,
-    turns: TurnsOption = None,
-    finish: FinishOption = None,
-    max_repetition: RepetitionOption = None,
-    unique: UniqueOption = False,
-    keep: KeepOption = None,
-    rejected: RejectedOption = False,
-    margin: MarginOption = 0.01,
-    pairs: PairsOption = 1,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    filters: FilterOptions,
+    rejected: Annotated[
+        bool, typer.Option("--rejected", help="Include replies that the harness rejected.")
+    ] = False,
+    json: JsonOption = False,
 ) -> None:
     """Write the trajectories of a run as Parquet, SFT examples, pairs, ATIF or JSON lines.
 
-    sft, pairs and atif take COMPLETED sessions only. parquet and jsonl hold every session, unless a
-    filter is given.
+    sft, pairs and atif contain COMPLETED sessions only. parquet and jsonl contain every session,
+    unless a filter is given.
     """
-    rules = rules_of(
-        form,
-        min_reward=min_reward,
-        max_tokens=max_tokens,
-        turns=turns,
-        finish=finish,
-        max_repetition=max_repetition,
-        unique=unique,
-        keep=keep,
-        rejected=rejected or None,
-    )
+    rules = filters.rules(form, rejected=rejected)
     check_file(out, "--out")
-    report = write_export(target, form, out, rules, margin=margin, pairs=pairs)
+    report = write_export(target, form, out, rules, filters)
     if json:
         print_json(report)
     else:
         show_report(report)
-
-
-def rules_of(
-    form: Format, *, turns: str | None, finish: list[str] | None, **given: float | None
-) -> Rules:
-    """The rules that flags ask for. `ConfigError` for turns that are not MIN:MAX."""
-    from bridle.bridges.selection import Rules
-    from bridle.errors import ConfigError
-
-    values: JSON = {name: value for name, value in given.items() if value is not None}
-    if form is Format.SFT:
-        values.setdefault("min_reward", 1.0)
-    if turns is not None:
-        least, colon, most = turns.partition(":")
-        try:
-            values |= {"min_turns": int(least)} if least else {}
-            values |= {"max_turns": int(most)} if most else {}
-        except ValueError:
-            colon = ""
-        if not colon:
-            raise ConfigError(f"--turns {turns!r} is not MIN:MAX")
-    if finish:
-        values["finish"] = tuple(finish)
-    rules = Rules.model_validate(values)
-    whole = form in (Format.PARQUET, Format.JSONL) and rules == Rules(rejected=rules.rejected)
-    return _all() if whole else rules
 
 
 def _all() -> Rules:
@@ -144,24 +248,24 @@ def _all() -> Rules:
 
 
 def write_export(
-    target: Path, form: Format, out: Path, rules: Rules, *, margin: float = 0.01, pairs: int = 1
+    target: Path, form: ExportFormat, out: Path, rules: Rules, filters: FilterOptions
 ) -> JSON:
-    """Write what the rules take of a run's sessions; counts and statistics."""
+    """Write the sessions of a run that the rules accept; return counts and statistics."""
     from bridle.bridges.selection import survey
 
     found = survey(_rebuilt(target), rules)
     report: JSON = {"sessions": found.json()["attempted"], "file": str(out), "format": form.value}
     out.parent.mkdir(parents=True, exist_ok=True)
-    report |= _write(target, form, out, found, rules, (margin, pairs))
+    report |= _write(target, form, out, found, rules, filters)
     return report | {"statistics": found.json()}
 
 
 def captures_of(target: Path, only: Container[str] | None = None) -> Iterator[SessionCapture]:
-    """The sessions of a run, or of all rounds of a data set, read one at a time.
+    """Yield the sessions of a run, or of all rounds of a data set.
 
-    `only` = the ids of those that are wanted; `None` = all. `ConfigError` if there is no run.
+    `only` = ids of the sessions to read; `None` = all. `ConfigError` if there is no run.
     """
-    from bridle.cli.captured import CAPTURE, sessions
+    from bridle.cli.runs import CAPTURE, sessions
 
     rounds = sorted(file.parent for file in (target / ROUNDS).glob(f"*/{CAPTURE}"))
     for folder in rounds or [target]:
@@ -180,47 +284,48 @@ def _rebuilt(
 
 
 def _write(
-    target: Path, form: Format, out: Path, found: Survey, rules: Rules, pairing: tuple[float, int]
+    target: Path, form: ExportFormat, out: Path, found: Survey, rules: Rules, filters: FilterOptions
 ) -> JSON:
     from bridle.bridges.selection import chosen
 
-    if form in (Format.PARQUET, Format.JSONL):
+    if form in WHOLE_SESSIONS:
         return _write_whole(form, out, _rebuilt(target, None if rules == _all() else found))
     taken = chosen(_rebuilt(target, found), found.accepted)
-    if form is Format.ATIF:
+    if form is ExportFormat.ATIF:
         from bridle.bridges.atif import write_atif
 
         return {"documents": write_atif(out, taken)}
-    examples = (one for _, _, of in taken for one in of)
-    if form is Format.PAIRS:
+    examples = (example for _, _, own in taken for example in own)
+    if form is ExportFormat.PAIRS:
         from bridle.bridges.pairs import sibling_pairs, write_pairs
 
         siblings: list[JSON] = []
 
         def offered() -> Iterator[Example]:
-            for capture, _, of in taken:
+            for capture, _, own in taken:
                 siblings.extend(sibling_pairs(capture))
-                yield from of
+                yield from own
 
-        margin, most = pairing
-        counts = write_pairs(out, offered(), margin=margin, per_task=most, siblings=siblings)
+        counts = write_pairs(
+            out, offered(), margin=filters.margin, per_task=filters.pairs, siblings=siblings
+        )
         return {"pairs": counts.pairs, "left_out": dict(counts.left_out)}
     from bridle.bridges.sft import write_sft
 
     written = write_sft(out, examples)
-    told = {"texts": written.texts} if written.texts else {}
+    texts = {"texts": written.texts} if written.texts else {}
     rejected = sum(found.rejected.values())
-    return {"examples": written.examples, "rejected": rejected, **told}
+    return {"examples": written.examples, "rejected": rejected, **texts}
 
 
 def _write_whole(
-    form: Format, out: Path, rebuilt: Iterator[tuple[SessionCapture, Trajectory]]
+    form: ExportFormat, out: Path, rebuilt: Iterator[tuple[SessionCapture, Trajectory]]
 ) -> JSON:
     from bridle.bridges.parquet import TrajectoryWriter
     from bridle.trajectory.result import trajectory_bytes
 
     traces = 0
-    if form is Format.PARQUET:
+    if form is ExportFormat.PARQUET:
         with TrajectoryWriter(out) as parquet:
             for _, trajectory in rebuilt:
                 parquet.write(trajectory)
@@ -238,7 +343,7 @@ COLUMNS = ("source", "#accepted", "#attempted", "#turns", "#tokens", "#hours", "
 
 
 def show_report(report: JSON) -> None:
-    """Print what was written and the statistics."""
+    """Print the counts and the statistics of an export."""
     counts = report["statistics"]
     rows = [
         [
@@ -252,11 +357,129 @@ def show_report(report: JSON) -> None:
         ]
         for name, of in [*counts["sources"].items(), ("all", counts)]
     ]
-    title = f"{counts['tasks_accepted']} of {counts['tasks']} tasks gave something"
+    title = f"{counts['tasks_accepted']} of {counts['tasks']} tasks have accepted sessions"
     console.print(table(title, COLUMNS, rows))
     for name in ("rejected", "examples_left_out"):
         if counts[name]:
-            told = ", ".join(f"{reason} {count}" for reason, count in counts[name].items())
-            console.print(f"{name.replace('_', ' ')}: {told}")
+            reasons = ", ".join(f"{reason} {count}" for reason, count in counts[name].items())
+            console.print(f"{name.replace('_', ' ')}: {reasons}")
     written = [f"{name}: {value}" for name, value in report.items() if name != "statistics"]
     console.print(", ".join(written), soft_wrap=True)
+
+
+STATISTICS = "statistics.json"
+
+
+@with_option_groups
+def generate(  # noqa: PLR0913 - one parameter per flag
+    tasks: Annotated[
+        Path, typer.Argument(help="Task file, Harbor task folder, or a folder of them.")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder of the data set; an earlier call's is resumed.")
+    ],
+    engines: EngineOptions,
+    filters: FilterOptions,
+    allow_untokenized: UntokenizedOption = None,
+    form: Annotated[
+        ExportFormat, typer.Option("--format", help="Format of the file.")
+    ] = ExportFormat.SFT,
+    harness: HarnessOption = None,
+    runtime: RuntimeOption = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Sessions per task; with --keep the most of them.")
+    ] = 1,
+    first: FirstOption = None,
+    concurrency: ConcurrencyOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Make a data set: run tasks, filter their sessions and write them; resumes an earlier call.
+
+    With --keep N a task is run until N of its sessions are accepted, at most --samples times. Exit
+    code 1 if no session was accepted.
+    """
+    rules = filters.rules(form)
+    check_folder(out, "--out")
+    loaded = load_task_set(tasks, task_overrides(harness=harness, runtime=runtime))[:first]
+    gateway = {"allow_untokenized": allow_untokenized}
+    setup = engines.load(gateway=gateway)
+    rounds = _run_rounds(loaded, setup, out, rules, samples, concurrency)
+    data = out / ("data.parquet" if form is ExportFormat.PARQUET else "data.jsonl")
+    report = write_export(out, form, data, rules, filters)
+    report["rounds"] = rounds
+    (out / STATISTICS).write_text(json_text.dumps(report["statistics"], indent=2) + "\n")
+    if json:
+        print_json(report)
+    else:
+        show_report(report)
+    raise typer.Exit(0 if report["statistics"]["accepted"] else 1)
+
+
+def _run_rounds(
+    tasks: Sequence[Task],
+    setup: FileConfig,
+    out: Path,
+    rules: Rules,
+    samples: int,
+    concurrency: int | None,
+) -> int:
+    """Run the missing sessions, round after round; return the number of rounds so far."""
+    from bridle.cli.batch import TaskBatch, run_batch
+
+    number = len(list((out / ROUNDS).glob("*")))
+    before: Counter[str] | None = None
+    while True:
+        attempts, accepted = _counts(out, rules)
+        wanted = _missing(tasks, rules, samples, attempts, accepted)
+        if wanted and attempts == before:
+            # The next call retries failures of the system; this one does not loop for ever.
+            notes.print(f"{len(wanted)} tasks have too few attempts; run the command again")
+        if not wanted or attempts == before:
+            return number
+        before = attempts
+        folder = out / ROUNDS / f"{number:03d}"
+        run_batch(TaskBatch(wanted, setup, folder, concurrency, f"round {number}"))
+        number += 1
+
+
+def _missing(
+    tasks: Sequence[Task],
+    rules: Rules,
+    samples: int,
+    attempts: Counter[str],
+    accepted: Counter[str],
+) -> list[Task]:
+    """Return the tasks that need more sessions, with their number as `num_samples`."""
+    wanted = []
+    for task in tasks:
+        left = samples - attempts[task.task_id]
+        if rules.keep is not None:
+            left = min(left, rules.keep - accepted[task.task_id])
+        if left > 0:
+            wanted.append(task.model_copy(update={"num_samples": left}))
+    return wanted
+
+
+def _counts(out: Path, rules: Rules) -> tuple[Counter[str], Counter[str]]:
+    """Count each task's attempts (failures of the system left out) and its accepted sessions."""
+    from bridle.bridges.selection import survey
+    from bridle.trajectory import rebuild
+    from bridle.trajectory.scores import Attempted
+
+    attempts: Counter[str] = Counter()
+    accepted: Counter[str] = Counter()
+    if not any((out / ROUNDS).glob("*/capture.sqlite")):
+        return attempts, accepted
+    task_of: dict[str, str] = {}
+    for capture in captures_of(out):
+        task_id, outcome = capture.session.task_id or "", capture.outcome
+        task_of[capture.session.session_id] = task_id
+        if outcome is not None:
+            attempts[task_id] += (
+                Attempted("", "", task_id, outcome.status, outcome.cause, outcome.reward).is_attempt
+                or outcome.status == "COMPLETED"
+            )
+    if rules.keep is not None:
+        found = survey(((one, rebuild(one)) for one in captures_of(out)), rules)
+        accepted.update(task_of[session_id] for session_id in found.accepted)
+    return attempts, accepted

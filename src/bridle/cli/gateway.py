@@ -1,4 +1,9 @@
-"""`bridle gateway`: only the model API, with sessions over HTTP."""
+"""`bridle gateway` and `bridle engine`: the model API and an engine, served over HTTP.
+
+A gateway with `--workers N` supervises N processes `python -m bridle.cli.gateway SOCKETS`. The
+arguments are the file descriptors of a worker's listening sockets. Its settings come as one line of
+JSON on standard input (`Supervisor._spec_of`); it stops when that is closed.
+"""
 
 from __future__ import annotations
 
@@ -6,93 +11,57 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from socket import socket
+from typing import TYPE_CHECKING, Annotated
 
-import orjson
 import typer
 
-from bridle.cli.output import check_folder, notes
-from bridle.cli.serving import Stop, long_running, run_until_signal
-from bridle.errors import ConfigError
+from bridle.cli.options import (
+    EngineOptions,
+    PromptOption,
+    StreamOption,
+    UntokenizedOption,
+    with_option_groups,
+)
+from bridle.cli.output import check_folder, log_to_stderr, notes, print_json_line
+from bridle.cli.process import Stop, long_running, run_until_signal
+from bridle.errors import BridleError, ConfigError
 from bridle.folders import FolderLock
+from bridle.types import JSON
 
 if TYPE_CHECKING:
-    from socket import socket
-
     from bridle.cli.config import FileConfig
     from bridle.gateway.app import Gateway
-    from bridle.types import JSON
-
-EnginesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--engine",
-        help="URL of a vLLM server, embedded:DIR or scripted:FILE; once for each replica.",
-    ),
-]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(help="TOML file with engines, routing, models, gateway; flags come first."),
-]
-UntokenizedOption: TypeAlias = Annotated[
-    bool | None, typer.Option(help="Serve an engine that gives no ids: text only, no training.")
-]
-TokenizerOption = Annotated[
-    str | None,
-    typer.Option(help="Tokenizer folder or 'builtin'; the engine's own where it has one."),
-]
-Streaming: TypeAlias = Literal["live", "whole"]
-StreamOption = Annotated[
-    Streaming | None,
-    typer.Option(help="Streamed replies leave as they are sampled (live) or when committed."),
-]
-HarnessOption = Annotated[
-    str | None, typer.Option(help="Run all tasks with this harness instead of their own.")
-]
-ConcurrencyOption = Annotated[
-    int | None, typer.Option(min=1, help="Harnesses running at once; twice the cores.")
-]
-TelemetryOption = Annotated[
-    str | None,
-    typer.Option(help="Trackers, by comma: wandb, mlflow, tensorboard, trackio, otel."),
-]
-Rendering: TypeAlias = Literal["renderer", "engine"]
-PromptOption = Annotated[
-    Rendering | None,
-    typer.Option(help="Who renders where a conversation begins: Bridle or the engine's template."),
-]
-
 
 CAPTURE = "capture.sqlite"
 
 END_S = 15.0
-"""Time that a gateway gets to stop before it is ended; what was committed is kept either way."""
+"""Time for a gateway to stop before its process ends; committed exchanges are kept either way."""
 
 WORKERS_END_S = 30.0
-"""The same where it stops workers, which it kills after 20 s."""
+"""The same for a gateway with workers, which it kills after 20 s."""
 
 PORT = 8100
-"""Of the model API, where nothing else is said."""
+"""Default port of the model API."""
 
 
+@with_option_groups
 def gateway(  # noqa: PLR0913 - one parameter per flag
-    engine: EnginesOption = None,
-    config: ConfigOption = None,
+    engines: EngineOptions,
     port: Annotated[
         int | None, typer.Option(help="Port of the model API; 0 takes a free one. [8100]")
     ] = None,
     data: Annotated[Path, typer.Option(help="Folder for capture and the control token.")] = Path(
         "runs/gateway"
     ),
-    tokenizer: TokenizerOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
     stream: StreamOption = None,
     prompt: PromptOption = None,
     control_port: Annotated[
-        int | None, typer.Option(help="A listener of their own for the control routes.")
+        int | None, typer.Option(help="Separate port for the control routes.")
     ] = None,
     fsync: Annotated[
-        bool, typer.Option("--fsync", help="Survive power loss too, not only kill -9.")
+        bool, typer.Option("--fsync", help="Survive power loss, not only kill -9.")
     ] = False,
     allow_untokenized: UntokenizedOption = None,
     workers: Annotated[
@@ -102,11 +71,11 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
         ),
     ] = 1,
     json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON when it listens: where.")
+        bool,
+        typer.Option("--json", help="Print the addresses as one line of JSON once it listens."),
     ] = False,
 ) -> None:
     """Serve the model API until Ctrl-C; sessions are opened over HTTP."""
-    from bridle.cli.config import load_config
     from bridle.gateway.workers import check_folder as check_workers
 
     flags = {
@@ -118,7 +87,7 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
         "prompt": prompt,
         "allow_untokenized": allow_untokenized,
     }
-    loaded = load_config(config, engines=engine or (), tokenizer=tokenizer, gateway=flags)
+    loaded = engines.load(gateway=flags)
     if "port" not in loaded.gateway.model_fields_set:
         served = loaded.gateway.model_copy(update={"port": PORT})
         loaded = loaded.model_copy(update={"gateway": served})
@@ -135,7 +104,9 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
 
 async def _serve(config: FileConfig, data: Path, fsync: bool, as_json: bool, stop: Stop) -> None:
     async with opened(config, data, fsync=fsync) as served:
-        _tell(served.url, str(served.control_url), [data / CAPTURE], data, as_json=as_json)
+        _print_addresses(
+            served.url, str(served.control_url), [data / CAPTURE], data, as_json=as_json
+        )
         with long_running():
             await stop.wait()
 
@@ -150,24 +121,24 @@ async def opened(
     prepare: Callable[[Gateway], Awaitable[None]] | None = None,
     patience_s: float = 0.0,
 ) -> AsyncIterator[Gateway]:
-    """Serve a gateway that captures in the folder `data`; see `Gateway` for the rest.
+    """Serve a gateway that captures into the folder `data`; see `Gateway` for the rest.
 
-    `ConfigError` if another process owns the folder and still does after `patience_s`.
+    `ConfigError` if another process locks the folder for longer than `patience_s`.
     """
     from bridle.capture.sqlite import SqliteStore
-    from bridle.cli.parts import open_all
+    from bridle.cli.config import open_setup
     from bridle.gateway.app import Gateway
 
     with FolderLock(data, patience_s=patience_s):
-        parts = open_all(config)
+        setup = open_setup(config)
         async with (
             await SqliteStore.open(data / CAPTURE, fsync="group" if fsync else "off") as store,
             Gateway(
-                engine=parts.engine,
-                renderer=parts.renderer,
+                engine=setup.engine,
+                renderer=setup.renderer,
                 store=store,
                 settings=config.gateway,
-                models=parts.models,
+                models=setup.models,
                 sockets=sockets,
                 prepare=prepare,
             ) as served,
@@ -178,27 +149,31 @@ async def opened(
 async def _serve_workers(
     config: FileConfig, data: Path, fsync: bool, as_json: bool, workers: int, stop: Stop
 ) -> None:
-    """Serve with worker processes, which this one supervises."""
+    """Serve by worker processes under the supervision of this one."""
     from bridle.gateway.workers import Supervisor, worker_folder
 
     embedded = [spec for spec in config.engines if spec.startswith("embedded:")]
     if embedded:
-        message = f"{embedded[0]} lives in one process: serve it with `bridle engine`, and name its"
-        raise ConfigError(f"{message} URL, or leave --workers at 1")
+        message = (
+            f"{embedded[0]} cannot be shared by workers: serve it with `bridle engine` and give"
+        )
+        raise ConfigError(f"{message} its URL, or leave --workers at 1")
     supervisor = Supervisor(
         settings=config.gateway,
         data=data,
         workers=workers,
-        command=(sys.executable, "-m", "bridle.cli.gateway_worker"),
+        command=(sys.executable, "-m", "bridle.cli.gateway"),
         spec={"config": config.model_dump(mode="json", exclude_unset=True), "fsync": fsync},
     )
     async with supervisor as served:
         files = [worker_folder(data, number) / CAPTURE for number in range(workers)]
-        _tell(served.url, served.control_url, files, data, as_json=as_json, ports=served.ports)
+        _print_addresses(
+            served.url, served.control_url, files, data, as_json=as_json, ports=served.ports
+        )
         await stop.wait()
 
 
-def _tell(
+def _print_addresses(
     url: str,
     control_url: str,
     files: list[Path],
@@ -207,14 +182,13 @@ def _tell(
     as_json: bool,
     ports: Sequence[int] = (),
 ) -> None:
-    """Print where everything is; `ports` are the data ports of workers."""
+    """Print the addresses and files; `ports` are the data ports of workers."""
     token = data / "control.token"
     if as_json:
         said: JSON = {"url": url, "control_url": control_url, "workers": len(files)}
         said |= {"capture": [str(file) for file in files], "control_token": str(token)}
         said |= {"worker_ports": list(ports)} if ports else {}
-        sys.stdout.write(orjson.dumps(said).decode() + "\n")  # a line that can be waited for
-        sys.stdout.flush()
+        print_json_line(said)
         return
     if ports:
         api = f"{len(ports)} workers on ports {', '.join(map(str, ports))}"
@@ -223,3 +197,95 @@ def _tell(
         api, where = url, str(files[0])
     notes.print(f"model API at {api}, control routes at {control_url}")
     notes.print(f"capture in {where}; control token in {token}")
+
+
+def worker_config(spec: JSON) -> FileConfig:
+    """Return the configuration of a worker: the gateway's with the worker's own settings."""
+    from bridle.cli.config import FileConfig
+
+    config = spec["config"]
+    gateway = {**config.get("gateway", {}), **spec["gateway"]}
+    return FileConfig.model_validate({**config, "gateway": gateway})
+
+
+async def _serve_worker(spec: JSON, sockets: list[socket]) -> None:
+    """Serve until standard input is closed. `BridleError` if the worker cannot start."""
+    import asyncio
+
+    from bridle.gateway.worker import END_S as KILLED_S
+
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def stdin_closed() -> None:
+        loop.remove_reader(sys.stdin.fileno())
+        stop.set()
+
+    async def restore(gateway: Gateway) -> None:
+        """Apply the changes that were made while an earlier process was this worker."""
+        import structlog
+
+        from bridle.gateway.weights import SetPolicy
+
+        for change, name in spec["replicas"]:
+            try:
+                if change == "add":
+                    await gateway.add_replica(name)
+                else:
+                    await gateway.remove_replica(name, 0)
+            except BridleError as error:
+                structlog.get_logger().warning("replica_not_restored", name=name, error=str(error))
+        await gateway.set_policy(SetPolicy.model_validate(spec["policy"]))
+
+    loop.add_reader(sys.stdin.fileno(), stdin_closed)
+    data = Path(spec["gateway"]["data_dir"])
+    async with opened(
+        worker_config(spec),
+        data,
+        fsync=spec["fsync"],
+        sockets=sockets,
+        prepare=restore,
+        patience_s=KILLED_S,  # workers of a killed supervisor may still be stopping
+    ):
+        print_json_line({"ready": True})
+        with long_running():
+            await stop.wait()
+
+
+def run_worker() -> int:
+    """Run a worker; return its exit code."""
+    import orjson
+    import uvloop
+
+    log_to_stderr()
+    sockets = [socket(fileno=int(number)) for number in sys.argv[1:]]
+    spec = orjson.loads(sys.stdin.buffer.readline())
+    try:
+        uvloop.run(_serve_worker(spec, sockets))
+    except BridleError as error:
+        print_json_line({"error": str(error), "kind": type(error).__name__})
+        return 1
+    return 0
+
+
+def engine(
+    spec: Annotated[str, typer.Argument(help="scripted:FILE or embedded:DIR.")],
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder or 'builtin'.")] = None,
+) -> None:
+    """Serve an engine over HTTP until Ctrl-C."""
+    run_until_signal(lambda stop: _serve_engine(spec, port, host, tokenizer, stop))
+
+
+async def _serve_engine(spec: str, port: int, host: str, tokenizer: str | None, stop: Stop) -> None:
+    from bridle.engines import open_engine
+    from bridle.scripted.server import EngineServer
+
+    served = open_engine(spec, tokenizer=tokenizer)
+    async with EngineServer(served, tokenizer=tokenizer, host=host, port=port) as server:
+        notes.print(f"engine {server.info.model} at {server.url}; Ctrl-C ends it")
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker())

@@ -1,20 +1,31 @@
-"""`bridle harness list|check|prune`: which agents can be run, whether one works, what to remove."""
+"""`bridle harness list|check|prune`: list the harnesses, check one, remove unused ones.
+
+A check is one tool call of the real harness against the scripted engine; a harness without tools
+edits a file instead.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import orjson
 import typer
 
+from bridle.cli.options import JsonOption
 from bridle.cli.output import console, print_json, table
 from bridle.types import JSON
 
-app = typer.Typer(help="The harnesses that Bridle can run.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from bridle.config import Task
+
+app = typer.Typer(help="Harnesses that Bridle can run.", no_args_is_help=True)
 
 
 @app.command("list")
 def list_harnesses(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """List the harnesses: pinned version, dialects (the default first), whether installed here."""
     from bridle.harnesses import ANY_PROGRAM, HARNESSES, dialects_of, open_harness
@@ -48,15 +59,17 @@ def _yes(value: bool) -> str:
 @app.command()
 def prune(
     unused_days: Annotated[
-        float, typer.Option(min=0, help="Remove what was not used for so many days.")
+        float, typer.Option(min=0, help="Remove harnesses unused for so many days.")
     ] = 14,
     most_gb: Annotated[
-        float | None, typer.Option(min=0, help="Then the longest unused, down to this size.")
+        float | None, typer.Option(min=0, help="Then remove the longest unused, down to this size.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would be removed.")
+    ] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Remove installed harnesses that nobody uses; one that a running Bridle uses stays."""
+    """Remove installed harnesses that are unused; those in use by a running Bridle stay."""
     from bridle.harnesses.bundles import DAY_S, bundles_dir
     from bridle.harnesses.bundles import prune as remove
 
@@ -77,22 +90,128 @@ def prune(
 def check(
     name: Annotated[str, typer.Argument(help="Short name of the harness.")],
     version: Annotated[
-        str | None, typer.Option(help="Another version than the pinned one, without its lock.")
+        str | None,
+        typer.Option(help="Another version than the pinned one, installed without a lock."),
     ] = None,
     replay: Annotated[
-        bool, typer.Option("--replay", help="Fork the session too, and name what varies.")
+        bool, typer.Option("--replay", help="Fork the session too, and name the parts that differ.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Install a harness, let it do one piece of work against the scripted engine, and report.
+    """Install a harness, run it against the scripted engine, and report.
 
-    The work is one tool call (one edit where the program has no tools).
+    It makes one tool call, or one edit if it has no tools.
     """
-    from bridle.cli.check import check_harness
-
     report = check_harness(name, version, replay=replay)
     if json:
         print_json(report)
     else:
         console.print(table(f"harness {name}", ("what", "result"), report.items()))
     raise typer.Exit(0 if report["works"] else 1)
+
+
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""Command by which mini-swe-agent submits; harmless elsewhere."""
+
+
+PROOF = "proof.txt"
+
+CALLS: list[JSON] = [
+    {"content": "", "shell": [f"echo bridle > {PROOF}"]},
+    {"content": "Done.", "shell": [SUBMIT]},
+    {"content": "Done."},
+]
+"""One call of the harness's own shell tool, then the end."""
+
+EDITS: dict[str, tuple[JSON, list[JSON]]] = {
+    "aider": ({"files": [PROOF]}, [{"content": f"{PROOF}\n```\nbridle\n```"}]),
+}
+"""Settings and turns of harnesses without tools, which edit files as the model's text says."""
+
+
+def check_harness(name: str, version: str | None = None, *, replay: bool = False) -> JSON:
+    """Install harness `name`, let it write a file, and report.
+
+    `works` in the report = the file was written and the session completed. With `replay` the
+    session is forked too, and the report's `replay` is the result. `ConfigError` for an unknown
+    name.
+    """
+    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.config import AUTO, EvaluatorSpec, RuntimeSpec, Task
+    from bridle.harnesses import ANY_PROGRAM, default_agent, open_harness
+
+    pinned = default_agent(name)
+    agent = pinned.model_copy(update={"version": version}) if version else pinned
+    harness = open_harness(agent)
+    settings, turns = EDITS.get(name, ({}, CALLS))
+    task = Task(
+        task_id=f"check-{name}",
+        instruction=f"Write the word bridle into {PROOF}.",
+        agent=agent.model_copy(update={"settings": settings}),
+        # A harness of any program is checked with a program of this machine.
+        runtime=RuntimeSpec(backend="local" if name in ANY_PROGRAM else AUTO),
+        evaluator=EvaluatorSpec(
+            strategy="command", config={"command": f'test "$(cat {PROOF})" = bridle'}
+        ),
+    )
+    with tempfile.TemporaryDirectory(prefix="bridle-check-") as scratch:
+        path = Path(scratch) / "script.json"
+        path.write_bytes(orjson.dumps({"conversations": [{"turns": turns}]}))
+        run = Path(scratch) / "run"
+        engine = f"scripted:{path}"
+        [line] = run_batch(TaskBatch([task], engine, run, 1, f"check {name}"))
+        forks = {"replay": _replayed(task, engine, run, line)} if replay else {}
+    made = line["reward"] == 1.0
+    return {
+        "harness": name,
+        "works": made and line["status"] == "COMPLETED",
+        "version": harness.version,
+        "dialect": str(harness.dialect),
+        "status": line["status"],
+        "cause": line["cause"],
+        "error": line["error"],
+        "edit" if name in EDITS else "tool call": "made" if made else "not made",
+        "model calls": line["exchanges"],
+        "merge ratio": line["merge_ratio"],
+        "history": history_of(line),
+        "unknown to the gateway": line["unknown"],
+        **forks,
+    }
+
+
+def _replayed(task: Task, engine: str, run: Path, line: JSON) -> str:
+    """Fork a session at its last call; say whether it is exact, or what differs."""
+    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.config import ForkSpec
+    from bridle.node.run_folder import CAPTURE
+
+    at = max(1, line["exchanges"] - 1)
+    fork = ForkSpec(capture=str(run / CAPTURE), session=line["session_id"], at=at)
+    forked = task.model_copy(update={"fork": fork})
+    [again] = run_batch(TaskBatch([forked], engine, run.parent / "fork", 1, "replay"))
+    facts = again["fork"] or {"verdict": "refused", "noise": []}
+    verdicts = {"exact": "exact", "equivalent": f"equivalent but for {', '.join(facts['noise'])}"}
+    return verdicts.get(facts["verdict"]) or f"refused: {again['error']}"
+
+
+HABITS = {
+    "system_changed": "changes its system prompt (a clock?)",
+    "window": "drops old messages (a window)",
+    "masked": "replaces old results (masking)",
+    "summary": "replaces old messages by fewer (a summary)",
+    "other": "rewrites its history",
+}
+"""Phrase for each `bridle.prompting.conversation.Habit`."""
+
+
+def history_of(line: JSON) -> str:
+    """Say in a sentence how a harness changes its history, and the cost."""
+    shown, verbatim = line["turns_shown"], line["turns_verbatim"]
+    if not shown:
+        return "shows no turn of the model again"
+    if verbatim == shown:
+        return f"keeps its history: all {shown} turns shown stand as they were sampled"
+    done = [HABITS[name] for name in HABITS if name in line["habits"]]
+    again = f"{shown - verbatim} of {shown} turns shown are not as they were sampled"
+    does = " and ".join(done) or "changes turns of the model"
+    return f"{does}: {again} ({line['tokens_rerendered']} tokens)"

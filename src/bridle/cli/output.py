@@ -1,4 +1,4 @@
-"""Output of every verb: tables, progress and JSON, to a terminal or a pipe; checks of its paths."""
+"""Output of all verbs: tables, progress and JSON; checks of the paths that they write to."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 _FITTED = sys.stdout.isatty() or "COLUMNS" in os.environ
 
 console = Console(highlight=False, markup=False, emoji=False, width=None if _FITTED else 160)
-"""Results go here. Text is printed unchanged: `[x]` and `:x:` mean nothing."""
+"""Console for results. Text is printed unchanged: `[x]` and `:x:` have no meaning."""
 
 notes = Console(stderr=True, highlight=False, markup=False, emoji=False)
-"""Progress and remarks go here, so that a pipe gets results only."""
+"""Console for progress and notes, on stderr, so that a pipe gets results only."""
 
 
 def log_to_stderr() -> None:
-    """Send the library's log lines to stderr as plain text: stdout is for results."""
+    """Send the library's log lines to stderr; stdout is for results."""
     import structlog
 
     structlog.configure(
@@ -39,7 +39,7 @@ def log_to_stderr() -> None:
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],
-        # Asked for at each line: a progress display replaces the stream while it shows.
+        # Looked up for each line: a progress display replaces the stream.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
 
@@ -49,8 +49,14 @@ def print_json(value: object) -> None:
     sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() + "\n")
 
 
+def print_json_line(value: object) -> None:
+    """Print `value` as a line of JSON at once, for a program that waits for it."""
+    sys.stdout.write(orjson.dumps(value).decode() + "\n")
+    sys.stdout.flush()
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table; columns whose name begins with `#` are numbers, aligned right."""
+    """Make a table; columns whose name begins with `#` are aligned right."""
     made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for column in columns:
         made.add_column(
@@ -64,9 +70,9 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table of things with ids; where it is too wide, two lines for each row.
+    """Print a table whose first column holds ids; if it is too wide, two lines per row.
 
-    The first column holds the ids. They are never folded or cut: the next command needs them.
+    Ids are never folded or truncated, because the next command needs them.
     """
     rows = list(rows)
     made = table(title, columns, rows)
@@ -83,7 +89,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def progress() -> Progress:
-    """A progress display on stderr; silent lines where stderr is no terminal."""
+    """Make a progress display on stderr; on a pipe it prints its last state only."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -104,13 +110,13 @@ def progress() -> Progress:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A number for a table; `None` is a dash."""
+    """Format a number for a table; `None` is a dash."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def check_folder(path: Path, flag: str) -> Path:
-    """Give back the folder that `flag` names; `ConfigError` if it can be neither used nor made."""
-    existing = next((one for one in (path, *path.parents) if one.exists()), Path("/"))
+    """Return the folder of `flag`; `ConfigError` if it is not writable and cannot be created."""
+    existing = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
     if not existing.is_dir():
         raise ConfigError(f"{flag} {path}: {existing} is a file; name a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -119,7 +125,7 @@ def check_folder(path: Path, flag: str) -> Path:
 
 
 def check_storage(url: str, flag: str) -> None:
-    """Refuse a URL whose storage has no driver here: `ConfigError`. Opens no connection."""
+    """Raise `ConfigError` if the URL's storage has no driver; opens no connection."""
     import fsspec
 
     try:
@@ -129,7 +135,7 @@ def check_storage(url: str, flag: str) -> None:
 
 
 def check_file(path: Path, flag: str) -> Path:
-    """Give back the file that `flag` names; `ConfigError` if it cannot be written."""
+    """Return the file of `flag`; `ConfigError` if it cannot be written."""
     if path.is_dir():
         raise ConfigError(f"{flag} {path} is a folder; name a file")
     check_folder(path.parent, flag)

@@ -1,25 +1,30 @@
-"""`bridle run`: a batch of tasks, everything in one process."""
+"""`bridle run` and `bridle fork`: batches of sessions, everything in one process."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridle.cli.gateway import (
+from bridle.cli.options import (
     ConcurrencyOption,
-    ConfigOption,
-    EnginesOption,
+    EngineOptions,
+    FirstOption,
     HarnessOption,
+    JsonOption,
     PromptOption,
+    RuntimeOption,
+    SamplesOption,
     StreamOption,
     TelemetryOption,
-    TokenizerOption,
     UntokenizedOption,
+    with_option_groups,
 )
-from bridle.cli.output import console, print_json, print_table
-from bridle.errors import Problems
+from bridle.cli.output import check_folder, console, print_json, print_table
+from bridle.errors import ConfigError, Problems
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -31,40 +36,32 @@ if TYPE_CHECKING:
 TasksArgument = Annotated[
     Path, typer.Argument(help="Task file or folder, or a set on the hub (hf://datasets/ORG/NAME).")
 ]
-RuntimeOption = Annotated[
-    str | None, typer.Option(help="auto, bubblewrap, docker or local, for all tasks.")
-]
-NetworkOption = Annotated[
-    str | None, typer.Option(help="gateway_only, open or none, for all tasks.")
-]
-StrictOption = Annotated[
-    bool, typer.Option("--strict", help="Refuse a task set with a row that is wrong.")
-]
-
-ManifestOption = Annotated[
-    Path | None,
-    typer.Option("--verified", help="Manifest of `bridle tasks verify` that must have all tasks."),
-]
 
 
+@with_option_groups
 def run(  # noqa: PLR0913 - one parameter per flag
     tasks: TasksArgument,
-    engine: EnginesOption = None,
-    config: ConfigOption = None,
-    tokenizer: TokenizerOption = None,
+    engines: EngineOptions,
     harness: HarnessOption = None,
     runtime: RuntimeOption = None,
-    network: NetworkOption = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Sessions per task instead of its own number.")
+    network: Annotated[
+        str | None, typer.Option(help="gateway_only, open or none, for all tasks.")
     ] = None,
+    samples: SamplesOption = None,
     template: Annotated[
         Path | None,
-        typer.Option(help="Text around every instruction, with {{ instruction }} in it."),
+        typer.Option(help="File with a text that contains {{ instruction }}, for all tasks."),
     ] = None,
-    first: Annotated[int | None, typer.Option(min=1, help="Only the first N tasks.")] = None,
-    strict: StrictOption = False,
-    manifest: ManifestOption = None,
+    first: FirstOption = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a task set with an invalid row.")
+    ] = False,
+    manifest: Annotated[
+        Path | None,
+        typer.Option(
+            "--verified", help="Manifest of `bridle tasks verify` that must list all tasks."
+        ),
+    ] = None,
     builder: Annotated[
         str | None, typer.Option(help="per_request or prefix_merging, for all tasks.")
     ] = None,
@@ -77,37 +74,30 @@ def run(  # noqa: PLR0913 - one parameter per flag
     scores: Annotated[
         bool, typer.Option("--report", help="Print pass@k, mean rewards and failures by cause.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Run tasks with real harnesses and write their trajectories.
 
-    Ends with code 0 if every session COMPLETED, 1 if some did not; rewards do not matter for it.
+    Exit code 0 if every session COMPLETED, else 1; rewards do not count.
     """
     from bridle.api import new_run_folder
-    from bridle.cli.batch import Batch, run_batch
-    from bridle.cli.config import load_config
+    from bridle.cli.batch import TaskBatch, run_batch
     from bridle.config import assets_dir
     from bridle.harnesses import CHECKS
 
-    where = _given({"backend": runtime, "network": network})
-    overrides = {"agent": _agent(harness), "runtime": where, "num_samples": samples}
-    over = _given(overrides | {"builder": builder and {"strategy": builder}}) or {}
-    if harness in CHECKS and not engine and config is None:
-        engine = [f"scripted:{assets_dir() / 'silent.json'}"]
+    overrides = task_overrides(
+        harness=harness, runtime=runtime, network=network, samples=samples, builder=builder
+    )
+    if harness in CHECKS and not engines.engine and engines.config is None:
+        engines = replace(engines, engine=[f"scripted:{assets_dir() / 'silent.json'}"])
     folder = out or new_run_folder(Path("runs"))
     gateway = {"stream": stream, "prompt": prompt, "allow_untokenized": allow_untokenized}
     loaded, setup = _checked(
-        lambda: _required(_load(tasks, over, template, strict=strict)[:first], manifest),
-        lambda: load_config(
-            config,
-            engines=engine or (),
-            tokenizer=tokenizer,
-            gateway=gateway,
-            telemetry=telemetry,
-        ),
+        lambda: _selected(tasks, overrides, template, first, manifest, strict=strict),
+        lambda: engines.load(gateway=gateway, telemetry=telemetry),
         folder,
     )
-    lines = run_batch(Batch(loaded, setup, None, folder, concurrency))
+    lines = run_batch(TaskBatch(loaded, setup, folder, concurrency))
     report(lines, folder, scores=scores, json=json)
     raise typer.Exit(0 if all(line["status"] == "COMPLETED" for line in lines) else 1)
 
@@ -115,7 +105,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
 def _checked(
     load: Callable[[], list[Task]], configure: Callable[[], FileConfig], folder: Path
 ) -> tuple[list[Task], FileConfig]:
-    """The tasks and the config; where one is wrong, the error names all else that is, too."""
+    """Return the tasks and the config; the error for a wrong one names all other mistakes too."""
     from bridle.api import Gateway
     from bridle.cli.batch import preflight
 
@@ -130,54 +120,148 @@ def _checked(
     return loaded, setup
 
 
-def _agent(harness: str | None) -> JSON | None:
-    """Another harness for a task, whose own command line belongs to its own."""
-    return None if harness is None else {"harness": harness, "command": None, "import_path": None}
+def task_overrides(
+    *,
+    harness: str | None = None,
+    runtime: str | None = None,
+    network: str | None = None,
+    samples: int | None = None,
+    builder: str | None = None,
+) -> JSON:
+    """Return the fields of all tasks that flags override; `None` = not given."""
+    overrides: JSON = {}
+    if harness is not None:  # a command belongs to the task's own harness
+        overrides["agent"] = {"harness": harness, "command": None, "import_path": None}
+    where = {"backend": runtime, "network": network}
+    if where := {name: value for name, value in where.items() if value is not None}:
+        overrides["runtime"] = where
+    if samples is not None:
+        overrides["num_samples"] = samples
+    if builder is not None:
+        overrides["builder"] = {"strategy": builder}
+    return overrides
 
 
-def _required(tasks: list[Task], manifest: Path | None) -> list[Task]:
-    """The tasks, which the manifest has as sound. `ConfigError` if it has not."""
-    from bridle.datasets.manifest import require_verified
-
-    if manifest is not None:
-        require_verified(tasks, manifest)
-    return tasks
-
-
-def _given(values: JSON) -> JSON | None:
-    """Return the values that were given; `None` = none."""
-    return {name: value for name, value in values.items() if value is not None} or None
-
-
-def _load(path: Path, overrides: JSON, template: Path | None, *, strict: bool) -> list[Task]:
-    """The tasks of a path, which know the name of their set."""
-    from bridle.datasets.jsonl import load_tasks, read_template, with_template
+def load_task_set(path: Path, overrides: JSON, *, strict: bool = False) -> list[Task]:
+    """Load the tasks of a path with the name of their set in their metadata."""
+    from bridle.datasets.jsonl import load_tasks
 
     named = {"task_set": path.resolve().stem}
-    loaded = [
+    return [
         task.model_copy(update={"metadata": {**named, **task.metadata}})
         for task in load_tasks(path, overrides=overrides, strict=strict)
     ]
-    if template is None:
-        return loaded
-    text = read_template(template)
-    return [with_template(task, text) for task in loaded]
+
+
+def _selected(
+    path: Path,
+    overrides: JSON,
+    template: Path | None,
+    first: int | None,
+    manifest: Path | None,
+    *,
+    strict: bool,
+) -> list[Task]:
+    """Load the tasks to run. `ConfigError` if the manifest does not list one as sound."""
+    from bridle.datasets.jsonl import read_template, with_template
+    from bridle.datasets.manifest import require_verified
+
+    loaded = load_task_set(path, overrides, strict=strict)[:first]
+    if template is not None:
+        text = read_template(template)
+        loaded = [with_template(task, text) for task in loaded]
+    if manifest is not None:
+        require_verified(loaded, manifest)
+    return loaded
 
 
 def report(lines: list[JSON], folder: Path, *, json: bool, scores: bool = False) -> None:
-    """Print what came of a batch; with `scores`, what it was worth."""
+    """Print the sessions of a batch and, with `scores`, its pass@k and failures."""
     from bridle.cli.show import COLUMNS, print_scores, row
     from bridle.trajectory.scores import from_summaries, scores_of
 
     found = scores_of(from_summaries(lines)) if scores else []
     if json:
-        told = {"report": [score.as_json() for score in found]} if scores else {}
-        print_json({"folder": str(folder), "sessions": lines, **told})
+        shown = {"report": [score.as_json() for score in found]} if scores else {}
+        print_json({"folder": str(folder), "sessions": lines, **shown})
         return
     print_table(f"{folder}: {len(lines)} sessions", COLUMNS, map(row, lines))
     rewards = [line["reward"] for line in lines if line["reward"] is not None]
     mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "unknown"
     console.print(f"mean reward {mean} over {len(rewards)} scored of {len(lines)} sessions")
     print_scores(found)
-    closer = f"written to {folder}; look closer with: bridle show SESSION --run {folder}"
-    console.print(closer, soft_wrap=True)
+    written = f"written to {folder}; details: bridle show SESSION --run {folder}"
+    console.print(written, soft_wrap=True)
+
+
+@with_option_groups
+def fork(
+    session: Annotated[str, typer.Argument(help="Session id, or its beginning.")],
+    at: Annotated[
+        int,
+        typer.Option(min=1, help="Number of captured replies that are replayed without a model."),
+    ],
+    engines: EngineOptions,
+    run: Annotated[
+        Path, typer.Option(help="Run folder, or folder of runs, that holds the session.")
+    ] = Path("runs"),
+    samples: Annotated[int, typer.Option(min=1, help="Forks of the session.")] = 1,
+    concurrency: ConcurrencyOption = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; runs/<date> if not given.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Sample a captured session again from one of its turns on.
+
+    The task's harness starts in a fresh runtime. Its first --at calls get the captured replies, as
+    long as each prompt equals the captured one; then the model samples. Without --engine the run's
+    own engine is used. Exit code 0 if every fork was exact, or equivalent (its prompts differed
+    only in known noise, such as a random id), else 1.
+    """
+    from bridle.api import new_run_folder
+    from bridle.cli.batch import TaskBatch, run_batch
+
+    task, base = forked_task(session, run, at, samples)
+    folder = check_folder(out or new_run_folder(Path("runs")), "--out")
+    setup = setup_of(base, engines)
+    lines = run_batch(TaskBatch([task], setup, folder, concurrency))
+    verdicts = Counter(line["fork"]["verdict"] for line in lines if line["fork"])
+    exact, equivalent = verdicts["exact"], verdicts["equivalent"]
+    if json:
+        counts = {"exact": exact, "equivalent": equivalent}
+        print_json({"folder": str(folder), **counts, "sessions": lines})
+    else:
+        report(lines, folder, json=False)
+        names = sorted({name for line in lines for name in (line["fork"] or {}).get("noise", ())})
+        noise = f", {equivalent} but for {', '.join(names)}" if equivalent else ""
+        console.print(f"{exact} of {len(lines)} sessions forked exactly at call {at}{noise}")
+    raise typer.Exit(0 if exact + equivalent == len(lines) else 1)
+
+
+def forked_task(session: str, run: Path, at: int, samples: int) -> tuple[Task, Path]:
+    """Return the task of a session's forks, and the session's run folder.
+
+    `ConfigError` if the run does not hold the session's task.
+    """
+    from bridle.cli.runs import find_session, tasks_of
+    from bridle.config import ForkSpec
+
+    path, capture = find_session(session, run)
+    base, task_id = path.parent, capture.session.task_id
+    tasks = tasks_of(base)
+    if task_id not in tasks:
+        raise ConfigError(
+            f"{base} does not hold the task {task_id!r}: only sessions of bridle run can be forked"
+        )
+    spec = ForkSpec(capture=str(path.resolve()), session=capture.session.session_id, at=at)
+    return tasks[task_id].model_copy(update={"num_samples": samples, "fork": spec}), base
+
+
+def setup_of(base: Path, engines: EngineOptions) -> FileConfig:
+    """Load the config that flags name; without one and without engines, that of the run."""
+    from bridle.cli.runs import config_of
+
+    facts = config_of(base)
+    if engines.config is None and not engines.engine:
+        tokenizer = engines.tokenizer or facts.get("tokenizer")
+        engines = EngineOptions(engine=facts.get("engines"), tokenizer=tokenizer)
+    return engines.load(gateway={name: facts.get(name) for name in ("stream", "prompt")})

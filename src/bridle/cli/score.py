@@ -1,4 +1,4 @@
-"""`bridle score`: rewards for sessions that have ended, without the model."""
+"""`bridle score` and `bridle teach`: rewards and a teacher's logprobs for captured sessions."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bridle.cli.output import number, print_json, print_table
+from bridle.cli.options import CaptureArgument, JsonOption
+from bridle.cli.output import check_file, number, print_json, print_table
 from bridle.errors import ConfigError, EvaluatorError
+from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.capture.records import SessionCapture
     from bridle.capture.sqlite import SqliteStore
     from bridle.config import EvaluatorSpec, Task
+    from bridle.embedded.model import PlainModel
     from bridle.evaluators.base import Evaluation
-    from bridle.types import JSON
+    from bridle.trajectory.sample import Trace
+    from bridle.types import Logprobs
 
 Scorer = Callable[["SessionCapture"], Awaitable["Evaluation"]]
 
 
 def score(
-    target: Annotated[Path, typer.Argument(help="Run folder, gateway's data folder or capture.")],
-    sessions: Annotated[
-        list[str] | None, typer.Argument(help="Session ids; all without any.")
-    ] = None,
+    target: CaptureArgument,
+    sessions: Annotated[list[str] | None, typer.Argument(help="Session ids; default: all.")] = None,
     function: Annotated[
         str | None, typer.Option(help="Scorer: package.module:name or path/to/file.py:name.")
     ] = None,
@@ -36,19 +38,19 @@ def score(
         str | None, typer.Option(help="Evaluator's name, or a TOML file with [evaluator].")
     ] = None,
     reward: Annotated[float | None, typer.Option(help="The same reward for each session.")] = None,
-    why: Annotated[str, typer.Option(help="Recorded with each reward.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    why: Annotated[str, typer.Option(help="Reason, recorded with each reward.")] = "",
+    json: JsonOption = False,
 ) -> None:
     """Score ended sessions again; the last reward of a session counts, earlier ones are kept.
 
     Without --function, --evaluator and --reward each task's own evaluator scores. Sessions that
-    were cancelled, failed for reasons of the system, or got no reply are left out. Ends with code 1
-    if scoring failed for some, such as by an evaluator that needs the work folder; these keep what
-    they had.
+    were cancelled, failed because of the system, or got no reply are left out. Exit code 1 if
+    scoring failed for some, for example because the evaluator needs the work folder; these keep
+    their reward.
     """
     import asyncio
 
-    from bridle.cli.captured import capture_files
+    from bridle.cli.runs import capture_files
 
     scorer = _scorer(target, function, evaluator, reward)
     why = why or function or evaluator or ("" if reward is not None else "the task's evaluator")
@@ -70,7 +72,7 @@ def score(
 
 
 async def _score(path: Path, scorer: Scorer, wanted: set[str], why: str) -> list[JSON]:
-    """Score the sessions of one capture file and write its run's other files again."""
+    """Score the sessions of a capture file and rewrite the other files of its run."""
     from bridle.api import write_results
     from bridle.capture.sqlite import SqliteStore
     from bridle.node.run_folder import RUN, RunFolder
@@ -85,7 +87,7 @@ async def _score(path: Path, scorer: Scorer, wanted: set[str], why: str) -> list
 
 
 def _ended(store: SqliteStore, wanted: set[str]) -> Iterator[SessionCapture]:
-    """Sessions that have a reward by their ending, or whose evaluator failed."""
+    """Yield the sessions whose outcome allows a reward, or whose evaluator failed."""
     from bridle.node.ending import is_scored
     from bridle.types import Cause, DeliveryState, SessionStatus
 
@@ -134,8 +136,8 @@ async def _one(store: SqliteStore, capture: SessionCapture, scorer: Scorer, why:
 def _scorer(
     target: Path, function: str | None, evaluator: str | None, reward: float | None
 ) -> Scorer:
-    """Load and check what was asked for. `ConfigError` says what is wrong."""
-    from bridle.cli.captured import tasks_of
+    """Load the scorer that the flags name; `ConfigError` for a mistake."""
+    from bridle.cli.runs import tasks_of
 
     if sum(one is not None for one in (function, evaluator, reward)) > 1:
         raise ConfigError("give one of --function, --evaluator and --reward")
@@ -162,7 +164,7 @@ def _constant(reward: float) -> Scorer:
 
 
 def _function(function: str, base: Path, tasks: dict[str, Task]) -> Scorer:
-    """A function, called in this process."""
+    """Score by a function, called in this process."""
     from bridle.api import attempt_of, call_scorer
     from bridle.evaluators.function_runner import ScorerError, load_scorer
     from bridle.node.results import trajectory_of
@@ -191,7 +193,7 @@ def _function(function: str, base: Path, tasks: dict[str, Task]) -> Scorer:
 
 
 def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
-    """An evaluator on what is stored; `given` `None` = each task's own."""
+    """Score by an evaluator on the stored data; `None` as `given` = each task's own."""
     from bridle.evaluators import open_evaluator
     from bridle.evaluators.base import (
         Evaluation,
@@ -241,7 +243,7 @@ def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
 
 
 def _spec(given: str) -> EvaluatorSpec:
-    """The evaluator of a TOML file, or of that name. `ConfigError` says what is wrong."""
+    """Read the evaluator of a TOML file, or return that of a name."""
     from pydantic import ValidationError
 
     from bridle.config import EvaluatorSpec, explain
@@ -258,6 +260,85 @@ def _spec(given: str) -> EvaluatorSpec:
 
 
 def _output(folder: Path) -> dict[str, Any]:
-    """The ends of a session's stdout and stderr, as far as they are kept."""
+    """Return the kept ends of a session's stdout and stderr."""
     logs = {name: folder / f"{name}.log" for name in ("stdout", "stderr")}
     return {name: log.read_bytes() if log.exists() else b"" for name, log in logs.items()}
+
+
+TEACHER_SCHEME = "embedded:"
+
+
+def teach(
+    target: CaptureArgument,
+    teacher: Annotated[str, typer.Option(help="embedded:DIR, a model with the same tokenizer.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Parquet file; teacher.parquet in the run folder.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a teacher's logprob of each response id of a run's traces.
+
+    The file has a row per trace: session_id, trace_id, and teacher_logprobs, one for each id of
+    response_ids in trajectories.parquet. The table has the mean reverse KL of the trained tokens,
+    the policy's logprob minus the teacher's. A teacher with another tokenizer is refused.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from bridle.cli.runs import capture_files, sessions
+    from bridle.embedded.model import PlainModel
+    from bridle.folders import private_file
+    from bridle.node.results import trajectory_of
+
+    if not teacher.startswith(TEACHER_SCHEME):
+        raise ConfigError(f"--teacher: {teacher!r} is not of the form {TEACHER_SCHEME}DIR")
+    capture_files(target)
+    folder = Path(teacher.removeprefix(TEACHER_SCHEME))
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"--teacher: {folder} is not a folder with a model: no config.json")
+    base = target if target.is_dir() else target.parent
+    path = check_file(out or base / "teacher.parquet", "--out")
+    model = PlainModel(folder)
+    columns: dict[str, list[object]] = {"session_id": [], "trace_id": [], "teacher_logprobs": []}
+    rows: list[JSON] = []
+    for capture in sessions(target):
+        _check_tokenizer(capture, folder)
+        trajectory = trajectory_of(capture)
+        divergence, tokens = 0.0, 0
+        for trace in trajectory.traces:
+            logprobs = teacher_logprobs(model, trace)
+            trained = trace.loss_mask == 1
+            divergence += float((trace.response_logprobs - logprobs)[trained].sum())
+            tokens += int(trained.sum())
+            row = (trajectory.session_id, trace.trace_id, logprobs)
+            for name, value in zip(columns, row, strict=True):
+                columns[name].append(value)
+        mean = divergence / tokens if tokens else None
+        rows.append({"session_id": trajectory.session_id, "tokens": tokens, "reverse_kl": mean})
+    pq.write_table(pa.table(columns), private_file(path), compression="zstd")
+    if json:
+        print_json({"file": str(path), "sessions": rows})
+        return
+    table = [[row["session_id"], row["tokens"], number(row["reverse_kl"])] for row in rows]
+    print_table(f"{path}", ("session", "#tokens", "#reverse KL, nats"), table)
+
+
+def teacher_logprobs(model: PlainModel, trace: Trace) -> Logprobs:
+    """Return the model's logprob of each response id; 0.0 for the first id of a sequence."""
+    import numpy as np
+
+    if len(trace.prompt_ids):
+        return model.logprobs(trace.prompt_ids, trace.response_ids, 1.0)
+    rest = model.logprobs(trace.response_ids[:1], trace.response_ids[1:], 1.0)
+    return np.concatenate([np.zeros(1, np.float32), rest])
+
+
+def _check_tokenizer(capture: SessionCapture, folder: Path) -> None:
+    from bridle.prompting.texts import KEY, tokenizer_record
+
+    named = capture.session.metadata.get(KEY) or {}
+    if named.get("digest") != tokenizer_record(str(folder))["digest"]:
+        raise ConfigError(
+            f"--teacher: {folder} has another tokenizer than session "
+            f"{capture.session.session_id}, which ran with {named.get('source', 'an unknown one')}"
+        )

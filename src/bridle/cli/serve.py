@@ -3,102 +3,105 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bridle.cli.dashboard import AllowHostOption
-from bridle.cli.gateway import (
-    ConfigOption,
-    EnginesOption,
+from bridle.cli.options import (
+    AllowHostOption,
+    EngineOptions,
     PromptOption,
     StreamOption,
     TelemetryOption,
-    TokenizerOption,
+    with_option_groups,
 )
 from bridle.cli.output import check_folder, check_storage, notes
-from bridle.cli.serving import Stop, long_running, run_until_signal
+from bridle.cli.process import Stop, long_running, run_until_signal
+from bridle.errors import ConfigError, install_extra
 from bridle.folders import FolderLock, private_file
 
 if TYPE_CHECKING:
     from bridle.cli.config import FileConfig
+    from bridle.node.base import SessionRunner
+    from bridle.node.local import LocalNode
     from bridle.server.service import Service
     from bridle.server.settings import ServerSettings
 
-EnginesFromOption = Annotated[
-    str | None, typer.Option(help="File or URL that names engines, read again and again.")
-]
-ExecutorOption = Annotated[
-    str | None, typer.Option(help="Where sessions are computed: local (the default) or ray.")
-]
-DatabaseOption = Annotated[
-    str | None, typer.Option(help="postgresql://... or a file; SQLite in the data folder.")
-]
-DashboardOption = Annotated[
-    bool, typer.Option("--dashboard", help="Serve the dashboard too, under /ui.")
-]
 
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Flags of the `[server]` table."""
 
-def serve(  # noqa: PLR0913 - one parameter per flag
-    engine: EnginesOption = None,
-    config: ConfigOption = None,
-    engines_from: EnginesFromOption = None,
-    tokenizer: TokenizerOption = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
+    engines_from: Annotated[
+        str | None, typer.Option(help="File or URL that lists engines, read periodically.")
+    ] = None
+    host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None
     port: Annotated[
         int | None, typer.Option(help="Port of the server; 0 takes a free one. [8080]")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of all that is kept. [runs/server]")
-    ] = None,
-    database: DatabaseOption = None,
+    ] = None
+    data: Annotated[Path | None, typer.Option(help="Data folder. [runs/server]")] = None
+    database: Annotated[
+        str | None,
+        typer.Option(help="postgresql://... or a file; default: SQLite in the data folder."),
+    ] = None
     trajectories: Annotated[
         str | None, typer.Option(help="Folder or URL (s3://...) of trajectories.")
-    ] = None,
-    tokens: Annotated[Path | None, typer.Option(help="TOML file with others' [[tokens]].")] = None,
-    allow_host: AllowHostOption = None,
-    executor: ExecutorOption = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(min=1, help="Harnesses running at once on a node; twice the cores."),
-    ] = None,
+    ] = None
+    tokens: Annotated[
+        Path | None, typer.Option(help="TOML file with the [[tokens]] of other users.")
+    ] = None
+    allow_host: AllowHostOption = None
     allow_path: Annotated[
-        list[Path] | None, typer.Option(help="Folder that tasks may name files in; repeatable.")
-    ] = None,
+        list[Path] | None, typer.Option(help="Folder whose files tasks may name; repeatable.")
+    ] = None
     callback_to: Annotated[
         list[str] | None,
-        typer.Option(help="Name or network that callbacks may go to; repeatable."),
+        typer.Option(help="Host name or network that callbacks may be sent to; repeatable."),
+    ] = None
+
+    def table(self) -> dict[str, Any]:
+        """Return the values of the `[server]` table that the flags set."""
+        names = ("engines_from", "host", "port", "data", "database", "trajectories", "tokens")
+        table = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.allow_host:
+            table["hosts"] = tuple(self.allow_host)
+        permits = {"host_paths": self.allow_path, "callbacks": self.callback_to}
+        if given := {name: tuple(value) for name, value in permits.items() if value}:
+            table["permits"] = given
+        return table
+
+
+@with_option_groups
+def serve(
+    engines: EngineOptions,
+    server: ServerOptions,
+    executor: Annotated[
+        str | None, typer.Option(help="Where sessions run: local (the default) or ray.")
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Harnesses running at once on a node; default: twice the cores."),
     ] = None,
     telemetry: TelemetryOption = None,
-    dashboard: DashboardOption = False,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Serve the dashboard too, under /ui.")
+    ] = False,
     stream: StreamOption = None,
     prompt: PromptOption = None,
 ) -> None:
-    """Serve rollouts over HTTP until Ctrl-C; what was accepted is kept over any restart."""
-    from bridle.cli.config import load_config
-
-    permits = {"host_paths": allow_path, "callbacks": callback_to}
-    flags = {
-        "engines_from": engines_from,
-        "host": host,
-        "port": port,
-        "data": data,
-        "database": database,
-        "trajectories": trajectories,
-        "tokens": tokens,
-        "hosts": tuple(allow_host) if allow_host else None,
-        "permits": {name: tuple(value) for name, value in permits.items() if value},
-    }
-    loaded = load_config(
-        config,
-        engines=engine or (),
-        tokenizer=tokenizer,
+    """Serve rollouts over HTTP until Ctrl-C; accepted tasks survive restarts."""
+    loaded = engines.load(
         gateway={"stream": stream, "prompt": prompt},
-        server={name: value for name, value in flags.items() if value not in (None, {})},
+        server=server.table(),
         executor=executor_flags(executor, concurrency),
         telemetry=telemetry,
     )
@@ -122,12 +125,12 @@ def executor_flags(kind: str | None, concurrency: int | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ServerSetup:
-    """A server that is up."""
+    """A running server."""
 
     service: Service
     url: str
     token_file: Path
-    """The operator's token."""
+    """File with the operator's token."""
 
 
 async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
@@ -150,7 +153,7 @@ async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
 
 
 def _cluster(config: FileConfig) -> str | None:
-    """The address of the cluster that a server computes on; `None` = it does so by itself."""
+    """Return the address of the Ray cluster that runs sessions; `None` = this process does."""
     if config.executor.kind == "local":
         return None
     from bridle.node.ray import address
@@ -160,13 +163,13 @@ def _cluster(config: FileConfig) -> str | None:
 
 @asynccontextmanager
 async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIterator[ServerSetup]:
-    """A whole server inside: engines, gateways, nodes, state, HTTP, and the dashboard if wanted.
+    """Run a server: engines, gateways, nodes, state, HTTP and, if asked for, the dashboard.
 
-    `ConfigError` or `EngineError` if it cannot be had; nothing is left behind.
+    `ConfigError` or `EngineError` if it cannot start; it cleans up after itself.
     """
     from bridle.aio import Nursery
     from bridle.bridges import parquet
-    from bridle.cli.server import mounted, tracked, workers_of
+    from bridle.cli.dashboard import mounted
     from bridle.credentials import announced
     from bridle.server.app import serving
     from bridle.server.auth import TOKEN_FILE, Auth, callback_secrets, load_tokens, own_token
@@ -220,13 +223,92 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
         try:
             stack.enter_context(announced(url, data / TOKEN_FILE))
         except OSError as error:
-            notes.print(f"clients do not find the token by themselves: {error}", markup=False)
+            notes.print(f"clients cannot find the token by themselves: {error}", markup=False)
         yield ServerSetup(service, url, data / TOKEN_FILE)
 
 
 def _owner(data: Path) -> str:
-    """Return the owner name of this server's leases: the same at every start on this folder."""
+    """Return the owner of this server's leases, the same at every start on this folder."""
     path = data / "server.id"
     if not path.exists():
         private_file(path).write_text(secrets.token_hex(8))
     return path.read_text()
+
+
+@dataclass(frozen=True, slots=True)
+class OpensNode:
+    """Opener of a config's node on any machine; implements `bridle.node.base.NodeOpener`."""
+
+    config: FileConfig
+
+    def __call__(
+        self, folder: Path, cpus: float | None = None
+    ) -> AbstractAsyncContextManager[LocalNode]:
+        """Open a node; without configured run slots it has two per CPU."""
+        return _opened(self.config, folder, cpus)
+
+
+@asynccontextmanager
+async def _opened(config: FileConfig, folder: Path, cpus: float | None) -> AsyncIterator[LocalNode]:
+    from bridle.capture.sqlite import SqliteStore
+    from bridle.cli.config import open_setup
+    from bridle.gateway.app import Gateway
+    from bridle.node.local import LocalNode, NodeSettings
+    from bridle.node.run_folder import ServerFolder
+
+    given = config.executor.node.model_dump(exclude_unset=True)
+    if cpus is not None:
+        given.setdefault("run_slots", max(1, round(2 * cpus)))
+    setup = open_setup(config)
+    async with AsyncExitStack() as stack:
+        logs = stack.enter_context(ServerFolder.open(folder / "node"))
+        store = await stack.enter_async_context(await SqliteStore.open(folder / "capture.sqlite"))
+        gateway = Gateway(
+            engine=setup.engine,
+            renderer=setup.renderer,
+            store=store,
+            settings=config.gateway.model_copy(update={"data_dir": folder}),
+            models=setup.models,
+        )
+        await stack.enter_async_context(gateway)
+        settings = NodeSettings.model_validate(given)
+        node = LocalNode(gateway=gateway, store=store, folder=logs, settings=settings)
+        await stack.enter_async_context(node)
+        yield node
+
+
+@asynccontextmanager
+async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterator[SessionRunner]:
+    """Open the workers that run a server's sessions; `owner` is the server's name.
+
+    `ConfigError` or `EngineError` if they cannot start.
+    """
+    if config.executor.kind == "local":
+        async with OpensNode(config)(data) as node:
+            yield node
+        return
+    from bridle.node.cluster import ClusterRunner
+
+    try:
+        from bridle.node.ray import RayCluster
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"executor ray: {error}; run {install_extra('ray')}") from error
+    settings = config.executor.ray
+    async with (
+        ClusterRunner(owner, outlive=True, timeouts=settings) as runner,
+        RayCluster(runner, settings, opens=OpensNode(config), folder=data / "nodes"),
+    ):
+        yield runner
+
+
+@contextmanager
+def tracked(config: FileConfig, data: Path, workers: SessionRunner) -> Iterator[None]:
+    """Send the workers' events to the trackers that `config` names."""
+    from bridle import telemetry
+
+    facts = config.model_dump(mode="json", include={"engines", "tokenizer", "telemetry"})
+    with (
+        telemetry.opened(config.telemetry, data, facts) as trackers,
+        workers.events.listening(trackers.on_event),
+    ):
+        yield

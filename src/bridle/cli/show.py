@@ -1,4 +1,4 @@
-"""`bridle show`: what happened in a run or a session, without opening a file."""
+"""`bridle show`: a run as a table, a session as its conversation tree."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bridle.cli.options import JsonOption
 from bridle.cli.output import console, number, print_json, print_table
 from bridle.errors import ConfigError
 from bridle.types import JSON, Role
@@ -29,9 +30,9 @@ COLUMNS = (
 
 
 def show(
-    target: Annotated[str, typer.Argument(help="A run folder, or the beginning of a session id.")],
+    target: Annotated[str, typer.Argument(help="Run folder, or the beginning of a session id.")],
     run: Annotated[
-        Path, typer.Option(help="Where to look for a session: a run, or a folder of runs.")
+        Path, typer.Option(help="Run or folder of runs to search for a session.")
     ] = Path("runs"),
     diff: Annotated[
         tuple[str, str] | None, typer.Option(help="Explain why exchange B does not extend A.")
@@ -40,11 +41,11 @@ def show(
         bool, typer.Option("--as-script", help="Print the session as a scripted engine's script.")
     ] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="What is it worth, and is the data right?")
+        bool, typer.Option("--report", help="Print pass@k and checks of the data.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Show a run as a table, or a session as its conversation tree and law numbers."""
+    """Show a run as a table, or a session as its conversation tree and token counts."""
     path = Path(target)
     if path.is_dir() or path.is_file():
         if report:
@@ -52,10 +53,10 @@ def show(
         else:
             _show_run(path, json=json)
         return
-    from bridle.cli.captured import find_session
+    from bridle.cli.runs import find_session
 
     if report:
-        raise ConfigError(f"--report is over a run, and {target} is no run folder")
+        raise ConfigError(f"--report needs a run folder; {target} is none")
     if diff is not None and as_script:
         raise ConfigError("--diff and --as-script cannot be given together")
     _, capture = find_session(target, run)
@@ -72,7 +73,7 @@ def show(
 
 
 def row(line: JSON) -> tuple[object, ...]:
-    """A summary line as a row under `COLUMNS`."""
+    """Return a session's summary as a row under `COLUMNS`."""
     excluded = line["tokens_excluded"] or {}
     merge = "-" if line["merge_ratio"] is None else f"{line['merge_ratio']:.2f}"
     why = ", ".join(f"{count} {reason}" for reason, count in excluded.items()) or "0"
@@ -85,7 +86,7 @@ def row(line: JSON) -> tuple[object, ...]:
 
 
 def law_line(lines: list[JSON]) -> str:
-    """Law 2 over many sessions, as a sentence with its numbers."""
+    """Say whether captured = trained + excluded holds over sessions."""
     captured = sum(line["tokens_captured"] or 0 for line in lines)
     trained = sum(line["tokens_trained"] or 0 for line in lines)
     excluded = sum(sum((line["tokens_excluded"] or {}).values()) for line in lines)
@@ -94,7 +95,7 @@ def law_line(lines: list[JSON]) -> str:
 
 
 def counts_of(lines: Iterable[JSON], key: str) -> Counter[str]:
-    """Add up the counts that the sessions' summaries have under `key`."""
+    """Add up the counts under `key` in sessions' summaries."""
     counts: Counter[str] = Counter()
     for line in lines:
         counts.update(line.get(key) or {})
@@ -102,7 +103,7 @@ def counts_of(lines: Iterable[JSON], key: str) -> Counter[str]:
 
 
 def print_scores(scores: Sequence[Score]) -> None:
-    """Print the scores of a batch as a table; nothing without scores."""
+    """Print the scores of a batch as a table, if there are any."""
     if not scores:
         return
     ks = sorted({k for score in scores for k in score.pass_at})
@@ -128,7 +129,7 @@ def _score_row(score: Score, ks: Sequence[int]) -> tuple[object, ...]:
 
 
 def _show_run(target: Path, *, json: bool) -> None:
-    from bridle.cli.captured import sessions
+    from bridle.cli.runs import sessions
     from bridle.node.results import result_from
 
     lines = [result_from(capture).summary() for capture in sessions(target)]
@@ -141,7 +142,7 @@ def _show_run(target: Path, *, json: bool) -> None:
 
 
 def _print_without_effect(lines: Sequence[JSON]) -> None:
-    """Name the parts of requests that had no effect, if any."""
+    """Print the parts of requests that had no effect, if any."""
     from bridle.trajectory.report import without_effect
 
     for line in without_effect(counts_of(lines, "unknown"), counts_of(lines, "unenforced")):
@@ -149,20 +150,20 @@ def _print_without_effect(lines: Sequence[JSON]) -> None:
 
 
 def _show_report(target: Path, *, json: bool) -> None:
-    from bridle.cli.captured import sessions
+    from bridle.cli.runs import sessions
     from bridle.node.results import result_from
     from bridle.trajectory.report import report_of
     from bridle.trajectory.scores import from_summaries, scores_of
 
     lines: list[JSON] = []
 
-    def told() -> Iterator[tuple[str, str, str, JSON]]:
+    def results() -> Iterator[tuple[str, str, str, JSON]]:
         for result in map(result_from, sessions(target)):
             lines.append(result.summary())
             stats = result.trajectory.metadata["stats"]
             yield result.session_id, result.harness or "-", str(result.status), stats
 
-    report = report_of(told())
+    report = report_of(results())
     scores = scores_of(from_summaries(lines))
     if json:
         print_json({**report.as_json(), "scores": [score.as_json() for score in scores]})
@@ -173,7 +174,7 @@ def _show_report(target: Path, *, json: bool) -> None:
 
 
 def left_lines(metadata: JSON) -> Iterator[str]:
-    """Name files that were not scored or not kept, and rewards that were given later."""
+    """Yield notes on files that were not scored or kept, and on later rewards."""
     evaluation = metadata.get("evaluation") or {}
     if why := evaluation.get("unscorable"):
         yield f"reward 0: {_shown(why)}"
@@ -187,7 +188,7 @@ def left_lines(metadata: JSON) -> Iterator[str]:
 
 
 def _shown(text: str) -> str:
-    """The text without characters that a terminal obeys."""
+    """Escape the control characters of a text."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
@@ -214,14 +215,14 @@ def _show_session(capture: SessionCapture, *, json: bool) -> None:
     for line in left_lines(result.metadata):
         console.print(line, markup=False, soft_wrap=True)
     if capture.outcome is None:
-        console.print("this session has no outcome: it still runs, or its process was killed")
+        console.print("this session has no outcome: it is running, or its process was killed")
 
 
 def script_of(capture: SessionCapture) -> JSON:
-    """One conversation per leaf, longest first, with the exact ids that were sampled.
+    """Convert a session to a script: a conversation per leaf, longest first, with the sampled ids.
 
-    A conversation is recognised by the system and the first user text of its root, so of branches
-    of one root the longest plays. Replay needs the tokenizer of the run.
+    Conversations are recognised by the system and first user text of their root, so that of several
+    branches of a root the longest is replayed. Replay needs the tokenizer of the run.
     """
     from bridle.trajectory.graph import grow
     from bridle.trajectory.transcript import Transcript
@@ -242,17 +243,17 @@ def _path(leaf: Node) -> list[Exchange]:
 
 def _conversation(path: list[Exchange], transcript: Transcript) -> JSON:
     messages = transcript.request(path[0]).messages
-    said = {role: [m.text for m in messages if m.role is role] for role in Role}
-    when = {"system_contains": said[Role.SYSTEM][:1], "user_contains": said[Role.USER][:1]}
+    texts = {role: [m.text for m in messages if m.role is role] for role in Role}
+    when = {"system_contains": texts[Role.SYSTEM][:1], "user_contains": texts[Role.USER][:1]}
     return {
-        "when": {name: texts for name, texts in when.items() if any(texts)},
-        "skip": len(said[Role.ASSISTANT]),
+        "when": {name: found for name, found in when.items() if any(found)},
+        "skip": len(texts[Role.ASSISTANT]),
         "turns": [_turn(exchange, transcript) for exchange in path],
     }
 
 
 def _turn(exchange: Exchange, transcript: Transcript) -> JSON:
-    """The exact ids; the text beside them is for the reader of the script only."""
+    """Return a turn with its ids; the text is for readers of the script only."""
     turn: JSON = {"token_ids": exchange.output_ids.tolist()}
     if text := " ".join(message.text for message in transcript.reply(exchange)):
         turn["content"] = text

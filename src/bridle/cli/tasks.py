@@ -1,4 +1,4 @@
-"""`bridle tasks from-releases|verify`: makes tasks of packages, and proves that tasks are sound."""
+"""`bridle tasks from-releases|verify`: make tasks from package releases, and verify tasks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from bridle.cli.options import JsonOption
 from bridle.cli.output import console, notes, print_json, print_table
 from bridle.errors import RuntimeFailure
 from bridle.types import JSON
@@ -21,36 +22,37 @@ if TYPE_CHECKING:
     from bridle.datasets.releases import Maker
 
 app = typer.Typer(help="Make task sets, and verify them.", no_args_is_help=True)
-Runtime = Annotated[
-    str, typer.Option(help="auto, bubblewrap or local; auto refuses to run uncontained.")
-]
 EXPECTED = {"oracle": 1.0, "empty": 0.0}
-"""The reward of each proof: with the task's own solution, and with nothing done."""
+"""Expected reward of the task's own solution, and of doing nothing."""
 COLUMNS = ("task", "verdict", "detail")
 TIMES = 2
 CHUNK = 16
-"""Tasks that are verified together; their verdicts are kept before the next."""
+"""Tasks that are verified together, before their verdicts are written."""
 
 
 @app.command("from-releases")
 def from_releases(
     packages: Annotated[
-        list[str], typer.Argument(metavar="PACKAGE[==A..B]...", help="Releases to make tasks of.")
+        list[str], typer.Argument(metavar="PACKAGE[==A..B]...", help="Releases to make tasks from.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder that gets a folder per task.")],
+    out: Annotated[Path, typer.Option(help="Folder for the tasks, one folder each.")],
     hint: Annotated[
         Literal["none", "tests", "notes"],
-        typer.Option(help="What the statement tells: versions; failing tests; change notes too."),
+        typer.Option(
+            help="Content of the instruction: versions; failing tests; also change notes."
+        ),
     ] = "notes",
     most: Annotated[
-        int, typer.Option(min=1, help="Tasks per package, of its newest releases.")
+        int, typer.Option(min=1, help="Tasks per package, from its newest releases.")
     ] = 3,
-    runtime: Runtime = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    runtime: Annotated[
+        str, typer.Option(help="auto, bubblewrap or local; auto refuses to run uncontained.")
+    ] = "auto",
+    json: JsonOption = False,
 ) -> None:
-    """Make verified SWE tasks of following releases of Python packages on your package index.
+    """Make verified SWE tasks from consecutive releases of Python packages on your package index.
 
-    Ends with code 0 if at least one task was kept, else 1.
+    Exit code 0 if at least one task was kept, else 1.
     """
     from bridle.datasets.environments import Bench, safe_backend
     from bridle.datasets.releases import Maker, parse_wanted
@@ -103,17 +105,17 @@ def _make(maker: Maker, wanted: str, most: int) -> list[JSON]:
 @app.command()
 def verify(
     tasks: Annotated[
-        Path, typer.Argument(help="Tasks that bring their solution: a folder, or a SWE set.")
+        Path, typer.Argument(help="Tasks with their solution: a folder, or a SWE set.")
     ],
     manifest: Annotated[
         Path | None,
-        typer.Option(help="File that gets a line per task; tasks that it has are not run again."),
+        typer.Option(help="File with a line per task; tasks in it are not run again."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Prove tasks: twice, its own solution has reward 1 and doing nothing has reward 0.
+    """Verify tasks: run twice, the solution has reward 1 and doing nothing has reward 0.
 
-    Ends with code 0 if every task is sound, else 1.
+    Exit code 0 if every task is sound, else 1.
     """
     rows = verified(tasks, manifest)
     _print(rows, str(tasks), json=json)
@@ -121,9 +123,9 @@ def verify(
 
 
 def verified(path: Path, manifest: Path | None = None) -> list[JSON]:
-    """The verdict on each task: `sound`, or the first proof that failed, with its reason.
+    """Return each task's verdict: `sound`, or the first proof that failed, with the reason.
 
-    Verdicts are written to the manifest as they come, and those that stand there are taken.
+    Verdicts in the manifest are reused; new ones are appended as they become known.
     """
     from bridle.datasets.jsonl import load_tasks
     from bridle.datasets.manifest import read_manifest, task_digest
@@ -151,15 +153,15 @@ def verified(path: Path, manifest: Path | None = None) -> list[JSON]:
 
 
 def _proved(proofs: Mapping[str, list[Task]]) -> dict[str, JSON]:
-    """Run some tasks by each harness; the verdict on each."""
-    from bridle.cli.batch import Batch, run_batch
+    """Run tasks with each harness; return the verdict on each task."""
+    from bridle.cli.batch import TaskBatch, run_batch
     from bridle.config import assets_dir
 
     verdicts: dict[str, JSON] = {}
     for harness, tasks in proofs.items():
         engine = f"scripted:{assets_dir() / 'silent.json'}"
         with tempfile.TemporaryDirectory(prefix="bridle-verify-") as folder:
-            lines = run_batch(Batch(tasks, engine, None, Path(folder), None, title=harness))
+            lines = run_batch(TaskBatch(tasks, engine, Path(folder), title=harness))
             text = Path(folder, "trajectories.jsonl").read_text(encoding="utf-8")
             ended = [loads(line) for line in text.splitlines()]
         found = {one["session_id"]: one["metadata"].get("evaluation") or {} for one in ended}
@@ -182,7 +184,7 @@ def _proved(proofs: Mapping[str, list[Task]]) -> dict[str, JSON]:
 
 
 def _failed(evaluation: JSON) -> list[str]:
-    """Names of the tests that failed, where the evaluator tells them."""
+    """Return the names of the failed tests, if the evaluator reports them."""
     groups = (evaluation.get("tests_status") or {}).values()
     return [*(evaluation.get("not_passed") or ()), *(n for each in groups for n in each["failure"])]
 

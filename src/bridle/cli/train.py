@@ -1,15 +1,23 @@
-"""`bridle train`: GRPO through the tasks' own harnesses, on this machine."""
+"""`bridle train`: GRPO on sessions of the tasks' own harnesses, on this machine."""
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridle.cli.gateway import ConcurrencyOption, EnginesOption, HarnessOption, TelemetryOption
+from bridle.cli.options import (
+    ConcurrencyOption,
+    EnginesOption,
+    HarnessOption,
+    JsonOption,
+    TelemetryOption,
+)
 from bridle.cli.output import check_folder, console, notes, number, print_json, progress
+from bridle.cli.run import task_overrides
+from bridle.cli.show import counts_of
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -22,13 +30,13 @@ if TYPE_CHECKING:
 
 def train(  # noqa: PLR0913 - one parameter per flag
     config: Annotated[
-        Path | None, typer.Argument(help="TOML file with any of the settings; flags come first.")
+        Path | None, typer.Argument(help="TOML file with settings; flags come first.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Folder of the model to begin with.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder of the initial model.")] = None,
     tasks: Annotated[
         str | None, typer.Option(help="Task file, Harbor task folder, or a folder of them.")
     ] = None,
-    held_out: Annotated[str | None, typer.Option(help="Tasks that are only evaluated.")] = None,
+    held_out: Annotated[str | None, typer.Option(help="Tasks for evaluation only.")] = None,
     engine: EnginesOption = None,
     server: Annotated[
         str | None, typer.Option(help="URL of a rollout server that runs the sessions instead.")
@@ -36,29 +44,29 @@ def train(  # noqa: PLR0913 - one parameter per flag
     harness: HarnessOption = None,
     evaluate_with: Annotated[
         list[str] | None,
-        typer.Option(help="Play the held-out tasks with this harness too; repeatable."),
+        typer.Option(help="Run the held-out tasks with this harness too; repeatable."),
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=2, help="Sessions of a group. [8]")] = None,
-    groups: Annotated[int | None, typer.Option(min=1, help="Groups of an update. [8]")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Updates in all. [40]")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Of AdamW. [1e-6]")] = None,
+    samples: Annotated[int | None, typer.Option(min=2, help="Sessions per group. [8]")] = None,
+    groups: Annotated[int | None, typer.Option(min=1, help="Groups per update. [8]")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Updates in total. [40]")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate. [1e-6]")] = None,
     max_lag: Annotated[
-        int | None, typer.Option(min=0, help="Updates between sampling and training. [1]")
+        int | None,
+        typer.Option(min=0, help="Most updates between sampling and training (staleness). [1]"),
     ] = None,
     concurrency: ConcurrencyOption = None,
     telemetry: TelemetryOption = None,
     out: Annotated[
-        str | None, typer.Option(help="Folder of the training; runs/train if not given.")
+        str | None, typer.Option(help="Folder of the training; default: runs/train.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")
+        bool, typer.Option("--resume", help="Resume from the last checkpoint in the folder.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the course as JSON.")] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Train a model on what harnesses do with it: sessions in, updates, new weights out.
+    """Train a model on sessions of harnesses.
 
-    Ends with code 0 when all steps are done. Ctrl-C keeps what the last checkpoint has; so does an
-    error, which says what is wrong.
+    Exit code 0 when all steps are done. After Ctrl-C or an error the last checkpoint stays.
     """
     flags: JSON = {
         "model": model,
@@ -78,7 +86,7 @@ def train(  # noqa: PLR0913 - one parameter per flag
     settings = load_settings(config, flags)
     trained = _trained(settings, resume=resume)
     if json:
-        print_json({"checkpoint": str(trained.checkpoint), **as_json(trained.course)})
+        print_json({"checkpoint": str(trained.checkpoint), **asdict(trained.course)})
     else:
         show_course(trained.course)
         show_picture(trained, Path(settings.out) / "curve.png", title=settings.model)
@@ -86,7 +94,7 @@ def train(  # noqa: PLR0913 - one parameter per flag
 
 
 def _trained(settings: TrainSettings, *, resume: bool) -> Trained:
-    """All of a training, with its progress."""
+    """Run a training with a progress display."""
     import uvloop
 
     from bridle.cli.training import train_here
@@ -100,7 +108,7 @@ def _trained(settings: TrainSettings, *, resume: bool) -> Trained:
 
 
 def load_settings(config: Path | None, flags: JSON) -> TrainSettings:
-    """A file's settings under those of the flags; `None` = not given. `ConfigError` says what."""
+    """Read a settings file; flags override it, and `None` = not given."""
     from pydantic import ValidationError
 
     from bridle.cli.training import TrainSettings
@@ -109,9 +117,9 @@ def load_settings(config: Path | None, flags: JSON) -> TrainSettings:
     given = {} if config is None else load_toml(config)
     for name, value in flags.items():
         if isinstance(value, dict):
-            told = {key: one for key, one in value.items() if one is not None}
+            set_flags = {key: flag for key, flag in value.items() if flag is not None}
             table = given.get(name, {})
-            given[name] = {**table, **told} if isinstance(table, dict) else table
+            given[name] = {**table, **set_flags} if isinstance(table, dict) else table
         elif value is not None:
             given[name] = value
     try:
@@ -121,14 +129,12 @@ def load_settings(config: Path | None, flags: JSON) -> TrainSettings:
 
 
 def load(path: str | None, settings: TrainSettings, samples: int) -> list[Task]:
-    """The tasks of a path, as this training runs them; none for `None`."""
+    """Load the tasks of a path with the training's overrides; none for `None`."""
     from bridle.datasets.jsonl import load_tasks
 
     if path is None:
         return []
-    overrides: JSON = {"num_samples": samples}
-    if settings.harness is not None:
-        overrides["agent"] = {"harness": settings.harness, "command": None, "import_path": None}
+    overrides = task_overrides(harness=settings.harness, samples=samples)
     return load_tasks(Path(path), overrides=overrides)
 
 
@@ -159,9 +165,9 @@ def show_course(course: Course) -> None:
     console.print("mean reward of each step's sessions:")
     for line in draw_text([reward for _, reward in rewards_of(course)]):
         console.print(line, markup=False, highlight=False)
-    told = [one for one in course.evaluations if one["reward"] is not None]
-    if told:
-        first, last = told[0], told[-1]
+    rewarded = [each for each in course.evaluations if each["reward"] is not None]
+    if rewarded:
+        first, last = rewarded[0], rewarded[-1]
         console.print(
             f"held-out tasks: {first['reward']:.1%} at step {first['step']}, "
             f"{last['reward']:.1%} at step {last['step']} ({last['sessions']} sessions)"
@@ -171,16 +177,16 @@ def show_course(course: Course) -> None:
 
 
 def show_transfer(course: Course) -> None:
-    """Print what the held-out tasks came to with each harness, where there are several."""
+    """Print the held-out rewards of each harness, if there are several."""
     from rich.table import Table
 
-    told = [one for one in course.evaluations if "others" in one]
-    if not told:
+    evaluations = [each for each in course.evaluations if "others" in each]
+    if not evaluations:
         return
-    table = Table("harness", *(f"step {one['step']}" for one in told), "rise", "sessions")
+    table = Table("harness", *(f"step {each['step']}" for each in evaluations), "rise", "sessions")
     trained = "the trained one"
-    for label in (trained, *told[-1]["others"]):
-        rows = [one if label == trained else one["others"].get(label, {}) for one in told]
+    for label in (trained, *evaluations[-1]["others"]):
+        rows = [each if label == trained else each["others"].get(label, {}) for each in evaluations]
         rewards = [row.get("reward") for row in rows]
         first, last = rewards[0], rewards[-1]
         rise = "" if first is None or last is None else f"{last - first:+.1%}"
@@ -195,14 +201,14 @@ def numbers_line(course: Course) -> str:
     errors = [one["logprob_error"] for one in updates if one["logprob_error"] is not None]
     sessions = sum(one["sessions"] for one in course.steps)
     tokens = sum(one["tokens"] for one in updates)
-    left = Counter[str]()
-    for one in course.steps:
-        left.update(one.get("left_out", {}))
-    told = {
+    left_out = counts_of(course.steps, "left_out")
+    reasons = {
         "stale": "sessions older than max_lag",
-        "unversioned": "sessions of which the engine did not say the policy version",
+        "unversioned": "sessions without a policy version from the engine",
     }
-    out = "".join(f"; left out: {left[key]} {what}" for key, what in told.items() if left[key])
+    out = "".join(
+        f"; left out: {left_out[key]} {what}" for key, what in reasons.items() if left_out[key]
+    )
     apart = f"; trainer and rollout logprobs differ by at most {max(errors):.1e}" if errors else ""
     return (
         f"{len(updates)} updates from {sessions} sessions and {tokens} tokens that trained"
@@ -211,7 +217,7 @@ def numbers_line(course: Course) -> str:
 
 
 def show_picture(trained: Trained, path: Path, *, title: str) -> bool:
-    """Write the curve as PNG; without matplotlib say so. Whether it was written."""
+    """Write the curve as PNG; return whether matplotlib was there to do so."""
     from bridle.errors import TrainingError
     from bridle.training.curve import draw_png
 
@@ -222,8 +228,3 @@ def show_picture(trained: Trained, path: Path, *, title: str) -> bool:
         return False
     console.print(f"the curve: {path}", markup=False)
     return True
-
-
-def as_json(course: Course) -> JSON:
-    """A course as it is printed and kept."""
-    return {"steps": course.steps, "evaluations": course.evaluations}

@@ -1,8 +1,8 @@
-"""A training from its settings to its last checkpoint, as `bridle train` and `demo` run it.
+"""A training from its settings to its last checkpoint, for `bridle train` and the demo.
 
-Sessions run in this process or on a rollout server; either gives groups and takes weights. In this
-process, engine, gateway and node live as long as the training. A server lives on its own, keeps
-what a trainer that died had begun, and loads weights from a folder with the same path on both.
+Sessions run on a `RolloutBackend`: in this process, or on a rollout server. In this process,
+engine, gateway and node live as long as the training. A server outlives it, keeps the groups that a
+killed trainer had begun, and loads weights from a folder with the same path on both machines.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pydantic import Field, field_serializer
 
 from bridle import telemetry
 from bridle.aio import run_shielded
 from bridle.capture.sqlite import SqliteStore
-from bridle.cli.config import load_config
-from bridle.cli.parts import Parts, open_all
-from bridle.cli.serving import long_running
+from bridle.cli.config import EngineSetup, load_config, open_setup
+from bridle.cli.process import long_running
 from bridle.client import AsyncClient
 from bridle.config import AgentSpec, Settings, Task
 from bridle.credentials import split_token
@@ -39,50 +38,45 @@ from bridle.training.settings import GrpoSettings, LoopSettings
 from bridle.types import JSON
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from bridle.node.batch import Executor
     from bridle.training.groups import Evaluation, GroupSource, TaskDraws
     from bridle.training.grpo import Learner
     from bridle.training.loop import Course, Tell
-    from bridle.types import JSON
 
 
 CHECKPOINTS = "checkpoints"
 COURSE = "course.json"
-CURVE = "curve.png"
 
 
 class TrainSettings(Settings):
     """Settings of `bridle train`, from a TOML file, flags, or both."""
 
     model: str
-    """Folder of the model to begin with."""
+    """Folder of the initial model."""
     tasks: str
     """Task file, Harbor task folder, or a folder of them."""
     held_out: str | None = None
-    """Tasks of the evaluations; `None` = no evaluation."""
+    """Tasks for evaluation only; `None` = no evaluation."""
     out: str = "runs/train"
     """Folder of checkpoints, rollouts and curve."""
     engines: tuple[str, ...] = ()
-    """As `--engine` of `bridle run`; none = the embedded engine on `model`."""
+    """As `--engine` of `bridle run`; empty = the embedded engine on `model`."""
     server: str | None = None
-    """URL of a rollout server that runs the sessions instead; `BRIDLE_SERVER_TOKEN` is an admin's
-    token there, because weights are loaded."""
+    """URL of a rollout server that runs the sessions instead; `BRIDLE_SERVER_TOKEN` must be an
+    admin's token, because weights are loaded."""
     harness: str | None = None
-    """For all tasks instead of their own."""
+    """Harness of all tasks instead of their own."""
     evaluate_with: dict[str, AgentSpec] = Field(default_factory=dict)
-    """By label, other harnesses that play the held-out tasks too: does what was learned through one
-    harness hold in others?"""
+    """Other harnesses by label, which run the held-out tasks too, to measure transfer."""
     samples: int = Field(default=8, ge=2)
     """Sessions of a group."""
     held_out_samples: int = Field(default=1, ge=1)
     """Sessions per held-out task and evaluation."""
     curriculum: Curriculum = "epochs"
     concurrency: int | None = Field(default=None, ge=1)
-    """Harnesses at once; `None` = twice the cores."""
+    """Harnesses running at once; `None` = twice the cores."""
     seed: int = 0
-    """Of the order of tasks."""
+    """Seed of the task order."""
     grpo: GrpoSettings = GrpoSettings()
     loop: LoopSettings = LoopSettings()
     telemetry: tuple[str, ...] = ()
@@ -90,20 +84,20 @@ class TrainSettings(Settings):
 
     @field_serializer("server")
     def _without_token(self, url: str | None) -> str | None:
-        """Keep a token that is part of the URL out of files."""
+        """Keep a token in the URL out of files."""
         return None if url is None else split_token(url)[0]
 
 
 def with_other_harnesses(
     held_out: Sequence[Task], harnesses: Mapping[str, AgentSpec]
 ) -> list[Task]:
-    """The held-out tasks, and each of them once more for each other harness, under its label.
+    """Return the held-out tasks, and a copy of each for each other harness, under its label.
 
-    `ConfigError` if there is nothing to play with them.
+    `ConfigError` for harnesses without held-out tasks.
     """
     if harnesses and not held_out:
         raise ConfigError("evaluate_with: there are no held-out tasks to evaluate with")
-    again = [
+    copies = [
         task.model_copy(
             update={
                 "task_id": f"{label}:{task.task_id}",
@@ -114,7 +108,7 @@ def with_other_harnesses(
         for label, agent in harnesses.items()
         for task in held_out
     ]
-    return [*held_out, *again]
+    return [*held_out, *copies]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,100 +117,51 @@ class Trained:
 
     course: Course
     checkpoint: Path
-    """The last one; a model folder."""
+    """Model folder of the last checkpoint."""
     rollouts: str
-    """Where this training's sessions can be looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """State that a training starts or resumes from."""
-
-    learner: Learner
-    model: Path
-    """Folder of its weights: the first model, or a checkpoint."""
-    state: JSON
-    """Of the checkpoint; empty = this is the beginning."""
+    """Where the sessions can be viewed."""
 
 
 FINISH_S = 120.0
-"""How long writing the last files may take once a training is being ended."""
+"""Timeout of writing the last files."""
 
 PUBLISH_S = 300.0
-"""How long engines may take to load new weights."""
+"""Timeout of a weight update."""
 
 PATIENCE_S = 900.0
-"""How long a training waits for a server that cannot be reached."""
+"""Time for which a training waits for an unreachable server."""
 
 NAME = "training.name"
-"""File that keeps what a training is called on its server."""
-
-
-class Place(Protocol):
-    """A place that runs sessions."""
-
-    @property
-    def events(self) -> Events | None:
-        """Events of its sessions; `None` = they are told elsewhere."""
-
-    @property
-    def rollouts(self) -> str:
-        """Return where the sessions can be viewed."""
-
-    @property
-    def begins_with(self) -> bool:
-        """Return whether it samples from the opened model; else that model is published."""
-
-    def groups(
-        self, draws: TaskDraws, held_out: Sequence[Task], *, version: int, cursor: JSON | None
-    ) -> AbstractAsyncContextManager[GroupSource]:
-        """A source of groups; see `local_groups` and `server_groups`."""
-
-    async def publish(self, learner: Learner) -> None:
-        """Have it sample from the learner's weights."""
-
-
-@asynccontextmanager
-async def open_place(settings: TrainSettings, model: Path) -> AsyncIterator[Place]:
-    """The place that `settings` name. `ConfigError` for two at once."""
-    if settings.server is None:
-        async with local_place(settings, model) as here:
-            yield here
-        return
-    if settings.engines:
-        raise ConfigError("a training has its sessions on a server or on engines, not on both")
-    async with AsyncClient(settings.server, patience_s=PATIENCE_S) as client:
-        out = Path(settings.out)
-        yield ServerPlace(client, _name(out), Weights(out / "weights", Path(settings.model)))
+"""File with the name of a training on its server."""
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """Model folders for engines of other processes, which see them under the same path."""
+class WeightFolders:
+    """Model folders for engines of other processes, which read them under the same path."""
 
     folder: Path
-    """Of all of them."""
+    """Folder of the model folders."""
     model: Path
-    """The model that the training began with; its tokenizer goes with the weights."""
+    """The initial model, whose tokenizer is copied to each folder."""
 
     def write(self, learner: Learner) -> Path:
-        """The learner's weights as a model folder of their own."""
+        """Write the learner's weights as a new model folder."""
         from bridle.training.checkpoint import load_tokenizer, write_model
 
         folder = (self.folder / f"{learner.version:06d}").resolve()
         write_model(folder, learner, load_tokenizer(self.model))
         return folder
 
-    def keep(self, folder: Path) -> None:
-        """Remove all others: no engine reads them any more."""
+    def remove_others(self, folder: Path) -> None:
+        """Remove all folders but `folder`: no engine reads them any more."""
         for old in self.folder.iterdir():
             if old.resolve() != folder:
                 shutil.rmtree(old)
 
 
 @dataclass(frozen=True, slots=True)
-class LocalPlace:
-    """Engine, gateway and node of this process; implements `Place`."""
+class LocalBackend:
+    """Engine, gateway and node of this process, which run sessions and take weights."""
 
     gateway: Gateway
     executor: Executor
@@ -224,12 +169,11 @@ class LocalPlace:
     """The run folder."""
     embedded: bool
     """Whether the engine is in this process and takes weights from memory."""
-    weights: Weights
+    weights: WeightFolders
     events: Events | None = None
 
     @property
     def begins_with(self) -> bool:
-        """See `Place.begins_with`. A server may have other weights, or take none."""
         return self.embedded
 
     @property
@@ -241,7 +185,7 @@ class LocalPlace:
         draws: TaskDraws,
         held_out: Sequence[Task],
         *,
-        version: int,  # noqa: ARG002 - of no use here
+        version: int,  # noqa: ARG002 - for servers
         cursor: JSON | None,
     ) -> AbstractAsyncContextManager[GroupSource]:
         from bridle.training.groups import local_groups
@@ -249,24 +193,23 @@ class LocalPlace:
         return local_groups(self.executor, draws, held_out=held_out, cursor=cursor)
 
     async def publish(self, learner: Learner) -> None:
-        """From memory, or through a folder that servers read."""
         if self.embedded:
-            held = learner.model.state_dict()
-            await self.gateway.update_weights(held, learner.version, timeout_s=PUBLISH_S)
+            state = learner.model.state_dict()
+            await self.gateway.update_weights(state, learner.version, timeout_s=PUBLISH_S)
             return
         folder = await asyncio.to_thread(self.weights.write, learner)
         await self.gateway.update_weights(folder, learner.version, timeout_s=PUBLISH_S)
-        self.weights.keep(folder)
+        self.weights.remove_others(folder)
 
 
 @dataclass(frozen=True, slots=True)
-class ServerPlace:
-    """A rollout server; implements `Place`."""
+class ServerBackend:
+    """A rollout server, which runs sessions and takes weights."""
 
     client: AsyncClient
     training: str
-    """Name of this training there."""
-    weights: Weights
+    """Name of this training on the server."""
+    weights: WeightFolders
     begins_with = False
     events = None
 
@@ -289,16 +232,34 @@ class ServerPlace:
         )
 
     async def publish(self, learner: Learner) -> None:
-        """Through a folder that the server's engines read."""
         folder = await asyncio.to_thread(self.weights.write, learner)
         await self.client.set_policy(
             weights=str(folder), version=learner.version, timeout_s=PUBLISH_S
         )
-        self.weights.keep(folder)
+        self.weights.remove_others(folder)
+
+
+RolloutBackend = LocalBackend | ServerBackend
+
+
+@asynccontextmanager
+async def open_backend(settings: TrainSettings, model: Path) -> AsyncIterator[RolloutBackend]:
+    """Open the backend that `settings` name. `ConfigError` for both a server and engines."""
+    if settings.server is None:
+        async with local_backend(settings, model) as local:
+            yield local
+        return
+    if settings.engines:
+        raise ConfigError("give a training either a server or engines, not both")
+    async with AsyncClient(settings.server, patience_s=PATIENCE_S) as client:
+        out = Path(settings.out)
+        yield ServerBackend(
+            client, _name(out), WeightFolders(out / "weights", Path(settings.model))
+        )
 
 
 def _name(out: Path) -> str:
-    """Return the name of a folder's training on a server: the same at every start."""
+    """Return the name of a folder's training on a server, the same at every start."""
     path = out / NAME
     if not path.is_file():
         out.mkdir(parents=True, exist_ok=True)
@@ -307,20 +268,23 @@ def _name(out: Path) -> str:
 
 
 @asynccontextmanager
-async def local_place(
-    settings: TrainSettings, model: Path, *, change: Callable[[Parts], Parts] = lambda parts: parts
-) -> AsyncIterator[LocalPlace]:
-    """Engine, gateway and node, with a run folder that is complete when all is closed.
+async def local_backend(
+    settings: TrainSettings,
+    model: Path,
+    *,
+    change: Callable[[EngineSetup], EngineSetup] = lambda setup: setup,
+) -> AsyncIterator[LocalBackend]:
+    """Open engine, gateway and node with a run folder, which is complete after closing.
 
-    `change` may put other parts in place of those that the settings name.
+    `change` may replace the engine or the renderer that the settings name.
     """
     engines = settings.engines or (f"embedded:{model}",)
-    setup = load_config(None, engines=engines, tokenizer=str(model))
+    config = load_config(None, engines=engines, tokenizer=str(model))
     embedded = all(spec.startswith("embedded:") for spec in engines)
     out = Path(settings.out)
-    weights = Weights(out / "weights", Path(settings.model))
+    weights = WeightFolders(out / "weights", Path(settings.model))
     async with AsyncExitStack() as stack:
-        parts = change(open_all(setup))
+        setup = change(open_setup(config))
         path = _next_folder(out / "rollouts")
         folder = stack.enter_context(
             RunFolder.create(path, config=settings.model_dump(mode="json"))
@@ -328,7 +292,7 @@ async def local_place(
         stack.callback(folder.discard_if_unused)
         store = await stack.enter_async_context(await SqliteStore.open(folder.capture))
         gateway = Gateway(
-            engine=parts.engine, renderer=parts.renderer, store=store, settings=setup.gateway
+            engine=setup.engine, renderer=setup.renderer, store=store, settings=config.gateway
         )
         await stack.enter_async_context(gateway)
         _check_tokenizer(gateway.info.tokenizer_dir, model)
@@ -338,13 +302,13 @@ async def local_place(
         node = LocalNode(gateway=gateway, store=store, folder=folder, settings=kept)
         await stack.enter_async_context(node)
         try:
-            yield LocalPlace(gateway, LocalExecutor(node), path, embedded, weights, node.events)
+            yield LocalBackend(gateway, LocalExecutor(node), path, embedded, weights, node.events)
         finally:
             await run_shielded(asyncio.to_thread(folder.finish, store), timeout_s=FINISH_S)
 
 
 def _check_tokenizer(of_engine: str | None, model: Path) -> None:
-    """Refuse an engine whose tokenizer is known to be another one than the model's."""
+    """Refuse an engine whose tokenizer is known to differ from the model's."""
     from bridle.training.checkpoint import load_tokenizer
 
     if of_engine is None or Path(of_engine) == model:
@@ -353,17 +317,17 @@ def _check_tokenizer(of_engine: str | None, model: Path) -> None:
     if engine != own:
         raise ConfigError(
             f"the engine has another tokenizer than the model that is trained: {of_engine} has "
-            f"{len(engine)} tokens, {model} {len(own)}, {len(set(engine) ^ set(own))} of them in "
+            f"{len(engine)} tokens, {model} {len(own)}, {len(set(engine) ^ set(own))} are in "
             "one only"
         )
 
 
 def _next_folder(runs: Path) -> Path:
-    """A run folder of its own for each start of a training."""
+    """Return the run folder of a new start of a training."""
     return next(path for n in range(1000) if not (path := runs / f"{n:03d}").exists())
 
 
-Opener = Callable[[TrainSettings, Path], AbstractAsyncContextManager[Place]]
+Opener = Callable[[TrainSettings, Path], AbstractAsyncContextManager[RolloutBackend]]
 
 
 async def train_here(
@@ -374,16 +338,16 @@ async def train_here(
     before: Evaluation | None = None,
     resume: bool = False,
     tell: Tell = lambda _: None,
-    opener: Opener = open_place,
+    opener: Opener = open_backend,
 ) -> Trained:
-    """Train on `tasks`, whose `num_samples` are the groups' sizes.
+    """Train on `tasks`, whose `num_samples` are the group sizes.
 
-    `held_out` is played with the harnesses of `evaluate_with` too. `before` = what it came to with
-    the model of the beginning, if that is known.
+    `held_out` is run with the harnesses of `evaluate_with` too. `before` = its result with the
+    initial model, if known.
 
-    `ConfigError` for a mistake, before anything runs: a folder that holds a training and is not to
-    be resumed, another tokenizer than the engine's, another sampling. `TrainingError` when it
-    cannot go on; what was learned until then is in the last checkpoint.
+    `ConfigError` for a mistake, before anything runs: a folder that holds a training that is not
+    resumed, another tokenizer than the engine's, other sampling. `TrainingError` if the training
+    cannot continue; the last checkpoint stays.
     """
     from bridle.training.checkpoint import checkpoints, load_tokenizer
     from bridle.training.groups import History, TaskDraws
@@ -394,13 +358,14 @@ async def train_here(
     if settings.server is None:
         check([*tasks, *held_out])
     out = Path(settings.out)
-    start = await asyncio.to_thread(_start, settings, resume=resume)
-    learner, state = start.learner, start.state
+    learner, model, state = await asyncio.to_thread(_load_start, settings, resume=resume)
     history = History.of(state.get("history", {}))
     draws = TaskDraws(tasks, history, seed=settings.seed, curriculum=settings.curriculum)
     _write_settings(settings, out)
 
-    def told(course: Course) -> None:
+    initial = [] if before is None else [{"step": 0, **before.json()}]
+
+    def report(course: Course) -> None:
         (out / COURSE).write_text(json.dumps(asdict(course)))
         tracked.training(course.steps, course.evaluations)
         tell(course)
@@ -408,45 +373,50 @@ async def train_here(
     async with AsyncExitStack() as stack:
         given = settings.model_dump(mode="json")
         tracked = stack.enter_context(telemetry.opened(settings.telemetry, out, given))
-        place = await stack.enter_async_context(opener(settings, start.model))
-        if place.events is not None:
-            stack.enter_context(place.events.listening(tracked.on_event))
-        groups = place.groups(draws, held_out, version=learner.version, cursor=state.get("cursor"))
+        backend = await stack.enter_async_context(opener(settings, model))
+        if backend.events is not None:
+            stack.enter_context(backend.events.listening(tracked.on_event))
+        groups = backend.groups(
+            draws, held_out, version=learner.version, cursor=state.get("cursor")
+        )
         source = await stack.enter_async_context(groups)
-        if state or not place.begins_with:
-            await place.publish(learner)
+        if state or not backend.begins_with:
+            await backend.publish(learner)
         loop = Loop(
             learner=learner,
             source=source,
-            publish=place.publish,
+            publish=backend.publish,
             settings=settings.loop,
-            tokenizer=load_tokenizer(start.model),
+            tokenizer=load_tokenizer(model),
             checkpoints=out / CHECKPOINTS,
             history=history,
-            course=Course(**state["course"]) if state else _course(before),
-            tell=told,
+            course=Course(**state.get("course", {"evaluations": initial})),
+            tell=report,
         )
         course = await loop.run()
-    return Trained(course, checkpoints(out / CHECKPOINTS)[-1], place.rollouts)
+    return Trained(course, checkpoints(out / CHECKPOINTS)[-1], backend.rollouts)
 
 
-def _start(settings: TrainSettings, *, resume: bool) -> Start:
-    """The learner, as the first model or the last checkpoint has it."""
+def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path, JSON]:
+    """Load the learner from the last checkpoint or the initial model.
+
+    Returns the folder of its weights and the checkpoint's state too; {} = a new training.
+    """
     from bridle.training.checkpoint import checkpoints, restore
     from bridle.training.grpo import Learner
 
     found = checkpoints(Path(settings.out) / CHECKPOINTS)
     if found and not resume:
-        message = f"{settings.out} holds a training; go on with it by --resume, or give another"
-        raise ConfigError(message)
+        message = f"{settings.out} holds a training; resume it with --resume, or give another"
+        raise ConfigError(f"{message} folder with --out")
     model = found[-1] if found else Path(settings.model)
     reference = Path(settings.model) if settings.grpo.kl else None
     learner = Learner.load(model, settings.grpo, reference)
-    return Start(learner, model, restore(learner, model) if found else {})
+    return learner, model, restore(learner, model) if found else {}
 
 
 def _check_sampling(tasks: Sequence[Task], temperature: float) -> None:
-    """Refuse tasks that are sampled from another distribution than the one that is trained."""
+    """Refuse tasks whose sampling distribution is not the one that is trained."""
     from bridle.training.samples import unfit_setting
     from bridle.trajectory.sample import SHAPING
 
@@ -456,12 +426,6 @@ def _check_sampling(tasks: Sequence[Task], temperature: float) -> None:
             fault = unfit_setting(field, policy.value, temperature)
             if policy.mode == "override" and fault is not None:
                 raise ConfigError(f"task {task.task_id} {fault}")
-
-
-def _course(before: Evaluation | None) -> Course:
-    from bridle.training.loop import Course
-
-    return Course(evaluations=[] if before is None else [{"step": 0, **before.json()}])
 
 
 def _write_settings(settings: TrainSettings, out: Path) -> None:

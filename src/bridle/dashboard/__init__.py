@@ -1,10 +1,15 @@
-"""The dashboard: look instead of read. Pages about runs, sessions, exchanges and tokens; read only.
+"""The dashboard: read-only web pages about runs, sessions, exchanges and tokens.
 
-Everything is rendered here, as HTML that works without JavaScript; htmx refreshes what is shown,
-uPlot draws a training's curve. `app.make_app` is the way in: an ASGI application over a source,
-which is a folder (`folder.Folder`: runs, trainings, data folders of gateways and servers) or a
-rollout server (`served.ServerSource`).
+Pages are rendered on the server and work without JavaScript; htmx refreshes them, uPlot draws
+training curves.
 
-What agents said and did is somebody else's text. It is escaped wherever it is shown, nothing is
-loaded from elsewhere, and the pages' policy forbids scripts and styles that are not ours.
+- `app`: the ASGI application (`make_app`, the way in) and its access control
+- `source`: the interface to the data of the pages, implemented by `folder` (run folders) and
+  `server` (a rollout server)
+- `summaries`: session rows, groups, totals and training curves
+- `session`: one session in detail: conversation tree, exchanges, the tokens of its traces
+- `formatting`: values as text, and the templates
+
+Text that agents wrote is untrusted. It is escaped wherever it is shown, nothing is loaded from
+other hosts, and the pages' content security policy forbids scripts and styles of others.
 """

@@ -1,44 +1,142 @@
-"""The dashboard as an ASGI application: pages over a source, static files, headers.
+"""The dashboard as an ASGI application: pages over a source, static files, headers, access control.
 
 Handlers are plain functions, so the server runs them on worker threads: they read files and build
-trajectories. Only GET and HEAD exist, but for the login form. Every answer carries the policy that
-keeps a page from loading or running anything that is not ours.
+trajectories. Only GET and HEAD are allowed, except for the login form. Every response carries the
+content security policy.
+
+Access control takes a bearer token, or a token that was entered once into the login form. The
+form's cookie names a sign-in of this process, not the token: it expires with the process or after
+`KEEP_S`, and neither scripts nor pages of other sites can use it. The token is checked again at
+each request, so a revoked one stops working at once.
 """
 
 from __future__ import annotations
 
 import secrets
+import time
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from http import HTTPStatus
-from typing import Any, Final
-from urllib.parse import quote, urlencode
+from typing import Any, Final, Protocol
+from urllib.parse import parse_qs, quote, urlencode
 
 import structlog
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bridle.dashboard.guard import TOKEN, Guard
-from bridle.dashboard.lines import Wanted
-from bridle.dashboard.session import composition
-from bridle.dashboard.showing import HERE, environment
-from bridle.dashboard.source import Shown, Source
-from bridle.dashboard.tokens import token_page
+from bridle.dashboard.formatting import HERE, environment
+from bridle.dashboard.session import compare, composition, conversation_of, token_page
+from bridle.dashboard.source import DataSource, SessionView
+from bridle.dashboard.summaries import SampleGroup, SessionFilter
 from bridle.errors import BridleError
 from bridle.gateway.faults import trace_of
 from bridle.trajectory.sample import Trace
 
+COOKIE: Final = "bridle_dashboard"
+KEEP_S: Final = 12 * 3600.0
+MOST: Final = 200
+"""Sign-ins that are kept; the oldest is dropped first."""
+
+TOKEN: Final = "bridle.token"  # noqa: S105 - a key
+"""Key of an ASGI scope under which handlers find the request's token."""
+
+MAX_FORM: Final = 4096
+"""Most bytes of a submitted login form."""
+
+
+class LoginForm(Protocol):
+    """Function that renders the login form."""
+
+    def __call__(self, request: Request, *, wrong: bool) -> Response:
+        """Render the form; `wrong` = the last token was refused."""
+
+
+class Guard:
+    """Access control for an ASGI application: `allows` says whether a token may read."""
+
+    def __init__(
+        self,
+        allows: Callable[[str], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._allows = allows
+        self._clock = clock
+        self._kept: OrderedDict[str, tuple[str, float]] = OrderedDict()
+
+    def around(self, app: ASGIApp, form: LoginForm) -> ASGIApp:
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            request = Request(scope, receive, send)
+            answer = await self._answer(request, form)
+            await (app if answer is None else answer)(scope, receive, send)
+
+        return guarded
+
+    async def _answer(self, request: Request, form: LoginForm) -> Response | None:
+        """Answer the request if it must not pass; `None` = it may pass."""
+        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+        if path == "/login" and request.method == "POST":
+            return await self._sign_in(request, form)
+        if (token := self._token(request)) is not None:
+            request.scope[TOKEN] = token
+        # The form needs its style before anybody is known.
+        if token is not None or path.startswith("/static/"):
+            return None
+        if path == "/login" or "text/html" in request.headers.get("accept", ""):
+            return form(request, wrong=False)
+        return PlainTextResponse("a known token is needed", 401)
+
+    def _token(self, request: Request) -> str | None:
+        """Return the request's token; `None` = it has none that may read."""
+        kind, _, sent = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer":
+            return sent.strip() if self._allows(sent.strip()) else None
+        token, since = self._kept.get(request.cookies.get(COOKIE, ""), ("", 0.0))
+        fresh = bool(token) and self._clock() - since < KEEP_S
+        return token if fresh and self._allows(token) else None
+
+    async def _sign_in(self, request: Request, form: LoginForm) -> Response:
+        sent = b""
+        async for part in request.stream():
+            sent += part
+            if len(sent) > MAX_FORM:
+                return PlainTextResponse("the form is too large", 413)
+        token = parse_qs(sent.decode(errors="replace")).get("token", [""])[0].strip()
+        base = request.scope.get("root_path", "")
+        if not token or not await run_in_threadpool(self._allows, token):
+            return form(request, wrong=True)
+        name = secrets.token_urlsafe(32)
+        self._kept[name] = (token, self._clock())
+        while len(self._kept) > MOST:
+            self._kept.popitem(last=False)
+        answer = RedirectResponse(f"{base}/", 303)
+        answer.set_cookie(
+            COOKIE,
+            name,
+            max_age=int(KEEP_S),
+            path=base or "/",
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
+        return answer
+
+
 LIST: Final = 100
-"""Rows of a page of a list."""
+"""Rows per page of a list."""
 
 TREE: Final = 300
-"""Exchanges of a page of the conversation tree."""
+"""Exchanges per page of the conversation tree."""
 
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -46,7 +144,7 @@ POLICY: Final = (
 )
 
 AS_TEXT: Final = {"content-security-policy": "default-src 'none'; frame-ancestors 'none'; sandbox"}
-"""Headers of what an agent wrote, shown by itself: it is text, and nothing in it may run."""
+"""Headers of a file that an agent wrote: it is served as text, and nothing in it may run."""
 
 HEADERS: Final = {
     "content-security-policy": POLICY,
@@ -61,11 +159,13 @@ HEADERS: Final = {
 log = structlog.get_logger(__name__)
 
 
-def make_app(source: Source | Callable[[str], Source], guard: Guard | None = None) -> ASGIApp:
-    """The dashboard of a source, to be served alone or mounted under a path.
+def make_app(
+    source: DataSource | Callable[[str], DataSource], guard: Guard | None = None
+) -> ASGIApp:
+    """Build the dashboard of a source, to be served alone or mounted under a path.
 
-    `guard` decides who may look; `None` = whoever reaches it. A callable `source` gets the token of
-    each request (empty on the login form) and returns what its owner may see.
+    Without a `guard` everybody who reaches it may read. A callable `source` is called with each
+    request's token (empty on the login form) and returns the data that its owner may see.
     """
     pages = _Pages(source if callable(source) else lambda _: source)
     shown: list[tuple[str, Callable[[Request], Response]]] = [
@@ -73,6 +173,7 @@ def make_app(source: Source | Callable[[str], Source], guard: Guard | None = Non
         ("/sessions", pages.sessions),
         ("/tasks", pages.tasks),
         ("/task", pages.task),
+        ("/compare", pages.compare),
         ("/session/{session_id}", pages.session),
         ("/session/{session_id}/exchange/{exchange_id}", pages.session),
         ("/session/{session_id}/exchange/{exchange_id}/{part}.json", pages.raw),
@@ -94,7 +195,7 @@ def make_app(source: Source | Callable[[str], Source], guard: Guard | None = Non
 
 
 class _Headers:
-    """Puts `HEADERS` on every answer that does not have its own."""
+    """Middleware that adds `HEADERS` to every response that does not set them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -113,10 +214,10 @@ class _Headers:
 class _Pages:
     """One method per page."""
 
-    def __init__(self, sources: Callable[[str], Source]) -> None:
+    def __init__(self, sources: Callable[[str], DataSource]) -> None:
         self._sources = sources
 
-    def _source(self, request: Request) -> Source:
+    def _source(self, request: Request) -> DataSource:
         return self._sources(request.scope.get(TOKEN, ""))
 
     def overview(self, request: Request) -> Response:
@@ -124,8 +225,8 @@ class _Pages:
 
     def sessions(self, request: Request) -> Response:
         query = request.query_params
-        names = ("status", "cause", "harness", "task", "run", "text")
-        wanted = Wanted(**{name: query.get(name, "")[:300] for name in names})
+        names = ("status", "cause", "harness", "task", "run", "text", "sort")
+        wanted = SessionFilter(**{name: query.get(name, "")[:300] for name in names})
         at = _number(request, "at")
         listed = self._source(request).sessions(wanted, at, LIST)
         given = {name: getattr(wanted, name) for name in names if getattr(wanted, name)}
@@ -142,19 +243,44 @@ class _Pages:
         )
 
     def task(self, request: Request) -> Response:
+        return self._page(request, "task.html", group=self._group(request))
+
+    def compare(self, request: Request) -> Response:
+        """Render two sessions of a task side by side, with their first different message."""
+        group = self._group(request)
+        pair, conversations = [], []
+        for name in ("a", "b"):
+            session_id = request.query_params.get(name, "")
+            found = [one for one in group.samples if one.line.session_id == session_id]
+            if not found:
+                raise HTTPException(404, f"no session {session_id[:200]!r} of this task")
+            pair.append(found[0])
+            shown = self._source(request).session(session_id, found[0].line.run)
+            if shown is None:
+                conversations.append(conversation_of(None))
+                continue
+            with _holding(shown):
+                conversations.append(conversation_of(shown.trajectory))
+        difference = compare(*conversations)
+        return self._page(
+            request, "compare.html", group=group, pair=pair, difference=difference,
+            lengths=[len(messages) for messages in conversations],
+        )  # fmt: skip
+
+    def _group(self, request: Request) -> SampleGroup:
         query = request.query_params
         found = self._source(request).group(query.get("id", ""), query.get("run", ""))
         if found is None:
-            raise HTTPException(404, f"no task {query.get('id', '')[:200]!r} here")
-        return self._page(request, "task.html", group=found)
+            raise HTTPException(404, f"no task {query.get('id', '')[:200]!r}")
+        return found
 
     def session(self, request: Request) -> Response:
-        """A session; with an exchange, that beside its tree. htmx asks for the exchange alone."""
+        """Render a session, with the chosen exchange beside its tree; htmx asks for that alone."""
         shown = self._shown(request)
         with _holding(shown):
             return self._session(request, shown)
 
-    def _session(self, request: Request, shown: Shown) -> Response:
+    def _session(self, request: Request, shown: SessionView) -> Response:
         session, wanted = shown.session, request.path_params.get("exchange_id")
         detail = None
         if wanted is not None:
@@ -172,18 +298,18 @@ class _Pages:
         )  # fmt: skip
 
     def raw(self, request: Request) -> Response:
-        """The bytes of a request or a reply."""
+        """Send the bytes of a request or a reply."""
         shown, part = self._shown(request), request.path_params["part"]
         if shown.session is None or part not in ("request", "reply"):
-            raise HTTPException(404, "there is no such part")
+            raise HTTPException(404, "no such part of an exchange")
         with shown.session.lock:
             found = shown.session.raw(request.path_params["exchange_id"], part)
         if found is None:
-            raise HTTPException(404, "there is no such exchange")
+            raise HTTPException(404, "no such exchange")
         return _as_text(found)
 
     def trace(self, request: Request) -> Response:
-        """A page of the tokens of a trace."""
+        """Render a page of a trace's tokens."""
         shown, number, trace = self._trace(request)
         decode = None if shown.session is None else shown.session.decode
         page = token_page(trace, _number(request, "at"), decode)
@@ -198,28 +324,27 @@ class _Pages:
             return self._page(request, "messages.html", shown=shown, number=number, trace=trace)
 
     def file(self, request: Request) -> Response:
-        """A log or kept file, as plain text whatever it is."""
+        """Send a log or kept file as plain text, whatever its type."""
         query, path = request.query_params, request.path_params
         found = self._source(request).file(path["session_id"], query.get("run", ""), path["name"])
         if found is None:
-            raise HTTPException(404, f"no file {path['name'][:200]!r} of this session is kept")
+            raise HTTPException(404, f"no kept file {path['name'][:200]!r} of this session")
         if isinstance(found, bytes):
             return _as_text(found)
         return FileResponse(found, media_type="text/plain; charset=utf-8", headers=AS_TEXT)
 
     def login(self, request: Request, *, wrong: bool) -> Response:
-        """The form that asks for a token."""
         response = self._page(request, "login.html", wrong=wrong)
         response.status_code = 401
         return response
 
     def refused(self, request: Request, error: Exception) -> Response:
-        """A page that is not there."""
+        """Render a refusal, such as a page that does not exist."""
         assert isinstance(error, HTTPException)
         return self._error(request, error.status_code, str(error.detail))
 
     def failed(self, request: Request, error: Exception) -> Response:
-        """The source cannot be read now."""
+        """Render the error of a source that cannot be read."""
         status = getattr(error, "status", None)
         known = status if status in (401, 403, 404) else 503
         log.warning("dashboard_source_failed", error=str(error))
@@ -236,14 +361,14 @@ class _Pages:
         response.status_code = status
         return response
 
-    def _shown(self, request: Request) -> Shown:
+    def _shown(self, request: Request) -> SessionView:
         session_id = request.path_params["session_id"]
         shown = self._source(request).session(session_id, request.query_params.get("run", ""))
         if shown is None:
             raise HTTPException(404, f"no session {session_id[:200]!r} here")
         return shown
 
-    def _trace(self, request: Request) -> tuple[Shown, int, Trace]:
+    def _trace(self, request: Request) -> tuple[SessionView, int, Trace]:
         shown, number = self._shown(request), request.path_params["number"]
         traces = () if shown.trajectory is None else shown.trajectory.traces
         if number >= len(traces):
@@ -254,7 +379,7 @@ class _Pages:
         base: str = request.scope.get("root_path", "")
 
         def url(path: str, **query: object) -> str:
-            """A path of the dashboard, quoted, with a query of what is not empty."""
+            """Return a quoted path of the dashboard with the non-empty query parameters."""
             given = {name: value for name, value in query.items() if value not in (None, "")}
             return base + quote(path) + (f"?{urlencode(given)}" if given else "")
 
@@ -277,13 +402,13 @@ class _Pages:
 
 
 def _number(request: Request, name: str, default: int = 0) -> int:
-    """A whole number of the query, not below 0; `default` for anything else."""
+    """Parse a non-negative integer of the query; `default` for anything else."""
     given = request.query_params.get(name, "")
     return int(given) if given.isascii() and given.isdigit() and len(given) < 16 else default
 
 
-def _holding(shown: Shown) -> AbstractContextManager[object]:
-    """Nobody else reads the session meanwhile."""
+def _holding(shown: SessionView) -> AbstractContextManager[object]:
+    """Return a lock that keeps other threads from reading the session."""
     return nullcontext() if shown.session is None else shown.session.lock
 
 

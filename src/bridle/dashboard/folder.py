@@ -1,44 +1,339 @@
-"""A folder as a source: a run, a data set's rounds, a training, a gateway's or a server's data.
+"""A data source over a folder: a run, a data set's rounds, a training, or a data folder.
 
-All runs in it and below it are shown together. It may change while it is looked at: what is new is
-seen at the next look. Nothing is ever written.
+All runs in the folder and below it are shown together. They may change at any time: each call reads
+what is new, and nothing is ever written.
+
+A capture file may be written while it is read, be replaced by a new run, or be unreadable; the
+reason is shown on the page and never escapes `CapturedRun`. Session lists come from the records of
+the sessions. `TrajectoryFacts` are built once per session, when a page first needs them. A lock
+serialises access, because SQLite connections need it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from bridle.dashboard.lines import Group, Line, Wanted, groups_of, last_attempts
-from bridle.dashboard.overview import Overview, Training, newest, overview_of, training_of
-from bridle.dashboard.runs import Run, find, measure_some, read_json
-from bridle.dashboard.source import Listed, Shown
-from bridle.errors import ConfigError
+import orjson
+
+from bridle.capture.reader import SqliteReader
+from bridle.capture.records import Outcome, SessionRecord, Totals
+from bridle.dashboard.session import CapturedSession
+from bridle.dashboard.source import SessionPage, SessionView
+from bridle.dashboard.summaries import (
+    Overview,
+    RunFacts,
+    SampleGroup,
+    SessionFilter,
+    SessionRow,
+    TrainingProgress,
+    TrajectoryFacts,
+    groups_of,
+    last_attempts,
+    measured_of,
+    newest,
+    overview_of,
+    sort_rows,
+    training_of,
+)
+from bridle.errors import BridleError, ConfigError
+from bridle.node.results import result_of, trajectory_of
+from bridle.node.run_folder import CAPTURE, RUN, SESSIONS, SUMMARY
 from bridle.types import JSON
 
+COURSE = "course.json"
+"""File in which a training records its steps and evaluations."""
+
+DEPTH = 4
+"""Levels below the given folder that are searched for runs."""
+
+NOT_RUNS = frozenset({SESSIONS, "checkpoints", "trajectories", "weights", "node", "tasks", "files"})
+"""Folders that are not searched: they hold many files and no run."""
+
+KEPT_OPEN = 4
+"""Sessions of a run that stay in memory."""
+
+
+def find(root: Path) -> tuple[list[Path], list[Path]]:
+    """Find the capture files and the trainings' course files in and below a folder, by path."""
+    if root.is_file():
+        return [root], []
+    captures, courses = [], []
+    for folder, below, files in os.walk(root):
+        depth = len(Path(folder).relative_to(root).parts)
+        below[:] = sorted(
+            name for name in below if depth < DEPTH and name not in NOT_RUNS and name[0] != "."
+        )
+        captures += [Path(folder, CAPTURE)] if CAPTURE in files else []
+        courses += [Path(folder, COURSE)] if COURSE in files else []
+    return captures, courses
+
+
+def read_json(path: Path) -> JSON | None:
+    """Read a JSON object; `None` if the file is missing, incomplete or something else."""
+    try:
+        value = orjson.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class CapturedRun:
+    """A capture file and its run folder, read incrementally."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        self.reads = 0
+        """Number of sessions that were read in full, for tests."""
+        self._lock = threading.RLock()
+        self._reader: SqliteReader | None = None
+        self._file: tuple[int, int] | None = None
+        self._settings_read: tuple[tuple[int, int], JSON] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._change: int | None = None
+        self._records: dict[str, tuple[SessionRecord, Outcome | None]] = {}
+        self._totals: dict[str, Totals] = {}
+        self._seen = 0
+        self._measured: dict[str, TrajectoryFacts] = {}
+        self._open: OrderedDict[tuple[str, tuple[int, ...]], CapturedSession] = OrderedDict()
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+    def close(self) -> None:
+        """Close the file; the next access opens it again."""
+        with self._lock:
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = None
+
+    @property
+    def change(self) -> tuple[object, ...]:
+        """Return a value that changes whenever a refresh found something new."""
+        return self._file, self._change
+
+    def facts(self) -> RunFacts:
+        """Read the run's settings and state from its folder; missing files leave fields at
+        `None`.
+        """
+        settings = self._settings()
+        config = settings.get("config") if isinstance(settings.get("config"), dict) else {}
+        tasks = config.get("tasks")  # type: ignore[union-attr]  # a dict
+        expected = None
+        if isinstance(tasks, list):
+            expected = sum(int(one.get("num_samples", 1)) for one in tasks)
+        engines = [
+            str(one.get("url") or one.get("engine") or one) if isinstance(one, dict) else str(one)
+            for one in config.get("engines") or ()  # type: ignore[union-attr]  # a dict
+        ]
+        finished = (self.folder / SUMMARY).is_file()
+        return RunFacts(self.name, finished, expected, tuple(engines), self.fault())
+
+    def _settings(self) -> JSON:
+        """Return the settings, parsed again only after a change: with many tasks they are large."""
+        path = self.folder / RUN
+        try:
+            facts = path.stat()
+        except OSError:
+            return {}
+        stamp = (facts.st_mtime_ns, facts.st_size)
+        with self._lock:
+            if self._settings_read is None or self._settings_read[0] != stamp:
+                self._settings_read = (stamp, read_json(path) or {})
+            return self._settings_read[1]
+
+    def fault(self) -> str | None:
+        """Return why the file cannot be read; `None` = it can."""
+        try:
+            self._look()
+        except BridleError as error:
+            return str(error)
+        return None
+
+    def lines(self) -> list[SessionRow]:
+        """Return the harness sessions in the order of opening; empty if the file is unreadable."""
+        with self._lock:
+            try:
+                self._look()
+            except BridleError:
+                return []
+            finished = (self.folder / SUMMARY).is_file()
+            return [self._line(session_id, finished) for session_id in self._records]
+
+    def line(self, session_id: str) -> SessionRow | None:
+        with self._lock:
+            try:
+                self._look()
+            except BridleError:
+                return None
+            if session_id not in self._records:
+                return None
+            self.measure(session_id)
+            return self._line(session_id, (self.folder / SUMMARY).is_file())
+
+    def measure(self, session_id: str) -> None:
+        """Build the trajectory facts of a session, unless they are known and the session ended."""
+        with self._lock:
+            if session_id not in self._records:
+                return  # the file was replaced meanwhile
+            _, outcome = self._records[session_id]
+            if session_id in self._measured and outcome is not None:
+                return
+            try:
+                self._measured[session_id] = measured_of(self._session(session_id).trajectory)
+            except BridleError:
+                self._measured.pop(session_id, None)
+
+    def unmeasured(self) -> Iterator[str]:
+        """Yield the ended sessions without trajectory facts, newest first."""
+        with self._lock:
+            records = list(self._records.items())
+        for session_id, (_, outcome) in reversed(records):
+            if outcome is not None and session_id not in self._measured:
+                yield session_id
+
+    def session(self, session_id: str) -> CapturedSession | None:
+        """Return a captured session; `None` = no session has that id.
+
+        Raises `BridleError` if it cannot be read.
+        """
+        with self._lock:
+            self._look()
+            return self._session(session_id) if session_id in self._records else None
+
+    def _session(self, session_id: str) -> CapturedSession:
+        reader = self._opened()
+        key = (session_id, reader.extent(session_id))
+        known = self._open.get(key)
+        if known is None:
+            self.reads += 1
+            capture = reader.read(session_id)
+            trajectory = trajectory_of(capture)
+            result = result_of(capture.session, capture.outcome, trajectory)
+            known = CapturedSession(capture, result, self.folder)
+            self._open[key] = known
+            while len(self._open) > KEPT_OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(key)
+        return known
+
+    def _line(self, session_id: str, finished: bool) -> SessionRow:  # noqa: FBT001 - a fact of the run
+        record, outcome = self._records[session_id]
+        kept, totals = record.metadata, self._totals.get(session_id)
+        line = SessionRow(
+            session_id=session_id,
+            run=self.name,
+            task_id=record.task_id or "",
+            sample_index=int(kept.get("sample_index") or 0),
+            task_set=str((kept.get("task_metadata") or {}).get("task_set") or ""),
+            harness=str(kept.get("harness") or ""),
+            harness_version=str(kept.get("harness_version") or ""),
+            runtime=str(kept.get("runtime") or ""),
+            opened_at=record.opened_at,
+            last_at=None if totals is None else totals.last_at,
+            exchanges=0 if totals is None else totals.exchanges,
+            sampled=0 if totals is None else totals.sampled,
+            measured=self._measured.get(session_id),
+            abandoned=finished and outcome is None,
+        )
+        if outcome is None:
+            return line
+        return replace(
+            line,
+            status=outcome.status,
+            cause=outcome.cause,
+            error=outcome.error,
+            reward=outcome.reward,
+            ended_at=outcome.ended_at,
+            timing=outcome.metadata.get("timing") or {},
+        )
+
+    def _opened(self) -> SqliteReader:
+        """Return a reader of the current file, opened again after a replacement."""
+        try:
+            facts = self.path.stat()
+            file = (facts.st_dev, facts.st_ino)
+        except OSError:
+            file = None
+        if self._reader is not None and file == self._file:
+            return self._reader
+        self.close()
+        self._forget()
+        self._reader, self._file = SqliteReader(self.path), file
+        return self._reader
+
+    def _look(self) -> None:
+        """Read the changes since the last call. `StoreError` if the file cannot be read."""
+        with self._lock:
+            reader = self._opened()
+            change = reader.change()
+            if change == self._change:
+                return
+            outcomes = reader.outcomes()
+            self._records = {
+                record.session_id: (record, outcomes.get(record.session_id))
+                for record in reader.sessions()
+                if not record.is_aside
+            }
+            new, self._seen = reader.totals(self._seen)
+            for session_id, totals in new.items():
+                self._totals[session_id] = _sum(self._totals.get(session_id), totals)
+            self._change = change
+
+
+def _sum(one: Totals | None, two: Totals) -> Totals:
+    if one is None:
+        return two
+    return Totals(
+        one.exchanges + two.exchanges,
+        one.sampled + two.sampled,
+        max(one.last_at, two.last_at),
+    )
+
+
+def measure_some(runs: list[CapturedRun], budget_s: float) -> int:
+    """Build trajectory facts of ended sessions within a time; return how many are left."""
+    until = time.monotonic() + budget_s
+    left = 0
+    for run in runs:
+        for session_id in run.unmeasured():
+            if time.monotonic() < until:
+                run.measure(session_id)
+            else:
+                left += 1
+    return left
+
+
 MEASURE_S = 0.4
-"""How long a look at the first page may build sessions that were not built before."""
+"""Time that one request of the overview may spend on building trajectory facts."""
 
 SAME_S = 60.0
-"""How long the first page is good while nothing is written; its rate is that of the last time."""
+"""Time for which an unchanged overview is cached; its throughput is of the recent past."""
 
 
-class Folder:
-    """Implements `Source`. `ConfigError` if there is nothing to show in `root`."""
+class FolderSource:
+    """Implementation of `DataSource`. `ConfigError` if `root` holds nothing to show."""
 
     def __init__(self, root: Path, *, measure_s: float = MEASURE_S) -> None:
         self.root = root
         self._measure_s = measure_s
         self._lock = threading.Lock()
-        self._runs: dict[Path, Run] = {}
+        self._runs: dict[Path, CapturedRun] = {}
         self._courses: dict[Path, JSON] = {}
         self._trained: list[Path] = []
         self._shown: tuple[float, object, Overview] | None = None
         self._look()
         if not self._runs and not self._courses:
-            raise ConfigError(f"{root} has nothing to show: no capture.sqlite in it or below it")
+            raise ConfigError(f"{root} has nothing to show: no capture.sqlite in or below it")
 
     @property
     def title(self) -> str:
@@ -50,7 +345,7 @@ class Folder:
 
     def overview(self) -> Overview:
         runs = self._look()
-        # Looked at first, so that all their sessions are known.
+        # First, because this reads the sessions of all runs.
         facts = [run.facts() for run in runs]
         now, state = (
             time.time(),
@@ -69,10 +364,10 @@ class Folder:
         self._shown = (now, state, shown)
         return shown
 
-    def sessions(self, wanted: Wanted, start: int, count: int) -> Listed:
+    def sessions(self, wanted: SessionFilter, start: int, count: int) -> SessionPage:
         runs = self._look()
         lines = [line for run in runs for line in run.lines()]
-        found = sorted(filter(wanted.takes, lines), key=lambda line: -(line.opened_at or 0.0))
+        found = sort_rows([line for line in lines if wanted.takes(line)], wanted.sort)
         page = [self._measured(line) for line in found[start : start + count]]
         choices = {
             "status": sorted({line.status for line in lines}),
@@ -80,14 +375,14 @@ class Folder:
             "harness": sorted({line.harness for line in lines if line.harness}),
             "run": [run.name for run in runs] if len(runs) > 1 else [],
         }
-        return Listed(page, len(found), choices)
+        return SessionPage(page, len(found), choices)
 
-    def groups(self, run: str, start: int, count: int) -> tuple[Sequence[Group], int]:
+    def groups(self, run: str, start: int, count: int) -> tuple[Sequence[SampleGroup], int]:
         lines = (line for one in self._look() if run in ("", one.name) for line in one.lines())
         groups = groups_of(lines)
         return groups[start : start + count], len(groups)
 
-    def group(self, task_id: str, run: str) -> Group | None:
+    def group(self, task_id: str, run: str) -> SampleGroup | None:
         runs = [one for one in self._look() if run in ("", one.name)]
         lines = last_attempts(
             line for one in runs for line in one.lines() if line.task_id == task_id
@@ -95,9 +390,9 @@ class Folder:
         if not lines:
             return None
         measured = tuple(self._measured(line) for line in lines)
-        return Group(task_id, measured, run or None, instruction=_instruction(runs, task_id))
+        return SampleGroup(task_id, measured, run or None, instruction=_instruction(runs, task_id))
 
-    def session(self, session_id: str, run: str) -> Shown | None:
+    def session(self, session_id: str, run: str) -> SessionView | None:
         for one in self._look():
             if run not in ("", one.name) or (line := one.line(session_id)) is None:
                 continue
@@ -114,17 +409,17 @@ class Folder:
                 },
             }
             known = {name: value for name, value in facts.items() if value is not None}
-            return Shown(line, found.trajectory, found, result.logs, known)
+            return SessionView(line, found.trajectory, found, result.logs, known)
         return None
 
-    def known(self, session_ids: Iterable[str]) -> dict[str, Line]:
-        """Those of these sessions that are there, measured."""
+    def known(self, session_ids: Iterable[str]) -> dict[str, SessionRow]:
+        """Return the rows, with trajectory facts, of those sessions that are in the folder."""
         runs = self._look()
         found = ((name, one.line(name)) for name in session_ids for one in runs)
         return {name: line for name, line in found if line is not None}
 
     def file(self, session_id: str, run: str, name: str) -> Path | None:
-        """See `Source.file`. Never a path that leads out of the run's folder."""
+        """See `DataSource.file`. The path never leads out of the run folder."""
         shown = self.session(session_id, run)
         if shown is None or shown.session is None or name not in shown.logs:
             return None
@@ -134,22 +429,22 @@ class Folder:
                 return path
         return None
 
-    def _look(self) -> list[Run]:
-        """The runs that are there now."""
+    def _look(self) -> list[CapturedRun]:
+        """Refresh the runs and trainings; return the runs."""
         with self._lock:
             captures, self._trained = find(self.root)
             for path in captures:
                 if path not in self._runs:
-                    self._runs[path] = Run(path, _name(path.parent, self.root))
+                    self._runs[path] = CapturedRun(path, _name(path.parent, self.root))
             for path in set(self._runs) - set(captures):
                 self._runs.pop(path).close()
             for path in self._trained:
-                # A course is rewritten in place: half of one is no reason to forget the last.
+                # A course is rewritten in place: keep the last one while it is incomplete.
                 if (course := read_json(path)) is not None:
                     self._courses[path] = course
             return [self._runs[path] for path in captures]
 
-    def _trainings(self) -> list[Training]:
+    def _trainings(self) -> list[TrainingProgress]:
         found = (
             training_of(_name(path.parent, self.root), self._courses[path])
             for path in self._trained
@@ -157,8 +452,8 @@ class Folder:
         )
         return [one for one in found if one is not None]
 
-    def _measured(self, line: Line) -> Line:
-        """The line with its law numbers."""
+    def _measured(self, line: SessionRow) -> SessionRow:
+        """Return the row with its trajectory facts."""
         if line.measured is not None:
             return line
         with self._lock:
@@ -171,7 +466,7 @@ def _name(folder: Path, root: Path) -> str:
     return "." if inside == "." else inside
 
 
-def _instruction(runs: Sequence[Run], task_id: str) -> str | None:
+def _instruction(runs: Sequence[CapturedRun], task_id: str) -> str | None:
     """Return a task's instruction from the runs' settings; `None` = no run has it."""
     for run in runs:
         config = (read_json(run.folder / "run.json") or {}).get("config") or {}

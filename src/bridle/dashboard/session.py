@@ -1,11 +1,16 @@
-"""A session as captured, for people: its conversation as a tree, each exchange, its traces.
+"""A captured session in detail: its conversation tree, its exchanges, the tokens of its traces.
 
-Everything is derived when it is first shown and kept with the session. What cannot be read (a
-damaged text, a request that its dialect refuses) is a sentence on the page, never an error of it.
+Views are computed when they are first shown and kept with the session. Data that cannot be read (a
+damaged text, a request that its dialect refuses) become a sentence on the page, not an error.
+
+Tokens are shown in pages of at most `PAGE`, so that a browser can show a trace of any length. The
+strip above them shows the whole trace in `CELLS` cells, each a link to its page.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +18,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from bridle.capture.records import Delivery, Exchange, SessionCapture
+from bridle.dashboard.formatting import said
 from bridle.dialects.messages import chat_messages
 from bridle.errors import BridleError, StoreError
 from bridle.node.results import SessionResult
@@ -29,12 +37,12 @@ if TYPE_CHECKING:
     from bridle.types import Ids
 
 EXCERPT = 160
-"""Characters of a reply that a row of the tree shows."""
+"""Characters of a reply in a row of the tree."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """An exchange in the tree."""
+class TreeRow:
+    """An exchange in the conversation tree."""
 
     exchange: Exchange
     depth: int
@@ -42,11 +50,11 @@ class Row:
     fate: str
     """`trained`, or why its tokens do not train."""
     rejected: bool
-    """Whether the harness read it and did not go on from it."""
+    """Whether the harness received the reply and did not continue from it."""
     new: int
-    """Ids of its prompt that no earlier exchange brought."""
+    """Prompt ids that no earlier exchange had."""
     speakers: str
-    """Who spoke in what is new."""
+    """Roles of the new messages."""
     said: str
     """The beginning of the reply."""
     delivery: Delivery | None
@@ -60,8 +68,8 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """An exchange without a place in the tree, or one that cannot be read."""
+class UnplacedExchange:
+    """An exchange that is not in the tree, or cannot be read."""
 
     exchange_id: str
     why: str
@@ -69,14 +77,14 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Detail:
+class ExchangeDetail:
     """An exchange with its messages."""
 
-    row: Row
+    row: TreeRow
     earlier: Sequence[JSON]
-    """Messages of the request that an earlier request had too; OpenAI Chat's form."""
+    """Messages that an earlier request had too, in the form of OpenAI Chat."""
     added: Sequence[JSON]
-    """Those that are new with it."""
+    """Messages that are new in this request."""
     reply: Sequence[JSON]
     tools: Sequence[JSON]
     missing: str | None
@@ -90,16 +98,16 @@ class Detail:
     after: str | None
 
 
-class Session:
-    """Captured session with its result."""
+class CapturedSession:
+    """A session's capture and result, with the views that pages show."""
 
     def __init__(self, capture: SessionCapture, result: SessionResult, folder: Path) -> None:
         self.capture = capture
         self.result = result
         self.folder = folder
-        """Of its run."""
+        """The run folder."""
         self.lock = threading.RLock()
-        """To be held while anything of it is read: texts are unpacked when they are asked for."""
+        """To be held while a page is rendered: texts are unpacked on access."""
 
     @property
     def trajectory(self) -> Trajectory:
@@ -108,7 +116,7 @@ class Session:
 
     @cached_property
     def decode(self) -> Callable[[Ids], str] | None:
-        """Ids -> text; `None` where the session's tokenizer is not at hand any more."""
+        """Return the session's decoder; `None` = its tokenizer is not available."""
         return decoder_of(self.capture.session.metadata)
 
     @cached_property
@@ -145,23 +153,26 @@ class Session:
         found = (n for n, (_, node) in enumerate(self._order) if _id(node) == exchange_id)
         return next(found, None)
 
-    def rows(self, start: int, count: int) -> list[Row]:
-        """A page of the tree, depth first."""
+    def rows(self, start: int, count: int) -> list[TreeRow]:
+        """Return a page of the tree, depth first."""
         return [self._row(depth, node) for depth, node in self._order[start : start + count]]
 
     @property
-    def lost(self) -> list[Lost]:
+    def lost(self) -> list[UnplacedExchange]:
         """Return the exchanges that are not in the tree, with the reason."""
-        torn = [Lost(one.exchange_id, why, len(one.output_ids)) for one, why in self.graph.lost]
+        torn = [
+            UnplacedExchange(one.exchange_id, why, len(one.output_ids))
+            for one, why in self.graph.lost
+        ]
         return torn + [
-            Lost(row.exchange_id, f"damaged: {row.why}", row.sampled)
+            UnplacedExchange(row.exchange_id, f"damaged: {row.why}", row.sampled)
             for row in self.capture.damaged
         ]
 
-    def _row(self, depth: int, node: Node) -> Row:
+    def _row(self, depth: int, node: Node) -> TreeRow:
         exchange = node.exchange
         reason = self.marks.by_exchange[exchange.exchange_id]
-        return Row(
+        return TreeRow(
             exchange=exchange,
             depth=depth,
             fate=reason.key,
@@ -173,7 +184,7 @@ class Session:
             at=exchange.started_at - self.capture.session.opened_at,
         )
 
-    def detail(self, exchange_id: str) -> Detail | None:
+    def detail(self, exchange_id: str) -> ExchangeDetail | None:
         """An exchange with its messages; `None` = the tree has none of that id."""
         place = self.place(exchange_id)
         if place is None:
@@ -196,7 +207,7 @@ class Session:
             missing = str(error)
         ids = [one.exchange_id for one in self.capture.exchanges]
         at = ids.index(exchange_id)
-        return Detail(
+        return ExchangeDetail(
             row=self._row(depth, node),
             earlier=earlier,
             added=added,
@@ -210,7 +221,7 @@ class Session:
         )
 
     def _fork(self, exchange: Exchange) -> list[str]:
-        """Why a conversation went on and its ids did not."""
+        """Explain why the prompt does not extend the exchange that it continues."""
         if exchange.continues is None or exchange.parent_id is not None:
             return []
         try:
@@ -228,9 +239,9 @@ class Session:
         return found
 
     def raw(self, exchange_id: str, part: str) -> bytes | None:
-        """The bytes of an exchange's `request` or `reply`; `None` = there are none.
+        """Return the bytes of an exchange's `request` or `reply`; `None` = there are none.
 
-        Raises `StoreError` for texts that are damaged.
+        Raises `StoreError` for damaged texts.
         """
         found = next((e for e in self.capture.exchanges if e.exchange_id == exchange_id), None)
         if found is None:
@@ -251,3 +262,194 @@ def composition(trace: Trace) -> dict[str, int]:
 
 def _id(node: Node) -> str:
     return node.exchange.exchange_id
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The first difference between two conversations."""
+
+    equal: int
+    """Number of equal messages before it."""
+    messages: tuple[JSON | None, JSON | None]
+    """The first messages that differ; `None` = this conversation has ended."""
+    before: str
+    """The end of the text that both messages begin with."""
+    texts: tuple[str, str]
+    """The texts of both messages from the first different character on."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether the conversations do not differ."""
+        return self.messages == (None, None)
+
+
+def conversation_of(trajectory: Trajectory | None) -> list[JSON]:
+    """Return the messages of the longest trace; empty without a trace."""
+    traces = () if trajectory is None else trajectory.traces
+    return max(
+        ([*trace.prompt_messages, *trace.response_messages] for trace in traces),
+        key=len,
+        default=[],
+    )
+
+
+def compare(one: Sequence[JSON], two: Sequence[JSON]) -> Comparison:
+    """Find the first message of two conversations whose role, text or tool calls differ.
+
+    Ids of tool calls do not count: they are random.
+    """
+    pairs = list(itertools.zip_longest(one, two))
+    texts = [(_comparable(left), _comparable(right)) for left, right in pairs]
+    equal = next((n for n, (left, right) in enumerate(texts) if left != right), len(pairs))
+    if equal == len(pairs):
+        return Comparison(equal, (None, None), "", ("", ""))
+    left, right = texts[equal]
+    differing = (n for n, (x, y) in enumerate(zip(left, right, strict=False)) if x != y)
+    common = next(differing, min(len(left), len(right)))
+    before = left[max(0, common - COMPARED) : common]
+    return Comparison(equal, pairs[equal], before, (left[common:], right[common:]))
+
+
+def _comparable(message: JSON | None) -> str:
+    if message is None:
+        return ""
+    shown = said(message)
+    calls = (f"{name}({arguments})" for name, _, arguments in shown.calls)
+    return "\n".join([shown.role, shown.reasoning, *(text for _, text in shown.parts), *calls])
+
+
+COMPARED = 160
+"""Characters of the equal text that are shown before a difference."""
+
+PAGE = 1000
+"""Tokens per page."""
+
+CELLS = 200
+"""Cells of the strip."""
+
+LEVELS = (-0.105, -0.693, -2.303, -4.605)
+"""Logprobs at which the colour of a trained token changes: p = 0.9, 0.5, 0.1 and 0.01."""
+
+WHITE = {"\n": "⏎\n", "\t": "⇥", "\r": "␍", "": "∅"}
+"""Replacements of invisible characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token as a page shows it."""
+
+    text: str
+    style: str
+    """CSS classes."""
+    title: str
+    """Tooltip with all facts."""
+    ends: str | None = None
+    """Id of the exchange whose sampled tokens end here."""
+
+
+@dataclass(frozen=True, slots=True)
+class StripCell:
+    """A cell of the strip above the tokens."""
+
+    start: int
+    style: str
+    here: bool
+    """Whether any of its tokens are on the page."""
+
+    @property
+    def page(self) -> int:
+        """Return the start of the page that contains the first token."""
+        return self.start // PAGE * PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPage:
+    """A page of a trace's tokens."""
+
+    start: int
+    end: int
+    total: int
+    tokens: Sequence[ShownToken]
+    cells: Sequence[StripCell]
+    has_text: bool
+    """Whether ids could be decoded."""
+
+    @property
+    def before(self) -> int | None:
+        """Return the start of the previous page; `None` = this is the first."""
+        return max(0, self.start - PAGE) if self.start else None
+
+    @property
+    def after(self) -> int | None:
+        """Return the start of the next page; `None` = this is the last."""
+        return self.end if self.end < self.total else None
+
+    @property
+    def last(self) -> int:
+        """Return the start of the last page."""
+        return max(0, (self.total - 1) // PAGE * PAGE)
+
+
+def token_page(trace: Trace, at: int, decode: Callable[[Ids], str] | None) -> TokenPage:
+    """Build the page that begins at token `at`, counted from the first prompt token."""
+    ids = np.concatenate([trace.prompt_ids, trace.response_ids])
+    total, prompt = len(ids), len(trace.prompt_ids)
+    start = min(max(0, at), max(0, total - 1))
+    end = min(total, start + PAGE)
+    ends = {
+        prompt + end_ - 1: name
+        for name, end_ in zip(trace.exchange_ids, trace.turn_ends, strict=False)
+    }
+    tokens = [_token(trace, ids, place, decode, ends.get(place)) for place in range(start, end)]
+    return TokenPage(start, end, total, tokens, _cells(trace, start, end), decode is not None)
+
+
+def _token(
+    trace: Trace, ids: Ids, place: int, decode: Callable[[Ids], str] | None, ends: str | None
+) -> ShownToken:
+    text = str(ids[place]) if decode is None else decode(ids[place : place + 1])
+    index = place - len(trace.prompt_ids)
+    facts = [f"#{place}", f"id {ids[place]}"]
+    if decode is not None:
+        facts.append(repr(text))
+    if index < 0:
+        style, why = "prompt", "prompt: before the first sampled token"
+    else:
+        reason = MaskReason(int(trace.reasons[index]))
+        style, why = _style(trace, index, reason)
+        if trace.versions[index] >= 0:
+            facts.append(f"policy version {trace.versions[index]}")
+        if trace.token_rewards is not None:
+            facts.append(f"reward {trace.token_rewards[index]:g}")
+    shown = f"{text} " if decode is None else "".join(WHITE.get(one, one) for one in text) or "∅"
+    return ShownToken(shown, style, " · ".join([*facts, why]), ends)
+
+
+def _style(trace: Trace, index: int, reason: MaskReason) -> tuple[str, str]:
+    if reason is MaskReason.TRAINED:
+        logprob = float(trace.response_logprobs[index])
+        level = sum(logprob < limit for limit in LEVELS)
+        return f"on l{level}", f"trained, logprob {logprob:.4f} (p {math.exp(logprob):.3f})"
+    if reason is MaskReason.PROMPT:
+        return "prompt", "given to the model"
+    return "off", f"sampled, not trained: {reason.key}"
+
+
+def _cells(trace: Trace, start: int, end: int) -> list[StripCell]:
+    """Build the strip; each cell has the style of most of its tokens."""
+    prompt = np.zeros(len(trace.prompt_ids), dtype=np.uint8)
+    kinds = np.full(len(trace.reasons), 2, dtype=np.uint8)
+    kinds[trace.reasons == MaskReason.TRAINED] = 1
+    kinds[trace.reasons == MaskReason.PROMPT] = 0
+    kinds = np.concatenate([prompt, kinds])
+    total = len(kinds)
+    count = min(CELLS, total)
+    edges = [round(n * total / count) for n in range(count + 1)] if count else [0]
+    return [
+        StripCell(
+            left,
+            ("prompt", "on", "off")[int(np.bincount(kinds[left:right], minlength=3).argmax())],
+            left < end and right > start,
+        )
+        for left, right in itertools.pairwise(edges)
+    ]

@@ -1,6 +1,4 @@
-"""Interface of the data that pages show: a run folder or a rollout server. Called from worker
-threads.
-"""
+"""Interface to the data of the pages: a run folder or a rollout server."""
 
 from __future__ import annotations
 
@@ -9,59 +7,58 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from bridle.dashboard.lines import Group, Line, Wanted
-from bridle.dashboard.overview import Overview
-from bridle.dashboard.session import Session
+from bridle.dashboard.session import CapturedSession
+from bridle.dashboard.summaries import Overview, SampleGroup, SessionFilter, SessionRow
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A page of a list of sessions."""
+class SessionPage:
+    """A page of the session list."""
 
-    lines: Sequence[Line]
+    lines: Sequence[SessionRow]
     total: int
-    """Of all that are wanted."""
+    """Sessions on all pages."""
     choices: Mapping[str, Sequence[str]]
-    """What can be asked for: `status`, `cause`, `harness`, `run`."""
+    """Values that the list can be filtered by: `status`, `cause`, `harness`, `run`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """A session that is looked at."""
+class SessionView:
+    """Data of a session's pages."""
 
-    line: Line
+    line: SessionRow
     trajectory: Trajectory | None = None
-    """`None` = there is none yet, or not any more."""
-    session: Session | None = None
-    """All that was captured of it; `None` = that is not at hand here."""
+    """`None` = not built yet, or deleted."""
+    session: CapturedSession | None = None
+    """The capture; `None` = not available here."""
     logs: Mapping[str, str] = field(default_factory=dict)
-    """Name -> what `Source.file` is asked for."""
+    """Name -> what `DataSource.file` is asked for."""
     facts: JSON = field(default_factory=dict)
-    """What else is known: exit code, evaluation, attempts."""
+    """Further facts: exit code, evaluation, attempts."""
 
 
-class Source(Protocol):
-    """Data of the pages. Methods raise `BridleError` when the source cannot be read."""
+class DataSource(Protocol):
+    """Data of the pages. Methods are called from worker threads and may raise `BridleError`."""
 
     @property
     def title(self) -> str: ...
 
     def overview(self) -> Overview:
-        """The first page."""
+        """Return the data of the overview page."""
 
-    def sessions(self, wanted: Wanted, start: int, count: int) -> Listed:
-        """A page of sessions, newest first."""
+    def sessions(self, wanted: SessionFilter, start: int, count: int) -> SessionPage:
+        """Return a page of the matching sessions in the order of `wanted.sort`."""
 
-    def groups(self, run: str, start: int, count: int) -> tuple[Sequence[Group], int]:
-        """A page of groups, newest first, and how many there are; `run` may be empty."""
+    def groups(self, run: str, start: int, count: int) -> tuple[Sequence[SampleGroup], int]:
+        """Return a page of groups, newest first, and their number; an empty `run` = all runs."""
 
-    def group(self, task_id: str, run: str) -> Group | None:
-        """The sessions of a task; `run` empty = of all runs."""
+    def group(self, task_id: str, run: str) -> SampleGroup | None:
+        """Return the sessions of a task; an empty `run` = of all runs."""
 
-    def session(self, session_id: str, run: str) -> Shown | None:
-        """A session; `run` empty = whichever has it."""
+    def session(self, session_id: str, run: str) -> SessionView | None:
+        """Return a session; an empty `run` = of whichever run has it."""
 
     def file(self, session_id: str, run: str, name: str) -> Path | bytes | None:
-        """A log or kept file of a session, by a name of `Shown.logs`."""
+        """Return a log or kept file of a session, by a name of `SessionView.logs`."""

@@ -9,8 +9,9 @@ State: `tables` has the tables and their states, `database` the connections, `st
 the JSON of rows and trajectories.
 
 Work: `service` is the entry: it accepts tasks, takes over from dead servers and removes old files.
-`scheduler` starts sessions, `workers` and `cluster_workers` run them, `callbacks` delivers results,
-`pubsub` wakes waiting requests, `metrics` counts, `settings` configures.
+`scheduler` starts sessions on a `bridle.node.base.SessionRunner`, `discovery` adds and removes its
+engines, `callbacks` delivers results, `pubsub` wakes waiting requests, `metrics` counts, `settings`
+configures.
 
 A session is accepted when its task's row is committed. It ends exactly once: its trajectory is in a
 file before its row is final, and only the run that holds its lease makes the row final.

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from bridle.dashboard.showing import (
+from bridle.dashboard.formatting import (
     NONE,
     ago,
     clock,

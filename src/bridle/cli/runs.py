@@ -1,4 +1,4 @@
-"""Finds runs and sessions by what a person types: a folder, a capture file, a session id."""
+"""Finds runs and sessions by a folder, a capture file or a session id."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CAPTURE = "capture.sqlite"
 
 
 BY_WORKER = f"worker-*/{CAPTURE}"
-"""The capture files of a gateway of several processes, in its data folder."""
+"""Capture files of a gateway with several workers, in its data folder."""
 
 
 def capture_files(target: Path) -> list[Path]:
-    """The capture file of a run folder, those of a gateway's workers, or the file itself.
+    """Return the capture file of a run, those of a gateway's workers, or the file itself.
 
     `ConfigError` if there is none.
     """
@@ -31,12 +31,12 @@ def capture_files(target: Path) -> list[Path]:
         return [path]
     found = sorted(target.glob(BY_WORKER), key=lambda file: (len(file.parent.name), file))
     if not found:
-        raise ConfigError(f"{target} is no run: there is no {path}")
+        raise ConfigError(f"{target} is not a run: there is no {path}")
     return found
 
 
 def sessions(target: Path) -> Iterator[SessionCapture]:
-    """All sessions of harnesses in a run, read one at a time; of each file in order of opening."""
+    """Yield the harness sessions of a run, each file's in the order of opening."""
     for path in capture_files(target):
         with SqliteReader(path) as reader:
             for session in reader.sessions():
@@ -45,9 +45,9 @@ def sessions(target: Path) -> Iterator[SessionCapture]:
 
 
 def find_session(name: str, runs: Path) -> tuple[Path, SessionCapture]:
-    """The one session whose id begins with `name`, in a run folder or in the folders under it.
+    """Return the session whose id begins with `name`, and its capture file.
 
-    Returns its capture file with it. `ConfigError` if there is none, or more than one.
+    `runs` is a run folder or a folder of runs. `ConfigError` for no such session or several.
     """
     files = [runs / CAPTURE]
     if not files[0].is_file():
@@ -70,7 +70,7 @@ def find_session(name: str, runs: Path) -> tuple[Path, SessionCapture]:
 
 
 def config_of(base: Path) -> JSON:
-    """Read the config that a run was started with; empty if the folder holds none."""
+    """Read the config of a run; empty if the folder holds none."""
     import orjson
 
     from bridle.node.run_folder import RUN
@@ -81,7 +81,7 @@ def config_of(base: Path) -> JSON:
 
 
 def tasks_of(base: Path) -> dict[str, Task]:
-    """Task id -> task, as far as the run folder holds its tasks."""
+    """Return the tasks in a run folder by task id."""
     from bridle.config import Task
 
     return {one["task_id"]: Task.model_validate(one) for one in config_of(base).get("tasks", [])}

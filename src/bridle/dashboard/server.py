@@ -1,8 +1,8 @@
-"""A rollout server as a source, over its own API: whatever its token may read, and no more.
+"""A data source over a rollout server's API: everything that its token may read.
 
-Lists are of the newest sessions that were started (`NEWEST`). A session's conversation tree is made
-from its capture: that of the data folder, where the server's node is its own, else it is fetched
-from whichever node has it. Without one a session is shown as its traces.
+Lists hold the newest sessions that were started (`NEWEST`). A session's conversation tree comes
+from its capture: from the data folder if the node runs in the server's process, else from the node
+that has it. A session without a capture is shown by its traces.
 """
 
 from __future__ import annotations
@@ -11,41 +11,53 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from bridle.dashboard.folder import Folder
-from bridle.dashboard.lines import FAILED, Group, Line, Wanted, groups_of, measured_of
-from bridle.dashboard.overview import Overview, newest, overview_of
-from bridle.dashboard.source import Listed, Shown
+from bridle.dashboard.folder import FolderSource
+from bridle.dashboard.source import SessionPage, SessionView
+from bridle.dashboard.summaries import (
+    FAILED,
+    Overview,
+    SampleGroup,
+    SessionFilter,
+    SessionRow,
+    groups_of,
+    measured_of,
+    newest,
+    overview_of,
+    sort_rows,
+)
 from bridle.errors import ServerError
 from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.client import Client
 
+T = TypeVar("T")
+
 NEWEST: Final = 1000
-"""Sessions that lists are made of."""
+"""Sessions that lists cover."""
 
 CAPTURE: Final = "capture.sqlite"
-"""The artifact that is a session's capture."""
+"""Name of the artifact that holds a session's capture."""
 
 FETCHED: Final = 4
-"""How many captures of ended sessions are kept: a page leads to the next of the same session."""
+"""Captures of ended sessions that stay in memory: readers open several pages of a session."""
 
 
 class ServerSource:
-    """Implements `Source`."""
+    """Implementation of `DataSource`."""
 
-    def __init__(self, rollouts: Client, title: str, folder: Folder | None = None) -> None:
+    def __init__(self, rollouts: Client, title: str, folder: FolderSource | None = None) -> None:
         self._rollouts = rollouts
         self._title = title
         self._folder = folder
-        """Where captures are, if they are at hand."""
-        self._fetched: OrderedDict[str, Shown] = OrderedDict()
+        """Source of captures on this machine, if any."""
+        self._fetched: OrderedDict[str, SessionView] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -77,40 +89,35 @@ class ServerSource:
             newest=newest(shown),
         )
 
-    def sessions(self, wanted: Wanted, start: int, count: int) -> Listed:
+    def sessions(self, wanted: SessionFilter, start: int, count: int) -> SessionPage:
         state = wanted.status if wanted.status in FAILED | {"COMPLETED"} else None
-        rows = [(one, line_of(one)) for one in self._newest(state)]
-        lines = [line for _, line in rows]
-        found = [one for one, line in rows if wanted.takes(line)]
+        sessions = {one["session_id"]: one for one in self._newest(state)}
+        lines = [line_of(one) for one in sessions.values()]
+        matching = sort_rows([line for line in lines if wanted.takes(line)], wanted.sort)
+        found = [sessions[line.session_id] for line in matching]
         choices = {
             "status": sorted({*FAILED, "COMPLETED", "RUNNING", "QUEUED"}),
             "cause": sorted({line.cause for line in lines if line.cause}),
             "harness": sorted({line.harness for line in lines if line.harness}),
         }
-        return Listed(self._lines(found[start : start + count]), len(found), choices)
+        return SessionPage(self._lines(found[start : start + count]), len(found), choices)
 
-    def groups(self, run: str, start: int, count: int) -> tuple[Sequence[Group], int]:  # noqa: ARG002 - it has no runs
+    def groups(self, run: str, start: int, count: int) -> tuple[Sequence[SampleGroup], int]:  # noqa: ARG002 - it has no runs
         groups = groups_of(line_of(one) for one in self._newest())
         return groups[start : start + count], len(groups)
 
-    def group(self, task_id: str, run: str) -> Group | None:  # noqa: ARG002 - it has no runs
-        try:
-            task = self._rollouts.task(task_id)
-        except ServerError as error:
-            if error.status == 404:
-                return None
-            raise
+    def group(self, task_id: str, run: str) -> SampleGroup | None:  # noqa: ARG002 - it has no runs
+        task = _found(lambda: self._rollouts.task(task_id))
+        if task is None:
+            return None
         told = [one | {"task_id": task_id} for one in self._rollouts.sessions(task_id)]
         lines = self._lines(told)
-        return Group(task_id, lines, state=task["state"], total=task["total_sessions"])
+        return SampleGroup(task_id, lines, state=task["state"], total=task["total_sessions"])
 
-    def session(self, session_id: str, run: str) -> Shown | None:  # noqa: ARG002 - it has no runs
-        try:
-            session = self._rollouts.session(session_id)
-        except ServerError as error:
-            if error.status == 404:
-                return None
-            raise
+    def session(self, session_id: str, run: str) -> SessionView | None:  # noqa: ARG002 - it has no runs
+        session = _found(lambda: self._rollouts.session(session_id))
+        if session is None:
+            return None
         line, facts = line_of(session), {"earlier": session.get("earlier") or None}
         logs = {name: name for name in session.get("artifacts") or ()}
         known = {name: value for name, value in facts.items() if value is not None}
@@ -120,7 +127,7 @@ class ServerSource:
             line = replace(found.line, session_id=line.session_id, status=line.status, run=".")
             return replace(found, line=line, logs=logs, facts=found.facts | known)
         if not session.get("has_trajectory"):
-            return Shown(line, logs=logs, facts=known)
+            return SessionView(line, logs=logs, facts=known)
         trajectory = self._rollouts.trajectory(session_id)
         measured = measured_of(trajectory)
         line = replace(
@@ -129,35 +136,27 @@ class ServerSource:
             sampled=measured.stats.get("tokens_captured"),
             measured=measured,
         )
-        return Shown(line, trajectory, None, logs, known)
+        return SessionView(line, trajectory, None, logs, known)
 
     def file(self, session_id: str, run: str, name: str) -> Path | bytes | None:
         shown = self.session(session_id, run)
         if shown is None or name not in shown.logs:
             return None
-        try:
-            return self._rollouts.artifact(session_id, name)
-        except ServerError as error:
-            if error.status == 404:
-                return None
-            raise
+        return _found(lambda: self._rollouts.artifact(session_id, name))
 
-    def _fetch(self, session: JSON) -> Shown | None:
-        """A session from its capture, had from the server; `None` = it has none of it."""
+    def _fetch(self, session: JSON) -> SessionView | None:
+        """Read a session from the capture that the server sends; `None` = it has none."""
         run_id = _run_id(session)
         with self._lock:
             if run_id in self._fetched:
                 return self._fetched[run_id]
-        try:
-            content = self._rollouts.artifact(session["session_id"], CAPTURE)
-        except ServerError as error:
-            if error.status == 404:
-                return None
-            raise
+        content = _found(lambda: self._rollouts.artifact(session["session_id"], CAPTURE))
+        if content is None:
+            return None
         with tempfile.TemporaryDirectory(prefix="bridle-") as place:
             path = Path(place, CAPTURE)
             path.write_bytes(content)
-            with closing(Folder(path)) as folder:
+            with closing(FolderSource(path)) as folder:
                 shown = folder.session(run_id, "")
         if shown is not None and session.get("ended_at") is not None:
             with self._lock:
@@ -169,14 +168,24 @@ class ServerSource:
     def _newest(self, state: str | None = None) -> list[JSON]:
         return self._rollouts.newest_sessions(limit=NEWEST, state=state)
 
-    def _lines(self, sessions: Sequence[JSON]) -> list[Line]:
-        """Sessions with what capture tells of them, where it is at hand."""
+    def _lines(self, sessions: Sequence[JSON]) -> list[SessionRow]:
+        """Return the rows of sessions, with facts of their capture where it is on this machine."""
         names = {one["session_id"]: _run_id(one) for one in sessions}
         known = {} if self._folder is None else self._folder.known(names.values())
         return [_with(line_of(one), known.get(names[one["session_id"]])) for one in sessions]
 
 
-def _with(line: Line, mine: Line | None) -> Line:
+def _found(request: Callable[[], T]) -> T | None:
+    """Return the result of a request; `None` = the server has no such thing."""
+    try:
+        return request()
+    except ServerError as error:
+        if error.status == 404:
+            return None
+        raise
+
+
+def _with(line: SessionRow, mine: SessionRow | None) -> SessionRow:
     if mine is None:
         return line
     return replace(
@@ -189,15 +198,15 @@ def _with(line: Line, mine: Line | None) -> Line:
 
 
 def _run_id(session: JSON) -> str:
-    """Under which id a session's last run was captured."""
+    """Return the id under which the last attempt of a session was captured."""
     attempt = int(session.get("attempt") or 1)
     session_id: str = session["session_id"]
     return session_id if attempt <= 1 else f"{session_id}.r{attempt}"
 
 
-def line_of(session: JSON) -> Line:
-    """A session as the API tells it."""
-    return Line(
+def line_of(session: JSON) -> SessionRow:
+    """Convert a session of the API."""
+    return SessionRow(
         session_id=session["session_id"],
         run=".",
         task_id=session.get("task_id") or "",

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 
-from bridle.cli.serving import OPEN_FILES, enough, long_running, run_until_signal
+from bridle.cli.process import OPEN_FILES, long_running, open_files_limit, run_until_signal
 
 
 def test_a_signal_sets_stop_and_what_was_opened_is_closed():
@@ -30,7 +30,7 @@ def test_a_signal_sets_stop_and_what_was_opened_is_closed():
 
 NEVER_ENDS = """
 import asyncio, os, signal
-from bridle.cli.serving import run_until_signal
+from bridle.cli.process import run_until_signal
 
 async def serve(stop):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -72,12 +72,12 @@ def test_a_long_running_process_may_hold_as_many_files_open_as_the_system_lets_i
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert meanwhile == (enough(256, before[1]), before[1])
+    assert meanwhile == (open_files_limit(256, before[1]), before[1])
 
 
 def test_a_limit_is_never_lowered_and_never_above_the_hard_one():
     without = resource.RLIM_INFINITY
-    assert enough(1024, 4096) == 4096
-    assert enough(1024, 1 << 20) == enough(1024, without) == OPEN_FILES
-    assert enough(1 << 20, 1 << 20) == enough(1 << 20, without) == 1 << 20
-    assert enough(without, without) == without
+    assert open_files_limit(1024, 4096) == 4096
+    assert open_files_limit(1024, 1 << 20) == open_files_limit(1024, without) == OPEN_FILES
+    assert open_files_limit(1 << 20, 1 << 20) == open_files_limit(1 << 20, without) == 1 << 20
+    assert open_files_limit(without, without) == without

@@ -1,10 +1,13 @@
-"""A rollout server as a source, over its API and a real client."""
+"""A rollout server as a data source, over its API and a real client."""
+
+from __future__ import annotations
 
 import asyncio
 import inspect
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from starlette.testclient import TestClient
 from tests.dashboard.house import busy, write
 from tests.dashboard.test_app import every_page
@@ -14,13 +17,23 @@ from tests.test_client import TOKEN
 from bridle.capture.reader import excerpt
 from bridle.client import Client
 from bridle.dashboard.app import make_app
-from bridle.dashboard.folder import Folder
-from bridle.dashboard.lines import Wanted
-from bridle.dashboard.served import ServerSource
-from bridle.dashboard.source import Source
+from bridle.dashboard.folder import FolderSource
+from bridle.dashboard.server import ServerSource
+from bridle.dashboard.source import DataSource
+from bridle.dashboard.summaries import SessionFilter
 from bridle.errors import ServerError
 from bridle.server.app import serving
 from bridle.types import Kind
+
+ASKED = [name for name, _ in inspect.getmembers(DataSource, inspect.isfunction) if name[0] != "_"]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_source_takes_what_pages_give(name):
+    given, taken = (inspect.signature(getattr(one, name)) for one in (DataSource, FolderSource))
+
+    assert given.parameters == taken.parameters
+
 
 WORKERS = {"a.1": failure("harness_crash", "it crashed <b>"), "b": {"reward": 0.0}}
 
@@ -72,7 +85,9 @@ async def test_the_first_page_tells_what_the_server_has(tmp_path):
 
 async def test_lists_groups_and_sessions_are_those_of_the_server(tmp_path):
     async with a_server(tmp_path) as url:
-        failed = await asked(url, lambda source: source.sessions(Wanted(status="failed"), 0, 10))
+        failed = await asked(
+            url, lambda source: source.sessions(SessionFilter(status="failed"), 0, 10)
+        )
         groups, total = await asked(url, lambda source: source.groups("", 0, 10))
         group = await asked(url, lambda source: source.group("a", ""))
         shown = await asked(url, lambda source: source.session("a.0", ""))
@@ -108,7 +123,7 @@ async def test_with_the_capture_at_hand_the_conversation_is_shown(tmp_path):
     made = busy("a.0")
     made.call(None, exchange_id="more", kind=Kind.AGENT)
     await write(tmp_path / "data", made)
-    folder = Folder(tmp_path / "data" / "capture.sqlite")
+    folder = FolderSource(tmp_path / "data" / "capture.sqlite")
     async with a_server(tmp_path) as url:
         shown = await asked(url, lambda source: source.session("a.0", ""), folder)
         seen = await asked(url, ServerSource.overview, folder)
@@ -179,7 +194,7 @@ async def test_a_token_that_is_not_known_is_told():
 
 
 def test_it_takes_what_a_source_is_given():
-    for name, method in inspect.getmembers(Source, inspect.isfunction):
+    for name, method in inspect.getmembers(DataSource, inspect.isfunction):
         if name[0] != "_":
             assert inspect.signature(method).parameters == (
                 inspect.signature(getattr(ServerSource, name)).parameters

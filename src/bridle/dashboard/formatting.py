@@ -14,17 +14,17 @@ import orjson
 HERE = Path(__file__).parent
 
 NONE = "\u2013"
-"""What stands for a number that is not known."""
+"""Text of an unknown number."""
 
 LONGEST = 20_000
-"""Characters of one text on a page."""
+"""Most characters of a text on a page."""
 
 
 Segment = tuple[str, float, float, float]
 
 
 def seconds(value: float | None) -> str:
-    """A span of time: `12 ms`, `3.4 s`, `5 min 2 s`, `2 h 4 min`."""
+    """Format a duration: `12 ms`, `3.4 s`, `5 min 2 s`, `2 h 4 min`."""
     if value is None:
         return NONE
     if value < 1:
@@ -55,12 +55,12 @@ def clock(at: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """A whole number with thin spaces: `12 345`."""
+    """Format an integer with thin spaces: `12 345`."""
     return NONE if value is None else f"{value:,.0f}".replace(",", "\u202f")
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number with up to `digits` significant ones; thousands as `count` writes them."""
+    """Format a number with `digits` significant digits; from 1000 on as `count` does."""
     if value is not None and abs(value) >= 1000:
         return count(value)
     return NONE if value is None else f"{value:.{digits}g}"
@@ -71,14 +71,14 @@ def share(part: float, whole: float) -> str:
 
 
 def cut(text: object, most: int = LONGEST) -> str:
-    """A text of at most `most` characters, that says how many were left out."""
+    """Truncate a text to `most` characters and say how many were left out."""
     whole = str(text)
     left = len(whole) - most
     return whole if left <= 0 else f"{whole[:most]}\n… {left} characters more"
 
 
 def pretty(value: object) -> str:
-    """A value as indented JSON; a string that is JSON as that, any other as it is."""
+    """Format a value, or a string that holds JSON, as indented JSON; other strings stay."""
     if isinstance(value, str):
         try:
             value = orjson.loads(value)
@@ -91,28 +91,28 @@ def pretty(value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A message in OpenAI Chat's form, whatever of it is there."""
+class ShownMessage:
+    """A message in the form of OpenAI Chat; missing fields are empty."""
 
     role: str
     name: str
     answers: str
-    """Id of the call that it answers."""
+    """Id of the tool call that it answers."""
     reasoning: str
     parts: Sequence[tuple[str, str]]
     """See `parts`."""
     calls: Sequence[tuple[str, str, str]]
-    """(Name, id, arguments) of each call."""
+    """(Name, id, arguments) of each tool call."""
 
 
-def said(message: Mapping[str, object]) -> Said:
-    """A message as pages show it."""
+def said(message: Mapping[str, object]) -> ShownMessage:
+    """Convert a message for a page."""
 
     def text(key: str) -> str:
         return str(message.get(key) or "")
 
     listed = message.get("tool_calls")
-    return Said(
+    return ShownMessage(
         role=text("role") or "unknown",
         name=text("name"),
         answers=text("tool_call_id"),
@@ -134,9 +134,7 @@ def _call(call: object) -> tuple[str, str, str]:
 
 
 def parts(content: object) -> list[tuple[str, str]]:
-    """A message's content as `(kind, text)`: `text`, `image` (a data URL that can be shown), or
-    `other`, a note of what it is.
-    """
+    """Split a message's content into `(kind, text)`: `text`, `image` (a data URL) or `other`."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -157,7 +155,7 @@ def _part(part: object) -> tuple[str, str]:
 
 
 def segments(values: Iterable[tuple[str, float]], width: float = 100.0) -> list[Segment]:
-    """Parts of a bar: `(name, value, x, width)`, all together `width` wide."""
+    """Lay out the parts of a bar that is `width` wide: `(name, value, x, width)`."""
     listed = [(name, float(value)) for name, value in values if value]
     whole = sum(value for _, value in listed) or 1.0
     found, at = [], 0.0
@@ -169,7 +167,7 @@ def segments(values: Iterable[tuple[str, float]], width: float = 100.0) -> list[
 
 
 def columns(ends: Sequence[tuple[float, int, int]]) -> list[tuple[int, float, float, str]]:
-    """Columns of completed and other ends: `(x, height of completed, of others, title)` in 100."""
+    """Lay out a column chart 100 high: `(x, height of completed, of others, title)`."""
     top = max((done + other for _, done, other in ends), default=0) or 1
     return [
         (n, 100 * done / top, 100 * other / top, f"{clock(at)}: {done} completed, {other} not")
@@ -178,7 +176,7 @@ def columns(ends: Sequence[tuple[float, int, int]]) -> list[tuple[int, float, fl
 
 
 def dots(rewards: Sequence[float]) -> list[tuple[float, float, float]]:
-    """Rewards as dots on a line: `(x in 100, y, reward)`; equal ones are stacked."""
+    """Lay out rewards as dots on a line 100 wide: `(x, y, reward)`; equal ones are stacked."""
     if not rewards:
         return []
     low, high = min(0.0, *rewards), max(1.0, *rewards)
@@ -193,7 +191,7 @@ def dots(rewards: Sequence[float]) -> list[tuple[float, float, float]]:
 
 @lru_cache(maxsize=1)
 def environment() -> jinja2.Environment:
-    """The templates; everything that they show is escaped."""
+    """Return the template environment, which escapes every value."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE / "templates"),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""Runs something that serves until a signal asks it to end, in a process made ready for it."""
+"""A process that serves until a signal: signal handling, memory and file limits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     import asyncio
 
 Stop: TypeAlias = "asyncio.Event"
-"""Set at the first SIGINT or SIGTERM; a second one ends the process at once."""
+"""Event that is set by the first SIGINT or SIGTERM; a second one kills the process."""
 
 
 _THRESHOLDS = (50_000, 20, 100)
-"""Allocations before the youngest objects are looked through, and how often older ones are."""
+"""Thresholds of the garbage collector (`gc.set_threshold`)."""
 
 OPEN_FILES = 65_536
-"""Files and connections that the process may have open, where the system lets it: a model call
-holds two, and 1024, the usual number, would be the end of 500 calls at once."""
+"""Limit of open files and connections, if the system allows it: a model call holds two, so that the
+usual limit of 1024 would allow 500 concurrent calls."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """glibc's numbers for `mallopt` (malloc.h)."""
@@ -32,20 +32,19 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 @contextmanager
 def long_running() -> Iterator[None]:
-    """Meanwhile the process keeps memory that it will need again, looks for garbage less often, and
-    may have `OPEN_FILES` open.
+    """Tune the process for serving: keep freed memory, collect garbage rarely, allow `OPEN_FILES`.
 
-    To be entered when all is loaded. Calls make and drop buffers of their prompt's size; given back
-    to the system and taken again each time, they and the collector's passes over what never goes
-    take an eighth of a call's time (`benchmarks/gateway.py`, 32 sessions at 16k tokens).
+    To be entered when everything is loaded. Each call allocates and frees buffers of its prompt's
+    size. Returning them to the system, and collecting garbage among permanent objects, takes an
+    eighth of a call's time (`benchmarks/gateway.py`, 32 sessions at 16k tokens).
     """
     import ctypes
 
     before = gc.get_threshold()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (enough(*files), files[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files_limit(*files), files[1]))
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # glibc; elsewhere the allocator does as it does
+    if mallopt is not None:  # glibc only
         mallopt(_TRIM_THRESHOLD, 256 << 20)
         mallopt(_MMAP_THRESHOLD, 32 << 20)
     gc.collect()
@@ -59,8 +58,8 @@ def long_running() -> Iterator[None]:
         gc.unfreeze()
 
 
-def enough(soft: int, hard: int) -> int:
-    """The soft limit of open files to have, under what the system set."""
+def open_files_limit(soft: int, hard: int) -> int:
+    """Return the soft limit of open files to set, given the current limits."""
     if resource.RLIM_INFINITY in (soft, hard):
         return soft if soft == resource.RLIM_INFINITY else max(soft, OPEN_FILES)
     return max(soft, min(hard, OPEN_FILES))
@@ -69,11 +68,10 @@ def enough(soft: int, hard: int) -> int:
 def run_until_signal(
     serve: Callable[[Stop], Awaitable[None]], *, end_s: float | None = None
 ) -> None:
-    """Run `serve(stop)` on a fresh event loop; `stop` is set when the process is asked to end.
+    """Run `serve(stop)` on a new event loop; the first SIGINT or SIGTERM sets `stop`.
 
-    What `serve` opened it closes after `stop`. Its errors escape as they are. A process that has
-    not ended `end_s` after `stop` is ended with status 1, whatever it does; `None` = it is waited
-    for.
+    `serve` closes its resources after `stop`; its errors escape. If it has not returned `end_s`
+    after the signal, the process exits with status 1; `None` = no limit.
     """
     import asyncio
 

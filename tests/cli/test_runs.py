@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from bridle.cli.captured import capture_files, find_session, sessions
+from bridle.cli.runs import capture_files, find_session, sessions
 from bridle.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ def test_a_run_folder_and_its_capture_file_are_the_same_run(finished_run):
 
 
 def test_a_folder_without_capture_is_no_run(tmp_path):
-    with pytest.raises(ConfigError, match="is no run"):
+    with pytest.raises(ConfigError, match="is not a run"):
         capture_files(tmp_path)
 
 

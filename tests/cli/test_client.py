@@ -1,0 +1,89 @@
+"""Verbs of a rollout server's clients: submit, status, watch and cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from tests.server.house import (
+    FakeWorkers,
+    a_service,
+    ended,
+    failure,
+    served,
+    submission,
+    until,
+    with_token,
+)
+
+from bridle.server.app import serving
+
+
+def test_a_file_that_is_wrong_is_told_before_the_server_is_asked(tmp_path, say):
+    file = tmp_path / "tasks.json"
+    file.write_text(json.dumps([{"task_id": "a"}]))
+    said = say("submit", file, "--server", "http://127.0.0.1:1")
+    assert (said.code, "instruction" in said.err) == (2, True)
+
+
+def test_a_priority_out_of_bounds_is_refused(tmp_path, say):
+    assert say("submit", tmp_path, "--priority", "101").code == 2
+
+
+async def test_a_server_and_a_task_are_shown_in_counts(tmp_path, say):
+    async with (
+        a_service(tmp_path) as service,
+        serving(served(service), host="127.0.0.1", port=0) as url,
+    ):
+        await service.submit([submission("a", 2)], owner="o")
+        await ended(service, "a")
+        await service.pause()
+        said = await asyncio.to_thread(say, "status", "--server", with_token(url))
+        assert "0 of 4 slots in use, paused; policy version 0" in said.out
+        said = await asyncio.to_thread(say, "status", "a", "--json", "--server", with_token(url))
+        assert [one["session_id"] for one in said.json["sessions"]] == ["a.0", "a.1"]
+        said = await asyncio.to_thread(say, "status", "a", "--server", with_token(url))
+        assert ("owner" in said.out, " o " in said.out) == (True, True)
+        said = await asyncio.to_thread(say, "status", "nobody", "--server", with_token(url))
+        assert (said.code, "no task 'nobody'" in said.err) == (3, True)
+
+
+async def test_the_exit_code_tells_of_one_that_was_not_completed(tmp_path, say):
+    workers = FakeWorkers(answers={"b": failure("harness_crash")})
+    async with (
+        a_service(tmp_path, workers) as service,
+        serving(served(service), host="127.0.0.1", port=0) as url,
+    ):
+        await service.submit([submission("a"), submission("b")], owner="o")
+        for names, code in ((["a"], 0), (["a", "b"], 1)):
+            said = await asyncio.to_thread(
+                say, "watch", "--json", "--server", with_token(url), *names
+            )
+            assert said.code == code
+            assert [one["task_id"] for one in said.json["tasks"]] == names
+        said = await asyncio.to_thread(say, "watch", "--server", with_token(url))
+        assert (said.code, "0 tasks" in said.out) == (0, True)
+
+
+async def test_a_running_task_is_ended(tmp_path, say):
+    workers = FakeWorkers(held=True)
+    async with (
+        a_service(tmp_path, workers) as service,
+        serving(served(service), host="127.0.0.1", port=0) as url,
+    ):
+        await service.submit([submission("a")], owner="o")
+        await until(lambda: workers.living)
+        said = await asyncio.to_thread(
+            say, "cancel", "a", "b", "--json", "--server", with_token(url)
+        )
+        assert (said.code, said.json) == (1, {"unknown": ["b"]})
+        assert (await ended(service, "a"))["state"] == "cancelled"
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("verb", [["status"], ["cancel", "a"], ["watch", "a"]])
+def test_a_server_that_is_not_there_is_said_in_one_line(say, verb):
+    said = say(*verb, "--server", "http://127.0.0.1:1")
+    assert (said.code, said.err.count("\n")) == (3, 1)
+    assert "http://127.0.0.1:1 cannot be reached" in said.err
