@@ -3,6 +3,7 @@
 import time
 from contextlib import AsyncExitStack
 
+import httpx
 import pytest
 from tests.cli.test_serve import tasks, whole_config
 from tests.server.house import KNOWN, TOKEN, an_app, body
@@ -116,12 +117,11 @@ END
 
 
 async def fork(client, session_id, **wanted):
-    async with client._http.post(
-        f"{client.url}/v1/sessions/{session_id}/fork",
-        json=wanted,
-        headers={"authorization": f"Bearer {client.token}"},
-    ) as answer:
-        return answer.status, await answer.json()
+    path = f"/v1/sessions/{session_id}/fork"
+    headers = {"authorization": f"Bearer {client.token}"}
+    async with httpx.AsyncClient(base_url=client.url, headers=headers, timeout=60) as http:
+        answer = await http.post(path, json=wanted)
+        return answer.status_code, answer.json()
 
 
 @pytest.mark.timeout(120)
