@@ -86,7 +86,7 @@ async def test_local_is_for_admins_unless_the_operator_lists_it(tmp_path):
 
 @pytest.mark.sandbox
 @pytest.mark.timeout(120)
-async def test_session_files_are_served_as_downloads(tmp_path):
+async def test_scoring_function_of_a_task_runs_in_the_sandbox(tmp_path):
     """`PYTHONPATH=.` beside the files that a scoring function asked for ran them on the host."""
     marker = tmp_path / "marker"
     planted = f"""
