@@ -3,6 +3,7 @@
 import time
 from contextlib import AsyncExitStack
 
+import httpx
 import pytest
 from tests.cli.test_serve import tasks, whole_config
 from tests.server.house import KNOWN, TOKEN, an_app, body
@@ -85,7 +86,7 @@ async def test_local_is_for_admins_unless_the_operator_lists_it(tmp_path):
 
 @pytest.mark.sandbox
 @pytest.mark.timeout(120)
-async def test_session_files_are_served_as_downloads(tmp_path):
+async def test_scoring_function_of_a_task_runs_in_the_sandbox(tmp_path):
     """`PYTHONPATH=.` beside the files that a scoring function asked for ran them on the host."""
     marker = tmp_path / "marker"
     planted = f"""
@@ -116,12 +117,11 @@ END
 
 
 async def fork(client, session_id, **wanted):
-    async with client._http.post(
-        f"{client.url}/v1/sessions/{session_id}/fork",
-        json=wanted,
-        headers={"authorization": f"Bearer {client.token}"},
-    ) as answer:
-        return answer.status, await answer.json()
+    path = f"/v1/sessions/{session_id}/fork"
+    headers = {"authorization": f"Bearer {client.token}"}
+    async with httpx.AsyncClient(base_url=client.url, headers=headers, timeout=60) as http:
+        answer = await http.post(path, json=wanted)
+        return answer.status_code, answer.json()
 
 
 @pytest.mark.timeout(120)

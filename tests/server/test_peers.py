@@ -39,7 +39,7 @@ async def two(tmp_path, first=None, second=None, **settings):
         a_service(tmp_path, second, owner="second", **settings) as other,
     ):
         other.clock = Clock()
-        other.peers._clock = other.clock
+        other.peers.clock = other.clock
         yield one, other
 
 
@@ -69,7 +69,7 @@ async def test_runs_of_a_dead_server_are_taken_over_after_its_lease(tmp_path):
         "finished.0", Task(task_id="finished", instruction="x"), 0
     )
     async with a_service(tmp_path, workers, owner="me", lease_s=60) as service:
-        clock = service.peers._clock = Clock()
+        clock = service.peers.clock = Clock()
         for clock.now in (0.0, 30.0, 60.0):
             await service.peers.check()
         assert workers.ran == []
@@ -83,7 +83,7 @@ async def test_runs_of_a_dead_server_are_taken_over_after_its_lease(tmp_path):
 async def test_server_that_renews_its_leases_is_alive_with_any_clock(tmp_path):
     await left_by_another(tmp_path, "a")
     async with a_service(tmp_path, owner="me", lease_s=60) as service:
-        clock = service.peers._clock = Clock()
+        clock = service.peers.clock = Clock()
         for until_ in (5.0, 1e15, -7.0, 1.0):  # its clock jumps; ours goes on
             await service.store.renew(owner="dead", until=until_)
             await service.peers.check()

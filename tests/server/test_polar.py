@@ -86,7 +86,7 @@ def test_polar_shell_becomes_harness_command():
         ({"network": "host"}, "open"),
     ],
 )
-def test_network_default_is_bridles(runtime, network):
+def test_network_of_a_polar_runtime_is_translated(runtime, network):
     assert submission(runtime=runtime).runtime.network == network
 
 

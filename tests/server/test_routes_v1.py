@@ -337,7 +337,7 @@ async def test_pause_and_policy_are_changed(tmp_path):
 @pytest.mark.parametrize(
     "wrong", [{"version": "x"}, {"hold": "maybe"}, {"weights": "/w"}, {"a": 1}]
 )
-async def test_failed_policy_update_changes_nothing(tmp_path, wrong):
+async def test_invalid_policy_update_is_refused(tmp_path, wrong):
     workers = FakeWorkers()
     async with an_app(tmp_path, workers) as http:
         assert (await http.post("/policy", json=wrong)).status_code == 422

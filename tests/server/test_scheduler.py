@@ -193,7 +193,7 @@ def version_of(number):
     return SetPolicy(version=number)
 
 
-def test_usable_sessions():
+def test_completed_or_scored_sessions_are_usable():
     assert is_usable(result("r", TASK, 0))
     late = {"status": "TIMEOUT", "cause": "timeout"}
     assert is_usable(result("r", TASK, 0, **late))

@@ -381,7 +381,7 @@ def test_an_owner_without_waiting_sessions_leaves_its_slots_to_the_others():
     assert FairShares().divide(3, [], {"b": 9}) == {}
 
 
-def test_weights_hold_if_slots_suffice():
+def test_slots_follow_the_weights():
     shares = FairShares({"a": 3.0})
     assert shares.divide(8, ["a", "b"], {}) == {"a": 6, "b": 2}
 

@@ -265,7 +265,7 @@ REFUSALS: Final = {
 }
 
 
-class ErrorDetail(BaseModel):
+class ApiErrorDetail(BaseModel):
     """Cause of an error response."""
 
     code: str
@@ -276,7 +276,7 @@ class ErrorDetail(BaseModel):
 class Error(BaseModel):
     """Error response."""
 
-    error: ErrorDetail
+    error: ApiErrorDetail
     detail: str
 
 

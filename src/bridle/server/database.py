@@ -249,7 +249,7 @@ def _is_down(error: DBAPIError) -> bool:
 def _short(error: BaseException | None) -> str:
     """Return the driver's message without the statement."""
     if isinstance(error, TimeoutError):
-        return "no reply in time"
+        return "it did not answer in time"
     return str(error.orig if isinstance(error, DBAPIError) else error)
 
 

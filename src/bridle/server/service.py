@@ -340,7 +340,7 @@ class Peers:
 
     def __init__(self, service: Service, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
-        self._clock = clock
+        self.clock = clock
         self._seen: dict[str, LeaseSighting] = {}
 
     async def keep_leases(self) -> None:
@@ -375,7 +375,7 @@ class Peers:
             condition.notify_all()
 
     def _dead(self, leases: dict[str, float]) -> list[str]:
-        now, lease_s = self._clock(), self._service.settings.lease_s
+        now, lease_s = self.clock(), self._service.settings.lease_s
         others = {name: until for name, until in leases.items() if name != self._service.owner}
         self._seen = {
             name: seen
