@@ -6,11 +6,14 @@ own environment variables. `package.module:Class` names a tracker of one's own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
+
+import orjson
 
 from bridle.errors import ConfigError, boundary, install_extra
 from bridle.plugins import load
@@ -24,6 +27,8 @@ TRACKERS: Final[Mapping[str, str]] = {
     "trackio": "bridle.telemetry.wandb:Trackio",
     "wandb": "bridle.telemetry.wandb:Wandb",
 }
+
+USER_INFO: Final = re.compile(rb"://[^/@\"\s]*@")
 
 PACKAGES: Final = {"otel": "opentelemetry", "tensorboard": "tensorboardX"}
 """Packages that are not called as their tracker is."""
@@ -44,8 +49,10 @@ def opened(names: Sequence[str], folder: Path, config: JSON) -> Iterator[Telemet
     """Open the named trackers for the run in `folder`; at the end they have got everything.
 
     Raises `ConfigError` as `check` does, and for what a package refuses (no key, no server).
+    User info of URLs in `config` does not leave the machine.
     """
     check(names)
+    config = orjson.loads(USER_INFO.sub(b"://", orjson.dumps(config)))
     trackers = {}
     for name in names:
         with boundary(ConfigError, f"telemetry {name}"):
