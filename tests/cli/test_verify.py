@@ -94,5 +94,5 @@ def test_a_changed_file_of_a_task_in_a_list_is_not_verified(tmp_path, changed):
     require_verified([verified], tmp_path / "manifest")
 
     (tmp_path / changed).write_text("def score(attempt):\n    return 0.5\n")
-    with pytest.raises(ConfigError, match="one .not verified."):
+    with pytest.raises(ConfigError, match=r"one .not verified."):
         require_verified([verified], tmp_path / "manifest")
