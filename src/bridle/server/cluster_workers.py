@@ -30,7 +30,7 @@ from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Event
 from bridle.lifecycle.results import SessionResult
 from bridle.server.states import run_id as id_of_run
-from bridle.types import JSON
+from bridle.types import JSON, without_user_info
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -286,7 +286,9 @@ async def follow(
                 await workers.add_replica(engine)
             except BridleError as error:
                 if engine not in failing:
-                    log.warning("engine_cannot_join", engine=engine, error=str(error))
+                    log.warning(
+                        "engine_cannot_join", engine=without_user_info(engine), error=str(error)
+                    )
                 failing.add(engine)
                 continue
             failing.discard(engine)

@@ -6,7 +6,6 @@ own environment variables. `package.module:Class` names a tracker of one's own.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ import orjson
 from bridle.errors import ConfigError, boundary, install_extra
 from bridle.plugins import load
 from bridle.telemetry.base import Telemetry
-from bridle.types import JSON
+from bridle.types import JSON, without_user_info
 
 TRACKERS: Final[Mapping[str, str]] = {
     "mlflow": "bridle.telemetry.mlflow:Mlflow",
@@ -27,8 +26,6 @@ TRACKERS: Final[Mapping[str, str]] = {
     "trackio": "bridle.telemetry.wandb:Trackio",
     "wandb": "bridle.telemetry.wandb:Wandb",
 }
-
-USER_INFO: Final = re.compile(rb"://[^/@\"\s]*@")
 
 PACKAGES: Final = {"otel": "opentelemetry", "tensorboard": "tensorboardX"}
 """Packages that are not called as their tracker is."""
@@ -52,7 +49,7 @@ def opened(names: Sequence[str], folder: Path, config: JSON) -> Iterator[Telemet
     User info of URLs in `config` does not leave the machine.
     """
     check(names)
-    config = orjson.loads(USER_INFO.sub(b"://", orjson.dumps(config)))
+    config = orjson.loads(without_user_info(orjson.dumps(config).decode()))
     trackers = {}
     for name in names:
         with boundary(ConfigError, f"telemetry {name}"):
