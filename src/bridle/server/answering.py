@@ -111,6 +111,8 @@ class ServerContext:
     under_way: Counter[str] = field(default_factory=Counter)
     """Requests that are being answered, by owner."""
     wrong: WrongTokens = field(default_factory=WrongTokens)
+    forking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a captured session is read for a fork: one at a time is in memory."""
 
     @contextmanager
     def share(self, owner: str) -> Iterator[None]:

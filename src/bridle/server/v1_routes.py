@@ -241,14 +241,15 @@ async def fork_session(asked: Asked) -> Response:
         message = "each node of a cluster captures in a file of its own: submit a task with `fork`"
         raise Refusal(409, "conflict", message)
     run = run_id(row["session_id"], max(1, row["attempt"]))
-    fork = ForkSpec(capture=str(capture), session=run, at=wanted.at)
+    fork = ForkSpec(capture=str(capture.absolute()), session=run, at=wanted.at)
     task = await asked.views.task(row["task_id"])
     assert task is not None
     own = {"task_id": wanted.task_id or f"{row['session_id']}.at{wanted.at}", "fork": None}
     given = orjson.loads(task["spec"]) | wanted.model_dump(exclude={"at"}) | own
     try:
         checked = check(asked, Submission.model_validate(given))
-        await asyncio.to_thread(read_replay, fork, capture.parent)
+        async with asked.served.forking:  # each reads a whole session
+            await asyncio.to_thread(read_replay, fork, capture.parent)
     except ValidationError as error:
         raise invalid(error) from None
     except ConfigError as error:
