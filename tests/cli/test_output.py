@@ -96,11 +96,12 @@ HOSTILE = "a\x1b]0;title\x07b\x9b2Jc\x1b[31md"
 
 
 def test_no_text_of_an_agent_is_obeyed_by_a_terminal():
-    console = output.Plain(file=io.StringIO(), force_terminal=True, markup=False, width=80)
+    shown = io.StringIO()
+    console = output.Plain(file=shown, force_terminal=True, markup=False, width=80)
 
     console.print(output.table(HOSTILE, ("name",), [(HOSTILE,)]))
     console.print(HOSTILE, style="bold")
 
-    out = re.sub(r"\x1b\[\d*(;\d+)*m", "", console.file.getvalue())
+    out = re.sub(r"\x1b\[\d*(;\d+)*m", "", shown.getvalue())
     assert set(out) & {"\x1b", "\x07", "\x9b"} == set()
     assert "[31md" in out
