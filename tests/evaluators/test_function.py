@@ -32,7 +32,8 @@ import os, time
 scorer = os.getppid()
 if os.fork() == 0:
     os.setsid()
-    while os.path.exists(f"/proc/{scorer}") and b") Z " not in open(f"/proc/{scorer}/stat", "rb").read():
+    stat = f"/proc/{scorer}/stat"
+    while os.path.exists(stat) and b") Z " not in open(stat, "rb").read():
         time.sleep(0.001)
     os.write(1, b"1e2")
 """,

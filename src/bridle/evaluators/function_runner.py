@@ -1,8 +1,9 @@
 """Calls a scoring function: `python function_runner.py module:name`, the session as JSON on stdin.
 
 The returned value goes to stdout as JSON; what the function prints, and what programs print that it
-runs, goes to stderr. The function may be async. With `--check` it is imported and its signature checked, and nothing is
-called. Runs on the operator's machine, in a process of its own; it knows nothing of Bridle.
+runs, goes to stderr. The function may be async. With `--check` it is imported and its signature
+checked, and nothing is called. Runs on the operator's machine, in a process of its own; it knows
+nothing of Bridle.
 """
 
 import asyncio
