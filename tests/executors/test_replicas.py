@@ -4,7 +4,7 @@ from tests.executors.house import a_runner, some_links
 from bridle.errors import EngineError
 from bridle.executors.replicas import Replicas, all_of
 
-A, B = "http://a", "http://b"
+A, B = "http://a", "http://name:secret@b"
 
 
 async def test_what_is_told_joins_all_nodes_and_leaves_when_it_is_told_no_more():
@@ -15,7 +15,7 @@ async def test_what_is_told_joins_all_nodes_and_leaves_when_it_is_told_no_more()
         assert runner.replicas == ["http://by-hand", A, B]
         await replicas.follow([B], drain_s=0)
         await replicas.follow([B], drain_s=0)
-        wanted = ["http://engine", "http://by-hand", B]
+        wanted = ["http://engine", "http://by-hand", "http://b"]
         assert [link.gateway.replicas for link in links] == [wanted, wanted]
 
 

@@ -264,7 +264,7 @@ class _Pages:
             .render(
                 url=url,
                 title=self._source(request).title,
-                path=request.url.path.removeprefix(base),
+                path=request.scope["path"].removeprefix(base),
                 **values,
             )
         )

@@ -63,7 +63,8 @@ class Guard:
 
     async def _answer(self, request: Request, form: Form) -> Response | None:
         """Answer the request if it must not pass; `None` = it may pass."""
-        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+        # Not `request.url`, which is made with what the client sent as `Host`.
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         if path == "/login" and request.method == "POST":
             return await self._sign_in(request, form)
         if (token := self._token(request)) is not None:

@@ -13,6 +13,7 @@ from bridle.errors import BridleError, EngineError
 from bridle.executors.cluster import ClusterRunner
 from bridle.executors.members import Member
 from bridle.gateway.weights import AddReplica
+from bridle.types import without_user_info
 
 log = structlog.get_logger(__name__)
 
@@ -36,8 +37,9 @@ class Replicas:
 
     async def remove(self, name: str, drain_s: float) -> None:
         """A server leaves, its calls after so many seconds. `EngineError` as `add`."""
-        if name in self._runner.replicas:
-            self._runner.replicas.remove(name)
+        for one in [*self._runner.replicas]:
+            if without_user_info(one) == without_user_info(name):
+                self._runner.replicas.remove(one)
 
         async def leaves(member: Member) -> None:
             member.policy = await member.link.remove_replica(name, drain_s)
@@ -52,7 +54,8 @@ class Replicas:
         lacking = {
             engine
             for member in live(self._runner)
-            for engine in self._followed - set(member.policy.get("replicas", ()))
+            for engine in self._followed
+            if without_user_info(engine) not in member.policy.get("replicas", ())
         }
         for engine in sorted(set(wanted) - self._followed | lacking & set(wanted)):
             try:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from bridle.capture.sqlite import SqliteReader
 from bridle.config import ForkSpec
 from bridle.dialects.noise import Varying
-from bridle.errors import BridleError, RuntimeFailure, boundary
+from bridle.errors import BridleError, ConfigError, RuntimeFailure, boundary
 from bridle.gateway.replay import Replay, replay_of
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.lifecycle.artifacts import began_at
@@ -24,6 +24,10 @@ from bridle.types import JSON, Cause
 
 if TYPE_CHECKING:
     from bridle.lifecycle.session import Session
+
+
+FORK_BYTES: Final = 256 << 20
+"""Capture of a session that may be forked: each of its forks has it in memory while it lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,11 @@ def read_replay(fork: ForkSpec, base: Path, noise: Sequence[Varying] = ()) -> Re
     harness's.
     """
     with SqliteReader(base / fork.capture) as reader:
+        if (size := reader.captured(fork.session)) > FORK_BYTES:
+            raise ConfigError(
+                f"fork: session {fork.session} has {size >> 20} MiB captured, and a fork keeps at "
+                f"most {FORK_BYTES >> 20} in memory"
+            )
         return replay_of(reader.read(fork.session), fork.at, noise)
 
 
