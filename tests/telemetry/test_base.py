@@ -123,7 +123,7 @@ def ended(unknown=None, fork=None):
 
 def test_no_request_and_no_task_names_a_number(tmp_path):
     with telemetry.opened([RECORDER], tmp_path, {}) as stream:
-        stream.hear(ended(unknown={"a\nb": 2, "c" * 10_000: 1}, fork={"x\ny": 1e300}))
+        stream.on_event(ended(unknown={"a\nb": 2, "c" * 10_000: 1}, fork={"x\ny": 1e300}))
 
     ((_, _, values),) = Recorder.made[-1].values
     assert values["rollout/unknown"] == 3
@@ -132,12 +132,12 @@ def test_no_request_and_no_task_names_a_number(tmp_path):
 
 def test_every_session_has_a_stage(tmp_path):
     with telemetry.opened([RECORDER], tmp_path, {}) as stream:
-        stream.hear(ended())
+        stream.on_event(ended())
 
     assert [stage for stage, _ in Recorder.made[-1].ended[0].stages] == ["CANCELLED"]
 
 
-class Hanging(base.Base):
+class Hanging(base.Tracker):
     """A tracker whose service answers nothing until it may."""
 
     free = threading.Event()
@@ -153,7 +153,7 @@ def test_a_tracker_that_hangs_holds_a_bounded_number_of_sessions(monkeypatch):
     monkeypatch.setattr(base, "MOST_BEHIND", 20)
     stream = base.Telemetry({"hanging": (tracker := Hanging())})
     for _ in range(100):
-        stream.hear(ended())
+        stream.on_event(ended())
     tracker.free.set()
     with capture_logs() as logs:
         stream.close()
