@@ -22,6 +22,7 @@ def test_loopback_is_asked_by_its_names(host):
         *("evil.example", "127.0.0.1.evil.example:80", "localhost.evil.example", "", ":80"),
         *("192.0.2.1", "[fe80::1]", "[evil.example]", "0.0.0.0", "localhost.", "xlocalhost"),
         *("evil.example:80@localhost", "localhost@evil.example", "127.1", "2130706433"),
+        *("127.0.0.1:80/static/?", "localhost:1/", "[::1]/static/", "[::1]x", "localhost:x"),
     ],
 )
 def test_loopback_is_asked_by_no_other_name(host):
@@ -59,7 +60,7 @@ def test_loopback_is_known_by_address_and_name():
 
 @pytest.mark.parametrize(
     ("host", "name"),
-    [("A.b:80", "a.b"), ("[::1]:80", "::1"), ("a", "a"), ("", ""), ("[::1", "::1")],
+    [("A.b:80", "a.b"), ("[::1]:80", "::1"), ("a", "a"), ("", ""), ("[::1", "")],
 )
 def test_a_name_stands_before_its_port(host, name):
     assert name_of(host) == name

@@ -1,6 +1,8 @@
 """A trainer on the rollout server's HTTP contract, whole: the protocol is all that it knows.
 
-    python trainer.py http://127.0.0.1:8080 TOKEN tasks.jsonl checkpoint.json
+    BRIDLE_SERVER_TOKEN=... python trainer.py http://127.0.0.1:8080 tasks.jsonl checkpoint.json
+
+The token is no argument, because every user of the machine sees those.
 
 Each step takes some groups, trains on them, writes a checkpoint that names them, and only then
 acknowledges them. So every group is trained once, wherever the program is killed. The policy is a
@@ -107,8 +109,8 @@ def save(path: Path, state: dict) -> None:
     fresh.rename(path)
 
 
-def main(url: str, token: str, tasks_file: str, checkpoint: str) -> None:
-    server, path = Server(url, token), Path(checkpoint)
+def main(url: str, tasks_file: str, checkpoint: str) -> None:
+    server, path = Server(url, os.environ["BRIDLE_SERVER_TOKEN"]), Path(checkpoint)
     state = json.loads(path.read_text()) if path.exists() else {"steps": [], "policy": {}}
     tasks = [json.loads(line) for line in Path(tasks_file).read_text().splitlines()]
     # 1. Hand in: a task that the server has is not run again.

@@ -8,11 +8,15 @@ on all addresses answers any.
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Collection, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Final
 
 LOCALHOST = "localhost"
+
+HOST: Final = re.compile(r"(?:\[([^\]]*)\]|([^:\[\]]*))(?::\d*)?", re.ASCII)
 
 
 class Hosts:
@@ -46,10 +50,12 @@ def is_loopback(host: str) -> bool:
 
 
 def name_of(host: str) -> str:
-    """The name or address in a `Host` header, in lower case, without port and brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+    """The name or address in a `Host` header, in lower case, without port and brackets.
+
+    Empty for anything else: what follows a name could be read as a path.
+    """
+    found = HOST.fullmatch(host)
+    return "" if found is None else (found[1] or found[2]).lower()
 
 
 def _address(name: str) -> IPv4Address | IPv6Address | None:

@@ -283,11 +283,11 @@ def trainer_conformance(groups: Sequence[Group], rows: Iterable[TrainedRow]) -> 
             key = row.session_id, ids[: at + 1].tobytes()
             trained[key] += 1
             logprob, version = sampled.get(key, (row.logprobs[at], -1))
-            if abs(logprob - row.logprobs[at]) > 1e-6:
+            if not abs(logprob - row.logprobs[at]) <= 1e-6:  # NaN is wrong too
                 wrong.append(f"{row.session_id}: logprob {row.logprobs[at]}, not {logprob}")
             if key in sampled and row.versions is not None and row.versions[at] != version:
                 wrong.append(f"{row.session_id}: version {row.versions[at]}, not {version}")
-    wrong += [f"{one}: weights sum to {w}" for one, w in weights.items() if abs(w - 1) > 1e-6]
+    wrong += [f"{one}: weights sum to {w}" for one, w in weights.items() if not abs(w - 1) <= 1e-6]
     should = Counter(sampled.keys())
     return Conformance(
         captured=len(sampled) + len(excluded),

@@ -10,9 +10,10 @@ all times are seconds. `None` always means "not given", never zero.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 
 JSON: TypeAlias = dict[str, Any]
 """A JSON object as decoded; only its owner knows its keys."""
+
+
+USER_INFO: Final = re.compile(r"://[^/@\"\s]*@")
+
+
+def without_user_info(text: str) -> str:
+    """A text with its URLs as others may see them: without names and passwords."""
+    return USER_INFO.sub("://", text)
 
 
 def one_line(data: bytes) -> bytes:

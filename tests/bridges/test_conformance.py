@@ -58,6 +58,8 @@ def test_rows_train_every_token_and_a_session_weighs_1():
         ({"mask": [0] * 12}, "missing"),
         ({"input_ids": [9] * 12}, "extra"),
         ({"logprobs": [-9.0] * 12}, "wrong"),
+        ({"logprobs": [float("nan")] * 12}, "wrong"),
+        ({"weight": float("nan")}, "wrong"),
         ({"versions": [9] * 12}, "wrong"),
         ({"weight": 0.5}, "wrong"),
     ],

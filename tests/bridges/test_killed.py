@@ -87,8 +87,9 @@ async def run(*arguments, killed_after=None):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_trainer_that_is_killed_twice_trains_every_group_once(tmp_path, seed):
+async def test_a_trainer_that_is_killed_twice_trains_every_group_once(tmp_path, seed, monkeypatch):
     drawn = random.Random(seed)
+    monkeypatch.setenv("BRIDLE_SERVER_TOKEN", TOKEN.token)
     tasks = [body(f"task-{n}", 2) for n in range(8)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tasks))
     checkpoint = tmp_path / "checkpoint.json"
@@ -97,7 +98,7 @@ async def test_a_trainer_that_is_killed_twice_trains_every_group_once(tmp_path, 
         a_service(tmp_path, workers) as service,
         serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
     ):
-        arguments = [str(PROGRAM), url, TOKEN.token, str(tmp_path / "tasks.jsonl"), str(checkpoint)]
+        arguments = [str(PROGRAM), url, str(tmp_path / "tasks.jsonl"), str(checkpoint)]
         # A step says three lines: the groups left, the groups taken, and that it saved.
         for _ in range(2):
             await run(*arguments, killed_after=drawn.randint(1, 4))

@@ -241,3 +241,19 @@ def test_a_folder_without_permission_is_named(tmp_path):
             check_folder(locked / "run", "--out")
     else:  # the tests run as root, whom no permission stops
         assert check_folder(locked / "run", "--out") == locked / "run"
+
+
+HOSTILE = "a\x1b]0;title\x07b\x9b2Jc\x1b[31md"
+"""Sets a terminal's title, clears it, and colours what follows."""
+
+
+def test_no_text_of_an_agent_is_obeyed_by_a_terminal():
+    shown = io.StringIO()
+    console = output.Plain(file=shown, force_terminal=True, markup=False, width=80)
+
+    console.print(output.table(HOSTILE, ("name",), [(HOSTILE,)]))
+    console.print(HOSTILE, style="bold")
+
+    out = re.sub(r"\x1b\[\d*(;\d+)*m", "", shown.getvalue())
+    assert set(out) & {"\x1b", "\x07", "\x9b"} == set()
+    assert "[31md" in out

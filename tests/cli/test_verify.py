@@ -4,6 +4,10 @@ import json
 
 import pytest
 
+from bridle.datasets.jsonl import load_tasks
+from bridle.datasets.manifest import require_verified, task_digest
+from bridle.errors import ConfigError
+
 
 @pytest.fixture
 def tasks(tmp_path):
@@ -64,3 +68,31 @@ def test_a_run_that_requires_a_manifest_refuses_what_is_not_sound_in_it(tasks, s
     task.write_text(task.read_text().replace("Write right.", "Write wrong."))
     said = say("run", tasks / "sound", *words, tmp_path / "c")
     assert "sound (not verified)" in " ".join((said.out + said.err).split())
+
+
+@pytest.mark.parametrize("changed", ["answer.txt", "scores.py", "tests/check.sh"])
+def test_a_changed_file_of_a_task_in_a_list_is_not_verified(tmp_path, changed):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "check.sh").write_text("true")
+    (tmp_path / "answer.txt").write_text("right")
+    (tmp_path / "scores.py").write_text("def score(attempt):\n    return 1.0\n")
+    part = {"strategy": "function", "config": {"function": "scores.py:score"}}
+    uploads = [
+        {"type": "upload_file", "source": "answer.txt", "target": "a"},
+        {"type": "upload_dir", "source": "tests", "target": "t"},
+    ]
+    task = {
+        "task_id": "one",
+        "instruction": "Write.",
+        "runtime": {"backend": "local", "eval_prepare": uploads},
+        "evaluator": {"strategy": "composite", "config": {"parts": [part]}},
+    }
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(task))
+    (verified,) = load_tasks(tmp_path / "tasks.jsonl")
+    row = {"task": "one", "verdict": "sound", "digest": task_digest(verified)}
+    (tmp_path / "manifest").write_text(json.dumps(row))
+    require_verified([verified], tmp_path / "manifest")
+
+    (tmp_path / changed).write_text("def score(attempt):\n    return 0.5\n")
+    with pytest.raises(ConfigError, match=r"one .not verified."):
+        require_verified([verified], tmp_path / "manifest")

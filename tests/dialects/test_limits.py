@@ -1,7 +1,13 @@
 """Levels and messages of a request are limited, and the error says so."""
 
+import threading
+import time
+from contextlib import nullcontext
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.dialects.exchange import POSTED
 
 from bridle.dialects import DIALECTS, recognise
@@ -46,6 +52,39 @@ def test_values_are_limited_in_number_and_commas_in_text_are_none():
         with pytest.raises(RequestError, match=f"more than {MOST_VALUES} JSON values") as refused:
             check_values(encode(body))
         assert (refused.value.status, refused.value.code) == (413, "request_too_large")
+
+
+@given(st.text('",\\\\a', max_size=40), st.integers(1, 9))
+def test_only_commas_outside_of_strings_count(text, most):
+    commas, quoted, escaped = 0, False, False
+    for one in text:
+        commas += one == "," and not quoted
+        quoted ^= one == '"' and not escaped
+        escaped = quoted and one == "\\" and not escaped
+    with nullcontext() if commas < most else pytest.raises(RequestError):
+        check_values(text.encode(), most)
+
+
+@pytest.mark.parametrize("text", ['\\"', "\\\\", "word, "])
+def test_counting_values_leaves_other_threads_their_turns(text):
+    """`/health` stood still for a second of the processor's time."""
+    raw = b'{"a":"' + text.encode() * (16 << 20) + b'","b":[' + b"1," * MOST_VALUES
+    longest, over = 0.0, threading.Event()
+
+    def look():
+        nonlocal longest
+        last = time.process_time()
+        while not over.wait(0.001):
+            now = time.process_time()
+            longest, last = max(longest, now - last), now
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    with pytest.raises(RequestError):
+        check_values(raw)
+    over.set()
+    looking.join()
+    assert longest < 0.1
 
 
 def test_a_list_that_is_read_by_itself_is_limited_too():

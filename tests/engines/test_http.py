@@ -73,6 +73,23 @@ async def test_a_key_goes_along_and_a_trailing_v1_is_dropped(client):
     assert made.base_url == stub.url
 
 
+async def test_user_info_of_a_url_is_sent_and_never_told(client):
+    stub, _ = await client()
+    own = EngineClient(stub.url.replace("://", "://name:secret@"), api_key=None, timeout_s=1)
+    try:
+        await own.get("/v1/models")
+        await own.post("/v1/models", b"{}", HttpCall(), prompt_tokens=1)
+        sent = [headers["Authorization"] for headers in stub.headers]
+        assert sent == ["Basic bmFtZTpzZWNyZXQ="] * 2
+        await stub.__aexit__()
+        for asked in (own.get("/health"), own.post("/x", b"{}", HttpCall(), prompt_tokens=1)):
+            with pytest.raises(EngineError) as told:
+                await asked
+            assert "secret" not in str(told.value)
+    finally:
+        await own.aclose()
+
+
 async def test_an_optional_path_may_be_missing(client):
     _, made = await client(health=b"")
     assert await made.get("/nowhere", optional=True) == {}

@@ -86,6 +86,10 @@ def test_prompt_tokens_and_those_from_the_cache_are_counted_once_a_call():
     assert (told["prompt_tokens"], told["cached_tokens"]) == (3, 2)
 
 
+def test_a_replica_s_name_has_no_password():
+    assert made("sglang:http://u:secret@a:1/v1", lambda _: Fake()).name == "sglang:http://a:1/v1"
+
+
 async def test_a_replica_that_cannot_end_a_call_is_no_failure_of_ours():
     replica = Replica("a", Stubborn())
     replica.begin(RoutedCall(call()))

@@ -1,6 +1,7 @@
 """Scoring functions as operators have them, for the evaluator `function`."""
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,12 @@ async def of_everything(session):
 
 def of_harness(session):
     return session["exit_code"] + len(session["stdout"]) + (session["folder"] is not None)
+
+
+def runs_it(session):
+    """Run the agent's program with this process's own output, as a careless scorer does."""
+    done = subprocess.run([sys.executable, "answer.py"], cwd=session["folder"], check=False)
+    return float(done.returncode == 7)
 
 
 def broken(session):

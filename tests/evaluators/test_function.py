@@ -25,6 +25,38 @@ async def test_a_function_scores_what_was_copied_out_for_it(tmp_path):
     assert (tmp_path / "logs" / "evaluator.log").read_text() == "looking at t-1\n"
 
 
+WRITES = {
+    # With the `0.0` that the scorer returns it is the number 1.
+    "when the scorer has ended": """
+import os, time
+scorer = os.getppid()
+if os.fork() == 0:
+    os.setsid()
+    stat = f"/proc/{scorer}/stat"
+    while os.path.exists(stat) and b") Z " not in open(stat, "rb").read():
+        time.sleep(0.001)
+    os.write(1, b"1e2")
+""",
+    "before": "print(1.0, flush=True)",
+    "wherever it can": """
+import os
+for number in os.listdir("/proc/self/fd"):
+    try:
+        os.write(int(number), b"1")
+    except OSError:
+        pass
+""",
+}
+
+
+@pytest.mark.parametrize("when", WRITES)
+async def test_what_a_program_of_the_agent_writes_is_no_reward(tmp_path, when):
+    async with evaluation(tmp_path) as context:
+        await context.places.agents.write("answer.py", WRITES[when].encode())
+        found = await evaluator("runs_it", files=["answer.py"]).evaluate(context)
+    assert found.reward == 0.0
+
+
 async def test_it_may_be_async_and_return_trace_rewards_and_more(tmp_path):
     async with evaluation(tmp_path) as context:
         found = await evaluator("of_everything").evaluate(context)

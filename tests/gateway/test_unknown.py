@@ -40,6 +40,16 @@ async def test_unknown_fields_betas_and_blocks_are_counted_where_they_are_new():
         assert 'look: [sticker] {"name":"smile"}' in prompt(caller)
 
 
+async def test_a_request_of_very_many_unknown_fields_records_some_names_and_their_number():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        fields = {f"{number:05}{'x' * (1000 if number < 9 else 1)}": 1 for number in range(20_000)}
+        await caller.ask([user("go")], None, **fields)
+        unknown = caller.exchanges[0].extra["unknown"]
+        assert (len(unknown), sum(unknown.values()), unknown["more"]) == (1001, 20_000, 19_000)
+        assert max(map(len, unknown)) == 200
+
+
 async def test_unknown_fields_inside_new_messages_are_counted():
     async with house({"content": "a"}) as home:
         caller = await home.session()

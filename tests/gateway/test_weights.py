@@ -146,12 +146,13 @@ async def test_a_server_joins_and_leaves():
         house({"content": "a"}) as home,
     ):
         assert [one["name"] for one in await replicas(home)] == ["engine"]
-        for server in (first, second):
-            status, _ = await home.control("POST", "/replicas", {"engine": server.url})
+        named = first.url.replace("://", "://name:secret@")
+        for url in (named, second.url):
+            status, _ = await home.control("POST", "/replicas", {"engine": url})
             assert status == 200, _
-        assert len(await replicas(home)) == 3
+        assert [one["name"] for one in await replicas(home)] == ["engine", first.url, second.url]
         assert (await home.control("POST", "/replicas", {"engine": first.url}))[0] == 400
-        for name in ("engine", first.url):
+        for name in ("engine", named):
             assert (await home.control("DELETE", f"/replicas?name={name}"))[0] == 200
         assert (await (await home.session()).ask([user("go")]))["content"] == "b"
         for query in (f"name={second.url}", "name=none", f"name={second.url}&drain_s=x"):

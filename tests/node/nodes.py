@@ -14,7 +14,7 @@ from bridle.node.events import SessionChanged
 from bridle.node.host import NodeHost
 from bridle.node.local import LocalNode
 from bridle.node.scheduling import NodeTimeouts
-from bridle.types import SessionStatus
+from bridle.types import SessionStatus, without_user_info
 
 PATIENT = {"lost_after_s": 30, "tell_s": 0.05, "again_s": 0.01, "open_s": 30}
 """For tests in which no node is lost, on a busy machine neither."""
@@ -95,10 +95,10 @@ class FakeGateway:
     async def add_replica(self, engine):
         if self.refuses is not None:
             raise EngineError(self.refuses)
-        self.replicas.append(engine)
+        self.replicas.append(without_user_info(engine))
 
     async def remove_replica(self, name, drain_s):
-        self.replicas.remove(name)
+        self.replicas.remove(without_user_info(name))
 
     def metrics(self):
         return f"# TYPE bridle_sessions_open gauge\nbridle_sessions_open {self.version}\n"

@@ -4,7 +4,7 @@ from tests.node.nodes import a_runner, remote_nodes
 from bridle.errors import EngineError
 from bridle.node.fleet import all_of
 
-A, B = "http://a", "http://b"
+A, B = "http://a", "http://name:secret@b"
 
 
 async def test_listed_engines_join_all_nodes_and_unlisted_ones_leave():
@@ -14,7 +14,7 @@ async def test_listed_engines_join_all_nodes_and_unlisted_ones_leave():
         assert runner.replicas == ["http://by-hand", A, B]
         await runner.follow_engines([B], drain_s=0)
         await runner.follow_engines([B], drain_s=0)
-        wanted = ["http://engine", "http://by-hand", B]
+        wanted = ["http://engine", "http://by-hand", "http://b"]
         assert [remote.gateway.replicas for remote in remotes] == [wanted, wanted]
 
 

@@ -378,3 +378,20 @@ async def test_an_unscrubbable_repository_fails_the_step_with_its_reason(
     assert (await runtime.exec(make)).ok
     with pytest.raises(RuntimeFailure, match=rf"prepare step 0 \(scrub_git\): repo: .*{reason}"):
         await scrubbed(runtime, tmp_path)
+
+
+NAMED = """
+echo "gitdir: $PWD/kept" > repo/.git && echo "gitdir: $PWD/kept/modules/lib" > repo/lib/.git
+git --git-dir kept/modules/lib config core.worktree "$PWD/repo/lib"
+"""
+
+
+@pytest.mark.parametrize("link", [NAMED, "ln -s ../kept repo/.git"])
+async def test_a_repository_whose_data_lie_elsewhere_leaves_nothing_there(leaky, tmp_path, link):
+    moved = await leaky.exec(f"set -e; mv repo/.git kept; {link}")
+    assert moved.ok, moved.stderr.decode()
+    assert "FUTURE" in await said(leaky, "git log --all --format=%B")
+    await scrubbed(leaky, tmp_path)
+    assert {probe for probe in PROBES if await found(leaky, probe)} == set()
+    assert await said(leaky, "test -e ../kept || echo gone") == "gone\n"
+    assert await said(leaky, "git fsck --strict && echo sound") == "sound\n"

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from bridle.cli.serve import server_of
 from bridle.client import AsyncClient
 from bridle.errors import ServerError
 from bridle.folders import private_file
+from bridle.node import session as node_session
 from bridle.server.auth import ApiToken, TokenRole
 from bridle.server.submission_policy import SubmissionPolicy
 
@@ -125,13 +127,14 @@ async def fork(client, session_id, **wanted):
 
 
 @pytest.mark.timeout(120)
-async def test_the_owner_of_a_session_forks_it_and_its_forks(tmp_path):
+async def test_the_owner_of_a_session_forks_it_and_its_forks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the data folder is relative, as by default
     tokens = tmp_path / "tokens.toml"
     both = ("the-token-of-alice", "the-token-of-bob")
     rows = (f'[[tokens]]\nname = "{token[13:]}"\ntoken = "{token}"\n' for token in both)
     private_file(tokens).write_text("".join(rows))
     permits = {"runtimes": ("local",)}
-    config = whole_config(tmp_path, permits=permits, tokens=tokens)
+    config = whole_config(tmp_path, permits=permits, tokens=tokens, data=Path("data"))
     async with (
         server_of(config) as opened,
         AsyncClient(opened.url, token=both[0]) as alice,
@@ -162,6 +165,10 @@ async def test_the_owner_of_a_session_forks_it_and_its_forks(tmp_path):
         assert "replies; at = 9" in told["detail"]
         status, told = await fork(alice, session_id, at=1, task_id="no name")
         assert (status, told["error"]["param"]) == (422, "task_id")
+        monkeypatch.setattr(node_session, "FORK_BYTES", 100)
+        status, told = await fork(alice, session_id, at=1, task_id="large")
+        assert (status, told["error"]["param"]) == (422, "at")
+        assert "MiB captured" in told["detail"]
 
 
 @pytest.mark.timeout(120)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 from aiohttp import web
@@ -39,6 +40,39 @@ scrape_configs:
 )
 def test_lines_json_and_prometheus_name_engines(text, engines):
     assert engines_in(text) == engines
+
+
+@pytest.mark.parametrize("text", ["a" * 100_000, "-a" * 50_000, "http:" * 20_000, "[:" * 50_000])
+def test_a_text_that_names_no_engine_is_read_in_linear_time(text):
+    began = time.thread_time()
+    assert engines_in(text) == []
+    assert time.thread_time() - began < 1
+
+
+async def test_an_endless_list_of_engines_is_not_read_to_its_end(tmp_path):
+    long = tmp_path / "long"
+    long.write_text("http://a:1\n" + " " * discovery.MOST_BYTES)
+    assert await named(str(long)) == await named("/dev/zero") == []
+    sent = 0
+
+    async def endless(request):
+        nonlocal sent
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while True:
+            await answer.write(b"http://a:1\n" * 10_000)
+            sent += 110_000
+
+    app = web.Application()
+    app.router.add_get("/", endless)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        assert await named(f"http://127.0.0.1:{runner.addresses[0][1]}/") == []
+    finally:
+        await runner.cleanup()
+    assert sent < 100 << 20
 
 
 async def test_a_url_names_engines_and_what_cannot_be_read_names_none(tmp_path):

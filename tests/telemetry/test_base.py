@@ -1,14 +1,22 @@
 """One stream of events feeds every tracker, and no tracker can harm a run."""
 
 import json
+import threading
 
 import pytest
+from structlog.testing import capture_logs
 from tests.cli.conftest import say  # noqa: F401 - a fixture
 from tests.telemetry.recorder import Recorder
 
 from bridle import telemetry
+from bridle.capture.records import Outcome, SessionRecord
 from bridle.errors import ConfigError
+from bridle.node.events import SessionEnded
+from bridle.node.results import result_of
+from bridle.telemetry import base
 from bridle.telemetry.base import flat
+from bridle.trajectory.sample import Trajectory
+from bridle.types import SessionStatus
 
 RECORDER = "tests.telemetry.recorder:Recorder"
 BROKEN = "tests.telemetry.recorder:Broken"
@@ -102,3 +110,64 @@ def test_a_config_file_names_trackers(say, run_of_two, tmp_path):  # noqa: F811
 
     assert say(*run_of_two, "--config", tmp_path / "config.toml").code == 0
     assert len(Recorder.made) == count + 1
+
+
+def ended(unknown=None, fork=None):
+    """A session of a cluster that was cancelled before it began, its numbers those given."""
+    record = SessionRecord("s", 1.0, "t", {"task_metadata": {"fork": fork}})
+    outcome = Outcome("s", SessionStatus.CANCELLED, 2.0, None)
+    stats = {"stats": {"unknown": unknown or {}}}
+    trajectory = Trajectory("s", "CANCELLED", (), None, None, stats)
+    return SessionEnded(result_of(record, outcome, trajectory), None)
+
+
+def test_no_request_and_no_task_names_a_number(tmp_path):
+    with telemetry.opened([RECORDER], tmp_path, {}) as stream:
+        stream.on_event(ended(unknown={"a\nb": 2, "c" * 10_000: 1}, fork={"x\ny": 1e300}))
+
+    ((_, _, values),) = Recorder.made[-1].values
+    assert values["rollout/unknown"] == 3
+    assert not [name for name in values if "\n" in name or len(name) > 100]
+
+
+def test_every_session_has_a_stage(tmp_path):
+    with telemetry.opened([RECORDER], tmp_path, {}) as stream:
+        stream.on_event(ended())
+
+    assert [stage for stage, _ in Recorder.made[-1].ended[0].stages] == ["CANCELLED"]
+
+
+class Hanging(base.Tracker):
+    """A tracker whose service answers nothing until it may."""
+
+    free = threading.Event()
+    sessions = 0
+
+    def session(self, ended):
+        self.free.wait(10)
+        self.sessions += 1
+
+
+def test_a_tracker_that_hangs_holds_a_bounded_number_of_sessions(monkeypatch):
+    monkeypatch.setattr(base, "SESSIONS_BEHIND", 10)
+    monkeypatch.setattr(base, "MOST_BEHIND", 20)
+    stream = base.Telemetry({"hanging": (tracker := Hanging())})
+    for _ in range(100):
+        stream.on_event(ended())
+    tracker.free.set()
+    with capture_logs() as logs:
+        stream.close()
+
+    assert 0 < tracker.sessions < 10
+    assert [one["event"] for one in logs] == ["telemetry_behind"]
+
+
+def test_no_password_of_an_engine_goes_to_a_tracker(tmp_path):
+    given = {"engines": ["http://u:secret@host:1/v1", "sglang:http://:secret@h"], "tokenizer": None}
+    with telemetry.opened([RECORDER], tmp_path, given):
+        pass
+
+    assert Recorder.made[-1].config == {
+        "engines": ["http://host:1/v1", "sglang:http://h"],
+        "tokenizer": None,
+    }

@@ -1,5 +1,6 @@
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,3 +62,26 @@ def test_an_array_is_as_many_bytes_as_its_values():
     }
     assert len(packed["loss_mask"]["data"]) == count
     assert packed["token_rewards"] is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt_ids": {"dtype": "int64", "data": b"\0" * 8}},
+        {"response_ids": {"dtype": "float64", "data": b"\0" * 8}},
+        {"loss_mask": {"dtype": "O", "data": b"\0" * 8}},
+        {"prompt_ids": {"dtype": "int32", "data": b"\0" * 5}},
+        {"prompt_ids": {"dtype": "int32", "data": [1, 2]}},
+        {"prompt_ids": None},
+        {"loss_mask": {"dtype": "uint8", "data": b"\1"}},
+        {"prompt_ids": [1, 2]},
+    ],
+)
+def test_arrays_of_another_kind_or_length_make_no_trajectory(wrong):
+    ids, mask = np.zeros(0, np.int32), np.zeros(0, np.uint8)
+    one = Trace("t", ids, ids, mask, np.zeros(0, np.float32), ids, mask, (), (), "stop", "raw")
+    packed = packed_json(Trajectory("s", "COMPLETED", (one,), None, None, {}))
+    assert len(from_packed(packed).traces) == 1
+    packed["traces"][0] |= wrong
+    with pytest.raises(ValueError, match=r"."):
+        from_packed(packed)

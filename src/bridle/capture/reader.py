@@ -36,6 +36,12 @@ SELECT (SELECT count(*) FROM exchanges e JOIN sessions s ON s.n = e.session WHER
 """
 
 
+_CAPTURED = """
+SELECT coalesce(sum(length(suffix_ids) + length(output_ids) + length(logprobs) + length(spans)
+       + length(head) + length(extra) + length(texts)), 0) FROM exchanges WHERE session = ?
+"""
+
+
 class SqliteReader:
     """Reader of a capture file, also of one that another process writes or left when killed.
 
@@ -96,6 +102,11 @@ class SqliteReader:
                 for name in ("page_count", "freelist_count", "page_size")
             )
             return int((pages - free) * each)
+
+    def captured(self, session_id: str) -> int:
+        """Bytes of a session's exchanges, which are not read for it; 0 where it is unknown."""
+        with self._reading():
+            return sum(number for (number,) in self._session_rows(_CAPTURED, session_id))
 
     def session(self, session_id: str) -> SessionRecord:
         """Return the session as it was opened. Raises `StoreError` if it never was."""

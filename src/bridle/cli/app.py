@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from bridle import __version__
@@ -25,7 +24,7 @@ from bridle.cli import (
     tasks,
     train,
 )
-from bridle.cli.output import log_to_stderr
+from bridle.cli.output import Plain, log_to_stderr
 from bridle.errors import BridleError, ConfigError, install_extra
 
 INTERRUPTED = 130
@@ -113,5 +112,5 @@ def _explain(error: Exception) -> tuple[str, int] | None:
 
 def _fail(message: str, code: int) -> int:
     text = Text.assemble(("bridle:", "bold red"), f" {message}")
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+    Plain(stderr=True).print(text, highlight=False, soft_wrap=True)
     return code

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
 from bridle.errors import ConfigError
@@ -20,11 +21,38 @@ if TYPE_CHECKING:
 
 _FITTED = sys.stdout.isatty() or "COLUMNS" in os.environ
 
-console = Console(highlight=False, markup=False, emoji=False, width=None if _FITTED else 160)
+CONTROLS: Final = {
+    code: "\N{REPLACEMENT CHARACTER}"
+    for code in (*range(0x20), *range(0x7F, 0xA0))
+    if chr(code) not in "\t\n\r"
+}
+"""Control characters, which a terminal would obey if they stood in an agent's text."""
+
+
+class Plain(Console):
+    """Console that replaces the control characters of texts."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Render with the control characters of texts replaced; the console's own ones stay."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else text.translate(CONTROLS), style, control)
+
+
+console = Plain(highlight=False, markup=False, emoji=False, width=None if _FITTED else 160)
 """Console for results. Text is printed unchanged: `[x]` and `:x:` have no meaning."""
 
-notes = Console(stderr=True, highlight=False, markup=False, emoji=False)
+notes = Plain(stderr=True, highlight=False, markup=False, emoji=False)
 """Console for progress and notes, on stderr, so that a pipe gets results only."""
+
+
+def _shown(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Replace the control characters in the texts of a log line."""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = value.translate(CONTROLS)
+    return event
 
 
 def log_to_stderr() -> None:
@@ -36,6 +64,7 @@ def log_to_stderr() -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.format_exc_info,
+            _shown,
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],

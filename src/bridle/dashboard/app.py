@@ -84,7 +84,8 @@ class Guard:
 
     async def _answer(self, request: Request, form: LoginForm) -> Response | None:
         """Answer the request if it must not pass; `None` = it may pass."""
-        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+        # Not `request.url`, which contains the `Host` header that the client sent.
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         if path == "/login" and request.method == "POST":
             return await self._sign_in(request, form)
         if (token := self._token(request)) is not None:
@@ -389,7 +390,7 @@ class _Pages:
             .render(
                 url=url,
                 title=self._source(request).title,
-                path=request.url.path.removeprefix(base),
+                path=request.scope["path"].removeprefix(base),
                 **values,
             )
         )

@@ -7,8 +7,9 @@ task whose statement, runtime, evaluator or files changed has another digest, so
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -28,7 +29,26 @@ def task_digest(task: Task) -> str:
     folder = Path(task.task_dir or ".")
     if any((folder / name).is_file() for name in TASK_FILES):
         text = text.replace(json.dumps(str(folder))[1:-1], ".") + folder_digest(folder)
+    else:
+        text += "".join(map(_digest_of, _files_of(task, folder)))
     return sha256(text.encode(errors="backslashreplace")).hexdigest()
+
+
+def _files_of(task: Task, folder: Path) -> Iterator[Path]:
+    """The files and folders that are uploaded or score, of a task without a folder of its own."""
+    for action in (*task.runtime.prepare, *task.runtime.eval_prepare):
+        if action.source is not None:
+            yield folder / action.source
+    for text in re.findall(r'"([^"\\\\]+\.py)[:"]', json.dumps(task.evaluator.config)):
+        yield folder / text
+    if task.evaluator.strategy == "harbor":
+        yield folder / str(task.evaluator.config.get("tests", "tests"))
+
+
+def _digest_of(path: Path) -> str:
+    if path.is_dir():
+        return folder_digest(path)
+    return sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def read_manifest(path: Path) -> dict[str, JSON]:

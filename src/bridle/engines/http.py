@@ -11,6 +11,7 @@ import io
 import math
 import re
 import time
+from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
@@ -30,7 +31,7 @@ from bridle.engines.connection import (
     HttpReply,
 )
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.types import JSON
+from bridle.types import JSON, without_user_info
 
 _OVERFLOW = re.compile(r"maximum (?:context|model) length(?: is| of)? \(?(\d+)", re.IGNORECASE)
 _LARGE = 1 << 20
@@ -69,11 +70,15 @@ class EngineClient:
     def __init__(
         self, base_url: str, *, api_key: str | None, timeout_s: float, attempts: int = 1
     ) -> None:
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        url = URL(base_url.rstrip("/").removesuffix("/v1"))
+        self.base_url = without_user_info(str(url))
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        elif url.user is not None:
+            named = b64encode(f"{url.user}:{url.password or ''}".encode()).decode()
+            self._headers["Authorization"] = f"Basic {named}"
         self._connections = Connections(
             URL(self.base_url), self._headers, silent_s=timeout_s, attempts=attempts
         )

@@ -29,7 +29,7 @@ from bridle.engines.base import (
     WeightsLostError,
 )
 from bridle.errors import EngineError, boundary
-from bridle.types import JSON, FinishReason, VersionSpan
+from bridle.types import JSON, FinishReason, VersionSpan, without_user_info
 
 log = structlog.get_logger()
 
@@ -326,7 +326,7 @@ def check_fit(name: str, its: EngineInfo | None, ours: EngineInfo | None) -> Non
 def make_replica(spec: str, make: Callable[[str], Engine]) -> Replica:
     """Make the replica that `spec` names, as `make` opens it; only servers are ever reopened."""
     served = "://" in spec
-    return Replica(spec, make(spec), (lambda: make(spec)) if served else None)
+    return Replica(without_user_info(spec), make(spec), (lambda: make(spec)) if served else None)
 
 
 class WeightUpdates(ABC):

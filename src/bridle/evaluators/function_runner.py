@@ -1,8 +1,9 @@
 """Calls a scoring function: `python function_runner.py module:name`, the session as JSON on stdin.
 
-The last line on stdout is the returned value as JSON; what the function prints goes to stderr. The
-function may be async. With `--check` it is imported and its signature checked, and nothing is
-called. Runs on the operator's machine, in a process of its own; it knows nothing of Bridle.
+The returned value goes to stdout as JSON; what the function prints, and what programs print that it
+runs, goes to stderr. The function may be async. With `--check` it is imported and its signature
+checked, and nothing is called. Runs on the operator's machine, in a process of its own; it knows
+nothing of Bridle.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import redirect_stdout
@@ -82,6 +84,9 @@ async def _waited(result: Awaitable[object]) -> object:
 def main() -> None:
     """Call the function that the command line names and write what it returns."""
     path, *check = sys.argv[1:]
+    # Programs that the function runs get no way to what is read as its value.
+    told = os.dup(1)
+    os.dup2(2, 1)
     with redirect_stdout(sys.stderr):
         try:
             function = load_scorer(path)
@@ -92,7 +97,8 @@ def main() -> None:
             result = function(Attempt(json.load(sys.stdin)))
         if inspect.isawaitable(result):
             result = asyncio.run(_waited(result))
-    json.dump(result, sys.stdout)
+    with os.fdopen(told, "w") as value:
+        json.dump(result, value)
 
 
 if __name__ == "__main__":

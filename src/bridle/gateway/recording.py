@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from bridle.capture.records import Exchange
 from bridle.dialects.media import block_name
@@ -21,6 +21,13 @@ from bridle.types import JSON, LogprobMode, Message, Reply, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+
+MOST_NAMES: Final = 1000
+"""Unknown parts of one request that are recorded by their names."""
+
+NAME_CHARS: Final = 200
+"""Of such a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +201,10 @@ def _malformed(reply: Reply) -> int:
 
 
 def _unknown(finished: Finished) -> JSON:
-    """Count the unknown fields, betas, and fields and blocks of new messages, by name."""
+    """Count the unknown fields, betas, and fields and blocks of new messages, by name.
+
+    Beyond `MOST_NAMES` they are counted as `more`: a request may have 250,000.
+    """
     question = finished.question
     request, placement = question.request, question.placement
     names = [*request.extra.get("unknown", ())]
@@ -203,7 +213,8 @@ def _unknown(finished: Finished) -> JSON:
     for one in new:
         names += one.unknown
         names += [f"block: {name}" for name in map(block_name, one.content) if name]
-    return dict(Counter(names)) if names else {}
+    told = Counter(name[:NAME_CHARS] for name in names[:MOST_NAMES])
+    return {**told, **({"more": len(names) - MOST_NAMES} if len(names) > MOST_NAMES else {})}
 
 
 def images_of(finished: Finished) -> Sequence[JSON]:

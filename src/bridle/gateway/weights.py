@@ -21,7 +21,7 @@ from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import make_replica
 from bridle.errors import ConfigError, StoreError, boundary
 from bridle.folders import private_file, private_folder
-from bridle.types import JSON
+from bridle.types import JSON, without_user_info
 
 WEIGHTS_FILE: Final = "weights.json"
 """In the gateway's data folder: the folder that its engines have loaded, and its version."""
@@ -179,6 +179,7 @@ async def remove_replica(name: str, drain_s: str, engines: EnginePool) -> None:
         seconds = float(drain_s)
     except ValueError:
         raise ConfigError(f"drain_s: {drain_s!r} is no number of seconds") from None
+    name = without_user_info(name)
     if not any(one["name"] == name for one in engines.replicas()):
         raise ConfigError(
             f"no replica {name!r}; there are: {[r['name'] for r in engines.replicas()]}"

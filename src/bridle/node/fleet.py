@@ -18,7 +18,7 @@ from bridle.errors import BridleError, EngineError, NodeLostError, StoreError
 from bridle.gateway.steering import SLACK_S, update
 from bridle.gateway.weights import AddReplica, SetPolicy
 from bridle.node.scheduling import Member
-from bridle.types import JSON
+from bridle.types import JSON, without_user_info
 
 METRICS_S: Final = 3.0
 """Time limit for a node's metrics. A scrape waits 10 s by default, and `bridle_node_up` shows which
@@ -96,8 +96,9 @@ class Fleet:
 
     async def remove_replica(self, name: str, drain_s: float) -> JSON:
         """Remove a server from every node. `EngineError` names the nodes that failed, and why."""
-        if name in self.replicas:
-            self.replicas.remove(name)
+        for engine in [*self.replicas]:
+            if without_user_info(engine) == without_user_info(name):
+                self.replicas.remove(engine)
 
         async def leave(member: Member) -> None:
             member.policy = await member.node.remove_replica(name, drain_s)
@@ -113,20 +114,25 @@ class Fleet:
         lacking = {
             engine
             for member in self.live()
-            for engine in self._followed - set(member.policy.get("replicas", ()))
+            for engine in self._followed
+            if without_user_info(engine) not in member.policy.get("replicas", ())
         }
         for engine in sorted(set(wanted) - self._followed | lacking & set(wanted)):
             try:
                 await self.add_replica(AddReplica(engine=engine).engine)
                 self._followed.add(engine)
             except (BridleError, ValidationError) as error:
-                log.warning("an engine cannot join", engine=engine, error=str(error))
+                log.warning(
+                    "an engine cannot join", engine=without_user_info(engine), error=str(error)
+                )
         for engine in sorted(self._followed - set(wanted)):
             try:
                 await self.remove_replica(engine, drain_s)
                 self._followed.discard(engine)
             except BridleError as error:
-                log.warning("an engine cannot leave", engine=engine, error=str(error))
+                log.warning(
+                    "an engine cannot leave", engine=without_user_info(engine), error=str(error)
+                )
 
     # ---- what is kept of runs
 

@@ -29,7 +29,7 @@ from bridle.node.base import EventBatch, Handshake, NodeCapacity, RunEnd, RunReq
 from bridle.node.events import Event, SessionChanged, SessionEnded
 from bridle.node.local import LocalNode
 from bridle.node.results import SessionResult
-from bridle.types import JSON
+from bridle.types import JSON, without_user_info
 
 KEPT_EVENTS: Final = 4096
 """Events that are held for an owner who does not listen; older ones are dropped."""
@@ -234,12 +234,14 @@ class NodeHost:
     async def add_replica(self, engine: str) -> JSON:
         """Add a server to the engines; one that is there already is left alone."""
         policy = self.node.policy()
-        return policy if engine in policy["replicas"] else await self.node.add_replica(engine)
+        if without_user_info(engine) in policy["replicas"]:
+            return policy
+        return await self.node.add_replica(engine)
 
     async def remove_replica(self, name: str, drain_s: float) -> JSON:
         """Remove a server from the engines; one that is not there has left already."""
         policy = self.node.policy()
-        if name not in policy["replicas"]:
+        if without_user_info(name) not in policy["replicas"]:
             return policy
         return await self.node.remove_replica(name, drain_s)
 

@@ -29,7 +29,14 @@ from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteReader
 from bridle.config import FieldPolicy, ForkSpec, SamplingPolicy, Task
 from bridle.dialects.noise import Varying
-from bridle.errors import BridleError, EvaluatorError, RuntimeFailure, StoreError, boundary
+from bridle.errors import (
+    BridleError,
+    ConfigError,
+    EvaluatorError,
+    RuntimeFailure,
+    StoreError,
+    boundary,
+)
 from bridle.evaluators.base import (
     Evaluation,
     EvaluationContext,
@@ -655,6 +662,10 @@ async def limit_outstayed(facts: Callable[[], SessionFacts], *, grace_s: float) 
     return limit
 
 
+FORK_BYTES: Final = 256 << 20
+"""Limit of a session's capture for a fork: each of its forks keeps it in memory while it lives."""
+
+
 def read_replay(fork: ForkSpec, base: Path, noise: Sequence[Varying] = ()) -> Replay:
     """Read the replies that a fork begins with. `StoreError` or `ConfigError` if it cannot.
 
@@ -662,4 +673,9 @@ def read_replay(fork: ForkSpec, base: Path, noise: Sequence[Varying] = ()) -> Re
     harness's.
     """
     with SqliteReader(base / fork.capture) as reader:
+        if (size := reader.captured(fork.session)) > FORK_BYTES:
+            raise ConfigError(
+                f"fork: session {fork.session} has {size >> 20} MiB captured, and a fork keeps at "
+                f"most {FORK_BYTES >> 20} in memory"
+            )
         return replay_of(reader.read(fork.session), fork.at, noise)

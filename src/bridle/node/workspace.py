@@ -266,7 +266,7 @@ scrub() ( # scrub FOLDER
     mkdir -p "$new/info"
     cp "$old/info/exclude" "$new/info/"
   fi
-  rm -rf .git
+  rm -rf .git "$old"
   chmod 755 "$new"
   mv "$new" .git
   git read-tree HEAD

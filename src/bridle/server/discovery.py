@@ -15,6 +15,7 @@ import structlog
 
 from bridle.errors import BridleError, ConfigError
 from bridle.node.base import SessionRunner
+from bridle.types import without_user_info
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,10 +27,12 @@ PATIENCE_S = 1800.0
 """How long a server waits for the first engine: a trainer may load its model first."""
 DRAIN_S = 30.0
 """How long the calls of an engine that leaves may go on there."""
+MOST_BYTES = 1 << 20
+"""Limit of the file or answer that names engines; a longer one names none."""
 
 ENGINE = re.compile(
-    r"""(?:[a-z]+:)?https?://[^\s"',{}]+"""
-    r"|(?<![\w./:])(?:\[[0-9a-fA-F:]+\]|\w[\w.-]*):\d{1,5}(?![\w:])"
+    r"""(?:(?<![a-z])[a-z]+:)?https?://[^\s"',{}]+"""
+    r"|(?<![\w./:-])(?:\[[0-9a-fA-F:]+\]|\w[\w.-]*):\d{1,5}(?![\w:])"
 )
 
 
@@ -43,15 +46,29 @@ async def named(source: str) -> list[str]:
     """The engines that a file or an `http(s)://` URL names now; none where it cannot be read."""
     try:
         if "://" not in source:
-            return engines_in(await asyncio.to_thread(Path(source).read_text))
+            return engines_in(await asyncio.to_thread(_read, Path(source)))
         timeout = aiohttp.ClientTimeout(total=10)
         async with (
             aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as http,
             http.get(source) as answer,
         ):
-            return engines_in(await answer.text())
+            content = b""
+            async for part in answer.content.iter_any():
+                content = _short(content + part)
+            return engines_in(content.decode())
     except (OSError, ValueError, TimeoutError, aiohttp.ClientError):
         return []
+
+
+def _read(path: Path) -> str:
+    with path.open("rb") as file:
+        return _short(file.read(MOST_BYTES + 1)).decode()
+
+
+def _short(content: bytes) -> bytes:
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    return content
 
 
 async def first_named(source: str) -> list[str]:
@@ -85,7 +102,9 @@ async def follow(
                 await workers.add_replica(engine)
             except BridleError as error:
                 if engine not in failing:
-                    log.warning("engine_cannot_join", engine=engine, error=str(error))
+                    log.warning(
+                        "engine_cannot_join", engine=without_user_info(engine), error=str(error)
+                    )
                 failing.add(engine)
                 continue
             failing.discard(engine)

@@ -112,6 +112,8 @@ class ServerContext:
     in_progress: Counter[str] = field(default_factory=Counter)
     """Requests in progress, by owner."""
     wrong: WrongTokens = field(default_factory=WrongTokens)
+    forking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a captured session is read for a fork: one at a time is in memory."""
 
     @contextmanager
     def counted(self, owner: str) -> Iterator[None]:

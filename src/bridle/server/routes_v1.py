@@ -330,14 +330,15 @@ async def fork_session(request: ApiRequest) -> Response:
         message = "each node of a cluster has its own capture file: submit a task with `fork`"
         raise ApiError(409, "conflict", message)
     run = run_id(row["session_id"], max(1, row["attempt"]))
-    fork = ForkSpec(capture=str(capture), session=run, at=wanted.at)
+    fork = ForkSpec(capture=str(capture.absolute()), session=run, at=wanted.at)
     task = await request.queries.task(row["task_id"])
     assert task is not None
     own = {"task_id": wanted.task_id or f"{row['session_id']}.at{wanted.at}", "fork": None}
     given = orjson.loads(task["spec"]) | wanted.model_dump(exclude={"at"}) | own
     try:
         checked = check(request, Submission.model_validate(given))
-        await asyncio.to_thread(read_replay, fork, capture.parent)
+        async with request.context.forking:  # each reads a whole session
+            await asyncio.to_thread(read_replay, fork, capture.parent)
     except ValidationError as error:
         raise invalid(error, "the body") from None
     except ConfigError as error:

@@ -13,10 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+import orjson
+
 from bridle.errors import ConfigError, boundary, install_extra
 from bridle.plugins import load
 from bridle.telemetry.base import Telemetry
-from bridle.types import JSON
+from bridle.types import JSON, without_user_info
 
 TRACKERS: Final[Mapping[str, str]] = {
     "mlflow": "bridle.telemetry.mlflow:Mlflow",
@@ -45,8 +47,10 @@ def opened(names: Sequence[str], folder: Path, config: JSON) -> Iterator[Telemet
     """Open trackers for the run in `folder`; leaving waits until they have logged everything.
 
     Raises `ConfigError` as `check` does, and if a package fails (no key, no server).
+    User info of URLs in `config` does not leave the machine.
     """
     check(names)
+    config = orjson.loads(without_user_info(orjson.dumps(config).decode()))
     trackers = {}
     for name in names:
         with boundary(ConfigError, f"telemetry {name}"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,12 @@ TEXT: Final = 2_000
 
 CLOSE_S: Final = 60.0
 """How long trackers may take for queued events when a run ends."""
+
+SESSIONS_BEHIND: Final = 200
+"""Calls that may wait for trackers when a whole session, with its capture, is added to them."""
+
+MOST_BEHIND: Final = 50_000
+"""Calls that may wait: a tracker whose service hangs must not take the run's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,8 @@ class Telemetry:
         self._rows: list[JSON] = []
         self._logged: defaultdict[str, int] = defaultdict(int)
         self._queue: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
+        self._lost = 0
+        """Calls that trackers did not get, because they were too far behind."""
         self._thread = threading.Thread(target=self._work, name="telemetry", daemon=True)
         if trackers:
             self._thread.start()
@@ -120,9 +129,7 @@ class Telemetry:
             self._stages[event.session_id].append((str(event.status), event.at))
         elif isinstance(event, SessionEnded):
             stages = self._stages.pop(event.result.session_id, [])
-            self._session(
-                TrackedSession(event.result, event.capture, stages or _stages(event.capture))
-            )
+            self._session(TrackedSession(event.result, event.capture, stages or _stages(event)))
 
     def training(self, steps: Sequence[JSON], evaluations: Sequence[JSON]) -> None:
         """Log all steps and evaluations of a training so far; each is logged once."""
@@ -140,6 +147,8 @@ class Telemetry:
         self._queue.put(lambda tracker: tracker.close())
         self._queue.put(None)
         self._thread.join(CLOSE_S)
+        if self._lost:
+            log.warning("telemetry_behind", lost_calls=self._lost)
         if self._thread.is_alive():
             log.warning("telemetry_incomplete", waited_s=CLOSE_S, trackers=sorted(self._trackers))
 
@@ -150,8 +159,10 @@ class Telemetry:
             self._rewards.append(summary["reward"])
             summary["reward_mean"] = sum(self._rewards) / len(self._rewards)
         summary["completed"] = float(summary["status"] == "COMPLETED")
-        del summary["sample_index"]
-        self._queue.put(lambda tracker: tracker.session(ended))
+        del summary["sample_index"], summary["fork"]
+        # Requests choose the names inside: a tracker refuses some, and keeps each for ever.
+        summary["unknown"] = sum((summary["unknown"] or {}).values())
+        self._put(lambda tracker: tracker.session(ended), SESSIONS_BEHIND)
         self._numbers("rollout", self._sessions, flat(summary))
         self._rows.append(sample(ended.result))
         if len(self._rows) == SAMPLES_EVERY:
@@ -159,12 +170,18 @@ class Telemetry:
 
     def _numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:
         named = {f"{axis}/{name}": value for name, value in values.items()}
-        self._queue.put(lambda tracker: tracker.numbers(axis, step, named))
+        self._put(lambda tracker: tracker.numbers(axis, step, named))
 
     def _samples(self) -> None:
         rows, self._rows = self._rows, []
         if rows:
-            self._queue.put(lambda tracker: tracker.samples(rows))
+            self._put(lambda tracker: tracker.samples(rows))
+
+    def _put(self, call: Callable[[Tracker], None], most: int = MOST_BEHIND) -> None:
+        if self._queue.qsize() < most:
+            self._queue.put(call)
+        else:
+            self._lost += 1
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
@@ -176,10 +193,11 @@ class Telemetry:
                     log.warning("tracker_failed", tracker=name, error=repr(error))
 
 
-def _stages(capture: SessionCapture | None) -> list[tuple[str, float]]:
-    """Return the stages of a session without status events."""
+def _stages(event: SessionEnded) -> list[tuple[str, float]]:
+    """Return the stages of a session without status events; there is always one."""
+    capture = event.capture
     if capture is None or capture.outcome is None:
-        return []
+        return [(str(event.result.status), time.time())]
     outcome = capture.outcome
     return [("RUNNING", capture.session.opened_at), (outcome.status, outcome.ended_at)]
 

@@ -37,7 +37,10 @@ def packed_json(trajectory: Trajectory) -> JSON:
 
 def from_packed(value: JSON) -> Trajectory:
     """A trajectory from what `packed_json` gave. `KeyError` or `ValueError` for anything else."""
-    return trajectory_of(value | {"traces": [_unpacked(trace) for trace in value["traces"]]})
+    try:
+        return trajectory_of(value | {"traces": [_unpacked(trace) for trace in value["traces"]]})
+    except TypeError as error:
+        raise ValueError(f"no trajectory: {error}") from error
 
 
 def _without_traces(trajectory: Trajectory) -> JSON:
@@ -59,11 +62,12 @@ def _array(values: npt.NDArray[Any] | None, kind: str) -> JSON | None:
 
 
 def _unpacked(trace: JSON) -> JSON:
-    return trace | {name: _values(trace.get(name)) for name in ARRAYS}
+    return trace | {name: _values(name, kind, trace.get(name)) for name, kind in ARRAYS.items()}
 
 
-def _values(packed: JSON | None) -> npt.NDArray[Any] | None:
+def _values(name: str, kind: str, packed: JSON | None) -> npt.NDArray[Any] | None:
     if packed is None:
         return None
-    kind = np.dtype(packed["dtype"])
-    return np.frombuffer(packed["data"], dtype=kind.newbyteorder("<")).astype(kind)
+    if packed["dtype"] != kind:
+        raise ValueError(f"{name}: dtype {packed['dtype']!r}, not {kind!r}")
+    return np.frombuffer(packed["data"], np.dtype(kind).newbyteorder("<")).astype(kind)
