@@ -1,0 +1,404 @@
+"""Causes of a mismatch between trainer and rollout logprobs, told from the pattern it makes.
+
+Each cause leaves its own mark on the differences, whatever the two sides declare:
+
+- other ids, another template: the first id that differs, and on which side of a turn it stands;
+- stale weights, a stale prefix cache, unmasked padding, wrong position ids, a window of attention:
+  a part of the tokens is off (those of one version, behind a cache hit, in padded rows, from the
+  second turn on, from one position on) and all others are clean. The part that tells most about
+  which tokens are off, in nats of information, is the cause;
+- another temperature: differences in proportion to logprob + entropy, which is the derivative of a
+  logprob by the inverse temperature;
+- a logits processor: all differences of one sign (a truncated distribution is renormalised), tokens
+  that are impossible on one side, or differences that follow a token's id or its repetition;
+- experts: most tokens agree and a few, anywhere, are far off (a routing that flipped);
+- dtype and attention backend: small symmetrical noise;
+- other weights: large differences anywhere, without any of these marks.
+
+Declared facts raise or lower a cause. What the data cannot tell apart is reported together, best
+first; a mismatch that fits nothing is `unknown`. Pure numpy; called by `bridle.trajectory.fidelity`
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridle.trajectory.sample import MaskReason, Trace
+from bridle.types import JSON
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from bridle.types import Ids
+
+    Flags = npt.NDArray[np.bool_]
+    Numbers = npt.NDArray[np.float64]
+
+SMALLEST_PART = 8
+"""A part of fewer tokens proves nothing."""
+LEAST_INFORMATION = 10.0
+"""Nats that a part must tell about which tokens are off: chance gives it once in 20,000."""
+NOISE = 5e-2
+"""Root mean square, nats, up to which symmetrical differences may be those of half precision."""
+KERNEL_NOISE = 2e-3
+"""Up to this they may be those of another kernel in float32 (TF32 included)."""
+
+
+class MismatchCause(StrEnum):
+    """Reasons for which a trainer computes other logprobs than the rollout had."""
+
+    WEIGHTS = "weights"
+    IDS = "ids"
+    TEMPLATE = "template"
+    DTYPE = "dtype"
+    TEMPERATURE = "temperature"
+    PROCESSOR = "processor"
+    CACHE = "cache"
+    EXPERTS = "experts"
+    PADDING = "padding"
+    ATTENTION = "attention"
+    POSITIONS = "positions"
+    UNKNOWN = "unknown"
+
+
+FACTS_OF = {
+    MismatchCause.WEIGHTS: ("weights", "version"),
+    MismatchCause.IDS: ("ids",),
+    MismatchCause.TEMPLATE: ("template",),
+    MismatchCause.DTYPE: ("dtype",),
+    MismatchCause.TEMPERATURE: ("temperature", "logprob_mode"),
+    MismatchCause.PROCESSOR: ("processors",),
+    MismatchCause.CACHE: ("cache",),
+    MismatchCause.EXPERTS: ("experts",),
+    MismatchCause.PADDING: ("padding",),
+    MismatchCause.ATTENTION: ("attention",),
+    MismatchCause.POSITIONS: ("positions",),
+}
+"""Declared facts (`bridle.trajectory.fidelity.Facts`) that speak for or against a cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A cause that fits a mismatch."""
+
+    cause: MismatchCause
+    score: float
+    """Strength of the evidence, 0 to 1, and half a point for or against it by declared facts."""
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mismatch:
+    """Tokens on which both sides disagree for one reason."""
+
+    causes: tuple[Suspect, ...]
+    """Best first; never empty."""
+    tokens: Flags = field(repr=False)
+    """Of the scored tokens, those that it is about."""
+    token_share: float
+    kl_share: float
+
+    @property
+    def names(self) -> list[str]:
+        return [suspect.cause.value for suspect in self.causes]
+
+    def json(self) -> JSON:
+        """Return the causes with their evidence and both shares."""
+        causes = [
+            {"cause": s.cause.value, "score": round(s.score, 3), "evidence": s.evidence}
+            for s in self.causes
+        ]
+        return {"causes": causes, "token_share": self.token_share, "kl_share": self.kl_share}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """The tokens that both sides scored, as columns of shape (N,)."""
+
+    traces: tuple[Trace, ...]
+    answers: tuple[tuple[Ids | None, int | None], ...]
+    """Ids and padding of each trace's row at the trainer."""
+    trace: npt.NDArray[np.int64]
+    """Place in `traces`."""
+    positions: npt.NDArray[np.int64]
+    turns: npt.NDArray[np.int64]
+    """Number of the turn in its trace."""
+    ids: Ids
+    repeated: Flags
+    """Whether the id stood in the trace before."""
+    versions: npt.NDArray[np.int32]
+    cached: npt.NDArray[np.int64]
+    """Prompt tokens of the turn that the engine took from its cache; -1 = not told."""
+    padding: npt.NDArray[np.int64]
+    """Of the row; -1 = not told."""
+    ours: Numbers
+    theirs: Numbers
+    entropies: Numbers
+    """NaN = not told."""
+    differences: Numbers
+    """The trainer's logprob less the rollout's, nats, cut to what can be summed."""
+
+
+Told = Mapping[str, Any]
+"""Declared facts of one side by name; `None` = not told."""
+
+
+def diagnose(scored: Scored, trainer: Told, rollout: Told, tolerance: float) -> list[Mismatch]:
+    """The mismatches of a comparison with their causes; none if both sides agree.
+
+    `tolerance` is the root mean square of the differences, in nats, that is no mismatch.
+    """
+    divergence = np.expm1(scored.differences) - scored.differences
+    left = np.ones(len(divergence), dtype=np.bool_)
+    found: list[Mismatch] = []
+
+    def add(suspects: Sequence[Suspect], tokens: Flags) -> None:
+        ranked = _ranked(suspects, trainer, rollout)
+        share = float(divergence[tokens].sum() / max(divergence.sum(), 1e-12))
+        found.append(Mismatch(tuple(ranked), tokens, float(tokens.mean()), share))
+
+    for suspects, tokens in _other_ids(scored):
+        add(suspects, tokens)
+        left = left & ~tokens
+    while (part := _part(scored, left, trainer, tolerance)) is not None:
+        add(*part)
+        left = left & ~part[1]
+    if left.any() and _rms(scored.differences[left]) > tolerance:
+        add(_patterns(scored, left, trainer, rollout), left)
+    return found
+
+
+def _rms(values: Numbers) -> float:
+    return float(np.sqrt((values**2).mean())) if len(values) else 0.0
+
+
+def _ranked(suspects: Sequence[Suspect], trainer: Told, rollout: Told) -> list[Suspect]:
+    """The suspects with what the facts say about them, best first; those that remain likely."""
+    weighed = []
+    for suspect in suspects:
+        score, evidence = suspect.score, suspect.evidence
+        for name in FACTS_OF[suspect.cause]:
+            ours, theirs = rollout[name], trainer[name]
+            if ours is None or theirs is None or (name == "ids" and ours != theirs):
+                continue
+            differs = ours != theirs
+            score += 0.5 if differs else -0.5
+            if differs:
+                evidence += f"; {name}: the rollout says {ours}, the trainer {theirs}"
+        weighed.append(Suspect(suspect.cause, score, evidence))
+    weighed.sort(key=lambda one: -one.score)
+    likely = [one for one in weighed if one.score >= max(0.2, weighed[0].score - 0.5)]
+    told = "; ".join(f"{one.cause}: {one.evidence}" for one in weighed) or "no pattern fits"
+    return likely or [Suspect(MismatchCause.UNKNOWN, 0.0, f"the facts exclude {told}")]
+
+
+# ---- ids
+
+
+def _other_ids(scored: Scored) -> Iterator[tuple[list[Suspect], Flags]]:
+    """Mismatches of ids: in given tokens a template's, in sampled ones another tokenization."""
+    found: dict[bool, list[tuple[int, int, str]]] = {True: [], False: []}
+    for number, (trace, (theirs, _)) in enumerate(zip(scored.traces, scored.answers, strict=True)):
+        ids = np.concatenate([trace.prompt_ids, trace.response_ids])
+        if theirs is None or np.array_equal(ids, theirs):
+            continue
+        size = min(len(ids), len(theirs))
+        other = ids[:size] != theirs[:size]
+        at = int(other.argmax()) if other.any() else size
+        place = at - len(trace.prompt_ids)
+        given = place < 0 or at >= len(ids) or trace.reasons[place] == MaskReason.PROMPT
+        there = [int(row[at]) if at < len(row) else "the end" for row in (ids, theirs)]
+        say = f"trace {trace.trace_id} position {at}: {there[0]} here, {there[1]} at the trainer"
+        found[given].append((number, at, say))
+    causes = (MismatchCause.TEMPLATE, MismatchCause.IDS)
+    for given, of in found.items():
+        if not of:
+            continue
+        what = "given (template)" if given else "sampled"
+        evidence = f"{len(of)} traces have other ids, first at a {what} token: {of[0][2]}"
+        first, second = causes if given else causes[::-1]
+        tokens = np.zeros(len(scored.trace), dtype=np.bool_)
+        for number, at, _ in of:
+            tokens |= (scored.trace == number) & (scored.positions >= at)
+        yield [Suspect(first, 1.0, evidence), Suspect(second, 0.7, evidence)], tokens
+
+
+# ---- parts
+
+
+def _part(
+    scored: Scored, left: Flags, trainer: Told, tolerance: float
+) -> tuple[list[Suspect], Flags] | None:
+    """The part of the tokens that holds all that is off, with its causes; `None` = there is none.
+
+    Of several parts the one that tells most about which tokens are off.
+    """
+    off = abs(scored.differences) > 3 * tolerance
+    best: tuple[float, list[Suspect], Flags] | None = None
+    for causes, part, evidence, price in _parts(scored, left, off, trainer):
+        inside, outside = left & part, left & ~part
+        if min(inside.sum(), outside.sum()) < SMALLEST_PART:
+            continue
+        if off[outside].mean() > 0.01 or _rms(scored.differences[outside]) > tolerance:
+            continue
+        told = _information(off[inside], off[outside]) - price
+        if told < LEAST_INFORMATION or _rms(scored.differences[inside]) <= tolerance:
+            continue
+        if best is None or told > best[0]:
+            text = (
+                f"{evidence}: {off[inside].mean():.0%} of {inside.sum()} tokens are off, of the "
+                f"{outside.sum()} others {off[outside].mean():.0%}"
+            )
+            suspects = [Suspect(c, 1.0 - 0.3 * n, text) for n, c in enumerate(causes)]
+            best = told, suspects, inside
+    return None if best is None else best[1:]
+
+
+def _parts(
+    scored: Scored, left: Flags, off: Flags, trainer: Told
+) -> Iterator[tuple[tuple[MismatchCause, ...], Flags, str, float]]:
+    """Parts that causes would spoil: the causes, the part, its name, nats that its choice costs."""
+    version = trainer["version"]
+    if version is not None:
+        stale = (scored.versions >= 0) & (scored.versions != version)
+        among = ", ".join(map(str, np.unique(scored.versions[stale]).tolist()))
+        said = f"tokens that version {among} sampled, and the trainer has {version}"
+        yield (MismatchCause.WEIGHTS,), stale, said, 0.0
+    if (scored.padding >= 0).all():
+        yield (MismatchCause.PADDING,), scored.padding > 0, "tokens of padded rows", 0.0
+    later = scored.turns > 0
+    if (scored.cached >= 0).all() and (scored.cached > 0).any():
+        hit = scored.cached > 0
+        yield (MismatchCause.CACHE,), hit, "tokens of turns behind a prefix cache hit", 0.0
+        causes: tuple[MismatchCause, ...] = (MismatchCause.POSITIONS,)
+        said = "tokens from the second turn on, with a prefix cache hit or not"
+        yield causes, later, said, 0.0
+    else:
+        causes = (MismatchCause.POSITIONS, MismatchCause.CACHE)
+        yield causes, later, "tokens from the second turn on", 0.0
+    places = np.unique(scored.positions[left & off])
+    if len(places):
+        at = int(places[0])
+        causes = (MismatchCause.ATTENTION, MismatchCause.POSITIONS)
+        price = float(np.log(len(np.unique(scored.positions[left]))))
+        yield causes, scored.positions >= at, f"tokens from position {at} on, in any trace", price
+
+
+def _information(inside: Flags, outside: Flags) -> float:
+    """Nats that knowing the part tells about which tokens are off."""
+    whole = np.concatenate([inside, outside])
+    return _surprise(whole) - _surprise(inside) - _surprise(outside)
+
+
+def _surprise(flags: Flags) -> float:
+    count, set_ = len(flags), int(flags.sum())
+    both = np.array([set_, count - set_], dtype=np.float64)
+    both = both[both > 0]
+    return float(-(both * np.log(both / count)).sum())
+
+
+# ---- patterns
+
+
+def _patterns(scored: Scored, left: Flags, trainer: Told, rollout: Told) -> list[Suspect]:
+    """Causes of differences that are anywhere."""
+    apart, size = scored.differences[left], _rms(scored.differences[left])
+    found = [*_temperature(scored, left), *_processor(scored, left), *_growth(scored, left)]
+    if any(suspect.score > 0.8 for suspect in found):
+        return found
+    symmetrical = abs(apart.mean()) < max(0.3 * size, 3 * size / np.sqrt(len(apart)))
+    if size <= 1.5 * NOISE and symmetrical:
+        causes = (MismatchCause.DTYPE, MismatchCause.ATTENTION)
+        first, second = causes if size > KERNEL_NOISE else causes[::-1]
+        kind = "half precision" if size > KERNEL_NOISE else "another kernel"
+        say = f"symmetrical noise of {size:.1g} nats anywhere, the size of {kind}"
+        same = 0.5 * (None is not rollout[first.value] == trainer[first.value])
+        found += [Suspect(first, 0.9 + same, say), Suspect(second, 0.7, say)]
+    likely = np.exp(np.minimum(np.maximum(scored.ours, scored.theirs)[left], 0.0))
+    scaled = abs(apart) / (1.02 - likely)
+    tail = float(np.sqrt((scaled**2).mean()) / max(float(np.median(scaled)), 1e-9))
+    if tail > 4 and rollout["experts"] != "dense" and trainer["experts"] != "dense":
+        few = abs(apart) > 2 * size
+        say = f"{few.mean():.0%} of the tokens hold {(apart[few] ** 2).sum() / (apart**2).sum():.0%}"
+        found.append(Suspect(MismatchCause.EXPERTS, 0.9, f"{say} of the squared differences"))
+    say = f"differences of {size:.2g} nats (root mean square) anywhere, without a pattern"
+    found.append(Suspect(MismatchCause.WEIGHTS, 0.6, say))
+    return found
+
+
+def _temperature(scored: Scored, left: Flags) -> list[Suspect]:
+    apart = scored.differences[left]
+    exact = bool(np.isfinite(scored.entropies[left]).all())
+    theirs = np.maximum(scored.theirs[left], -1e3)
+    terms = [theirs + scored.entropies[left]] if exact else [theirs, theirs**2, theirs**3]
+    explained, slope = _fit(terms, apart)
+    if explained < 0.85:
+        return []
+    by = "logprob + entropy" if exact else "a curve of the logprob"
+    say = f"{by} explains {explained:.1%} of the differences"
+    if exact and abs(slope) < 1:
+        say += f": the trainer's temperature is {1 - slope:.3g} times the rollout's"
+    return [Suspect(MismatchCause.TEMPERATURE, explained, say)]
+
+
+def _fit(terms: Sequence[Numbers], values: Numbers) -> tuple[float, float]:
+    """Share of the variance that a linear fit explains, and the slope of the first term."""
+    design = np.stack([np.ones_like(values), *terms], 1)
+    found = np.linalg.lstsq(design, values, rcond=None)[0]
+    rest = ((values - design @ found) ** 2).sum()
+    return float(1 - rest / max(((values - values.mean()) ** 2).sum(), 1e-12)), float(found[1])
+
+
+def _processor(scored: Scored, left: Flags) -> list[Suspect]:
+    apart = scored.differences[left]
+    impossible = int((~np.isfinite(scored.theirs[left])).sum())
+    if impossible:
+        say = f"{impossible} sampled tokens are impossible at the trainer, which truncates"
+        return [Suspect(MismatchCause.PROCESSOR, 1.0, say)]
+    off = abs(apart) > 0.1 * _rms(apart)
+    higher = float((apart[off] > 0).mean())
+    if off.sum() >= SMALLEST_PART and not 0.02 < higher < 0.98:
+        side = "trainer" if higher > 0.5 else "rollout"
+        say = f"the {side}'s logprob is the higher one in {max(higher, 1 - higher):.0%} of the tokens"
+        say += f" that differ: its distribution is truncated and renormalised"
+        return [Suspect(MismatchCause.PROCESSOR, 0.95, say)]
+    repeated = scored.repeated[left]
+    if min(repeated.sum(), (~repeated).sum()) >= SMALLEST_PART:
+        gap = apart[repeated].mean() - apart[~repeated].mean()
+        error = np.sqrt(sum(apart[r].var() / r.sum() for r in (repeated, ~repeated)))
+        if abs(gap) > 8 * error:
+            say = f"tokens that stood there before differ by {gap:+.2g} nats more than new ones"
+            return [Suspect(MismatchCause.PROCESSOR, 0.9, say)]
+    return _biased(scored.ids[left], apart)
+
+
+def _biased(ids: Ids, apart: Numbers) -> list[Suspect]:
+    """A bias of single tokens: the id explains the differences."""
+    _, place, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    free = len(apart) - len(counts)
+    if free < SMALLEST_PART:
+        return []
+    means = np.bincount(place, apart) / counts
+    rest = ((apart - means[place]) ** 2).sum() / free
+    explained = 1 - rest / max(apart.var(), 1e-12)
+    if explained < 0.6:
+        return []
+    say = f"the token's id alone explains {explained:.0%} of the differences"
+    return [Suspect(MismatchCause.PROCESSOR, float(explained), say)]
+
+
+def _growth(scored: Scored, left: Flags) -> list[Suspect]:
+    """Differences that grow with the position."""
+    apart, places = scored.differences[left], scored.positions[left]
+    order = np.argsort(places, kind="stable")
+    bins = [_rms(apart[part]) for part in np.array_split(order, 5)]
+    if bins[0] > 0.25 * bins[-1] or any(a > 1.2 * b for a, b in zip(bins, bins[1:], strict=False)):
+        return []
+    say = f"differences grow with the position, from {bins[0]:.2g} to {bins[-1]:.2g} nats"
+    return [Suspect(MismatchCause.POSITIONS, 0.9, say), Suspect(MismatchCause.ATTENTION, 0.6, say)]
