@@ -8,7 +8,8 @@ under another one: a temperature, a top-k, a sliding window, a stale cache and s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,8 @@ class Computing:
     """Weights under which the keys and values of cached beginnings were computed."""
     padding: int = 0
     """Masked padding at the right: another shape of the batch, the same numbers but for noise."""
+    kernel: str = "eager"
+    """Attention implementation of transformers."""
 
 
 @dataclass(frozen=True)
@@ -169,9 +172,8 @@ def logprobs(session: Session, how: Computing, longest: int = 0) -> tuple[np.nda
     ids = torch.from_numpy(session.ids).long()
     model = how.model
     if how.dtype != torch.float32:
-        model = type(model)(model.config)
-        model.load_state_dict(how.model.state_dict())
-        model = model.to(how.dtype).eval()
+        model = _rounded(model, how.dtype)
+    model.set_attn_implementation(how.kernel)
     with torch.inference_mode():
         logits = _logits(model, session, ids, how, longest).float()
         seen = torch.zeros(len(ids), VOCABULARY, dtype=torch.bool)
@@ -184,6 +186,14 @@ def logprobs(session: Session, how: Computing, longest: int = 0) -> tuple[np.nda
     return chosen.numpy()[mask], entropy.numpy()[mask]
 
 
+def _rounded(
+    model: transformers.PreTrainedModel, dtype: torch.dtype
+) -> transformers.PreTrainedModel:
+    made = type(model)(model.config)
+    made.load_state_dict(model.state_dict())
+    return made.to(dtype).eval()
+
+
 def _logits(
     model: transformers.PreTrainedModel,
     session: Session,
@@ -193,7 +203,8 @@ def _logits(
 ) -> torch.Tensor:
     size = len(ids)
     if how.stale is not None:
-        return _with_stale_cache(model, how.stale, session, ids)
+        stale = model if how.stale is how.model else _rounded(how.stale, how.dtype)
+        return _with_stale_cache(model, stale, session, ids)
     before = longest - size if how.padded else 0
     row = torch.cat([torch.zeros(before), ids, torch.zeros(how.padding)]).long()
     sees = torch.ones(len(row), len(row)).tril()
@@ -313,8 +324,8 @@ def run(
     *,
     rollout: Callable[[Computing], Computing] = lambda how: how,
     trainer: Callable[[Computing], Computing] = lambda how: how,
-    engine_facts: dict[str, object] | None = None,
-    trainer_facts: dict[str, object] | None = None,
+    engine_facts: dict[str, Any] | None = None,
+    trainer_facts: dict[str, Any] | None = None,
     show: Callable[[Sequence[Session], np.random.Generator], Sequence[Session]] | None = None,
     moe: bool = False,
     updated_by: str | None = None,

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from bridle import __version__
 from bridle.cli import (
+    certify,
     client,
     dashboard,
     demo,
@@ -76,6 +77,7 @@ app.command("run")(run.run)
 app.command("show")(show.show)
 app.command("rebuild")(rebuild.rebuild)
 app.command("score")(score.score)
+app.command("certify")(certify.certify)
 app.command("fork")(fork.fork)
 app.command("teach")(teach.teach)
 app.command("export")(export.export)

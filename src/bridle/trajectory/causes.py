@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,7 +45,7 @@ SMALLEST_PART = 8
 """A part of fewer tokens proves nothing."""
 LEAST_INFORMATION = 10.0
 """Nats that a part must tell about which tokens are off: chance gives it once in 20,000."""
-NOISE = 5e-2
+NOISE = 0.1
 """Root mean square, nats, up to which symmetrical differences may be those of half precision."""
 KERNEL_NOISE = 2e-3
 """Up to this they may be those of another kernel in float32 (TF32 included)."""
@@ -134,7 +135,7 @@ class Scored:
     """Whether the id stood in the trace before."""
     versions: npt.NDArray[np.int32]
     cached: npt.NDArray[np.int64]
-    """Prompt tokens of the turn that the engine took from its cache; -1 = not told."""
+    """Prompt tokens of the turn that the engine took from its cache; 0 = none, or not told."""
     padding: npt.NDArray[np.int64]
     """Of the row; -1 = not told."""
     ours: Numbers
@@ -272,22 +273,50 @@ def _parts(
         yield (MismatchCause.WEIGHTS,), stale, said, 0.0
     if (scored.padding >= 0).all():
         yield (MismatchCause.PADDING,), scored.padding > 0, "tokens of padded rows", 0.0
+    else:
+        lengths = [len(trace.prompt_ids) + len(trace.response_ids) for trace in scored.traces]
+        shorter = np.array(lengths)[scored.trace] < max(lengths)
+        yield (MismatchCause.PADDING,), shorter, "tokens of traces shorter than the longest", 0.0
     later = scored.turns > 0
-    if (scored.cached >= 0).all() and (scored.cached > 0).any():
+    if (scored.cached > 0).any():
         hit = scored.cached > 0
         yield (MismatchCause.CACHE,), hit, "tokens of turns behind a prefix cache hit", 0.0
-        causes: tuple[MismatchCause, ...] = (MismatchCause.POSITIONS,)
         said = "tokens from the second turn on, with a prefix cache hit or not"
-        yield causes, later, said, 0.0
+        yield (MismatchCause.POSITIONS,), later, said, 0.0
     else:
-        causes = (MismatchCause.POSITIONS, MismatchCause.CACHE)
-        yield causes, later, "tokens from the second turn on", 0.0
-    places = np.unique(scored.positions[left & off])
-    if len(places):
-        at = int(places[0])
-        causes = (MismatchCause.ATTENTION, MismatchCause.POSITIONS)
-        price = float(np.log(len(np.unique(scored.positions[left]))))
-        yield causes, scored.positions >= at, f"tokens from position {at} on, in any trace", price
+        yield _wrong_turns(scored, left & later, off)
+    if not (left & off).any():
+        return
+    places, choices = scored.positions, np.log(len(np.unique(scored.positions[left])))
+    at = int(places[left & off].min())
+    causes = (MismatchCause.ATTENTION, MismatchCause.POSITIONS)
+    yield causes, places >= at, f"tokens from position {at} on, in any trace", float(choices)
+    if any(ids is None for ids, _ in scored.answers):
+        first = np.full(len(scored.traces), np.iinfo(np.int64).max)
+        np.minimum.at(first, scored.trace[left & off], places[left & off])
+        begun = first[first < np.iinfo(np.int64).max]
+        said = f"tokens of {len(begun)} traces from a position of its own in each, ids not sent"
+        causes = (MismatchCause.IDS, MismatchCause.TEMPLATE)
+        yield causes, places >= first[scored.trace], said, float(choices * len(begun))
+
+
+def _wrong_turns(
+    scored: Scored, later: Flags, off: Flags
+) -> tuple[tuple[MismatchCause, ...], Flags, str, float]:
+    """The later turns that are off, where the engine did not tell its cache hits.
+
+    Wrong positions spoil all of them; a stale cache those that hit it, which any of them may be.
+    """
+    turns = scored.trace * (int(scored.turns.max()) + 1) + scored.turns
+    sizes = np.bincount(turns[later], minlength=int(turns.max()) + 1)
+    wrong = np.bincount(turns[later], off[later], len(sizes)) > 0.25 * sizes
+    part = later & wrong[turns]
+    count, among = int(wrong.sum()), int((sizes > 0).sum())
+    said = f"tokens of {count} of {among} turns behind another turn"
+    causes = (MismatchCause.POSITIONS, MismatchCause.CACHE)
+    if count == among:
+        return causes, part, said, 0.0
+    return causes[::-1], part, said, float(np.log(2) * among)
 
 
 def _information(inside: Flags, outside: Flags) -> float:
@@ -313,7 +342,7 @@ def _patterns(scored: Scored, left: Flags, trainer: Told, rollout: Told) -> list
     if any(suspect.score > 0.8 for suspect in found):
         return found
     symmetrical = abs(apart.mean()) < max(0.3 * size, 3 * size / np.sqrt(len(apart)))
-    if size <= 1.5 * NOISE and symmetrical:
+    if size <= NOISE and symmetrical:
         causes = (MismatchCause.DTYPE, MismatchCause.ATTENTION)
         first, second = causes if size > KERNEL_NOISE else causes[::-1]
         kind = "half precision" if size > KERNEL_NOISE else "another kernel"
@@ -322,13 +351,33 @@ def _patterns(scored: Scored, left: Flags, trainer: Told, rollout: Told) -> list
         found += [Suspect(first, 0.9 + same, say), Suspect(second, 0.7, say)]
     likely = np.exp(np.minimum(np.maximum(scored.ours, scored.theirs)[left], 0.0))
     scaled = abs(apart) / (1.02 - likely)
-    tail = float(np.sqrt((scaled**2).mean()) / max(float(np.median(scaled)), 1e-9))
-    if tail > 4 and rollout["experts"] != "dense" and trainer["experts"] != "dense":
+    middle = float(np.median(scaled))
+    tail = float(np.sqrt((scaled**2).mean()) / max(middle, 1e-9))
+    if (
+        middle < NOISE
+        and tail > 4
+        and rollout["experts"] != "dense"
+        and trainer["experts"] != "dense"
+    ):
         few = abs(apart) > 2 * size
-        say = f"{few.mean():.0%} of the tokens hold {(apart[few] ** 2).sum() / (apart**2).sum():.0%}"
+        say = (
+            f"{few.mean():.0%} of the tokens hold {(apart[few] ** 2).sum() / (apart**2).sum():.0%}"
+        )
         found.append(Suspect(MismatchCause.EXPERTS, 0.9, f"{say} of the squared differences"))
     say = f"differences of {size:.2g} nats (root mean square) anywhere, without a pattern"
     found.append(Suspect(MismatchCause.WEIGHTS, 0.6, say))
+    if any(ids is None for ids, _ in scored.answers):
+        say = "the trainer sent no ids to compare"
+        causes = (MismatchCause.IDS, MismatchCause.TEMPLATE)
+        found += [Suspect(cause, 0.4, say) for cause in causes]
+    declared = {
+        cause
+        for cause, names in FACTS_OF.items()
+        for name in names
+        if None not in (rollout[name], trainer[name]) and rollout[name] != trainer[name]
+    }
+    others = declared - {suspect.cause for suspect in found} - {MismatchCause.IDS}
+    found += [Suspect(cause, 0.05, "only the facts differ") for cause in sorted(others)]
     return found
 
 
@@ -338,7 +387,7 @@ def _temperature(scored: Scored, left: Flags) -> list[Suspect]:
     theirs = np.maximum(scored.theirs[left], -1e3)
     terms = [theirs + scored.entropies[left]] if exact else [theirs, theirs**2, theirs**3]
     explained, slope = _fit(terms, apart)
-    if explained < 0.85:
+    if explained < 0.88:
         return []
     by = "logprob + entropy" if exact else "a curve of the logprob"
     say = f"{by} explains {explained:.1%} of the differences"
@@ -365,8 +414,10 @@ def _processor(scored: Scored, left: Flags) -> list[Suspect]:
     higher = float((apart[off] > 0).mean())
     if off.sum() >= SMALLEST_PART and not 0.02 < higher < 0.98:
         side = "trainer" if higher > 0.5 else "rollout"
-        say = f"the {side}'s logprob is the higher one in {max(higher, 1 - higher):.0%} of the tokens"
-        say += f" that differ: its distribution is truncated and renormalised"
+        say = (
+            f"the {side}'s logprob is the higher one in {max(higher, 1 - higher):.0%} of the tokens"
+        )
+        say += " that differ: its distribution is truncated and renormalised"
         return [Suspect(MismatchCause.PROCESSOR, 0.95, say)]
     repeated = scored.repeated[left]
     if min(repeated.sum(), (~repeated).sum()) >= SMALLEST_PART:
@@ -398,7 +449,7 @@ def _growth(scored: Scored, left: Flags) -> list[Suspect]:
     apart, places = scored.differences[left], scored.positions[left]
     order = np.argsort(places, kind="stable")
     bins = [_rms(apart[part]) for part in np.array_split(order, 5)]
-    if bins[0] > 0.25 * bins[-1] or any(a > 1.2 * b for a, b in zip(bins, bins[1:], strict=False)):
+    if bins[0] > 0.25 * bins[-1] or any(a > 1.2 * b for a, b in pairwise(bins)):
         return []
     say = f"differences grow with the position, from {bins[0]:.2g} to {bins[-1]:.2g} nats"
     return [Suspect(MismatchCause.POSITIONS, 0.9, say), Suspect(MismatchCause.ATTENTION, 0.6, say)]
