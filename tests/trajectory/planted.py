@@ -7,6 +7,8 @@ under another one: a temperature, a top-k, a sliding window, a stale cache and s
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +39,10 @@ class Computing:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     """Keys that a token attends to; `None` = all before it."""
+    bias: float = 0.0
+    """Added to the logits of every fourth token."""
+    theta: float | None = None
+    """Base of the rotary position embedding; `None` = the model's."""
     padded: bool = False
     """Rows are padded at the left to the longest one, and the padding is not masked."""
     positions: str = "plain"
@@ -67,16 +73,18 @@ class Session:
         return [0, *self.ends[:-1]]
 
 
-def dense(seed: int, **more: object) -> transformers.PreTrainedModel:
+@functools.cache
+def dense(seed: int) -> transformers.PreTrainedModel:
     torch.manual_seed(seed)
     config = transformers.Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False,
-        initializer_range=0.3, attn_implementation="eager", **more,
+        initializer_range=0.3, attn_implementation="eager",
     )  # fmt: skip
     return _spread(transformers.Qwen3ForCausalLM(config))
 
 
+@functools.cache
 def mixture(seed: int) -> transformers.PreTrainedModel:
     """A model of eight experts, two of them for each token."""
     torch.manual_seed(seed)
@@ -100,10 +108,8 @@ def _spread(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel
 def updated(
     model: transformers.PreTrainedModel, sessions: Sequence[Session], rate: float, seed: int = 0
 ) -> transformers.PreTrainedModel:
-    """The model after one optimiser step towards sessions with random advantages."""
-    made = type(model)(model.config)
-    made.load_state_dict(model.state_dict())
-    optimizer = torch.optim.AdamW(made.parameters(), lr=rate)
+    """The model after one step of Adam from rest, on sessions with random advantages."""
+    made = _rounded(model, torch.float32)
     random = np.random.default_rng(seed)
     loss = torch.zeros(())
     for session in sessions:
@@ -112,13 +118,17 @@ def updated(
         chosen = -torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="none")
         loss = loss - random.normal() * chosen[torch.from_numpy(session.sampled[1:])].mean()
     loss.backward()
-    optimizer.step()
-    return made.eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.sub_(rate * parameter.grad.sign())
+    return made
 
 
+@functools.cache
 def play(model: transformers.PreTrainedModel, seed: int, how: Computing) -> list[Session]:
     """Sessions sampled from `model` with the temperature and the processors of `how`."""
     random = np.random.default_rng(seed)
+    model.set_attn_implementation("eager")
     plans = [_plan(random) for _ in range(ROWS)]
     ids = torch.from_numpy(random.integers(2, VOCABULARY, (ROWS, LENGTH)))
     sampled = torch.from_numpy(np.stack([mask for mask, _ in plans]))
@@ -161,6 +171,7 @@ def _processed(logits: torch.Tensor, seen: torch.Tensor, how: Computing) -> torc
         lowered = torch.where(logits > 0, logits / how.penalty, logits * how.penalty)
         logits = torch.where(seen, lowered, logits)
     logits = logits / how.temperature
+    logits[..., ::4] += how.bias
     if how.top_k is not None:
         least = logits.topk(how.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
@@ -173,6 +184,10 @@ def logprobs(session: Session, how: Computing, longest: int = 0) -> tuple[np.nda
     model = how.model
     if how.dtype != torch.float32:
         model = _rounded(model, how.dtype)
+    if how.theta is not None:
+        model = type(model)(_turned(model.config, how.theta))
+        model.load_state_dict(how.model.state_dict())
+        model.eval()
     model.set_attn_implementation(how.kernel)
     with torch.inference_mode():
         logits = _logits(model, session, ids, how, longest).float()
@@ -184,6 +199,12 @@ def logprobs(session: Session, how: Computing, longest: int = 0) -> tuple[np.nda
         entropy = -(spread.exp() * spread.nan_to_num(neginf=0)).sum(-1)
     mask = session.sampled[1:]
     return chosen.numpy()[mask], entropy.numpy()[mask]
+
+
+def _turned(config: transformers.PreTrainedConfig, theta: float) -> transformers.PreTrainedConfig:
+    other = copy.deepcopy(config)
+    other.rope_parameters = {**other.rope_parameters, "rope_theta": theta}
+    return other
 
 
 def _rounded(
@@ -337,7 +358,10 @@ def run(
     """
     model = mixture(seed) if moe else dense(seed)
     how = rollout(Computing(model))
-    sessions = play(model, seed, how)
+    sampled = Computing(
+        model, temperature=how.temperature, top_k=how.top_k, penalty=how.penalty, bias=how.bias
+    )
+    sessions = play(model, seed, sampled)
     theirs = trainer(Computing(model))
     if updated_by is not None:
         other = updated(model, sessions, 3e-3, seed)
@@ -349,6 +373,27 @@ def run(
         recomputed(sessions, theirs, shown),
         replace(SHARED, **engine_facts or {}),
         replace(SHARED, **trainer_facts or {}),
+    )
+
+
+def clean(seed: int) -> Run:
+    """Two correct computations of the same numbers, whose kernels and batches are others.
+
+    The rollout computes turn by turn behind a cache, the trainer whole padded rows with another
+    attention kernel; by the seed in float32, in bfloat16, a rollout in bfloat16 and nothing told,
+    or with experts in float32.
+    """
+    half = seed % 4 in (1, 2)
+    dtype = torch.bfloat16 if half else torch.float32
+    theirs = dtype if seed % 4 == 1 else torch.float32
+    told = {"dtype": None if seed % 4 == 2 else str(dtype).removeprefix("torch.")}
+    return run(
+        seed,
+        rollout=lambda how: replace(how, stale=how.model, dtype=dtype),
+        trainer=lambda how: replace(how, kernel="sdpa", padding=9, dtype=theirs),
+        engine_facts=told,
+        trainer_facts=told | {"attention": "sdpa"},
+        moe=seed % 4 == 3,
     )
 
 

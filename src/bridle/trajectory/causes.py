@@ -3,8 +3,9 @@
 Each cause leaves its own mark on the differences, whatever the two sides declare:
 
 - other ids, another template: the first id that differs, and on which side of a turn it stands;
-- stale weights, a stale prefix cache, unmasked padding, wrong position ids, a window of attention:
-  a part of the tokens is off (those of one version, behind a cache hit, in padded rows, from the
+- weights of another version: the tokens that it sampled;
+- a stale prefix cache, unmasked padding, position ids that restart, a window of attention:
+  a part of the tokens is off (those behind a cache hit, in padded rows, from the
   second turn on, from one position on) and all others are clean. The part that tells most about
   which tokens are off, in nats of information, is the cause;
 - another temperature: differences in proportion to logprob + entropy, which is the derivative of a
@@ -12,8 +13,10 @@ Each cause leaves its own mark on the differences, whatever the two sides declar
 - a logits processor: all differences of one sign (a truncated distribution is renormalised), tokens
   that are impossible on one side, or differences that follow a token's id or its repetition;
 - experts: most tokens agree and a few, anywhere, are far off (a routing that flipped);
+- position ids and their scaling: differences that grow with the position;
 - dtype and attention backend: small symmetrical noise;
-- other weights: large differences anywhere, without any of these marks.
+- other weights: large differences anywhere, without any of these marks. Wrong position ids that
+  change short distances too can look the same, and are named second.
 
 Declared facts raise or lower a cause. What the data cannot tell apart is reported together, best
 first; a mismatch that fits nothing is `unknown`. Pure numpy; called by `bridle.trajectory.fidelity`
@@ -25,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,8 +49,6 @@ LEAST_INFORMATION = 10.0
 """Nats that a part must tell about which tokens are off: chance gives it once in 20,000."""
 NOISE = 0.1
 """Root mean square, nats, up to which symmetrical differences may be those of half precision."""
-KERNEL_NOISE = 2e-3
-"""Up to this they may be those of another kernel in float32 (TF32 included)."""
 
 
 class MismatchCause(StrEnum):
@@ -164,10 +164,10 @@ def diagnose(scored: Scored, trainer: Told, rollout: Told, tolerance: float) -> 
         share = float(divergence[tokens].sum() / max(divergence.sum(), 1e-12))
         found.append(Mismatch(tuple(ranked), tokens, float(tokens.mean()), share))
 
-    for suspects, tokens in _other_ids(scored):
-        add(suspects, tokens)
+    for suspects, tokens in (*_other_ids(scored), *_stale(scored, trainer, tolerance)):
+        add(suspects, tokens & left)
         left = left & ~tokens
-    while (part := _part(scored, left, trainer, tolerance)) is not None:
+    while (part := _part(scored, left, tolerance)) is not None:
         add(*part)
         left = left & ~part[1]
     if left.any() and _rms(scored.differences[left]) > tolerance:
@@ -233,16 +233,26 @@ def _other_ids(scored: Scored) -> Iterator[tuple[list[Suspect], Flags]]:
 # ---- parts
 
 
-def _part(
-    scored: Scored, left: Flags, trainer: Told, tolerance: float
-) -> tuple[list[Suspect], Flags] | None:
+def _stale(
+    scored: Scored, trainer: Told, tolerance: float
+) -> Iterator[tuple[list[Suspect], Flags]]:
+    """The tokens that other versions than the trainer's sampled, where some are of its own."""
+    stale = (scored.versions >= 0) & (scored.versions != trainer["version"])
+    if trainer["version"] is None or stale.all() or _rms(scored.differences[stale]) <= tolerance:
+        return
+    among = ", ".join(map(str, np.unique(scored.versions[stale]).tolist()))
+    said = f"version {among} sampled these tokens, and the trainer has {trainer['version']}"
+    yield [Suspect(MismatchCause.WEIGHTS, 1.0, said)], stale
+
+
+def _part(scored: Scored, left: Flags, tolerance: float) -> tuple[list[Suspect], Flags] | None:
     """The part of the tokens that holds all that is off, with its causes; `None` = there is none.
 
     Of several parts the one that tells most about which tokens are off.
     """
     off = abs(scored.differences) > 3 * tolerance
     best: tuple[float, list[Suspect], Flags] | None = None
-    for causes, part, evidence, price in _parts(scored, left, off, trainer):
+    for causes, part, evidence, price in _parts(scored, left, off):
         inside, outside = left & part, left & ~part
         if min(inside.sum(), outside.sum()) < SMALLEST_PART:
             continue
@@ -262,15 +272,9 @@ def _part(
 
 
 def _parts(
-    scored: Scored, left: Flags, off: Flags, trainer: Told
+    scored: Scored, left: Flags, off: Flags
 ) -> Iterator[tuple[tuple[MismatchCause, ...], Flags, str, float]]:
     """Parts that causes would spoil: the causes, the part, its name, nats that its choice costs."""
-    version = trainer["version"]
-    if version is not None:
-        stale = (scored.versions >= 0) & (scored.versions != version)
-        among = ", ".join(map(str, np.unique(scored.versions[stale]).tolist()))
-        said = f"tokens that version {among} sampled, and the trainer has {version}"
-        yield (MismatchCause.WEIGHTS,), stale, said, 0.0
     if (scored.padding >= 0).all():
         yield (MismatchCause.PADDING,), scored.padding > 0, "tokens of padded rows", 0.0
     else:
@@ -343,12 +347,10 @@ def _patterns(scored: Scored, left: Flags, trainer: Told, rollout: Told) -> list
         return found
     symmetrical = abs(apart.mean()) < max(0.3 * size, 3 * size / np.sqrt(len(apart)))
     if size <= NOISE and symmetrical:
-        causes = (MismatchCause.DTYPE, MismatchCause.ATTENTION)
-        first, second = causes if size > KERNEL_NOISE else causes[::-1]
-        kind = "half precision" if size > KERNEL_NOISE else "another kernel"
-        say = f"symmetrical noise of {size:.1g} nats anywhere, the size of {kind}"
-        same = 0.5 * (None is not rollout[first.value] == trainer[first.value])
-        found += [Suspect(first, 0.9 + same, say), Suspect(second, 0.7, say)]
+        say = f"symmetrical noise of {size:.1g} nats anywhere, the size of half precision"
+        same = 0.5 * (None is not rollout["dtype"] == trainer["dtype"])
+        found.append(Suspect(MismatchCause.DTYPE, 0.9 + same, say))
+        found.append(Suspect(MismatchCause.ATTENTION, 0.7, say))
     likely = np.exp(np.minimum(np.maximum(scored.ours, scored.theirs)[left], 0.0))
     scaled = abs(apart) / (1.02 - likely)
     middle = float(np.median(scaled))
@@ -366,6 +368,8 @@ def _patterns(scored: Scored, left: Flags, trainer: Told, rollout: Told) -> list
         found.append(Suspect(MismatchCause.EXPERTS, 0.9, f"{say} of the squared differences"))
     say = f"differences of {size:.2g} nats (root mean square) anywhere, without a pattern"
     found.append(Suspect(MismatchCause.WEIGHTS, 0.6, say))
+    if size > NOISE:
+        found.append(Suspect(MismatchCause.POSITIONS, 0.3, say))
     if any(ids is None for ids, _ in scored.answers):
         say = "the trainer sent no ids to compare"
         causes = (MismatchCause.IDS, MismatchCause.TEMPLATE)
@@ -445,11 +449,17 @@ def _biased(ids: Ids, apart: Numbers) -> list[Suspect]:
 
 
 def _growth(scored: Scored, left: Flags) -> list[Suspect]:
-    """Differences that grow with the position."""
-    apart, places = scored.differences[left], scored.positions[left]
-    order = np.argsort(places, kind="stable")
-    bins = [_rms(apart[part]) for part in np.array_split(order, 5)]
-    if bins[0] > 0.25 * bins[-1] or any(a > 1.2 * b for a, b in pairwise(bins)):
+    """Differences that grow with the position, by their ranks."""
+    sizes, places = (_ranks(x[left]) for x in (abs(scored.differences), scored.positions))
+    grows = float((sizes * places).mean())
+    if grows < max(0.25, 5 / np.sqrt(len(sizes))):
         return []
-    say = f"differences grow with the position, from {bins[0]:.2g} to {bins[-1]:.2g} nats"
+    say = f"differences grow with the position (rank correlation {grows:.2f})"
     return [Suspect(MismatchCause.POSITIONS, 0.9, say), Suspect(MismatchCause.ATTENTION, 0.6, say)]
+
+
+def _ranks(values: npt.NDArray[Any]) -> Numbers:
+    """Ranks of the values, with mean 0 and variance 1; equal values share theirs."""
+    _, place = np.unique(values, return_inverse=True)
+    ranks = place.astype(np.float64)
+    return (ranks - ranks.mean()) / max(float(ranks.std()), 1e-12)
