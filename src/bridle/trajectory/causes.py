@@ -186,9 +186,11 @@ def _ranked(suspects: Sequence[Suspect], trainer: Told, rollout: Told) -> list[S
         score, evidence = suspect.score, suspect.evidence
         for name in FACTS_OF[suspect.cause]:
             ours, theirs = rollout[name], trainer[name]
-            if ours is None or theirs is None or (name == "ids" and ours != theirs):
-                continue
             differs = ours != theirs
+            if None in (ours, theirs) or (name == "ids" and differs):
+                continue
+            if name == "version" and not differs:
+                continue  # an engine may hold other weights than the version that it tells
             score += 0.5 if differs else -0.5
             if differs:
                 evidence += f"; {name}: the rollout says {ours}, the trainer {theirs}"
