@@ -197,7 +197,7 @@ def _ranked(suspects: Sequence[Suspect], trainer: Told, rollout: Told) -> list[S
         weighed.append(Suspect(suspect.cause, score, evidence))
     weighed.sort(key=lambda one: -one.score)
     likely = [one for one in weighed if one.score >= max(0.2, weighed[0].score - 0.5)]
-    told = "; ".join(f"{one.cause}: {one.evidence}" for one in weighed) or "no pattern fits"
+    told = "; ".join(f"{one.cause}: {one.evidence}" for one in weighed)
     return likely or [Suspect(MismatchCause.UNKNOWN, 0.0, f"the facts exclude {told}")]
 
 
