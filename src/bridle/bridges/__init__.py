@@ -1,6 +1,6 @@
 """Bridges: trajectories out, into files and trainers.
 
 `examples` is what a session offers, `selection` what of it is taken; `sft`, `pairs`, `atif` and
-`parquet` write files. `base` turns groups of sessions into rows, which the bridges into trainers
-bring into their own shapes.
+`parquet` write files, and `logprobs` the one in which a trainer sends its logprobs back. `base`
+turns groups of sessions into rows, which the bridges into trainers bring into their own shapes.
 """

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from bridle import __version__
 from bridle.cli import (
+    certify,
     client,
     dashboard,
     doctor,
@@ -65,7 +66,8 @@ def _options(
 
 
 for verb in (
-    *(init.demo, run.run, show.show, export.rebuild, score.score, run.fork, score.teach),
+    *(init.demo, run.run, show.show, export.rebuild, score.score, certify.certify),
+    *(run.fork, score.teach),
     *(export.export, export.generate, train.train, dashboard.dashboard, doctor.doctor),
     *(gateway.gateway, serve.serve, client.submit, client.status, client.watch, client.cancel),
     *(gateway.engine, init.init),

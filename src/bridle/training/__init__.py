@@ -4,7 +4,8 @@
 computes its logprob (padded rows, or a tree in which each token stands once), `grpo` sums the
 objective and steps. `loop` alternates rollouts and updates: `groups` draws tasks and
 runs ahead within bounds, `checkpoint` keeps all of it, `curve` draws it. `sft` trains on
-token-exact examples.
+token-exact examples. `recompute` gives the trainer's logprobs of captured tokens, to compare them
+with the rollout's.
 
 Small, readable and correct; no rival of the trainers that shard and pipeline.
 """

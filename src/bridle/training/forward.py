@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
     from bridle.types import Ids
 
+
+Places = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+"""Of tokens, the number of the sample in its piece and the position in its ids."""
 
 PADDING = 512
 """Tokens of padding in a piece that cost no more than a piece more does."""
@@ -75,8 +78,22 @@ class Rows:
             np.repeat(_floats(s.weight for s in self.samples), counts),
         )
 
+    def places(self) -> Places:
+        """The sample and the position of each of `tokens`."""
+        found = [np.flatnonzero(_mask(sample)) for sample in self.samples]
+        return np.repeat(np.arange(len(found)), [*map(len, found)]), np.concatenate(found)
+
+    def padding(self) -> list[int]:
+        """Tokens of padding behind each sample."""
+        lengths = [_length(sample) for sample in self.samples]
+        return [max(lengths) - length for length in lengths]
+
     def logprobs(self, model: PreTrainedModel, temperature: float) -> torch.Tensor:
         """Logprob of each of `tokens`, shape (N,), float32."""
+        return _chosen(*self.logits(model), temperature)
+
+    def logits(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits that predict each of `tokens`, shape (N, vocabulary), and their ids."""
         longest = max(_length(sample) for sample in self.samples)
         ids = np.stack([_padded(_ids(s), longest) for s in self.samples])
         masks = np.stack([_padded(_mask(s), longest, 0) for s in self.samples])
@@ -91,7 +108,7 @@ class Rows:
         logits = model(input_ids=row[:, self.prefix : -1], **extra).logits
         if logits.ndim == 3:
             logits = logits[trained]
-        return _chosen(logits, row[:, self.prefix + 1 :][trained], temperature)
+        return logits, row[:, self.prefix + 1 :][trained]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +141,15 @@ class Tree:
             found,
             _floats(sample.weight for sample in self.samples)[of],
         )
+
+    def places(self) -> Places:
+        """The sample and the position of each of `tokens`."""
+        trained = self._trained()
+        return self.packed.trace_of[trained], self.packed.position_ids[trained]
+
+    def padding(self) -> list[int]:
+        """Tokens of padding behind each sample: there are none."""
+        return [0] * len(self.samples)
 
     def logprobs(self, model: PreTrainedModel, temperature: float) -> torch.Tensor:
         """Logprob of each of `tokens`, shape (N,), float32."""

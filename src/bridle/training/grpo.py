@@ -211,7 +211,8 @@ class Learner:
         """Train on one batch; the weights that come out are the next version.
 
         Raises `TrainingError` if there is nothing to train on, for ids that the model does not
-        have, and for a loss or gradient that is not a number; the weights are as they were then.
+        have, for a loss or gradient that is not a number, and where trainer and rollout disagree
+        by more than `most_mismatch`; the weights are as they were then.
         """
         began = time.monotonic()
         if not batch.tokens:
@@ -220,6 +221,8 @@ class Learner:
         with threads(self._threads):
             pieces = list(self._pieces(batch))
             first = self._pass(pieces, batch, None)
+            if self.settings.most_mismatch is not None:
+                self._certify(pieces, first.starts, batch.version, self.settings.most_mismatch)
             norm = self._step()
             for _ in range(self.settings.updates_per_batch - 1):
                 last = self._pass(pieces, batch, first.starts)
@@ -289,6 +292,21 @@ class Learner:
             if starts is None:
                 sums.error = _largest(sums.error, logprobs, tokens, batch.version)
         return sums
+
+    def _certify(
+        self, pieces: Sequence[Piece], logprobs: Sequence[torch.Tensor], version: int, most: float
+    ) -> None:
+        """Raise `TrainingError` if trainer and rollout disagree by more than `most` nats."""
+        from bridle.training.recompute import certify_pieces
+        from bridle.trajectory.fidelity import Facts
+
+        facts = Facts(version=version, temperature=self.settings.temperature)
+        found = certify_pieces(zip(pieces, logprobs, strict=True), self.model, facts)
+        if found is not None and not found.faithful and found.kl > most:
+            raise TrainingError(
+                f"update {self.version + 1} is refused ([grpo] most_mismatch = {most:g}): "
+                f"{found.summary()}"
+            )
 
     def _step(self) -> float:
         """Apply the gradients; their norm before clipping."""

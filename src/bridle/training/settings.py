@@ -25,6 +25,9 @@ class GrpoSettings(Settings):
     importance_cap: float = Field(default=2.0, gt=0)
     """Truncated importance sampling: each token weighs its probability under the trainer's weights
     over that under which it was sampled, at most this much."""
+    most_mismatch: float | None = Field(default=None, ge=0)
+    """Most divergence of trainer and rollout, nats per token, on tokens that the updated weights
+    sampled. Above it the update is refused, with the causes; `None` = nothing is compared."""
     kl: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the model that the training began with."""
     teacher: str | None = None

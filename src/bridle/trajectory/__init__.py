@@ -5,7 +5,8 @@ conversation and checks token identity, `drift` joins what a template wrote anew
 each sampled token trains or not, `builders` choose paths and put the arrays together, `transcript`
 adds the messages, `stats` counts.
 `packing` lays traces out as one tree, `sample` holds the values that come out, `result` their JSON,
-`credit` turns rewards into advantages, `tree` draws a conversation for people.
+`credit` turns rewards into advantages, `tree` draws a conversation for people. `fidelity` compares
+a trainer's logprobs with those of the traces, and `causes` says why they differ.
 
 Nothing here does I/O or knows the time. The same facts give the same bytes, in whatever order the
 exchanges were captured.
@@ -344,6 +345,7 @@ def _described(trace: Trace, joined: Joined, marks: Marks, transcript: Transcrip
         "policy_versions": None if newest < 0 else [oldest, newest],
         "temperatures": [exchange.sampling.temperature for exchange in path],
         "seeds": [exchange.sampling.seed for exchange in path],
+        "cached_tokens": [exchange.extra.get("cached_tokens", 0) for exchange in path],
         "sampling": _sampling(trace, path),
     }
     if trace.exchange_ids[-1] in marks.rejected:

@@ -1,0 +1,111 @@
+"""`bridle certify`: exit codes, tables and JSON for a trainer that agrees and one that does not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.cli.models import untrained
+from tests.trajectory.planted import PLANTED, run
+
+from bridle.bridges.logprobs import read_logprobs, write_logprobs
+from bridle.bridges.parquet import write_trajectories
+from bridle.cli.runs import sessions
+from bridle.node.results import trajectory_of
+from bridle.training.grpo import Learner
+from bridle.training.recompute import recompute
+from bridle.training.settings import GrpoSettings
+from bridle.trajectory.sample import Trajectory
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Write a planted run; the arguments of `bridle certify` for it."""
+
+    def written(made):
+        sessions_ = [Trajectory(t.trace_id, "COMPLETED", (t,), 1.0, None, {}) for t in made.traces]
+        write_trajectories(tmp_path / "trajectories.parquet", sessions_)
+        write_logprobs(tmp_path / "logprobs.parquet", made.answers, made.trainer)
+        (tmp_path / "engine.toml").write_text('dtype = "float32"\nweights = "w3"\n')
+        names = ("trajectories.parquet", "logprobs.parquet", "--engine", "engine.toml")
+        return [name if name.startswith("-") else tmp_path / name for name in names]
+
+    return written
+
+
+def test_a_trainer_that_agrees_is_certified(say, files):
+    said = say("certify", *files(run(0)))
+    assert said.code == 0, said.err
+    assert "trainer and rollout agree" in said.out
+    assert "dtype" in said.out
+
+
+def test_a_mismatch_ends_with_code_1_its_cause_and_its_turns(say, files):
+    arguments = files(PLANTED["temperature"](0))
+    said = say("certify", *arguments)
+    assert said.code == 1
+    assert "1 mismatches" in said.out
+    assert "logprob + entropy explains" in said.out
+    assert "10 of" in said.out
+    assert say("certify", *arguments, "--max-kl", "10").code == 0
+    assert say("certify", *arguments, "--max-kl", "1e-4").code == 1
+    found = say("certify", *arguments, "--json").json
+    assert not found["faithful"]
+    assert found["mismatches"][0]["causes"][0]["cause"] == "temperature"
+    assert sum(turn["kl_share"] for turn in found["turns"]) == pytest.approx(1)
+    facts = {fact["name"]: fact for fact in found["facts"]}
+    assert facts["temperature"]["same"] is False
+    assert facts["weights"]["same"] is True
+
+
+def test_tokens_without_a_logprob_are_told(say, files, tmp_path):
+    arguments = files(run(0))
+    answers, facts = read_logprobs(tmp_path / "logprobs.parquet")
+    write_logprobs(tmp_path / "logprobs.parquet", answers[1:], facts)
+    assert "have no logprob of the trainer" in say("certify", *arguments).out
+
+
+def test_the_reference_trainer_computes_the_logprobs_of_a_run(say, finished_run, tmp_path):
+    """The scripted engine's logprobs are no model's, so the two disagree."""
+    model = untrained(tmp_path / "model")
+    said = say("certify", finished_run, "--model", model, "--write", tmp_path / "l.parquet")
+    assert said.code == 1, said.err
+    answers, facts = read_logprobs(tmp_path / "l.parquet")
+    assert (facts.dtype, facts.padding, facts.temperature) == ("float32", "right", 1.0)
+    assert len(facts.weights) == len(facts.template) == 64
+    traces = [t for one in map(trajectory_of, sessions(finished_run)) for t in one.traces]
+    expected = {
+        one.trace_id: one for one in recompute(Learner.load(model, GrpoSettings()).model, traces)
+    }
+    for answer in answers:
+        assert np.allclose(answer.logprobs, expected[answer.trace_id].logprobs, atol=1e-5)
+    again = say("certify", finished_run, tmp_path / "l.parquet", "--json").json
+    assert again["tokens"] == sum(len(answer.positions) for answer in answers)
+
+
+def test_what_was_given_wrong_is_said(say, files, tmp_path):
+    run_, logprobs, _, engine = files(run(0))
+    assert "give one of" in say("certify", run_).err
+    assert "give one of" in say("certify", run_, logprobs, "--model", tmp_path).err
+    assert "--write needs --model" in say("certify", run_, logprobs, "--write", "x").err
+    engine.write_text('flavour = "sour"')
+    said = say("certify", run_, logprobs, "--engine", engine)
+    assert (said.code, "unknown fact 'flavour'" in said.err) == (2, True)
+    engine.write_text("= no")
+    assert say("certify", run_, logprobs, "--engine", engine).code == 2
+
+
+def test_sessions_of_two_temperatures_need_a_file_of_logprobs(say, files, tmp_path):
+    made = run(0)
+    first = made.traces[0]
+    sampling = {"sampling": {"temperature": [0.5, 1.0]}}
+    mixed = replace(first, metadata=first.metadata | sampling)
+    arguments = files(replace(made, traces=[mixed, *made.traces[1:]]))
+    said = say("certify", arguments[0], "--model", tmp_path)
+    assert (said.code, "temperatures 0.5, 1" in said.err) == (2, True)
+
+
+def test_a_run_in_which_nothing_trains_is_refused(say, tmp_path):
+    empty = Trajectory("s", "ERROR", (), None, None, {})
+    write_trajectories(tmp_path / "trajectories.parquet", [empty])
+    said = say("certify", tmp_path / "trajectories.parquet", tmp_path / "l.parquet")
+    assert "no trace of its 1 sessions trains" in said.err
