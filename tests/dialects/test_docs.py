@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bridle.dialects import DIALECTS
-from bridle.dialects.kinds import RULES as KIND_RULES
 from bridle.dialects.noise import RULES as NOISE_RULES
 from bridle.errors import RequestError
+from bridle.harness_rules.table import KIND_RULES
 from bridle.types import Dialect
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "dialects.md").read_text()

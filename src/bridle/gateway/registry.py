@@ -23,7 +23,6 @@ from pydantic import TypeAdapter, ValidationError
 from bridle.capture.records import Outcome, SessionRecord
 from bridle.config import CallRule, Limits, SamplingPolicy, explain
 from bridle.dialects.history import History
-from bridle.dialects.kinds import KindRule
 from bridle.errors import ConfigError
 from bridle.gateway import faults
 from bridle.gateway.budgets import SamplingPlan, TokenAccount
@@ -32,6 +31,7 @@ from bridle.gateway.keys import PREFIX, key_digest
 from bridle.gateway.replay import Replay
 from bridle.gateway.responses import Shelf
 from bridle.gateway.tries import Tries
+from bridle.harness_rules.base import KindRule
 from bridle.prompting.canonical import AtomMemo, Canonical
 from bridle.prompting.conversation import Conversation
 from bridle.prompting.lineage import Lineage

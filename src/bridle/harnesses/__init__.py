@@ -10,30 +10,12 @@ import sys
 
 from bridle.config import AgentSpec
 from bridle.errors import ConfigError
+from bridle.harness_rules.table import HARNESS_RULES
 from bridle.harnesses.base import SCRIPTS, Harness
 from bridle.plugins import installed, load
 from bridle.types import Dialect
 
-HARNESSES = {
-    "aider": "bridle.harnesses.aider:Aider",
-    "claude_agent_sdk": "bridle.harnesses.claude_agent_sdk:ClaudeAgentSdk",
-    "claude_code": "bridle.harnesses.claude_code:ClaudeCode",
-    "cline": "bridle.harnesses.cline:Cline",
-    "codex": "bridle.harnesses.codex:Codex",
-    "command": "bridle.harnesses.command:CommandHarness",
-    "copilot": "bridle.harnesses.copilot:Copilot",
-    "function": "bridle.harnesses.function:FunctionHarness",
-    "gemini_cli": "bridle.harnesses.gemini_cli:GeminiCli",
-    "google_adk": "bridle.harnesses.google_adk:GoogleAdk",
-    "hermes": "bridle.harnesses.hermes:Hermes",
-    "mini_swe_agent": "bridle.harnesses.mini_swe_agent:MiniSweAgent",
-    "openai_agents": "bridle.harnesses.openai_agents:OpenaiAgents",
-    "openclaw": "bridle.harnesses.openclaw:Openclaw",
-    "opencode": "bridle.harnesses.opencode:Opencode",
-    "openhands": "bridle.harnesses.openhands:Openhands",
-    "pi": "bridle.harnesses.pi:Pi",
-    "qwen_code": "bridle.harnesses.qwen_code:QwenCode",
-}
+HARNESSES = {name: row.adapter for name, row in HARNESS_RULES.items() if row.adapter is not None}
 """Short name -> `module:Class`; `AgentSpec.import_path` takes any other `package.module:Class`."""
 
 CHECKS = {

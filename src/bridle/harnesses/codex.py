@@ -8,12 +8,9 @@ are switched off.
 
 from __future__ import annotations
 
-import re
-
 from pydantic import Field
 
 from bridle.config import McpServer, Settings
-from bridle.dialects.noise import Varying
 from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.configuration import (
     PATIENCE_S,
@@ -29,7 +26,6 @@ from bridle.types import JSON, Cause, Dialect
 
 CLI = "node_modules/@openai/codex/bin/codex.js"
 PROVIDER = "gw"
-CHUNK = Varying("exec_result", re.compile(r"Chunk ID: [0-9a-f]{6}\nWall time: [\d.]+ seconds"))
 COMPACT_AT = 0.8
 """Part of the context after which it is told to compact."""
 
@@ -53,7 +49,6 @@ class Codex(Packaged[CodexSettings]):
     dialect = Dialect.OPENAI_RESPONSES
     settings_class = CodexSettings
     transports = ("stdio", "streamable-http")
-    noise = (CHUNK,)
     package = Npm(size_mb=600, probe=(NODE, f"../{CLI}", "--version"))
     """590 MB: the program and the node that starts it."""
 

@@ -9,13 +9,11 @@ take no disk.
 from __future__ import annotations
 
 import platform
-import re
 from typing import Literal
 
 from pydantic import Field
 
 from bridle.config import McpServer, Settings
-from bridle.dialects.noise import Varying
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.bundles import Builder
 from bridle.harnesses.configuration import as_json, mcp_entries, output_budget, skill_folders
@@ -65,7 +63,6 @@ class Copilot(Packaged[CopilotSettings]):
     name = "copilot"
     pinned = "1.0.102"
     settings_class = CopilotSettings
-    noise = (Varying("session_id", re.compile(r"/session-state/[0-9a-f-]{36}")),)
     package = Npm(size_mb=620, setup=_unpack, probe=(program(), "--version"))
     """610 MB: the program, packed and unpacked, and the node that installs it."""
 

@@ -11,13 +11,11 @@ for tools, which would change their list in the middle of a conversation.
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 from pydantic import Field
 
 from bridle.config import McpServer, Settings
-from bridle.dialects.noise import Varying
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.configuration import (
     PATIENCE_S,
@@ -36,10 +34,6 @@ CLI = "node_modules/openclaw/openclaw.mjs"
 PROVIDER = "gw"
 DEADLINE_S = 86_400
 """Its own deadline for the turn; the session's budget ends it long before."""
-NOISE = (
-    Varying("clock", re.compile(r"\[\w{3} \d{4}-\d\d-\d\d \d\d:\d\d \w+\]")),
-    Varying("session_id", re.compile(r"\b(?:agent:main:explicit:|sessionId=)[0-9a-f-]{36}")),
-)
 VOLATILE = ("process", "sessions_spawn")
 """Tools whose state it tells in a message at the end of each request."""
 
@@ -66,7 +60,6 @@ class Openclaw(Packaged[OpenclawSettings]):
     name = "openclaw"
     pinned = "2026.9.6"
     settings_class = OpenclawSettings
-    noise = NOISE
     package = Npm(size_mb=840, probe=(NODE, f"../{CLI}", "--version"), whole_lock=False)
     """830 MB: the program, what it can talk to, and its own node 24."""
 

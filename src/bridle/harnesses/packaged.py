@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import ClassVar, Generic
 
 from bridle.config import AgentSpec
-from bridle.dialects.noise import Varying
 from bridle.errors import ConfigError, HarnessError
+from bridle.harness_rules.table import HARNESS_RULES
 from bridle.harnesses.base import (
     SCRIPTS,
     Launch,
@@ -101,8 +101,6 @@ class Packaged(Generic[SettingsT]):
     transports: ClassVar[Collection[str]] = TRANSPORTS
     """Of MCP servers that it can use."""
     has_skills: ClassVar[bool] = True
-    noise: ClassVar[Sequence[Varying]] = ()
-    """Texts that it writes anew in each run, in which a fork may differ from its capture."""
     dialect: Dialect
     """Set by the class, or from the setting `api`."""
 
@@ -116,6 +114,7 @@ class Packaged(Generic[SettingsT]):
                 f"{self.pinned!r}, the version of {self.name!r} that Bridle is tested with"
             )
         self._agent = agent
+        self.noise = HARNESS_RULES[self.name].noise if self.name in HARNESS_RULES else ()
         self._settings = parse_settings(agent, self.settings_class)
         self._wanted = wanted
         self.version = wanted if wanted == self.pinned else f"{wanted} (unlocked)"

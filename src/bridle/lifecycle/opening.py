@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from bridle.capture.sqlite import SqliteReader
 from bridle.config import ForkSpec
-from bridle.dialects.noise import Varying
 from bridle.errors import BridleError, RuntimeFailure, boundary
 from bridle.gateway.replay import Replay, replay_of
+from bridle.harness_rules.base import Varying
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.lifecycle.artifacts import began_at
 from bridle.lifecycle.ending import Ending, failed
