@@ -1,6 +1,6 @@
 import pytest
 
-from bridle.dialects.anthropic_blocks import read_message, read_system
+from bridle.dialects.anthropic import read_message, read_system
 from bridle.dialects.media import block_part, data_part, url_part
 from bridle.errors import RequestError
 from bridle.types import Message, Role, TextPart, ToolCall

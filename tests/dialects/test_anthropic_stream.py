@@ -3,7 +3,7 @@ import json
 import pytest
 from tests.dialects.exchange import HEAD, USAGE, events
 
-from bridle.dialects.anthropic_stream import MessagesStream
+from bridle.dialects.anthropic_write import MessagesStream
 from bridle.errors import RequestError
 from bridle.types import FinishReason, Reply
 

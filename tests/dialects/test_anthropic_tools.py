@@ -15,8 +15,7 @@ from anthropic.types.beta import (
     BetaToolUnionParam,
 )
 
-from bridle.dialects.anthropic import read_tools
-from bridle.dialects.anthropic_blocks import read_message
+from bridle.dialects.anthropic import read_message, read_tools
 from bridle.dialects.anthropic_tools import TOOLSETS as FAMILIES
 from bridle.dialects.anthropic_tools import client_run, member_call, toolset
 from bridle.types import ToolCall

@@ -1,7 +1,8 @@
 import hashlib
 
 from bridle.dialects import DIALECTS
-from bridle.dialects.base import content_digest, retry_headers
+from bridle.dialects.base import retry_headers
+from bridle.dialects.json_reader import content_digest
 from bridle.errors import RequestError
 from bridle.types import Dialect
 

@@ -1,6 +1,6 @@
 import pytest
 
-from bridle.dialects.google_contents import camel, plain_schema, read_content, read_system
+from bridle.dialects.google import camel, plain_schema, read_content, read_system
 from bridle.dialects.media import block_part, data_part, url_part
 from bridle.errors import RequestError
 from bridle.types import Message, Role, TextPart, ToolCall

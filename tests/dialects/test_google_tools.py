@@ -2,8 +2,8 @@ import pytest
 
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import Route, RouteKind
-from bridle.dialects.google_tools import computer_use, speaks_older
-from bridle.dialects.reading import encode
+from bridle.dialects.google import computer_use, speaks_older
+from bridle.dialects.json_reader import encode
 from bridle.types import Dialect
 
 

@@ -5,15 +5,18 @@ import pytest
 from tests.dialects.exchange import POSTED
 
 from bridle.dialects import DIALECTS, recognise
-from bridle.dialects.limits import (
+from bridle.dialects.json_reader import (
     MOST_ITEMS,
     MOST_NESTED,
     MOST_VALUES,
     check_json,
     check_values,
+    decode,
+    encode,
     field_too_deep,
+    split_array,
+    split_body,
 )
-from bridle.dialects.reading import decode, encode, split_array, split_body
 from bridle.errors import RequestError
 from bridle.types import Dialect
 

@@ -1,7 +1,7 @@
 import json
 
 from bridle.dialects.media import block_part, data_part, url_part
-from bridle.dialects.messages import chat_messages, chat_tools
+from bridle.dialects.openai_chat_write import chat_messages, chat_tools
 from bridle.types import Message, Role, TextPart, ToolCall, ToolSpec
 
 

@@ -2,7 +2,7 @@ import json
 
 from tests.dialects.exchange import CALLS, HEAD, TEXT, USAGE, events, live
 
-from bridle.dialects.openai_chat_stream import ChatStream
+from bridle.dialects.openai_chat_write import ChatStream
 from bridle.errors import RequestError
 
 

@@ -1,11 +1,7 @@
 import json
 
-from bridle.dialects.openai_errors import (
-    chat_message,
-    error_object,
-    error_response,
-    responses_message,
-)
+from bridle.dialects.openai_chat_write import chat_error_message, error_object, error_response
+from bridle.dialects.openai_responses_write import responses_message
 from bridle.errors import RequestError
 
 OVERFLOW = RequestError(
@@ -31,10 +27,10 @@ def test_an_unknown_code_keeps_its_status():
 
 
 def test_both_apis_say_an_overflow_in_their_own_words():
-    assert "maximum context length is 40 tokens" in chat_message(OVERFLOW)
+    assert "maximum context length is 40 tokens" in chat_error_message(OVERFLOW)
     assert responses_message(OVERFLOW).endswith("(50 tokens > 40 maximum)")
     bare = RequestError("no room", code="context_length_exceeded")
-    assert chat_message(bare) == "no room"
+    assert chat_error_message(bare) == "no room"
     assert "exceeds the context window" in responses_message(bare)
     assert responses_message(RequestError("other")) == "other"
     assert error_object(OVERFLOW, "m")["code"] == "context_length_exceeded"

@@ -1,6 +1,6 @@
 import pytest
 
-from bridle.dialects.openai_options import read_choice, read_sampling, read_schema, read_thinking
+from bridle.dialects.openai_chat import read_choice, read_sampling, read_schema, read_thinking
 from bridle.dialects.tools import ToolList
 from bridle.errors import RequestError
 from bridle.types import ToolSpec

@@ -4,7 +4,8 @@ import pytest
 from tests.dialects.exchange import CALLS, HEAD, TEXT, USAGE, parse
 
 from bridle.dialects import recognise
-from bridle.dialects.base import Kept, content_digest
+from bridle.dialects.base import Kept
+from bridle.dialects.json_reader import content_digest
 from bridle.dialects.openai_responses import OpenAIResponses
 from bridle.errors import RequestError
 from bridle.types import Dialect, Role

@@ -1,7 +1,8 @@
 import pytest
 
 from bridle.dialects.media import block_part, data_part, url_part
-from bridle.dialects.openai_responses_items import compacted, join_turn, read_item, read_parts
+from bridle.dialects.openai_responses import join_turn, read_item, read_parts
+from bridle.dialects.openai_responses_write import compacted
 from bridle.errors import RequestError
 from bridle.types import Message, Role, TextPart, ToolCall
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from bridle.dialects.openai_responses_store import deleted_json, items_page
+from bridle.dialects.openai_responses_write import deleted_json, items_page
 from bridle.errors import RequestError
 
 SPANS = (

@@ -2,8 +2,7 @@ import json
 
 from tests.dialects.exchange import HEAD, NOTHING, TEXT, USAGE, events
 
-from bridle.dialects.openai_responses_stream import ResponsesStream
-from bridle.dialects.openai_responses_write import Dress
+from bridle.dialects.openai_responses_write import Dress, ResponsesStream
 from bridle.errors import RequestError
 from bridle.types import FinishReason, Reply
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.dialects.base import content_digest
-from bridle.dialects.reading import (
+from bridle.dialects.json_reader import (
     arguments_object,
     arguments_text,
+    content_digest,
     decode,
     encode,
     first_of,

@@ -1,7 +1,6 @@
 import pytest
 
-from bridle.dialects.base import RouteKind
-from bridle.dialects.routes import caller, models_route, tidy
+from bridle.dialects.base import RouteKind, caller, models_route, tidy
 from bridle.types import Dialect
 
 

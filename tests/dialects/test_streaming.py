@@ -1,4 +1,4 @@
-from bridle.dialects.streaming import PiecewiseEncoder
+from bridle.dialects.base import PiecewiseEncoder
 from bridle.errors import RequestError
 from bridle.types import FinishReason, Reply, ToolCall, Usage
 

@@ -3,7 +3,7 @@ import json
 import msgspec
 import pytest
 
-from bridle.dialects.base import content_digest
+from bridle.dialects.json_reader import content_digest
 from bridle.dialects.tools import (
     KEPT_LISTS,
     ToolList,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridle.capture.records import Delivery, Exchange, SessionCapture
-from bridle.dialects.messages import chat_messages
+from bridle.dialects.openai_chat_write import chat_messages
 from bridle.errors import BridleError, StoreError
 from bridle.lifecycle.results import SessionResult
 from bridle.prompting.texts import decoder_of

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 
-from bridle.dialects.reading import flag_at, object_at
+from bridle.dialects.json_reader import flag_at, object_at
 from bridle.types import JSON, ToolCall, ToolSpec
 
 _TEXT: JSON = {"type": "string"}

@@ -1,31 +1,22 @@
-"""The dialect contract: one class per provider wire format, the only place where a format lives.
+"""The dialect contract: one class per provider's wire format, which alone knows that format.
 
-A dialect is sans-I/O: bytes in, values out; values in, bytes out. The gateway finds it by route,
-gives it request bodies, and writes what it returns. Adding one = one file + one line in
-`bridle.dialects.DIALECTS` + a docs row.
+A dialect does no I/O: bytes in, values out; values in, bytes out. The gateway finds it by route,
+passes it request bodies and writes what it returns. `PiecewiseEncoder` is the base of its stream
+encoders.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from urllib.parse import unquote
 
+from bridle.dialects.json_reader import SpanMemo
 from bridle.errors import RequestError
-from bridle.types import Dialect, Message, ModelRequest, Reply, Usage
-
-SpanMemo: TypeAlias = MutableMapping[bytes, tuple[Message, ...]]
-"""Dialect's salt + content digest of a raw message span -> the messages it stands for; one per
-session, so that a request's history is decoded once however often it is sent."""
-
-
-def content_digest(raw: bytes) -> bytes:
-    """16-byte content address of a raw span or body (sha256, truncated)."""
-    return hashlib.sha256(raw).digest()[:16]
+from bridle.types import Dialect, Message, ModelRequest, Reply, ToolCall, Usage
 
 
 def retry_headers(error: RequestError) -> dict[str, str]:
@@ -212,3 +203,93 @@ class WireFormat(ABC):
     @abstractmethod
     def token_count(self, count: int) -> bytes:
         """The answer to a token-counting request."""
+
+
+# ---- paths that providers share
+
+
+def tidy(path: str) -> str:
+    """The path without a trailing slash and doubled slashes."""
+    return "/" + "/".join(word for word in path.split("/") if word)
+
+
+def caller(path: str, headers: dict[str, str]) -> Dialect:
+    """Return the provider whose client asks, where only the headers tell."""
+    if "x-goog-api-key" in headers or "x-goog-api-client" in headers or "/v1beta/" in path + "/":
+        return Dialect.GOOGLE
+    if "anthropic-version" in headers:
+        return Dialect.ANTHROPIC
+    return Dialect.OPENAI_CHAT
+
+
+def models_route(dialect: Dialect, method: str, path: str, headers: dict[str, str]) -> Route | None:
+    """The model list, or one model by its name (which may hold slashes), if `dialect` is asked."""
+    before, found, name = (tidy(path) + "/").partition("/models/")
+    if method != "GET" or not found or caller(before, headers) is not dialect:
+        return None
+    if not name:
+        return Route(dialect, RouteKind.MODELS)
+    return Route(dialect, RouteKind.MODEL, model=unquote(name.rstrip("/")))
+
+
+# ---- streams
+
+
+class PiecewiseEncoder(StreamEncoder):
+    """An encoder that remembers its pieces. Subclasses write the `write_*` methods and `finish`."""
+
+    def __init__(self) -> None:
+        self._reasoning = ""
+        self._text = ""
+        self._calls = 0
+
+    def reasoning(self, text: str) -> bytes:
+        """A piece of reasoning; nothing for an empty one."""
+        self._reasoning += text
+        return self.write_reasoning(text) if text else b""
+
+    def text(self, text: str) -> bytes:
+        """A piece of visible text; nothing for an empty one."""
+        self._text += text
+        return self.write_text(text) if text else b""
+
+    def tool_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
+        self._calls += 1
+        return self.write_call(index, call_id, name, arguments)
+
+    def close(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
+        """Return the unsent rest of `reply` with its end, and the last event."""
+        pieces = [
+            self.reasoning(_rest(reply.reasoning or "", self._reasoning)),
+            self.text(_rest(reply.content, self._text)),
+        ]
+        pieces.append(self.write_calls(self._calls, reply.tool_calls[self._calls :]))
+        before, last = self.finish(reply, usage)
+        return b"".join(pieces) + before, last
+
+    @abstractmethod
+    def write_reasoning(self, text: str) -> bytes:
+        """The events of a piece of reasoning that is not empty."""
+
+    @abstractmethod
+    def write_text(self, text: str) -> bytes:
+        """The events of a piece of text that is not empty."""
+
+    @abstractmethod
+    def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
+        """The events of one whole tool call."""
+
+    def write_calls(self, first: int, calls: Sequence[ToolCall]) -> bytes:
+        """The events of the last calls of a reply, `first` being the first one's index."""
+        return b"".join(
+            self.write_call(index, call.id or "", call.name, call.arguments)
+            for index, call in enumerate(calls, first)
+        )
+
+    @abstractmethod
+    def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
+        """Return the end of a reply whose pieces are sent, and apart from it the last event."""
+
+
+def _rest(whole: str, sent: str) -> str:
+    return whole[len(sent) :] if whole.startswith(sent) else ""

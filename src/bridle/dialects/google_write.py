@@ -1,20 +1,27 @@
-"""The parts of Google replies and errors, streamed or whole.
+"""Google replies and errors, streamed or whole.
 
-Statuses are those of Google's API error model (google.rpc.Code); when to come back is told in a
-`RetryInfo` detail, which Gemini CLI reads, and in `Retry-After`.
+Every call has an id and a signature of ours; a reply without calls has its signature on the last
+text part, as the provider's newer models do. Statuses are those of Google's API error model
+(google.rpc.Code); the time to wait is in a `RetryInfo` detail, which Gemini CLI reads, and in
+`Retry-After`.
+
+A stream is partial responses, as SSE or as the items of one JSON array; the last has the finish
+reason and the usage. Google's clients fail on comments and on silence: a blank line keeps them
+waiting.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from bridle.dialects.base import ReplyHead, retry_headers
+from bridle.dialects.base import PiecewiseEncoder, ReplyHead, retry_headers
 from bridle.dialects.ids import call_id, signature
-from bridle.dialects.reading import arguments_object, encode
+from bridle.dialects.json_reader import arguments_object, encode
 from bridle.errors import RequestError
-from bridle.types import JSON, FinishReason, Reply, ToolCall, Usage
+from bridle.types import JSON, FinishReason, Reply, ToolCall, Usage, one_line
 
 _ERRORS: dict[str, tuple[int, str]] = {
     "authentication_error": (401, "UNAUTHENTICATED"),
@@ -118,7 +125,7 @@ def error_json(error: RequestError) -> JSON:
     if error.retry_after_s is not None:
         kind = "type.googleapis.com/google.rpc.RetryInfo"
         details.append({"@type": kind, "retryDelay": f"{error.retry_after_s:g}s"})
-    told: JSON = {"code": status, "message": _message(error), "status": name}
+    told: JSON = {"code": status, "message": _error_message(error), "status": name}
     return {"error": {**told, "details": details} if details else told}
 
 
@@ -128,10 +135,72 @@ def error_response(error: RequestError) -> tuple[int, dict[str, str], bytes]:
     return shown["error"]["code"], retry_headers(error), encode(shown)
 
 
-def _message(error: RequestError) -> str:
+def _error_message(error: RequestError) -> str:
     if error.code != "context_length_exceeded" or error.context_length is None:
         return str(error)
     return (
         f"The input token count ({error.prompt_tokens}) exceeds the maximum number of tokens "
         f"allowed ({error.context_length})."
     )
+
+
+class ContentStream(PiecewiseEncoder):
+    """One reply as partial responses. Without `sse` they are the items of one JSON array.
+
+    Its calls leave in one response: clients that run tools at each response would otherwise answer
+    the first call without the others.
+    """
+
+    calls_at_end = True
+
+    def __init__(self, head: ReplyHead, *, thoughts: bool, sse: bool) -> None:
+        super().__init__()
+        self._head = head
+        self._thoughts = thoughts
+        self._sse = sse
+        self._items = 0
+
+    def open(self) -> bytes:
+        """Nothing, or the array's begin."""
+        return b"" if self._sse else b"["
+
+    def write_reasoning(self, text: str) -> bytes:
+        """A thought part; nothing for a client that did not ask."""
+        return self._piece([{"text": text, "thought": True}]) if self._thoughts else b""
+
+    def write_text(self, text: str) -> bytes:
+        return self._piece([{"text": text}])
+
+    def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
+        """A whole function call."""
+        return self.write_calls(index, [ToolCall(call_id, name, arguments)])
+
+    def write_calls(self, first: int, calls: Sequence[ToolCall]) -> bytes:
+        """All of them in one response."""
+        parts = [call_part(self._head, index, call) for index, call in enumerate(calls, first)]
+        return self._piece(parts) if parts else b""
+
+    def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
+        """Nothing before; the finish reason, usage, and the signature where no call had one."""
+        signed = reply.content and not reply.tool_calls
+        parts = [{"text": "", **(sign(self._head, 0) if signed else {})}]
+        last = self._framed(response_json(self._head, parts, finish_reason(reply), usage))
+        return b"", last if self._sse else last + b"]"
+
+    def keepalive(self) -> bytes:
+        """A blank line."""
+        return b"\r\n"
+
+    def error(self, error: RequestError) -> bytes:
+        """An error object in place of a response."""
+        shown = self._framed(error_json(error))
+        return shown if self._sse else shown + b"]"
+
+    def _piece(self, parts: list[JSON]) -> bytes:
+        return self._framed(response_json(self._head, parts))
+
+    def _framed(self, value: JSON) -> bytes:
+        if self._sse:
+            return b"data: " + one_line(encode(value)) + b"\r\n\r\n"
+        self._items += 1
+        return (b"" if self._items == 1 else b",\r\n") + encode(value)

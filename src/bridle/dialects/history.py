@@ -80,7 +80,7 @@ T = TypeVar("T")
 class History(dict[bytes, tuple[Message, ...]]):
     """A `bridle.dialects.base.SpanMemo` that remembers beginnings and heads too; one per session.
 
-    Used by `bridle.dialects.reading` in this order: `grown` and `find` when a body is split,
+    Used by `bridle.dialects.json_reader` in this order: `grown` and `find` when a body is split,
     `reads` when its items are known, `begun` and `remember` when they are read.
     """
 

@@ -1,9 +1,9 @@
-"""OpenAI Chat Completions: requests in, replies out, also as the many clients of it really speak.
+"""OpenAI Chat Completions: requests in, replies out, also as its many clients really speak it.
 
 Reading is as tolerant as fifteen recorded harnesses (November 2026) need: content may be a string,
 parts, null or missing; system may be `developer`; reasoning comes back as `reasoning_content` or
-`reasoning`; tools and calls may have their older function form. The stream's grammar is in
-`openai_chat_stream`.
+`reasoning`; tools and calls may have their older function form. Replies are written in
+`openai_chat_write`.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 
 import msgspec
 
-from bridle.dialects.base import ReplyHead, Route, RouteKind, SpanMemo, StreamEncoder, WireFormat
-from bridle.dialects.fields import account, watched
-from bridle.dialects.media import block_part, data_part, url_part
-from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
-from bridle.dialects.openai_chat_stream import ChatStream
-from bridle.dialects.openai_chat_write import (
-    finish_reason,
-    logprobs_json,
-    models_json,
-    tool_call_json,
-    usage_json,
+from bridle.dialects.base import (
+    ReplyHead,
+    Route,
+    RouteKind,
+    StreamEncoder,
+    WireFormat,
+    caller,
+    models_route,
+    tidy,
 )
-from bridle.dialects.openai_errors import chat_message, error_response
-from bridle.dialects.openai_options import read_choice, read_sampling, read_schema, read_thinking
-from bridle.dialects.reading import (
+from bridle.dialects.fields import account, watched
+from bridle.dialects.json_reader import (
+    SpanMemo,
     an_object,
     arguments_text,
     decode,
     encode,
+    first_of,
     flag_at,
     member,
     name_at,
+    number_at,
     object_at,
     objects,
     objects_at,
@@ -44,10 +44,31 @@ from bridle.dialects.reading import (
     split_body,
     split_field,
     text_at,
+    texts_at,
+    whole_at,
+    wholes_at,
     wrong,
 )
-from bridle.dialects.routes import caller, models_route, tidy
-from bridle.dialects.tools import ToolList, ToolMemo, freeform_grammar, freeform_spec, sent
+from bridle.dialects.media import block_part, data_part, url_part
+from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
+from bridle.dialects.openai_chat_write import (
+    ChatStream,
+    chat_error_message,
+    error_response,
+    finish_reason,
+    logprobs_json,
+    models_json,
+    tool_call_json,
+    usage_json,
+)
+from bridle.dialects.tools import (
+    ToolList,
+    ToolMemo,
+    check_choice,
+    freeform_grammar,
+    freeform_spec,
+    sent,
+)
 from bridle.errors import RequestError
 from bridle.types import (
     JSON,
@@ -57,6 +78,7 @@ from bridle.types import (
     Part,
     Reply,
     Role,
+    Sampling,
     TextPart,
     ToolCall,
     ToolSpec,
@@ -238,7 +260,7 @@ class OpenAIChat(WireFormat):
         return ChatStream(head, include_usage=request.include_usage, freeform=freeform)
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
-        return error_response(error, chat_message(error))
+        return error_response(error, chat_error_message(error))
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
         """A list object, or the one model that the path names."""
@@ -428,3 +450,112 @@ def _read_function(value: JSON, path: str) -> ToolSpec:
 def _read_freeform(value: JSON, path: str) -> ToolSpec:
     grammar = freeform_grammar(object_at(value, "format", path))
     return freeform_spec(name_at(value, "name", path), text_at(value, "description", path), grammar)
+
+
+# ---- options beside messages and tools
+
+
+def read_sampling(head: JSON) -> Sampling:
+    """Sampling parameters, with vLLM's additions (`top_k`, `min_tokens`, `stop_token_ids`)."""
+    budget = first_of(head, ("max_completion_tokens", "max_tokens"))
+    top_k = whole_at(head, "top_k", "", least=-1)
+    return Sampling(
+        temperature=number_at(head, "temperature", "", least=0, most=2),
+        top_p=number_at(head, "top_p", "", least=0, most=1),
+        top_k=-1 if top_k == 0 else top_k,
+        max_tokens=whole_at(head, budget, "", least=1),
+        min_tokens=whole_at(head, "min_tokens", "", least=0),
+        stop=texts_at(head, "stop", ""),
+        stop_token_ids=wholes_at(head, "stop_token_ids", ""),
+        seed=whole_at(head, "seed", ""),
+        presence_penalty=number_at(head, "presence_penalty", "", least=-2, most=2),
+        frequency_penalty=number_at(head, "frequency_penalty", "", least=-2, most=2),
+        repetition_penalty=number_at(head, "repetition_penalty", "", least=0.01, most=2),
+        min_p=number_at(head, "min_p", "", least=0, most=1),
+        logit_bias=_read_bias(head),
+    )
+
+
+def _read_bias(head: JSON) -> dict[str, float] | None:
+    """`logit_bias` of at least one token; `None` = none."""
+    given = object_at(head, "logit_bias", "") or {}
+    found: dict[str, float] = {}
+    for token in given:
+        if not (token.isascii() and token.isdecimal()):
+            raise wrong("logit_bias", "an object from token ids to numbers", given)
+        bias = number_at(given, token, "logit_bias", least=-100, most=100)
+        found |= {} if bias is None else {token: bias}
+    return found or None
+
+
+def read_choice(head: JSON, tools: ToolList) -> str:
+    """`tool_choice`, or the older `function_call`; a list of allowed tools counts by its mode."""
+    key = first_of(head, ("tool_choice", "function_call"))
+    key = "tool_choice" if head.get(key) is None else key
+    asked = head.get(key)
+    match asked:
+        case None:
+            return "auto"
+        case "auto" | "none" | "required" as mode:
+            return check_choice(mode, tools, key)
+        case "any":
+            return check_choice("required", tools, key)
+        case dict():
+            return check_choice(_chosen(asked, key), tools, key)
+        case str():
+            raise RequestError(f"Invalid value for '{key}': {asked!r}.", param=key)
+        case _:
+            raise wrong(key, "a string or an object", asked)
+
+
+def _chosen(choice: JSON, key: str) -> str:
+    match text_at(choice, "type", key):
+        case "allowed_tools":
+            inner = object_at(choice, "allowed_tools", key) or choice
+            return text_at(inner, "mode", key) or "auto"
+        case "function" | "custom" as kind:
+            if (named := choice.get(kind)) is None:
+                return name_at(choice, "name", key)
+            return name_at(an_object(named, f"{key}.{kind}"), "name", f"{key}.{kind}")
+        case kind:
+            # A hosted tool cannot be chosen: it was dropped, or there is none.
+            return text_at(choice, "name", key) or (
+                "auto" if kind else name_at(choice, "type", key)
+            )
+
+
+def read_schema(head: JSON) -> JSON | None:
+    """The JSON schema of `response_format`; `{}` for any object, `None` for free text."""
+    form = object_at(head, "response_format", "")
+    if form is None:
+        return None
+    match text_at(form, "type", "response_format"):
+        case "json_schema":
+            inside = object_at(form, "json_schema", "response_format") or {}
+            return object_at(inside, "schema", "response_format.json_schema") or {}
+        case "json_object":
+            return {}
+        case _:
+            return None
+
+
+def read_thinking(head: JSON) -> bool | None:
+    """Read the switch for thinking in any form that servers of open models use.
+
+    `None` = the request has none.
+    """
+    kwargs = object_at(head, "chat_template_kwargs", "") or {}
+    for found in (
+        flag_at(kwargs, "enable_thinking", "chat_template_kwargs"),
+        flag_at(kwargs, "thinking", "chat_template_kwargs"),
+        flag_at(head, "enable_thinking", ""),
+    ):
+        if found is not None:
+            return found
+    for key in ("thinking", "reasoning"):
+        switch = head.get(key)
+        if isinstance(switch, dict) and switch.get("type") in ("enabled", "disabled"):
+            return bool(switch["type"] == "enabled")
+        if isinstance(switch, dict) and isinstance(switch.get("enabled"), bool):
+            return bool(switch["enabled"])
+    return False if text_at(head, "reasoning_effort", "") == "none" else None

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 
-from bridle.dialects.noise import SERVER_TOOLS
-from bridle.dialects.reading import (
+from bridle.dialects.json_reader import (
     an_object,
     arguments_text,
     flag_at,
@@ -27,6 +26,7 @@ from bridle.dialects.reading import (
     objects_at,
     text_at,
 )
+from bridle.dialects.noise import SERVER_TOOLS
 from bridle.dialects.tools import ToolList, freeform_grammar, freeform_spec
 from bridle.types import JSON, ToolCall, ToolSpec
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from bridle.dialects.base import content_digest
-from bridle.dialects.reading import decode, shallow
+from bridle.dialects.json_reader import content_digest, decode, shallow
 from bridle.errors import RequestError
 from bridle.types import JSON, ToolCall, ToolSpec
 

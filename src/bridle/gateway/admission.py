@@ -18,7 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from bridle.aio import run_shielded
 from bridle.dialects.base import Route, WireFormat
 from bridle.dialects.history import History
-from bridle.dialects.limits import check_values
+from bridle.dialects.json_reader import check_values
 from bridle.errors import RequestError
 from bridle.gateway.faults import RETRY_AFTER_S
 from bridle.gateway.registry import Session

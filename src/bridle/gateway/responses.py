@@ -24,7 +24,7 @@ from bridle.capture.store import Store
 from bridle.dialects.anthropic import Anthropic
 from bridle.dialects.base import Kept, Route
 from bridle.dialects.openai_responses import OpenAIResponses
-from bridle.dialects.openai_responses_store import deleted_json, items_page
+from bridle.dialects.openai_responses_write import deleted_json, items_page
 from bridle.errors import RequestError
 from bridle.types import DeliveryState, Dialect, ModelRequest
 
