@@ -4,7 +4,7 @@ import pytest
 from tests.dialects.exchange import CALLS, HEAD, TEXT, USAGE, parse
 
 from bridle.dialects import recognise
-from bridle.dialects.base import Kept
+from bridle.dialects.base import StoredReply
 from bridle.dialects.json_reader import content_digest
 from bridle.dialects.openai_responses import OpenAIResponses
 from bridle.errors import RequestError
@@ -93,7 +93,7 @@ def test_a_request_is_continued_from_stored_items():
     ]
     body = {"model": "m", "input": results, "previous_response_id": f"resp_{HEAD.reply_id}"}
     assert parse(Dialect.OPENAI_RESPONSES, body).extra["previous"]
-    kept = Kept(first.message_spans, reply, first.head)
+    kept = StoredReply(first.message_spans, reply, first.head)
     whole = json.loads(WIRE.continued(json.dumps(body).encode(), kept))
     assert list(whole)[-2:] == ["input", "previous_response_id"]
     request = parse(Dialect.OPENAI_RESPONSES, whole)
@@ -108,7 +108,7 @@ def test_a_request_is_continued_from_stored_items():
 def test_what_a_compaction_stands_for_is_not_gone_on_from():
     compacting = read(HI, {"type": "compaction_trigger"})
     reply = WIRE.reply_json(compacting, HEAD, TEXT, USAGE)
-    [item] = WIRE.history(Kept(compacting.message_spans, reply, compacting.head))
+    [item] = WIRE.history(StoredReply(compacting.message_spans, reply, compacting.head))
     assert json.loads(item)["type"] == "compaction"
 
 

@@ -1,9 +1,9 @@
-from bridle.dialects.base import PiecewiseEncoder
+from bridle.dialects.base import StreamEncoder
 from bridle.errors import RequestError
 from bridle.types import FinishReason, Reply, ToolCall, Usage
 
 
-class Plain(PiecewiseEncoder):
+class Plain(StreamEncoder):
     """Writes its pieces as plain words."""
 
     def open(self) -> bytes:

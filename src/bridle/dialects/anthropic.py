@@ -18,10 +18,10 @@ import msgspec
 from bridle.dialects.anthropic_tools import TOOLSETS, client_run, toolset
 from bridle.dialects.anthropic_write import MessagesStream, error_body, message_json, status_of
 from bridle.dialects.base import (
-    Kept,
     ReplyHead,
     Route,
     RouteKind,
+    StoredReply,
     StreamEncoder,
     WireFormat,
     caller,
@@ -29,7 +29,7 @@ from bridle.dialects.base import (
     retry_headers,
     tidy,
 )
-from bridle.dialects.fields import account, watched
+from bridle.dialects.fields import account
 from bridle.dialects.json_reader import (
     SpanMemo,
     an_object,
@@ -44,7 +44,6 @@ from bridle.dialects.json_reader import (
     objects,
     read_head,
     read_spans,
-    shallow,
     split_array,
     split_body,
     split_field,
@@ -56,7 +55,7 @@ from bridle.dialects.json_reader import (
 )
 from bridle.dialects.media import BLOCK_TYPE, block_part, block_text, data_part, url_part
 from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed, split_billing
-from bridle.dialects.tools import ToolList, ToolMemo, check_choice, sent
+from bridle.dialects.tools import ToolList, check_choice, sent
 from bridle.errors import RequestError
 from bridle.types import (
     JSON,
@@ -94,9 +93,7 @@ class Anthropic(WireFormat):
     dialect = Dialect.ANTHROPIC
 
     def __init__(self, rules: Collection[str] = RULES) -> None:
-        self._rules = rules
-        self._tools = ToolMemo(read_tools)
-        self._read = watched(self.dialect, read_message)
+        super().__init__(rules, read_tools, read_message)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
         """`POST .../messages`, its token count, the model list, and Claude Code's probes."""
@@ -117,13 +114,8 @@ class Anthropic(WireFormat):
             return Route(self.dialect, RouteKind.UNSUPPORTED, resource="files")
         return models_route(self.dialect, method, path, headers)
 
-    def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
-        """Normalise a request; each message is one span, `system` is in the head."""
+    def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         del route
-        with shallow(""):
-            return self._parse(body, memo)
-
-    def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields, spans = split_body(body, "messages", memo, _SALT)
         if spans is None:
             spans = split_field(fields, "messages")
@@ -191,7 +183,7 @@ class Anthropic(WireFormat):
         thinking, toolsets = request.extra.get("thinking"), request.extra.get("toolsets", ())
         return encode(message_json(head, reply, usage, thinking, toolsets))
 
-    def continued(self, body: bytes, kept: Kept) -> bytes:
+    def continued(self, body: bytes, kept: StoredReply) -> bytes:
         """A request that continues a thread, as the one with the thread's whole history.
 
         The system prompt and the tools are the thread's; `RequestError` where they are sent again.

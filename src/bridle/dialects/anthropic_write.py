@@ -15,7 +15,7 @@ from collections.abc import Collection
 import msgspec
 
 from bridle.dialects.anthropic_tools import member_call
-from bridle.dialects.base import PiecewiseEncoder, ReplyHead
+from bridle.dialects.base import ReplyHead, StreamEncoder
 from bridle.dialects.ids import call_id, signature
 from bridle.dialects.json_reader import arguments_object, encode
 from bridle.dialects.sse import event_bytes
@@ -145,7 +145,7 @@ def _error_message(error: RequestError) -> str:
 _PING = event_bytes(b'{"type":"ping"}', "ping")
 
 
-class MessagesStream(PiecewiseEncoder):
+class MessagesStream(StreamEncoder):
     """One reply as Messages events. `thinking`: `text`, `omitted`, or `None` (not shown)."""
 
     def __init__(

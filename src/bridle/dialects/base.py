@@ -1,20 +1,21 @@
 """The dialect contract: one class per provider's wire format, which alone knows that format.
 
 A dialect does no I/O: bytes in, values out; values in, bytes out. The gateway finds it by route,
-passes it request bodies and writes what it returns. `PiecewiseEncoder` is the base of its stream
-encoders.
+passes it request bodies and writes what it returns.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import unquote
 
-from bridle.dialects.json_reader import SpanMemo
+from bridle.dialects.fields import watched
+from bridle.dialects.json_reader import ReadMessages, SpanMemo, shallow
+from bridle.dialects.tools import ToolList, ToolMemo
 from bridle.errors import RequestError
 from bridle.types import Dialect, Message, ModelRequest, Reply, ToolCall, Usage
 
@@ -84,7 +85,7 @@ class ReplyHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredReply:
     """A reply that a later request may continue, and the request that it answers."""
 
     items: tuple[bytes, ...]
@@ -99,40 +100,86 @@ class StreamEncoder(ABC):
     """Turns one reply into the event grammar of a streaming client, piece by piece.
 
     Call order: `open` once, then `text` / `reasoning` / `tool_call` in any order, then `close`
-    once. `close` gives the whole reply: what of it was not sent yet (all of it, if only `open` was
-    called) comes first, so a synthetic stream is `open` + `close`. It returns (everything before
-    the last event, the last event): the last event is held by the gateway until the exchange is
-    committed; without it the client treats the reply as cut.
+    once. `close` is given the whole reply and returns (everything before the last event, the last
+    event). The first begins with the part of the reply that was not sent yet (all of it if only
+    `open` was called), so a synthetic stream is `open` + `close`. The gateway holds the last event
+    until the exchange is committed; without it the client treats the reply as cut.
+
+    A reply whose text does not begin with what was sent (a parser changed its mind) sends nothing
+    more of that part: sent text cannot be taken back. Subclasses write `open`, `keepalive`,
+    `error`, `finish` and the `write_*` methods.
     """
 
     calls_at_end = False
     """Whether tool calls leave at the `close` only, all in one event."""
 
+    def __init__(self) -> None:
+        self._reasoning = ""
+        self._text = ""
+        self._calls = 0
+
     @abstractmethod
     def open(self) -> bytes:
-        """Bytes that begin the stream; may be empty."""
+        """Return the bytes that begin the stream; may be empty."""
 
-    @abstractmethod
-    def reasoning(self, text: str) -> bytes: ...
+    def reasoning(self, text: str) -> bytes:
+        """Return the events of a piece of reasoning; none for an empty one."""
+        self._reasoning += text
+        return self.write_reasoning(text) if text else b""
 
-    @abstractmethod
     def text(self, text: str) -> bytes:
-        """A piece of visible text."""
+        """Return the events of a piece of visible text; none for an empty one."""
+        self._text += text
+        return self.write_text(text) if text else b""
 
-    @abstractmethod
-    def tool_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes: ...
+    def tool_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
+        self._calls += 1
+        return self.write_call(index, call_id, name, arguments)
 
-    @abstractmethod
     def close(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Return the rest before the last event, and the last event."""
+        """Return the unsent rest of `reply` with its end, and the last event."""
+        pieces = [
+            self.reasoning(_unsent(reply.reasoning or "", self._reasoning)),
+            self.text(_unsent(reply.content, self._text)),
+        ]
+        pieces.append(self.write_calls(self._calls, reply.tool_calls[self._calls :]))
+        before, last = self.finish(reply, usage)
+        return b"".join(pieces) + before, last
+
+    @abstractmethod
+    def write_reasoning(self, text: str) -> bytes:
+        """Return the events of a piece of reasoning that is not empty."""
+
+    @abstractmethod
+    def write_text(self, text: str) -> bytes:
+        """Return the events of a piece of text that is not empty."""
+
+    @abstractmethod
+    def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
+        """Return the events of one whole tool call."""
+
+    def write_calls(self, first: int, calls: Sequence[ToolCall]) -> bytes:
+        """Return the events of the last calls of a reply; `first` is the index of the first one."""
+        return b"".join(
+            self.write_call(index, call.id or "", call.name, call.arguments)
+            for index, call in enumerate(calls, first)
+        )
+
+    @abstractmethod
+    def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
+        """Return the end of a reply whose pieces are sent, and apart from it the last event."""
 
     @abstractmethod
     def keepalive(self) -> bytes:
-        """Bytes that keep this client waiting and mean nothing."""
+        """Return bytes without a meaning that keep this client waiting."""
 
     @abstractmethod
     def error(self, error: RequestError) -> bytes | None:
-        """An error event after a started stream; `None` = this client retries on a cut instead."""
+        """Return an error event for a started stream; `None` = cut it, and the client retries."""
+
+
+def _unsent(whole: str, sent: str) -> str:
+    return whole[len(sent) :] if whole.startswith(sent) else ""
 
 
 class WireFormat(ABC):
@@ -142,6 +189,17 @@ class WireFormat(ABC):
     messages_field: str = "messages"
     """Name of the request's list of messages or items, whose elements are the spans."""
 
+    def __init__(
+        self,
+        rules: Collection[str],
+        read_tools: Callable[[object, str], ToolList],
+        read_message: ReadMessages,
+    ) -> None:
+        """Make it with these noise rules on and these readers of the tool list and of one span."""
+        self._rules = rules
+        self._tools = ToolMemo(read_tools)
+        self._read = watched(self.dialect, read_message)
+
     @abstractmethod
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
         """Recognise a path (session prefix removed); `None` = not of this dialect.
@@ -149,12 +207,16 @@ class WireFormat(ABC):
         `headers` have lower-case names. Any prefix before the API's own path is accepted.
         """
 
-    @abstractmethod
     def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         """Normalise a request. `RequestError` names the path of what is wrong.
 
         Only spans whose digest is not in `memo` are decoded; they are added to it.
         """
+        with shallow(""):
+            return self._parse(route, body, memo)
+
+    @abstractmethod
+    def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest: ...
 
     @abstractmethod
     def reply_json(
@@ -230,66 +292,3 @@ def models_route(dialect: Dialect, method: str, path: str, headers: dict[str, st
     if not name:
         return Route(dialect, RouteKind.MODELS)
     return Route(dialect, RouteKind.MODEL, model=unquote(name.rstrip("/")))
-
-
-# ---- streams
-
-
-class PiecewiseEncoder(StreamEncoder):
-    """An encoder that remembers its pieces. Subclasses write the `write_*` methods and `finish`."""
-
-    def __init__(self) -> None:
-        self._reasoning = ""
-        self._text = ""
-        self._calls = 0
-
-    def reasoning(self, text: str) -> bytes:
-        """A piece of reasoning; nothing for an empty one."""
-        self._reasoning += text
-        return self.write_reasoning(text) if text else b""
-
-    def text(self, text: str) -> bytes:
-        """A piece of visible text; nothing for an empty one."""
-        self._text += text
-        return self.write_text(text) if text else b""
-
-    def tool_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        self._calls += 1
-        return self.write_call(index, call_id, name, arguments)
-
-    def close(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Return the unsent rest of `reply` with its end, and the last event."""
-        pieces = [
-            self.reasoning(_rest(reply.reasoning or "", self._reasoning)),
-            self.text(_rest(reply.content, self._text)),
-        ]
-        pieces.append(self.write_calls(self._calls, reply.tool_calls[self._calls :]))
-        before, last = self.finish(reply, usage)
-        return b"".join(pieces) + before, last
-
-    @abstractmethod
-    def write_reasoning(self, text: str) -> bytes:
-        """The events of a piece of reasoning that is not empty."""
-
-    @abstractmethod
-    def write_text(self, text: str) -> bytes:
-        """The events of a piece of text that is not empty."""
-
-    @abstractmethod
-    def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        """The events of one whole tool call."""
-
-    def write_calls(self, first: int, calls: Sequence[ToolCall]) -> bytes:
-        """The events of the last calls of a reply, `first` being the first one's index."""
-        return b"".join(
-            self.write_call(index, call.id or "", call.name, call.arguments)
-            for index, call in enumerate(calls, first)
-        )
-
-    @abstractmethod
-    def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Return the end of a reply whose pieces are sent, and apart from it the last event."""
-
-
-def _rest(whole: str, sent: str) -> str:
-    return whole[len(sent) :] if whole.startswith(sent) else ""

@@ -27,7 +27,7 @@ from bridle.dialects.base import (
     models_route,
     tidy,
 )
-from bridle.dialects.fields import account, watched
+from bridle.dialects.fields import account
 from bridle.dialects.google_write import (
     ContentStream,
     content_json,
@@ -49,7 +49,6 @@ from bridle.dialects.json_reader import (
     objects_at,
     read_head,
     read_spans,
-    shallow,
     split_body,
     split_field,
     text_at,
@@ -91,9 +90,7 @@ class Google(WireFormat):
     messages_field = "contents"
 
     def __init__(self, rules: Collection[str] = RULES) -> None:
-        self._rules = rules
-        self._tools = ToolMemo(read_tools)
-        self._read = watched(self.dialect, read_content)
+        super().__init__(rules, read_tools, read_content)
         self._older_tools = ToolMemo(partial(read_tools, older=True))
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
@@ -112,11 +109,6 @@ class Google(WireFormat):
             sse=parse_qs(query).get("alt") == ["sse"],
             resource=verb if kind is RouteKind.UNSUPPORTED else None,
         )
-
-    def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
-        """Normalise a request; each content is one span, the system instruction is in the head."""
-        with shallow(""):
-            return self._parse(route, body, memo)
 
     def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields, spans = split_body(body, "contents", memo, _SALT)

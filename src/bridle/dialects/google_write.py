@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from bridle.dialects.base import PiecewiseEncoder, ReplyHead, retry_headers
+from bridle.dialects.base import ReplyHead, StreamEncoder, retry_headers
 from bridle.dialects.ids import call_id, signature
 from bridle.dialects.json_reader import arguments_object, encode
 from bridle.errors import RequestError
@@ -144,7 +144,7 @@ def _error_message(error: RequestError) -> str:
     )
 
 
-class ContentStream(PiecewiseEncoder):
+class ContentStream(StreamEncoder):
     """One reply as partial responses. Without `sse` they are the items of one JSON array.
 
     Its calls leave in one response: clients that run tools at each response would otherwise answer

@@ -23,7 +23,7 @@ from bridle.dialects.base import (
     models_route,
     tidy,
 )
-from bridle.dialects.fields import account, watched
+from bridle.dialects.fields import account
 from bridle.dialects.json_reader import (
     SpanMemo,
     an_object,
@@ -40,7 +40,6 @@ from bridle.dialects.json_reader import (
     objects_at,
     read_head,
     read_spans,
-    shallow,
     split_body,
     split_field,
     text_at,
@@ -63,7 +62,6 @@ from bridle.dialects.openai_chat_write import (
 )
 from bridle.dialects.tools import (
     ToolList,
-    ToolMemo,
     check_choice,
     freeform_grammar,
     freeform_spec,
@@ -130,9 +128,7 @@ class OpenAIChat(WireFormat):
     dialect = Dialect.OPENAI_CHAT
 
     def __init__(self, rules: Collection[str] = RULES) -> None:
-        self._rules = rules
-        self._tools = ToolMemo(read_tools)
-        self._read = watched(self.dialect, read_message)
+        super().__init__(rules, read_tools, read_message)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
         """`POST .../chat/completions`, OpenAI's model list, and what of OpenAI we do not serve."""
@@ -149,13 +145,8 @@ class OpenAIChat(WireFormat):
                 return Route(self.dialect, RouteKind.UNSUPPORTED, resource=word)
         return None
 
-    def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
-        """Normalise a request; each message is one span."""
+    def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         del route  # its only generating route
-        with shallow(""):
-            return self._parse(body, memo)
-
-    def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields, spans = split_body(body, "messages", memo, _SALT)
         if spans is None:
             spans = split_field(fields, "messages")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
-from bridle.dialects.base import PiecewiseEncoder, ReplyHead, Route, RouteKind, retry_headers
+from bridle.dialects.base import ReplyHead, Route, RouteKind, StreamEncoder, retry_headers
 from bridle.dialects.json_reader import encode
 from bridle.dialects.media import BLOCK_TYPE
 from bridle.dialects.sse import DONE
@@ -144,7 +144,7 @@ def chat_error_message(error: RequestError) -> str:
 # ---- the stream
 
 
-class ChatStream(PiecewiseEncoder):
+class ChatStream(StreamEncoder):
     """One reply as `chat.completion.chunk` objects."""
 
     def __init__(

@@ -17,8 +17,16 @@ from typing import Any
 
 import msgspec
 
-from bridle.dialects.base import Kept, ReplyHead, Route, RouteKind, StreamEncoder, WireFormat, tidy
-from bridle.dialects.fields import account, watched
+from bridle.dialects.base import (
+    ReplyHead,
+    Route,
+    RouteKind,
+    StoredReply,
+    StreamEncoder,
+    WireFormat,
+    tidy,
+)
+from bridle.dialects.fields import account
 from bridle.dialects.history import KEPT, History
 from bridle.dialects.json_reader import (
     SpanMemo,
@@ -37,7 +45,6 @@ from bridle.dialects.json_reader import (
     one_line,
     read_head,
     read_spans,
-    shallow,
     split_array,
     split_body,
     split_object,
@@ -95,9 +102,7 @@ class OpenAIResponses(WireFormat):
     messages_field = "input"
 
     def __init__(self, rules: Collection[str] = RULES) -> None:
-        self._rules = rules
-        self._tools = ToolMemo(read_tools)
-        self._read = watched(self.dialect, read_item)
+        super().__init__(rules, read_tools, read_item)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
         """`POST .../responses`, its token count, stored replies, and websocket upgrades."""
@@ -117,11 +122,6 @@ class OpenAIResponses(WireFormat):
             return Route(self.dialect, RouteKind.STORED, resource=words[0], action=action)
         resource = "/".join(["responses", *words])
         return Route(self.dialect, RouteKind.UNSUPPORTED, resource=resource)
-
-    def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
-        """Normalise a request; the items of one message are one span."""
-        with shallow(""):
-            return self._parse(route, body, memo)
 
     def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields, items = split_body(body, "input", memo, _SALT)
@@ -222,7 +222,7 @@ class OpenAIResponses(WireFormat):
         """The raw output items of a reply of ours; what goes into the next request's history."""
         return split_array(split_object(reply_json)["output"], "output")
 
-    def history(self, kept: Kept) -> tuple[bytes, ...]:
+    def history(self, kept: StoredReply) -> tuple[bytes, ...]:
         """Return the items that a request continues: those of the request before and of its reply.
 
         A compaction item in the reply stands for everything before it.
@@ -249,7 +249,7 @@ class OpenAIResponses(WireFormat):
         whole = msgspec.Raw(b"[" + b",".join(items) + b"]")
         return encode({**fields, "input": whole})
 
-    def continued(self, body: bytes, kept: Kept) -> bytes:
+    def continued(self, body: bytes, kept: StoredReply) -> bytes:
         """A request with `previous_response_id` as the one with its whole history.
 
         The instructions are the new request's own, as the API defines. The id stays for

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
-from bridle.dialects.base import PiecewiseEncoder, ReplyHead
+from bridle.dialects.base import ReplyHead, StreamEncoder
 from bridle.dialects.ids import item_id, signature
 from bridle.dialects.json_reader import (
     an_object,
@@ -226,7 +226,7 @@ _DELTAS = {
 }
 
 
-class ResponsesStream(PiecewiseEncoder):
+class ResponsesStream(StreamEncoder):
     """One reply as Responses events."""
 
     def __init__(self, head: ReplyHead, dress: Dress) -> None:
