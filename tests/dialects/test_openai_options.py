@@ -1,6 +1,6 @@
 import pytest
 
-from bridle.dialects.openai_chat import read_choice, read_sampling, read_schema, read_thinking
+from bridle.dialects.openai_chat import read_choice, read_options, read_schema, read_thinking
 from bridle.dialects.tools import ToolList
 from bridle.errors import RequestError
 from bridle.types import ToolSpec
@@ -50,15 +50,15 @@ def test_a_choice_of_nothing_is_refused(choice, path):
 
 
 def test_budgets_in_both_names():
-    assert read_sampling({"max_tokens": 5}).max_tokens == 5
-    assert read_sampling({"max_tokens": 5, "max_completion_tokens": 6}).max_tokens == 6
-    assert read_sampling({"max_completion_tokens": None}).max_tokens is None
+    assert read_options({"max_tokens": 5}).max_tokens == 5
+    assert read_options({"max_tokens": 5, "max_completion_tokens": 6}).max_tokens == 6
+    assert read_options({"max_completion_tokens": None}).max_tokens is None
     with pytest.raises(RequestError, match="'max_completion_tokens'"):
-        read_sampling({"max_completion_tokens": 0})
+        read_options({"max_completion_tokens": 0})
 
 
 def test_additions_of_open_servers():
-    told = read_sampling({"top_k": 0, "min_tokens": 2, "stop_token_ids": [1, 2], "stop": None})
+    told = read_options({"top_k": 0, "min_tokens": 2, "stop_token_ids": [1, 2], "stop": None})
     assert (told.top_k, told.min_tokens, told.stop_token_ids, told.stop) == (-1, 2, (1, 2), ())
 
 

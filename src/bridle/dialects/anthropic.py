@@ -29,17 +29,17 @@ from bridle.dialects.base import (
     retry_headers,
     tidy,
 )
-from bridle.dialects.fields import account
+from bridle.dialects.fields import account, note_unknown_value, read_sampling
 from bridle.dialects.json_reader import (
     SpanMemo,
     an_object,
     arguments_text,
+    contents,
     decode,
     encode,
     flag_at,
     member,
     name_at,
-    number_at,
     object_at,
     objects,
     read_head,
@@ -49,8 +49,6 @@ from bridle.dialects.json_reader import (
     split_field,
     split_object,
     text_at,
-    texts_at,
-    whole_at,
     wrong,
 )
 from bridle.dialects.media import BLOCK_TYPE, block_part, block_text, data_part, url_part
@@ -66,7 +64,6 @@ from bridle.types import (
     Part,
     Reply,
     Role,
-    Sampling,
     TextPart,
     ToolCall,
     ToolSpec,
@@ -74,6 +71,10 @@ from bridle.types import (
 )
 
 _SALT = b"messages:"
+_SAMPLING = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "max_tokens")},
+    "stop": "stop_sequences",
+}
 _PROBES = (("HEAD", "/"), ("HEAD", "/api/hello"), ("GET", "/api/hello"))
 
 
@@ -150,13 +151,15 @@ class Anthropic(WireFormat):
         choice = object_at(head, "tool_choice", "") or {}
         shown = thinking.get("type") in ("enabled", "adaptive")
         alone = flag_at(choice, "disable_parallel_tool_use", "tool_choice")
-        told = account(head, self.dialect)
-        _note_format(object_at(output, "format", "output_config"), told)
+        ineffective = account(head, self.dialect)
+        form = object_at(output, "format", "output_config") or {}
+        name = "output_config.format"
+        note_unknown_value(form.get("type"), ("json_schema", "text"), name, ineffective)
         members: JSON = {
             "dialect": self.dialect,
             "model": name_at(head, "model", ""),
             "tools": tools.specs,
-            "sampling": _read_sampling(head),
+            "sampling": read_sampling(head, _SAMPLING),
             "stream": flag_at(head, "stream", "") or False,
             "tool_choice": _read_choice(choice, tools),
             "response_schema": _read_schema(head, output),
@@ -171,7 +174,7 @@ class Anthropic(WireFormat):
                 "thinking": _shown(thinking) if shown else None,
                 **({"toolsets": list(tools.wire)} if tools.wire else {}),
                 **({} if thread is None else {"store": True, "previous": previous}),
-                **told,
+                **ineffective,
             },
         }
         return _Head(tuple(system), tools, members)
@@ -262,17 +265,6 @@ def _read_thread(thread: JSON) -> str | None:
             raise RequestError(message, param="thread.type")
 
 
-def _read_sampling(head: JSON) -> Sampling:
-    top_k = whole_at(head, "top_k", "", least=-1)
-    return Sampling(
-        temperature=number_at(head, "temperature", "", least=0, most=2),
-        top_p=number_at(head, "top_p", "", least=0, most=1),
-        top_k=-1 if top_k == 0 else top_k,
-        max_tokens=whole_at(head, "max_tokens", "", least=1),
-        stop=texts_at(head, "stop_sequences", ""),
-    )
-
-
 def _read_choice(choice: JSON, tools: ToolList) -> str:
     match text_at(choice, "type", "tool_choice"):
         case None | "auto":
@@ -312,12 +304,6 @@ def _read_prefill(last: Message, span: bytes, *, thinks: bool) -> str | None:
         )
         raise RequestError(message, param="messages")
     return last.text
-
-
-def _note_format(form: JSON | None, told: JSON) -> None:
-    """Name a form of answer that is not known among what is unenforced."""
-    if form is not None and form.get("type") not in ("json_schema", "text", None):
-        told.setdefault("unenforced", []).append("output_config.format")
 
 
 def _read_schema(head: JSON, output: JSON) -> JSON | None:
@@ -436,19 +422,10 @@ def _is_hosted(kind: str | None) -> bool:
 
 
 def _blocks(value: Any, path: str) -> Iterator[tuple[JSON, str]]:
-    """Each block with its path; a string is one text block."""
-    match value:
-        case None | "":
-            return
-        case str():
-            yield {"type": "text", "text": value}, path
-        case list():
-            for index, item in enumerate(value):
-                where = f"{path}[{index}]"
-                block = {"type": "text", "text": item} if isinstance(item, str) else item
-                yield an_object(block, where), where
-        case _:
-            raise wrong(path, "a string or an array of blocks", value)
+    """Yield each block with its path; a string is one text block."""
+    for item, where in contents(value, path, "blocks"):
+        block = {"type": "text", "text": item} if isinstance(item, str) else item
+        yield an_object(block, where), where
 
 
 def _parts(value: Any, path: str) -> Iterator[Part]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
 from bridle.dialects.ids import is_signature, standard_base64
+from bridle.dialects.json_reader import number_at, texts_at, whole_at
 from bridle.errors import RequestError
-from bridle.types import JSON, Dialect, Message
+from bridle.types import JSON, Dialect, Message, Sampling
 
 
 class Use(StrEnum):
@@ -171,6 +172,45 @@ def _asks_nothing(name: str, value: Any) -> bool:
 
 def _keeps_all(edit: Any) -> bool:
     return isinstance(edit, dict) and edit.get("keep") in ("all", {"type": "all"})
+
+
+FORMATS = ("json_schema", "json_object", "text")
+"""Formats of replies that OpenAI's dialects enforce."""
+
+
+def note_unknown_value(value: Any, known: Collection[str], name: str, ineffective: JSON) -> None:
+    """Add `name` to the unenforced fields of `account` unless its value is null or known."""
+    if value is not None and value not in known:
+        ineffective.setdefault("unenforced", []).append(name)
+
+
+_BOUNDS = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 2),
+    "min_p": (0, 1),
+}
+_LEAST = {"top_k": -1, "max_tokens": 1, "min_tokens": 0, "seed": None}
+
+
+def read_sampling(head: JSON, names: Mapping[str, str], path: str = "", **more: Any) -> Sampling:
+    """Read sampling parameters; `names` has the wire's name of each one that the dialect knows.
+
+    `more` are members of `Sampling` that the dialect reads itself.
+    """
+    for ours, name in names.items():
+        if ours in _BOUNDS:
+            least, most = _BOUNDS[ours]
+            more[ours] = number_at(head, name, path, least=least, most=most)
+        elif ours == "stop":
+            more[ours] = texts_at(head, name, path)
+        else:
+            more[ours] = whole_at(head, name, path, least=_LEAST[ours])
+    if more.get("top_k") == 0:
+        more["top_k"] = -1
+    return Sampling(**more)
 
 
 # ---- inside messages

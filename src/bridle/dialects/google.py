@@ -27,7 +27,7 @@ from bridle.dialects.base import (
     models_route,
     tidy,
 )
-from bridle.dialects.fields import account
+from bridle.dialects.fields import account, note_unknown_value, read_sampling
 from bridle.dialects.google_write import (
     ContentStream,
     content_json,
@@ -43,7 +43,6 @@ from bridle.dialects.json_reader import (
     flag_at,
     member,
     name_at,
-    number_at,
     object_at,
     objects,
     objects_at,
@@ -76,6 +75,16 @@ from bridle.types import (
 )
 
 _SALT = b"google:"
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "topP",
+    "top_k": "topK",
+    "max_tokens": "maxOutputTokens",
+    "stop": "stopSequences",
+    "seed": "seed",
+    "presence_penalty": "presencePenalty",
+    "frequency_penalty": "frequencyPenalty",
+}
 _METHODS = {
     "generateContent": RouteKind.GENERATE,
     "streamGenerateContent": RouteKind.GENERATE,
@@ -169,7 +178,7 @@ class Google(WireFormat):
             "extra": {
                 "removed": dict(tools.removed),
                 "thoughts": shown,
-                **_not_seen_to(head, config),
+                **_ineffective(head, config),
             },
         }
 
@@ -222,17 +231,14 @@ class Google(WireFormat):
         return encode({"totalTokens": count})
 
 
-def _not_seen_to(head: JSON, config: JSON) -> JSON:
+def _ineffective(head: JSON, config: JSON) -> JSON:
     """Return the fields of the head and the configuration that have no effect."""
-    told = account(head, Dialect.GOOGLE)
-    inner = account(config, "generationConfig", "generationConfig.")
-    if config.get("responseMimeType") not in (None, "text/plain", "application/json"):
-        inner.setdefault("unenforced", []).append("generationConfig.responseMimeType")
-    return {
-        name: told.get(name, []) + inner.get(name, [])
-        for name in ("unenforced", "unknown")
-        if name in told or name in inner
-    }
+    ineffective = account(head, Dialect.GOOGLE)
+    for kind, names in account(config, "generationConfig", "generationConfig.").items():
+        ineffective.setdefault(kind, []).extend(names)
+    name, known = "responseMimeType", ("text/plain", "application/json")
+    note_unknown_value(config.get(name), known, f"generationConfig.{name}", ineffective)
+    return ineffective
 
 
 def _read_sampling(config: JSON) -> Sampling:
@@ -240,17 +246,7 @@ def _read_sampling(config: JSON) -> Sampling:
     if (count := whole_at(config, "candidateCount", path)) not in (None, 1):
         message = f"Only one candidate is sampled, not {count}."
         raise RequestError(message, param=f"{path}.candidateCount")
-    top_k = whole_at(config, "topK", path, least=-1)
-    return Sampling(
-        temperature=number_at(config, "temperature", path, least=0, most=2),
-        top_p=number_at(config, "topP", path, least=0, most=1),
-        top_k=-1 if top_k == 0 else top_k,
-        max_tokens=whole_at(config, "maxOutputTokens", path, least=1),
-        stop=texts_at(config, "stopSequences", path),
-        seed=whole_at(config, "seed", path),
-        presence_penalty=number_at(config, "presencePenalty", path, least=-2, most=2),
-        frequency_penalty=number_at(config, "frequencyPenalty", path, least=-2, most=2),
-    )
+    return read_sampling(config, _SAMPLING, path)
 
 
 def _read_choice(head: JSON, tools: ToolList) -> str:

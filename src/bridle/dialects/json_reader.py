@@ -480,6 +480,23 @@ def member(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
+def contents(value: Any, path: str, items: str = "parts") -> Iterator[tuple[Any, str]]:
+    """Yield each item of a message's content with its path: a string, or those of an array.
+
+    None for null or an empty string; `items` names them in the refusal of anything else.
+    """
+    match value:
+        case None | "":
+            return
+        case str():
+            yield value, path
+        case list():
+            for index, item in enumerate(value):
+                yield item, f"{path}[{index}]"
+        case _:
+            raise wrong(path, f"a string or an array of {items}", value)
+
+
 def text_at(value: JSON, key: str, path: str) -> str | None:
     """A string member; `None` where it is null or missing."""
     found = value.get(key)

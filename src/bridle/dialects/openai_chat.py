@@ -23,11 +23,12 @@ from bridle.dialects.base import (
     models_route,
     tidy,
 )
-from bridle.dialects.fields import account
+from bridle.dialects.fields import FORMATS, account, note_unknown_value, read_sampling
 from bridle.dialects.json_reader import (
     SpanMemo,
     an_object,
     arguments_text,
+    contents,
     decode,
     encode,
     first_of,
@@ -43,8 +44,6 @@ from bridle.dialects.json_reader import (
     split_body,
     split_field,
     text_at,
-    texts_at,
-    whole_at,
     wholes_at,
     wrong,
 )
@@ -106,6 +105,13 @@ class _TextOnly(msgspec.Struct):
 _TEXT_ONLY = msgspec.json.Decoder(_TextOnly)
 
 _SALT = b"chat:"
+_SAMPLING = {
+    name: name
+    for name in (
+        *("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "stop", "seed"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"),
+    )
+}
 _UNSUPPORTED = (
     *("embeddings", "completions", "moderations", "batches", "files", "images", "audio"),
     *("fine_tuning", "tokenize", "uploads", "vector_stores", "assistants", "threads", "evals"),
@@ -181,7 +187,7 @@ class OpenAIChat(WireFormat):
             "dialect": self.dialect,
             "model": name_at(head, "model", ""),
             "tools": tools.specs,
-            "sampling": read_sampling(head),
+            "sampling": read_options(head),
             "stream": flag_at(head, "stream", "") or False,
             "tool_choice": read_choice(head, tools),
             "response_schema": read_schema(head),
@@ -195,7 +201,7 @@ class OpenAIChat(WireFormat):
             "extra": {
                 "freeform": tools.freeform,
                 "removed": dict(tools.removed),
-                **_not_seen_to(head),
+                **_ineffective(head),
             },
         }
 
@@ -276,13 +282,12 @@ def _refuse_many(head: JSON) -> None:
             raise RequestError(f"Only one choice is sampled: '{key}' must be 1.", param=key)
 
 
-def _not_seen_to(head: JSON) -> JSON:
+def _ineffective(head: JSON) -> JSON:
     """Return the fields of the head that have no effect, and an unknown `response_format`."""
-    told = account(head, Dialect.OPENAI_CHAT)
+    ineffective = account(head, Dialect.OPENAI_CHAT)
     form = object_at(head, "response_format", "") or {}
-    if form.get("type") not in ("json_schema", "json_object", "text", None):
-        told.setdefault("unenforced", []).append("response_format")
-    return told
+    note_unknown_value(form.get("type"), FORMATS, "response_format", ineffective)
+    return ineffective
 
 
 # ---- messages
@@ -358,16 +363,8 @@ def read_content(value: Any, path: str, thoughts: list[str]) -> Iterator[Part]:
 
     Text of reasoning parts goes to `thoughts`.
     """
-    match value:
-        case None | "":
-            return
-        case str():
-            yield TextPart(value)
-        case list():
-            for index, item in enumerate(value):
-                yield from _read_part(item, f"{path}[{index}]", thoughts)
-        case _:
-            raise wrong(path, "a string or an array of parts", value)
+    for item, where in contents(value, path):
+        yield from _read_part(item, where, thoughts)
 
 
 def _read_part(value: Any, path: str, thoughts: list[str]) -> Iterator[Part]:
@@ -446,23 +443,13 @@ def _read_freeform(value: JSON, path: str) -> ToolSpec:
 # ---- options beside messages and tools
 
 
-def read_sampling(head: JSON) -> Sampling:
-    """Sampling parameters, with vLLM's additions (`top_k`, `min_tokens`, `stop_token_ids`)."""
+def read_options(head: JSON) -> Sampling:
+    """Read the sampling parameters, with vLLM's additions (`top_k`, `min_tokens`...)."""
     budget = first_of(head, ("max_completion_tokens", "max_tokens"))
-    top_k = whole_at(head, "top_k", "", least=-1)
-    return Sampling(
-        temperature=number_at(head, "temperature", "", least=0, most=2),
-        top_p=number_at(head, "top_p", "", least=0, most=1),
-        top_k=-1 if top_k == 0 else top_k,
-        max_tokens=whole_at(head, budget, "", least=1),
-        min_tokens=whole_at(head, "min_tokens", "", least=0),
-        stop=texts_at(head, "stop", ""),
+    return read_sampling(
+        head,
+        {**_SAMPLING, "max_tokens": budget},
         stop_token_ids=wholes_at(head, "stop_token_ids", ""),
-        seed=whole_at(head, "seed", ""),
-        presence_penalty=number_at(head, "presence_penalty", "", least=-2, most=2),
-        frequency_penalty=number_at(head, "frequency_penalty", "", least=-2, most=2),
-        repetition_penalty=number_at(head, "repetition_penalty", "", least=0.01, most=2),
-        min_p=number_at(head, "min_p", "", least=0, most=1),
         logit_bias=_read_bias(head),
     )
 

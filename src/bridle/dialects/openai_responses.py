@@ -26,20 +26,20 @@ from bridle.dialects.base import (
     WireFormat,
     tidy,
 )
-from bridle.dialects.fields import account
+from bridle.dialects.fields import FORMATS, account, note_unknown_value, read_sampling
 from bridle.dialects.history import KEPT, History
 from bridle.dialects.json_reader import (
     SpanMemo,
     an_object,
     arguments_text,
     content_digest,
+    contents,
     decode,
     encode,
     flag_at,
     member,
     missing,
     name_at,
-    number_at,
     object_at,
     objects_at,
     one_line,
@@ -50,7 +50,6 @@ from bridle.dialects.json_reader import (
     split_object,
     text_at,
     texts_at,
-    whole_at,
     wrong,
 )
 from bridle.dialects.media import block_part, block_text, data_part, url_part
@@ -76,13 +75,16 @@ from bridle.types import (
     Part,
     Reply,
     Role,
-    Sampling,
     TextPart,
     ToolCall,
     Usage,
 )
 
 _SALT = b"responses:"
+_SAMPLING = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "stop")},
+    "max_tokens": "max_output_tokens",
+}
 _STORED = {
     ("GET",): "get",
     ("DELETE",): "delete",
@@ -166,26 +168,25 @@ class OpenAIResponses(WireFormat):
         `added` are items that no message comes from, and the paths of their tools.
         """
         head = an_object(decode(encode(fields), ""), "")
-        told = account(head, self.dialect)
+        ineffective = account(head, self.dialect)
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
         tools = _with_added_tools(tools, added, self._tools)
         allow_removed(tools.removed, self._rules, "tools")
         system = read_instructions(head.get("instructions"))
         text = object_at(head, "text", "") or {}
-        for name, found in account(text, "text", "text.").items():
-            told.setdefault(name, []).extend(found)
+        for kind, names in account(text, "text", "text.").items():
+            ineffective.setdefault(kind, []).extend(names)
         form = object_at(text, "format", "text") or {}
-        if form.get("type") not in ("json_schema", "json_object", "text", None):
-            told.setdefault("unenforced", []).append("text.format")
+        note_unknown_value(form.get("type"), FORMATS, "text.format", ineffective)
         if any(bytes(split_object(item)["type"]) == _UPDATE for item, _ in added):
-            told.setdefault("unenforced", []).append("configuration_update")
+            ineffective.setdefault("unenforced", []).append("configuration_update")
         reasoning = object_at(head, "reasoning", "") or {}
         effort = text_at(reasoning, "effort", "reasoning")
         return system, {
             "dialect": self.dialect,
             "model": name_at(head, "model", ""),
             "tools": tools.specs,
-            "sampling": _read_sampling(head),
+            "sampling": read_sampling(head, _SAMPLING),
             "stream": (flag_at(head, "stream", "") or False) and route.resource != "compact",
             "tool_choice": "none" if compacts else read_choice(head, tools),
             "response_schema": _read_schema(form),
@@ -200,7 +201,7 @@ class OpenAIResponses(WireFormat):
                 "previous": text_at(head, "previous_response_id", ""),
                 "store": flag_at(head, "store", "") is not False,
                 **({"compact": True} if head.get("object") == _COMPACTED else {}),
-                **told,
+                **ineffective,
             },
         }
 
@@ -362,17 +363,6 @@ def _with_added_tools(
         if listed is not None:
             tools = tools.plus(memo.read(bytes(listed), path))
     return tools
-
-
-def _read_sampling(head: JSON) -> Sampling:
-    top_k = whole_at(head, "top_k", "", least=-1)
-    return Sampling(
-        temperature=number_at(head, "temperature", "", least=0, most=2),
-        top_p=number_at(head, "top_p", "", least=0, most=1),
-        top_k=-1 if top_k == 0 else top_k,
-        max_tokens=whole_at(head, "max_output_tokens", "", least=1),
-        stop=texts_at(head, "stop", ""),
-    )
 
 
 def _read_schema(form: JSON) -> JSON | None:
@@ -601,21 +591,12 @@ def _read_output(item: JSON, kind: str, path: str) -> Iterator[Part]:
 
 
 def read_parts(value: Any, path: str) -> Iterator[Part]:
-    """The parts of a content: a string or a list of parts; empty text gives no part."""
-    match value:
-        case None | "":
-            return
-        case str():
-            yield TextPart(value)
-        case list():
-            for index, part in enumerate(value):
-                where = f"{path}[{index}]"
-                if isinstance(part, str):
-                    yield from read_parts(part, where)
-                else:
-                    yield from _read_part(an_object(part, where), where)
-        case _:
-            raise wrong(path, "a string or an array of parts", value)
+    """Yield the parts of a content: a string or a list of parts; empty text gives no part."""
+    for item, where in contents(value, path):
+        if not isinstance(item, str):
+            yield from _read_part(an_object(item, where), where)
+        elif item:
+            yield TextPart(item)
 
 
 def _read_part(part: JSON, path: str) -> Iterator[Part]:
