@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ import msgspec
 from bridle.dialects.anthropic_tools import TOOLSETS, client_run, toolset
 from bridle.dialects.anthropic_write import MessagesStream, error_body, message_json, status_of
 from bridle.dialects.base import (
+    AssistantTurn,
     ReplyHead,
     Route,
     RouteKind,
@@ -28,6 +29,7 @@ from bridle.dialects.base import (
     models_route,
     retry_headers,
     tidy,
+    user_messages,
 )
 from bridle.dialects.fields import account, note_unknown_value, read_sampling
 from bridle.dialects.json_reader import (
@@ -52,8 +54,8 @@ from bridle.dialects.json_reader import (
     wrong,
 )
 from bridle.dialects.media import BLOCK_TYPE, block_part, block_text, data_part, url_part
-from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed, split_billing
-from bridle.dialects.tools import ToolList, check_choice, sent
+from bridle.dialects.noise import RULES, allow_removed, split_billing
+from bridle.dialects.tools import ToolList, check_choice, function_spec, provider_run, sent
 from bridle.errors import RequestError
 from bridle.types import (
     JSON,
@@ -336,18 +338,12 @@ def read_tools(value: object, path: str) -> ToolList:
                 continue
             spec = own
         else:
-            spec = ToolSpec(
-                name_at(tool, "name", where),
-                text_at(tool, "description", where),
-                schema,
-                flag_at(tool, "strict", where) or False,
-            )
+            spec = function_spec(tool, where, schema)
         if later:
             deferred[spec.name] = spec
         else:
             specs.append(spec)
-    dropped = {SERVER_TOOLS.name: removed} if removed else {}
-    return ToolList(tuple(specs), wire=toolsets, deferred=deferred, removed=dropped)
+    return ToolList(tuple(specs), wire=toolsets, deferred=deferred, removed=provider_run(removed))
 
 
 def _with_loaded_tools(message: Message, tools: ToolList) -> Message:
@@ -407,7 +403,7 @@ def read_message(value: JSON, path: str) -> tuple[Message, ...]:
         return (Message(role, tuple(_parts(content, where))),)
     if content is None and "content" in value:
         raise wrong(where, "a string or an array of blocks", None)
-    return _read_user(content, where)
+    return user_messages(_read_user(content, where))
 
 
 def hosted_end(span: bytes) -> str | None:
@@ -500,51 +496,21 @@ def _from_source(block: JSON, path: str, media_type: str) -> Iterator[Part]:
 # ---- user messages
 
 
-def _read_user(value: Any, path: str) -> tuple[Message, ...]:
-    """User parts and tool results in the order of their blocks."""
-    messages: list[Message] = []
-    parts: list[Part] = []
+def _read_user(value: Any, path: str) -> Iterator[Part | Message]:
+    """Yield the parts of user blocks and the messages of tool results."""
     for block, where in _blocks(value, path):
         if block.get("type") != "tool_result":
-            parts += _part(block, where)
+            yield from _part(block, where)
             continue
-        if parts:
-            messages.append(Message(Role.USER, tuple(parts)))
-            parts = []
         content = tuple(_parts(block.get("content"), member(where, "content")))
-        answers = text_at(block, "tool_use_id", where)
-        messages.append(Message(Role.TOOL, content, tool_call_id=answers))
-    if parts or not messages:
-        messages.append(Message(Role.USER, tuple(parts)))
-    return tuple(messages)
+        yield Message(Role.TOOL, content, tool_call_id=text_at(block, "tool_use_id", where))
 
 
 # ---- assistant messages
 
 
-@dataclass(slots=True)
-class _Turn:
-    """An assistant message while its blocks are read."""
-
-    content: list[Part] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    ids: list[str] = field(default_factory=list)
-
-    def message(self) -> Message:
-        return Message(
-            Role.ASSISTANT,
-            tuple(self.content),
-            reasoning="".join(self.thoughts) or None,
-            tool_calls=tuple(self.calls),
-            issued_ids=tuple(self.ids),
-        )
-
-
 def _read_assistant(value: Any, path: str) -> tuple[Message, ...]:
-    """One message, and a further one for each text that follows a call."""
-    done: list[Message] = []
-    turn = _Turn()
+    turn = AssistantTurn()
     for block, where in _blocks(value, path):
         match block.get("type"):
             case "thinking":
@@ -555,12 +521,8 @@ def _read_assistant(value: Any, path: str) -> tuple[Message, ...]:
             case "tool_use":
                 turn.calls.append(_read_call(block, where))
             case _:
-                parts = list(_part(block, where))
-                if parts and turn.calls:
-                    done.append(turn.message())
-                    turn = _Turn()
-                turn.content += parts
-    return (*done, turn.message())
+                turn.add(list(_part(block, where)))
+    return turn.messages()
 
 
 def _read_call(block: JSON, path: str) -> ToolCall:

@@ -15,7 +15,7 @@ from collections.abc import Collection
 import msgspec
 
 from bridle.dialects.anthropic_tools import member_call
-from bridle.dialects.base import ReplyHead, StreamEncoder
+from bridle.dialects.base import ENGINE_FAILURES, ReplyHead, StreamEncoder
 from bridle.dialects.ids import call_id, signature
 from bridle.dialects.json_reader import arguments_object, encode
 from bridle.dialects.sse import event_bytes
@@ -35,12 +35,7 @@ _ERRORS: dict[str, tuple[int, str]] = {
     "overloaded": (529, "overloaded_error"),
     "paused": (529, "overloaded_error"),
     "engine_error": (500, "api_error"),
-    "engine_cut": (500, "api_error"),
-    "engine_reset": (500, "api_error"),
-    "engine_silent": (500, "api_error"),
-    "engine_garbled": (500, "api_error"),
-    "engine_500": (500, "api_error"),
-    "store_error": (500, "api_error"),
+    **dict.fromkeys((*ENGINE_FAILURES, "store_error"), (500, "api_error")),
 }
 """Our code -> status and type as Anthropic says them."""
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import unquote
 
@@ -17,7 +17,7 @@ from bridle.dialects.fields import watched
 from bridle.dialects.json_reader import ReadMessages, SpanMemo, shallow
 from bridle.dialects.tools import ToolList, ToolMemo
 from bridle.errors import RequestError
-from bridle.types import Dialect, Message, ModelRequest, Reply, ToolCall, Usage
+from bridle.types import Dialect, Message, ModelRequest, Part, Reply, Role, ToolCall, Usage
 
 
 def retry_headers(error: RequestError) -> dict[str, str]:
@@ -32,6 +32,10 @@ def retry_headers(error: RequestError) -> dict[str, str]:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
     return headers
+
+
+ENGINE_FAILURES = tuple(f"engine_{kind}" for kind in ("cut", "reset", "silent", "garbled", "500"))
+"""Codes of errors after which a retry may succeed, as another replica may answer."""
 
 
 class RouteKind(StrEnum):
@@ -265,6 +269,55 @@ class WireFormat(ABC):
     @abstractmethod
     def token_count(self, count: int) -> bytes:
         """The answer to a token-counting request."""
+
+
+# ---- messages
+
+
+@dataclass(slots=True)
+class AssistantTurn:
+    """An assistant message while its parts are read; text after a call begins another message."""
+
+    content: list[Part] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    _before: list[Message] = field(default_factory=list)
+
+    def add(self, parts: Sequence[Part]) -> None:
+        if parts and self.calls:
+            self._before.append(self._message())
+            self.content, self.thoughts, self.calls, self.ids = [], [], [], []
+        self.content += parts
+
+    def messages(self) -> tuple[Message, ...]:
+        return (*self._before, self._message())
+
+    def _message(self) -> Message:
+        return Message(
+            Role.ASSISTANT,
+            tuple(self.content),
+            reasoning="".join(self.thoughts) or None,
+            tool_calls=tuple(self.calls),
+            issued_ids=tuple(self.ids),
+        )
+
+
+def user_messages(pieces: Iterable[Part | Message]) -> tuple[Message, ...]:
+    """Return tool results as they are and the parts between them as user messages, in order."""
+    messages: list[Message] = []
+    parts: list[Part] = []
+    for piece in pieces:
+        if not isinstance(piece, Message):
+            parts.append(piece)
+            continue
+        if parts:
+            messages.append(Message(Role.USER, tuple(parts)))
+            parts = []
+        messages.append(piece)
+    if parts or not messages:
+        messages.append(Message(Role.USER, tuple(parts)))
+    return tuple(messages)
 
 
 # ---- paths that providers share

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from bridle.dialects.base import (
+    AssistantTurn,
     ReplyHead,
     Route,
     RouteKind,
@@ -26,6 +27,7 @@ from bridle.dialects.base import (
     WireFormat,
     models_route,
     tidy,
+    user_messages,
 )
 from bridle.dialects.fields import account, note_unknown_value, read_sampling
 from bridle.dialects.google_write import (
@@ -56,8 +58,15 @@ from bridle.dialects.json_reader import (
     wrong,
 )
 from bridle.dialects.media import block_part, block_text, data_part, url_part
-from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
-from bridle.dialects.tools import ToolList, ToolMemo, check_choice, sent
+from bridle.dialects.noise import RULES, allow_removed
+from bridle.dialects.tools import (
+    ToolList,
+    ToolMemo,
+    check_choice,
+    object_schema,
+    provider_run,
+    sent,
+)
 from bridle.errors import RequestError
 from bridle.types import (
     JSON,
@@ -307,7 +316,7 @@ def read_tools(value: object, path: str, *, older: bool = False) -> ToolList:
         removed += [key for key, given in fields.items() if key not in known and given is not None]
     named = {spec.name for spec in specs}
     shown = (*(spec for spec in predefined if spec.name not in named), *specs)
-    return ToolList(shown, removed={SERVER_TOOLS.name: removed} if removed else {})
+    return ToolList(shown, removed=provider_run(removed))
 
 
 def _read_function(value: JSON, path: str) -> ToolSpec:
@@ -384,7 +393,7 @@ def read_content(value: JSON, path: str) -> tuple[Message, ...]:
         return _read_model(value, path)
     if value.get("parts", ()) is None:
         raise wrong(member(path, "parts"), "an array", None)
-    return _read_user(value, path)
+    return user_messages(_read_user(value, path))
 
 
 def _parts_of(value: JSON, path: str) -> Iterator[tuple[JSON, str]]:
@@ -420,21 +429,14 @@ def _content_part(part: JSON, path: str) -> Iterator[Part]:
 # ---- user contents
 
 
-def _read_user(value: JSON, path: str) -> tuple[Message, ...]:
-    messages: list[Message] = []
-    parts: list[Part] = []
+def _read_user(value: JSON, path: str) -> Iterator[Part | Message]:
+    """Yield the parts of user content and the messages of function responses."""
     for part, where in _parts_of(value, path):
         response = object_at(part, "functionResponse", where)
         if response is None:
-            parts += _content_part(part, where)
-            continue
-        if parts:
-            messages.append(Message(Role.USER, tuple(parts)))
-            parts = []
-        messages.append(_read_response(camel(response), member(where, "functionResponse")))
-    if parts or not messages:
-        messages.append(Message(Role.USER, tuple(parts)))
-    return tuple(messages)
+            yield from _content_part(part, where)
+        else:
+            yield _read_response(camel(response), member(where, "functionResponse"))
 
 
 def _read_response(value: JSON, path: str) -> Message:
@@ -467,35 +469,17 @@ def _response_text(response: Any) -> str:
 
 
 def _read_model(value: JSON, path: str) -> tuple[Message, ...]:
-    """One message, and a further one for each text that follows a call."""
-    done: list[Message] = []
-    content: list[Part] = []
-    thoughts: list[str] = []
-    calls: list[ToolCall] = []
-    ids: list[str] = []
-
-    def message() -> Message:
-        return Message(
-            Role.ASSISTANT,
-            tuple(content),
-            reasoning="".join(thoughts) or None,
-            tool_calls=tuple(calls),
-            issued_ids=tuple(ids),
-        )
-
+    turn = AssistantTurn()
     for part, where in _parts_of(value, path):
         if mark := text_at(part, "thoughtSignature", where):
-            ids.append(standard_base64(mark))
+            turn.ids.append(standard_base64(mark))
         if flag_at(part, "thought", where):
-            thoughts.append(text_at(part, "text", where) or "")
+            turn.thoughts.append(text_at(part, "text", where) or "")
         elif (call := object_at(part, "functionCall", where)) is not None:
-            calls.append(_read_call(call, member(where, "functionCall")))
-        elif found := list(_content_part(part, where)):
-            if calls:
-                done.append(message())
-                content, thoughts, calls, ids = [], [], [], []
-            content += found
-    return (*done, message())
+            turn.calls.append(_read_call(call, member(where, "functionCall")))
+        else:
+            turn.add(list(_content_part(part, where)))
+    return turn.messages()
 
 
 def _read_call(value: JSON, path: str) -> ToolCall:
@@ -592,5 +576,4 @@ def _predefined(name: str, arguments: str, description: str) -> ToolSpec:
     plain = {word: word.rstrip("+?") for word in words}
     properties = {plain[word]: _ARGUMENTS[word.rstrip("?")] for word in words}
     required = [plain[word] for word in words if not word.endswith("?")]
-    schema = {"type": "object", "properties": properties, "required": required}
-    return ToolSpec(name, description, schema)
+    return ToolSpec(name, description, object_schema(properties, required))

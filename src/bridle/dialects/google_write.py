@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from bridle.dialects.base import ReplyHead, StreamEncoder, retry_headers
+from bridle.dialects.base import ENGINE_FAILURES, ReplyHead, StreamEncoder, retry_headers
 from bridle.dialects.ids import call_id, signature
 from bridle.dialects.json_reader import arguments_object, encode
 from bridle.errors import RequestError
@@ -35,12 +35,7 @@ _ERRORS: dict[str, tuple[int, str]] = {
     "overloaded": (503, "UNAVAILABLE"),
     "paused": (503, "UNAVAILABLE"),
     "engine_error": (500, "INTERNAL"),
-    "engine_cut": (503, "UNAVAILABLE"),
-    "engine_reset": (503, "UNAVAILABLE"),
-    "engine_silent": (503, "UNAVAILABLE"),
-    "engine_garbled": (503, "UNAVAILABLE"),
-    "engine_500": (503, "UNAVAILABLE"),
-    "store_error": (503, "UNAVAILABLE"),
+    **dict.fromkeys((*ENGINE_FAILURES, "store_error"), (503, "UNAVAILABLE")),
 }
 """Our code -> status and name as Google says them. Its clients try every 429 again, so a budget
 that is used up is a refusal of permission."""

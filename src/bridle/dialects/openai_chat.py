@@ -8,7 +8,7 @@ parts, null or missing; system may be `developer`; reasoning comes back as `reas
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -48,7 +48,7 @@ from bridle.dialects.json_reader import (
     wrong,
 )
 from bridle.dialects.media import block_part, data_part, url_part
-from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
+from bridle.dialects.noise import RULES, allow_removed
 from bridle.dialects.openai_chat_write import (
     ChatStream,
     chat_error_message,
@@ -62,8 +62,9 @@ from bridle.dialects.openai_chat_write import (
 from bridle.dialects.tools import (
     ToolList,
     check_choice,
-    freeform_grammar,
     freeform_spec,
+    function_spec,
+    provider_run,
     sent,
 )
 from bridle.errors import RequestError
@@ -293,13 +294,18 @@ def _ineffective(head: JSON) -> JSON:
 # ---- messages
 
 
-def read_message(value: JSON, path: str) -> tuple[Message, ...]:
+def read_role(value: JSON, path: str, roles: Mapping[str, Role]) -> Role:
+    """Read the role of a message, which is one of `roles` by the wire's names."""
     name = name_at(value, "role", path)
-    role = _ROLES.get(name)
-    if role is None:
-        known = ", ".join(f"'{known}'" for known in _ROLES)
+    if name not in roles:
+        known = ", ".join(f"'{known}'" for known in roles)
         message = f"Invalid value: '{name}'. Supported values are: {known}."
         raise RequestError(message, param=member(path, "role"))
+    return roles[name]
+
+
+def read_message(value: JSON, path: str) -> tuple[Message, ...]:
+    role = read_role(value, path, _ROLES)
     thoughts: list[str] = []
     given = value.get("content")
     if given is None and role is Role.USER and "content" in value:
@@ -414,30 +420,17 @@ def read_tools(value: object, path: str) -> ToolList:
         kind = text_at(tool, "type", where)
         custom = object_at(tool, "custom", where) if kind == "custom" else None
         if custom is not None:
-            specs.append(_read_freeform(custom, member(where, "custom")))
+            specs.append(freeform_spec(custom, member(where, "custom")))
             freeform.add(specs[-1].name)
         elif kind in ("function", None):
             inner = object_at(tool, "function", where)
             inside = where if inner is None else member(where, "function")
-            specs.append(_read_function(tool if inner is None else inner, inside))
+            function = tool if inner is None else inner
+            schema = object_at(function, "parameters", inside)
+            specs.append(function_spec(function, inside, schema))
         else:
             removed.append(kind)
-    dropped = {SERVER_TOOLS.name: removed} if removed else {}
-    return ToolList(tuple(specs), frozenset(freeform), removed=dropped)
-
-
-def _read_function(value: JSON, path: str) -> ToolSpec:
-    return ToolSpec(
-        name_at(value, "name", path),
-        text_at(value, "description", path),
-        object_at(value, "parameters", path),
-        flag_at(value, "strict", path) or False,
-    )
-
-
-def _read_freeform(value: JSON, path: str) -> ToolSpec:
-    grammar = freeform_grammar(object_at(value, "format", path))
-    return freeform_spec(name_at(value, "name", path), text_at(value, "description", path), grammar)
+    return ToolList(tuple(specs), frozenset(freeform), removed=provider_run(removed))
 
 
 # ---- options beside messages and tools

@@ -15,7 +15,14 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
-from bridle.dialects.base import ReplyHead, Route, RouteKind, StreamEncoder, retry_headers
+from bridle.dialects.base import (
+    ENGINE_FAILURES,
+    ReplyHead,
+    Route,
+    RouteKind,
+    StreamEncoder,
+    retry_headers,
+)
 from bridle.dialects.json_reader import encode
 from bridle.dialects.media import BLOCK_TYPE
 from bridle.dialects.sse import DONE
@@ -107,12 +114,7 @@ _SHAPES: dict[str, tuple[int, str, str | None]] = {
     "overloaded": (503, "server_error", "server_is_overloaded"),
     "paused": (503, "server_error", "server_is_overloaded"),
     "engine_error": (500, "server_error", "server_error"),
-    "engine_cut": (503, "server_error", "engine_cut"),
-    "engine_reset": (503, "server_error", "engine_reset"),
-    "engine_silent": (503, "server_error", "engine_silent"),
-    "engine_garbled": (503, "server_error", "engine_garbled"),
-    "engine_500": (503, "server_error", "engine_500"),
-    "store_error": (503, "server_error", "store_error"),
+    **{code: (503, "server_error", code) for code in (*ENGINE_FAILURES, "store_error")},
 }
 """Our code -> status, type and code as OpenAI says them."""
 

@@ -54,7 +54,7 @@ from bridle.dialects.json_reader import (
 )
 from bridle.dialects.media import block_part, block_text, data_part, url_part
 from bridle.dialects.noise import RULES, allow_removed
-from bridle.dialects.openai_chat import read_choice
+from bridle.dialects.openai_chat import read_choice, read_role
 from bridle.dialects.openai_chat_write import error_response, models_json
 from bridle.dialects.openai_responses_tools import call_of_item, qualified, read_tools
 from bridle.dialects.openai_responses_write import (
@@ -501,12 +501,7 @@ def read_item(item: JSON, path: str) -> tuple[Message, ...]:
 
 
 def _read_message(item: JSON, path: str) -> Message:
-    name = name_at(item, "role", path)
-    role = _ROLES.get(name)
-    if role is None:
-        known = ", ".join(f"'{known}'" for known in _ROLES)
-        message = f"Invalid value: '{name}'. Supported values are: {known}."
-        raise RequestError(message, param=member(path, "role"))
+    role = read_role(item, path, _ROLES)
     content = item.get("content")
     if content is None and role is Role.USER and "content" in item:
         raise wrong(member(path, "content"), "a string or an array of parts", None)

@@ -7,12 +7,21 @@ A freeform ("custom") tool takes text, not JSON. The model is shown a function w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from bridle.dialects.json_reader import content_digest, decode, shallow
+from bridle.dialects.json_reader import (
+    content_digest,
+    decode,
+    flag_at,
+    name_at,
+    object_at,
+    shallow,
+    text_at,
+)
+from bridle.dialects.noise import SERVER_TOOLS
 from bridle.errors import RequestError
 from bridle.types import JSON, ToolCall, ToolSpec
 
@@ -112,21 +121,39 @@ def check_choice(choice: str, tools: ToolList, path: str) -> str:
     return choice
 
 
-def freeform_spec(name: str, description: str | None, grammar: str | None) -> ToolSpec:
-    """The function that stands for a freeform tool; its grammar is told in the description."""
-    told = [part for part in (description, grammar) if part]
-    schema = {
-        "type": "object",
-        "properties": {"input": {"type": "string", "description": "The tool's input, as it is."}},
-        "required": ["input"],
-        "additionalProperties": False,
-    }
-    return ToolSpec(name, "\n\n".join(told) or None, schema)
+def object_schema(properties: JSON, required: Sequence[str] = ()) -> JSON:
+    """Return the JSON schema of a function's arguments."""
+    return {"type": "object", "properties": properties, "required": list(required)}
 
 
-def freeform_grammar(form: JSON | None) -> str | None:
+def provider_run(types: list[str]) -> dict[str, list[str]]:
+    """Return the part of `ToolList.removed` for tools of these types, which the provider runs."""
+    return {SERVER_TOOLS.name: types} if types else {}
+
+
+def function_spec(value: JSON, path: str, schema: JSON | None, name: str | None = None) -> ToolSpec:
+    """Read a function; `name` is ours where it is not the wire's."""
+    return ToolSpec(
+        name or name_at(value, "name", path),
+        text_at(value, "description", path),
+        schema,
+        flag_at(value, "strict", path) or False,
+    )
+
+
+def freeform_spec(value: JSON, path: str, name: str | None = None) -> ToolSpec:
+    """Read a freeform tool as a function, whose description contains the tool's grammar."""
+    description = text_at(value, "description", path)
+    grammar = _freeform_grammar(object_at(value, "format", path) or {})
+    argument = {"type": "string", "description": "The tool's input, as it is."}
+    schema = {**object_schema({"input": argument}, ["input"]), "additionalProperties": False}
+    text = "\n\n".join(filter(None, (description, grammar))) or None
+    return ToolSpec(name or name_at(value, "name", path), text, schema)
+
+
+def _freeform_grammar(form: JSON) -> str | None:
     """Return the format of a freeform tool as shown to the model; `None` where any text will do."""
-    grammar = (form or {}).get("grammar", form) or {}
+    grammar = form.get("grammar", form) or {}
     definition = grammar.get("definition") if isinstance(grammar, dict) else None
     if not isinstance(definition, str):
         return None
