@@ -7,11 +7,11 @@ from bridle.config import AgentSpec, Settings
 from bridle.errors import HarnessError
 from bridle.harnesses.bundles import ensure
 from bridle.harnesses.installers import node_recipe, python_recipe
-from bridle.harnesses.packaged import CHECKING, Packaged, PyPI
+from bridle.harnesses.packaged import CHECKING, PackagedHarness, PyPI
 from bridle.types import Dialect
 
 
-class Tool(Packaged[Settings]):
+class Tool(PackagedHarness[Settings]):
     name = "tool"
     pinned = "2.0"
     dialect = Dialect.OPENAI_CHAT

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +71,33 @@ def refuse_extras(
     skill_folders(agent, "")
 
 
-def mcp_entries(agent: AgentSpec, remote: Callable[[McpServer], JSON]) -> JSON:
-    """`{name: entry}`, as most programs have it; `remote` says how one with a URL is written."""
-    return {
-        server.name: {"command": server.command, "args": list(server.args), "env": server.env}
-        if server.transport == "stdio"
-        else remote(server)
-        for server in agent.mcp_servers
-    }
+def mcp_entries(
+    agent: AgentSpec,
+    *,
+    type_field: str | None = None,
+    stdio: str | None = None,
+    http: str = "http",
+    http_url: str = "url",
+    headers: str = "headers",
+    **more: Any,  # noqa: ANN401 - any JSON value
+) -> JSON:
+    """Return the MCP servers of a task as `{name: entry}`, in a program's own form.
+
+    `type_field` is the member that names the transport, by the words `stdio` (`None` = left out),
+    `http` and `sse`; `http_url` and `headers` are members, too. `more` are members of each entry.
+    """
+
+    def entry(server: McpServer) -> JSON:
+        if server.transport == "stdio":
+            word = stdio
+            members = {"command": server.command, "args": list(server.args), "env": server.env}
+        else:
+            word, url = ("sse", "url") if server.transport == "sse" else (http, http_url)
+            members = {url: server.url, headers: server.headers}
+        typed = {} if type_field is None or word is None else {type_field: word}
+        return {**typed, **members, **more}
+
+    return {server.name: entry(server) for server in agent.mcp_servers}
 
 
 def skill_folders(agent: AgentSpec, target: str) -> dict[str, Path]:

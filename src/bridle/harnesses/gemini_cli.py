@@ -11,20 +11,16 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from bridle.config import McpServer, Settings
+from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.configuration import (
     as_json,
     events_backwards,
-    mcp_entries,
     merged,
-    skill_folders,
 )
-from bridle.harnesses.installers import NODE
-from bridle.harnesses.packaged import Npm, Packaged
+from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Cause, Dialect
 
-CLI = "node_modules/@google/gemini-cli/bundle/gemini.js"
 TURN_LIMIT = 53
 BELIEVED_CONTEXT = 1_048_576
 """Tokens that it thinks a model takes whose name it does not know."""
@@ -44,21 +40,21 @@ class GeminiCliSettings(Settings):
     """More arguments for its command line."""
 
 
-class GeminiCli(Packaged[GeminiCliSettings]):
+class GeminiCli(PackagedHarness[GeminiCliSettings]):
     """Gemini CLI; implements `base.Harness`."""
 
     name = "gemini_cli"
     pinned = "0.61.0"
     dialect = Dialect.GOOGLE
     settings_class = GeminiCliSettings
-    package = Npm(size_mb=300, probe=(NODE, f"../{CLI}", "--version"))
+    package = Npm(size_mb=300, path="node_modules/@google/gemini-cli/bundle/gemini.js")
     """290 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`gemini --yolo --model <model> --output-format stream-json`, the task on stdin."""
         folder = f"{context.home}/.gemini"
         command = (
-            *(f"{context.bundle}/{NODE}", f"{context.bundle}/{CLI}"),
+            *self._program(context),
             *("--yolo", "--model", context.model_name),
             *("--output-format", "stream-json", *self._settings.args),
         )
@@ -72,15 +68,11 @@ class GeminiCli(Packaged[GeminiCliSettings]):
             command,
             env,
             files={f"{folder}/settings.json": as_json(self._config(context))},
-            folders=skill_folders(self._agent, f"{folder}/skills"),
+            folders=self._skills(f"{folder}/skills"),
             stdin=context.instruction.encode(),
         )
 
     def _config(self, context: LaunchContext) -> JSON:
-        def remote(server: McpServer) -> JSON:
-            where = "url" if server.transport == "sse" else "httpUrl"
-            return {where: server.url, "headers": server.headers}
-
         ours: JSON = {
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
@@ -94,10 +86,7 @@ class GeminiCli(Packaged[GeminiCliSettings]):
                 "maxSessionTurns": self._settings.max_turns or -1,
                 "compressionThreshold": context.context_length * COMPRESS_AT / BELIEVED_CONTEXT,
             },
-            "mcpServers": {
-                name: {**entry, "trust": True}
-                for name, entry in mcp_entries(self._agent, remote).items()
-            },
+            "mcpServers": self._mcp(http_url="httpUrl", trust=True),
         }
         endpoint = {"security": {"auth": {"selectedType": "gemini-api-key"}}}
         return merged(merged(ours, self._settings.config), endpoint)

@@ -16,8 +16,7 @@ from pydantic import Field
 from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.configuration import merged
-from bridle.harnesses.installers import PYTHON
-from bridle.harnesses.packaged import Packaged, PyPI
+from bridle.harnesses.packaged import PackagedHarness, PyPI
 from bridle.types import JSON, Dialect
 
 BASE_CONFIG = "mini.yaml"
@@ -41,7 +40,7 @@ class MiniSettings(Settings):
     """Tries of one model call, 4 to 60 s apart, before it gives up (its own default is 10)."""
 
 
-class MiniSweAgent(Packaged[MiniSettings]):
+class MiniSweAgent(PackagedHarness[MiniSettings]):
     """mini-swe-agent; implements `base.Harness`."""
 
     name = "mini_swe_agent"
@@ -66,8 +65,7 @@ class MiniSweAgent(Packaged[MiniSettings]):
             model["model_class"] = "litellm_response"
         own: JSON = {"run": {"task": context.instruction}, "model": model}
         command = (
-            f"{context.bundle}/{PYTHON}",
-            *("-m", "minisweagent.run.mini"),
+            *(*self._program(context), "-m", "minisweagent.run.mini"),
             *("-c", f"{context.bundle}/{BASE_CONFIG}", "-c", config),
             *("--yolo", "--exit-immediately", "--cost-limit", "0", "-o", log),
         )

@@ -13,12 +13,10 @@ from pydantic import Field
 from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.configuration import PATIENCE_S
-from bridle.harnesses.installers import PYTHON
 from bridle.harnesses.packaged import INSTRUCTIONS, PyPI, SdkAgent, plain_servers, script_launch
 from bridle.types import Dialect
 
 SCRIPT = "openai_agents_agent.py"
-SAY_VERSION = "from importlib.metadata import version; print(version('openai-agents'))"
 
 
 class OpenaiAgentsSettings(Settings):
@@ -41,7 +39,7 @@ class OpenaiAgents(SdkAgent[OpenaiAgentsSettings]):
     pinned = "0.24.0"
     settings_class = OpenaiAgentsSettings
     has_skills = False
-    package = PyPI(size_mb=130, probe=(PYTHON, "-c", SAY_VERSION))
+    package = PyPI(size_mb=130, distribution="openai-agents")
     """A Python with 120 MB of packages."""
 
     def launch(self, context: LaunchContext) -> Launch:

@@ -15,22 +15,18 @@ from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import McpServer, Settings
+from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.configuration import (
     PATIENCE_S,
     as_json,
-    mcp_entries,
     merged,
     output_budget,
-    skill_folders,
 )
-from bridle.harnesses.installers import NODE
-from bridle.harnesses.packaged import Npm, Packaged
+from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.harnesses.pi import ADAPTERS
 from bridle.types import JSON, Dialect
 
-CLI = "node_modules/openclaw/openclaw.mjs"
 PROVIDER = "gw"
 DEADLINE_S = 86_400
 """Its own deadline for the turn; the session's budget ends it long before."""
@@ -54,13 +50,13 @@ class OpenclawSettings(Settings):
     """More arguments for `openclaw agent exec`."""
 
 
-class Openclaw(Packaged[OpenclawSettings]):
+class Openclaw(PackagedHarness[OpenclawSettings]):
     """openclaw; implements `base.Harness`."""
 
     name = "openclaw"
     pinned = "2026.9.6"
     settings_class = OpenclawSettings
-    package = Npm(size_mb=840, probe=(NODE, f"../{CLI}", "--version"), whole_lock=False)
+    package = Npm(size_mb=840, path="node_modules/openclaw/openclaw.mjs", whole_lock=False)
     """830 MB: the program, what it can talk to, and its own node 24."""
 
     def launch(self, context: LaunchContext) -> Launch:
@@ -68,7 +64,7 @@ class Openclaw(Packaged[OpenclawSettings]):
         folder = f"{context.home}/.openclaw"
         config = f"{folder}/openclaw.json"
         command = [
-            *(f"{context.bundle}/{NODE}", f"{context.bundle}/{CLI}"),
+            *self._program(context),
             *("agent", "exec", "--config", config, "--cwd", context.workdir),
             *("--model", f"{PROVIDER}/{context.model_name}"),
             *("--timeout", str(DEADLINE_S), "--json", "--message-file", "-"),
@@ -84,14 +80,11 @@ class Openclaw(Packaged[OpenclawSettings]):
             (*command, *self._settings.args),
             env,
             files={config: as_json(self._config(context))},
-            folders=skill_folders(self._agent, f"{folder}/skills"),
+            folders=self._skills(f"{folder}/skills"),
             stdin=context.instruction.encode(),
         )
 
     def _config(self, context: LaunchContext) -> JSON:
-        def remote(server: McpServer) -> JSON:
-            return {"url": server.url, "transport": server.transport, "headers": server.headers}
-
         api, url, path = ADAPTERS[self.dialect]
         free = {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
         model = {
@@ -122,7 +115,7 @@ class Openclaw(Packaged[OpenclawSettings]):
                 "toolSearch": False,
                 "deny": [] if self._settings.live_state else list(VOLATILE),
             },
-            "mcp": {"servers": mcp_entries(self._agent, remote)},
+            "mcp": {"servers": self._mcp(type_field="transport", http="streamable-http")},
         }
         gateway: JSON = {
             "agents": {"defaults": {"model": {"primary": f"{PROVIDER}/{context.model_name}"}}},
