@@ -77,7 +77,7 @@ class Begun:
 T = TypeVar("T")
 
 
-class History(dict[bytes, tuple[Message, ...]]):
+class RequestHistory(dict[bytes, tuple[Message, ...]]):
     """A `bridle.dialects.base.SpanMemo` that remembers beginnings and heads too; one per session.
 
     Used by `bridle.dialects.json_reader` in this order: `grown` and `find` when a body is split,
@@ -122,7 +122,7 @@ class History(dict[bytes, tuple[Message, ...]]):
         known = [len(one.prefix) for one in self._begun if body.startswith(one.prefix)]
         return len(body) - max(known, default=0)
 
-    def adopt(self, other: History) -> None:
+    def adopt(self, other: RequestHistory) -> None:
         """Take over what another one remembers, as the newest."""
         self.update(other)
         self._begun = [*other._begun, *self._begun][:KEPT]

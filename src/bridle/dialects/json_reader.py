@@ -23,7 +23,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from bridle.dialects.history import Begun, History
+from bridle.dialects.history import Begun, RequestHistory
 from bridle.errors import RequestError
 from bridle.types import JSON, Message
 
@@ -296,12 +296,12 @@ def split_body(
 ) -> tuple[dict[str, msgspec.Raw], tuple[bytes, ...] | None]:
     """The body's fields, and the raw items of its array `key` in place of that field.
 
-    Reads the body once: the items come from a first look, the other fields from what is left when
-    the array's inside and the tool list are cut out. Items that a `History` knows are not looked at
-    again. `None` for the items (the field is then among the fields) where the body is not plain
-    enough for that; `RequestError` as `split_object`.
+    A first pass finds the items, a second one the other fields in the rest of the body, without the
+    items and the tool list. Items that a `RequestHistory` knows are not read again. `None` for the
+    items (the field is then among the fields) where the body is too unusual for that;
+    `RequestError` as `split_object`.
     """
-    history = memo if isinstance(memo, History) else None
+    history = memo if isinstance(memo, RequestHistory) else None
     if history is not None and (grown := history.grown(body, key, salt)) is not None:
         read = _split_grown(history, body, *grown)
         if read is not None:
@@ -334,7 +334,7 @@ def split_body(
 
 
 def _split_grown(
-    history: History, body: bytes, begun: Begun, inside: bytes
+    history: RequestHistory, body: bytes, begun: Begun, inside: bytes
 ) -> tuple[dict[str, msgspec.Raw], tuple[bytes, ...]] | None:
     """`split_body` of a body that is `begun` with `inside` as its new items; `None` = it isn't."""
     try:
@@ -402,7 +402,7 @@ def read_head(memo: SpanMemo, key: Hashable, read: Callable[[], T]) -> T:
 
     The caller must not change it.
     """
-    return memo.head(key, read) if isinstance(memo, History) else read()
+    return memo.head(key, read) if isinstance(memo, RequestHistory) else read()
 
 
 def read_spans(
@@ -412,7 +412,7 @@ def read_spans(
 
     `salt` names the dialect in the memo's keys: one session may speak several.
     """
-    history = memo if isinstance(memo, History) else None
+    history = memo if isinstance(memo, RequestHistory) else None
     begun = None if history is None else history.begun(spans)
     messages = [] if begun is None else list(begun.messages)
     digests = [] if begun is None else list(begun.digests)

@@ -27,7 +27,7 @@ from bridle.dialects.base import (
     tidy,
 )
 from bridle.dialects.fields import FORMATS, account, note_unknown_value, read_sampling
-from bridle.dialects.history import KEPT, History
+from bridle.dialects.history import KEPT, RequestHistory
 from bridle.dialects.json_reader import (
     SpanMemo,
     an_object,
@@ -332,7 +332,7 @@ def _joined(
     read: Sequence[Message],
 ) -> _Spans:
     """The items put together, after those that the session's requests began with before."""
-    if not isinstance(memo, History):
+    if not isinstance(memo, RequestHistory):
         return _Spans(items, digests, lengths, read)
     known = [one for one in memo.joined if one.items == items[: len(one.items)]]
     begun = max(known, key=lambda one: len(one.items), default=None)

@@ -22,6 +22,10 @@ SCRIPTS = Path(__file__).parent / "scripts"
 """Programs of ours that run inside runtimes and know nothing of Bridle."""
 
 
+ARGUMENT_LIMIT = 120_000
+"""Bytes; Linux takes 128 KiB in one argument or variable (MAX_ARG_STRLEN)."""
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchContext:
     """Everything a session passes to its harness."""
@@ -127,6 +131,16 @@ def refuse_commands(agent: AgentSpec) -> None:
                 f"agent.{field_name}: only harness {field_name!r} takes one, not {agent.harness!r}"
             )
             raise ConfigError(message)
+
+
+def check_argument(instruction: str, subject: str, advice: str = "") -> None:
+    """Raise `ConfigError` if an instruction cannot be an argument of a process."""
+    size = len(instruction.encode())
+    if size > ARGUMENT_LIMIT or "\0" in instruction:
+        raise ConfigError(
+            f"{subject} takes its instruction as an argument: at most {ARGUMENT_LIMIT} bytes and "
+            f"no NUL; this one has {size} bytes{advice}"
+        )
 
 
 def crash(exit_code: int | None, signal: int | None) -> Cause | None:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.errors import ConfigError
-from bridle.harnesses.base import Launch, LaunchContext
+from bridle.harnesses.base import Launch, LaunchContext, check_argument
 from bridle.harnesses.configuration import (
     PATIENCE_S,
     as_json,
@@ -31,8 +31,6 @@ PROVIDERS = {
 """Wire format -> (provider id, base URL, what it adds)."""
 
 TOOL_MODELS = "gemini-3"
-ARGUMENT_LIMIT = 120_000
-"""Bytes; Linux takes 128 KiB in one argument (MAX_ARG_STRLEN)."""
 
 
 class ClineSettings(Settings):
@@ -58,13 +56,7 @@ class Cline(PackagedHarness[ClineSettings]):
 
     def launch(self, context: LaunchContext) -> Launch:
         """`cline --json --auto-approve true -P <provider> -m <model> -- <instruction>`."""
-        size = len(context.instruction.encode())
-        if size > ARGUMENT_LIMIT or "\0" in context.instruction:
-            message = (
-                f"'cline' takes its instruction as an argument: at most {ARGUMENT_LIMIT} bytes and "
-                f"no NUL; this one has {size}"
-            )
-            raise ConfigError(message)
+        check_argument(context.instruction, "'cline'")
         if self.dialect is Dialect.GOOGLE and not context.model_name.startswith(TOOL_MODELS):
             message = (
                 f"agent.model_name: with api 'google', 'cline' gives tools only to a model whose "

@@ -14,7 +14,13 @@ import re
 
 from bridle.config import AgentSpec, Settings
 from bridle.errors import ConfigError
-from bridle.harnesses.base import Launch, LaunchContext, Unpackaged, parse_settings
+from bridle.harnesses.base import (
+    Launch,
+    LaunchContext,
+    Unpackaged,
+    check_argument,
+    parse_settings,
+)
 from bridle.harnesses.configuration import refuse_extras
 from bridle.types import Dialect
 
@@ -35,13 +41,6 @@ VARIABLES = {
 
 PLACEHOLDER = re.compile(r"(?<!\$)\{(" + "|".join(VARIABLES) + r")\}")
 
-ARGUMENT_LIMIT = 120_000
-"""Bytes; Linux takes 128 KiB in one argument or variable (MAX_ARG_STRLEN)."""
-
-
-class CommandSettings(Settings):
-    """Settings of harness `command`: it has none."""
-
 
 class CommandHarness(Unpackaged):
     """One command line; implements `base.Harness`."""
@@ -50,7 +49,7 @@ class CommandHarness(Unpackaged):
     dialect = Dialect.OPENAI_CHAT
 
     def __init__(self, agent: AgentSpec) -> None:
-        parse_settings(agent, CommandSettings)
+        parse_settings(agent, Settings)
         refuse_extras(agent, transports=(), skills=False)
         if not agent.command or not agent.command.strip():
             raise ConfigError("agent.command: harness 'command' needs a command line")
@@ -64,12 +63,7 @@ class CommandHarness(Unpackaged):
         file = f"{context.home}/instruction.txt"
         env = {**sdk_environment(context), "INSTRUCTION_FILE": file}
         if self._wants_instruction:
-            size = len(context.instruction.encode())
-            if size > ARGUMENT_LIMIT or "\0" in context.instruction:
-                raise ConfigError(
-                    f"agent.command: an instruction of {size} bytes cannot be an argument (limit "
-                    f"{ARGUMENT_LIMIT} bytes, no NUL); use {{instruction_file}}"
-                )
+            check_argument(context.instruction, "agent.command", "; use {instruction_file}")
             env["INSTRUCTION"] = context.instruction
         return Launch(self._line, env, files={file: context.instruction.encode()})
 

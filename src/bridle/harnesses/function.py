@@ -33,7 +33,7 @@ NOT_TOLD = ("bundle", "home", "key", "model_name")
 """Of the launch context: the harness's own, or told by another name or way."""
 
 
-class FunctionSettings(Settings):
+class FunctionHarnessSettings(Settings):
     """Settings of harness `function`."""
 
     python: str | None = None
@@ -49,7 +49,7 @@ class FunctionHarness(Unpackaged):
     dialect = Dialect.OPENAI_CHAT
 
     def __init__(self, agent: AgentSpec) -> None:
-        self._settings = parse_settings(agent, FunctionSettings)
+        self._settings = parse_settings(agent, FunctionHarnessSettings)
         refuse_extras(agent, transports=(), skills=False)
         if not agent.function:
             raise ConfigError("agent.function: harness 'function' needs 'package.module:name'")

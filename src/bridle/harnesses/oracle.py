@@ -16,10 +16,6 @@ from bridle.harnesses.base import Launch, LaunchContext, Unpackaged, parse_setti
 from bridle.types import Dialect
 
 
-class EmptySettings(Settings):
-    """Settings of harness `empty`: it has none."""
-
-
 class OracleSettings(Settings):
     """Settings of harness `oracle`; the loader of a task set fills them."""
 
@@ -45,7 +41,7 @@ class Empty(Unpackaged):
 
     def __init__(self, agent: AgentSpec) -> None:
         refuse_commands(agent)
-        parse_settings(agent, EmptySettings)
+        parse_settings(agent, Settings)
 
     def launch(self, context: LaunchContext) -> Launch:  # noqa: ARG002 - the contract's
         """A process that ends at once."""

@@ -100,7 +100,7 @@ class Npm:
 
     @property
     def program(self) -> tuple[str, ...]:
-        return (NODE, self.path) if self.path.endswith(("js", "mjs")) else (self.path,)
+        return (NODE, self.path) if self.path.endswith((".js", ".mjs")) else (self.path,)
 
     async def recipe(self, name: str, version: str, pinned: str) -> Recipe:
         program, *script = self.program

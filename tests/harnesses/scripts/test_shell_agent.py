@@ -7,7 +7,7 @@ from typing import Any
 from tests.gateway.house import house
 
 from bridle.harnesses.base import SCRIPTS
-from bridle.harnesses.scripts.shell_agent import Task, run, shell
+from bridle.harnesses.scripts.shell_agent import AgentTask, run, shell
 
 TURNS: list[dict[str, Any]] = [{"shell": ["echo hi > made.txt"]}, {"content": "It is there."}]
 
@@ -16,7 +16,7 @@ async def test_it_runs_what_the_model_calls_until_it_calls_nothing(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     async with house(*TURNS) as home:
         caller = await home.session()
-        task = Task("make it", dict(caller.handle.base_urls), caller.handle.key, "m")
+        task = AgentTask("make it", dict(caller.handle.base_urls), caller.handle.key, "m")
         assert await asyncio.to_thread(run, task) == "It is there."
         assert [e.root_reason for e in caller.exchanges] == ["first", None]
     assert (tmp_path / "made.txt").read_text() == "hi\n"
