@@ -29,7 +29,7 @@ _FORMATS = (OpenAIResponses, Anthropic, Google, OpenAIChat)
 
 
 def dialects(rules: Collection[str] = RULES) -> dict[Dialect, WireFormat]:
-    """Every wire format, with only these noise rules on."""
+    """Return every wire format, with only these noise rules on."""
     return {wire.dialect: wire for wire in (form(rules) for form in _FORMATS)}
 
 

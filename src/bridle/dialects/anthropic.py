@@ -82,7 +82,7 @@ _PROBES = (("HEAD", "/"), ("HEAD", "/api/hello"), ("GET", "/api/hello"))
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A request's fields beside its messages, as read."""
+    """The fields of a request without its messages, as read."""
 
     system: tuple[Message, ...]
     tools: ToolList
@@ -99,7 +99,7 @@ class Anthropic(WireFormat):
         super().__init__(rules, read_tools, read_message)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-        """`POST .../messages`, its token count, the model list, and Claude Code's probes."""
+        """Recognise `POST .../messages`, token counts, the model list and Claude Code's probes."""
         del query
         words = tidy(path)
         kind = None
@@ -184,16 +184,15 @@ class Anthropic(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """A `message` object."""
         thinking, toolsets = request.extra.get("thinking"), request.extra.get("toolsets", ())
         return encode(message_json(head, reply, usage, thinking, toolsets))
 
     def continued(self, body: bytes, kept: StoredReply) -> bytes:
-        """A request that continues a thread, as the one with the thread's whole history.
+        """Return a request that continues a thread, as the one with the thread's whole history.
 
         The system prompt and the tools are the thread's; `RequestError` where they are sent again.
-        `thread` stands last: what precedes it is the same in every request of the thread, and is
-        read once.
+        `thread` comes last: the bytes before it are the same in every request of the thread, and
+        are read once.
         """
         fields, thread = split_object(body), split_object(kept.head)
         for name in ("system", "tools"):
@@ -211,16 +210,14 @@ class Anthropic(WireFormat):
         return encode({**begun, **fields, **last})
 
     def unknown_previous(self, message_id: str) -> RequestError:
-        """The refusal at which the SDKs send their whole history again."""
+        """Return the refusal after which the SDKs send their whole history again."""
         message = f"thread.previous_message_id: no thread was found for {message_id!r}"
         return RequestError(message, status=404, code="thread_not_found", param="thread")
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """The assistant message of a reply."""
         return read_message(an_object(decode(reply_json, "reply"), "reply"), "reply")
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        """Messages events."""
         thinking, toolsets = request.extra.get("thinking"), request.extra.get("toolsets", ())
         return MessagesStream(head, thinking=thinking, toolsets=toolsets)
 
@@ -228,7 +225,6 @@ class Anthropic(WireFormat):
         return status_of(error), retry_headers(error), encode(error_body(error))
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
-        """A list object, or the one model that the path names."""
 
         def model(name: str) -> JSON:
             return {
@@ -256,7 +252,7 @@ def _shown(thinking: JSON) -> str:
 
 
 def _read_thread(thread: JSON) -> str | None:
-    """The id of the message that a thread is continued from; `None` where it begins."""
+    """Return the id of the message that a thread is continued from; `None` where it begins."""
     match name_at(thread, "type", "thread"):
         case "create":
             return None
@@ -283,9 +279,9 @@ def _read_choice(choice: JSON, tools: ToolList) -> str:
 
 
 def _read_prefill(last: Message, span: bytes, *, thinks: bool) -> str | None:
-    """The text of a last assistant message, from which the reply goes on; `None` = there is none.
+    """Return the text of a last assistant message, which the reply continues; `None` = none.
 
-    What the provider refuses is refused: an end in white space, and no thought before the text
+    Refused as by the provider: an end in white space, and a text without a thought before it
     where thinking is on. So is a turn that the provider paused in a tool of its own.
     """
     if last.role is not Role.ASSISTANT or last.tool_calls or not last.text.strip():
@@ -319,7 +315,7 @@ def _read_schema(head: JSON, output: JSON) -> JSON | None:
 
 
 def read_tools(value: object, path: str) -> ToolList:
-    """`tools` that the client runs; deferred ones wait for a reference to them."""
+    """Read the `tools` that the client runs; a deferred one is shown when a reference names it."""
     specs: list[ToolSpec] = []
     deferred: dict[str, ToolSpec] = {}
     removed: list[str] = []
@@ -347,7 +343,7 @@ def read_tools(value: object, path: str) -> ToolList:
 
 
 def _with_loaded_tools(message: Message, tools: ToolList) -> Message:
-    """A message with each reference to a deferred tool replaced by that tool's schema."""
+    """Replace each reference to a deferred tool in a message by that tool's schema."""
     content = tuple(_loaded(part, tools) for part in message.content)
     if content == message.content:
         return message
@@ -372,7 +368,7 @@ def _loaded(part: Part, tools: ToolList) -> Part:
 
 _ADDED = ("tool_addition", "tool_reference")
 _HOSTED = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback", "browser_state")
-"""Blocks of what the provider ran, did or writes as text, beside results (`..._tool_result`)."""
+"""Blocks of what the provider ran or did; also those whose type ends in `_tool_result`."""
 
 _ROLES = {"user": Role.USER, "assistant": Role.ASSISTANT, "system": Role.SYSTEM}
 
@@ -380,7 +376,7 @@ _ROLES = {"user": Role.USER, "assistant": Role.ASSISTANT, "system": Role.SYSTEM}
 def read_system(
     value: Any, path: str, rules: Collection[str]
 ) -> tuple[tuple[Message, ...], dict[str, list[str]]]:
-    """The message of the `system` field (none if it is empty), and what rules removed."""
+    """Return the message of the `system` field (none if it is empty), and what rules removed."""
     parts = tuple(_parts(value, path))
     leading = [part.text for part in parts[:1] if isinstance(part, TextPart)]
     skip, removed = split_billing(leading if isinstance(value, list) else [], rules)
@@ -389,7 +385,7 @@ def read_system(
 
 
 def read_message(value: JSON, path: str) -> tuple[Message, ...]:
-    """One wire message: one internal message, or several where tool results stand in it."""
+    """Read one wire message: one internal message, or several where it has tool results."""
     name = name_at(value, "role", path)
     role = _ROLES.get(name)
     if role is None:
@@ -407,7 +403,7 @@ def read_message(value: JSON, path: str) -> tuple[Message, ...]:
 
 
 def hosted_end(span: bytes) -> str | None:
-    """The type of the block of a provider's own tool in which a raw message ends; `None` = none."""
+    """Return the type of a last block of a provider's own tool in a raw message; `None` = none."""
     *_, (last, _) = _blocks(decode(span, "").get("content"), "")
     kind = str(last.get("type"))
     return kind if _is_hosted(kind) else None
@@ -430,7 +426,7 @@ def _parts(value: Any, path: str) -> Iterator[Part]:
 
 
 def _part(block: JSON, path: str) -> Iterator[Part]:
-    """The parts of one block that is content: text, image, document, or kept as it is."""
+    """Yield the parts of one block that is content: text, image, document, or kept as it is."""
     match text_at(block, "type", path):
         case "text":
             if text := text_at(block, "text", path):
@@ -439,8 +435,8 @@ def _part(block: JSON, path: str) -> Iterator[Part]:
             yield from _from_source(block, path, "image/*")
         case "document":
             titles = [text_at(block, key, path) for key in ("title", "context")]
-            if told := [text for text in titles if text]:
-                yield TextPart("\n".join(told) + "\n")
+            if given := [text for text in titles if text]:
+                yield TextPart("\n".join(given) + "\n")
             yield from _from_source(block, path, "application/pdf")
         case "search_result":
             found = [text_at(block, key, path) for key in ("title", "source")]
@@ -458,7 +454,7 @@ def _part(block: JSON, path: str) -> Iterator[Part]:
 
 
 def _as_text(block: JSON) -> Iterator[Part]:
-    """A block as text; the tool that it adds by reference stays one, for the tool's schema."""
+    """Yield a block as text, but for the reference to a tool, whose schema is shown instead."""
     tool = block.get("tool")
     if isinstance(tool, dict) and (block["type"], tool.get("type")) == _ADDED:
         yield TextPart("[tool_addition] ")
@@ -526,7 +522,7 @@ def _read_assistant(value: Any, path: str) -> tuple[Message, ...]:
 
 
 def _read_call(block: JSON, path: str) -> ToolCall:
-    """A call; that of an action of a toolset is one of the toolset's function."""
+    """Read a call; that of an action of a toolset is a call of the toolset's function."""
     name, given = name_at(block, "name", path), block.get("input")
     family = text_at(block, "toolset_name", path)
     if family in TOOLSETS:

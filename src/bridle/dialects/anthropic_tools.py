@@ -168,7 +168,7 @@ _ALIASES = {"str_replace_based_edit_tool": "text_editor_20250429"}
 
 
 def client_run(kind: str, name: str, tool: JSON) -> ToolSpec | None:
-    """The function that stands for a tool of type `kind` (`bash_20250124`...).
+    """Return the function for a tool of type `kind` (`bash_20250124`...).
 
     `None` for a tool that the client does not run.
     """
@@ -182,7 +182,7 @@ def client_run(kind: str, name: str, tool: JSON) -> ToolSpec | None:
 
 
 def toolset(kind: str, tool: JSON, path: str) -> tuple[ToolSpec, bool] | None:
-    """The function that stands for a toolset of type `kind`, and whether its loading is deferred.
+    """Return the function for a toolset of type `kind`, and whether its loading is deferred.
 
     `None` for what is no toolset that the client runs.
     """
@@ -204,7 +204,7 @@ def toolset(kind: str, tool: JSON, path: str) -> tuple[ToolSpec, bool] | None:
 
 
 def member_call(call: ToolCall) -> tuple[str, str] | None:
-    """The action of a call of a toolset's function, and its arguments; `None` if it names none."""
+    """Return action and arguments of a call of a toolset's function; `None` = no action."""
     try:
         given = json.loads(call.arguments)
     except (ValueError, RecursionError):

@@ -47,7 +47,7 @@ def message_json(
     thinking: str | None,
     toolsets: Collection[str] = (),
 ) -> JSON:
-    """The whole reply. `thinking`: `text`, `omitted` (signature only), or `None` (no block)."""
+    """Return the reply. `thinking`: `text`, `omitted` (signature only), or `None` (no block)."""
     content: list[JSON] = []
     if reply.reasoning and thinking is not None:
         content.append(thinking_block(head, 0, reply.reasoning if thinking == "text" else ""))
@@ -118,12 +118,12 @@ def status_of(error: RequestError) -> int:
 
 
 def error_body(error: RequestError) -> JSON:
-    """The error object, as a body or as the data of an `error` event."""
+    """Return the error object, as a body or as the data of an `error` event."""
     kind = _ERRORS.get(error.code, (0, "invalid_request_error"))[1]
-    told: JSON = {"type": kind, "message": _error_message(error)}
+    shown: JSON = {"type": kind, "message": _error_message(error)}
     if error.code == "thread_not_found":
-        told["details"] = {"error_code": error.code}
-    return {"type": "error", "error": told}
+        shown["details"] = {"error_code": error.code}
+    return {"type": "error", "error": shown}
 
 
 def _error_message(error: RequestError) -> str:
@@ -155,7 +155,7 @@ class MessagesStream(StreamEncoder):
         self._thoughts = 0
 
     def open(self) -> bytes:
-        """`message_start` and a ping, as the provider begins."""
+        """Return `message_start` and a ping, as the provider begins."""
         message: JSON = {
             "id": f"msg_{self._head.reply_id}",
             "type": "message",
@@ -169,7 +169,7 @@ class MessagesStream(StreamEncoder):
         return _event("message_start", message=message) + _PING
 
     def write_reasoning(self, text: str) -> bytes:
-        """A thinking delta; nothing for a client that did not ask."""
+        """Return a thinking delta; nothing for a client that did not ask."""
         if self._thinking is None:
             return b""
         begin = self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
@@ -182,7 +182,6 @@ class MessagesStream(StreamEncoder):
         return begin + self._delta({"type": "text_delta", "text": text})
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        """A whole `tool_use` block."""
         block = call_block(self._head, index, ToolCall(call_id, name, arguments), self._toolsets)
         given = bytes(block["input"]).decode()
         begin = self._end() + self._begin("tool_use", {**block, "input": {}})
@@ -190,7 +189,7 @@ class MessagesStream(StreamEncoder):
         return begin + delta + self._end()
 
     def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """The open block's end; then why it stopped, the usage, and the end."""
+        """Return the end of the open block, and the event with stop reason and usage."""
         reason, stop = stop_reason(reply)
         delta = {"stop_reason": reason, "stop_sequence": stop}
         last = _event("message_delta", delta=delta, usage=usage_json(usage))
@@ -200,7 +199,7 @@ class MessagesStream(StreamEncoder):
         return _PING
 
     def error(self, error: RequestError) -> bytes:
-        """An `error` event. A failure of ours is told as the provider tells its own.
+        """Return an `error` event; a failure of ours in the form of the provider's own.
 
         At `overloaded_error` every client that tries again at all does so; at `api_error` opencode
         and Qwen Code end their run.

@@ -226,17 +226,17 @@ class WireFormat(ABC):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """The whole reply as non-streaming clients get it; also what capture keeps."""
+        """Return the whole reply as non-streaming clients get it; also what capture keeps."""
 
     @abstractmethod
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """The assistant messages of a reply of ours, read by the code that reads requests.
+        """Return the assistant messages of a reply of ours, read by the code that reads requests.
 
         They are what a faithful harness will send back, so their atoms are the exchange's key.
         """
 
     def body(self, head: bytes, spans: Sequence[bytes], tools: bytes | None) -> bytes:
-        """A request's JSON again, from what capture keeps of it (`ModelRequest.head`,
+        """Rebuild a request's JSON from what capture keeps of it (`ModelRequest.head`,
         `message_spans`, `tools_span`): `parse` reads it as it read the original.
         """
         fields = [b'"%s":[%s]' % (self.messages_field.encode(), b",".join(spans))]
@@ -248,7 +248,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        """An encoder for one streaming reply."""
+        """Return an encoder for one streaming reply."""
 
     @abstractmethod
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
@@ -264,11 +264,11 @@ class WireFormat(ABC):
 
     @abstractmethod
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
-        """A model list, or one model where `route.kind` is MODEL."""
+        """Return a model list, or one model where `route.kind` is MODEL."""
 
     @abstractmethod
     def token_count(self, count: int) -> bytes:
-        """The answer to a token-counting request."""
+        """Return the answer to a token-counting request."""
 
 
 # ---- messages
@@ -324,7 +324,7 @@ def user_messages(pieces: Iterable[Part | Message]) -> tuple[Message, ...]:
 
 
 def tidy(path: str) -> str:
-    """The path without a trailing slash and doubled slashes."""
+    """Return the path without a trailing slash and doubled slashes."""
     return "/" + "/".join(word for word in path.split("/") if word)
 
 
@@ -338,7 +338,10 @@ def caller(path: str, headers: dict[str, str]) -> Dialect:
 
 
 def models_route(dialect: Dialect, method: str, path: str, headers: dict[str, str]) -> Route | None:
-    """The model list, or one model by its name (which may hold slashes), if `dialect` is asked."""
+    """Return the route of the model list, or of one model, whose name may contain slashes.
+
+    `None` = the request is not for `dialect`.
+    """
     before, found, name = (tidy(path) + "/").partition("/models/")
     if method != "GET" or not found or caller(before, headers) is not dialect:
         return None

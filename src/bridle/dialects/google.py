@@ -112,7 +112,7 @@ class Google(WireFormat):
         self._older_tools = ToolMemo(partial(read_tools, older=True))
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-        """`POST .../models/NAME:METHOD`, and Google's model list."""
+        """Recognise `POST .../models/NAME:METHOD`, and Google's model list."""
         _, found, rest = tidy(path).rpartition("/models/")
         name, colon, verb = rest.rpartition(":")
         if method != "POST" or not found or not colon:
@@ -160,7 +160,7 @@ class Google(WireFormat):
     def _read_head(
         self, head_bytes: bytes, tools_span: bytes | None, named: str | None
     ) -> tuple[Sequence[Message], JSON]:
-        """The system's messages, and the members of a `ModelRequest` that no message decides."""
+        """Return the system message, and the members of a `ModelRequest` beside the messages."""
         head = camel(an_object(decode(head_bytes, ""), ""))
         model = named or name_at(head, "model", "")
         known = self._older_tools if speaks_older(model) else self._tools
@@ -194,12 +194,10 @@ class Google(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """A `GenerateContentResponse` with one candidate."""
         shown = bool(request.extra.get("thoughts"))
         return encode(content_json(head, reply, usage, thoughts=shown))
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """The model's messages of a reply."""
         candidates = objects(decode(reply_json, "reply")["candidates"], "candidates")
         return tuple(
             message
@@ -208,7 +206,6 @@ class Google(WireFormat):
         )
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        """Partial responses, as SSE or as one JSON array."""
         return ContentStream(
             head,
             thoughts=bool(request.extra.get("thoughts")),
@@ -219,7 +216,6 @@ class Google(WireFormat):
         return error_response(error)
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
-        """A list object, or the one model that the path names."""
 
         def model(name: str) -> JSON:
             return {
@@ -236,7 +232,6 @@ class Google(WireFormat):
         return encode({"models": [model(name) for name in names]})
 
     def token_count(self, count: int) -> bytes:
-        """The answer of `countTokens`."""
         return encode({"totalTokens": count})
 
 
@@ -296,7 +291,7 @@ def _read_thinking(thinking: JSON, path: str, *, shown: bool) -> bool | None:
 
 
 def read_tools(value: object, path: str, *, older: bool = False) -> ToolList:
-    """`tools`: an array of objects with function declarations, or one such object.
+    """Return `tools`: an array of objects with function declarations, or one such object.
 
     `older` chooses the actions of computer use: `speaks_older`.
     """
@@ -334,7 +329,7 @@ def _read_function(value: JSON, path: str) -> ToolSpec:
 
 
 _VALUES = ("enum", "default", "example", "const")
-"""Schema keys under which stand values, not schemas."""
+"""Schema keys with values, not schemas."""
 
 _HOSTED = frozenset({"executableCode", "codeExecutionResult", "toolCall", "toolResponse"})
 """Parts of what the provider ran; the model is shown them as text."""
@@ -344,14 +339,14 @@ _ROLES = {"user": Role.USER, "function": Role.USER, "tool": Role.USER, "model": 
 
 
 def camel(value: JSON) -> JSON:
-    """The object with its own keys in camelCase; deeper objects are left alone."""
+    """Return the object with its own keys in camelCase; deeper objects are left alone."""
     if "_" not in "".join(value):
         return value
     return {_SNAKE.sub(lambda found: found[1].upper(), key): item for key, item in value.items()}
 
 
 def plain_schema(value: JSON) -> JSON:
-    """A Google schema as JSON schema: type names are in lower case."""
+    """Return a Google schema as JSON schema: type names are in lower case."""
     return {key: _schema_member(key, item) for key, item in value.items()}
 
 
@@ -370,7 +365,7 @@ def _schema_member(key: str, value: Any) -> Any:
 
 
 def read_system(value: Any, path: str) -> tuple[Message, ...]:
-    """The message of `systemInstruction`: a content, or a bare text."""
+    """Return the message of `systemInstruction`: a content, or a bare text."""
     if value is None or value == "":
         return ()
     if isinstance(value, str):
@@ -383,7 +378,7 @@ def read_system(value: Any, path: str) -> tuple[Message, ...]:
 
 
 def read_content(value: JSON, path: str) -> tuple[Message, ...]:
-    """One content: one message, or several where function responses stand in it."""
+    """Read one content: one message, or several where it has function responses."""
     name = text_at(value, "role", path) or "user"
     role = _ROLES.get(name)
     if role is None:
@@ -562,7 +557,7 @@ def speaks_older(model: str) -> bool:
 
 
 def computer_use(given: JSON, path: str, *, older: bool) -> tuple[ToolSpec, ...]:
-    """The functions of `computerUse`; none for a mobile device, whose actions are not published."""
+    """Return the functions of `computerUse`; none for mobile devices (not published)."""
     fields = camel(given)
     if text_at(fields, "environment", path) == "ENVIRONMENT_MOBILE":
         return ()

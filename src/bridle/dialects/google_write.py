@@ -56,7 +56,7 @@ def _unless(calls: Any, mark: JSON) -> JSON:
 
 
 def sign(head: ReplyHead, index: int) -> JSON:
-    """The signature member of a part: of call `index`, or of the text where there is no call."""
+    """Return the signature member of call `index`, or of the text where there is no call."""
     return {"thoughtSignature": signature(head.reply_id, index)}
 
 
@@ -73,7 +73,7 @@ def call_part(head: ReplyHead, index: int, call: ToolCall) -> JSON:
 def response_json(
     head: ReplyHead, parts: list[JSON], finish: str | None = None, usage: Usage | None = None
 ) -> JSON:
-    """A response, whole or one piece of a stream."""
+    """Return a response, whole or one piece of a stream."""
     candidate: JSON = {"content": {"parts": parts, "role": "model"}, "index": 0}
     if finish is not None:
         candidate["finishReason"] = finish
@@ -106,7 +106,7 @@ def usage_json(usage: Usage) -> JSON:
 
 
 def error_json(error: RequestError) -> JSON:
-    """The error object, as a body or as a piece of a stream."""
+    """Return the error object, as a body or as a piece of a stream."""
     status, name = _ERRORS.get(error.code, (error.status, "INVALID_ARGUMENT"))
     details: list[JSON] = []
     if error.param is not None:
@@ -120,8 +120,8 @@ def error_json(error: RequestError) -> JSON:
     if error.retry_after_s is not None:
         kind = "type.googleapis.com/google.rpc.RetryInfo"
         details.append({"@type": kind, "retryDelay": f"{error.retry_after_s:g}s"})
-    told: JSON = {"code": status, "message": _error_message(error), "status": name}
-    return {"error": {**told, "details": details} if details else told}
+    shown: JSON = {"code": status, "message": _error_message(error), "status": name}
+    return {"error": {**shown, "details": details} if details else shown}
 
 
 def error_response(error: RequestError) -> tuple[int, dict[str, str], bytes]:
@@ -156,22 +156,19 @@ class ContentStream(StreamEncoder):
         self._items = 0
 
     def open(self) -> bytes:
-        """Nothing, or the array's begin."""
         return b"" if self._sse else b"["
 
     def write_reasoning(self, text: str) -> bytes:
-        """A thought part; nothing for a client that did not ask."""
+        """Return a thought part; nothing for a client that did not ask."""
         return self._piece([{"text": text, "thought": True}]) if self._thoughts else b""
 
     def write_text(self, text: str) -> bytes:
         return self._piece([{"text": text}])
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        """A whole function call."""
         return self.write_calls(index, [ToolCall(call_id, name, arguments)])
 
     def write_calls(self, first: int, calls: Sequence[ToolCall]) -> bytes:
-        """All of them in one response."""
         parts = [call_part(self._head, index, call) for index, call in enumerate(calls, first)]
         return self._piece(parts) if parts else b""
 
@@ -183,11 +180,9 @@ class ContentStream(StreamEncoder):
         return b"", last if self._sse else last + b"]"
 
     def keepalive(self) -> bytes:
-        """A blank line."""
         return b"\r\n"
 
     def error(self, error: RequestError) -> bytes:
-        """An error object in place of a response."""
         shown = self._framed(error_json(error))
         return shown if self._sse else shown + b"]"
 

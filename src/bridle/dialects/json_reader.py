@@ -99,7 +99,7 @@ def check_json(raw: bytes) -> None:
 
 
 def too_deep(path: str) -> RequestError:
-    """The refusal of a value that is nested too deeply. An empty `path` is the body."""
+    """Return the refusal of a value that is nested too deeply. An empty `path` is the body."""
     where = f"'{path}' is" if path else "The request body is"
     message = f"{where} nested too deeply: at most {MOST_NESTED} levels."
     return RequestError(message, param=path or None)
@@ -173,7 +173,7 @@ _LONE = re.compile(
 
 
 SpanMemo: TypeAlias = MutableMapping[bytes, tuple[Message, ...]]
-"""Dialect's salt + content digest of a raw message span -> the messages it stands for; one per
+"""Dialect's salt + content digest of a raw message span -> its messages; one per
 session, so that a request's history is decoded once however often it is sent."""
 
 
@@ -191,19 +191,19 @@ def encode(value: Any) -> bytes:
 
 
 def one_line(raw: bytes | msgspec.Raw) -> msgspec.Raw:
-    """JSON text without white space around its tokens, so that it can stand in an event."""
+    """JSON text without white space around its tokens, as an event needs it."""
     return msgspec.Raw(msgspec.json.format(bytes(raw), indent=-1))
 
 
 def wrong(path: str, expected: str, value: Any) -> RequestError:
-    """The refusal of a value of the wrong type, naming where, what was wanted and what came."""
+    """Return the refusal of a value of the wrong type: where it is, the expected type, its type."""
     where = f"'{path}'" if path else "the request body"
     message = f"Invalid type for {where}: expected {expected}, but got {_kind(value)} instead."
     return RequestError(message, param=path or None)
 
 
 def missing(path: str) -> RequestError:
-    """The refusal of a request without a field that it must have."""
+    """Return the refusal of a request without a field that it must have."""
     return RequestError(f"Missing required parameter: '{path}'.", param=path)
 
 
@@ -224,7 +224,7 @@ def _kind(value: Any) -> str:
 
 
 def without_lone_surrogates(text: str) -> str:
-    """`text` with each lone surrogate as U+FFFD and each pair as its character."""
+    """Return `text` with each lone surrogate as U+FFFD and each pair as its character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -245,7 +245,7 @@ def _cleaned(value: Any) -> Any:
 
 
 def _mended(raw: bytes) -> bytes:
-    """`raw` without a byte-order mark and with lone surrogate escapes replaced, else unchanged."""
+    """Return `raw` without a byte-order mark and with lone surrogate escapes replaced."""
     return _LONE.sub(rb"\1\\ufffd", raw.removeprefix(b"\xef\xbb\xbf"))
 
 
@@ -265,7 +265,7 @@ def _lenient(raw: bytes, path: str) -> Any:
 
 
 def decode(raw: bytes | msgspec.Raw, path: str) -> Any:
-    """The value of one raw span. `RequestError` naming `path` if it is no JSON, or too deep."""
+    """Decode one raw span. `RequestError` names `path` if it is no JSON, or nested too deeply."""
     try:
         value = _VALUE.decode(raw)
     except _REFUSED:
@@ -275,7 +275,7 @@ def decode(raw: bytes | msgspec.Raw, path: str) -> Any:
 
 
 def split_object(body: bytes) -> dict[str, msgspec.Raw]:
-    """The body's fields, each still raw. `RequestError` if it is no JSON object."""
+    """Return the body's fields, each still raw. `RequestError` if it is no JSON object."""
     try:
         return _OBJECT.decode(body)
     except msgspec.ValidationError:
@@ -294,7 +294,7 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
 def split_body(
     body: bytes, key: str, memo: SpanMemo | None = None, salt: bytes = b""
 ) -> tuple[dict[str, msgspec.Raw], tuple[bytes, ...] | None]:
-    """The body's fields, and the raw items of its array `key` in place of that field.
+    """Return the body's fields, and the raw items of its array `key` in place of that field.
 
     A first pass finds the items, a second one the other fields in the rest of the body, without the
     items and the tool list. Items that a `RequestHistory` knows are not read again. `None` for the
@@ -336,7 +336,7 @@ def split_body(
 def _split_grown(
     history: RequestHistory, body: bytes, begun: Begun, inside: bytes
 ) -> tuple[dict[str, msgspec.Raw], tuple[bytes, ...]] | None:
-    """`split_body` of a body that is `begun` with `inside` as its new items; `None` = it isn't."""
+    """Split a body that is `begun` with `inside` as its new items; `None` = it is not."""
     try:
         items = _ARRAY.decode(b"[%b]" % inside)
     except _REFUSED:
@@ -358,7 +358,7 @@ def _place(body: bytes, items: Sequence[msgspec.Raw]) -> tuple[int, int]:
 
 
 def _without(body: bytes, items: tuple[int, int] | None, tools: msgspec.Raw) -> bytes:
-    """`body` with the items between these places gone and `tools` (if not empty) null."""
+    """Return `body` with the items between these places gone and `tools` (if not empty) null."""
     cuts: list[tuple[int, int, bytes]] = []
     if items is not None:
         cuts.append((*items, b""))
@@ -378,7 +378,7 @@ def _address(view: bytes | msgspec.Raw) -> int:
 
 
 def split_array(raw: msgspec.Raw, path: str) -> tuple[bytes, ...]:
-    """The raw JSON of each item of an array."""
+    """Return the raw JSON of each item of an array."""
     try:
         found = _ARRAY.decode(raw)
         check_count(len(found), path)
@@ -391,7 +391,7 @@ def split_array(raw: msgspec.Raw, path: str) -> tuple[bytes, ...]:
 
 
 def split_field(fields: dict[str, msgspec.Raw], key: str) -> tuple[bytes, ...]:
-    """The raw items of the array field `key`, which is taken out and must be there."""
+    """Return the raw items of the array field `key`, which is taken out and must be there."""
     if (raw := fields.pop(key, None)) is None:
         raise missing(key)
     return split_array(raw, key)
@@ -455,14 +455,14 @@ class shallow:  # noqa: N801 - used as a function
 
 
 def an_object(value: Any, path: str) -> JSON:
-    """`value`, which must be an object."""
+    """Return `value`, which must be an object."""
     if not isinstance(value, dict):
         raise wrong(path, "an object", value)
     return value
 
 
 def objects(value: Any, path: str) -> Iterator[tuple[JSON, str]]:
-    """Each object of an array with its path; nothing for `None`."""
+    """Yield each object of an array with its path; nothing for `None`."""
     for index, item in enumerate(_as_list(value, path)):
         where = f"{path}[{index}]"
         yield an_object(item, where), where
@@ -498,7 +498,7 @@ def contents(value: Any, path: str, items: str = "parts") -> Iterator[tuple[Any,
 
 
 def text_at(value: JSON, key: str, path: str) -> str | None:
-    """A string member; `None` where it is null or missing."""
+    """Return a string member; `None` where it is null or missing."""
     found = value.get(key)
     if found is not None and not isinstance(found, str):
         raise wrong(member(path, key), "a string", found)
@@ -506,7 +506,7 @@ def text_at(value: JSON, key: str, path: str) -> str | None:
 
 
 def name_at(value: JSON, key: str, path: str) -> str:
-    """A string member that must be there and not be empty."""
+    """Return a string member that must be there and not be empty."""
     found = text_at(value, key, path)
     if not found:
         raise missing(member(path, key))
@@ -514,7 +514,7 @@ def name_at(value: JSON, key: str, path: str) -> str:
 
 
 def flag_at(value: JSON, key: str, path: str) -> bool | None:
-    """A boolean member; `None` where it is null or missing."""
+    """Return a boolean member; `None` where it is null or missing."""
     found = value.get(key)
     if found is not None and not isinstance(found, bool):
         raise wrong(member(path, key), "a boolean", found)
@@ -524,7 +524,7 @@ def flag_at(value: JSON, key: str, path: str) -> bool | None:
 def number_at(
     value: JSON, key: str, path: str, *, least: float = -math.inf, most: float = math.inf
 ) -> float | None:
-    """A finite number within bounds; `None` where it is null or missing."""
+    """Return a finite number within bounds; `None` where it is null or missing."""
     found = value.get(key)
     if found is None:
         return None
@@ -539,7 +539,7 @@ def number_at(
 def whole_at(
     value: JSON, key: str, path: str, *, least: int | None = None, most: int | None = None
 ) -> int | None:
-    """A whole number within bounds (`8.0` counts as one); `None` where it is null or missing."""
+    """Return an integer within bounds (`8.0` is one, too); `None` where it is null or missing."""
     found = value.get(key)
     if found is None:
         return None
@@ -564,18 +564,18 @@ def _outside(path: str, value: float, least: float, most: float) -> RequestError
 
 
 def object_at(value: JSON, key: str, path: str) -> JSON | None:
-    """An object member; `None` where it is null or missing."""
+    """Return an object member; `None` where it is null or missing."""
     found = value.get(key)
     return None if found is None else an_object(found, member(path, key))
 
 
 def objects_at(value: JSON, key: str, path: str) -> Iterator[tuple[JSON, str]]:
-    """Each object of an array member with its path; nothing where it is null or missing."""
+    """Yield each object of an array member with its path; nothing where it is null or missing."""
     return objects(value.get(key), member(path, key))
 
 
 def texts_at(value: JSON, key: str, path: str) -> tuple[str, ...]:
-    """The non-empty strings of a member that is a string or an array of strings."""
+    """Return the non-empty strings of a member that is a string or an array of strings."""
     found = value.get(key)
     if isinstance(found, str):
         return (found,) if found else ()
@@ -588,7 +588,7 @@ def texts_at(value: JSON, key: str, path: str) -> tuple[str, ...]:
 
 
 def wholes_at(value: JSON, key: str, path: str) -> tuple[int, ...]:
-    """The integers of an array member."""
+    """Return the integers of an array member."""
     where = member(path, key)
     items = _as_list(value.get(key), where)
     for index, item in enumerate(items):
@@ -600,7 +600,7 @@ def wholes_at(value: JSON, key: str, path: str) -> tuple[int, ...]:
 
 
 def first_of(value: JSON, keys: Iterable[str]) -> str:
-    """The first of `keys` that `value` has a value for; the last one if it has none."""
+    """Return the first of `keys` that `value` has a value for; the last one if it has none."""
     for key in keys:
         if value.get(key) is not None:
             return key

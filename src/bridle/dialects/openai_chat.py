@@ -138,7 +138,7 @@ class OpenAIChat(WireFormat):
         super().__init__(rules, read_tools, read_message)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-        """`POST .../chat/completions`, OpenAI's model list, and what of OpenAI we do not serve."""
+        """Recognise `POST .../chat/completions`, OpenAI's model list and unsupported paths."""
         del query
         words = tidy(path)
         if method == "POST" and words.endswith("/chat/completions"):
@@ -178,7 +178,7 @@ class OpenAIChat(WireFormat):
         )
 
     def _read_head(self, head_bytes: bytes, legacy: str, tools_span: bytes | None) -> JSON:
-        """The members of a `ModelRequest` that its messages do not decide."""
+        """Return the members of a `ModelRequest` that its messages do not decide."""
         head = an_object(decode(head_bytes, ""), "")
         _refuse_many(head)
         options = object_at(head, "stream_options", "") or {}
@@ -209,7 +209,6 @@ class OpenAIChat(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """A `chat.completion` object with one choice."""
         freeform = request.extra.get("freeform", ())
         message: JSON = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.reasoning:
@@ -235,7 +234,6 @@ class OpenAIChat(WireFormat):
         )
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """The one assistant message of a reply."""
         try:
             (choice,) = _TEXT_ONLY.decode(reply_json).choices
         except (msgspec.MsgspecError, ValueError):  # calls, or a completion's text
@@ -253,7 +251,6 @@ class OpenAIChat(WireFormat):
         )
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        """Chunks, the usage chunk if it was asked for, `[DONE]`."""
         freeform = request.extra.get("freeform", ())
         return ChatStream(head, include_usage=request.include_usage, freeform=freeform)
 
@@ -261,7 +258,6 @@ class OpenAIChat(WireFormat):
         return error_response(error, chat_error_message(error))
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
-        """A list object, or the one model that the path names."""
         return models_json(route, names, context_length)
 
     def token_count(self, count: int) -> bytes:
@@ -270,7 +266,7 @@ class OpenAIChat(WireFormat):
 
 
 def _said(choice: JSON, path: str) -> JSON:
-    """The message of a choice; a completion's is its text."""
+    """Return the message of a choice; a completion's is its text."""
     if "message" not in choice:
         return {"role": "assistant", "content": choice.get("text")}
     return an_object(choice["message"], path)
@@ -335,11 +331,11 @@ def _read_assistant(
         raise RequestError(message, param=f"{path}.audio")
     key = "reasoning_content" if value.get("reasoning_content") is not None else "reasoning"
     # `reasoning` is an object with some gateways; it is evidence only, so it may be anything.
-    told = value.get(key) if isinstance(value.get(key), str) else None
+    reasoning = value.get(key) if isinstance(value.get(key), str) else None
     return Message(
         Role.ASSISTANT,
         content,
-        reasoning=told or "".join(thoughts) or None,
+        reasoning=reasoning or "".join(thoughts) or None,
         tool_calls=tuple(_read_calls(value, path)) if value.keys() & _CALLING else (),
     )
 
@@ -365,7 +361,7 @@ def _read_calls(value: JSON, path: str) -> Iterator[ToolCall]:
 
 
 def read_content(value: Any, path: str, thoughts: list[str]) -> Iterator[Part]:
-    """The parts of a content: a string, a list of parts, or nothing; empty text gives no part.
+    """Yield the parts of a content: a string, a list of parts, or nothing. Empty text is no part.
 
     Text of reasoning parts goes to `thoughts`.
     """
@@ -412,7 +408,7 @@ def _some_text(text: str | None) -> Iterator[Part]:
 
 
 def read_tools(value: object, path: str) -> ToolList:
-    """`tools`, or the older `functions`."""
+    """Return `tools`, or the older `functions`."""
     specs: list[ToolSpec] = []
     freeform: set[str] = set()
     removed: list[str] = []
@@ -433,7 +429,7 @@ def read_tools(value: object, path: str) -> ToolList:
     return ToolList(tuple(specs), frozenset(freeform), removed=provider_run(removed))
 
 
-# ---- options beside messages and tools
+# ---- options
 
 
 def read_options(head: JSON) -> Sampling:
@@ -448,7 +444,7 @@ def read_options(head: JSON) -> Sampling:
 
 
 def _read_bias(head: JSON) -> dict[str, float] | None:
-    """`logit_bias` of at least one token; `None` = none."""
+    """Return `logit_bias` of at least one token; `None` = none."""
     given = object_at(head, "logit_bias", "") or {}
     found: dict[str, float] = {}
     for token in given:
@@ -460,7 +456,7 @@ def _read_bias(head: JSON) -> dict[str, float] | None:
 
 
 def read_choice(head: JSON, tools: ToolList) -> str:
-    """`tool_choice`, or the older `function_call`; a list of allowed tools counts by its mode."""
+    """Read `tool_choice`, or the older `function_call`; of a list of allowed tools its mode."""
     key = first_of(head, ("tool_choice", "function_call"))
     key = "tool_choice" if head.get(key) is None else key
     asked = head.get(key)
@@ -496,7 +492,7 @@ def _chosen(choice: JSON, key: str) -> str:
 
 
 def read_schema(head: JSON) -> JSON | None:
-    """The JSON schema of `response_format`; `{}` for any object, `None` for free text."""
+    """Return the JSON schema of `response_format`; `{}` for any object, `None` for free text."""
     form = object_at(head, "response_format", "")
     if form is None:
         return None

@@ -52,7 +52,7 @@ def finish_reason(reply: Reply) -> str:
 
 
 def tool_call_json(call: ToolCall, freeform: Collection[str]) -> JSON:
-    """One call as a message holds it."""
+    """Return one call as a member of a message."""
     if call.custom or call.name in freeform:
         text = call.arguments if call.custom else freeform_input(call.arguments)
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
@@ -61,14 +61,14 @@ def tool_call_json(call: ToolCall, freeform: Collection[str]) -> JSON:
 
 
 def logprobs_json(reply: Reply) -> JSON | None:
-    """The logprobs of all sampled tokens, control tokens included; `None` = not asked for."""
+    """Return the logprobs of all sampled tokens, control tokens too; `None` = not asked for."""
     if reply.token_logprobs is None:
         return None
-    told = [
+    tokens = [
         {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
         for token, logprob in reply.token_logprobs
     ]
-    return {"content": told, "refusal": None}
+    return {"content": tokens, "refusal": None}
 
 
 def usage_json(usage: Usage) -> JSON:
@@ -120,7 +120,7 @@ _SHAPES: dict[str, tuple[int, str, str | None]] = {
 
 
 def error_object(error: RequestError, message: str) -> JSON:
-    """The value under `error`."""
+    """Return the value under `error`."""
     _, kind, code = _SHAPES.get(error.code, (0, "invalid_request_error", None))
     return {"message": message, "type": kind, "param": error.param, "code": code}
 
@@ -133,7 +133,7 @@ def error_response(error: RequestError, message: str) -> tuple[int, dict[str, st
 
 
 def chat_error_message(error: RequestError) -> str:
-    """The text of an error, with Chat Completions' own words for an overflow."""
+    """Return the text of an error, with Chat Completions' own words for an overflow."""
     if error.code != "context_length_exceeded" or error.context_length is None:
         return str(error)
     return (
@@ -171,19 +171,16 @@ class ChatStream(StreamEncoder):
         self._common = common[:-1]
 
     def open(self) -> bytes:
-        """The chunk that says who speaks."""
         return self._delta({"role": "assistant", "content": ""})
 
     def write_reasoning(self, text: str) -> bytes:
-        """A `reasoning_content` delta."""
         return self._delta({"reasoning_content": text})
 
     def write_text(self, text: str) -> bytes:
-        """A content delta."""
         return self._delta({"content": text})
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        """The whole call in one delta, as providers send short ones."""
+        """Return the whole call in one delta, as providers send short ones."""
         call = tool_call_json(ToolCall(call_id, name, arguments), self._freeform)
         return self._delta({"tool_calls": [{"index": index, **call}]})
 
@@ -198,7 +195,7 @@ class ChatStream(StreamEncoder):
         return b"", last + DONE
 
     def keepalive(self) -> bytes:
-        """A chunk with an empty delta; comments do not reset every client's clock."""
+        """Return a chunk with an empty delta: a comment does not reset every client's timeout."""
         return self._delta({})
 
     def error(self, error: RequestError) -> bytes | None:
@@ -214,12 +211,12 @@ class ChatStream(StreamEncoder):
 
 
 def chat_messages(messages: Sequence[Message]) -> list[JSON]:
-    """The messages in OpenAI Chat form, one each, in order."""
+    """Return the messages in OpenAI Chat form, one each, in order."""
     return [_chat_message(message) for message in messages]
 
 
 def chat_tools(tools: Sequence[ToolSpec]) -> list[JSON]:
-    """The tools in OpenAI Chat form; keys without a value are left out."""
+    """Return the tools in OpenAI Chat form; keys without a value are left out."""
     return [{"type": "function", "function": _function(tool)} for tool in tools]
 
 
@@ -263,7 +260,7 @@ def _content(message: Message) -> str | list[JSON]:
 
 
 def chat_part(part: Part) -> JSON:
-    """One part of a message's content in OpenAI Chat form."""
+    """Return one part of a message's content in OpenAI Chat form."""
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     kind = part.media_type.partition("/")[0]

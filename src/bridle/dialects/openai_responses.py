@@ -1,6 +1,6 @@
 """OpenAI Responses: requests in, replies out, as Codex and the SDKs speak it.
 
-Items of one assistant turn (reasoning, message, calls) stand side by side in `input`; those that
+Items of one assistant turn (reasoning, message, calls) follow each other in `input`; those that
 make up one message are one span, joined with commas, so that a span always stands for whole
 messages whatever surrounds it. The item types are those of the API reference and of Codex's own
 protocol (`compaction`, `compaction_trigger`, `additional_tools`); an item of an unknown type stays
@@ -107,7 +107,7 @@ class OpenAIResponses(WireFormat):
         super().__init__(rules, read_tools, read_item)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-        """`POST .../responses`, its token count, stored replies, and websocket upgrades."""
+        """Recognise `POST .../responses`, token counts, stored replies and websocket upgrades."""
         del query
         _, found, rest = (tidy(path) + "/").rpartition("/responses/")
         if not found:
@@ -163,7 +163,7 @@ class OpenAIResponses(WireFormat):
         *,
         compacts: bool,
     ) -> tuple[Sequence[Message], JSON]:
-        """The instructions, and the members of a `ModelRequest` that no message decides.
+        """Return the instructions, and the members of a `ModelRequest` that no message decides.
 
         `added` are items that no message comes from, and the paths of their tools.
         """
@@ -208,25 +208,24 @@ class OpenAIResponses(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """A `response` object, or what `compact` answers."""
+        """Return a `response` object, or what `compact` answers."""
         dress = request.extra.get("dress") or Dress()
         whole = compaction_json if request.extra.get("compact") else response_json
         return encode(whole(head, dress, reply, usage))
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """The assistant messages of a reply's output items."""
         items = self.output_items(reply_json)
         read, digests, lengths = read_spans(items, {}, _SALT, "output", read_item)
         return tuple(_Spans(items, digests, lengths, read).messages)
 
     def output_items(self, reply_json: bytes) -> tuple[bytes, ...]:
-        """The raw output items of a reply of ours; what goes into the next request's history."""
+        """Return the raw output items of a reply of ours, which the next request repeats."""
         return split_array(split_object(reply_json)["output"], "output")
 
     def history(self, kept: StoredReply) -> tuple[bytes, ...]:
         """Return the items that a request continues: those of the request before and of its reply.
 
-        A compaction item in the reply stands for everything before it.
+        A compaction item in the reply replaces everything before it.
         """
         output = self.output_items(kept.reply)
         for place, item in enumerate(output):
@@ -235,7 +234,7 @@ class OpenAIResponses(WireFormat):
         return (*kept.items, *output)
 
     def resolved(self, body: bytes, find: Callable[[str], bytes | None]) -> bytes:
-        """A request with each `item_reference` replaced by the item that `find` knows by its id.
+        """Return a request with each `item_reference` replaced by the item that `find` returns.
 
         What it does not know stays, and is refused when the request is read.
         """
@@ -251,11 +250,11 @@ class OpenAIResponses(WireFormat):
         return encode({**fields, "input": whole})
 
     def continued(self, body: bytes, kept: StoredReply) -> bytes:
-        """A request with `previous_response_id` as the one with its whole history.
+        """Return a request with `previous_response_id` as the one with its whole history.
 
         The instructions are the new request's own, as the API defines. The id stays for
-        the record, behind the items: what stands before them is then the same in every request
-        that goes on like this, and is read once.
+        the record, after the items: the bytes before it are then the same in every request that
+        continues like this, and are read once.
         """
         fields = split_object(body)
         items = [*self.history(kept), *_input_items(fields)]
@@ -275,7 +274,7 @@ class OpenAIResponses(WireFormat):
         return error_response(error, responses_message(error))
 
     def refuses_in_stream(self, error: RequestError) -> bool:
-        """An overflow: Codex reads it from a `response.failed` event; a bare 400 ends its run."""
+        """Refuse an overflow there: Codex reads `response.failed`; a bare 400 ends its run."""
         return error.code == "context_length_exceeded"
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
@@ -283,7 +282,6 @@ class OpenAIResponses(WireFormat):
         return models_json(route, names, context_length)
 
     def token_count(self, count: int) -> bytes:
-        """The answer of `input_tokens`."""
         return encode({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -331,7 +329,7 @@ def _joined(
     lengths: Sequence[int],
     read: Sequence[Message],
 ) -> _Spans:
-    """The items put together, after those that the session's requests began with before."""
+    """Join items into messages, beginning with those of the session's earlier requests."""
     if not isinstance(memo, RequestHistory):
         return _Spans(items, digests, lengths, read)
     known = [one for one in memo.joined if one.items == items[: len(one.items)]]
@@ -342,7 +340,7 @@ def _joined(
 
 
 def _input_items(fields: dict[str, msgspec.Raw]) -> tuple[bytes, ...]:
-    """The raw items of `input`, which is taken out of `fields`; a string is one user message."""
+    """Take `input` out of `fields` and return its raw items; a string is one user message."""
     raw = fields.pop("input", None)
     if raw is None:
         if "previous_response_id" in fields:
@@ -357,7 +355,7 @@ def _input_items(fields: dict[str, msgspec.Raw]) -> tuple[bytes, ...]:
 def _with_added_tools(
     tools: ToolList, added: Sequence[tuple[bytes, str]], memo: ToolMemo
 ) -> ToolList:
-    """`tools` and those that come as `additional_tools` items (Codex's code mode)."""
+    """Return `tools` and the tools of `additional_tools` items (Codex's code mode)."""
     for item, path in added:
         listed = split_object(item).get("tools")
         if listed is not None:
@@ -444,7 +442,7 @@ _ROLES = {
 
 
 def read_instructions(value: Any) -> tuple[Message, ...]:
-    """The message of `instructions`: a string, or a list of items."""
+    """Return the message of `instructions`: a string, or a list of items."""
     if value is None or value == "":
         return ()
     if isinstance(value, str):
@@ -458,7 +456,7 @@ def join_turn(before: Message, after: Message) -> Message | None:
 
     Reasoning begins a turn, so it is not joined to anything but reasoning; text does not follow
     calls or text within one message, because a reply of ours has one message item, before its
-    calls: Codex keeps the complete items of a reply that broke off, beside those of the next.
+    calls: Codex keeps the complete items of a reply that broke off, and adds those of the next.
     """
     if before.role is not Role.ASSISTANT or after.role is not Role.ASSISTANT:
         return None
@@ -477,7 +475,7 @@ def join_turn(before: Message, after: Message) -> Message | None:
 
 
 def read_item(item: JSON, path: str) -> tuple[Message, ...]:
-    """One input or output item: one message, or none (`additional_tools`, an update)."""
+    """Read one input or output item: one message, or none (`additional_tools`, an update)."""
     kind = text_at(item, "type", path)
     if kind is None and "role" not in item:
         raise RequestError(f"'{path}' has neither 'type' nor 'role'.", param=path)
@@ -493,8 +491,8 @@ def read_item(item: JSON, path: str) -> tuple[Message, ...]:
         case "compaction" | "compaction_summary":
             return (_read_compaction(item, path),)
         case "item_reference":
-            wanted = name_at(item, "id", path)
-            message = f"Item with id '{wanted}' not found: items are not kept by reference here."
+            identity = name_at(item, "id", path)
+            message = f"Item with id '{identity}' not found: items are not kept by reference here."
             raise RequestError(message, status=404, code="not_found", param=path)
         case _:
             return (_read_tool_item(item, kind, path),)

@@ -115,7 +115,7 @@ def qualified(namespace: str | None, name: str) -> str:
 
 
 def read_tools(value: object, path: str) -> ToolList:
-    """`tools`, or the tools of an `additional_tools` item."""
+    """Return `tools`, or the tools of an `additional_tools` item."""
     found = ToolList()
     for tool, where in objects(value, path):
         found = found.plus(_read_tool(tool, where, None))
@@ -154,7 +154,7 @@ def _read_tool(tool: JSON, path: str, namespace: str | None) -> ToolList:
 
 
 def call_of_item(item: JSON, kind: str, call_id: str | None, path: str) -> ToolCall | None:
-    """The call that an item of a tool with an item type of its own stands for."""
+    """Read the call in an item of a tool with an item type of its own."""
     name = kind.removesuffix("_call")
     if name == kind or name not in _OWN_TOOLS:
         return None
@@ -171,7 +171,7 @@ def call_of_item(item: JSON, kind: str, call_id: str | None, path: str) -> ToolC
 
 
 def item_of_call(name: str, arguments: str, tool: str = "") -> JSON | None:
-    """The members of the own item type of a call of tool `name`; `None` if they do not fit it.
+    """Return a call of tool `name` in the tool's own item type; `None` if its arguments do not fit.
 
     `tool` is the type of the tool that the request named: `computer` has a list of actions.
     """

@@ -63,7 +63,7 @@ class Dress:
 def response_json(
     head: ReplyHead, dress: Dress, reply: Reply | None = None, usage: Usage | None = None
 ) -> JSON:
-    """The response object: whole, or as it stands in progress where `reply` is `None`."""
+    """Return the response object; without a `reply`, one in progress."""
     status, details = "in_progress", None
     output: list[JSON] = []
     if reply is not None:
@@ -88,7 +88,7 @@ def response_json(
 
 
 def compaction_json(head: ReplyHead, dress: Dress, reply: Reply, usage: Usage) -> JSON:
-    """The answer of `POST /responses/compact`: the one item that stands for all before it."""
+    """Return the answer of `POST /responses/compact`: one item in place of all before it."""
     return {
         "id": f"resp_{head.reply_id}",
         "object": "response.compaction",
@@ -99,7 +99,7 @@ def compaction_json(head: ReplyHead, dress: Dress, reply: Reply, usage: Usage) -
 
 
 def status_of(reply: Reply) -> tuple[str, JSON | None]:
-    """The status of an ended reply, and what is incomplete about it."""
+    """Return the status of an ended reply, and what is incomplete about it."""
     if reply.finish_reason is FinishReason.STOP:
         return "completed", None
     return "incomplete", {"reason": "max_output_tokens"}
@@ -120,7 +120,7 @@ def output_items(head: ReplyHead, dress: Dress, reply: Reply) -> list[JSON]:
 
 
 def compaction_item(head: ReplyHead, text: str) -> JSON:
-    """The item that stands for the conversation so far."""
+    """Return the item that replaces the conversation so far."""
     identity = item_id("cmp", head.reply_id, 0)
     return {"id": identity, "type": "compaction", "encrypted_content": compacted(text)}
 
@@ -138,7 +138,7 @@ def reasoning_item(head: ReplyHead, dress: Dress, index: int, text: str) -> JSON
 
 
 def message_item(head: ReplyHead, index: int, text: str) -> JSON:
-    """A message item with one text."""
+    """Return a message item with one text."""
     return {
         "id": item_id("msg", head.reply_id, index),
         "type": "message",
@@ -153,7 +153,7 @@ def output_text(text: str) -> JSON:
 
 
 def call_item(head: ReplyHead, dress: Dress, index: int, call: ToolCall) -> JSON:
-    """A call in the item type of its tool; one that does not fit it is a `function_call`."""
+    """Return a call in the item type of its tool; one that does not fit it is a `function_call`."""
     common: JSON = {
         "status": "completed",
         "call_id": call.id or item_id("call", head.reply_id, index),
@@ -188,12 +188,12 @@ _COMPACTED = "bridle1."
 
 
 def compacted(text: str) -> str:
-    """The opaque content of a compaction item of ours: it must carry the summary itself."""
+    """Return the opaque content of a compaction item of ours: it must carry the summary itself."""
     return _COMPACTED + base64.urlsafe_b64encode(without_lone_surrogates(text).encode()).decode()
 
 
 def summary_in(content: str | None) -> str | None:
-    """The summary in a compaction item of ours; `None` for somebody else's."""
+    """Return the summary in a compaction item of ours; `None` for somebody else's."""
     if content is None or not content.startswith(_COMPACTED):
         return None
     try:
@@ -204,7 +204,7 @@ def summary_in(content: str | None) -> str | None:
 
 
 def responses_message(error: RequestError) -> str:
-    """The text of an error, with Responses' own words for an overflow."""
+    """Return the text of an error, with Responses' own words for an overflow."""
     if error.code != "context_length_exceeded":
         return str(error)
     numbers = ""
@@ -239,13 +239,12 @@ class ResponsesStream(StreamEncoder):
         self._filled = ""
 
     def open(self) -> bytes:
-        """`response.created` and `response.in_progress`."""
         begun = response_json(self._head, self._dress)
         created = self._event("response.created", response=begun)
         return created + self._event("response.in_progress", response=begun)
 
     def write_reasoning(self, text: str) -> bytes:
-        """A summary delta; without a summary, an item without text."""
+        """Return a summary delta; without a summary, an item without text."""
         if self._dress.compacts:
             return b""
         begin = self._begin("reasoning")
@@ -257,7 +256,7 @@ class ResponsesStream(StreamEncoder):
         )
 
     def write_text(self, text: str) -> bytes:
-        """A text delta; nothing where the whole reply becomes one compaction item."""
+        """Return a text delta; nothing where the whole reply becomes one compaction item."""
         if self._dress.compacts:
             return b""
         begin = self._begin("message")
@@ -267,7 +266,7 @@ class ResponsesStream(StreamEncoder):
         )
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        """A whole call item; nothing where the whole reply becomes one compaction item."""
+        """Return a whole call item; nothing where the whole reply becomes one compaction item."""
         del index
         if self._dress.compacts:
             return b""
@@ -284,7 +283,7 @@ class ResponsesStream(StreamEncoder):
         return b"".join(events) + self._done(item)
 
     def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """The open item's end; then the whole response with the items as they were streamed."""
+        """Return the end of the open item, and the response with the items that were streamed."""
         before = self._end()
         if self._dress.compacts:
             item = compaction_item(self._head, reply.content)
@@ -298,20 +297,20 @@ class ResponsesStream(StreamEncoder):
         return before, self._event(f"response.{status_of(reply)[0]}", response=whole)
 
     def keepalive(self) -> bytes:
-        """A further `response.in_progress`; comments do not reset Codex's clock."""
+        """Return a further `response.in_progress`: a comment does not reset Codex's timeout."""
         return self._event("response.in_progress", response=response_json(self._head, self._dress))
 
     def error(self, error: RequestError) -> bytes:
-        """`response.failed` with the error's code; a failure of ours is a `server_error`.
+        """Return `response.failed` with the error's code; a failure of ours is a `server_error`.
 
         At that Codex asks again; at `server_is_overloaded` it ends its run.
         """
-        told = error_object(error, responses_message(error))
-        code = "server_error" if error.passes else told["code"] or told["type"]
+        shown = error_object(error, responses_message(error))
+        code = "server_error" if error.passes else shown["code"] or shown["type"]
         failed = {
             **response_json(self._head, self._dress),
             "status": "failed",
-            "error": {"code": code, "message": told["message"]},
+            "error": {"code": code, "message": shown["message"]},
             "output": self._items,
         }
         return self._event("response.failed", response=failed)
@@ -410,7 +409,7 @@ _NO_STATUS = frozenset(
 
 
 def items_page(spans: Sequence[bytes], query: str) -> bytes:
-    """The answer of `input_items`: a page of the items in `spans`, newest first unless asked.
+    """Return the answer of `input_items`: a page of the items in `spans`, by default newest first.
 
     `query` may have `limit`, `order` and `after`. `RequestError` names a value that is wrong.
     """
@@ -433,7 +432,7 @@ def items_page(spans: Sequence[bytes], query: str) -> bytes:
 
 
 def deleted_json(response_id: str) -> bytes:
-    """The answer to a deletion."""
+    """Return the answer to a deletion."""
     return encode({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -445,14 +444,14 @@ def _limit(text: str) -> int:
 
 
 def _stored_items(spans: Sequence[bytes]) -> list[JSON]:
-    """The items; a span is one or several of them, joined with commas."""
+    """Return the items; a span is one or several of them, joined with commas."""
     return [
         an_object(item, "input") for span in spans for item in decode(b"[" + span + b"]", "input")
     ]
 
 
 def _shown(item: JSON, place: int) -> JSON:
-    """An item as the API lists it. An id that it lacks is made of its content and place."""
+    """Return an item as the API lists it. An id that it lacks is made of its content and place."""
     kind = item.get("type") or "message"
     shown: JSON = {**item, "type": kind}
     if not isinstance(shown.get("id"), str):

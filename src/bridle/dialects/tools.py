@@ -65,7 +65,7 @@ class ToolMemo:
         self._known: dict[bytes, ToolList] = {}
 
     def read(self, raw: bytes, path: str) -> ToolList:
-        """The list that `raw` stands for. `RequestError` names what is wrong in it."""
+        """Read a raw tool list. `RequestError` names what is wrong in it."""
         digest = list_digest(raw)
         found = self._known.pop(digest, None)
         if found is None:
@@ -82,7 +82,7 @@ _sent: list[tuple[bytes, bytes]] = []
 
 
 def sent(raw: msgspec.Raw | None) -> bytes | None:
-    """The raw tool list, or `None` where none or an empty one was sent.
+    """Return the raw tool list, or `None` where none or an empty one was sent.
 
     A list that was sent before is the very object of then, of which `list_digest` knows: comparing
     60 kB takes 3 us, hashing them 30 or, without the processor's help, 150.
@@ -104,7 +104,7 @@ def sent(raw: msgspec.Raw | None) -> bytes | None:
 
 
 def list_digest(raw: bytes) -> bytes:
-    """The content digest of a raw tool list; at once of one that `sent` gave out lately."""
+    """Return the content digest of a raw tool list, from memory if `sent` returned it lately."""
     for known, digest in _sent:
         if known is raw:
             return digest
@@ -112,7 +112,7 @@ def list_digest(raw: bytes) -> bytes:
 
 
 def check_choice(choice: str, tools: ToolList, path: str) -> str:
-    """`choice`, if it is a mode or names a tool that was sent."""
+    """Return `choice`; `RequestError` if it is no mode and names no tool of the request."""
     modes = ("auto", "none", "required")
     if choice not in modes and all(spec.name != choice for spec in tools.specs):
         raise RequestError(f"Tool choice {choice!r} not found in 'tools' parameter.", param=path)
@@ -161,7 +161,7 @@ def _freeform_grammar(form: JSON) -> str | None:
 
 
 def freeform_input(arguments: str) -> str:
-    """The text for a freeform tool: the argument `input`, else the arguments as they are."""
+    """Return the text for a freeform tool: the argument `input`, else the arguments as they are."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -171,12 +171,12 @@ def freeform_input(arguments: str) -> str:
 
 
 def freeform_arguments(text: str) -> str:
-    """The arguments of the function that stands for a freeform tool."""
+    """Return the arguments of the function for a freeform tool."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def as_function(call: ToolCall) -> ToolCall:
-    """A call as the model made it: a freeform one as a call of its function."""
+    """Return a call as the model made it: a freeform one as a call of its function."""
     if not call.custom:
         return call
     return ToolCall(call.id, call.name, freeform_arguments(call.arguments))

@@ -29,7 +29,7 @@ ANY_PROGRAM = ("command", "function")
 
 
 def default_agent(name: str) -> AgentSpec:
-    """The agent of that short name as it comes; `command` and `function` run the smallest one."""
+    """Return the agent of that short name; for `command` and `function`, the smallest one."""
     agent = SCRIPTS / "shell_agent.py"
     match name:
         case "command":
@@ -41,7 +41,7 @@ def default_agent(name: str) -> AgentSpec:
 
 
 def dialects_of(name: str) -> tuple[Dialect, ...]:
-    """Every wire format that a harness can be run with, the default first.
+    """Return every wire format that a harness can be run with, the default first.
 
     `command` and `function` run whatever a task names, in any of them.
     """
@@ -61,7 +61,7 @@ def _speaks(name: str, dialect: Dialect) -> bool:
 
 
 def open_harness(agent: AgentSpec | str) -> Harness:
-    """The harness that a task names, or the one of that short name with its defaults.
+    """Open the harness that a task names, or the one of that short name with its defaults.
 
     Raises `ConfigError` naming the field that is wrong: an unknown name, a version that is not
     packaged, a setting that this harness does not have, a missing command line.

@@ -1,6 +1,6 @@
 """aider, unmodified, from PyPI: a text protocol over Chat Completions, streams.
 
-Facts: HARNESSES notes of version 0.86.2 and its `--help`. It has no tools: the model answers with
+Facts: recorded requests of version 0.86.2 and its `--help`. It has no tools: the model answers with
 edits in its text, and may be asked to correct them. Commits (and with them a side call for each
 commit message) are off unless asked for. It exits 0 after API errors; the gateway knows better.
 """
@@ -47,7 +47,7 @@ class Aider(PackagedHarness[AiderSettings]):
     """A Python with 690 MB of packages, most of it what litellm and its parsers bring."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`aider --config <ours> --message-file <instruction>`, files in the home."""
+        """Run `aider --config <ours> --message-file <instruction>`, files in the home."""
         config = f"{context.home}/.aider.bridle.yml"
         message = f"{context.home}/instruction.txt"
         metadata = f"{context.home}/.aider.model.metadata.json"

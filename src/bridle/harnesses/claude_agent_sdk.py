@@ -1,6 +1,6 @@
 """claude-agent-sdk, unmodified, from PyPI: Claude Code's tools and loop; Messages, streams.
 
-Facts: HARNESSES notes of version 0.2.184, which has Claude Code 2.1.327 in itself. Everything that
+Facts: recorded requests of version 0.2.184, which has Claude Code 2.1.327 in itself. Everything that
 makes runs of Claude Code reproducible holds for it too (`claude_code.claude_env`). It asks for a
 title of the conversation in a side call of its own.
 """
@@ -41,7 +41,7 @@ class ClaudeAgentSdk(SdkAgent[ClaudeAgentSdkSettings]):
     """A Python with 430 MB of packages, most of it the Claude Code in it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`python claude_agent_sdk_agent.py <config>`, the instruction on stdin."""
+        """Run `python claude_agent_sdk_agent.py <config>`, the instruction on stdin."""
         folder = f"{context.home}/.claude"
         config = {
             "model": context.model_name,

@@ -1,10 +1,10 @@
 """Claude Code, unmodified, from npm: Anthropic Messages, streams.
 
-Facts: HARNESSES notes of version 2.1.328, its `--help`, and its own variables. All of its
-configuration comes through the environment and three files of the private home; it looks nothing
-up on the network when told so. Tool search is off (it would change the tool list in the middle of
-a conversation), so are the billing block and prompt-caching marks. Its program is a native binary;
-node serves only to install it.
+Facts: recorded requests of version 2.1.328, its `--help`, and its own variables. All of its
+configuration comes through the environment and three files of the private home, which also keep it
+from looking anything up on the network. Tool search is off (it would change the tool list in the
+middle of a conversation), so are the billing block and prompt-caching marks. Its program is a
+native binary; node serves only to install it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ClaudeCode(PackagedHarness[ClaudeCodeSettings]):
     """540 MB: the program and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`claude -p --model <model> --dangerously-skip-permissions`, the instruction on stdin."""
+        """Run `claude -p --model <model> --dangerously-skip-permissions`, the task on stdin."""
         folder = f"{context.home}/.claude"
         settings = self._settings
         command = [
@@ -88,12 +88,12 @@ class ClaudeCode(PackagedHarness[ClaudeCodeSettings]):
         )
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Its last event says whether the run ended in an error, and in which."""
+        """Read from the last event whether the run ended in an error, and in which."""
         return claude_cause(exit_code, signal, stdout)
 
 
 def claude_env(context: LaunchContext) -> dict[str, str]:
-    """The environment in which its runs are the same each time; also for its SDK."""
+    """Return the environment in which its runs are the same each time; also for its SDK."""
     return {
         "ANTHROPIC_BASE_URL": context.base_urls["anthropic"],
         "ANTHROPIC_API_KEY": context.key,

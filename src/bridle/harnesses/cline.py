@@ -1,6 +1,6 @@
 """Cline CLI, unmodified, from npm: any of the four wire formats, streams.
 
-Facts: HARNESSES notes of version 3.0.65 and the schemas in the program. The provider is written
+Facts: recorded requests of version 3.0.65 and the schemas in the program. The provider is written
 into its settings (its own `auth` command refuses base URLs for some), with the context window and a
 patient timeout. With the local session backend it starts no daemon that would outlive the run.
 """
@@ -55,7 +55,7 @@ class Cline(PackagedHarness[ClineSettings]):
     """630 MB: the program, the packages that it names, and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`cline --json --auto-approve true -P <provider> -m <model> -- <instruction>`."""
+        """Run `cline --json --auto-approve true -P <provider> -m <model> -- <instruction>`."""
         check_argument(context.instruction, "'cline'")
         if self.dialect is Dialect.GOOGLE and not context.model_name.startswith(TOOL_MODELS):
             message = (

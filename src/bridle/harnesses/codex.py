@@ -1,6 +1,6 @@
 """Codex CLI, unmodified, from npm: OpenAI Responses, always streams.
 
-Facts: HARNESSES notes of version 0.169.0 and its configuration reference. It reads one
+Facts: recorded requests of version 0.169.0 and its configuration reference. It reads one
 `config.toml` of the private home; only a provider of its own making takes a base URL, and the name
 of a model that it does not know keeps it from special tool protocols. Needs HTTP only: WebSockets
 are switched off.
@@ -23,7 +23,7 @@ from bridle.types import JSON, Dialect
 
 PROVIDER = "gw"
 COMPACT_AT = 0.8
-"""Part of the context after which it is told to compact."""
+"""Part of the context after which it compacts."""
 
 
 class CodexSettings(Settings):
@@ -49,7 +49,7 @@ class Codex(PackagedHarness[CodexSettings]):
     """590 MB: the program and the node that starts it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`codex exec --json --dangerously-bypass-approvals-and-sandbox -`, task on stdin."""
+        """Run `codex exec --json --dangerously-bypass-approvals-and-sandbox -`, task on stdin."""
         folder = f"{context.home}/.codex"
         command = (
             *self._program(context),

@@ -3,8 +3,8 @@
 `AgentSpec.command` is a bash line. These are filled in it: `{instruction}`, `{instruction_file}`,
 `{base_url}` (OpenAI's), `{openai_base_url}`, `{anthropic_base_url}`, `{google_base_url}`,
 `{model}`, `{key}`, `{workdir}`, `{session_id}`, `{task_id}`. Each becomes a reference to an
-environment variable, so no value is ever read as shell code, whatever is in it and whatever quotes
-stand around it. The provider SDKs' own variables are set too, so many agents need none of these.
+environment variable, so no value is ever read as shell code, whatever its content and the quotes
+around it. The provider SDKs' own variables are set too, so many agents need none of these.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CommandHarness(Unpackaged):
         """As given, else a digest of the command line."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """The filled line; the instruction also stands in the file `$INSTRUCTION_FILE`."""
+        """Run the filled line; the file `$INSTRUCTION_FILE` contains the instruction, too."""
         file = f"{context.home}/instruction.txt"
         env = {**sdk_environment(context), "INSTRUCTION_FILE": file}
         if self._wants_instruction:
@@ -87,7 +87,7 @@ def sdk_environment(context: LaunchContext) -> dict[str, str]:
 
 
 def fill(line: str) -> str:
-    """`line` with each placeholder as a variable reference that stays one word where it stands."""
+    """Return `line` with each placeholder as a reference to a variable, quoted to stay one word."""
     parts: list[str] = []
     end = 0
     for found in PLACEHOLDER.finditer(line):

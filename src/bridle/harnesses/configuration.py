@@ -18,7 +18,7 @@ from bridle.types import JSON
 
 SKILL = "SKILL.md"
 PATIENCE_S = 3600
-"""How long programs are told to wait for a model: sampling may be slow, budgets are Bridle's."""
+"""Timeout of programs for a model's reply: sampling may be slow, and budgets are Bridle's."""
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -26,7 +26,7 @@ TRANSPORTS = ("stdio", "streamable-http", "sse")
 
 
 def merged(under: JSON, over: JSON) -> JSON:
-    """`over` laid over `under`, objects member by member; neither is changed."""
+    """Merge `over` into a copy of `under`, objects member by member."""
     both = {**under, **over}
     for name in under.keys() & over.keys():
         if isinstance(under[name], dict) and isinstance(over[name], dict):
@@ -39,7 +39,7 @@ def as_json(value: Mapping[str, Any]) -> bytes:
 
 
 def as_toml(value: Mapping[str, Any]) -> bytes:
-    """A TOML file: one line per top-level key, inner tables inline. `None` members are left out."""
+    """Return a TOML file: a line per top-level key, inner tables inline, no `None` members."""
     given = {name: item for name, item in value.items() if item is not None}
     lines = (f"{_toml_key(name)} = {_toml(item)}\n" for name, item in given.items())
     return "".join(lines).encode()
@@ -118,9 +118,9 @@ def skill_folders(agent: AgentSpec, target: str) -> dict[str, Path]:
 
 
 def events_backwards(stdout: bytes, mark: str = "") -> Iterator[JSON]:
-    """The JSON objects among the lines of an event stream, last first.
+    """Yield the JSON objects among the lines of an event stream, last first.
 
-    `mark` is a text that a wanted line has in it. Other lines, and lines that the output limit
+    `mark` is a text that the line must contain. Other lines, and lines that the output limit
     cut, are skipped.
     """
     for line in reversed(stdout.split(b"\n")):

@@ -1,6 +1,6 @@
 """GitHub Copilot CLI, unmodified, from npm: Chat Completions, Responses or Messages; no login.
 
-Facts: HARNESSES notes of version 1.0.102, its `help environment` and `--help`. With a provider of
+Facts: recorded requests of version 1.0.102, its `help environment` and `--help`. With a provider of
 one's own and offline mode it needs no account and looks nothing up. The program unpacks 235 MB into
 the home at its first start; the bundle holds them unpacked, so sessions start in half the time and
 take no disk.
@@ -67,7 +67,7 @@ class Copilot(PackagedHarness[CopilotSettings]):
     """610 MB: the program, packed and unpacked, and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`copilot --allow-all-tools --output-format json`, the instruction on stdin."""
+        """Run `copilot --allow-all-tools --output-format json`, the instruction on stdin."""
         folder = f"{context.home}/.copilot"
         kind, wire = PROVIDERS[self.dialect]
         budget = output_budget(context.context_length)

@@ -1,6 +1,6 @@
 """Gemini CLI, unmodified, from npm: Google generateContent, streams.
 
-Facts: HARNESSES notes of version 0.61.0 and its configuration reference. Its settings file is a
+Facts: recorded requests of version 0.61.0 and its configuration reference. Its settings file is a
 must: without a chosen auth type it does not start. Exit codes tell much: 53 is its turn limit, and
 an API's refusal comes out as the HTTP status modulo 256. It replaces old tool outputs by stubs once
 there are more than 50k tokens of them; that forks the conversation and cannot be switched off. It
@@ -51,7 +51,7 @@ class GeminiCli(PackagedHarness[GeminiCliSettings]):
     """290 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`gemini --yolo --model <model> --output-format stream-json`, the task on stdin."""
+        """Run `gemini --yolo --model <model> --output-format stream-json`, the task on stdin."""
         folder = f"{context.home}/.gemini"
         command = (
             *self._program(context),
@@ -92,7 +92,7 @@ class GeminiCli(PackagedHarness[GeminiCliSettings]):
         return merged(merged(ours, self._settings.config), endpoint)
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """A status of the API as exit code, or an error in its last event, is the model's."""
+        """Read an API status from the exit code, and an error of the model from the last event."""
         if signal is None and exit_code == TURN_LIMIT:
             return Cause.LIMIT
         if signal is None and exit_code in STATUSES:

@@ -1,6 +1,6 @@
 """google-adk, unmodified, from PyPI: Google generateContent, streaming or not.
 
-Facts: HARNESSES notes of version 2.13.0. It repeats no failed call: one error of the model's API
+Facts: recorded requests of version 2.13.0. It repeats no failed call: one error of the model's API
 ends the run.
 """
 
@@ -24,7 +24,7 @@ class GoogleAdkSettings(Settings):
     instructions: str = INSTRUCTIONS
     """System prompt."""
     max_turns: int = Field(default=50, ge=1)
-    """Model calls after which it gives up."""
+    """Model calls after which it ends."""
 
 
 class GoogleAdk(SdkAgent[GoogleAdkSettings]):
@@ -38,7 +38,7 @@ class GoogleAdk(SdkAgent[GoogleAdkSettings]):
     """A Python with 155 MB of packages."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`python google_adk_agent.py <config>`, the instruction on stdin."""
+        """Run `python google_adk_agent.py <config>`, the instruction on stdin."""
         settings = self._settings
         skills = self._skills(f"{context.home}/.agent/skills")
         config = {

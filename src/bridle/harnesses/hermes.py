@@ -65,7 +65,7 @@ class Hermes(PackagedHarness[HermesSettings]):
     """A Python with 240 MB of packages."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`hermes --oneshot=<instruction> --toolsets <names> --usage-file /dev/stdout`.
+        """Run `hermes --oneshot=<instruction> --toolsets <names> --usage-file /dev/stdout`.
 
         Raises `ConfigError` where the model takes fewer tokens than it asks for.
         """
@@ -139,7 +139,7 @@ class Hermes(PackagedHarness[HermesSettings]):
 
 
 def _report(stdout: bytes) -> JSON:
-    """Its usage report, which stands before its answer; empty if there is none."""
+    """Return the usage report that precedes its answer; empty if there is none."""
     try:
         report, _ = json.JSONDecoder().raw_decode(stdout.decode(errors="replace"))
     except ValueError:

@@ -1,6 +1,6 @@
 """openai-agents, unmodified, from PyPI: Responses or Chat Completions, streaming or not.
 
-Facts: HARNESSES notes of version 0.24.0. Tracing, which would go to its maker, is off. In Chat
+Facts: recorded requests of version 0.24.0. Tracing, which would go to its maker, is off. In Chat
 Completions it does not send reasoning back; a call of a tool that does not exist ends the run.
 """
 
@@ -29,7 +29,7 @@ class OpenaiAgentsSettings(Settings):
     instructions: str = INSTRUCTIONS
     """System prompt."""
     max_turns: int = Field(default=50, ge=1)
-    """Model calls after which it gives up."""
+    """Model calls after which it ends."""
 
 
 class OpenaiAgents(SdkAgent[OpenaiAgentsSettings]):
@@ -43,7 +43,7 @@ class OpenaiAgents(SdkAgent[OpenaiAgentsSettings]):
     """A Python with 120 MB of packages."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`python openai_agents_agent.py <config>`, the instruction on stdin."""
+        """Run `python openai_agents_agent.py <config>`, the instruction on stdin."""
         settings = self._settings
         config = {
             "api": str(settings.api),

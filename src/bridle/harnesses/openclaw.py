@@ -60,7 +60,7 @@ class Openclaw(PackagedHarness[OpenclawSettings]):
     """830 MB: the program, what it can talk to, and its own node 24."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`openclaw agent exec --config <ours> --message-file - --json`, the task on stdin."""
+        """Run `openclaw agent exec --config <ours> --message-file - --json`, the task on stdin."""
         folder = f"{context.home}/.openclaw"
         config = f"{folder}/openclaw.json"
         command = [

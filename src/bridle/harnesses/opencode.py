@@ -1,6 +1,6 @@
 """opencode, unmodified, from npm: any of the four wire formats, streams.
 
-Facts: HARNESSES notes of version 1.18.33, its configuration schema and its own variables. All of
+Facts: recorded requests of version 1.18.33, its configuration schema and its own variables. All of
 its configuration is one file of the private home. The call that makes a title, the look-ups of
 models, the pruning of old tool outputs (it would change history) and its git snapshots are off.
 """
@@ -63,7 +63,7 @@ class Opencode(PackagedHarness[OpencodeSettings]):
     """540 MB: the program for two kinds of processor, and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`opencode run --format json --model gw/<model>`, the instruction on stdin."""
+        """Run `opencode run --format json --model gw/<model>`, the instruction on stdin."""
         folder = f"{context.home}/.config/opencode"
         command = (
             *self._program(context),

@@ -1,6 +1,6 @@
 """OpenHands, unmodified, from PyPI: its SDK's default agent; Chat Completions or Messages.
 
-Facts: HARNESSES notes of SDK 1.58.0. It needs Python 3.12 or newer, which need not be Bridle's
+Facts: recorded requests of SDK 1.58.0. It needs Python 3.12 or newer, which need not be Bridle's
 own. The SDK is run instead of the command line on top of it: the same agent, prompt and tools, in a
 third of the time, without a look-up of skills on the network. It never streams.
 """
@@ -31,7 +31,7 @@ class OpenhandsSettings(Settings):
     native_tool_calling: bool = True
     """False = its text protocol: calls are written as text, ended by a stop string."""
     max_turns: int = Field(default=100, ge=1)
-    """Steps after which it gives up."""
+    """Steps after which it ends."""
     llm: JSON = Field(default_factory=dict)
     """More fields of its `LLM`, e.g. `{"reasoning_effort": "low"}`."""
 
@@ -46,7 +46,7 @@ class Openhands(SdkAgent[OpenhandsSettings]):
     """A Python with 700 MB of packages, made with a Python of 3.12 or newer."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`python openhands_agent.py <config>`, the instruction on stdin."""
+        """Run `python openhands_agent.py <config>`, the instruction on stdin."""
         settings = self._settings
         provider = PROVIDERS[self.dialect]
         config = {

@@ -44,7 +44,6 @@ class Empty(Unpackaged):
         parse_settings(agent, Settings)
 
     def launch(self, context: LaunchContext) -> Launch:  # noqa: ARG002 - the contract's
-        """A process that ends at once."""
         return Launch("true", {})
 
 
@@ -58,7 +57,6 @@ class Oracle(Empty):
         self._settings = parse_settings(agent, OracleSettings)
 
     def launch(self, context: LaunchContext) -> Launch:
-        """The solution's script. `ConfigError` if the task has none."""
         settings = self._settings
         if settings.patch:
             file = f"{context.home}/.solution.diff"

@@ -2,7 +2,7 @@
 
 `AgentSpec.version` may name another version than the pinned one. It is installed by the same recipe
 without the lock, is recorded as `<version> (unlocked)`, and does one scripted piece of work
-(`bridle harness check`) before any session: what that shows stands in its bundle.
+(`bridle harness check`) before any session; its bundle contains the report.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def script_launch(
     env: Mapping[str, str],
     folders: Mapping[str, Path] | None = None,
 ) -> Launch:
-    """`python <script> <config>` with the bundle's Python, the instruction on stdin."""
+    """Return `python <script> <config>` with the bundle's Python, the instruction on stdin."""
     folder = f"{context.home}/.agent"
     settings = f"{folder}/config.json"
     files = {f"{folder}/{name}": (SCRIPTS / name).read_bytes() for name in (script, TOOL)}
@@ -250,5 +250,5 @@ class SdkAgent(PackagedHarness[SettingsT]):
 
 
 def plain_servers(agent: AgentSpec) -> list[JSON]:
-    """The MCP servers of a task as plain JSON, for a script to make clients of."""
+    """Return the MCP servers of a task as plain JSON, for a script to make clients of."""
     return [server.model_dump(mode="json") for server in agent.mcp_servers]

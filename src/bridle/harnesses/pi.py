@@ -1,8 +1,8 @@
 """pi, unmodified, from npm: four tools, any of the four wire formats, streams.
 
-Facts: HARNESSES notes of version 0.87.1 and its own documentation (models, environment variables,
-JSON event stream). Exit codes lie: it exits 0 after API errors, so its event stream is read. It
-looks nothing up on the network when told so.
+Facts: recorded requests of version 0.87.1 and its own documentation (models, environment variables,
+JSON event stream). It exits 0 after API errors, so its event stream is read. It looks nothing up on
+the network in offline mode.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pi(PackagedHarness[PiSettings]):
     """345 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`pi -p --mode json --provider gw --model <model> <instruction>`, files in the home."""
+        """Run `pi -p --mode json --provider gw --model <model>`, the instruction on stdin."""
         folder = f"{context.home}/.pi/agent"
         settings = self._settings
         command = [

@@ -1,6 +1,6 @@
 """Qwen Code, unmodified, from npm: Chat Completions, or Messages or generateContent; streams.
 
-Facts: HARNESSES notes of version 0.24.4 and its settings schema. It needs node 22, which its bundle
+Facts: recorded requests of version 0.24.4 and its settings schema. It needs node 22, which its bundle
 carries. Telemetry, updates and the memory agents that would run after a turn are off, and so is its
 own ripgrep (npm leaves it without its execute bit; the fallback is used on every machine alike).
 Known flaw of the program: of two quick parallel shell calls one may come back with empty output.
@@ -59,7 +59,7 @@ class QwenCode(PackagedHarness[QwenCodeSettings]):
     """330 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`qwen --auth-type <api> --yolo --output-format stream-json`, the task on stdin."""
+        """Run `qwen --auth-type <api> --yolo --output-format stream-json`, the task on stdin."""
         folder = f"{context.home}/.qwen"
         auth, url, url_name, name = PROVIDERS[self.dialect]
         command = (
@@ -107,5 +107,5 @@ class QwenCode(PackagedHarness[QwenCodeSettings]):
         return merged(ours, self._settings.config)
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Its last event has the same form as Claude Code's."""
+        """Read the last event, which has the same form as Claude Code's."""
         return claude_cause(exit_code, signal, stdout)

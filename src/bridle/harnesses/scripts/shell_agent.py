@@ -52,7 +52,7 @@ def run(task: AgentTask) -> str:
 
 
 def ask(task: AgentTask, body: dict[str, Any]) -> dict[str, Any]:
-    """One chat completion; raises `urllib.error.HTTPError` on a refusal."""
+    """Return one chat completion; raises `urllib.error.HTTPError` on a refusal."""
     headers = {"Authorization": f"Bearer {task.key}", "Content-Type": "application/json"}
     url = f"{task.base_urls['openai']}/chat/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310 - ours
