@@ -1,6 +1,6 @@
 """claude-agent-sdk, unmodified, from PyPI: Claude Code's tools and loop; Messages, streams.
 
-Facts: recorded requests of version 0.2.184, which has Claude Code 2.1.327 in itself. Everything that
+Facts: recorded requests of version 0.2.184, which contains Claude Code 2.1.327. Everything that
 makes runs of Claude Code reproducible holds for it too (`claude_code.claude_env`). It asks for a
 title of the conversation in a side call of its own.
 """

@@ -1,6 +1,6 @@
 """Qwen Code, unmodified, from npm: Chat Completions, or Messages or generateContent; streams.
 
-Facts: recorded requests of version 0.24.4 and its settings schema. It needs node 22, which its bundle
+Facts: recorded requests of version 0.24.4, its settings schema. It needs node 22, which its bundle
 carries. Telemetry, updates and the memory agents that would run after a turn are off, and so is its
 own ripgrep (npm leaves it without its execute bit; the fallback is used on every machine alike).
 Known flaw of the program: of two quick parallel shell calls one may come back with empty output.
