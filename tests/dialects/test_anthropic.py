@@ -100,7 +100,7 @@ def test_a_deferred_tool_is_shown_where_a_result_refers_to_it():
     assert read(messages=text_only, tools=[later]).messages[1].text == "x"
 
 
-def test_thinking_is_shown_only_where_it_was_asked_for():
+def test_thinking_is_shown_only_if_requested():
     asked = {"thinking": {"type": "adaptive"}}
     hidden = {"thinking": {"type": "enabled", "display": "omitted"}}
     shown = [
@@ -135,7 +135,7 @@ def last(content, **fields):
     return parse(Dialect.ANTHROPIC, {**body, "messages": turns})
 
 
-def test_a_last_assistant_text_is_what_the_reply_goes_on_from():
+def test_last_assistant_text_is_a_prefill():
     assert last("It is").prefill == "It is"
     assert last([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]).prefill == "ab"
     assert last("").prefill is None
@@ -169,7 +169,7 @@ def read_content(role, content):
 
 
 @pytest.mark.parametrize("role", ["user", "assistant", "system"])
-def test_a_string_is_one_text_block_and_empty_text_is_none(role):
+def test_string_content_is_one_text_block_and_empty_text_is_no_block(role):
     for some in ("go", [{"type": "text", "text": "go"}], ["go"]):
         [message] = read_content(role, some)
         assert message.content == (TextPart("go"),)

@@ -13,19 +13,19 @@ def test_a_digest_is_sixteen_bytes_of_sha256():
     assert content_digest(b"x") == hashlib.sha256(b"x").digest()[:16]
 
 
-def test_when_to_come_back_is_told_in_both_units():
+def test_retry_headers_give_seconds_and_milliseconds():
     told = retry_headers(RequestError("busy", code="rate_limit", retry_after_s=0.5))
     assert (told["Retry-After"], told["retry-after-ms"]) == ("1", "500")
     assert "Retry-After" not in retry_headers(RequestError("bad"))
 
 
-def test_what_cannot_succeed_is_not_to_be_tried_again():
+def test_exhausted_budget_has_x_should_retry_false():
     told = retry_headers(RequestError("spent", code="budget_exhausted", retry_after_s=5))
     assert told["x-should-retry"] == "false"
     assert "Retry-After" not in told
 
 
-def test_a_body_is_put_together_from_what_there_is():
+def test_request_body_is_rebuilt_from_its_captured_parts():
     wire = DIALECTS[Dialect.GOOGLE]
     assert wire.body(b"{}", (), None) == b'{"contents":[]}'
     assert wire.body(b' {"a":1} ', (b"1", b"2"), b"[3]") == b'{"contents":[1,2],"tools":[3],"a":1}'
@@ -53,7 +53,7 @@ def test_paths_are_tidied(path, clean):
         ("/v1beta/models", {}, Dialect.GOOGLE),
     ],
 )
-def test_the_caller_decides_whose_list_it_is(path, headers, dialect):
+def test_model_list_route_follows_the_caller_headers(path, headers, dialect):
     assert caller(path, headers) is dialect
     for asked in (Dialect.OPENAI_CHAT, Dialect.ANTHROPIC, Dialect.GOOGLE):
         route = models_route(asked, "GET", path, headers)
@@ -97,7 +97,7 @@ CALLS = (ToolCall("1", "f", "{}"), ToolCall(None, "g", "[]"))
 REPLY = Reply("abc", "why", CALLS, FinishReason.STOP)
 
 
-def test_what_was_not_sent_is_sent_at_the_close():
+def test_stream_close_sends_the_unsent_rest():
     encoder = Plain()
     sent = encoder.reasoning("why") + encoder.text("a") + encoder.tool_call(0, "1", "f", "{}")
     assert sent == b"r:why;t:a;c0:1:f:{};"
@@ -113,7 +113,7 @@ def test_empty_pieces_are_no_events():
     assert encoder.text("") == encoder.reasoning("") == b""
 
 
-def test_text_that_changed_after_it_left_is_not_repeated():
+def test_stream_close_does_not_resend_changed_text():
     encoder = Plain()
     encoder.text("x")
     before, _ = encoder.close(Reply("abc", None, (), FinishReason.STOP), Usage(1, 1))

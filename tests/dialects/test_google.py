@@ -115,7 +115,7 @@ def test_calls_have_ids_and_signatures_and_text_has_one_where_there_is_no_call()
     assert plain["candidates"][0]["content"]["parts"][0]["thoughtSignature"]
 
 
-def test_thoughts_are_shown_only_where_they_were_asked_for():
+def test_thoughts_are_shown_only_if_requested():
     for asked in (False, True):
         request = config(thinkingConfig={"includeThoughts": asked})
         parts = json.loads(WIRE.reply_json(request, HEAD, THOUGHT, USAGE))["candidates"][0]
@@ -302,7 +302,7 @@ def test_every_required_argument_of_an_action_is_described(older):
         assert spec.description
 
 
-def test_model_names_tell_which_actions_a_client_knows():
+def test_computer_use_actions_depend_on_the_model_name():
     assert speaks_older("models/gemini-2.5-pro")
     assert speaks_older("gemini-3-flash-preview")
     assert not speaks_older("gemini-3.5-flash")

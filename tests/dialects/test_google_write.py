@@ -56,7 +56,7 @@ def test_a_late_error_ends_an_array():
     assert json.loads(stream)[-1]["error"]["status"] == "UNAVAILABLE"
 
 
-def test_what_keeps_a_client_waiting_is_no_comment():
+def test_keepalive_bytes_are_not_sse_comments():
     encoder = ContentStream(HEAD, thoughts=False, sse=True)
     assert encoder.keepalive().strip() == b""
     assert b": " not in encoder.open() + encoder.keepalive()

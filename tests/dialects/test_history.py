@@ -58,7 +58,7 @@ frames = st.sampled_from(["", ',"stream":true', ',"tools":[{"type":"function"}]'
         max_size=8,
     )
 )
-def test_a_body_is_read_the_same_whatever_was_read_before(bodies):
+def test_parsing_does_not_depend_on_earlier_requests(bodies):
     memo = RequestHistory()
     for body in bodies:
         assert parsed(CHAT, body, memo) == parsed(CHAT, body, {})
@@ -95,7 +95,7 @@ def test_a_body_that_grows_between_the_same_ends_is_read_the_same(before, after,
             body = longer
 
 
-def test_what_stands_beside_a_growing_array_is_not_read_again():
+def test_other_fields_of_a_growing_request_are_not_read_again():
     tools = ',"tools":[{"type":"function","function":{"name":"f"}}]'
     memo = RequestHistory()
     for texts_so_far in ([LONG], [LONG, "a"], [LONG, "a", "b"]):
@@ -189,7 +189,7 @@ def growing(dialect, turns):
 
 
 @pytest.mark.parametrize("dialect", [d for d in Dialect if d in DIALECTS])
-def test_fields_beside_the_messages_are_read_once_for_all_requests(dialect):
+def test_head_fields_are_parsed_once_per_session(dialect):
     wire, memo = DIALECTS[dialect], RequestHistory()
     message = {"role": "user", "content": "a", "parts": [{"text": "a"}]}
     hot, cold = (
@@ -229,7 +229,7 @@ ITEMS = [
         max_size=4,
     )
 )
-def test_items_are_put_together_the_same_whatever_was_read_before(conversations):
+def test_joining_items_does_not_depend_on_earlier_requests(conversations):
     wire, memo = DIALECTS[Dialect.OPENAI_RESPONSES], RequestHistory()
     for places, step in conversations:
         for count in range(1, len(places) + 1, step):

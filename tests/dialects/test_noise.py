@@ -6,7 +6,7 @@ from bridle.errors import RequestError
 HEADER = "x-anthropic-billing-header: cc_version=0.0.0;"
 
 
-def test_every_rule_tells_what_and_why():
+def test_noise_rules_say_what_they_remove_and_why():
     for name, rule in RULES.items():
         assert name == rule.name
         assert rule.what

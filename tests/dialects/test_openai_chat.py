@@ -32,7 +32,7 @@ def message(**fields):
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_a_string_is_one_text_part_and_empty_text_is_none(role):
+def test_string_content_is_one_text_part_and_empty_text_is_no_part(role):
     for some in ("go", ["go"], [{"type": "text", "text": "go"}], [{"text": "go"}]):
         assert message(role=role, content=some).content == (TextPart("go"),)
     null = () if role == "user" else (None,)  # a user's is refused
@@ -148,7 +148,7 @@ def test_a_model_must_be_named():
         assert told.value.param == "model"
 
 
-def test_replies_say_only_what_there_is():
+def test_replies_omit_absent_parts():
     plain = json.loads(WIRE.reply_json(read(), HEAD, TEXT, USAGE))["choices"][0]["message"]
     assert plain == {"role": "assistant", "content": "Hello there.", "refusal": None}
     empty = json.loads(WIRE.reply_json(read(), HEAD, NOTHING, USAGE))["choices"][0]["message"]

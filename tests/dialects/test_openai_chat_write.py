@@ -86,14 +86,14 @@ def test_the_role_comes_first_and_the_finish_reason_last():
     assert indexes == [0, 1]
 
 
-def test_usage_is_a_chunk_of_its_own_where_it_was_asked_for():
+def test_usage_chunk_is_sent_if_requested():
     told = chunks(live(ChatStream(HEAD, include_usage=True), TEXT))
     assert told[-1]["choices"] == []
     assert told[-1]["usage"]["total_tokens"] == 18
     assert all(chunk["usage"] is None for chunk in told[:-1])
 
 
-def test_what_ends_a_reply_is_one_last_event():
+def test_finish_usage_and_done_are_one_last_event():
     encoder = ChatStream(HEAD, include_usage=True)
     before, last = encoder.close(TEXT, USAGE)
     assert [chunk["choices"] == [] for chunk in chunks(last)] == [False, True]

@@ -80,7 +80,7 @@ def test_tools_may_come_as_an_item():
 
 
 @pytest.mark.parametrize("key", ["background", "conversation", "prompt"])
-def test_what_needs_the_providers_own_store_is_refused(key):
+def test_requests_for_provider_stored_state_are_refused(key):
     with pytest.raises(RequestError, match=key):
         read(**{key: True})
     assert read(**{key: None}).model == "m"
@@ -107,7 +107,7 @@ def test_a_request_is_continued_from_stored_items():
     assert parse(Dialect.OPENAI_RESPONSES, bare).messages == ()
 
 
-def test_what_a_compaction_stands_for_is_not_gone_on_from():
+def test_history_begins_at_a_compaction_item():
     compacting = read(HI, {"type": "compaction_trigger"})
     reply = WIRE.reply_json(compacting, HEAD, TEXT, USAGE)
     [item] = WIRE.history(StoredReply(compacting.message_spans, reply, compacting.head))
@@ -144,7 +144,7 @@ def route_of(path):
         ("POST", "resp_1/cancel", "cancel"),
     ],
 )
-def test_what_is_asked_of_a_kept_reply_is_in_its_path(method, path, action):
+def test_stored_reply_routes_name_id_and_action(method, path, action):
     route = recognise(method, f"/any/v1/responses/{path}/", "", {})
     assert route is not None
     assert (route.kind, route.resource, route.action) == ("stored", "resp_1", action)
@@ -175,7 +175,7 @@ def test_a_compaction_asks_for_text_and_gives_one_item():
     assert back.text.endswith(TEXT.content)
 
 
-def test_a_reply_does_not_repeat_what_grows():
+def test_response_does_not_repeat_instructions_and_tools():
     request = read(instructions="rules", tools=[{"type": "function", "name": "f"}], store=False)
     whole = json.loads(WIRE.reply_json(request, HEAD, TEXT, USAGE))
     assert (whole["tools"], whole["instructions"], whole["store"]) == ([], None, False)
@@ -281,7 +281,7 @@ def test_results_of_every_kind(item, text):
         ({"type": "program_output", "call_id": "c", "result": "4"}, None),
     ],
 )
-def test_what_the_provider_ran_is_shown_as_text(item, text):
+def test_provider_run_items_are_shown_as_text(item, text):
     told = read_one(**item)
     assert (told.role, told.tool_call_id) == (Role.ASSISTANT, None)
     assert told.text == (text or '[program_output] {"call_id":"c","result":"4"}\n')
@@ -363,7 +363,7 @@ def test_a_reference_to_an_item_is_not_found():
     assert (told.value.status, told.value.code) == (404, "not_found")
 
 
-def test_what_joins_one_turn():
+def test_which_items_join_one_assistant_turn():
     thought = Message(Role.ASSISTANT, reasoning="a", issued_ids=("1",))
     more = Message(Role.ASSISTANT, reasoning="b", issued_ids=("2",))
     text = Message(Role.ASSISTANT, (TextPart("x"),), issued_ids=("3",))

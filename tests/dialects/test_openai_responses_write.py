@@ -18,7 +18,7 @@ from bridle.errors import RequestError
 from bridle.types import FinishReason, Reply, ToolCall, Usage
 
 
-def test_items_are_numbered_by_their_place():
+def test_output_items_are_numbered_by_position():
     items = output_items(HEAD, Dress(), CALLS)
     assert [item["type"] for item in items] == [
         "reasoning",
@@ -32,7 +32,7 @@ def test_items_are_numbered_by_their_place():
     assert [item["type"] for item in output_items(HEAD, Dress(), only)] == ["reasoning"]
 
 
-def test_reasoning_is_shown_and_sealed_as_it_was_asked_for():
+def test_reasoning_summary_and_encrypted_content_follow_the_request():
     plain = output_items(HEAD, Dress(), THOUGHT)[0]
     assert (plain["summary"], "encrypted_content" in plain) == ([], False)
     shown = output_items(HEAD, Dress(summary=True, encrypted=True), THOUGHT)[0]
@@ -73,7 +73,7 @@ def test_a_response_in_progress_has_no_output_and_no_usage():
     assert (ended["status"], ended["usage"]["total_tokens"]) == ("completed", 18)
 
 
-def test_what_is_incomplete_says_why():
+def test_incomplete_response_has_a_reason():
     told = [status_of(Reply("", None, (), reason)) for reason in FinishReason]
     limit = ("incomplete", {"reason": "max_output_tokens"})
     assert told == [("completed", None), limit, limit]
@@ -157,7 +157,7 @@ def page(query="order=asc"):
     return json.loads(items_page(SPANS, query))
 
 
-def test_items_have_ids_types_and_parts():
+def test_listed_items_have_ids_types_and_parts():
     user, thought, said, result = page()["data"]
     assert user["content"] == [{"type": "input_text", "text": "hi"}]
     assert said["content"][0] == {"type": "output_text", "text": "ok", "annotations": []}
@@ -168,7 +168,7 @@ def test_items_have_ids_types_and_parts():
     assert page() == page(), "ids are the same each time"
 
 
-def test_the_newest_item_is_first_unless_asked_otherwise():
+def test_items_page_is_newest_first_by_default():
     assert page("")["data"] == page()["data"][::-1]
     found = page("limit=2")
     assert (len(found["data"]), found["has_more"]) == (2, True)
@@ -190,7 +190,7 @@ def test_an_empty_page_has_no_ends():
 @pytest.mark.parametrize(
     "query", ["limit=0", "limit=101", "limit=-1", "limit=²", "order=up", "after=nothing"]
 )
-def test_what_cannot_be_asked_is_named(query):
+def test_invalid_page_queries_are_refused_by_name(query):
     with pytest.raises(RequestError) as told:
         page(query)
     assert told.value.param == query.partition("=")[0]

@@ -22,7 +22,7 @@ from bridle.types import ToolCall, ToolSpec
 F = ToolSpec("f", None, None)
 
 
-def test_a_list_is_read_once_until_it_is_the_oldest():
+def test_tool_list_is_parsed_once_until_evicted():
     seen = []
 
     def read(value, path):
@@ -50,7 +50,7 @@ def test_a_list_that_cannot_be_read_is_refused_each_time():
 
 
 @pytest.mark.parametrize("raw", [b"null", b"[]", b" [ ] ", b"[\n]"])
-def test_an_empty_list_is_none(raw):
+def test_empty_tool_list_is_no_tool_list(raw):
     assert sent(msgspec.Raw(raw)) is None
     assert sent(None) is None
     assert sent(msgspec.Raw(b"[ 1 ]")) == b"[ 1 ]"

@@ -38,7 +38,7 @@ values = st.recursive(leaves, lambda v: st.lists(v) | st.dictionaries(texts, v),
 
 
 @given(st.dictionaries(texts, values))
-def test_what_is_written_as_toml_is_read_back_the_same(value):
+def test_toml_round_trips(value):
     assert tomllib.loads(as_toml(value).decode()) == value
 
 
@@ -46,7 +46,7 @@ def test_members_that_are_none_are_not_in_the_toml():
     assert tomllib.loads(as_toml({"a": None, "b": {"c": None, "d": 1}}).decode()) == {"b": {"d": 1}}
 
 
-def test_what_toml_has_no_form_for_is_refused():
+def test_value_without_a_toml_form_is_refused():
     with pytest.raises(ConfigError, match="cannot be written as TOML"):
         as_toml({"a": [None]})
 

@@ -12,7 +12,7 @@ from bridle.harnesses.scripts.shell_agent import AgentTask, run, shell
 TURNS: list[dict[str, Any]] = [{"shell": ["echo hi > made.txt"]}, {"content": "It is there."}]
 
 
-async def test_it_runs_what_the_model_calls_until_it_calls_nothing(tmp_path, monkeypatch):
+async def test_shell_agent_runs_what_the_model_calls_until_it_calls_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     async with house(*TURNS) as home:
         caller = await home.session()
@@ -44,5 +44,5 @@ async def test_as_a_script_it_reads_what_the_command_harness_sets(tmp_path):
     assert (tmp_path / "made.txt").exists()
 
 
-def test_a_command_that_fails_is_told_with_its_exit_code():
+def test_failed_command_is_reported_with_its_exit_code():
     assert shell("echo out; echo err >&2; exit 3") == "out\nerr\n[exit code: 3]"
