@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridle.dialects.base import content_digest
+from bridle.dialects.json_reader import content_digest
 from bridle.prompting.canonical import AtomMemo, answer_atoms, canonical
 from bridle.prompting.conversation import Conversation
 from bridle.prompting.prompt import PromptIds

@@ -7,7 +7,7 @@ from tests.dialects.exchange import HEAD, USAGE
 
 from bridle.dialects import DIALECTS, recognise
 from bridle.dialects.anthropic import Anthropic
-from bridle.dialects.base import Kept
+from bridle.dialects.base import StoredReply
 from bridle.types import Dialect, FinishReason, ModelRequest, Reply, ToolCall
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -40,7 +40,7 @@ def request_of(folder: str) -> ModelRequest:
     if before := turn.get("continues"):
         began = request_of(before)
         reply = DIALECTS[dialect].reply_json(began, HEAD, reply_of(before), USAGE)
-        kept = Kept(began.message_spans, reply, began.head, began.tools_span)
+        kept = StoredReply(began.message_spans, reply, began.head, began.tools_span)
         body = Anthropic().continued(body, kept)
     return DIALECTS[dialect].parse(route, body, {})
 

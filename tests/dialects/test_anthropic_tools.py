@@ -15,8 +15,7 @@ from anthropic.types.beta import (
     BetaToolUnionParam,
 )
 
-from bridle.dialects.anthropic import read_tools
-from bridle.dialects.anthropic_blocks import read_message
+from bridle.dialects.anthropic import read_message, read_tools
 from bridle.dialects.anthropic_tools import TOOLSETS as FAMILIES
 from bridle.dialects.anthropic_tools import client_run, member_call, toolset
 from bridle.types import ToolCall
@@ -35,7 +34,7 @@ def types_of_the_sdk():
 
 
 @pytest.mark.parametrize("kind", list(types_of_the_sdk()))
-def test_what_the_client_runs_is_a_function_and_all_else_is_removed(kind):
+def test_client_run_tools_become_functions_and_provider_run_tools_are_removed(kind):
     tools = read_tools([{"type": kind, "name": "it"}], "tools")
     family = kind.rpartition("_")[0]
     if family in CLIENT or family in TOOLSETS:
@@ -54,7 +53,7 @@ def test_the_editor_of_the_computer_use_quickstart_is_a_function():
     assert spec == client_run("text_editor_20250429", "str_replace_based_edit_tool", {})
 
 
-def test_the_memory_tool_takes_what_the_sdk_s_commands_hold():
+def test_memory_tool_schema_has_the_fields_of_the_sdk_commands():
     spec = client_run("memory_20250818", "memory", {})
     assert spec is not None
     assert spec.parameters is not None
@@ -119,7 +118,7 @@ def test_the_configs_of_a_toolset_decide_which_actions_are_shown():
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_call_of_a_toolset_leaves_as_its_action_and_returns_as_it_was(family):
+def test_toolset_call_is_written_as_its_action_and_read_back(family):
     found = member_call(ToolCall("toolu_1", family, '{"action": "wait", "duration": 2}'))
     assert found == ("wait", '{"duration": 2}')
     block = {"type": "tool_use", "id": "toolu_1", "name": "wait", "input": {"duration": 2}}

@@ -324,7 +324,7 @@ ROLES = {"user": Role.USER, "assistant": Role.ASSISTANT, "result": Role.TOOL}
 
 @ALL
 @given(told=turns)
-def test_every_text_stands_in_its_role_and_order(dialect, told):
+def test_texts_keep_their_role_and_order_in_every_dialect(dialect, told):
     told = [*told, ("user", "Go on.")]
     request = read(dialect, conversation(dialect, told))
     parts = [

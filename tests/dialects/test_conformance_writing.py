@@ -106,7 +106,7 @@ def merged(messages):
 @ALL
 @pytest.mark.parametrize("make", [live, synthetic])
 @given(reply=replies)
-def test_a_stream_brings_what_the_whole_reply_says(dialect, make, reply):
+def test_streamed_reply_equals_the_whole_reply(dialect, make, reply):
     seeds: dict[Dialect, JSON] = {
         Dialect.ANTHROPIC: {"thinking": {"type": "enabled"}},
         Dialect.GOOGLE: {"generationConfig": {"thinkingConfig": {"includeThoughts": True}}},
@@ -223,7 +223,7 @@ def test_every_code_has_the_providers_status(dialect, code):
 
 
 @ALL
-def test_an_overflow_is_told_in_words_that_clients_compact_on(dialect):
+def test_overflow_message_has_the_words_that_trigger_compaction(dialect):
     words = {
         Dialect.OPENAI_CHAT: "maximum context length is 4096 tokens",
         Dialect.OPENAI_RESPONSES: "exceeds the context window",

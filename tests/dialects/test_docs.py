@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bridle.dialects import DIALECTS
-from bridle.dialects.kinds import RULES as KIND_RULES
 from bridle.dialects.noise import RULES as NOISE_RULES
 from bridle.errors import RequestError
+from bridle.harness_rules.table import KIND_RULES
 from bridle.types import Dialect
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "dialects.md").read_text()
@@ -22,18 +22,18 @@ def rows(heading):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_every_rule_stands_in_its_table_in_order():
+def test_docs_tables_list_every_rule_in_order():
     assert [row[0].strip("`") for row in rows("What is removed")] == list(NOISE_RULES)
     told = [(row[0].strip("`"), row[1]) for row in rows("What kind of call it is")]
     assert told == [(rule.name, rule.kind.value) for rule in KIND_RULES]
 
 
-def test_every_dialect_stands_in_the_stream_table():
+def test_docs_stream_table_lists_every_dialect():
     assert {row[0].strip("`") for row in rows("Streams")} == {dialect.value for dialect in Dialect}
 
 
 @pytest.mark.parametrize("row", rows("Errors"), ids=lambda row: row[0])
-def test_errors_are_told_as_the_table_says(row):
+def test_errors_match_the_docs_table(row):
     error = RequestError("why", code=row[0].strip("`"))
     columns = (Dialect.OPENAI_CHAT, Dialect.ANTHROPIC, Dialect.GOOGLE)
     for dialect, cell in zip(columns, row[1:], strict=True):

@@ -110,7 +110,7 @@ CLEAR = {"edits": [{"type": "clear_tool_uses_20250919"}]}
         (Dialect.GOOGLE, {"generationConfig": {"responseModalities": ["TEXT"]}}, []),
     ],
 )
-def test_what_is_asked_and_not_done_is_named(dialect, fields, unenforced):
+def test_unenforced_fields_are_named(dialect, fields, unenforced):
     assert told(dialect, **fields) == (unenforced, [])
 
 

@@ -77,7 +77,7 @@ def pretty(value) -> str:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_synthetic_stream_says_what_a_live_one_says(folder):
+def test_synthetic_stream_equals_live_stream(folder):
     dialect, request, reply = dialect_of(folder), request_of(folder), reply_of(folder)
     last = [
         SseParser().feed(make(DIALECTS[dialect].stream(request, HEAD), reply))[-1:]

@@ -4,9 +4,19 @@ import pytest
 from tests.dialects.exchange import CALLS, HEAD, TEXT, THOUGHT, USAGE, parse
 
 from bridle.dialects import DIALECTS
-from bridle.dialects.base import RouteKind
+from bridle.dialects.base import Route, RouteKind
+from bridle.dialects.google import (
+    camel,
+    computer_use,
+    plain_schema,
+    read_content,
+    read_system,
+    speaks_older,
+)
+from bridle.dialects.json_reader import encode
+from bridle.dialects.media import block_part, data_part, url_part
 from bridle.errors import RequestError
-from bridle.types import Dialect, Role
+from bridle.types import Dialect, Message, Role, TextPart, ToolCall
 
 WIRE = DIALECTS[Dialect.GOOGLE]
 HI = [{"role": "user", "parts": [{"text": "hi"}]}]
@@ -105,7 +115,7 @@ def test_calls_have_ids_and_signatures_and_text_has_one_where_there_is_no_call()
     assert plain["candidates"][0]["content"]["parts"][0]["thoughtSignature"]
 
 
-def test_thoughts_are_shown_only_where_they_were_asked_for():
+def test_thoughts_are_shown_only_if_requested():
     for asked in (False, True):
         request = config(thinkingConfig={"includeThoughts": asked})
         parts = json.loads(WIRE.reply_json(request, HEAD, THOUGHT, USAGE))["candidates"][0]
@@ -117,3 +127,183 @@ def test_one_model_is_shown_by_its_name():
     assert route is not None
     assert route.kind is RouteKind.MODEL
     assert json.loads(WIRE.models(route, [], 9))["inputTokenLimit"] == 9
+
+
+def read_parts_of(role, *parts):
+    return read_content({"role": role, "parts": list(parts)}, "contents[0]")
+
+
+def test_only_an_objects_own_keys_change_case():
+    assert camel({"function_call": {"the_args": 1}, "a": 2}) == {
+        "functionCall": {"the_args": 1},
+        "a": 2,
+    }
+
+
+def test_schemas_lose_googles_type_names_only():
+    schema = {
+        "type": "OBJECT",
+        "required": ["TYPE"],
+        "properties": {
+            "type": {"type": "STRING", "enum": ["A"], "default": "B"},
+            "enum": {"type": "ARRAY", "items": {"type": "NUMBER"}},
+            "odd": True,
+        },
+        "anyOf": [{"type": "STRING"}, {"type": "NULL"}],
+    }
+    assert plain_schema(schema) == {
+        "type": "object",
+        "required": ["TYPE"],
+        "properties": {
+            "type": {"type": "string", "enum": ["A"], "default": "B"},
+            "enum": {"type": "array", "items": {"type": "number"}},
+            "odd": True,
+        },
+        "anyOf": [{"type": "string"}, {"type": "null"}],
+    }
+
+
+def test_a_system_instruction_is_a_content_or_a_text():
+    told = (Message(Role.SYSTEM, (TextPart("rules"),)),)
+    assert read_system("rules", "s") == told
+    assert read_system({"parts": [{"text": "rules"}]}, "s") == told
+    assert read_system({"parts": {"text": "rules"}}, "s") == told
+    for nothing in (None, "", {}, {"parts": []}, {"parts": [{"text": ""}]}):
+        assert read_system(nothing, "s") == ()
+
+
+def test_parts_that_hold_nothing_are_no_parts():
+    assert read_parts_of("user", {"text": ""}, {"thoughtSignature": "c2ln"}, {}) == (
+        Message(Role.USER),
+    )
+    assert read_content({}, "c") == (Message(Role.USER),)
+
+
+def test_media_and_unknown_parts_stay_in_place():
+    odd = {"videoMetadata": {"fps": 1}}
+    [message] = read_parts_of(
+        "user",
+        {"inlineData": {"data": "aGk="}},
+        {"file_data": {"file_uri": "gs://a", "mime_type": "image/png"}},
+        {"fileData": {"fileUri": "gs://b"}},
+        odd,
+    )
+    assert message.content == (
+        data_part("application/octet-stream", "aGk="),
+        url_part("gs://a", "image/png"),
+        url_part("gs://b", "application/octet-stream"),
+        block_part(odd),
+    )
+
+
+@pytest.mark.parametrize(
+    ("response", "text"),
+    [
+        ({"output": "o"}, "o"),
+        ({"result": "r"}, "r"),
+        ({"error": "e"}, '{"error": "e"}'),
+        ({"output": "o", "more": 1}, '{"output": "o", "more": 1}'),
+        ({"output": ["o"]}, '{"output": ["o"]}'),
+        ("plain", "plain"),
+        ({}, ""),
+        (None, ""),
+    ],
+)
+def test_a_function_response_shows_its_output(response, text):
+    part = {"functionResponse": {"id": "1", "name": "f", "response": response}}
+    [message] = read_parts_of("function", part)
+    assert (message.role, message.text, message.tool_call_id) == (Role.TOOL, text, "1")
+
+
+def test_a_function_response_may_hold_media():
+    image = {"inline_data": {"mime_type": "image/png", "data": "aGk="}}
+    part = {"function_response": {"name": "f", "response": {"output": "o"}, "parts": [image]}}
+    before, message = read_parts_of("user", {"text": "first"}, part)
+    assert before.text == "first"
+    assert message.content == (TextPart("o"), data_part("image/png", "aGk="))
+
+
+def test_text_after_a_call_is_a_message_of_its_own():
+    call = {"functionCall": {"name": "f", "args": {"a": 1}, "id": ""}, "thoughtSignature": "a-_8"}
+    assert read_parts_of(
+        "model", {"text": "one"}, call, {"text": "two"}, {"text": "why", "thought": True}
+    ) == (
+        Message(
+            Role.ASSISTANT,
+            (TextPart("one"),),
+            tool_calls=(ToolCall(None, "f", '{"a":1}'),),
+            issued_ids=("a+/8",),
+        ),
+        Message(Role.ASSISTANT, (TextPart("two"),), reasoning="why"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "path"),
+    [
+        ({"role": "boss", "parts": []}, "c.role"),
+        ({"role": "user", "parts": "x"}, "c.parts"),
+        ({"role": "user", "parts": 7}, "c.parts"),
+        ({"role": "user", "parts": [7]}, "c.parts[0]"),
+        ({"role": "model", "parts": [{"functionCall": {}}]}, "c.parts[0].functionCall.name"),
+        ({"role": "user", "parts": [{"inlineData": {}}]}, "c.parts[0].inlineData.data"),
+    ],
+)
+def test_wrong_contents_are_named(content, path):
+    with pytest.raises(RequestError) as told:
+        read_content(content, "c")
+    assert told.value.param == path
+
+
+def parsed(model, *tools):
+    wire = DIALECTS[Dialect.GOOGLE]
+    body = {"contents": [{"role": "user", "parts": [{"text": "go"}]}], "tools": list(tools)}
+    route = Route(Dialect.GOOGLE, RouteKind.GENERATE, model=model, stream=False)
+    return wire.parse(route, encode(body), {})
+
+
+def names(request):
+    return [spec.name for spec in request.tools]
+
+
+def test_computer_use_is_the_functions_that_its_clients_run():
+    tool = {"computerUse": {"environment": "ENVIRONMENT_BROWSER"}}
+    newer, older = parsed("policy", tool), parsed("gemini-2.5-computer-use-preview-10-2025", tool)
+    assert {"click", "type", "scroll", "hotkey", "take_screenshot"} <= set(names(newer))
+    assert {"click_at", "type_text_at", "scroll_document", "wait_5_seconds"} <= set(names(older))
+    assert "navigate" in names(newer)
+    assert "navigate" in names(older)
+    assert newer.extra["removed"] == older.extra["removed"] == {}
+
+
+def test_excluded_functions_of_computer_use_are_not_shown():
+    tool = {"computer_use": {"excluded_predefined_functions": ["navigate", "drag_and_drop"]}}
+    shown = names(parsed("m", tool, {"functionDeclarations": [{"name": "own"}]}))
+    assert shown[-1] == "own"
+    assert not {"navigate", "drag_and_drop"} & set(shown)
+
+
+def test_a_declared_function_takes_the_place_of_the_predefined_one_of_its_name():
+    own = {"name": "navigate", "description": "Mine."}
+    request = parsed("m", {"computerUse": {}, "functionDeclarations": [own]})
+    assert [spec.description for spec in request.tools if spec.name == "navigate"] == ["Mine."]
+
+
+def test_the_actions_of_a_mobile_device_are_not_published_and_so_removed():
+    request = parsed("m", {"computerUse": {"environment": "ENVIRONMENT_MOBILE"}})
+    assert (request.tools, request.extra["removed"]) == ((), {"server_tools": ["computerUse"]})
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_every_required_argument_of_an_action_is_described(older):
+    for spec in computer_use({}, "tools[0].computerUse", older=older) or ():
+        assert spec.parameters is not None
+        assert set(spec.parameters["required"]) <= spec.parameters["properties"].keys()
+        assert spec.description
+
+
+def test_computer_use_actions_depend_on_the_model_name():
+    assert speaks_older("models/gemini-2.5-pro")
+    assert speaks_older("gemini-3-flash-preview")
+    assert not speaks_older("gemini-3.5-flash")
+    assert not speaks_older("policy")

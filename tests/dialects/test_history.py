@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import Route, RouteKind
-from bridle.dialects.history import KEPT, SMALLEST, History
+from bridle.dialects.history import KEPT, SMALLEST, RequestHistory
 from bridle.errors import RequestError
 from bridle.types import Dialect
 
@@ -30,7 +30,7 @@ def chat(*texts, before="", after="", comma=","):
     return f'{{"model":"m"{before},"messages":[{messages}]{after}}}'.encode()
 
 
-class Counting(History):
+class Counting(RequestHistory):
     """Counts the spans that had to be hashed and looked up."""
 
     def __init__(self):
@@ -58,8 +58,8 @@ frames = st.sampled_from(["", ',"stream":true', ',"tools":[{"type":"function"}]'
         max_size=8,
     )
 )
-def test_a_body_is_read_the_same_whatever_was_read_before(bodies):
-    memo = History()
+def test_parsing_does_not_depend_on_earlier_requests(bodies):
+    memo = RequestHistory()
     for body in bodies:
         assert parsed(CHAT, body, memo) == parsed(CHAT, body, {})
 
@@ -82,7 +82,7 @@ PIECES = [ONE, ",", " ", "[", "]", "{", "}", '"', "\\", "]}", ',"messages":[', "
     ),
 )
 def test_a_body_that_grows_between_the_same_ends_is_read_the_same(before, after, said):
-    memo = History()
+    memo = RequestHistory()
     body = chat(LONG, before=before, after=after)
     end = f"]{after}}}".encode()
     assert parsed(CHAT, body, memo) == parsed(CHAT, body, {})
@@ -95,9 +95,9 @@ def test_a_body_that_grows_between_the_same_ends_is_read_the_same(before, after,
             body = longer
 
 
-def test_what_stands_beside_a_growing_array_is_not_read_again():
+def test_other_fields_of_a_growing_request_are_not_read_again():
     tools = ',"tools":[{"type":"function","function":{"name":"f"}}]'
-    memo = History()
+    memo = RequestHistory()
     for texts_so_far in ([LONG], [LONG, "a"], [LONG, "a", "b"]):
         told = parsed(CHAT, chat(*texts_so_far, before=tools), memo)
         assert [spec.name for spec in told.tools] == ["f"]
@@ -147,20 +147,20 @@ def test_several_conversations_at_once_are_remembered():
     ],
 )
 def test_a_body_that_only_begins_alike_is_read_as_ever(body):
-    memo = History()
+    memo = RequestHistory()
     parsed(CHAT, chat(LONG, "a"), memo)
     assert parsed(CHAT, body, memo) == parsed(CHAT, body, {})
 
 
 def test_a_fault_in_a_new_message_names_its_place():
-    memo = History()
+    memo = RequestHistory()
     parsed(CHAT, chat(LONG, "a"), memo)
     body = chat(LONG, "a")[:-2] + b',{"role":"user","content":5}]}'
     assert parsed(CHAT, body, memo)[1] == "messages[2].content"
 
 
 def test_two_dialects_in_one_session_are_kept_apart():
-    memo = History()
+    memo = RequestHistory()
     body = chat(LONG, "a", before=',"max_tokens":5')
     for dialect in (Dialect.OPENAI_CHAT, Dialect.ANTHROPIC, Dialect.OPENAI_CHAT):
         wire = DIALECTS[dialect]
@@ -189,8 +189,8 @@ def growing(dialect, turns):
 
 
 @pytest.mark.parametrize("dialect", [d for d in Dialect if d in DIALECTS])
-def test_fields_beside_the_messages_are_read_once_for_all_requests(dialect):
-    wire, memo = DIALECTS[dialect], History()
+def test_head_fields_are_parsed_once_per_session(dialect):
+    wire, memo = DIALECTS[dialect], RequestHistory()
     message = {"role": "user", "content": "a", "parts": [{"text": "a"}]}
     hot, cold = (
         {"model": "m", "max_tokens": 9, "temperature": t, "generationConfig": {"temperature": t}}
@@ -229,8 +229,8 @@ ITEMS = [
         max_size=4,
     )
 )
-def test_items_are_put_together_the_same_whatever_was_read_before(conversations):
-    wire, memo = DIALECTS[Dialect.OPENAI_RESPONSES], History()
+def test_joining_items_does_not_depend_on_earlier_requests(conversations):
+    wire, memo = DIALECTS[Dialect.OPENAI_RESPONSES], RequestHistory()
     for places, step in conversations:
         for count in range(1, len(places) + 1, step):
             items = [ITEMS[place] for place in places[:count]]

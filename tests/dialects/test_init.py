@@ -65,7 +65,7 @@ def test_a_websocket_upgrade_is_known():
     assert route.kind is KIND.UPGRADE
 
 
-def test_anthropics_files_are_told_by_the_caller():
+def test_files_route_belongs_to_anthropic_by_caller_headers():
     route = recognise("GET", "/v1/files", "", {"anthropic-version": "x"})
     assert route is not None
     other = recognise("GET", "/v1/files", "", {})
@@ -74,7 +74,7 @@ def test_anthropics_files_are_told_by_the_caller():
 
 
 @pytest.mark.parametrize("query", ["alt=sse", "key=k&alt=sse"])
-def test_google_says_in_its_path_how_it_streams(query):
+def test_google_streaming_is_decided_by_the_path(query):
     route = recognise("POST", "/v1beta/models/a%2Fb:streamGenerateContent", query, {})
     assert route is not None
     assert (route.model, route.stream, route.sse) == ("a/b", True, True)

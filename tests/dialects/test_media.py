@@ -8,7 +8,7 @@ RAW = b"\xfb\xff bytes"
 DIGEST = hashlib.sha256(RAW).hexdigest()
 
 
-def test_inline_data_is_known_by_its_bytes_however_it_is_written():
+def test_inline_data_digest_is_of_the_decoded_bytes():
     standard = base64.b64encode(RAW).decode()
     url_safe = base64.urlsafe_b64encode(RAW).decode().rstrip("=")
     assert standard != url_safe
@@ -18,7 +18,7 @@ def test_inline_data_is_known_by_its_bytes_however_it_is_written():
     assert url_part(first.source, "image/*") == first
 
 
-def test_text_that_is_no_base64_is_digested_as_it_is():
+def test_invalid_base64_is_digested_as_text():
     assert data_part("image/png", "é!").digest == hashlib.sha256("é!".encode()).hexdigest()
 
 
@@ -31,7 +31,7 @@ def test_a_url_is_known_by_itself():
     assert url_part("data:broken", "image/*").media_type == "broken"
 
 
-def test_a_block_is_known_without_what_changes_from_turn_to_turn():
+def test_block_digest_ignores_volatile_keys():
     block = {"type": "odd", "id": "1", "deep": [{"b": 1, "a": 2, "cache_control": {}}]}
     again = {"deep": [{"a": 2, "b": 1}], "type": "odd", "id": "2", "status": "done"}
     assert block_part(block).digest == block_part(again).digest

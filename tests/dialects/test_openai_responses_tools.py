@@ -110,7 +110,7 @@ def test_a_local_shell_call_has_an_environment():
 
 
 @pytest.mark.parametrize("tool", ["computer", "computer_use_preview"])
-def test_a_computer_call_comes_back_as_it_left(tool):
+def test_computer_call_round_trips(tool):
     arguments = '{"type":"wait"}'
     item = item_of_call("computer", arguments, tool)
     assert item is not None

@@ -180,7 +180,7 @@ def test_openai_responses_create_gives_the_scripted_items():
 @pytest.mark.parametrize("is_live", [True, False])
 @pytest.mark.parametrize("summary", [None, "auto"])
 @pytest.mark.parametrize("reply", [CALLS, THOUGHT, CUT, NOTHING])
-def test_openai_responses_stream_gives_what_create_gives(reply, summary, is_live):
+def test_openai_responses_stream_equals_the_whole_reply(reply, summary, is_live):
     args = {**RESPONSES_ARGS, "reasoning": {"summary": summary}}
     client = openai_client(Provider(reply, live=is_live))
     whole = client.responses.create(**args)
@@ -208,7 +208,7 @@ def test_openai_responses_counts_tokens():
     assert count.input_tokens == 42
 
 
-def test_openai_responses_tells_a_late_failure_by_its_event():
+def test_openai_responses_late_failure_is_a_failed_event():
     client = openai_client(Provider(late_error=OVERFLOW))
     last = list(client.responses.create(**RESPONSES_ARGS, stream=True))[-1]
     assert last.type == "response.failed"
@@ -254,7 +254,7 @@ def test_anthropic_create_gives_the_scripted_blocks(reply):
 @pytest.mark.parametrize("is_live", [True, False])
 @pytest.mark.parametrize("thinking", [{}, THINKING])
 @pytest.mark.parametrize("reply", [CALLS, THOUGHT, CUT, NOTHING])
-def test_anthropic_stream_gives_what_create_gives(reply, thinking, is_live):
+def test_anthropic_stream_equals_the_whole_reply(reply, thinking, is_live):
     client = anthropic_client(Provider(reply, live=is_live))
     whole = client.messages.create(**ANTHROPIC_ARGS, **thinking)
     with client.messages.stream(**ANTHROPIC_ARGS, **thinking) as stream:
@@ -375,7 +375,7 @@ def test_google_gives_the_scripted_parts_streamed_and_whole(reply, thoughts, is_
     assert bool(signed) is (reply is not NOTHING)
 
 
-def test_google_reads_what_the_sdk_sends():
+def test_google_requests_of_the_sdk_are_read():
     provider = Provider()
     google_client(provider).models.generate_content(
         model="my-model", contents="hi", config=google_config()

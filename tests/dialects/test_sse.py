@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.dialects.exchange import HEAD, events, live
 
-from bridle.dialects.anthropic_stream import MessagesStream
-from bridle.dialects.google import ContentStream
-from bridle.dialects.openai_chat_stream import ChatStream
-from bridle.dialects.openai_responses_stream import ResponsesStream
-from bridle.dialects.openai_responses_write import Dress
+from bridle.dialects.anthropic_write import MessagesStream
+from bridle.dialects.google_write import ContentStream
+from bridle.dialects.openai_chat_write import ChatStream
+from bridle.dialects.openai_responses_write import Dress, ResponsesStream
 from bridle.dialects.sse import DONE, SseEvent, SseParser, event_bytes
 from bridle.types import FinishReason, Reply, ToolCall
 

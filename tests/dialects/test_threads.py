@@ -138,7 +138,7 @@ async def test_a_reply_that_began_no_thread_cannot_be_continued():
 
 
 @pytest.mark.parametrize("field", ["system", "tools"])
-async def test_what_a_thread_keeps_is_not_sent_again(field):
+async def test_thread_refuses_repeated_system_and_tools(field):
     async with house(*TURNS) as home:
         caller = await home.session()
         first, result = await begin(caller)

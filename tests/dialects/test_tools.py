@@ -3,7 +3,7 @@ import json
 import msgspec
 import pytest
 
-from bridle.dialects.base import content_digest
+from bridle.dialects.json_reader import content_digest
 from bridle.dialects.tools import (
     KEPT_LISTS,
     ToolList,
@@ -11,7 +11,6 @@ from bridle.dialects.tools import (
     as_function,
     check_choice,
     freeform_arguments,
-    freeform_grammar,
     freeform_input,
     freeform_spec,
     list_digest,
@@ -23,7 +22,7 @@ from bridle.types import ToolCall, ToolSpec
 F = ToolSpec("f", None, None)
 
 
-def test_a_list_is_read_once_until_it_is_the_oldest():
+def test_tool_list_is_parsed_once_until_evicted():
     seen = []
 
     def read(value, path):
@@ -51,7 +50,7 @@ def test_a_list_that_cannot_be_read_is_refused_each_time():
 
 
 @pytest.mark.parametrize("raw", [b"null", b"[]", b" [ ] ", b"[\n]"])
-def test_an_empty_list_is_none(raw):
+def test_empty_tool_list_is_no_tool_list(raw):
     assert sent(msgspec.Raw(raw)) is None
     assert sent(None) is None
     assert sent(msgspec.Raw(b"[ 1 ]")) == b"[ 1 ]"
@@ -91,9 +90,9 @@ def test_two_lists_are_one():
 
 
 def test_a_freeform_tool_is_a_function_with_one_text():
-    spec = freeform_spec("patch", "Patch it.", "Use it so.")
-    assert spec.description == "Patch it.\n\nUse it so."
-    assert freeform_spec("patch", None, None).description is None
+    spec = freeform_spec({"name": "patch", "description": "Patch it."}, "tools[0]")
+    assert (spec.name, spec.description) == ("patch", "Patch it.")
+    assert freeform_spec({"name": "patch"}, "tools[0]", "ns__patch").name == "ns__patch"
     assert (spec.parameters or {})["required"] == ["input"]
     call = ToolCall("1", "patch", "raw\n", custom=True)
     shown = as_function(call)
@@ -108,9 +107,14 @@ def test_arguments_that_do_not_fit_are_the_input(arguments):
     assert freeform_input(freeform_arguments(arguments)) == arguments
 
 
-def test_a_grammar_is_told():
+def test_the_description_of_a_freeform_tool_ends_with_its_grammar():
+    def description(form, text=None):
+        tool = {"name": "patch", "description": text, "format": form}
+        return freeform_spec(tool, "tools[0]").description
+
     flat = {"type": "grammar", "syntax": "regex", "definition": "a+"}
-    assert freeform_grammar(flat) == "The input must match this regex grammar:\na+"
-    assert str(freeform_grammar({"grammar": {"definition": "x"}})).endswith("lark grammar:\nx")
+    assert description(flat) == "The input must match this regex grammar:\na+"
+    assert description(flat, "Patch it.") == f"Patch it.\n\n{description(flat)}"
+    assert str(description({"grammar": {"definition": "x"}})).endswith("lark grammar:\nx")
     for form in (None, {}, {"type": "text"}, {"grammar": 7}):
-        assert freeform_grammar(form) is None
+        assert description(form) is None

@@ -16,7 +16,7 @@ import pytest
 from tests.gateway.house import House, house, renderer, scripted, user
 from tests.gateway.test_data import request
 
-from bridle.dialects.history import History
+from bridle.dialects.history import RequestHistory
 from bridle.errors import RequestError
 from bridle.gateway.admission import (
     GATEWAY_BODIES,
@@ -368,7 +368,7 @@ async def test_a_client_that_goes_leaves_its_place_when_its_body_is_parsed():
         go_on.wait(30)
         raise RequestError("no request")
 
-    session: Any = SimpleNamespace(in_hand=InHand(), messages=History())
+    session: Any = SimpleNamespace(in_hand=InHand(), messages=RequestHistory())
     wire: Any = SimpleNamespace(parse=parse)
     route: Any = None
     admission = Admission(GatewaySettings(), lambda _: None)

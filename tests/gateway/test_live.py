@@ -10,7 +10,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.dialects.test_streaming import Plain
+from tests.dialects.test_base import Plain
 from tests.gateway.gated import TURN, Gated
 from tests.gateway.house import SHELL_TOOL, events, house, renderer, user
 from tests.gateway.test_relay import opened_stream, sent

@@ -6,7 +6,7 @@ from tests.gateway.house import served
 
 from bridle.capture.records import no_ids
 from bridle.dialects import DIALECTS
-from bridle.dialects.base import content_digest
+from bridle.dialects.json_reader import content_digest
 from bridle.engines.base import GenerateChunk
 from bridle.gateway.call import Asked, Call, Question, SpanList
 from bridle.gateway.recording import (

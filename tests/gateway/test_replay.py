@@ -13,9 +13,9 @@ from tests.gateway.sdk_agents import CLIENTS, reading
 
 from bridle.capture.records import no_logprobs
 from bridle.capture.store import MemoryStore
-from bridle.dialects.noise import Varying
 from bridle.errors import ConfigError, StoreError
 from bridle.gateway.replay import replay_of
+from bridle.harness_rules.base import Varying
 from bridle.scripted.engine import ScriptedEngine
 from bridle.scripted.script import make_script
 from bridle.trajectory import rebuild

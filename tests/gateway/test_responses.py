@@ -10,7 +10,7 @@ from tests.gateway.test_data import request
 from tests.gateway.test_relay import late
 from tests.gateway.test_restore import again, on_disk
 
-from bridle.dialects.base import Kept
+from bridle.dialects.base import StoredReply
 from bridle.gateway.responses import NEWEST, Shelf
 
 TOOL = {
@@ -260,7 +260,7 @@ async def test_a_reply_asked_for_again_after_a_restart_keeps_its_id(tmp_path):
         assert len(caller.exchanges) == 1
 
 
-KEPT = Kept((b"1",), b"2", b"{}")
+KEPT = StoredReply((b"1",), b"2", b"{}")
 
 
 def test_a_shelf_keeps_only_the_newest_at_hand():

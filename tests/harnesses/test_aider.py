@@ -36,19 +36,19 @@ def test_both_its_models_are_the_sessions_and_nothing_is_looked_up():
     assert (made["map-tokens"], made["edit-format"]) == (0, "diff")
 
 
-def test_it_knows_the_models_true_limits():
+def test_aider_knows_the_models_true_limits():
     launch = aider().launch(context(context_length=8000))
     limits = json.loads(launch.files["/h/.aider.model.metadata.json"])["openai/bridle-policy"]
     assert (limits["max_input_tokens"], limits["max_output_tokens"]) == (8000, 2000)
 
 
-def test_it_has_no_mcp_client_and_no_skills():
+def test_aider_has_no_mcp_client_and_no_skills():
     with pytest.raises(ConfigError, match="no MCP server at all"):
         aider([{"name": "a", "command": "serve"}])
     with pytest.raises(ConfigError, match="has no skills"):
         Aider(AgentSpec(harness="aider", skills_path="x"))
 
 
-def test_exit_codes_say_only_that_it_ended():
+def test_aider_exit_code_zero_is_success():
     assert aider().exit_cause(0, None, b"") is None
     assert aider().exit_cause(1, None, b"") is Cause.HARNESS_CRASH

@@ -1,5 +1,11 @@
+"""Bundles are installed whole or not at all, and pruned when no process uses them."""
+
 import asyncio
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +14,20 @@ import pytest
 from bridle.config import cache_dir
 from bridle.errors import HarnessError
 from bridle.harnesses import bundles
-from bridle.harnesses.bundles import MARKER, Builder, Recipe, bundles_dir, ensure, installed
+from bridle.harnesses.bundles import (
+    ASIDE,
+    DAY_S,
+    MARKER,
+    UNUSED_S,
+    Builder,
+    Recipe,
+    bundles_dir,
+    ensure,
+    hold,
+    installed,
+    prune,
+    use_lock,
+)
 
 
 class Work:
@@ -75,7 +94,7 @@ async def test_a_bundle_without_its_marker_or_its_interpreter_is_built_again(tmp
     assert work.built == 3
 
 
-async def test_what_a_killed_builder_left_is_removed(tmp_path):
+async def test_remains_of_a_killed_builder_are_removed(tmp_path):
     work = Work()
     ruin = tmp_path / f".{work.recipe.folder_name}.building-0000"
     ruin.mkdir()
@@ -123,7 +142,7 @@ async def test_of_two_builders_one_builds_and_one_waits(tmp_path):
     assert said.count(waits) == 1
 
 
-async def test_too_little_room_is_told_before_anything_is_built(tmp_path):
+async def test_full_disk_is_reported_before_the_build(tmp_path):
     work = Work(size_mb=1 << 40)
     with pytest.raises(
         HarnessError, match=r"needs about \d+ MB in .*; make room or set BRIDLE_CACHE"
@@ -132,7 +151,7 @@ async def test_too_little_room_is_told_before_anything_is_built(tmp_path):
     assert work.built == 0
 
 
-async def test_a_bundle_folder_that_cannot_be_made_is_told(tmp_path):
+async def test_bundle_folder_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(HarnessError, match="cannot use the bundle folder"):
         await ensure(Work().recipe, tmp_path / "file", print)
@@ -159,7 +178,7 @@ async def test_an_installer_that_does_not_end_is_ended(tmp_path):
         bundles.STEP_TIMEOUT_S = kept
 
 
-async def test_an_installer_that_cannot_be_started_is_told(tmp_path):
+async def test_installer_that_cannot_start_is_reported(tmp_path):
     with pytest.raises(HarnessError, match=r"working folder .* does not exist"):
         await builder(tmp_path).run(("true",), cwd=tmp_path / "gone")
 
@@ -180,3 +199,126 @@ def test_bundles_are_kept_in_the_cache(monkeypatch):
     monkeypatch.delenv("BRIDLE_CACHE")
     assert bundles_dir() == cache_dir() / "bundles"
     assert str(bundles_dir()).startswith(str(Path.home()))
+
+
+def bundle(bundles, name, *, days, size_mb=100):
+    """A bundle that was used last so many days ago."""
+    folder = bundles / name
+    folder.mkdir()
+    (folder / "program").write_text("x")
+    (folder / MARKER).write_text(json.dumps({"name": name, "size_mb": size_mb}))
+    at = time.time() - days * DAY_S
+    os.utime(folder / MARKER, (at, at))
+    return folder
+
+
+def gone(pruned):
+    return [each.folder.name for each in pruned]
+
+
+def test_unused_bundles_are_pruned(tmp_path):
+    bundle(tmp_path, "old", days=20)
+    bundle(tmp_path, "new", days=10)
+    [old] = prune(tmp_path, unused_s=14 * DAY_S)
+    assert (old.folder.name, old.size_mb, old.why) == ("old", 100, "unused for 20 days")
+    assert names(tmp_path) == ["new"]
+
+
+def test_the_longest_unused_go_first_until_the_rest_fits(tmp_path):
+    for name, days in (("a", 3), ("b", 1), ("c", 2)):
+        bundle(tmp_path, name, days=days)
+    assert gone(prune(tmp_path, unused_s=UNUSED_S, most_mb=150)) == ["a", "c"]
+    assert names(tmp_path) == ["b"]
+    assert prune(tmp_path, unused_s=UNUSED_S, most_mb=100) == []
+
+
+def test_a_dry_run_says_the_same_and_removes_nothing(tmp_path):
+    for name in ("a", "b"):
+        bundle(tmp_path, name, days=40)
+    (tmp_path / f"{ASIDE}1").mkdir()
+    assert gone(prune(tmp_path, unused_s=UNUSED_S, dry_run=True)) == ["a", "b"]
+    assert names(tmp_path) == [f"{ASIDE}1", "a", "b"]
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from bridle.harnesses.bundles import hold
+hold(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+BUILDER = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_that_another_process_uses_stays_until_that_process_is_killed(tmp_path):
+    used = bundle(tmp_path, "used", days=100)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, used],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        at = time.time() + 100 * DAY_S
+        assert prune(tmp_path, unused_s=0, most_mb=0, now=at) == []
+        assert (used / "program").exists()
+        holder.kill()
+    assert gone(prune(tmp_path, unused_s=0, now=at)) == ["used"]
+
+
+async def test_asking_for_a_bundle_is_using_it(tmp_path):
+    work = Work()
+    folder = await ensure(work.recipe, tmp_path, print)
+    os.utime(folder / MARKER, (1.0, 1.0))
+    assert await ensure(work.recipe, tmp_path, print) == folder
+    assert time.time() - (folder / MARKER).stat().st_mtime < DAY_S
+    assert prune(tmp_path, unused_s=0, most_mb=0, now=time.time() + DAY_S) == []
+    assert work.built == 1
+
+
+async def test_build_prunes_bundles_unused_for_a_month(tmp_path):
+    bundle(tmp_path, "old", days=31)
+    bundle(tmp_path, "newer", days=29)
+    said = []
+    folder = await ensure(Work().recipe, tmp_path, said.append)
+    assert names(tmp_path) == sorted(["newer", folder.name])
+    assert said[-1] == "removed old (100 MB): unused for 31 days"
+
+
+def test_ruins_of_dead_builders_go_and_those_of_living_ones_stay(tmp_path):
+    for name in ("dead", "alive"):
+        (tmp_path / f".{name}.building-1").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", BUILDER, tmp_path / ".alive.lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as builder:
+        assert builder.stdout is not None
+        assert builder.stdout.readline() == b"held\n"
+        prune(tmp_path, unused_s=UNUSED_S)
+        assert names(tmp_path) == [".alive.building-1"]
+        builder.kill()
+    prune(tmp_path, unused_s=UNUSED_S)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("marker", ["", "[]", "{"])
+def test_pruning_leaves_other_files_alone(tmp_path, marker):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / MARKER).write_text(marker)
+    assert prune(tmp_path, unused_s=0, now=time.time() + DAY_S) == []
+    assert prune(tmp_path / "none", unused_s=0) == []
+
+
+def test_read_only_bundle_is_used(tmp_path):
+    hold(tmp_path / "no such folder" / "tool")
+    assert not use_lock(tmp_path / "no such folder" / "tool").exists()

@@ -18,7 +18,7 @@ def sdk(mcp_servers=(), skills_path=None, **settings):
     )
 
 
-def test_it_has_claude_codes_environment():
+def test_claude_agent_sdk_has_claude_codes_environment():
     env = sdk().launch(context(context_length=40_000)).env
     assert env["ANTHROPIC_BASE_URL"] == "http://gw/s/x"
     assert env["ANTHROPIC_API_KEY"] == "key-1"
@@ -39,6 +39,6 @@ def test_settings_servers_and_skills_reach_the_script_and_claude_code(tmp_path):
     assert launch.stdin == b"do it"
 
 
-def test_its_exit_codes_are_the_scripts():
+def test_claude_agent_sdk_exit_codes_are_the_scripts():
     assert sdk().exit_cause(0, None, b"") is None
     assert sdk().exit_cause(4, None, b"") is Cause.HARNESS_MODEL_ERROR

@@ -92,11 +92,11 @@ def result(subtype, is_error):
         (0, b"", None),
     ],
 )
-def test_its_result_says_more_than_its_exit_code(code, stdout, cause):
+def test_claude_code_result_says_more_than_its_exit_code(code, stdout, cause):
     assert claude().exit_cause(code, None, stdout) is cause
 
 
-def test_a_signal_is_a_crash_whatever_was_printed():
+def test_end_by_signal_is_a_crash():
     assert claude().exit_cause(None, 9, result("success", True)) is Cause.HARNESS_CRASH
 
 

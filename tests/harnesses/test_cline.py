@@ -43,7 +43,7 @@ def test_no_daemon_outlives_the_run_and_nothing_is_reported():
         ("google", "gemini", "http://gw/s/x", "gemini-3-bridle"),
     ],
 )
-def test_it_speaks_all_four_wire_formats(api, provider, url, model):
+def test_cline_speaks_all_four_wire_formats(api, provider, url, model):
     harness = cline(api=api)
     launch = harness.launch(context(model_name=model, context_length=8000))
     saved = json.loads(launch.files[f"{FOLDER}/providers.json"])
@@ -89,5 +89,5 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
         (1, b"", Cause.HARNESS_CRASH),
     ],
 )
-def test_its_result_says_that_the_model_failed(code, stdout, cause):
+def test_cline_result_says_that_the_model_failed(code, stdout, cause):
     assert cline().exit_cause(code, None, stdout) is cause

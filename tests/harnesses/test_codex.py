@@ -40,7 +40,7 @@ def test_the_provider_is_the_gateway_over_plain_http():
     assert provider["supports_websockets"] is False
 
 
-def test_it_knows_the_models_true_context_and_looks_nothing_up():
+def test_codex_knows_the_models_true_context_and_looks_nothing_up():
     made = config(codex(), context_length=50_000)
     assert made["model_context_window"] == 50_000
     assert made["model_auto_compact_token_limit"] == 40_000
@@ -49,7 +49,7 @@ def test_it_knows_the_models_true_context_and_looks_nothing_up():
     assert made["features"] == {"multi_agent": False, "goals": False}
 
 
-def test_a_tasks_own_configuration_stands_over_ours_but_not_over_the_endpoint():
+def test_task_configuration_overrides_ours_but_not_the_endpoint():
     made = config(
         codex(
             multi_agent=True,
@@ -70,7 +70,7 @@ def test_mcp_servers_are_written_in_its_own_form():
     }
 
 
-def test_it_has_no_client_for_servers_over_sse():
+def test_codex_refuses_mcp_servers_over_sse():
     with pytest.raises(ConfigError, match="cannot use 'c' over sse"):
         codex([{"name": "c", "transport": "sse", "url": "http://m"}])
 

@@ -25,7 +25,7 @@ texts = st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=
 @given(texts)
 @example("'\"`id`$(id) ${HOME} \\ * ? ~ ! # ; & | \n <>()")
 @example("{model}")
-def test_a_value_stays_one_word_whatever_is_in_it_and_whatever_quotes_stand_around_it(text):
+def test_placeholder_value_stays_one_word_for_any_content_and_quotes(text):
     words = (
         "{instruction}",
         '"{instruction}"',
@@ -82,7 +82,7 @@ def test_the_sdks_own_variables_are_set_and_the_instruction_lies_in_a_file():
 
 
 @pytest.mark.parametrize("instruction", ["x" * 200_000, "a\0b"])
-def test_an_instruction_that_cannot_be_an_argument_is_told(instruction):
+def test_instruction_that_is_no_argument_is_refused_with_advice(instruction):
     with pytest.raises(ConfigError, match=r"use \{instruction_file\}"):
         harness("echo {instruction}").launch(context(instruction=instruction))
     launch = harness("cat {instruction_file}").launch(context(instruction=instruction))
@@ -90,12 +90,12 @@ def test_an_instruction_that_cannot_be_an_argument_is_told(instruction):
 
 
 @pytest.mark.parametrize("command", [None, "", "  "])
-def test_it_needs_a_command_line(command):
+def test_command_needs_a_command_line(command):
     with pytest.raises(ConfigError, match=r"agent\.command: harness 'command' needs"):
         harness(command)
 
 
-async def test_its_version_is_the_command_lines_digest_unless_given(tmp_path):
+async def test_command_version_is_the_command_lines_digest_unless_given(tmp_path):
     assert harness("true").version == harness("true").version != harness("false").version
     assert harness("true", version="7").version == "7"
     assert await harness("true").install(tmp_path, print) is None

@@ -38,7 +38,7 @@ values = st.recursive(leaves, lambda v: st.lists(v) | st.dictionaries(texts, v),
 
 
 @given(st.dictionaries(texts, values))
-def test_what_is_written_as_toml_is_read_back_the_same(value):
+def test_toml_round_trips(value):
     assert tomllib.loads(as_toml(value).decode()) == value
 
 
@@ -46,7 +46,7 @@ def test_members_that_are_none_are_not_in_the_toml():
     assert tomllib.loads(as_toml({"a": None, "b": {"c": None, "d": 1}}).decode()) == {"b": {"d": 1}}
 
 
-def test_what_toml_has_no_form_for_is_refused():
+def test_value_without_a_toml_form_is_refused():
     with pytest.raises(ConfigError, match="cannot be written as TOML"):
         as_toml({"a": [None]})
 
@@ -68,11 +68,19 @@ def test_skills_are_refused_where_there_are_none():
         refuse_extras(agent(skills_path="skills"), skills=False)
 
 
-def test_servers_on_stdio_are_written_alike_and_the_others_as_the_program_has_them():
-    entries = mcp_entries(agent(mcp_servers=[STDIO, HTTP]), lambda server: {"at": server.url})
-    assert entries == {
-        "a": {"command": "serve", "args": ["-x"], "env": {"K": "v"}},
-        "b": {"at": "http://m/mcp"},
+def test_mcp_servers_are_written_in_the_form_of_the_program():
+    servers = agent(mcp_servers=[STDIO, HTTP, {**HTTP, "name": "c", "transport": "sse"}])
+    local = {"command": "serve", "args": ["-x"], "env": {"K": "v"}}
+    remote = {"url": "http://m/mcp", "headers": {}}
+    assert mcp_entries(servers) == {"a": local, "b": remote, "c": remote}
+    typed = mcp_entries(servers, type_field="type", stdio="local", http="streamableHttp")
+    assert [entry["type"] for entry in typed.values()] == ["local", "streamableHttp", "sse"]
+    assert "type" not in mcp_entries(servers, type_field="type")["a"]
+    named = mcp_entries(servers, http_url="httpUrl", headers="http_headers", trust=True)
+    assert named == {
+        "a": {**local, "trust": True},
+        "b": {"httpUrl": "http://m/mcp", "http_headers": {}, "trust": True},
+        "c": {"url": "http://m/mcp", "http_headers": {}, "trust": True},
     }
 
 

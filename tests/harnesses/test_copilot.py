@@ -27,7 +27,7 @@ def test_the_launch_line_is_the_documented_one():
     assert launch.stdin == b"do it"
 
 
-def test_it_is_offline_and_runs_from_the_unpacked_bundle():
+def test_copilot_is_offline_and_runs_from_the_unpacked_bundle():
     env = copilot().launch(context(context_length=8000)).env
     assert env["COPILOT_OFFLINE"] == "true"
     assert env["COPILOT_AUTO_UPDATE"] == "false"
@@ -44,7 +44,7 @@ def test_it_is_offline_and_runs_from_the_unpacked_bundle():
         ("anthropic", "anthropic", "completions", "http://gw/s/x"),
     ],
 )
-def test_it_speaks_three_wire_formats(api, kind, wire, url):
+def test_copilot_speaks_three_wire_formats(api, kind, wire, url):
     harness = copilot(api=api)
     env = harness.launch(context()).env
     assert harness.dialect is Dialect(api)
@@ -54,7 +54,7 @@ def test_it_speaks_three_wire_formats(api, kind, wire, url):
     assert env["COPILOT_PROVIDER_API_KEY"] == "key-1"
 
 
-def test_its_own_configuration_mcp_servers_and_skills_lie_in_its_home(tmp_path):
+def test_copilot_own_configuration_mcp_servers_and_skills_lie_in_its_home(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
     servers = [
         {"name": "a", "command": "serve"},

@@ -57,7 +57,7 @@ def test_the_file_and_the_runner_are_copied_and_the_key_is_in_no_file(written):
     assert not any(b"key-1" in content for content in launch.files.values())
 
 
-def test_of_a_package_all_of_it_is_copied_and_nothing_is_imported(tmp_path, monkeypatch):
+def test_whole_package_is_copied_and_not_imported(tmp_path, monkeypatch):
     package = tmp_path / "lazybones"
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit('imported')")
@@ -78,7 +78,7 @@ def test_more_modules_of_ones_own_come_along(tmp_path, monkeypatch):
     assert "/h/.function/modules/helpful_one.py" in launch.files
 
 
-def test_its_version_is_what_its_source_says(written):
+def test_function_version_is_what_its_source_says(written):
     one = function(written("def run(task): return 1")).version
     assert one == function(written("def run(task): return 1")).version
     assert one != function(written("def run(task): return 2")).version
@@ -119,13 +119,13 @@ def test_a_function_of_the_script_itself_is_found_by_its_file(tmp_path):
         ("/no/where.py:run", "No such file"),
     ],
 )
-def test_what_cannot_be_called_is_refused_before_anything_is_started(path, said):
+def test_function_that_does_not_exist_is_refused_before_the_start(path, said):
     with pytest.raises(ConfigError, match=r"agent\.function") as refused:
         function(path)
     assert said in str(refused.value)
 
 
-def test_what_is_not_python_is_refused(written):
+def test_function_file_that_is_not_python_is_refused(written):
     with pytest.raises(ConfigError, match="is not Python"):
         function(written("def run(task:"))
 
@@ -133,7 +133,7 @@ def test_what_is_not_python_is_refused(written):
 # ---- how it runs
 
 
-async def test_a_function_works_through_the_gateway_and_what_it_returns_is_in_the_log(tmp_path):
+async def test_function_runs_through_the_gateway_and_its_result_is_logged(tmp_path):
     made = job(SHELL_AGENT, evaluator=checked())
     async with a_node(tmp_path) as node:
         result = await node.run(made)
@@ -154,7 +154,7 @@ async def test_the_example_works_and_its_page_shows_it(tmp_path):
     assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)
 
 
-async def test_a_file_is_found_beside_the_task_and_may_be_async(tmp_path):
+async def test_function_file_is_relative_to_the_task_and_may_be_async(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import asyncio, os\n"
         "async def run(task):\n"
@@ -210,7 +210,7 @@ async def test_a_function_whose_session_is_cancelled_is_ended(written, tmp_path)
         assert all(nothing_lives(folder.name) for folder in log.iterdir())
 
 
-def test_it_names_the_folders_of_the_python_that_runs_it(written):
+def test_function_names_the_folders_of_the_python_that_runs_it(written):
     path = written("def run(task): ...")
     assert Path(sys.prefix) in function(path).sees
     assert function(path, python="/usr/bin/python3").sees == ()

@@ -34,7 +34,7 @@ def test_the_launch_line_is_the_documented_one():
     assert launch.env["GEMINI_API_KEY"] == "key-1"
 
 
-def test_its_settings_choose_the_key_and_switch_off_what_would_make_runs_differ():
+def test_gemini_cli_settings_choose_the_key_and_switch_off_what_would_make_runs_differ():
     made = settings_file(gemini(config={"security": {"auth": {"selectedType": "oauth"}}}))
     assert made["security"]["auth"]["selectedType"] == "gemini-api-key"
     assert made["privacy"]["usageStatisticsEnabled"] is False
@@ -42,7 +42,7 @@ def test_its_settings_choose_the_key_and_switch_off_what_would_make_runs_differ(
     assert made["model"]["maxSessionTurns"] == -1
 
 
-def test_it_compresses_at_a_part_of_the_real_context_not_of_the_one_that_it_believes_in():
+def test_gemini_cli_compresses_at_a_part_of_the_real_context_not_of_the_one_that_it_believes_in():
     threshold = settings_file(gemini())["model"]["compressionThreshold"]
     assert threshold * 1_048_576 == pytest.approx(0.8 * context().context_length)
     made = settings_file(gemini(config={"model": {"compressionThreshold": 0.5}}))
@@ -83,5 +83,5 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
         (0, b"", None),
     ],
 )
-def test_its_exit_codes_are_told_apart(code, stdout, cause):
+def test_gemini_cli_exit_codes_are_told_apart(code, stdout, cause):
     assert gemini().exit_cause(code, None, stdout) is cause

@@ -22,7 +22,7 @@ def config(harness):
     return json.loads(harness.launch(context()).files["/h/.agent/config.json"])
 
 
-def test_its_endpoint_is_the_session():
+def test_google_adk_endpoint_is_the_session():
     env = adk().launch(context()).env
     assert env["GOOGLE_GEMINI_BASE_URL"] == "http://gw/s/x"
     assert env["GOOGLE_API_KEY"] == "key-1"
@@ -44,5 +44,5 @@ def test_mcp_servers_and_skills_reach_the_script(tmp_path):
     assert harness.launch(context()).folders == {target: tmp_path}
 
 
-def test_its_exit_codes_are_the_scripts():
+def test_google_adk_exit_codes_are_the_scripts():
     assert adk().exit_cause(4, None, b"") is Cause.HARNESS_MODEL_ERROR

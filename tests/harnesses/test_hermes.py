@@ -29,7 +29,7 @@ def test_the_launch_line_is_its_own_main_with_the_instruction_from_stdin():
     assert launch.env["HERMES_HOME"] == "/h/.hermes"
 
 
-def test_it_waits_for_a_slow_model_and_writes_no_skills_after_a_turn():
+def test_hermes_waits_for_a_slow_model_and_writes_no_skills_after_a_turn():
     env = hermes().launch(ROOMY).env
     assert env["HERMES_CODEX_TTFB_TIMEOUT_SECONDS"] == "0"
     assert env["HERMES_CODEX_EVENT_STALE_TIMEOUT_SECONDS"] == "0"
@@ -55,7 +55,7 @@ def test_the_provider_is_the_gateway_in_the_chosen_wire_format(api, mode, url):
     assert made["model"]["context_length"] == 131_072
 
 
-def test_what_a_task_configures_comes_on_top_but_the_provider_stays_ours():
+def test_task_configuration_overrides_ours_but_not_the_provider():
     mine = {"agent": {"max_turns": 7}, "providers": {"gw": {"base_url": "http://elsewhere"}}}
     made = config(hermes(config=mine, toolsets=["file"]))
     assert made["agent"] == {"environment_probe": False, "max_turns": 7}

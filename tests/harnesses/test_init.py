@@ -5,7 +5,8 @@ import pytest
 from bridle.config import AgentSpec, McpServer
 from bridle.errors import ConfigError
 from bridle.harnesses import ANY_PROGRAM, HARNESSES, dialects_of, open_harness
-from bridle.types import Dialect
+from bridle.harnesses.base import crash
+from bridle.types import Cause, Dialect
 
 
 @pytest.mark.parametrize("name", sorted(HARNESSES))
@@ -15,7 +16,7 @@ def test_every_name_in_the_table_opens_a_harness_of_that_name(name):
     assert harness.version
 
 
-def test_the_guide_s_table_is_what_can_be_run():
+def test_guide_table_lists_the_harnesses():
     page = Path(__file__).parents[2] / "docs/guides/harnesses/index.md"
     told = {line for line in page.read_text().splitlines() if line.startswith("| `")}
     wanted = set()
@@ -69,7 +70,7 @@ def test_only_the_command_harness_takes_a_command(name):
 
 
 @pytest.mark.parametrize("name", sorted(HARNESSES))
-def test_a_setting_that_it_does_not_have_is_named(name):
+def test_unknown_setting_is_refused_by_name(name):
     agent = AgentSpec(harness=name, command=None, settings={"thinkin": "high"})
     with pytest.raises(ConfigError, match=rf"agent\.settings of harness '{name}': thinkin"):
         open_harness(agent)
@@ -87,3 +88,11 @@ def test_a_program_without_an_mcp_client_refuses_a_server(name):
 def test_skills_are_looked_for_before_anything_is_started(name, tmp_path):
     with pytest.raises(ConfigError, match=r"agent\.skills_path: "):
         open_harness(AgentSpec(harness=name, skills_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "signal", "cause"),
+    [(0, None, None), (1, None, Cause.HARNESS_CRASH), (None, 9, Cause.HARNESS_CRASH)],
+)
+def test_only_exit_code_0_is_no_crash(exit_code, signal, cause):
+    assert crash(exit_code, signal) is cause

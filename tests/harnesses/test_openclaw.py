@@ -47,14 +47,14 @@ def test_the_only_provider_is_the_gateway_in_the_chosen_wire_format(api, name, u
     assert provider["models"][0]["contextWindow"] == 32768
 
 
-def test_what_a_task_configures_comes_on_top_but_the_provider_stays_ours():
+def test_task_configuration_overrides_ours_but_not_the_provider():
     mine = {"tools": {"toolSearch": True}, "models": {"mode": "merge"}}
     made = config(openclaw(config=mine))
     assert made["tools"] == {"toolSearch": True, "deny": ["process", "sessions_spawn"]}
     assert made["models"]["mode"] == "replace"
 
 
-def test_tools_whose_state_would_end_each_request_are_off_unless_asked_for():
+def test_openclaw_live_state_tools_are_off_by_default():
     assert config(openclaw())["tools"]["deny"] == ["process", "sessions_spawn"]
     assert config(openclaw(live_state=True))["tools"]["deny"] == []
 
@@ -76,5 +76,5 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
 @pytest.mark.parametrize(
     ("exit_code", "cause"), [(0, None), (1, Cause.HARNESS_CRASH), (2, Cause.HARNESS_CRASH)]
 )
-def test_its_exit_codes_are_believed(exit_code, cause):
+def test_openclaw_exit_codes_are_believed(exit_code, cause):
     assert openclaw().exit_cause(exit_code, None, b"") is cause

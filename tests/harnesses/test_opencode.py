@@ -43,7 +43,7 @@ def test_the_launch_line_is_the_documented_one():
         ("google", "@ai-sdk/google", "http://gw/s/x/v1beta"),
     ],
 )
-def test_it_speaks_all_four_wire_formats(api, adapter, url):
+def test_opencode_speaks_all_four_wire_formats(api, adapter, url):
     harness = opencode(api=api)
     provider = config(harness)["provider"]["gw"]
     assert harness.dialect is Dialect(api)
@@ -64,7 +64,7 @@ def test_the_model_has_its_true_limits_and_side_calls_are_off():
     assert made["permission"] == {"*": "allow"}
 
 
-def test_a_tasks_own_configuration_stands_over_ours_but_not_over_the_endpoint():
+def test_task_configuration_overrides_ours_but_not_the_endpoint():
     made = config(opencode(config={"permission": {"webfetch": "deny"}, "share": "auto"}))
     assert made["permission"] == {"*": "allow", "webfetch": "deny"}
     assert made["share"] == "auto"

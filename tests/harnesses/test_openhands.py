@@ -27,7 +27,7 @@ def config(harness, **changes):
         ("anthropic", "anthropic/bridle-policy", "http://gw/s/x"),
     ],
 )
-def test_it_speaks_two_wire_formats(api, model, url):
+def test_openhands_speaks_two_wire_formats(api, model, url):
     harness = openhands(api=api)
     assert harness.dialect is Dialect(api)
     made = config(harness, context_length=8000)
@@ -62,5 +62,5 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
     assert folders == {f"/h/.openhands/skills/{tmp_path.name}": tmp_path}
 
 
-def test_its_exit_codes_are_the_scripts():
+def test_openhands_exit_codes_are_the_scripts():
     assert openhands().exit_cause(3, None, b"") is Cause.LIMIT

@@ -1,17 +1,20 @@
 """Versions of the user's choice, built from wheels on this disk."""
 
-import pytest
-from tests.harnesses.made import wheel
+import json
 
-from bridle.config import AgentSpec, Settings
+import pytest
+from tests.harnesses.made import context, wheel
+
+from bridle.config import AgentSpec, McpServer, Settings
 from bridle.errors import HarnessError
 from bridle.harnesses.bundles import ensure
+from bridle.harnesses.google_adk import GoogleAdk
 from bridle.harnesses.installers import node_recipe, python_recipe
-from bridle.harnesses.packaged import CHECKING, Packaged, PyPI
-from bridle.types import Dialect
+from bridle.harnesses.packaged import CHECKING, PackagedHarness, PyPI, plain_servers, script_launch
+from bridle.types import Cause, Dialect
 
 
-class Tool(Packaged[Settings]):
+class Tool(PackagedHarness[Settings]):
     name = "tool"
     pinned = "2.0"
     dialect = Dialect.OPENAI_CHAT
@@ -67,3 +70,38 @@ async def test_an_unlocked_version_whose_check_fails_is_not_installed(locks, mon
     assert "one scripted session" in said[-1]
     monkeypatch.setenv(CHECKING, "1")
     assert await tool.install(locks / "bundles", said.append) is not None
+
+
+def test_a_script_gets_its_configuration_as_a_file_and_the_task_on_stdin():
+    launch = script_launch(
+        context(instruction="do it"), "openai_agents_agent.py", {"model": "m"}, {"K": "v"}
+    )
+    assert launch.command == (
+        "/b/bin/python", "/h/.agent/openai_agents_agent.py", "/h/.agent/config.json",
+    )  # fmt: skip
+    assert launch.stdin == b"do it"
+    assert json.loads(launch.files["/h/.agent/config.json"]) == {"model": "m"}
+    assert launch.env["K"] == "v"
+    assert {"/h/.agent/openai_agents_agent.py", "/h/.agent/bash_tool.py"} < set(launch.files)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "signal", "cause"),
+    [
+        (0, None, None),
+        (3, None, Cause.LIMIT),
+        (4, None, Cause.HARNESS_MODEL_ERROR),
+        (1, None, Cause.HARNESS_CRASH),
+        (None, 9, Cause.HARNESS_CRASH),
+    ],
+)
+def test_script_exit_codes_map_to_causes(exit_code, signal, cause):
+    agent = GoogleAdk(AgentSpec(harness="google_adk"))
+    assert agent.exit_cause(exit_code, signal, b"") is cause
+
+
+def test_servers_reach_a_script_as_plain_json():
+    agent = AgentSpec(mcp_servers=(McpServer(name="a", command="serve", args=("x",)),))
+    (server,) = plain_servers(agent)
+    assert (server["name"], server["transport"], server["args"]) == ("a", "stdio", ["x"])
+    json.dumps(server)

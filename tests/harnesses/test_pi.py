@@ -46,7 +46,7 @@ def test_the_provider_is_the_gateway_with_the_models_true_context():
         ("google", "google-generative-ai", "http://gw/s/x/v1beta"),
     ],
 )
-def test_it_speaks_every_wire_format(api, told, url):
+def test_pi_speaks_every_wire_format(api, told, url):
     harness = pi(api=api)
     assert harness.dialect == api
     models = json.loads(harness.launch(context()).files["/h/.pi/agent/models.json"])

@@ -38,7 +38,7 @@ def test_the_launch_line_is_the_documented_one():
         ("google", "gemini", ("GOOGLE_GEMINI_BASE_URL", "http://gw/s/x", "GEMINI_API_KEY")),
     ],
 )
-def test_it_speaks_three_wire_formats(api, auth, env):
+def test_qwen_code_speaks_three_wire_formats(api, auth, env):
     harness = qwen(api=api)
     launch = harness.launch(context())
     url, value, key = env
@@ -48,7 +48,7 @@ def test_it_speaks_three_wire_formats(api, auth, env):
     assert settings_file(harness)["security"]["auth"]["selectedType"] == auth
 
 
-def test_what_would_make_runs_differ_is_off():
+def test_cline_telemetry_and_updates_are_off():
     made = settings_file(qwen(), context_length=9000)
     assert made["privacy"]["usageStatisticsEnabled"] is False
     assert made["general"]["enableAutoUpdate"] is False
@@ -79,7 +79,7 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
     assert harness.launch(context()).folders == {f"/h/.qwen/skills/{tmp_path.name}": tmp_path}
 
 
-def test_its_result_says_that_the_model_failed():
+def test_qwen_code_result_says_that_the_model_failed():
     stdout = b'{"type":"result","subtype":"success","is_error":true}'
     assert qwen().exit_cause(0, None, stdout) is Cause.HARNESS_MODEL_ERROR
     assert qwen().exit_cause(0, None, b"") is None

@@ -53,7 +53,7 @@ WORK = ("echo do > out.txt", "cat out.txt && echo ne >> out.txt", "tr -d '\\n' <
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_it_does_its_work_and_nothing_of_it_is_lost(name, tmp_path):
+async def test_real_harness_session_is_captured_completely(name, tmp_path):
     spec = checked('test "$(cat end.txt)" = done')
     async with a_node(tmp_path, *turns(name, *WORK)) as node:
         result = await node.run(real(name, evaluator=spec))
@@ -110,7 +110,7 @@ async def test_a_limit_ends_it(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_it_is_ended_in_the_middle(name, tmp_path):
+async def test_real_harness_is_stopped_in_the_middle(name, tmp_path):
     made = real(name)
     made = made.model_copy(update={"budgets": made.budgets.model_copy(update={"agent_s": 30})})
     async with a_node(tmp_path, *turns(name, "sleep 100")) as node:
@@ -157,7 +157,7 @@ async def test_a_version_of_the_users_choice_is_checked_once_before_its_first_se
     assert not said
 
 
-async def test_without_npm_on_the_machine_pi_is_installed_all_the_same(tmp_path, monkeypatch):
+async def test_pi_is_installed_without_npm_on_the_machine(tmp_path, monkeypatch):
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("bash", "sh", "env"):

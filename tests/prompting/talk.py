@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from bridle.dialects.base import content_digest
+from bridle.dialects.json_reader import content_digest
 from bridle.prompting.canonical import AtomMemo, answer_atoms, canonical, joined_atoms
 from bridle.prompting.conversation import Conversation
 from bridle.types import (

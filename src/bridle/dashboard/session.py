@@ -22,7 +22,7 @@ import numpy as np
 
 from bridle.capture.records import Delivery, Exchange, SessionCapture
 from bridle.dashboard.formatting import said
-from bridle.dialects.messages import chat_messages
+from bridle.dialects.openai_chat_write import chat_messages
 from bridle.errors import BridleError, StoreError
 from bridle.node.results import SessionResult
 from bridle.prompting.texts import decoder_of

@@ -1,9 +1,14 @@
 """The wire formats of model providers: bytes in, values out; values in, bytes out; no I/O.
 
-`DIALECTS` holds one `WireFormat` per provider API; `recognise` finds the one of a path.
-A request becomes a `bridle.types.ModelRequest`; a `bridle.types.Reply` becomes the provider's JSON
-or, through a `StreamEncoder`, its event stream. Adding a dialect is one file, one line here and a
-row in the docs.
+`DIALECTS` holds one `WireFormat` per provider API; `recognise` finds the one of a path. A request
+becomes a `bridle.types.ModelRequest`; a `bridle.types.Reply` becomes the provider's JSON or,
+through a `StreamEncoder`, its event stream.
+
+`base` is the contract. `anthropic`, `google`, `openai_chat` and `openai_responses` read requests,
+the `..._write` file of each writes replies, `..._tools` knows the tools that the provider defines.
+They share `json_reader` (with `history`, its memory of earlier requests), `fields` (the treatment
+of each field), `tools`, `media`, `ids`, `sse` and `noise` (the removal of what means nothing to the
+model). Adding a dialect is its file, one line here and a row in the docs.
 """
 
 from __future__ import annotations
@@ -12,12 +17,11 @@ from collections.abc import Collection
 from typing import Final
 
 from bridle.dialects.anthropic import Anthropic
-from bridle.dialects.base import Route, WireFormat
+from bridle.dialects.base import Route, WireFormat, caller
 from bridle.dialects.google import Google
 from bridle.dialects.noise import RULES
 from bridle.dialects.openai_chat import OpenAIChat
 from bridle.dialects.openai_responses import OpenAIResponses
-from bridle.dialects.routes import caller
 from bridle.types import Dialect
 
 _FORMATS = (OpenAIResponses, Anthropic, Google, OpenAIChat)
@@ -25,7 +29,7 @@ _FORMATS = (OpenAIResponses, Anthropic, Google, OpenAIChat)
 
 
 def dialects(rules: Collection[str] = RULES) -> dict[Dialect, WireFormat]:
-    """Every wire format, with only these noise rules on."""
+    """Return every wire format, with only these noise rules on."""
     return {wire.dialect: wire for wire in (form(rules) for form in _FORMATS)}
 
 

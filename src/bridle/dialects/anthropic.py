@@ -1,58 +1,61 @@
 """Anthropic Messages: requests in, replies out, as Claude Code and the SDKs speak it.
 
-`system` is the head's message; `role: system` inside `messages` stays where it is. A user message
+`system` is the head's message; `role: system` inside `messages` stays in its place. A user message
 with tool results becomes tool messages and user messages in the order of its blocks. Thinking is
-shown only to a request that asked for it. The stream's grammar is in `anthropic_stream`, the
-reading of blocks in `anthropic_blocks`.
+shown only to a request that asked for it. Replies are written in `anthropic_write`; tools that
+Anthropic defines are in `anthropic_tools`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
-from bridle.dialects.anthropic_blocks import hosted_end, read_message, read_system
-from bridle.dialects.anthropic_stream import MessagesStream
-from bridle.dialects.anthropic_tools import client_run, toolset
-from bridle.dialects.anthropic_write import error_body, message_json, status_of
+from bridle.dialects.anthropic_tools import TOOLSETS, client_run, toolset
+from bridle.dialects.anthropic_write import MessagesStream, error_body, message_json, status_of
 from bridle.dialects.base import (
-    Kept,
+    AssistantTurn,
     ReplyHead,
     Route,
     RouteKind,
-    SpanMemo,
+    StoredReply,
     StreamEncoder,
     WireFormat,
+    caller,
+    models_route,
     retry_headers,
+    tidy,
+    user_messages,
 )
-from bridle.dialects.fields import account, watched
-from bridle.dialects.media import BLOCK_TYPE
-from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
-from bridle.dialects.reading import (
+from bridle.dialects.fields import account, note_unknown_value, read_sampling
+from bridle.dialects.json_reader import (
+    SpanMemo,
     an_object,
+    arguments_text,
+    contents,
     decode,
     encode,
     flag_at,
+    member,
     name_at,
-    number_at,
     object_at,
     objects,
     read_head,
     read_spans,
-    shallow,
     split_array,
     split_body,
     split_field,
     split_object,
     text_at,
-    texts_at,
-    whole_at,
+    wrong,
 )
-from bridle.dialects.routes import caller, models_route, tidy
-from bridle.dialects.tools import ToolList, ToolMemo, check_choice, sent
+from bridle.dialects.media import BLOCK_TYPE, block_part, block_text, data_part, url_part
+from bridle.dialects.noise import RULES, allow_removed, split_billing
+from bridle.dialects.tools import ToolList, check_choice, function_spec, provider_run, sent
 from bridle.errors import RequestError
 from bridle.types import (
     JSON,
@@ -63,19 +66,23 @@ from bridle.types import (
     Part,
     Reply,
     Role,
-    Sampling,
     TextPart,
+    ToolCall,
     ToolSpec,
     Usage,
 )
 
 _SALT = b"messages:"
+_SAMPLING = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "max_tokens")},
+    "stop": "stop_sequences",
+}
 _PROBES = (("HEAD", "/"), ("HEAD", "/api/hello"), ("GET", "/api/hello"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A request's fields beside its messages, as read."""
+    """The fields of a request without its messages, as read."""
 
     system: tuple[Message, ...]
     tools: ToolList
@@ -89,12 +96,10 @@ class Anthropic(WireFormat):
     dialect = Dialect.ANTHROPIC
 
     def __init__(self, rules: Collection[str] = RULES) -> None:
-        self._rules = rules
-        self._tools = ToolMemo(read_tools)
-        self._read = watched(self.dialect, read_message)
+        super().__init__(rules, read_tools, read_message)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-        """`POST .../messages`, its token count, the model list, and Claude Code's probes."""
+        """Recognise `POST .../messages`, token counts, the model list and Claude Code's probes."""
         del query
         words = tidy(path)
         kind = None
@@ -112,13 +117,8 @@ class Anthropic(WireFormat):
             return Route(self.dialect, RouteKind.UNSUPPORTED, resource="files")
         return models_route(self.dialect, method, path, headers)
 
-    def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
-        """Normalise a request; each message is one span, `system` is in the head."""
+    def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         del route
-        with shallow(""):
-            return self._parse(body, memo)
-
-    def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields, spans = split_body(body, "messages", memo, _SALT)
         if spans is None:
             spans = split_field(fields, "messages")
@@ -153,13 +153,15 @@ class Anthropic(WireFormat):
         choice = object_at(head, "tool_choice", "") or {}
         shown = thinking.get("type") in ("enabled", "adaptive")
         alone = flag_at(choice, "disable_parallel_tool_use", "tool_choice")
-        told = account(head, self.dialect)
-        _note_format(object_at(output, "format", "output_config"), told)
+        ineffective = account(head, self.dialect)
+        form = object_at(output, "format", "output_config") or {}
+        name = "output_config.format"
+        note_unknown_value(form.get("type"), ("json_schema", "text"), name, ineffective)
         members: JSON = {
             "dialect": self.dialect,
             "model": name_at(head, "model", ""),
             "tools": tools.specs,
-            "sampling": _read_sampling(head),
+            "sampling": read_sampling(head, _SAMPLING),
             "stream": flag_at(head, "stream", "") or False,
             "tool_choice": _read_choice(choice, tools),
             "response_schema": _read_schema(head, output),
@@ -174,7 +176,7 @@ class Anthropic(WireFormat):
                 "thinking": _shown(thinking) if shown else None,
                 **({"toolsets": list(tools.wire)} if tools.wire else {}),
                 **({} if thread is None else {"store": True, "previous": previous}),
-                **told,
+                **ineffective,
             },
         }
         return _Head(tuple(system), tools, members)
@@ -182,22 +184,21 @@ class Anthropic(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """A `message` object."""
         thinking, toolsets = request.extra.get("thinking"), request.extra.get("toolsets", ())
         return encode(message_json(head, reply, usage, thinking, toolsets))
 
-    def continued(self, body: bytes, kept: Kept) -> bytes:
-        """A request that continues a thread, as the one with the thread's whole history.
+    def continued(self, body: bytes, kept: StoredReply) -> bytes:
+        """Return a request that continues a thread, as the one with the thread's whole history.
 
         The system prompt and the tools are the thread's; `RequestError` where they are sent again.
-        `thread` stands last: what precedes it is the same in every request of the thread, and is
-        read once.
+        `thread` comes last: the bytes before it are the same in every request of the thread, and
+        are read once.
         """
         fields, thread = split_object(body), split_object(kept.head)
-        for field in ("system", "tools"):
-            if sent(fields.pop(field, None)) is not None:
-                message = f"{field}: kept by the thread since its first request; do not repeat it"
-                raise RequestError(message, param=field)
+        for name in ("system", "tools"):
+            if sent(fields.pop(name, None)) is not None:
+                message = f"{name}: kept by the thread since its first request; do not repeat it"
+                raise RequestError(message, param=name)
         begun = {"system": thread["system"]} if "system" in thread else {}
         if kept.tools is not None:
             begun["tools"] = msgspec.Raw(kept.tools)
@@ -209,16 +210,14 @@ class Anthropic(WireFormat):
         return encode({**begun, **fields, **last})
 
     def unknown_previous(self, message_id: str) -> RequestError:
-        """The refusal at which the SDKs send their whole history again."""
+        """Return the refusal after which the SDKs send their whole history again."""
         message = f"thread.previous_message_id: no thread was found for {message_id!r}"
         return RequestError(message, status=404, code="thread_not_found", param="thread")
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """The assistant message of a reply."""
         return read_message(an_object(decode(reply_json, "reply"), "reply"), "reply")
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        """Messages events."""
         thinking, toolsets = request.extra.get("thinking"), request.extra.get("toolsets", ())
         return MessagesStream(head, thinking=thinking, toolsets=toolsets)
 
@@ -226,7 +225,6 @@ class Anthropic(WireFormat):
         return status_of(error), retry_headers(error), encode(error_body(error))
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
-        """A list object, or the one model that the path names."""
 
         def model(name: str) -> JSON:
             return {
@@ -254,7 +252,7 @@ def _shown(thinking: JSON) -> str:
 
 
 def _read_thread(thread: JSON) -> str | None:
-    """The id of the message that a thread is continued from; `None` where it begins."""
+    """Return the id of the message that a thread is continued from; `None` where it begins."""
     match name_at(thread, "type", "thread"):
         case "create":
             return None
@@ -263,17 +261,6 @@ def _read_thread(thread: JSON) -> str | None:
         case other:
             message = f"thread.type: unknown {other!r}; known: create, continue"
             raise RequestError(message, param="thread.type")
-
-
-def _read_sampling(head: JSON) -> Sampling:
-    top_k = whole_at(head, "top_k", "", least=-1)
-    return Sampling(
-        temperature=number_at(head, "temperature", "", least=0, most=2),
-        top_p=number_at(head, "top_p", "", least=0, most=1),
-        top_k=-1 if top_k == 0 else top_k,
-        max_tokens=whole_at(head, "max_tokens", "", least=1),
-        stop=texts_at(head, "stop_sequences", ""),
-    )
 
 
 def _read_choice(choice: JSON, tools: ToolList) -> str:
@@ -292,9 +279,9 @@ def _read_choice(choice: JSON, tools: ToolList) -> str:
 
 
 def _read_prefill(last: Message, span: bytes, *, thinks: bool) -> str | None:
-    """The text of a last assistant message, from which the reply goes on; `None` = there is none.
+    """Return the text of a last assistant message, which the reply continues; `None` = none.
 
-    What the provider refuses is refused: an end in white space, and no thought before the text
+    Refused as by the provider: an end in white space, and a text without a thought before it
     where thinking is on. So is a turn that the provider paused in a tool of its own.
     """
     if last.role is not Role.ASSISTANT or last.tool_calls or not last.text.strip():
@@ -317,12 +304,6 @@ def _read_prefill(last: Message, span: bytes, *, thinks: bool) -> str | None:
     return last.text
 
 
-def _note_format(form: JSON | None, told: JSON) -> None:
-    """Name a form of answer that is not known among what is unenforced."""
-    if form is not None and form.get("type") not in ("json_schema", "text", None):
-        told.setdefault("unenforced", []).append("output_config.format")
-
-
 def _read_schema(head: JSON, output: JSON) -> JSON | None:
     form = object_at(output, "format", "output_config") or object_at(head, "output_format", "")
     if form is None or form.get("type") != "json_schema":
@@ -334,7 +315,7 @@ def _read_schema(head: JSON, output: JSON) -> JSON | None:
 
 
 def read_tools(value: object, path: str) -> ToolList:
-    """`tools` that the client runs; deferred ones wait for a reference to them."""
+    """Read the `tools` that the client runs; a deferred one is shown when a reference names it."""
     specs: list[ToolSpec] = []
     deferred: dict[str, ToolSpec] = {}
     removed: list[str] = []
@@ -353,22 +334,16 @@ def read_tools(value: object, path: str) -> ToolList:
                 continue
             spec = own
         else:
-            spec = ToolSpec(
-                name_at(tool, "name", where),
-                text_at(tool, "description", where),
-                schema,
-                flag_at(tool, "strict", where) or False,
-            )
+            spec = function_spec(tool, where, schema)
         if later:
             deferred[spec.name] = spec
         else:
             specs.append(spec)
-    dropped = {SERVER_TOOLS.name: removed} if removed else {}
-    return ToolList(tuple(specs), wire=toolsets, deferred=deferred, removed=dropped)
+    return ToolList(tuple(specs), wire=toolsets, deferred=deferred, removed=provider_run(removed))
 
 
 def _with_loaded_tools(message: Message, tools: ToolList) -> Message:
-    """A message with each reference to a deferred tool replaced by that tool's schema."""
+    """Replace each reference to a deferred tool in a message by that tool's schema."""
     content = tuple(_loaded(part, tools) for part in message.content)
     if content == message.content:
         return message
@@ -386,3 +361,171 @@ def _loaded(part: Part, tools: ToolList) -> Part:
         return part
     shown = {"name": spec.name, "description": spec.description, "parameters": spec.parameters}
     return TextPart(json.dumps(shown, ensure_ascii=False))
+
+
+# ---- content: strings or lists of blocks, in every role and in tool results
+
+
+_ADDED = ("tool_addition", "tool_reference")
+_HOSTED = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback", "browser_state")
+"""Blocks of what the provider ran or did; also those whose type ends in `_tool_result`."""
+
+_ROLES = {"user": Role.USER, "assistant": Role.ASSISTANT, "system": Role.SYSTEM}
+
+
+def read_system(
+    value: Any, path: str, rules: Collection[str]
+) -> tuple[tuple[Message, ...], dict[str, list[str]]]:
+    """Return the message of the `system` field (none if it is empty), and what rules removed."""
+    parts = tuple(_parts(value, path))
+    leading = [part.text for part in parts[:1] if isinstance(part, TextPart)]
+    skip, removed = split_billing(leading if isinstance(value, list) else [], rules)
+    kept = parts[skip:]
+    return ((Message(Role.SYSTEM, kept),) if kept else ()), removed
+
+
+def read_message(value: JSON, path: str) -> tuple[Message, ...]:
+    """Read one wire message: one internal message, or several where it has tool results."""
+    name = name_at(value, "role", path)
+    role = _ROLES.get(name)
+    if role is None:
+        message = f"{member(path, 'role')}: unknown role {name!r}; known: user, assistant, system"
+        raise RequestError(message, param=member(path, "role"))
+    where = member(path, "content")
+    content = value.get("content")
+    if role is Role.ASSISTANT:
+        return _read_assistant(content, where)
+    if role is Role.SYSTEM:
+        return (Message(role, tuple(_parts(content, where))),)
+    if content is None and "content" in value:
+        raise wrong(where, "a string or an array of blocks", None)
+    return user_messages(_read_user(content, where))
+
+
+def hosted_end(span: bytes) -> str | None:
+    """Return the type of a last block of a provider's own tool in a raw message; `None` = none."""
+    *_, (last, _) = _blocks(decode(span, "").get("content"), "")
+    kind = str(last.get("type"))
+    return kind if _is_hosted(kind) else None
+
+
+def _is_hosted(kind: str | None) -> bool:
+    return kind in _HOSTED or (kind or "").endswith("_tool_result")
+
+
+def _blocks(value: Any, path: str) -> Iterator[tuple[JSON, str]]:
+    """Yield each block with its path; a string is one text block."""
+    for item, where in contents(value, path, "blocks"):
+        block = {"type": "text", "text": item} if isinstance(item, str) else item
+        yield an_object(block, where), where
+
+
+def _parts(value: Any, path: str) -> Iterator[Part]:
+    for block, where in _blocks(value, path):
+        yield from _part(block, where)
+
+
+def _part(block: JSON, path: str) -> Iterator[Part]:
+    """Yield the parts of one block that is content: text, image, document, or kept as it is."""
+    match text_at(block, "type", path):
+        case "text":
+            if text := text_at(block, "text", path):
+                yield TextPart(text)
+        case "image":
+            yield from _from_source(block, path, "image/*")
+        case "document":
+            titles = [text_at(block, key, path) for key in ("title", "context")]
+            if given := [text for text in titles if text]:
+                yield TextPart("\n".join(given) + "\n")
+            yield from _from_source(block, path, "application/pdf")
+        case "search_result":
+            found = [text_at(block, key, path) for key in ("title", "source")]
+            yield TextPart("\n".join(filter(None, found)) + "\n")
+            yield from _parts(block.get("content"), member(path, "content"))
+        case "compaction":
+            yield from _summary(block, path)
+        case "container_upload":
+            message = "container_upload: files are not kept here; send their content"
+            raise RequestError(message, param=path)
+        case kind if _is_hosted(kind) or kind in ("tool_addition", "tool_removal"):
+            yield from _as_text(block)
+        case _:
+            yield block_part(block)
+
+
+def _as_text(block: JSON) -> Iterator[Part]:
+    """Yield a block as text, but for the reference to a tool, whose schema is shown instead."""
+    tool = block.get("tool")
+    if isinstance(tool, dict) and (block["type"], tool.get("type")) == _ADDED:
+        yield TextPart("[tool_addition] ")
+        yield block_part({"type": "tool_reference", "tool_name": tool.get("name")})
+    else:
+        yield block_text(block)
+
+
+def _summary(block: JSON, path: str) -> Iterator[Part]:
+    if not block.get("content") and block.get("encrypted_content"):
+        message = f"{path}: the compaction block's content is encrypted; send it as text"
+        raise RequestError(message, param=path)
+    yield from _parts(block.get("content"), member(path, "content"))
+    yield from _parts(block.get("tool_changes"), member(path, "tool_changes"))
+
+
+def _from_source(block: JSON, path: str, media_type: str) -> Iterator[Part]:
+    source = object_at(block, "source", path) or {}
+    where = member(path, "source")
+    match text_at(source, "type", where):
+        case "base64":
+            kind = text_at(source, "media_type", where) or media_type
+            yield data_part(kind, name_at(source, "data", where))
+        case "url":
+            yield url_part(name_at(source, "url", where), media_type)
+        case "text":
+            if text := text_at(source, "data", where):
+                yield TextPart(text)
+        case "content":
+            yield from _parts(source.get("content"), member(where, "content"))
+        case _:
+            yield block_part(block)
+
+
+# ---- user messages
+
+
+def _read_user(value: Any, path: str) -> Iterator[Part | Message]:
+    """Yield the parts of user blocks and the messages of tool results."""
+    for block, where in _blocks(value, path):
+        if block.get("type") != "tool_result":
+            yield from _part(block, where)
+            continue
+        content = tuple(_parts(block.get("content"), member(where, "content")))
+        yield Message(Role.TOOL, content, tool_call_id=text_at(block, "tool_use_id", where))
+
+
+# ---- assistant messages
+
+
+def _read_assistant(value: Any, path: str) -> tuple[Message, ...]:
+    turn = AssistantTurn()
+    for block, where in _blocks(value, path):
+        match block.get("type"):
+            case "thinking":
+                turn.thoughts.append(text_at(block, "thinking", where) or "")
+                turn.ids += filter(None, [text_at(block, "signature", where)])
+            case "redacted_thinking":
+                turn.ids += filter(None, [text_at(block, "data", where)])
+            case "tool_use":
+                turn.calls.append(_read_call(block, where))
+            case _:
+                turn.add(list(_part(block, where)))
+    return turn.messages()
+
+
+def _read_call(block: JSON, path: str) -> ToolCall:
+    """Read a call; that of an action of a toolset is a call of the toolset's function."""
+    name, given = name_at(block, "name", path), block.get("input")
+    family = text_at(block, "toolset_name", path)
+    if family in TOOLSETS:
+        inner = object_at(block, "input", path) or {}
+        name, given = family, {"action": name, **inner}
+    return ToolCall(text_at(block, "id", path), name, arguments_text(given))

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import re
 
-from bridle.dialects.reading import flag_at, object_at
+from bridle.dialects.json_reader import flag_at, object_at
+from bridle.dialects.tools import object_schema
 from bridle.types import JSON, ToolCall, ToolSpec
 
 _TEXT: JSON = {"type": "string"}
@@ -19,6 +20,7 @@ _WHOLE: JSON = {"type": "integer"}
 _POINT: JSON = {"type": "array", "items": _WHOLE, "minItems": 2, "maxItems": 2}
 _VERSION = re.compile(r"_(\d{8})$")
 
+_COMPUTER = "Controls a computer with a display, a mouse and a keyboard, and takes screenshots."
 _ACTIONS = (
     "key type mouse_move left_click left_click_drag right_click middle_click double_click "
     "screenshot cursor_position"
@@ -28,22 +30,24 @@ _NEWER_ACTIONS = " left_mouse_down left_mouse_up scroll hold_key wait triple_cli
 
 def _bash(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
     del version, tool
-    told = "Runs a command in a persistent bash session and returns what it prints."
+    description = "Runs a command in a persistent bash session and returns what it prints."
     restart = {"type": "boolean", "description": "Start the session anew instead of a command."}
-    return told, {"command": _TEXT, "restart": restart}, []
+    return description, {"command": _TEXT, "restart": restart}, []
 
 
 def _text_editor(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
     del tool
-    told = "Views, creates and edits files."
-    return told, _file_edits("view create str_replace insert", version), ["command", "path"]
+    description = "Views, creates and edits files."
+    return description, _file_edits("view create str_replace insert", version), ["command", "path"]
 
 
 def _memory(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
     del tool
-    told = "Keeps notes for later as files under /memories: look there first, and keep it in order."
+    description = (
+        "Keeps notes for later as files under /memories: look there first, and keep it in order."
+    )
     edits = _file_edits("view create str_replace insert delete rename", version)
-    return told, edits | {"old_path": _TEXT, "new_path": _TEXT}, ["command"]
+    return description, edits | {"old_path": _TEXT, "new_path": _TEXT}, ["command"]
 
 
 def _file_edits(commands: str, version: int) -> JSON:
@@ -64,9 +68,9 @@ def _file_edits(commands: str, version: int) -> JSON:
 
 def _computer(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
     size = [tool.get("display_width_px"), tool.get("display_height_px")]
-    told = "Controls a computer with a display, a mouse and a keyboard, and takes screenshots."
+    description = _COMPUTER
     if all(size):
-        told += f" The display is {size[0]} pixels wide and {size[1]} pixels high."
+        description += f" The display is {size[0]} pixels wide and {size[1]} pixels high."
     actions = _ACTIONS + (_NEWER_ACTIONS if version >= 20250124 else "")
     properties: JSON = {
         "action": {"type": "string", "enum": actions.split()},
@@ -83,7 +87,7 @@ def _computer(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
     if tool.get("enable_zoom"):
         properties["action"]["enum"].append("zoom")
         properties["region"] = _REGION
-    return told, properties, ["action"]
+    return description, properties, ["action"]
 
 
 _POINTING = (
@@ -117,7 +121,7 @@ _BOTH: JSON = {
 }
 _TOOLSETS: dict[str, tuple[str, str, str, JSON]] = {
     "computer": (
-        "Controls a computer with a display, a mouse and a keyboard, and takes screenshots.",
+        _COMPUTER,
         f"{_POINTING} cursor_position",
         "",
         {
@@ -164,7 +168,7 @@ _ALIASES = {"str_replace_based_edit_tool": "text_editor_20250429"}
 
 
 def client_run(kind: str, name: str, tool: JSON) -> ToolSpec | None:
-    """The function that stands for a tool of type `kind` (`bash_20250124`...).
+    """Return the function for a tool of type `kind` (`bash_20250124`...).
 
     `None` for a tool that the client does not run.
     """
@@ -173,20 +177,19 @@ def client_run(kind: str, name: str, tool: JSON) -> ToolSpec | None:
     make = None if found is None else _CLIENT_RUN.get(kind[: found.start()])
     if found is None or make is None:
         return None
-    told, properties, required = make(int(found[1]), tool)
-    schema = {"type": "object", "properties": properties, "required": required}
-    return ToolSpec(name, told, schema)
+    description, properties, required = make(int(found[1]), tool)
+    return ToolSpec(name, description, object_schema(properties, required))
 
 
 def toolset(kind: str, tool: JSON, path: str) -> tuple[ToolSpec, bool] | None:
-    """The function that stands for a toolset of type `kind`, and whether its loading is deferred.
+    """Return the function for a toolset of type `kind`, and whether its loading is deferred.
 
     `None` for what is no toolset that the client runs.
     """
     family, found, _ = kind.partition("_toolset_")
     if not found or family not in _TOOLSETS:
         return None
-    told, on, off, properties = _TOOLSETS[family]
+    description, on, off, properties = _TOOLSETS[family]
     where = f"{path}.configs"
     configs = object_at(tool, "configs", path) or {}
     enabled, deferred = [], False
@@ -197,12 +200,11 @@ def toolset(kind: str, tool: JSON, path: str) -> tuple[ToolSpec, bool] | None:
             enabled.append(action)
             deferred = deferred or bool(flag_at(config, "defer_loading", f"{where}.{action}"))
     shown = {"action": {"type": "string", "enum": enabled}, **properties}
-    schema = {"type": "object", "properties": shown, "required": ["action"]}
-    return ToolSpec(family, told, schema), deferred
+    return ToolSpec(family, description, object_schema(shown, ["action"])), deferred
 
 
 def member_call(call: ToolCall) -> tuple[str, str] | None:
-    """The action of a call of a toolset's function, and its arguments; `None` if it names none."""
+    """Return action and arguments of a call of a toolset's function; `None` = no action."""
     try:
         given = json.loads(call.arguments)
     except (ValueError, RecursionError):

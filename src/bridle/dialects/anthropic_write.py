@@ -1,7 +1,11 @@
-"""The parts of Messages replies and errors, streamed or whole.
+"""Messages replies and errors, streamed or whole.
 
 Error types and statuses are those of Anthropic's API documentation; Claude Code compacts on the
 words `prompt is too long`, and obeys `retry-after` on 429 and 529.
+
+A stream opens, fills and closes one block after another. Its last event is `message_delta` with
+`message_stop`: a client that has not seen them takes the reply as cut. Errors after the start are
+`error` events, which the SDKs raise and Claude Code retries.
 """
 
 from __future__ import annotations
@@ -11,9 +15,10 @@ from collections.abc import Collection
 import msgspec
 
 from bridle.dialects.anthropic_tools import member_call
-from bridle.dialects.base import ReplyHead
+from bridle.dialects.base import ENGINE_FAILURES, ReplyHead, StreamEncoder
 from bridle.dialects.ids import call_id, signature
-from bridle.dialects.reading import arguments_object
+from bridle.dialects.json_reader import arguments_object, encode
+from bridle.dialects.sse import event_bytes
 from bridle.errors import RequestError
 from bridle.types import JSON, FinishReason, Reply, ToolCall, Usage
 
@@ -30,12 +35,7 @@ _ERRORS: dict[str, tuple[int, str]] = {
     "overloaded": (529, "overloaded_error"),
     "paused": (529, "overloaded_error"),
     "engine_error": (500, "api_error"),
-    "engine_cut": (500, "api_error"),
-    "engine_reset": (500, "api_error"),
-    "engine_silent": (500, "api_error"),
-    "engine_garbled": (500, "api_error"),
-    "engine_500": (500, "api_error"),
-    "store_error": (500, "api_error"),
+    **dict.fromkeys((*ENGINE_FAILURES, "store_error"), (500, "api_error")),
 }
 """Our code -> status and type as Anthropic says them."""
 
@@ -47,7 +47,7 @@ def message_json(
     thinking: str | None,
     toolsets: Collection[str] = (),
 ) -> JSON:
-    """The whole reply. `thinking`: `text`, `omitted` (signature only), or `None` (no block)."""
+    """Return the reply. `thinking`: `text`, `omitted` (signature only), or `None` (no block)."""
     content: list[JSON] = []
     if reply.reasoning and thinking is not None:
         content.append(thinking_block(head, 0, reply.reasoning if thinking == "text" else ""))
@@ -118,17 +118,124 @@ def status_of(error: RequestError) -> int:
 
 
 def error_body(error: RequestError) -> JSON:
-    """The error object, as a body or as the data of an `error` event."""
+    """Return the error object, as a body or as the data of an `error` event."""
     kind = _ERRORS.get(error.code, (0, "invalid_request_error"))[1]
-    told: JSON = {"type": kind, "message": _message(error)}
+    shown: JSON = {"type": kind, "message": _error_message(error)}
     if error.code == "thread_not_found":
-        told["details"] = {"error_code": error.code}
-    return {"type": "error", "error": told}
+        shown["details"] = {"error_code": error.code}
+    return {"type": "error", "error": shown}
 
 
-def _message(error: RequestError) -> str:
+def _error_message(error: RequestError) -> str:
     if error.code != "context_length_exceeded":
         return str(error)
     if error.context_length is None:
         return f"prompt is too long: {error}"
     return f"prompt is too long: {error.prompt_tokens} tokens > {error.context_length} maximum"
+
+
+# ---- the stream
+
+
+_PING = event_bytes(b'{"type":"ping"}', "ping")
+
+
+class MessagesStream(StreamEncoder):
+    """One reply as Messages events. `thinking`: `text`, `omitted`, or `None` (not shown)."""
+
+    def __init__(
+        self, head: ReplyHead, *, thinking: str | None, toolsets: Collection[str] = ()
+    ) -> None:
+        super().__init__()
+        self._head = head
+        self._thinking = thinking
+        self._toolsets = toolsets
+        self._index = -1
+        self._open: str | None = None
+        self._thoughts = 0
+
+    def open(self) -> bytes:
+        """Return `message_start` and a ping, as the provider begins."""
+        message: JSON = {
+            "id": f"msg_{self._head.reply_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_json(Usage(self._head.prompt_tokens, 0)),
+        }
+        return _event("message_start", message=message) + _PING
+
+    def write_reasoning(self, text: str) -> bytes:
+        """Return a thinking delta; nothing for a client that did not ask."""
+        if self._thinking is None:
+            return b""
+        begin = self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+        if self._thinking == "omitted":
+            return begin
+        return begin + self._delta({"type": "thinking_delta", "thinking": text})
+
+    def write_text(self, text: str) -> bytes:
+        begin = self._begin("text", {"type": "text", "text": ""})
+        return begin + self._delta({"type": "text_delta", "text": text})
+
+    def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
+        block = call_block(self._head, index, ToolCall(call_id, name, arguments), self._toolsets)
+        given = bytes(block["input"]).decode()
+        begin = self._end() + self._begin("tool_use", {**block, "input": {}})
+        delta = self._delta({"type": "input_json_delta", "partial_json": given})
+        return begin + delta + self._end()
+
+    def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
+        """Return the end of the open block, and the event with stop reason and usage."""
+        reason, stop = stop_reason(reply)
+        delta = {"stop_reason": reason, "stop_sequence": stop}
+        last = _event("message_delta", delta=delta, usage=usage_json(usage))
+        return self._end(), last + _event("message_stop")
+
+    def keepalive(self) -> bytes:
+        return _PING
+
+    def error(self, error: RequestError) -> bytes:
+        """Return an `error` event; a failure of ours in the form of the provider's own.
+
+        At `overloaded_error` every client that tries again at all does so; at `api_error` opencode
+        and Qwen Code end their run.
+        """
+        return event_bytes(encode(_OVERLOADED if error.passes else error_body(error)), "error")
+
+    def _begin(self, kind: str, block: JSON) -> bytes:
+        """Open a block of `kind` unless one is open."""
+        if self._open == kind:
+            return b""
+        closed = self._end()
+        self._open = kind
+        self._index += 1
+        return closed + _event("content_block_start", index=self._index, content_block=block)
+
+    def _end(self) -> bytes:
+        """Close the open block, a thinking block with its signature."""
+        if self._open is None:
+            return b""
+        signed = b""
+        if self._open == "thinking":
+            mark = thinking_block(self._head, self._thoughts, "")["signature"]
+            signed = self._delta({"type": "signature_delta", "signature": mark})
+            self._thoughts += 1
+        self._open = None
+        return signed + _event("content_block_stop", index=self._index)
+
+    def _delta(self, delta: JSON) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+
+_OVERLOADED: JSON = {
+    "type": "error",
+    "error": {"type": "overloaded_error", "message": "Overloaded"},
+}
+
+
+def _event(kind: str, **fields: object) -> bytes:
+    return event_bytes(encode({"type": kind, **fields}), kind)

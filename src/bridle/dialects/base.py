@@ -1,31 +1,23 @@
-"""The dialect contract: one class per provider wire format, the only place where a format lives.
+"""The dialect contract: one class per provider's wire format, which alone knows that format.
 
-A dialect is sans-I/O: bytes in, values out; values in, bytes out. The gateway finds it by route,
-gives it request bodies, and writes what it returns. Adding one = one file + one line in
-`bridle.dialects.DIALECTS` + a docs row.
+A dialect does no I/O: bytes in, values out; values in, bytes out. The gateway finds it by route,
+passes it request bodies and writes what it returns.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from urllib.parse import unquote
 
+from bridle.dialects.fields import watched
+from bridle.dialects.json_reader import ReadMessages, SpanMemo, shallow
+from bridle.dialects.tools import ToolList, ToolMemo
 from bridle.errors import RequestError
-from bridle.types import Dialect, Message, ModelRequest, Reply, Usage
-
-SpanMemo: TypeAlias = MutableMapping[bytes, tuple[Message, ...]]
-"""Dialect's salt + content digest of a raw message span -> the messages it stands for; one per
-session, so that a request's history is decoded once however often it is sent."""
-
-
-def content_digest(raw: bytes) -> bytes:
-    """16-byte content address of a raw span or body (sha256, truncated)."""
-    return hashlib.sha256(raw).digest()[:16]
+from bridle.types import Dialect, Message, ModelRequest, Part, Reply, Role, ToolCall, Usage
 
 
 def retry_headers(error: RequestError) -> dict[str, str]:
@@ -40,6 +32,10 @@ def retry_headers(error: RequestError) -> dict[str, str]:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
     return headers
+
+
+ENGINE_FAILURES = tuple(f"engine_{kind}" for kind in ("cut", "reset", "silent", "garbled", "500"))
+"""Codes of errors after which a retry may succeed, as another replica may answer."""
 
 
 class RouteKind(StrEnum):
@@ -93,7 +89,7 @@ class ReplyHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredReply:
     """A reply that a later request may continue, and the request that it answers."""
 
     items: tuple[bytes, ...]
@@ -108,40 +104,86 @@ class StreamEncoder(ABC):
     """Turns one reply into the event grammar of a streaming client, piece by piece.
 
     Call order: `open` once, then `text` / `reasoning` / `tool_call` in any order, then `close`
-    once. `close` gives the whole reply: what of it was not sent yet (all of it, if only `open` was
-    called) comes first, so a synthetic stream is `open` + `close`. It returns (everything before
-    the last event, the last event): the last event is held by the gateway until the exchange is
-    committed; without it the client treats the reply as cut.
+    once. `close` is given the whole reply and returns (everything before the last event, the last
+    event). The first begins with the part of the reply that was not sent yet (all of it if only
+    `open` was called), so a synthetic stream is `open` + `close`. The gateway holds the last event
+    until the exchange is committed; without it the client treats the reply as cut.
+
+    A reply whose text does not begin with what was sent (a parser changed its mind) sends nothing
+    more of that part: sent text cannot be taken back. Subclasses write `open`, `keepalive`,
+    `error`, `finish` and the `write_*` methods.
     """
 
     calls_at_end = False
     """Whether tool calls leave at the `close` only, all in one event."""
 
+    def __init__(self) -> None:
+        self._reasoning = ""
+        self._text = ""
+        self._calls = 0
+
     @abstractmethod
     def open(self) -> bytes:
-        """Bytes that begin the stream; may be empty."""
+        """Return the bytes that begin the stream; may be empty."""
 
-    @abstractmethod
-    def reasoning(self, text: str) -> bytes: ...
+    def reasoning(self, text: str) -> bytes:
+        """Return the events of a piece of reasoning; none for an empty one."""
+        self._reasoning += text
+        return self.write_reasoning(text) if text else b""
 
-    @abstractmethod
     def text(self, text: str) -> bytes:
-        """A piece of visible text."""
+        """Return the events of a piece of visible text; none for an empty one."""
+        self._text += text
+        return self.write_text(text) if text else b""
 
-    @abstractmethod
-    def tool_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes: ...
+    def tool_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
+        self._calls += 1
+        return self.write_call(index, call_id, name, arguments)
 
-    @abstractmethod
     def close(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Return the rest before the last event, and the last event."""
+        """Return the unsent rest of `reply` with its end, and the last event."""
+        pieces = [
+            self.reasoning(_unsent(reply.reasoning or "", self._reasoning)),
+            self.text(_unsent(reply.content, self._text)),
+        ]
+        pieces.append(self.write_calls(self._calls, reply.tool_calls[self._calls :]))
+        before, last = self.finish(reply, usage)
+        return b"".join(pieces) + before, last
+
+    @abstractmethod
+    def write_reasoning(self, text: str) -> bytes:
+        """Return the events of a piece of reasoning that is not empty."""
+
+    @abstractmethod
+    def write_text(self, text: str) -> bytes:
+        """Return the events of a piece of text that is not empty."""
+
+    @abstractmethod
+    def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
+        """Return the events of one whole tool call."""
+
+    def write_calls(self, first: int, calls: Sequence[ToolCall]) -> bytes:
+        """Return the events of the last calls of a reply; `first` is the index of the first one."""
+        return b"".join(
+            self.write_call(index, call.id or "", call.name, call.arguments)
+            for index, call in enumerate(calls, first)
+        )
+
+    @abstractmethod
+    def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
+        """Return the end of a reply whose pieces are sent, and apart from it the last event."""
 
     @abstractmethod
     def keepalive(self) -> bytes:
-        """Bytes that keep this client waiting and mean nothing."""
+        """Return bytes without a meaning that keep this client waiting."""
 
     @abstractmethod
     def error(self, error: RequestError) -> bytes | None:
-        """An error event after a started stream; `None` = this client retries on a cut instead."""
+        """Return an error event for a started stream; `None` = cut it, and the client retries."""
+
+
+def _unsent(whole: str, sent: str) -> str:
+    return whole[len(sent) :] if whole.startswith(sent) else ""
 
 
 class WireFormat(ABC):
@@ -151,6 +193,17 @@ class WireFormat(ABC):
     messages_field: str = "messages"
     """Name of the request's list of messages or items, whose elements are the spans."""
 
+    def __init__(
+        self,
+        rules: Collection[str],
+        read_tools: Callable[[object, str], ToolList],
+        read_message: ReadMessages,
+    ) -> None:
+        """Make it with these noise rules on and these readers of the tool list and of one span."""
+        self._rules = rules
+        self._tools = ToolMemo(read_tools)
+        self._read = watched(self.dialect, read_message)
+
     @abstractmethod
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
         """Recognise a path (session prefix removed); `None` = not of this dialect.
@@ -158,28 +211,32 @@ class WireFormat(ABC):
         `headers` have lower-case names. Any prefix before the API's own path is accepted.
         """
 
-    @abstractmethod
     def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         """Normalise a request. `RequestError` names the path of what is wrong.
 
         Only spans whose digest is not in `memo` are decoded; they are added to it.
         """
+        with shallow(""):
+            return self._parse(route, body, memo)
+
+    @abstractmethod
+    def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest: ...
 
     @abstractmethod
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """The whole reply as non-streaming clients get it; also what capture keeps."""
+        """Return the whole reply as non-streaming clients get it; also what capture keeps."""
 
     @abstractmethod
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """The assistant messages of a reply of ours, read by the code that reads requests.
+        """Return the assistant messages of a reply of ours, read by the code that reads requests.
 
         They are what a faithful harness will send back, so their atoms are the exchange's key.
         """
 
     def body(self, head: bytes, spans: Sequence[bytes], tools: bytes | None) -> bytes:
-        """A request's JSON again, from what capture keeps of it (`ModelRequest.head`,
+        """Rebuild a request's JSON from what capture keeps of it (`ModelRequest.head`,
         `message_spans`, `tools_span`): `parse` reads it as it read the original.
         """
         fields = [b'"%s":[%s]' % (self.messages_field.encode(), b",".join(spans))]
@@ -191,7 +248,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        """An encoder for one streaming reply."""
+        """Return an encoder for one streaming reply."""
 
     @abstractmethod
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
@@ -207,8 +264,87 @@ class WireFormat(ABC):
 
     @abstractmethod
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
-        """A model list, or one model where `route.kind` is MODEL."""
+        """Return a model list, or one model where `route.kind` is MODEL."""
 
     @abstractmethod
     def token_count(self, count: int) -> bytes:
-        """The answer to a token-counting request."""
+        """Return the answer to a token-counting request."""
+
+
+# ---- messages
+
+
+@dataclass(slots=True)
+class AssistantTurn:
+    """An assistant message while its parts are read; text after a call begins another message."""
+
+    content: list[Part] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    _before: list[Message] = field(default_factory=list)
+
+    def add(self, parts: Sequence[Part]) -> None:
+        if parts and self.calls:
+            self._before.append(self._message())
+            self.content, self.thoughts, self.calls, self.ids = [], [], [], []
+        self.content += parts
+
+    def messages(self) -> tuple[Message, ...]:
+        return (*self._before, self._message())
+
+    def _message(self) -> Message:
+        return Message(
+            Role.ASSISTANT,
+            tuple(self.content),
+            reasoning="".join(self.thoughts) or None,
+            tool_calls=tuple(self.calls),
+            issued_ids=tuple(self.ids),
+        )
+
+
+def user_messages(pieces: Iterable[Part | Message]) -> tuple[Message, ...]:
+    """Return tool results as they are and the parts between them as user messages, in order."""
+    messages: list[Message] = []
+    parts: list[Part] = []
+    for piece in pieces:
+        if not isinstance(piece, Message):
+            parts.append(piece)
+            continue
+        if parts:
+            messages.append(Message(Role.USER, tuple(parts)))
+            parts = []
+        messages.append(piece)
+    if parts or not messages:
+        messages.append(Message(Role.USER, tuple(parts)))
+    return tuple(messages)
+
+
+# ---- paths that providers share
+
+
+def tidy(path: str) -> str:
+    """Return the path without a trailing slash and doubled slashes."""
+    return "/" + "/".join(word for word in path.split("/") if word)
+
+
+def caller(path: str, headers: dict[str, str]) -> Dialect:
+    """Return the provider whose client asks, where only the headers tell."""
+    if "x-goog-api-key" in headers or "x-goog-api-client" in headers or "/v1beta/" in path + "/":
+        return Dialect.GOOGLE
+    if "anthropic-version" in headers:
+        return Dialect.ANTHROPIC
+    return Dialect.OPENAI_CHAT
+
+
+def models_route(dialect: Dialect, method: str, path: str, headers: dict[str, str]) -> Route | None:
+    """Return the route of the model list, or of one model, whose name may contain slashes.
+
+    `None` = the request is not for `dialect`.
+    """
+    before, found, name = (tidy(path) + "/").partition("/models/")
+    if method != "GET" or not found or caller(before, headers) is not dialect:
+        return None
+    if not name:
+        return Route(dialect, RouteKind.MODELS)
+    return Route(dialect, RouteKind.MODEL, model=unquote(name.rstrip("/")))

@@ -1,23 +1,23 @@
-"""Every field that a request and its messages may have, per dialect, and what becomes of it.
+"""Tables of the fields that a request and its messages may have, per dialect, and their treatment.
 
-What would take context away from the model if it were ignored is refused. What asks for something
-else that is not done is served, and its name stands in `ModelRequest.extra["unenforced"]`. A
-field that stands in no table is served and its name stands in `extra["unknown"]`, or in
-`Message.unknown`.
+A field is refused if the model would lack context without it. A field that asks for something else
+that is not done is served, and its name is in `ModelRequest.extra["unenforced"]`. The name of a
+field that is in no table is in `extra["unknown"]`, or in `Message.unknown`.
 """
 
 from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
 from bridle.dialects.ids import is_signature, standard_base64
+from bridle.dialects.json_reader import number_at, texts_at, whole_at
 from bridle.errors import RequestError
-from bridle.types import JSON, Dialect, Message
+from bridle.types import JSON, Dialect, Message, Sampling
 
 
 class Use(StrEnum):
@@ -88,7 +88,7 @@ FIELDS: dict[str, dict[str, Use]] = {
         "translationConfig",
     ),
 }
-"""By dialect: the fields beside messages and tools. Google's generation and `text` of Responses
+"""By dialect: the fields without messages and tools. Google's generation and `text` of Responses
 have tables of their own."""
 
 _NOTHING: dict[str, tuple[Any, ...]] = {
@@ -100,7 +100,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "mediaResolution": ("MEDIA_RESOLUTION_UNSPECIFIED",),
 }
-"""Values that ask for nothing, beside null, false, zero and what is empty."""
+"""Values that ask for nothing, as do null, false, zero and what is empty."""
 
 _BETAS = """
 advanced-tool-use advisor-tool afk-mode agent-memory auto-mode-classifier cache-diagnosis
@@ -126,7 +126,7 @@ _DATE = re.compile(r"[-=]v?20\d\d-?\d\d-?\d\d$")
 
 
 def unknown_betas(headers: Mapping[str, str]) -> tuple[str, ...]:
-    """The betas that a request's headers name and `BETAS` lacks; header names in lower case."""
+    """Return the betas in a request's headers (names in lower case) that `BETAS` lacks."""
     named = [headers[name] for name in ("anthropic-beta", "openai-beta") if name in headers]
     if not named:
         return ()
@@ -137,7 +137,7 @@ def unknown_betas(headers: Mapping[str, str]) -> tuple[str, ...]:
 def account(head: JSON, table: str, path: str = "") -> JSON:
     """Return the fields of `head` that have no effect: `unenforced`, `unknown`, if there are any.
 
-    `table` is a key of `FIELDS`; `path` stands before the names. `RequestError` for a field that
+    `table` is a key of `FIELDS`; `path` precedes the names. `RequestError` for a field that
     is refused.
     """
     uses = FIELDS[table]
@@ -171,6 +171,45 @@ def _asks_nothing(name: str, value: Any) -> bool:
 
 def _keeps_all(edit: Any) -> bool:
     return isinstance(edit, dict) and edit.get("keep") in ("all", {"type": "all"})
+
+
+FORMATS = ("json_schema", "json_object", "text")
+"""Formats of replies that OpenAI's dialects enforce."""
+
+
+def note_unknown_value(value: Any, known: Collection[str], name: str, ineffective: JSON) -> None:
+    """Add `name` to the unenforced fields of `account` unless its value is null or known."""
+    if value is not None and value not in known:
+        ineffective.setdefault("unenforced", []).append(name)
+
+
+_BOUNDS = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 2),
+    "min_p": (0, 1),
+}
+_LEAST = {"top_k": -1, "max_tokens": 1, "min_tokens": 0, "seed": None}
+
+
+def read_sampling(head: JSON, names: Mapping[str, str], path: str = "", **more: Any) -> Sampling:
+    """Read sampling parameters; `names` has the wire's name of each one that the dialect knows.
+
+    `more` are members of `Sampling` that the dialect reads itself.
+    """
+    for ours, name in names.items():
+        if ours in _BOUNDS:
+            least, most = _BOUNDS[ours]
+            more[ours] = number_at(head, name, path, least=least, most=most)
+        elif ours == "stop":
+            more[ours] = texts_at(head, name, path)
+        else:
+            more[ours] = whole_at(head, name, path, least=_LEAST[ours])
+    if more.get("top_k") == 0:
+        more["top_k"] = -1
+    return Sampling(**more)
 
 
 # ---- inside messages
@@ -235,14 +274,14 @@ _MEMBERS: dict[Dialect, dict[str, frozenset[str]]] = {
         functionResponse="id name response parts",
     ),
 }
-"""By dialect and kind of object (its `type`, else the key that it stands under): the fields that
+"""By dialect and kind of object (its `type`, else its key): the fields that
 are read, or say nothing to the model. Other kinds are shown or counted as whole blocks."""
 
 _INSIDE = frozenset(
     {"content", "output", "tool_calls", "function", "custom", "function_call", "image_url", "file"}
     | {"input_audio", "parts", "inlineData", "fileData", "functionCall", "functionResponse"}
 )
-"""Keys under which such objects stand."""
+"""Keys of such objects."""
 
 _OPAQUE = {
     "reasoning": ("encrypted_content", ("summary", "content")),
@@ -250,7 +289,7 @@ _OPAQUE = {
     "redacted_thinking": ("data", ()),
     "parts": ("thoughtSignature", ("thought",)),
 }
-"""Reasoning that only its provider can read: where it stands, and where its text would stand."""
+"""Reasoning that only its provider can read: its key, and the keys that its text would have."""
 
 _NO_REASONING = ("skip_thought_signature_validator", "context_engineering_is_the_way_to_go")
 """Signatures that Google documents for turns of other models."""
@@ -260,7 +299,7 @@ _NO_REASONING_BASE64 = {base64.b64encode(text.encode()).decode() for text in _NO
 def watched(
     dialect: Dialect, read: Callable[[JSON, str], tuple[Message, ...]]
 ) -> Callable[[JSON, str], tuple[Message, ...]]:
-    """`read`, whose first message also names what of the wire message is not known."""
+    """Wrap `read` so that the first message names the unknown members of the wire message."""
     common = _MEMBERS[dialect]["message"]
     flat = {str, type(None)}
 
@@ -308,7 +347,7 @@ def _note_unknown(
 
 
 def _is_foreign(opaque: str) -> bool:
-    """Return whether a signature is another provider's and stands for reasoning."""
+    """Return whether a signature of another provider replaces reasoning."""
     mark = standard_base64(opaque)
     return not (opaque in _NO_REASONING or mark in _NO_REASONING_BASE64 or is_signature(mark))
 

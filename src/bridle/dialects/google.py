@@ -1,72 +1,99 @@
 """Google generateContent: requests in, replies out, in camelCase and snake_case as they come.
 
 The model and streaming are in the path, with or without a version before `/models/`. Thoughts are
-shown only where `includeThoughts` asks for them. Every call has an id and a signature of ours; a
-reply without calls has its signature on the last text part, as the provider's newer models do.
-Reading of contents is in `google_contents`.
+shown only where `includeThoughts` asks for them. A function response is a tool message; the model
+is shown its `output` (or `result`) where that is a text and the only member, as the API defines,
+else the whole object as JSON. Replies are written in `google_write`.
 
-A stream is partial responses, as SSE or as the items of one JSON array; the last has the finish
-reason and the usage. Comments break Google's clients and so does silence: what keeps them waiting
-is a blank line.
+The provider publishes no schemas of its computer use, whose actions the client runs: names and
+arguments are those that Google's own clients run (google-gemini/computer-use-preview, ADK).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
+from typing import Any
 from urllib.parse import parse_qs, unquote
 
-from bridle.dialects.base import ReplyHead, Route, RouteKind, SpanMemo, StreamEncoder, WireFormat
-from bridle.dialects.fields import account, watched
-from bridle.dialects.google_contents import camel, plain_schema, read_content, read_system
-from bridle.dialects.google_tools import computer_use, speaks_older
-from bridle.dialects.google_write import (
-    call_part,
-    content_json,
-    error_json,
-    error_response,
-    finish_reason,
-    response_json,
-    sign,
+from bridle.dialects.base import (
+    AssistantTurn,
+    ReplyHead,
+    Route,
+    RouteKind,
+    StreamEncoder,
+    WireFormat,
+    models_route,
+    tidy,
+    user_messages,
 )
-from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
-from bridle.dialects.reading import (
+from bridle.dialects.fields import account, note_unknown_value, read_sampling
+from bridle.dialects.google_write import (
+    ContentStream,
+    content_json,
+    error_response,
+)
+from bridle.dialects.ids import standard_base64
+from bridle.dialects.json_reader import (
+    SpanMemo,
     an_object,
+    arguments_text,
     decode,
     encode,
     flag_at,
+    member,
     name_at,
-    number_at,
     object_at,
     objects,
     objects_at,
     read_head,
     read_spans,
-    shallow,
     split_body,
     split_field,
     text_at,
     texts_at,
     whole_at,
+    wrong,
 )
-from bridle.dialects.routes import models_route, tidy
-from bridle.dialects.streaming import PiecewiseEncoder
-from bridle.dialects.tools import ToolList, ToolMemo, check_choice, sent
+from bridle.dialects.media import block_part, block_text, data_part, url_part
+from bridle.dialects.noise import RULES, allow_removed
+from bridle.dialects.tools import (
+    ToolList,
+    ToolMemo,
+    check_choice,
+    object_schema,
+    provider_run,
+    sent,
+)
 from bridle.errors import RequestError
 from bridle.types import (
     JSON,
     Dialect,
     Message,
     ModelRequest,
+    Part,
     Reply,
+    Role,
     Sampling,
+    TextPart,
     ToolCall,
     ToolSpec,
     Usage,
-    one_line,
 )
 
 _SALT = b"google:"
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "topP",
+    "top_k": "topK",
+    "max_tokens": "maxOutputTokens",
+    "stop": "stopSequences",
+    "seed": "seed",
+    "presence_penalty": "presencePenalty",
+    "frequency_penalty": "frequencyPenalty",
+}
 _METHODS = {
     "generateContent": RouteKind.GENERATE,
     "streamGenerateContent": RouteKind.GENERATE,
@@ -81,13 +108,11 @@ class Google(WireFormat):
     messages_field = "contents"
 
     def __init__(self, rules: Collection[str] = RULES) -> None:
-        self._rules = rules
-        self._tools = ToolMemo(read_tools)
-        self._read = watched(self.dialect, read_content)
+        super().__init__(rules, read_tools, read_content)
         self._older_tools = ToolMemo(partial(read_tools, older=True))
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-        """`POST .../models/NAME:METHOD`, and Google's model list."""
+        """Recognise `POST .../models/NAME:METHOD`, and Google's model list."""
         _, found, rest = tidy(path).rpartition("/models/")
         name, colon, verb = rest.rpartition(":")
         if method != "POST" or not found or not colon:
@@ -102,11 +127,6 @@ class Google(WireFormat):
             sse=parse_qs(query).get("alt") == ["sse"],
             resource=verb if kind is RouteKind.UNSUPPORTED else None,
         )
-
-    def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
-        """Normalise a request; each content is one span, the system instruction is in the head."""
-        with shallow(""):
-            return self._parse(route, body, memo)
 
     def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields, spans = split_body(body, "contents", memo, _SALT)
@@ -140,7 +160,7 @@ class Google(WireFormat):
     def _read_head(
         self, head_bytes: bytes, tools_span: bytes | None, named: str | None
     ) -> tuple[Sequence[Message], JSON]:
-        """The system's messages, and the members of a `ModelRequest` that no message decides."""
+        """Return the system message, and the members of a `ModelRequest` beside the messages."""
         head = camel(an_object(decode(head_bytes, ""), ""))
         model = named or name_at(head, "model", "")
         known = self._older_tools if speaks_older(model) else self._tools
@@ -167,19 +187,17 @@ class Google(WireFormat):
             "extra": {
                 "removed": dict(tools.removed),
                 "thoughts": shown,
-                **_not_seen_to(head, config),
+                **_ineffective(head, config),
             },
         }
 
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """A `GenerateContentResponse` with one candidate."""
         shown = bool(request.extra.get("thoughts"))
         return encode(content_json(head, reply, usage, thoughts=shown))
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """The model's messages of a reply."""
         candidates = objects(decode(reply_json, "reply")["candidates"], "candidates")
         return tuple(
             message
@@ -188,7 +206,6 @@ class Google(WireFormat):
         )
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        """Partial responses, as SSE or as one JSON array."""
         return ContentStream(
             head,
             thoughts=bool(request.extra.get("thoughts")),
@@ -199,7 +216,6 @@ class Google(WireFormat):
         return error_response(error)
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
-        """A list object, or the one model that the path names."""
 
         def model(name: str) -> JSON:
             return {
@@ -216,21 +232,17 @@ class Google(WireFormat):
         return encode({"models": [model(name) for name in names]})
 
     def token_count(self, count: int) -> bytes:
-        """The answer of `countTokens`."""
         return encode({"totalTokens": count})
 
 
-def _not_seen_to(head: JSON, config: JSON) -> JSON:
+def _ineffective(head: JSON, config: JSON) -> JSON:
     """Return the fields of the head and the configuration that have no effect."""
-    told = account(head, Dialect.GOOGLE)
-    inner = account(config, "generationConfig", "generationConfig.")
-    if config.get("responseMimeType") not in (None, "text/plain", "application/json"):
-        inner.setdefault("unenforced", []).append("generationConfig.responseMimeType")
-    return {
-        name: told.get(name, []) + inner.get(name, [])
-        for name in ("unenforced", "unknown")
-        if name in told or name in inner
-    }
+    ineffective = account(head, Dialect.GOOGLE)
+    for kind, names in account(config, "generationConfig", "generationConfig.").items():
+        ineffective.setdefault(kind, []).extend(names)
+    name, known = "responseMimeType", ("text/plain", "application/json")
+    note_unknown_value(config.get(name), known, f"generationConfig.{name}", ineffective)
+    return ineffective
 
 
 def _read_sampling(config: JSON) -> Sampling:
@@ -238,17 +250,7 @@ def _read_sampling(config: JSON) -> Sampling:
     if (count := whole_at(config, "candidateCount", path)) not in (None, 1):
         message = f"Only one candidate is sampled, not {count}."
         raise RequestError(message, param=f"{path}.candidateCount")
-    top_k = whole_at(config, "topK", path, least=-1)
-    return Sampling(
-        temperature=number_at(config, "temperature", path, least=0, most=2),
-        top_p=number_at(config, "topP", path, least=0, most=1),
-        top_k=-1 if top_k == 0 else top_k,
-        max_tokens=whole_at(config, "maxOutputTokens", path, least=1),
-        stop=texts_at(config, "stopSequences", path),
-        seed=whole_at(config, "seed", path),
-        presence_penalty=number_at(config, "presencePenalty", path, least=-2, most=2),
-        frequency_penalty=number_at(config, "frequencyPenalty", path, least=-2, most=2),
-    )
+    return read_sampling(config, _SAMPLING, path)
 
 
 def _read_choice(head: JSON, tools: ToolList) -> str:
@@ -289,7 +291,7 @@ def _read_thinking(thinking: JSON, path: str, *, shown: bool) -> bool | None:
 
 
 def read_tools(value: object, path: str, *, older: bool = False) -> ToolList:
-    """`tools`: an array of objects with function declarations, or one such object.
+    """Return `tools`: an array of objects with function declarations, or one such object.
 
     `older` chooses the actions of computer use: `speaks_older`.
     """
@@ -309,7 +311,7 @@ def read_tools(value: object, path: str, *, older: bool = False) -> ToolList:
         removed += [key for key, given in fields.items() if key not in known and given is not None]
     named = {spec.name for spec in specs}
     shown = (*(spec for spec in predefined if spec.name not in named), *specs)
-    return ToolList(shown, removed={SERVER_TOOLS.name: removed} if removed else {})
+    return ToolList(shown, removed=provider_run(removed))
 
 
 def _read_function(value: JSON, path: str) -> ToolSpec:
@@ -323,63 +325,250 @@ def _read_function(value: JSON, path: str) -> ToolSpec:
     )
 
 
-class ContentStream(PiecewiseEncoder):
-    """One reply as partial responses. Without `sse` they are the items of one JSON array.
+# ---- contents: roles, parts, and keys in either case
 
-    Its calls leave in one response: clients that run tools at each response would otherwise answer
-    the first call without the others.
-    """
 
-    calls_at_end = True
+_VALUES = ("enum", "default", "example", "const")
+"""Schema keys with values, not schemas."""
 
-    def __init__(self, head: ReplyHead, *, thoughts: bool, sse: bool) -> None:
-        super().__init__()
-        self._head = head
-        self._thoughts = thoughts
-        self._sse = sse
-        self._items = 0
+_HOSTED = frozenset({"executableCode", "codeExecutionResult", "toolCall", "toolResponse"})
+"""Parts of what the provider ran; the model is shown them as text."""
 
-    def open(self) -> bytes:
-        """Nothing, or the array's begin."""
-        return b"" if self._sse else b"["
+_SNAKE = re.compile(r"_([a-z])")
+_ROLES = {"user": Role.USER, "function": Role.USER, "tool": Role.USER, "model": Role.ASSISTANT}
 
-    def write_reasoning(self, text: str) -> bytes:
-        """A thought part; nothing for a client that did not ask."""
-        return self._piece([{"text": text, "thought": True}]) if self._thoughts else b""
 
-    def write_text(self, text: str) -> bytes:
-        return self._piece([{"text": text}])
+def camel(value: JSON) -> JSON:
+    """Return the object with its own keys in camelCase; deeper objects are left alone."""
+    if "_" not in "".join(value):
+        return value
+    return {_SNAKE.sub(lambda found: found[1].upper(), key): item for key, item in value.items()}
 
-    def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        """A whole function call."""
-        return self.write_calls(index, [ToolCall(call_id, name, arguments)])
 
-    def write_calls(self, first: int, calls: Sequence[ToolCall]) -> bytes:
-        """All of them in one response."""
-        parts = [call_part(self._head, index, call) for index, call in enumerate(calls, first)]
-        return self._piece(parts) if parts else b""
+def plain_schema(value: JSON) -> JSON:
+    """Return a Google schema as JSON schema: type names are in lower case."""
+    return {key: _schema_member(key, item) for key, item in value.items()}
 
-    def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Nothing before; the finish reason, usage, and the signature where no call had one."""
-        signed = reply.content and not reply.tool_calls
-        parts = [{"text": "", **(sign(self._head, 0) if signed else {})}]
-        last = self._framed(response_json(self._head, parts, finish_reason(reply), usage))
-        return b"", last if self._sse else last + b"]"
 
-    def keepalive(self) -> bytes:
-        """A blank line."""
-        return b"\r\n"
+def _schema_member(key: str, value: Any) -> Any:
+    match value:
+        case str() if key == "type":
+            return value.lower()
+        case dict() if key == "properties":
+            return {name: _schema_member("", item) for name, item in value.items()}
+        case dict() if key not in _VALUES:
+            return plain_schema(value)
+        case list() if key not in _VALUES:
+            return [_schema_member("", item) for item in value]
+        case _:
+            return value
 
-    def error(self, error: RequestError) -> bytes:
-        """An error object in place of a response."""
-        shown = self._framed(error_json(error))
-        return shown if self._sse else shown + b"]"
 
-    def _piece(self, parts: list[JSON]) -> bytes:
-        return self._framed(response_json(self._head, parts))
+def read_system(value: Any, path: str) -> tuple[Message, ...]:
+    """Return the message of `systemInstruction`: a content, or a bare text."""
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        return (Message(Role.SYSTEM, (TextPart(value),)),)
+    content = an_object(value, path)
+    parts: list[Part] = []
+    for part, where in _parts_of(content, path):
+        parts += _content_part(part, where)
+    return (Message(Role.SYSTEM, tuple(parts)),) if parts else ()
 
-    def _framed(self, value: JSON) -> bytes:
-        if self._sse:
-            return b"data: " + one_line(encode(value)) + b"\r\n\r\n"
-        self._items += 1
-        return (b"" if self._items == 1 else b",\r\n") + encode(value)
+
+def read_content(value: JSON, path: str) -> tuple[Message, ...]:
+    """Read one content: one message, or several where it has function responses."""
+    name = text_at(value, "role", path) or "user"
+    role = _ROLES.get(name)
+    if role is None:
+        message = f"{member(path, 'role')}: unknown role {name!r}; known: user, model"
+        raise RequestError(message, param=member(path, "role"))
+    if role is Role.ASSISTANT:
+        return _read_model(value, path)
+    if value.get("parts", ()) is None:
+        raise wrong(member(path, "parts"), "an array", None)
+    return user_messages(_read_user(value, path))
+
+
+def _parts_of(value: JSON, path: str) -> Iterator[tuple[JSON, str]]:
+    given = value.get("parts")
+    if isinstance(given, dict):
+        yield camel(given), member(path, "parts")
+    elif isinstance(given, str):
+        raise wrong(member(path, "parts"), "an array", given)
+    else:
+        for part, where in objects_at(value, "parts", path):
+            yield camel(part), where
+
+
+def _content_part(part: JSON, path: str) -> Iterator[Part]:
+    """Text, media, or a block kept as it is."""
+    if "text" in part:
+        if text := text_at(part, "text", path):
+            yield TextPart(text)
+    elif (data := object_at(part, "inlineData", path)) is not None:
+        fields, where = camel(data), member(path, "inlineData")
+        kind = text_at(fields, "mimeType", where) or "application/octet-stream"
+        yield data_part(kind, name_at(fields, "data", where))
+    elif (file := object_at(part, "fileData", path)) is not None:
+        fields, where = camel(file), member(path, "fileData")
+        kind = text_at(fields, "mimeType", where) or "application/octet-stream"
+        yield url_part(name_at(fields, "fileUri", where), kind)
+    elif _HOSTED & part.keys():
+        yield block_text(part)
+    elif part.keys() - {"thoughtSignature", "thought"}:
+        yield block_part(part)
+
+
+# ---- user contents
+
+
+def _read_user(value: JSON, path: str) -> Iterator[Part | Message]:
+    """Yield the parts of user content and the messages of function responses."""
+    for part, where in _parts_of(value, path):
+        response = object_at(part, "functionResponse", where)
+        if response is None:
+            yield from _content_part(part, where)
+        else:
+            yield _read_response(camel(response), member(where, "functionResponse"))
+
+
+def _read_response(value: JSON, path: str) -> Message:
+    shown: list[Part] = []
+    if text := _response_text(value.get("response")):
+        shown.append(TextPart(text))
+    for part, where in objects_at(value, "parts", path):
+        shown += _content_part(camel(part), where)
+    return Message(
+        Role.TOOL,
+        tuple(shown),
+        tool_call_id=text_at(value, "id", path) or None,
+        name=text_at(value, "name", path),
+    )
+
+
+def _response_text(response: Any) -> str:
+    if isinstance(response, dict) and len(response) == 1:
+        only = response.get("output", response.get("result"))
+        if isinstance(only, str):
+            return only
+    if response is None or response == {}:
+        return ""
+    if isinstance(response, str):
+        return response
+    return json.dumps(response, ensure_ascii=False)
+
+
+# ---- model contents
+
+
+def _read_model(value: JSON, path: str) -> tuple[Message, ...]:
+    turn = AssistantTurn()
+    for part, where in _parts_of(value, path):
+        if mark := text_at(part, "thoughtSignature", where):
+            turn.ids.append(standard_base64(mark))
+        if flag_at(part, "thought", where):
+            turn.thoughts.append(text_at(part, "text", where) or "")
+        elif (call := object_at(part, "functionCall", where)) is not None:
+            turn.calls.append(_read_call(call, member(where, "functionCall")))
+        else:
+            turn.add(list(_content_part(part, where)))
+    return turn.messages()
+
+
+def _read_call(value: JSON, path: str) -> ToolCall:
+    fields = camel(value)
+    return ToolCall(
+        text_at(fields, "id", path) or None,
+        name_at(fields, "name", path),
+        arguments_text(fields.get("args")),
+    )
+
+
+# ---- computer use
+
+
+_OLDER_MODELS = ("gemini-1.", "gemini-2.", "gemini-3-flash-preview", "gemini-3.1-pro-preview")
+
+_TEXT: JSON = {"type": "string"}
+_ACROSS: JSON = {"type": "integer", "description": "0 (left) to 999 (right) of the screen."}
+_DOWN: JSON = {"type": "integer", "description": "0 (top) to 999 (bottom) of the screen."}
+_ARGUMENTS: dict[str, JSON] = {
+    "x": _ACROSS,
+    "y": _DOWN,
+    "destination_x": _ACROSS,
+    "destination_y": _DOWN,
+    "direction": {**_TEXT, "enum": ["up", "down", "left", "right"]},
+    "magnitude": {"type": "integer", "description": "How far, 1 to 999."},
+    "text": _TEXT,
+    "press_enter": {"type": "boolean"},
+    "clear_before_typing": {"type": "boolean"},
+    "key": {**_TEXT, "description": "The name of one key."},
+    "keys": {"type": "array", "items": _TEXT, "description": "Names of the keys."},
+    "keys+": {**_TEXT, "description": 'Names of keys, such as "control+c".'},
+    "seconds": {"type": "integer"},
+    "url": _TEXT,
+}
+"""Schemas by name; `keys+` is the older form of `keys`."""
+
+_Actions = tuple[tuple[str, str, str], ...]
+_ALWAYS: _Actions = (
+    ("navigate", "url", "Opens a URL."),
+    ("go_back", "", "Goes back to the page before."),
+    ("go_forward", "", "Goes forward in the history."),
+    ("drag_and_drop", "x y destination_x destination_y", "Drags from a point to another."),
+)
+_OLDER: _Actions = (
+    ("open_web_browser", "", "Opens the web browser."),
+    ("wait_5_seconds", "", "Waits for the page to finish."),
+    ("search", "", "Opens a search engine."),
+    ("click_at", "x y", "Clicks at a point."),
+    ("hover_at", "x y", "Moves the mouse to a point."),
+    ("type_text_at", "x y text press_enter? clear_before_typing?", "Types text at a point."),
+    ("key_combination", "keys+", "Presses keys together."),
+    ("scroll_document", "direction", "Scrolls the page."),
+    ("scroll_at", "x y direction magnitude?", "Scrolls at a point."),
+)
+_NEWER: _Actions = (
+    ("click", "x y", "Clicks at a point."),
+    ("double_click", "x y", "Clicks twice at a point."),
+    ("triple_click", "x y", "Clicks three times at a point."),
+    ("middle_click", "x y", "Clicks the middle button at a point."),
+    ("right_click", "x y", "Clicks the right button at a point."),
+    ("mouse_down", "x y", "Presses the mouse button at a point and holds it."),
+    ("mouse_up", "x y", "Releases the mouse button at a point."),
+    ("move", "x y", "Moves the mouse to a point."),
+    ("type", "text press_enter?", "Types text where the focus is."),
+    ("press_key", "key", "Presses a key."),
+    ("key_down", "key", "Presses a key and holds it."),
+    ("key_up", "key", "Releases a key."),
+    ("hotkey", "keys", "Presses keys together."),
+    ("scroll", "x y direction magnitude?", "Scrolls at a point."),
+    ("wait", "seconds", "Waits."),
+    ("take_screenshot", "", "Returns the screen as it is."),
+)
+"""Names, arguments (`?` = optional) and descriptions of the actions."""
+
+
+def speaks_older(model: str) -> bool:
+    """Return whether clients of a model of this name run the actions of Gemini before 3.5."""
+    return model.rpartition("/")[2].startswith(_OLDER_MODELS)
+
+
+def computer_use(given: JSON, path: str, *, older: bool) -> tuple[ToolSpec, ...]:
+    """Return the functions of `computerUse`; none for mobile devices (not published)."""
+    fields = camel(given)
+    if text_at(fields, "environment", path) == "ENVIRONMENT_MOBILE":
+        return ()
+    excluded = texts_at(fields, "excludedPredefinedFunctions", path)
+    actions = (*(_OLDER if older else _NEWER), *_ALWAYS)
+    return tuple(_predefined(*action) for action in actions if action[0] not in excluded)
+
+
+def _predefined(name: str, arguments: str, description: str) -> ToolSpec:
+    words = arguments.split()
+    plain = {word: word.rstrip("+?") for word in words}
+    properties = {plain[word]: _ARGUMENTS[word.rstrip("?")] for word in words}
+    required = [plain[word] for word in words if not word.endswith("?")]
+    return ToolSpec(name, description, object_schema(properties, required))

@@ -1,11 +1,11 @@
-"""A session's memory of what its requests began with, so that a growing history is read once.
+"""A session's memory of the beginnings of its requests, so that a growing history is read once.
 
 Harnesses send their whole history again with every call. A body that begins with the bytes of an
-earlier one, up to the end of that one's last message, holds the same messages there: the same bytes
-put a JSON reader into the same state. So only what follows is split, hashed and decoded, and the
-cost of a request is one comparison of bytes plus its new messages. Comparing 100 kB takes 2 us,
-splitting and hashing them 110. Where a body ends as the earlier one did, too, its other fields
-(tools among them) are those of then.
+earlier one, up to the end of that one's last message, has the same messages there: the same bytes
+put a JSON reader into the same state. So only the rest is split, hashed and decoded, and a request
+costs one comparison of bytes plus its new messages. Comparing 100 kB takes 2 us, splitting and
+hashing them 110. Where the end of a body is that of the earlier one, too, its other fields (tools
+among them) are the earlier ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from bridle.types import Message
 
 KEPT = 4
-"""Beginnings that a session remembers: one per conversation that goes on (agent, sub-agents)."""
+"""Beginnings that a session remembers: one per conversation (agent, sub-agents)."""
 
 SMALLEST = 2_000
 """Bytes below which remembering does not pay."""
@@ -59,7 +59,7 @@ class Begun:
         return body[start + 1 : end] if alike else None
 
     def rest(self, body: bytes) -> bytes | None:
-        """`body` without the items that are known; `None` if it does not begin like this."""
+        """Return `body` without the items that are known; `None` if it does not begin like this."""
         if not body.startswith(self.prefix):
             return None
         after = body[len(self.prefix) :]
@@ -77,10 +77,10 @@ class Begun:
 T = TypeVar("T")
 
 
-class History(dict[bytes, tuple[Message, ...]]):
+class RequestHistory(dict[bytes, tuple[Message, ...]]):
     """A `bridle.dialects.base.SpanMemo` that remembers beginnings and heads too; one per session.
 
-    Used by `bridle.dialects.reading` in this order: `grown` and `find` when a body is split,
+    Used by `bridle.dialects.json_reader` in this order: `grown` and `find` when a body is split,
     `reads` when its items are known, `begun` and `remember` when they are read.
     """
 
@@ -96,16 +96,16 @@ class History(dict[bytes, tuple[Message, ...]]):
         """Body, start and end of the items that are being read, and the other fields."""
 
     def grown(self, body: bytes, key: str, salt: bytes) -> tuple[Begun, bytes] | None:
-        """The longest body that `body` may be with more items, and their text: `Begun.grown`."""
+        """Return the longest known body that `body` may extend, and the text of the new items."""
         return self._longest(Begun.grown, body, key, salt)
 
     def find(self, body: bytes, key: str, salt: bytes) -> tuple[Begun, bytes] | None:
-        """The longest known beginning of `body`, and the body without its items."""
+        """Return the longest known beginning of `body`, and the body without its items."""
         self._found = self._place = None
         return self._longest(Begun.rest, body, key, salt)
 
     def head(self, key: Hashable, read: Callable[[], T]) -> T:
-        """Return `read()` for a request's fields beside its messages; `key` is all of them.
+        """Return `read()` for the fields of a request without its messages; `key` is all of them.
 
         The last `KEPT` are remembered, so the caller must not change what it gets.
         """
@@ -122,7 +122,7 @@ class History(dict[bytes, tuple[Message, ...]]):
         known = [len(one.prefix) for one in self._begun if body.startswith(one.prefix)]
         return len(body) - max(known, default=0)
 
-    def adopt(self, other: History) -> None:
+    def adopt(self, other: RequestHistory) -> None:
         """Take over what another one remembers, as the newest."""
         self.update(other)
         self._begun = [*other._begun, *self._begun][:KEPT]

@@ -25,30 +25,30 @@ _NAME = msgspec.json.Decoder(_Named)
 
 
 def reply_id(reply_json: bytes) -> str:
-    """The id of a reply of ours, of any dialect."""
+    """Return the id of a reply of ours, of any dialect."""
     named = _NAME.decode(reply_json)
     return named.id or named.responseId
 
 
 def bare_id(identity: str) -> str:
-    """The random part of an id, without its dialect's prefix."""
+    """Return the random part of an id, without its dialect's prefix."""
     return identity.replace("-", "_").rpartition("_")[2]
 
 
 def item_id(prefix: str, reply_id: str, index: int) -> str:
-    """The id of output item `index`."""
+    """Return the id of output item `index`."""
     return f"{prefix}_{reply_id}{index:03d}"
 
 
 def call_id(prefix: str, ours: str | None, reply_id: str, index: int) -> str:
-    """A call's id with the dialect's prefix; made from the reply's id where there is none."""
+    """Return a call's id with the dialect's prefix; it is made from the reply's id if need be."""
     if not ours:
         return item_id(prefix, reply_id, index)
     return f"{prefix}_{ours.removeprefix(_CALL)}" if ours.startswith(_CALL) else ours
 
 
 def signature(reply_id: str, index: int) -> str:
-    """An opaque value for block `index`: base64 that reads the same in the URL-safe alphabet.
+    """Return an opaque value for block `index`: base64 that is the same in the URL-safe alphabet.
 
     The base64 of ASCII letters and digits never holds the two characters in which the alphabets
     differ.
@@ -69,6 +69,6 @@ def is_signature(text: str) -> bool:
 
 
 def standard_base64(text: str) -> str:
-    """`text` in the standard alphabet, padded: Google's Python clients echo the URL-safe one."""
+    """Return base64 in the standard alphabet, padded; Google's Python clients echo the other."""
     plain = text.translate({ord("-"): "+", ord("_"): "/"}).rstrip("=")
     return plain + "=" * (-len(plain) % 4)

@@ -47,7 +47,7 @@ def data_part(media_type: str, data: str) -> MediaPart:
 
 
 def url_part(url: str, media_type: str) -> MediaPart:
-    """A URL, or the data in a data URL. `media_type` is used where the URL does not tell."""
+    """Return a URL as a part, or the data of a data URL; `media_type` is for URLs without one."""
     if url.startswith("data:"):
         head, comma, data = url.removeprefix("data:").partition(",")
         kind, *flags = head.split(";")
@@ -58,14 +58,14 @@ def url_part(url: str, media_type: str) -> MediaPart:
 
 
 def block_part(block: JSON) -> MediaPart:
-    """A block we do not know, kept as its JSON."""
+    """Return a block of an unknown type as a part with its JSON."""
     text = json.dumps(_lasting(block), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     source = json.dumps(block, ensure_ascii=False, separators=(",", ":"))
     return MediaPart(BLOCK_TYPE, hashlib.sha256(text.encode()).hexdigest(), source)
 
 
 def block_text(block: JSON) -> TextPart:
-    """A block that the model is shown as text: its type, and its JSON without what is opaque.
+    """Return the text that the model is shown of a block: its type and its readable JSON.
 
     Data of images and files is left out: as text it would be no picture, but fill the context.
     """
@@ -76,7 +76,7 @@ def block_text(block: JSON) -> TextPart:
 
 
 def block_name(part: Part) -> str | None:
-    """The type of a block that nobody here knows; `None` = the part is something else."""
+    """Return the type of a block of unknown type; `None` = the part is something else."""
     if not isinstance(part, MediaPart) or part.media_type != BLOCK_TYPE:
         return None
     block = _block_in(part)
@@ -85,7 +85,7 @@ def block_name(part: Part) -> str | None:
 
 
 def shown_block(part: MediaPart) -> str | None:
-    """The text of a block that was kept as its JSON; `None` = it is none, or names a file."""
+    """Return the text of a block kept as its JSON; `None` = the part is none, or names a file."""
     if part.media_type != BLOCK_TYPE or part.source.startswith("data:"):
         return None
     block = _block_in(part)

@@ -1,53 +1,72 @@
-"""OpenAI Chat Completions: requests in, replies out, also as the many clients of it really speak.
+"""OpenAI Chat Completions: requests in, replies out, also as its many clients really speak it.
 
 Reading is as tolerant as fifteen recorded harnesses (November 2026) need: content may be a string,
 parts, null or missing; system may be `developer`; reasoning comes back as `reasoning_content` or
-`reasoning`; tools and calls may have their older function form. The stream's grammar is in
-`openai_chat_stream`.
+`reasoning`; tools and calls may have their older function form. Replies are written in
+`openai_chat_write`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from bridle.dialects.base import ReplyHead, Route, RouteKind, SpanMemo, StreamEncoder, WireFormat
-from bridle.dialects.fields import account, watched
+from bridle.dialects.base import (
+    ReplyHead,
+    Route,
+    RouteKind,
+    StreamEncoder,
+    WireFormat,
+    caller,
+    models_route,
+    tidy,
+)
+from bridle.dialects.fields import FORMATS, account, note_unknown_value, read_sampling
+from bridle.dialects.json_reader import (
+    SpanMemo,
+    an_object,
+    arguments_text,
+    contents,
+    decode,
+    encode,
+    first_of,
+    flag_at,
+    member,
+    name_at,
+    number_at,
+    object_at,
+    objects,
+    objects_at,
+    read_head,
+    read_spans,
+    split_body,
+    split_field,
+    text_at,
+    wholes_at,
+    wrong,
+)
 from bridle.dialects.media import block_part, data_part, url_part
-from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
-from bridle.dialects.openai_chat_stream import ChatStream
+from bridle.dialects.noise import RULES, allow_removed
 from bridle.dialects.openai_chat_write import (
+    ChatStream,
+    chat_error_message,
+    error_response,
     finish_reason,
     logprobs_json,
     models_json,
     tool_call_json,
     usage_json,
 )
-from bridle.dialects.openai_errors import chat_message, error_response
-from bridle.dialects.openai_options import read_choice, read_sampling, read_schema, read_thinking
-from bridle.dialects.reading import (
-    an_object,
-    arguments_text,
-    decode,
-    encode,
-    flag_at,
-    member,
-    name_at,
-    object_at,
-    objects,
-    objects_at,
-    read_head,
-    read_spans,
-    shallow,
-    split_body,
-    split_field,
-    text_at,
-    wrong,
+from bridle.dialects.tools import (
+    ToolList,
+    check_choice,
+    freeform_spec,
+    function_spec,
+    provider_run,
+    sent,
 )
-from bridle.dialects.routes import caller, models_route, tidy
-from bridle.dialects.tools import ToolList, ToolMemo, freeform_grammar, freeform_spec, sent
 from bridle.errors import RequestError
 from bridle.types import (
     JSON,
@@ -57,6 +76,7 @@ from bridle.types import (
     Part,
     Reply,
     Role,
+    Sampling,
     TextPart,
     ToolCall,
     ToolSpec,
@@ -86,6 +106,13 @@ class _TextOnly(msgspec.Struct):
 _TEXT_ONLY = msgspec.json.Decoder(_TextOnly)
 
 _SALT = b"chat:"
+_SAMPLING = {
+    name: name
+    for name in (
+        *("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "stop", "seed"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"),
+    )
+}
 _UNSUPPORTED = (
     *("embeddings", "completions", "moderations", "batches", "files", "images", "audio"),
     *("fine_tuning", "tokenize", "uploads", "vector_stores", "assistants", "threads", "evals"),
@@ -108,12 +135,10 @@ class OpenAIChat(WireFormat):
     dialect = Dialect.OPENAI_CHAT
 
     def __init__(self, rules: Collection[str] = RULES) -> None:
-        self._rules = rules
-        self._tools = ToolMemo(read_tools)
-        self._read = watched(self.dialect, read_message)
+        super().__init__(rules, read_tools, read_message)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-        """`POST .../chat/completions`, OpenAI's model list, and what of OpenAI we do not serve."""
+        """Recognise `POST .../chat/completions`, OpenAI's model list and unsupported paths."""
         del query
         words = tidy(path)
         if method == "POST" and words.endswith("/chat/completions"):
@@ -127,13 +152,8 @@ class OpenAIChat(WireFormat):
                 return Route(self.dialect, RouteKind.UNSUPPORTED, resource=word)
         return None
 
-    def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
-        """Normalise a request; each message is one span."""
+    def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         del route  # its only generating route
-        with shallow(""):
-            return self._parse(body, memo)
-
-    def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields, spans = split_body(body, "messages", memo, _SALT)
         if spans is None:
             spans = split_field(fields, "messages")
@@ -158,7 +178,7 @@ class OpenAIChat(WireFormat):
         )
 
     def _read_head(self, head_bytes: bytes, legacy: str, tools_span: bytes | None) -> JSON:
-        """The members of a `ModelRequest` that its messages do not decide."""
+        """Return the members of a `ModelRequest` that its messages do not decide."""
         head = an_object(decode(head_bytes, ""), "")
         _refuse_many(head)
         options = object_at(head, "stream_options", "") or {}
@@ -168,7 +188,7 @@ class OpenAIChat(WireFormat):
             "dialect": self.dialect,
             "model": name_at(head, "model", ""),
             "tools": tools.specs,
-            "sampling": read_sampling(head),
+            "sampling": read_options(head),
             "stream": flag_at(head, "stream", "") or False,
             "tool_choice": read_choice(head, tools),
             "response_schema": read_schema(head),
@@ -182,14 +202,13 @@ class OpenAIChat(WireFormat):
             "extra": {
                 "freeform": tools.freeform,
                 "removed": dict(tools.removed),
-                **_not_seen_to(head),
+                **_ineffective(head),
             },
         }
 
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """A `chat.completion` object with one choice."""
         freeform = request.extra.get("freeform", ())
         message: JSON = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.reasoning:
@@ -215,7 +234,6 @@ class OpenAIChat(WireFormat):
         )
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """The one assistant message of a reply."""
         try:
             (choice,) = _TEXT_ONLY.decode(reply_json).choices
         except (msgspec.MsgspecError, ValueError):  # calls, or a completion's text
@@ -233,15 +251,13 @@ class OpenAIChat(WireFormat):
         )
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        """Chunks, the usage chunk if it was asked for, `[DONE]`."""
         freeform = request.extra.get("freeform", ())
         return ChatStream(head, include_usage=request.include_usage, freeform=freeform)
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
-        return error_response(error, chat_message(error))
+        return error_response(error, chat_error_message(error))
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
-        """A list object, or the one model that the path names."""
         return models_json(route, names, context_length)
 
     def token_count(self, count: int) -> bytes:
@@ -250,7 +266,7 @@ class OpenAIChat(WireFormat):
 
 
 def _said(choice: JSON, path: str) -> JSON:
-    """The message of a choice; a completion's is its text."""
+    """Return the message of a choice; a completion's is its text."""
     if "message" not in choice:
         return {"role": "assistant", "content": choice.get("text")}
     return an_object(choice["message"], path)
@@ -263,25 +279,29 @@ def _refuse_many(head: JSON) -> None:
             raise RequestError(f"Only one choice is sampled: '{key}' must be 1.", param=key)
 
 
-def _not_seen_to(head: JSON) -> JSON:
+def _ineffective(head: JSON) -> JSON:
     """Return the fields of the head that have no effect, and an unknown `response_format`."""
-    told = account(head, Dialect.OPENAI_CHAT)
+    ineffective = account(head, Dialect.OPENAI_CHAT)
     form = object_at(head, "response_format", "") or {}
-    if form.get("type") not in ("json_schema", "json_object", "text", None):
-        told.setdefault("unenforced", []).append("response_format")
-    return told
+    note_unknown_value(form.get("type"), FORMATS, "response_format", ineffective)
+    return ineffective
 
 
 # ---- messages
 
 
-def read_message(value: JSON, path: str) -> tuple[Message, ...]:
+def read_role(value: JSON, path: str, roles: Mapping[str, Role]) -> Role:
+    """Read the role of a message, which is one of `roles` by the wire's names."""
     name = name_at(value, "role", path)
-    role = _ROLES.get(name)
-    if role is None:
-        known = ", ".join(f"'{known}'" for known in _ROLES)
+    if name not in roles:
+        known = ", ".join(f"'{known}'" for known in roles)
         message = f"Invalid value: '{name}'. Supported values are: {known}."
         raise RequestError(message, param=member(path, "role"))
+    return roles[name]
+
+
+def read_message(value: JSON, path: str) -> tuple[Message, ...]:
+    role = read_role(value, path, _ROLES)
     thoughts: list[str] = []
     given = value.get("content")
     if given is None and role is Role.USER and "content" in value:
@@ -311,11 +331,11 @@ def _read_assistant(
         raise RequestError(message, param=f"{path}.audio")
     key = "reasoning_content" if value.get("reasoning_content") is not None else "reasoning"
     # `reasoning` is an object with some gateways; it is evidence only, so it may be anything.
-    told = value.get(key) if isinstance(value.get(key), str) else None
+    reasoning = value.get(key) if isinstance(value.get(key), str) else None
     return Message(
         Role.ASSISTANT,
         content,
-        reasoning=told or "".join(thoughts) or None,
+        reasoning=reasoning or "".join(thoughts) or None,
         tool_calls=tuple(_read_calls(value, path)) if value.keys() & _CALLING else (),
     )
 
@@ -341,20 +361,12 @@ def _read_calls(value: JSON, path: str) -> Iterator[ToolCall]:
 
 
 def read_content(value: Any, path: str, thoughts: list[str]) -> Iterator[Part]:
-    """The parts of a content: a string, a list of parts, or nothing; empty text gives no part.
+    """Yield the parts of a content: a string, a list of parts, or nothing. Empty text is no part.
 
     Text of reasoning parts goes to `thoughts`.
     """
-    match value:
-        case None | "":
-            return
-        case str():
-            yield TextPart(value)
-        case list():
-            for index, item in enumerate(value):
-                yield from _read_part(item, f"{path}[{index}]", thoughts)
-        case _:
-            raise wrong(path, "a string or an array of parts", value)
+    for item, where in contents(value, path):
+        yield from _read_part(item, where, thoughts)
 
 
 def _read_part(value: Any, path: str, thoughts: list[str]) -> Iterator[Part]:
@@ -396,7 +408,7 @@ def _some_text(text: str | None) -> Iterator[Part]:
 
 
 def read_tools(value: object, path: str) -> ToolList:
-    """`tools`, or the older `functions`."""
+    """Return `tools`, or the older `functions`."""
     specs: list[ToolSpec] = []
     freeform: set[str] = set()
     removed: list[str] = []
@@ -404,27 +416,113 @@ def read_tools(value: object, path: str) -> ToolList:
         kind = text_at(tool, "type", where)
         custom = object_at(tool, "custom", where) if kind == "custom" else None
         if custom is not None:
-            specs.append(_read_freeform(custom, member(where, "custom")))
+            specs.append(freeform_spec(custom, member(where, "custom")))
             freeform.add(specs[-1].name)
         elif kind in ("function", None):
             inner = object_at(tool, "function", where)
             inside = where if inner is None else member(where, "function")
-            specs.append(_read_function(tool if inner is None else inner, inside))
+            function = tool if inner is None else inner
+            schema = object_at(function, "parameters", inside)
+            specs.append(function_spec(function, inside, schema))
         else:
             removed.append(kind)
-    dropped = {SERVER_TOOLS.name: removed} if removed else {}
-    return ToolList(tuple(specs), frozenset(freeform), removed=dropped)
+    return ToolList(tuple(specs), frozenset(freeform), removed=provider_run(removed))
 
 
-def _read_function(value: JSON, path: str) -> ToolSpec:
-    return ToolSpec(
-        name_at(value, "name", path),
-        text_at(value, "description", path),
-        object_at(value, "parameters", path),
-        flag_at(value, "strict", path) or False,
+# ---- options
+
+
+def read_options(head: JSON) -> Sampling:
+    """Read the sampling parameters, with vLLM's additions (`top_k`, `min_tokens`...)."""
+    budget = first_of(head, ("max_completion_tokens", "max_tokens"))
+    return read_sampling(
+        head,
+        {**_SAMPLING, "max_tokens": budget},
+        stop_token_ids=wholes_at(head, "stop_token_ids", ""),
+        logit_bias=_read_bias(head),
     )
 
 
-def _read_freeform(value: JSON, path: str) -> ToolSpec:
-    grammar = freeform_grammar(object_at(value, "format", path))
-    return freeform_spec(name_at(value, "name", path), text_at(value, "description", path), grammar)
+def _read_bias(head: JSON) -> dict[str, float] | None:
+    """Return `logit_bias` of at least one token; `None` = none."""
+    given = object_at(head, "logit_bias", "") or {}
+    found: dict[str, float] = {}
+    for token in given:
+        if not (token.isascii() and token.isdecimal()):
+            raise wrong("logit_bias", "an object from token ids to numbers", given)
+        bias = number_at(given, token, "logit_bias", least=-100, most=100)
+        found |= {} if bias is None else {token: bias}
+    return found or None
+
+
+def read_choice(head: JSON, tools: ToolList) -> str:
+    """Read `tool_choice`, or the older `function_call`; of a list of allowed tools its mode."""
+    key = first_of(head, ("tool_choice", "function_call"))
+    key = "tool_choice" if head.get(key) is None else key
+    asked = head.get(key)
+    match asked:
+        case None:
+            return "auto"
+        case "auto" | "none" | "required" as mode:
+            return check_choice(mode, tools, key)
+        case "any":
+            return check_choice("required", tools, key)
+        case dict():
+            return check_choice(_chosen(asked, key), tools, key)
+        case str():
+            raise RequestError(f"Invalid value for '{key}': {asked!r}.", param=key)
+        case _:
+            raise wrong(key, "a string or an object", asked)
+
+
+def _chosen(choice: JSON, key: str) -> str:
+    match text_at(choice, "type", key):
+        case "allowed_tools":
+            inner = object_at(choice, "allowed_tools", key) or choice
+            return text_at(inner, "mode", key) or "auto"
+        case "function" | "custom" as kind:
+            if (named := choice.get(kind)) is None:
+                return name_at(choice, "name", key)
+            return name_at(an_object(named, f"{key}.{kind}"), "name", f"{key}.{kind}")
+        case kind:
+            # A hosted tool cannot be chosen: it was dropped, or there is none.
+            return text_at(choice, "name", key) or (
+                "auto" if kind else name_at(choice, "type", key)
+            )
+
+
+def read_schema(head: JSON) -> JSON | None:
+    """Return the JSON schema of `response_format`; `{}` for any object, `None` for free text."""
+    form = object_at(head, "response_format", "")
+    if form is None:
+        return None
+    match text_at(form, "type", "response_format"):
+        case "json_schema":
+            inside = object_at(form, "json_schema", "response_format") or {}
+            return object_at(inside, "schema", "response_format.json_schema") or {}
+        case "json_object":
+            return {}
+        case _:
+            return None
+
+
+def read_thinking(head: JSON) -> bool | None:
+    """Read the switch for thinking in any form that servers of open models use.
+
+    `None` = the request has none.
+    """
+    kwargs = object_at(head, "chat_template_kwargs", "") or {}
+    for found in (
+        flag_at(kwargs, "enable_thinking", "chat_template_kwargs"),
+        flag_at(kwargs, "thinking", "chat_template_kwargs"),
+        flag_at(head, "enable_thinking", ""),
+    ):
+        if found is not None:
+            return found
+    for key in ("thinking", "reasoning"):
+        switch = head.get(key)
+        if isinstance(switch, dict) and switch.get("type") in ("enabled", "disabled"):
+            return bool(switch["type"] == "enabled")
+        if isinstance(switch, dict) and isinstance(switch.get("enabled"), bool):
+            return bool(switch["enabled"])
+    return False if text_at(head, "reasoning_effort", "") == "none" else None

@@ -1,73 +1,90 @@
 """OpenAI Responses: requests in, replies out, as Codex and the SDKs speak it.
 
-Items of one assistant turn (reasoning, message, calls) stand side by side in `input`; those that
+Items of one assistant turn (reasoning, message, calls) follow each other in `input`; those that
 make up one message are one span, joined with commas, so that a span always stands for whole
-messages whatever surrounds it. Hosted tools are dropped by rule; freeform, namespaced, shell and
-patch tools are shown to the model as functions and their calls go out in their own item types.
+messages whatever surrounds it. The item types are those of the API reference and of Codex's own
+protocol (`compaction`, `compaction_trigger`, `additional_tools`); an item of an unknown type stays
+in its place as a block.
 
-A request that goes on from `previous_response_id` is first made whole with `continued`; items are
-read in `openai_responses_items`, tools in `openai_responses_tools`, written in
-`openai_responses_write`, streamed in `openai_responses_stream`.
+A request that continues `previous_response_id` is first made whole with `continued`. Tools are read
+in `openai_responses_tools`; replies are written in `openai_responses_write`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from bridle.dialects.base import (
-    Kept,
     ReplyHead,
     Route,
     RouteKind,
-    SpanMemo,
+    StoredReply,
     StreamEncoder,
     WireFormat,
-    content_digest,
+    tidy,
 )
-from bridle.dialects.fields import account, watched
-from bridle.dialects.history import KEPT, History
-from bridle.dialects.noise import RULES, allow_removed
-from bridle.dialects.openai_chat_write import models_json
-from bridle.dialects.openai_errors import error_response, responses_message
-from bridle.dialects.openai_options import read_choice
-from bridle.dialects.openai_responses_items import (
-    COMPACTION_PROMPT,
-    join_turn,
-    read_instructions,
-    read_item,
-)
-from bridle.dialects.openai_responses_stream import ResponsesStream
-from bridle.dialects.openai_responses_tools import read_tools
-from bridle.dialects.openai_responses_write import Dress, compaction_json, response_json
-from bridle.dialects.reading import (
+from bridle.dialects.fields import FORMATS, account, note_unknown_value, read_sampling
+from bridle.dialects.history import KEPT, RequestHistory
+from bridle.dialects.json_reader import (
+    SpanMemo,
     an_object,
+    arguments_text,
+    content_digest,
+    contents,
     decode,
     encode,
     flag_at,
+    member,
     missing,
     name_at,
-    number_at,
     object_at,
+    objects_at,
     one_line,
     read_head,
     read_spans,
-    shallow,
     split_array,
     split_body,
     split_object,
     text_at,
     texts_at,
-    whole_at,
+    wrong,
 )
-from bridle.dialects.routes import tidy
+from bridle.dialects.media import block_part, block_text, data_part, url_part
+from bridle.dialects.noise import RULES, allow_removed
+from bridle.dialects.openai_chat import read_choice, read_role
+from bridle.dialects.openai_chat_write import error_response, models_json
+from bridle.dialects.openai_responses_tools import call_of_item, qualified, read_tools
+from bridle.dialects.openai_responses_write import (
+    Dress,
+    ResponsesStream,
+    compaction_json,
+    response_json,
+    responses_message,
+    summary_in,
+)
 from bridle.dialects.tools import ToolList, ToolMemo, sent
 from bridle.errors import RequestError
-from bridle.types import JSON, Dialect, Message, ModelRequest, Reply, Sampling, Usage
+from bridle.types import (
+    JSON,
+    Dialect,
+    Message,
+    ModelRequest,
+    Part,
+    Reply,
+    Role,
+    TextPart,
+    ToolCall,
+    Usage,
+)
 
 _SALT = b"responses:"
+_SAMPLING = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "stop")},
+    "max_tokens": "max_output_tokens",
+}
 _STORED = {
     ("GET",): "get",
     ("DELETE",): "delete",
@@ -87,12 +104,10 @@ class OpenAIResponses(WireFormat):
     messages_field = "input"
 
     def __init__(self, rules: Collection[str] = RULES) -> None:
-        self._rules = rules
-        self._tools = ToolMemo(read_tools)
-        self._read = watched(self.dialect, read_item)
+        super().__init__(rules, read_tools, read_item)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-        """`POST .../responses`, its token count, stored replies, and websocket upgrades."""
+        """Recognise `POST .../responses`, token counts, stored replies and websocket upgrades."""
         del query
         _, found, rest = (tidy(path) + "/").rpartition("/responses/")
         if not found:
@@ -109,11 +124,6 @@ class OpenAIResponses(WireFormat):
             return Route(self.dialect, RouteKind.STORED, resource=words[0], action=action)
         resource = "/".join(["responses", *words])
         return Route(self.dialect, RouteKind.UNSUPPORTED, resource=resource)
-
-    def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
-        """Normalise a request; the items of one message are one span."""
-        with shallow(""):
-            return self._parse(route, body, memo)
 
     def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields, items = split_body(body, "input", memo, _SALT)
@@ -153,31 +163,30 @@ class OpenAIResponses(WireFormat):
         *,
         compacts: bool,
     ) -> tuple[Sequence[Message], JSON]:
-        """The instructions, and the members of a `ModelRequest` that no message decides.
+        """Return the instructions, and the members of a `ModelRequest` that no message decides.
 
         `added` are items that no message comes from, and the paths of their tools.
         """
         head = an_object(decode(encode(fields), ""), "")
-        told = account(head, self.dialect)
+        ineffective = account(head, self.dialect)
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
         tools = _with_added_tools(tools, added, self._tools)
         allow_removed(tools.removed, self._rules, "tools")
         system = read_instructions(head.get("instructions"))
         text = object_at(head, "text", "") or {}
-        for name, found in account(text, "text", "text.").items():
-            told.setdefault(name, []).extend(found)
+        for kind, names in account(text, "text", "text.").items():
+            ineffective.setdefault(kind, []).extend(names)
         form = object_at(text, "format", "text") or {}
-        if form.get("type") not in ("json_schema", "json_object", "text", None):
-            told.setdefault("unenforced", []).append("text.format")
+        note_unknown_value(form.get("type"), FORMATS, "text.format", ineffective)
         if any(bytes(split_object(item)["type"]) == _UPDATE for item, _ in added):
-            told.setdefault("unenforced", []).append("configuration_update")
+            ineffective.setdefault("unenforced", []).append("configuration_update")
         reasoning = object_at(head, "reasoning", "") or {}
         effort = text_at(reasoning, "effort", "reasoning")
         return system, {
             "dialect": self.dialect,
             "model": name_at(head, "model", ""),
             "tools": tools.specs,
-            "sampling": _read_sampling(head),
+            "sampling": read_sampling(head, _SAMPLING),
             "stream": (flag_at(head, "stream", "") or False) and route.resource != "compact",
             "tool_choice": "none" if compacts else read_choice(head, tools),
             "response_schema": _read_schema(form),
@@ -192,32 +201,31 @@ class OpenAIResponses(WireFormat):
                 "previous": text_at(head, "previous_response_id", ""),
                 "store": flag_at(head, "store", "") is not False,
                 **({"compact": True} if head.get("object") == _COMPACTED else {}),
-                **told,
+                **ineffective,
             },
         }
 
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """A `response` object, or what `compact` answers."""
+        """Return a `response` object, or what `compact` answers."""
         dress = request.extra.get("dress") or Dress()
         whole = compaction_json if request.extra.get("compact") else response_json
         return encode(whole(head, dress, reply, usage))
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """The assistant messages of a reply's output items."""
         items = self.output_items(reply_json)
         read, digests, lengths = read_spans(items, {}, _SALT, "output", read_item)
         return tuple(_Spans(items, digests, lengths, read).messages)
 
     def output_items(self, reply_json: bytes) -> tuple[bytes, ...]:
-        """The raw output items of a reply of ours; what goes into the next request's history."""
+        """Return the raw output items of a reply of ours, which the next request repeats."""
         return split_array(split_object(reply_json)["output"], "output")
 
-    def history(self, kept: Kept) -> tuple[bytes, ...]:
+    def history(self, kept: StoredReply) -> tuple[bytes, ...]:
         """Return the items that a request continues: those of the request before and of its reply.
 
-        A compaction item in the reply stands for everything before it.
+        A compaction item in the reply replaces everything before it.
         """
         output = self.output_items(kept.reply)
         for place, item in enumerate(output):
@@ -226,7 +234,7 @@ class OpenAIResponses(WireFormat):
         return (*kept.items, *output)
 
     def resolved(self, body: bytes, find: Callable[[str], bytes | None]) -> bytes:
-        """A request with each `item_reference` replaced by the item that `find` knows by its id.
+        """Return a request with each `item_reference` replaced by the item that `find` returns.
 
         What it does not know stays, and is refused when the request is read.
         """
@@ -241,12 +249,12 @@ class OpenAIResponses(WireFormat):
         whole = msgspec.Raw(b"[" + b",".join(items) + b"]")
         return encode({**fields, "input": whole})
 
-    def continued(self, body: bytes, kept: Kept) -> bytes:
-        """A request with `previous_response_id` as the one with its whole history.
+    def continued(self, body: bytes, kept: StoredReply) -> bytes:
+        """Return a request with `previous_response_id` as the one with its whole history.
 
         The instructions are the new request's own, as the API defines. The id stays for
-        the record, behind the items: what stands before them is then the same in every request
-        that goes on like this, and is read once.
+        the record, after the items: the bytes before it are then the same in every request that
+        continues like this, and are read once.
         """
         fields = split_object(body)
         items = [*self.history(kept), *_input_items(fields)]
@@ -266,7 +274,7 @@ class OpenAIResponses(WireFormat):
         return error_response(error, responses_message(error))
 
     def refuses_in_stream(self, error: RequestError) -> bool:
-        """An overflow: Codex reads it from a `response.failed` event; a bare 400 ends its run."""
+        """Refuse an overflow there: Codex reads `response.failed`; a bare 400 ends its run."""
         return error.code == "context_length_exceeded"
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
@@ -274,7 +282,6 @@ class OpenAIResponses(WireFormat):
         return models_json(route, names, context_length)
 
     def token_count(self, count: int) -> bytes:
-        """The answer of `input_tokens`."""
         return encode({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -322,8 +329,8 @@ def _joined(
     lengths: Sequence[int],
     read: Sequence[Message],
 ) -> _Spans:
-    """The items put together, after those that the session's requests began with before."""
-    if not isinstance(memo, History):
+    """Join items into messages, beginning with those of the session's earlier requests."""
+    if not isinstance(memo, RequestHistory):
         return _Spans(items, digests, lengths, read)
     known = [one for one in memo.joined if one.items == items[: len(one.items)]]
     begun = max(known, key=lambda one: len(one.items), default=None)
@@ -333,7 +340,7 @@ def _joined(
 
 
 def _input_items(fields: dict[str, msgspec.Raw]) -> tuple[bytes, ...]:
-    """The raw items of `input`, which is taken out of `fields`; a string is one user message."""
+    """Take `input` out of `fields` and return its raw items; a string is one user message."""
     raw = fields.pop("input", None)
     if raw is None:
         if "previous_response_id" in fields:
@@ -348,23 +355,12 @@ def _input_items(fields: dict[str, msgspec.Raw]) -> tuple[bytes, ...]:
 def _with_added_tools(
     tools: ToolList, added: Sequence[tuple[bytes, str]], memo: ToolMemo
 ) -> ToolList:
-    """`tools` and those that come as `additional_tools` items (Codex's code mode)."""
+    """Return `tools` and the tools of `additional_tools` items (Codex's code mode)."""
     for item, path in added:
         listed = split_object(item).get("tools")
         if listed is not None:
             tools = tools.plus(memo.read(bytes(listed), path))
     return tools
-
-
-def _read_sampling(head: JSON) -> Sampling:
-    top_k = whole_at(head, "top_k", "", least=-1)
-    return Sampling(
-        temperature=number_at(head, "temperature", "", least=0, most=2),
-        top_p=number_at(head, "top_p", "", least=0, most=1),
-        top_k=-1 if top_k == 0 else top_k,
-        max_tokens=whole_at(head, "max_output_tokens", "", least=1),
-        stop=texts_at(head, "stop", ""),
-    )
 
 
 def _read_schema(form: JSON) -> JSON | None:
@@ -411,3 +407,206 @@ def _dress(
         compacts=compacts,
         echo=echo,
     )
+
+
+# ---- items
+
+
+COMPACTION_PROMPT = (
+    "Summarise this conversation so that another assistant can go on with the work from your "
+    "summary alone: the user's aims and wishes, what was done and found out, which files and "
+    "commands matter, what is left to do. Answer with the summary only."
+)
+"""What the model is asked where a client leaves the wording to the provider."""
+
+_ENVELOPE = ("type", "id", "call_id", "output")
+"""Keys of a result item that say what it is, not what came out."""
+
+_HOSTED = frozenset(
+    {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"}
+    | {"mcp_call", "mcp_list_tools", "mcp_approval_request", "program", "program_output"}
+)
+"""Items of tools that the provider ran; the model is shown them as text."""
+
+_SEARCH = frozenset({"tool_search_call", "tool_search_output"})
+"""Items of a tool search; without a `call_id` the provider ran it."""
+
+_SUMMARY = "A summary of the conversation so far:\n\n"
+
+_ROLES = {
+    "user": Role.USER,
+    "system": Role.SYSTEM,
+    "developer": Role.SYSTEM,
+    "assistant": Role.ASSISTANT,
+}
+
+
+def read_instructions(value: Any) -> tuple[Message, ...]:
+    """Return the message of `instructions`: a string, or a list of items."""
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        return (Message(Role.SYSTEM, (TextPart(value),)),)
+    items = objects_at({"instructions": value}, "instructions", "")
+    return tuple(message for item, where in items for message in read_item(item, where))
+
+
+def join_turn(before: Message, after: Message) -> Message | None:
+    """Two messages of assistant items as one, or `None` where a new message begins.
+
+    Reasoning begins a turn, so it is not joined to anything but reasoning; text does not follow
+    calls or text within one message, because a reply of ours has one message item, before its
+    calls: Codex keeps the complete items of a reply that broke off, and adds those of the next.
+    """
+    if before.role is not Role.ASSISTANT or after.role is not Role.ASSISTANT:
+        return None
+    spoken = bool(before.content or before.tool_calls)
+    if spoken and (after.reasoning is not None or after.content):
+        return None
+    thoughts = [text for text in (before.reasoning, after.reasoning) if text is not None]
+    return Message(
+        Role.ASSISTANT,
+        before.content + after.content,
+        reasoning="\n".join(thoughts) if thoughts else None,
+        tool_calls=before.tool_calls + after.tool_calls,
+        issued_ids=before.issued_ids + after.issued_ids,
+        unknown=before.unknown + after.unknown,
+    )
+
+
+def read_item(item: JSON, path: str) -> tuple[Message, ...]:
+    """Read one input or output item: one message, or none (`additional_tools`, an update)."""
+    kind = text_at(item, "type", path)
+    if kind is None and "role" not in item:
+        raise RequestError(f"'{path}' has neither 'type' nor 'role'.", param=path)
+    match kind:
+        case None | "message":
+            return (_read_message(item, path),)
+        case "reasoning":
+            return (_read_reasoning(item, path),)
+        case "additional_tools" | "configuration_update":
+            return ()
+        case "compaction_trigger":
+            return (Message(Role.USER, (TextPart(COMPACTION_PROMPT),)),)
+        case "compaction" | "compaction_summary":
+            return (_read_compaction(item, path),)
+        case "item_reference":
+            identity = name_at(item, "id", path)
+            message = f"Item with id '{identity}' not found: items are not kept by reference here."
+            raise RequestError(message, status=404, code="not_found", param=path)
+        case _:
+            return (_read_tool_item(item, kind, path),)
+
+
+def _read_message(item: JSON, path: str) -> Message:
+    role = read_role(item, path, _ROLES)
+    content = item.get("content")
+    if content is None and role is Role.USER and "content" in item:
+        raise wrong(member(path, "content"), "a string or an array of parts", None)
+    parts = tuple(read_parts(content, member(path, "content")))
+    return Message(role, parts, issued_ids=_ids(item, path) if role is Role.ASSISTANT else ())
+
+
+def _ids(item: JSON, path: str) -> tuple[str, ...]:
+    found = [text_at(item, key, path) for key in ("id", "encrypted_content") if key in item]
+    return tuple([value for value in found if value])
+
+
+def _read_reasoning(item: JSON, path: str) -> Message:
+    texts: list[str] = []
+    for key in ("content", "summary"):
+        texts = [text_at(part, "text", where) or "" for part, where in objects_at(item, key, path)]
+        if texts:
+            break
+    return Message(Role.ASSISTANT, reasoning="\n".join(texts), issued_ids=_ids(item, path))
+
+
+def _read_compaction(item: JSON, path: str) -> Message:
+    summary = summary_in(text_at(item, "encrypted_content", path))
+    if summary is None:
+        message = f"'{path}' is a compaction item of another provider, whose content cannot be read"
+        hint = "send the conversation, or a summary as text."
+        raise RequestError(f"{message}: {hint}", param=path)
+    return Message(Role.USER, (TextPart(_SUMMARY + summary),), issued_ids=_ids(item, path))
+
+
+def _read_tool_item(item: JSON, kind: str, path: str) -> Message:
+    """Calls and their results, of functions and of what is shown to the model as functions."""
+    answers = text_at(item, "call_id", path) or None
+    if kind in _HOSTED or (kind in _SEARCH and answers is None):
+        return Message(Role.ASSISTANT, (block_text(item),))
+    if kind == "mcp_approval_response":
+        return Message(Role.USER, (block_text(item),))
+    if kind.endswith("_output"):
+        answers = answers or (_own(item) if kind == "local_shell_call_output" else None)
+        return Message(Role.TOOL, tuple(_read_output(item, kind, path)), tool_call_id=answers)
+    call: ToolCall | None
+    if kind == "function_call":
+        name = qualified(text_at(item, "namespace", path), name_at(item, "name", path))
+        call = ToolCall(answers, name, arguments_text(item.get("arguments")))
+    elif kind == "custom_tool_call":
+        name = qualified(text_at(item, "namespace", path), name_at(item, "name", path))
+        call = ToolCall(answers, name, text_at(item, "input", path) or "", custom=True)
+    else:
+        call = call_of_item(item, kind, answers or _own(item), path)
+    if call is None and kind.endswith("_call") and answers:
+        rest = {key: value for key, value in item.items() if key not in {*_ENVELOPE, "status"}}
+        call = ToolCall(answers, kind.removesuffix("_call"), arguments_text(rest))
+    if call is not None:
+        return Message(Role.ASSISTANT, tool_calls=(call,), issued_ids=_ids(item, path))
+    role = Role.ASSISTANT if kind.endswith("_call") else Role.USER
+    return Message(role, (block_part(item),))
+
+
+def _own(item: JSON) -> str | None:
+    found = item.get("id")
+    return found if isinstance(found, str) else None
+
+
+def _read_output(item: JSON, kind: str, path: str) -> Iterator[Part]:
+    """Yield a call's output: its content, or an object as JSON; without output, the rest."""
+    output = item.get("output")
+    if kind == "tool_search_output":
+        output = {"tools": item.get("tools")}
+    if output is None and kind not in ("function_call_output", "custom_tool_call_output"):
+        output = {key: value for key, value in item.items() if key not in _ENVELOPE}
+    shot = output.get("image_url") if isinstance(output, dict) else None
+    if (
+        isinstance(shot, str)
+        and isinstance(output, dict)
+        and "screenshot" in str(output.get("type"))
+    ):
+        yield url_part(shot, "image/*")
+    elif isinstance(output, dict) or (kind == "shell_call_output" and isinstance(output, list)):
+        yield TextPart(encode(output).decode())
+    else:
+        yield from read_parts(output, member(path, "output"))
+
+
+def read_parts(value: Any, path: str) -> Iterator[Part]:
+    """Yield the parts of a content: a string or a list of parts; empty text gives no part."""
+    for item, where in contents(value, path):
+        if not isinstance(item, str):
+            yield from _read_part(an_object(item, where), where)
+        elif item:
+            yield TextPart(item)
+
+
+def _read_part(part: JSON, path: str) -> Iterator[Part]:
+    match text_at(part, "type", path):
+        case "input_text" | "output_text" | "text" | "summary_text" | "refusal" as kind:
+            key = "refusal" if kind == "refusal" else "text"
+            if text := text_at(part, key, path):
+                yield TextPart(text)
+        case "input_image" if part.get("image_url") is not None:
+            yield url_part(name_at(part, "image_url", path), "image/*")
+        case "input_file" if part.get("file_data") is not None:
+            yield url_part(name_at(part, "file_data", path), "application/octet-stream")
+        case "input_file" if part.get("file_url") is not None:
+            yield url_part(name_at(part, "file_url", path), "application/octet-stream")
+        case "input_audio" if (audio := object_at(part, "input_audio", path)) is not None:
+            where = member(path, "input_audio")
+            form = text_at(audio, "format", where) or "*"
+            yield data_part(f"audio/{form}", name_at(audio, "data", where))
+        case _:
+            yield block_part(part)

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import json
 
-from bridle.dialects.noise import SERVER_TOOLS
-from bridle.dialects.reading import (
+from bridle.dialects.json_reader import (
     an_object,
     arguments_text,
-    flag_at,
     member,
     name_at,
     object_at,
@@ -27,7 +25,13 @@ from bridle.dialects.reading import (
     objects_at,
     text_at,
 )
-from bridle.dialects.tools import ToolList, freeform_grammar, freeform_spec
+from bridle.dialects.tools import (
+    ToolList,
+    freeform_spec,
+    function_spec,
+    object_schema,
+    provider_run,
+)
 from bridle.types import JSON, ToolCall, ToolSpec
 
 _TEXT = {"type": "string"}
@@ -111,7 +115,7 @@ def qualified(namespace: str | None, name: str) -> str:
 
 
 def read_tools(value: object, path: str) -> ToolList:
-    """`tools`, or the tools of an `additional_tools` item."""
+    """Return `tools`, or the tools of an `additional_tools` item."""
     found = ToolList()
     for tool, where in objects(value, path):
         found = found.plus(_read_tool(tool, where, None))
@@ -129,34 +133,28 @@ def _read_tool(tool: JSON, path: str, namespace: str | None) -> ToolList:
         return inside
     own = "computer" if kind == "computer_use_preview" else kind
     if own in _OWN_TOOLS and (own != "tool_search" or tool.get("execution") == "client"):
-        _, told, properties, required = _OWN_TOOLS[own]
-        if tool.get("display_width") and tool.get("display_height"):
-            told += f" The display is {tool['display_width']} by {tool['display_height']} pixels."
-        schema = {"type": "object", "properties": properties, "required": list(required)}
+        _, text, properties, required = _OWN_TOOLS[own]
+        if (width := tool.get("display_width")) and (height := tool.get("display_height")):
+            text += f" The display is {width} by {height} pixels."
+        schema = object_schema(properties, required)
         if own == "tool_search":
-            told = description or told
+            text = description or text
             schema = object_at(tool, "parameters", path) or schema
         wire = {"type": own, "tool": kind} if own == "computer" else {"type": own}
-        return ToolList((ToolSpec(own, told, schema),), wire={own: wire})
+        return ToolList((ToolSpec(own, text, schema),), wire={own: wire})
     if kind not in ("function", "custom"):
-        return ToolList(removed={SERVER_TOOLS.name: [kind]})
+        return ToolList(removed=provider_run([kind]))
     name = name_at(tool, "name", path)
     ours = qualified(namespace, name)
     named: dict[str, JSON] = {ours: {"namespace": namespace, "name": name}} if namespace else {}
     if kind == "custom":
-        grammar = freeform_grammar(object_at(tool, "format", path))
-        return ToolList((freeform_spec(ours, description, grammar),), frozenset((ours,)), named)
-    spec = ToolSpec(
-        ours,
-        description,
-        object_at(tool, "parameters", path),
-        flag_at(tool, "strict", path) or False,
-    )
+        return ToolList((freeform_spec(tool, path, ours),), frozenset((ours,)), named)
+    spec = function_spec(tool, path, object_at(tool, "parameters", path), ours)
     return ToolList((spec,), wire=named)
 
 
 def call_of_item(item: JSON, kind: str, call_id: str | None, path: str) -> ToolCall | None:
-    """The call that an item of a tool with an item type of its own stands for."""
+    """Read the call in an item of a tool with an item type of its own."""
     name = kind.removesuffix("_call")
     if name == kind or name not in _OWN_TOOLS:
         return None
@@ -173,7 +171,7 @@ def call_of_item(item: JSON, kind: str, call_id: str | None, path: str) -> ToolC
 
 
 def item_of_call(name: str, arguments: str, tool: str = "") -> JSON | None:
-    """The members of the own item type of a call of tool `name`; `None` if they do not fit it.
+    """Return a call of tool `name` in the tool's own item type; `None` if its arguments do not fit.
 
     `tool` is the type of the tool that the request named: `computer` has a list of actions.
     """

@@ -1,20 +1,36 @@
-"""The parts of Responses replies, streamed or whole.
+"""Responses replies, streamed or whole, and pages of the items of stored replies.
 
-A reply does not repeat the request's instructions and tools: replies are kept, and would grow with
-every turn. Reasoning is a summary where the request asks for one, else an item without text; its
-encrypted content, where asked for, is an opaque value by which we know the item again.
+A reply does not repeat the request's instructions and tools: replies are stored, and would grow
+with every turn. Reasoning is a summary where the request asks for one, else an item without text;
+its encrypted content, where asked for, is an opaque value by which we know the item again.
+
+The last event of a stream is `response.completed` (or `response.incomplete`): without it a client
+takes the stream as cut. A failure after the start is `response.failed`, on which Codex acts by its
+code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import parse_qs
 
-from bridle.dialects.base import ReplyHead
+from bridle.dialects.base import ReplyHead, StreamEncoder
 from bridle.dialects.ids import item_id, signature
-from bridle.dialects.openai_responses_items import compacted
+from bridle.dialects.json_reader import (
+    an_object,
+    content_digest,
+    decode,
+    encode,
+    without_lone_surrogates,
+)
+from bridle.dialects.openai_chat_write import error_object
 from bridle.dialects.openai_responses_tools import item_of_call
+from bridle.dialects.sse import event_bytes
 from bridle.dialects.tools import freeform_input
+from bridle.errors import RequestError
 from bridle.types import JSON, FinishReason, Reply, ToolCall, Usage
 
 _OWN_PREFIXES = {
@@ -47,7 +63,7 @@ class Dress:
 def response_json(
     head: ReplyHead, dress: Dress, reply: Reply | None = None, usage: Usage | None = None
 ) -> JSON:
-    """The response object: whole, or as it stands in progress where `reply` is `None`."""
+    """Return the response object; without a `reply`, one in progress."""
     status, details = "in_progress", None
     output: list[JSON] = []
     if reply is not None:
@@ -72,7 +88,7 @@ def response_json(
 
 
 def compaction_json(head: ReplyHead, dress: Dress, reply: Reply, usage: Usage) -> JSON:
-    """The answer of `POST /responses/compact`: the one item that stands for all before it."""
+    """Return the answer of `POST /responses/compact`: one item in place of all before it."""
     return {
         "id": f"resp_{head.reply_id}",
         "object": "response.compaction",
@@ -83,7 +99,7 @@ def compaction_json(head: ReplyHead, dress: Dress, reply: Reply, usage: Usage) -
 
 
 def status_of(reply: Reply) -> tuple[str, JSON | None]:
-    """The status of an ended reply, and what is incomplete about it."""
+    """Return the status of an ended reply, and what is incomplete about it."""
     if reply.finish_reason is FinishReason.STOP:
         return "completed", None
     return "incomplete", {"reason": "max_output_tokens"}
@@ -104,7 +120,7 @@ def output_items(head: ReplyHead, dress: Dress, reply: Reply) -> list[JSON]:
 
 
 def compaction_item(head: ReplyHead, text: str) -> JSON:
-    """The item that stands for the conversation so far."""
+    """Return the item that replaces the conversation so far."""
     identity = item_id("cmp", head.reply_id, 0)
     return {"id": identity, "type": "compaction", "encrypted_content": compacted(text)}
 
@@ -122,7 +138,7 @@ def reasoning_item(head: ReplyHead, dress: Dress, index: int, text: str) -> JSON
 
 
 def message_item(head: ReplyHead, index: int, text: str) -> JSON:
-    """A message item with one text."""
+    """Return a message item with one text."""
     return {
         "id": item_id("msg", head.reply_id, index),
         "type": "message",
@@ -137,7 +153,7 @@ def output_text(text: str) -> JSON:
 
 
 def call_item(head: ReplyHead, dress: Dress, index: int, call: ToolCall) -> JSON:
-    """A call in the item type of its tool; one that does not fit it is a `function_call`."""
+    """Return a call in the item type of its tool; one that does not fit it is a `function_call`."""
     common: JSON = {
         "status": "completed",
         "call_id": call.id or item_id("call", head.reply_id, index),
@@ -166,3 +182,285 @@ def usage_json(usage: Usage) -> JSON:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+_COMPACTED = "bridle1."
+
+
+def compacted(text: str) -> str:
+    """Return the opaque content of a compaction item of ours: it must carry the summary itself."""
+    return _COMPACTED + base64.urlsafe_b64encode(without_lone_surrogates(text).encode()).decode()
+
+
+def summary_in(content: str | None) -> str | None:
+    """Return the summary in a compaction item of ours; `None` for somebody else's."""
+    if content is None or not content.startswith(_COMPACTED):
+        return None
+    try:
+        raw = content.removeprefix(_COMPACTED)
+        return base64.b64decode(raw, altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+
+
+def responses_message(error: RequestError) -> str:
+    """Return the text of an error, with Responses' own words for an overflow."""
+    if error.code != "context_length_exceeded":
+        return str(error)
+    numbers = ""
+    if error.context_length is not None:
+        numbers = f" ({error.prompt_tokens} tokens > {error.context_length} maximum)"
+    return (
+        "Your input exceeds the context window of this model. Please adjust your input and try "
+        f"again.{numbers}"
+    )
+
+
+# ---- the stream
+
+
+_FILLED = {"function_call": "arguments", "custom_tool_call": "input"}
+_DELTAS = {
+    "function_call": ("response.function_call_arguments", "arguments"),
+    "custom_tool_call": ("response.custom_tool_call_input", "input"),
+}
+
+
+class ResponsesStream(StreamEncoder):
+    """One reply as Responses events."""
+
+    def __init__(self, head: ReplyHead, dress: Dress) -> None:
+        super().__init__()
+        self._head = head
+        self._dress = dress
+        self._sequence = 0
+        self._items: list[JSON] = []
+        self._kind: str | None = None
+        self._filled = ""
+
+    def open(self) -> bytes:
+        begun = response_json(self._head, self._dress)
+        created = self._event("response.created", response=begun)
+        return created + self._event("response.in_progress", response=begun)
+
+    def write_reasoning(self, text: str) -> bytes:
+        """Return a summary delta; without a summary, an item without text."""
+        if self._dress.compacts:
+            return b""
+        begin = self._begin("reasoning")
+        self._filled += text
+        if not self._dress.summary:
+            return begin
+        return begin + self._part_event(
+            "response.reasoning_summary_text.delta", "summary_index", delta=text
+        )
+
+    def write_text(self, text: str) -> bytes:
+        """Return a text delta; nothing where the whole reply becomes one compaction item."""
+        if self._dress.compacts:
+            return b""
+        begin = self._begin("message")
+        self._filled += text
+        return begin + self._part_event(
+            "response.output_text.delta", "content_index", delta=text, logprobs=[]
+        )
+
+    def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
+        """Return a whole call item; nothing where the whole reply becomes one compaction item."""
+        del index
+        if self._dress.compacts:
+            return b""
+        closed = self._end()
+        call = ToolCall(call_id, name, arguments)
+        item = call_item(self._head, self._dress, len(self._items), call)
+        key = _FILLED.get(item["type"])
+        empty = {**item, "status": "in_progress", **({key: ""} if key else {})}
+        events = [closed, self._added(empty)]
+        if key is not None:
+            event, done = _DELTAS[item["type"]]
+            events.append(self._item_event(f"{event}.delta", item, delta=item[key]))
+            events.append(self._item_event(f"{event}.done", item, **{done: item[key]}))
+        return b"".join(events) + self._done(item)
+
+    def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
+        """Return the end of the open item, and the response with the items that were streamed."""
+        before = self._end()
+        if self._dress.compacts:
+            item = compaction_item(self._head, reply.content)
+            before += self._added(item) + self._done(item)
+        elif not self._items:
+            before += self._begin("message") + self._end()
+        whole = {
+            **response_json(self._head, self._dress, reply, usage),
+            "output": self._items,
+        }
+        return before, self._event(f"response.{status_of(reply)[0]}", response=whole)
+
+    def keepalive(self) -> bytes:
+        """Return a further `response.in_progress`: a comment does not reset Codex's timeout."""
+        return self._event("response.in_progress", response=response_json(self._head, self._dress))
+
+    def error(self, error: RequestError) -> bytes:
+        """Return `response.failed` with the error's code; a failure of ours is a `server_error`.
+
+        At that Codex asks again; at `server_is_overloaded` it ends its run.
+        """
+        shown = error_object(error, responses_message(error))
+        code = "server_error" if error.passes else shown["code"] or shown["type"]
+        failed = {
+            **response_json(self._head, self._dress),
+            "status": "failed",
+            "error": {"code": code, "message": shown["message"]},
+            "output": self._items,
+        }
+        return self._event("response.failed", response=failed)
+
+    # ---- items
+
+    def _begin(self, kind: str) -> bytes:
+        """Open a reasoning or message item unless one of its kind is open."""
+        if self._kind == kind:
+            return b""
+        closed = self._end()
+        self._kind, self._filled = kind, ""
+        item = self._item(kind, "")
+        if kind == "message":
+            added = self._added({**item, "status": "in_progress", "content": []})
+            return closed + added + self._content_part("added", "")
+        added = self._added(item)
+        return closed + added + (self._summary_part("added", "") if self._dress.summary else b"")
+
+    def _end(self) -> bytes:
+        """Close the open item."""
+        if self._kind is None:
+            return b""
+        kind, text = self._kind, self._filled
+        if kind == "message":
+            done = self._part_event(
+                "response.output_text.done", "content_index", text=text, logprobs=[]
+            ) + self._content_part("done", text)
+        elif self._dress.summary:
+            done = self._part_event(
+                "response.reasoning_summary_text.done", "summary_index", text=text
+            ) + self._summary_part("done", text)
+        else:
+            done = b""
+        self._kind = None
+        return done + self._done(self._item(kind, text))
+
+    def _item(self, kind: str, text: str) -> JSON:
+        index = len(self._items)
+        if kind == "message":
+            return message_item(self._head, index, text)
+        return reasoning_item(self._head, self._dress, index, text)
+
+    def _content_part(self, state: str, text: str) -> bytes:
+        event = f"response.content_part.{state}"
+        return self._part_event(event, "content_index", part=output_text(text))
+
+    def _summary_part(self, state: str, text: str) -> bytes:
+        part = {"type": "summary_text", "text": text}
+        return self._part_event(
+            f"response.reasoning_summary_part.{state}", "summary_index", part=part
+        )
+
+    # ---- events
+
+    def _added(self, item: JSON) -> bytes:
+        index = len(self._items)
+        return self._event("response.output_item.added", output_index=index, item=item)
+
+    def _done(self, item: JSON) -> bytes:
+        index = len(self._items)
+        self._items.append(item)
+        return self._event("response.output_item.done", output_index=index, item=item)
+
+    def _item_event(self, event: str, item: JSON, **fields: object) -> bytes:
+        return self._event(event, item_id=item["id"], output_index=len(self._items), **fields)
+
+    def _part_event(self, event: str, position: str, **fields: object) -> bytes:
+        item = self._item(self._kind or "message", "")
+        return self._item_event(event, item, **{position: 0}, **fields)
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        event = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return event_bytes(encode(event), kind)
+
+
+# ---- replies that were kept: items, pages, deletions
+
+
+MOST_ITEMS = 100
+"""Items of one page."""
+
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "compaction": "cmp",
+}
+_NO_STATUS = frozenset(
+    {"reasoning", "compaction", "additional_tools", "compaction_trigger", "configuration_update"}
+)
+
+
+def items_page(spans: Sequence[bytes], query: str) -> bytes:
+    """Return the answer of `input_items`: a page of the items in `spans`, by default newest first.
+
+    `query` may have `limit`, `order` and `after`. `RequestError` names a value that is wrong.
+    """
+    asked = {name: values[-1] for name, values in parse_qs(query).items()}
+    limit = _limit(asked.get("limit", "20"))
+    if (order := asked.get("order", "desc")) not in ("asc", "desc"):
+        raise RequestError(f"Invalid value for 'order': {order!r}.", param="order")
+    items = [_shown(item, place) for place, item in enumerate(_stored_items(spans))]
+    if order == "desc":
+        items.reverse()
+    if (after := asked.get("after")) is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise RequestError(f"No item with id {after!r}.", param="after")
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+    listed = {"object": "list", "data": page, "has_more": len(items) > limit}
+    return encode({"first_id": None, "last_id": None, **listed, **ends})
+
+
+def deleted_json(response_id: str) -> bytes:
+    """Return the answer to a deletion."""
+    return encode({"id": response_id, "object": "response", "deleted": True})
+
+
+def _limit(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_ITEMS):
+        message = f"Invalid value for 'limit': {text!r} is not between 1 and {MOST_ITEMS}."
+        raise RequestError(message, param="limit")
+    return int(text)
+
+
+def _stored_items(spans: Sequence[bytes]) -> list[JSON]:
+    """Return the items; a span is one or several of them, joined with commas."""
+    return [
+        an_object(item, "input") for span in spans for item in decode(b"[" + span + b"]", "input")
+    ]
+
+
+def _shown(item: JSON, place: int) -> JSON:
+    """Return an item as the API lists it. An id that it lacks is made of its content and place."""
+    kind = item.get("type") or "message"
+    shown: JSON = {**item, "type": kind}
+    if not isinstance(shown.get("id"), str):
+        prefix = _PREFIXES.get(kind, "item")
+        shown["id"] = f"{prefix}_{content_digest(encode(item)).hex()}{place:04d}"
+    if kind not in _NO_STATUS:
+        shown.setdefault("status", "completed")
+    if kind == "message" and isinstance(content := shown.get("content"), str):
+        ours = shown.get("role") == "assistant"
+        text: JSON = {"type": "output_text" if ours else "input_text", "text": content}
+        shown["content"] = [{**text, "annotations": []} if ours else text]
+    return shown

@@ -2,8 +2,8 @@
 
 `event_bytes` writes one event; `SseParser` reads them back from chunks cut at any byte, as the
 WHATWG event stream specification (HTML, section 9.2.6) says: LF, CR and CRLF end a line, an empty
-line dispatches, comments and unknown fields are skipped, an event without data is none. What stands
-after the last empty line is never dispatched, so a cut stream gives no half event.
+line dispatches, comments and unknown fields are skipped, an event without data is none. Lines after
+the last empty line are never dispatched, so a cut stream gives no half event.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SseEvent:
 
 
 def event_bytes(data: bytes, event: str | None = None) -> bytes:
-    """One event. `data` is JSON text without line breaks; `event` names it, `None` = unnamed."""
+    """Return one event. `data` is JSON text without line breaks; `event` is its name, if any."""
     data = one_line(data)
     if event is None:
         return b"data: " + data + b"\n\n"
@@ -47,7 +47,7 @@ class SseParser:
         self._id: str | None = None
 
     def feed(self, chunk: bytes) -> list[SseEvent]:
-        """The events that `chunk` completes, in order."""
+        """Return the events that `chunk` completes, in order."""
         events: list[SseEvent] = []
         for line in self._lines(chunk):
             if line:
@@ -57,7 +57,7 @@ class SseParser:
         return events
 
     def _lines(self, chunk: bytes) -> list[bytes]:
-        """The lines that are complete now, without their ends."""
+        """Return the lines that are complete now, without their ends."""
         if self._skip_lf and chunk:
             self._skip_lf = False
             chunk = chunk.removeprefix(b"\n")

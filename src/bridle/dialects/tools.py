@@ -7,13 +7,21 @@ A freeform ("custom") tool takes text, not JSON. The model is shown a function w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from bridle.dialects.base import content_digest
-from bridle.dialects.reading import decode, shallow
+from bridle.dialects.json_reader import (
+    content_digest,
+    decode,
+    flag_at,
+    name_at,
+    object_at,
+    shallow,
+    text_at,
+)
+from bridle.dialects.noise import SERVER_TOOLS
 from bridle.errors import RequestError
 from bridle.types import JSON, ToolCall, ToolSpec
 
@@ -57,7 +65,7 @@ class ToolMemo:
         self._known: dict[bytes, ToolList] = {}
 
     def read(self, raw: bytes, path: str) -> ToolList:
-        """The list that `raw` stands for. `RequestError` names what is wrong in it."""
+        """Read a raw tool list. `RequestError` names what is wrong in it."""
         digest = list_digest(raw)
         found = self._known.pop(digest, None)
         if found is None:
@@ -74,7 +82,7 @@ _sent: list[tuple[bytes, bytes]] = []
 
 
 def sent(raw: msgspec.Raw | None) -> bytes | None:
-    """The raw tool list, or `None` where none or an empty one was sent.
+    """Return the raw tool list, or `None` where none or an empty one was sent.
 
     A list that was sent before is the very object of then, of which `list_digest` knows: comparing
     60 kB takes 3 us, hashing them 30 or, without the processor's help, 150.
@@ -96,7 +104,7 @@ def sent(raw: msgspec.Raw | None) -> bytes | None:
 
 
 def list_digest(raw: bytes) -> bytes:
-    """The content digest of a raw tool list; at once of one that `sent` gave out lately."""
+    """Return the content digest of a raw tool list, from memory if `sent` returned it lately."""
     for known, digest in _sent:
         if known is raw:
             return digest
@@ -104,7 +112,7 @@ def list_digest(raw: bytes) -> bytes:
 
 
 def check_choice(choice: str, tools: ToolList, path: str) -> str:
-    """`choice`, if it is a mode or names a tool that was sent."""
+    """Return `choice`; `RequestError` if it is no mode and names no tool of the request."""
     modes = ("auto", "none", "required")
     if choice not in modes and all(spec.name != choice for spec in tools.specs):
         raise RequestError(f"Tool choice {choice!r} not found in 'tools' parameter.", param=path)
@@ -113,21 +121,39 @@ def check_choice(choice: str, tools: ToolList, path: str) -> str:
     return choice
 
 
-def freeform_spec(name: str, description: str | None, grammar: str | None) -> ToolSpec:
-    """The function that stands for a freeform tool; its grammar is told in the description."""
-    told = [part for part in (description, grammar) if part]
-    schema = {
-        "type": "object",
-        "properties": {"input": {"type": "string", "description": "The tool's input, as it is."}},
-        "required": ["input"],
-        "additionalProperties": False,
-    }
-    return ToolSpec(name, "\n\n".join(told) or None, schema)
+def object_schema(properties: JSON, required: Sequence[str] = ()) -> JSON:
+    """Return the JSON schema of a function's arguments."""
+    return {"type": "object", "properties": properties, "required": list(required)}
 
 
-def freeform_grammar(form: JSON | None) -> str | None:
+def provider_run(types: list[str]) -> dict[str, list[str]]:
+    """Return the part of `ToolList.removed` for tools of these types, which the provider runs."""
+    return {SERVER_TOOLS.name: types} if types else {}
+
+
+def function_spec(value: JSON, path: str, schema: JSON | None, name: str | None = None) -> ToolSpec:
+    """Read a function; `name` is ours where it is not the wire's."""
+    return ToolSpec(
+        name or name_at(value, "name", path),
+        text_at(value, "description", path),
+        schema,
+        flag_at(value, "strict", path) or False,
+    )
+
+
+def freeform_spec(value: JSON, path: str, name: str | None = None) -> ToolSpec:
+    """Read a freeform tool as a function, whose description contains the tool's grammar."""
+    description = text_at(value, "description", path)
+    grammar = _freeform_grammar(object_at(value, "format", path) or {})
+    argument = {"type": "string", "description": "The tool's input, as it is."}
+    schema = {**object_schema({"input": argument}, ["input"]), "additionalProperties": False}
+    text = "\n\n".join(filter(None, (description, grammar))) or None
+    return ToolSpec(name or name_at(value, "name", path), text, schema)
+
+
+def _freeform_grammar(form: JSON) -> str | None:
     """Return the format of a freeform tool as shown to the model; `None` where any text will do."""
-    grammar = (form or {}).get("grammar", form) or {}
+    grammar = form.get("grammar", form) or {}
     definition = grammar.get("definition") if isinstance(grammar, dict) else None
     if not isinstance(definition, str):
         return None
@@ -135,7 +161,7 @@ def freeform_grammar(form: JSON | None) -> str | None:
 
 
 def freeform_input(arguments: str) -> str:
-    """The text for a freeform tool: the argument `input`, else the arguments as they are."""
+    """Return the text for a freeform tool: the argument `input`, else the arguments as they are."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -145,12 +171,12 @@ def freeform_input(arguments: str) -> str:
 
 
 def freeform_arguments(text: str) -> str:
-    """The arguments of the function that stands for a freeform tool."""
+    """Return the arguments of the function for a freeform tool."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def as_function(call: ToolCall) -> ToolCall:
-    """A call as the model made it: a freeform one as a call of its function."""
+    """Return a call as the model made it: a freeform one as a call of its function."""
     if not call.custom:
         return call
     return ToolCall(call.id, call.name, freeform_arguments(call.arguments))

@@ -17,8 +17,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from bridle.aio import run_shielded
 from bridle.dialects.base import Route, WireFormat
-from bridle.dialects.history import History
-from bridle.dialects.limits import check_values
+from bridle.dialects.history import RequestHistory
+from bridle.dialects.json_reader import check_values
 from bridle.errors import RequestError
 from bridle.gateway.faults import RETRY_AFTER_S
 from bridle.gateway.registry import Session
@@ -143,7 +143,7 @@ class Admission:
         """Parse a body. `RequestError` for what is wrong with it, or when it is far too long."""
         if len(body) <= LONG_BYTES or session.messages.news(body) <= LONG_BYTES:
             return wire.parse(route, body, session.messages)
-        messages, atoms = History(), AtomMemo()
+        messages, atoms = RequestHistory(), AtomMemo()
 
         def parse() -> ModelRequest:
             check_values(body)
@@ -164,7 +164,7 @@ class Admission:
         session.in_hand.refused += len(body)
         if session.in_hand.refused > REFUSED_BYTES:
             session.in_hand.refused = 0
-            session.messages, session.atoms = History(), AtomMemo()
+            session.messages, session.atoms = RequestHistory(), AtomMemo()
 
 
 def _too_many(message: str, status: int) -> RequestError:

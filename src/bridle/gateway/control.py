@@ -27,7 +27,7 @@ from bridle.capture.records import Delivery, Exchange, Outcome, Score
 from bridle.capture.store import Store
 from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
 from bridle.credentials import kept_token
-from bridle.dialects.limits import check_json
+from bridle.dialects.json_reader import check_json
 from bridle.engines.base import EngineInfo
 from bridle.engines.pool import EnginePool
 from bridle.errors import (

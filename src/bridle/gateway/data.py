@@ -15,8 +15,7 @@ from aiohttp import web
 
 from bridle.aio import Turnstile
 from bridle.dialects import DIALECTS, recognise
-from bridle.dialects.base import Route, RouteKind, WireFormat
-from bridle.dialects.routes import caller
+from bridle.dialects.base import Route, RouteKind, WireFormat, caller
 from bridle.engines.base import EngineInfo
 from bridle.errors import BridleError, RequestError
 from bridle.gateway import faults

@@ -20,7 +20,7 @@ import structlog
 
 from bridle.aio import Nursery
 from bridle.capture.store import Store
-from bridle.dialects.base import Kept, ReplyHead, WireFormat
+from bridle.dialects.base import ReplyHead, StoredReply, WireFormat
 from bridle.dialects.ids import reply_id
 from bridle.engines.base import Engine, EngineInfo, GenerateChunk
 from bridle.errors import EngineError, RenderError, RequestError, boundary
@@ -458,7 +458,7 @@ class Exchanges:
         await self._commit(session, finished, wire.reply_messages(body))
         call.answer = Answer(shown, usage, body)
         if request.extra.get("store") and call.error is None:
-            kept = Kept(request.message_spans, body, request.head, request.tools_span)
+            kept = StoredReply(request.message_spans, body, request.head, request.tools_span)
             session.shelf.keep(reply_id(body), call.exchange_id, kept)
         self._count(session, finished, usage)
         call.enter(Stage.COMMITTED)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from bridle.dialects.media import shown_block
-from bridle.dialects.messages import chat_part
+from bridle.dialects.openai_chat_write import chat_part
 from bridle.engines.base import Picture, Seeing, Seen
 from bridle.errors import EngineError, RequestError
 from bridle.gateway.faults import REFUSED

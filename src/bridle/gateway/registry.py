@@ -22,8 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from bridle.capture.records import Outcome, SessionRecord
 from bridle.config import CallRule, Limits, SamplingPolicy, explain
-from bridle.dialects.history import History
-from bridle.dialects.kinds import KindRule
+from bridle.dialects.history import RequestHistory
 from bridle.errors import ConfigError
 from bridle.gateway import faults
 from bridle.gateway.budgets import SamplingPlan, TokenAccount
@@ -32,6 +31,7 @@ from bridle.gateway.keys import PREFIX, key_digest
 from bridle.gateway.replay import Replay
 from bridle.gateway.responses import Shelf
 from bridle.gateway.tries import Tries
+from bridle.harness_rules.base import KindRule
 from bridle.prompting.canonical import AtomMemo, Canonical
 from bridle.prompting.conversation import Conversation
 from bridle.prompting.turns import Lineage
@@ -116,7 +116,7 @@ class Session:
         self.lineage = Lineage()
         self.atoms = AtomMemo()
         """Memo of `canonical`."""
-        self.messages = History()
+        self.messages = RequestHistory()
         """Memo of the dialects: each raw message is split, hashed and decoded once."""
         self.stored: set[bytes] = set()
         """Digests of the bodies that the store has."""
@@ -211,7 +211,7 @@ class Session:
         self.calls.clear()
         self.tries = Tries()
         self.atoms = AtomMemo()
-        self.messages = History()
+        self.messages = RequestHistory()
         self.shelf = Shelf()
         self.stored.clear()
 

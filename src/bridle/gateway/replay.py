@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from bridle.capture.records import no_ids, no_logprobs
-from bridle.dialects.noise import VARYING, differing
 from bridle.engines.base import GenerateChunk
 from bridle.errors import ConfigError, RequestError
 from bridle.gateway.sampling import Sample
+from bridle.harness_rules.noise import VARYING, differing
 from bridle.trajectory.graph import Node, first_difference, grow, ids
 from bridle.trajectory.transcript import Transcript
 from bridle.types import JSON, DeliveryState, FinishReason, Kind, LogprobMode
 
 if TYPE_CHECKING:
     from bridle.capture.records import Exchange, SessionCapture
-    from bridle.dialects.noise import Varying
     from bridle.gateway.recording import Prompted
+    from bridle.harness_rules.base import Varying
     from bridle.prompting.prompt import PromptIds
     from bridle.types import Ids
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Final
 from bridle.capture.records import Delivery, Exchange
 from bridle.capture.store import Store
 from bridle.dialects.anthropic import Anthropic
-from bridle.dialects.base import Kept, Route
+from bridle.dialects.base import Route, StoredReply
 from bridle.dialects.openai_responses import OpenAIResponses
-from bridle.dialects.openai_responses_store import deleted_json, items_page
+from bridle.dialects.openai_responses_write import deleted_json, items_page
 from bridle.errors import RequestError
 from bridle.types import DeliveryState, Dialect, ModelRequest
 
@@ -46,10 +46,10 @@ class Shelf:
 
     def __init__(self) -> None:
         self._exchanges: dict[str, str] = {}
-        self._newest: dict[str, Kept] = {}
+        self._newest: dict[str, StoredReply] = {}
         """By id; the newest last."""
 
-    def keep(self, response_id: str, exchange_id: str, kept: Kept) -> None:
+    def keep(self, response_id: str, exchange_id: str, kept: StoredReply) -> None:
         """A reply is committed: it can be named from here on, and its items are at hand."""
         self.know(response_id, exchange_id)
         self._newest[response_id] = kept
@@ -69,7 +69,7 @@ class Shelf:
         """The exchange of a kept reply; `None` = there is none of that id."""
         return self._exchanges.get(response_id)
 
-    def at_hand(self, response_id: str) -> Kept | None:
+    def at_hand(self, response_id: str) -> StoredReply | None:
         """The reply and its request, if they need not be read from the store."""
         return self._newest.get(response_id)
 
@@ -132,7 +132,9 @@ class Responses:
             case _:
                 return found.reply
 
-    def _find(self, session: Session, response_id: str, prefix: str = "resp_") -> Kept | None:
+    def _find(
+        self, session: Session, response_id: str, prefix: str = "resp_"
+    ) -> StoredReply | None:
         """A kept reply whose id has the prefix of its dialect; `None` = there is none."""
         exchange_id = session.shelf.exchange_of(response_id)
         call = session.calls.get(exchange_id or "")
@@ -145,7 +147,7 @@ class Responses:
         asked = exchange.request
         items = tuple(capture.bodies[digest] for digest in call.span_list().whole())
         tools = None if asked.tools is None else capture.bodies[asked.tools]
-        return Kept(items, exchange.reply, asked.head, tools)
+        return StoredReply(items, exchange.reply, asked.head, tools)
 
     async def _delete(self, session: Session, response_id: str) -> None:
         """Forget an id for good: the note of it is durable before the client hears of it.

@@ -13,8 +13,9 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from bridle.dialects.fields import unknown_betas
-from bridle.dialects.kinds import KindRule, kind_of
 from bridle.gateway.call import Asked
+from bridle.harness_rules.base import KindRule
+from bridle.harness_rules.kinds import kind_of
 from bridle.types import ModelRequest
 
 CONTROL_ROUTES: Final = frozenset({"sessions", "policy", "replicas", "metrics", "health"})

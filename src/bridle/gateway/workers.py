@@ -28,7 +28,7 @@ from yarl import URL
 from bridle.aio import Nursery
 from bridle.capture.sqlite import SqliteReader
 from bridle.dialects import DIALECTS, recognise
-from bridle.dialects.routes import caller
+from bridle.dialects.base import caller
 from bridle.errors import BridleError, ConfigError, RequestError
 from bridle.folders import FolderLock, private_folder
 from bridle.gateway.control import Refusal, TokenCheck, control_token, read_body

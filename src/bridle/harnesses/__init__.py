@@ -10,30 +10,12 @@ import sys
 
 from bridle.config import AgentSpec
 from bridle.errors import ConfigError
+from bridle.harness_rules.table import HARNESS_RULES
 from bridle.harnesses.base import SCRIPTS, Harness
 from bridle.plugins import installed, load
 from bridle.types import Dialect
 
-HARNESSES = {
-    "aider": "bridle.harnesses.aider:Aider",
-    "claude_agent_sdk": "bridle.harnesses.claude_agent_sdk:ClaudeAgentSdk",
-    "claude_code": "bridle.harnesses.claude_code:ClaudeCode",
-    "cline": "bridle.harnesses.cline:Cline",
-    "codex": "bridle.harnesses.codex:Codex",
-    "command": "bridle.harnesses.command:CommandHarness",
-    "copilot": "bridle.harnesses.copilot:Copilot",
-    "function": "bridle.harnesses.function:FunctionHarness",
-    "gemini_cli": "bridle.harnesses.gemini_cli:GeminiCli",
-    "google_adk": "bridle.harnesses.google_adk:GoogleAdk",
-    "hermes": "bridle.harnesses.hermes:Hermes",
-    "mini_swe_agent": "bridle.harnesses.mini_swe_agent:MiniSweAgent",
-    "openai_agents": "bridle.harnesses.openai_agents:OpenaiAgents",
-    "openclaw": "bridle.harnesses.openclaw:Openclaw",
-    "opencode": "bridle.harnesses.opencode:Opencode",
-    "openhands": "bridle.harnesses.openhands:Openhands",
-    "pi": "bridle.harnesses.pi:Pi",
-    "qwen_code": "bridle.harnesses.qwen_code:QwenCode",
-}
+HARNESSES = {name: row.adapter for name, row in HARNESS_RULES.items() if row.adapter is not None}
 """Short name -> `module:Class`; `AgentSpec.import_path` takes any other `package.module:Class`."""
 
 CHECKS = {
@@ -47,7 +29,7 @@ ANY_PROGRAM = ("command", "function")
 
 
 def default_agent(name: str) -> AgentSpec:
-    """The agent of that short name as it comes; `command` and `function` run the smallest one."""
+    """Return the agent of that short name; for `command` and `function`, the smallest one."""
     agent = SCRIPTS / "shell_agent.py"
     match name:
         case "command":
@@ -59,7 +41,7 @@ def default_agent(name: str) -> AgentSpec:
 
 
 def dialects_of(name: str) -> tuple[Dialect, ...]:
-    """Every wire format that a harness can be run with, the default first.
+    """Return every wire format that a harness can be run with, the default first.
 
     `command` and `function` run whatever a task names, in any of them.
     """
@@ -79,7 +61,7 @@ def _speaks(name: str, dialect: Dialect) -> bool:
 
 
 def open_harness(agent: AgentSpec | str) -> Harness:
-    """The harness that a task names, or the one of that short name with its defaults.
+    """Open the harness that a task names, or the one of that short name with its defaults.
 
     Raises `ConfigError` naming the field that is wrong: an unknown name, a version that is not
     packaged, a setting that this harness does not have, a missing command line.

@@ -1,6 +1,6 @@
 """aider, unmodified, from PyPI: a text protocol over Chat Completions, streams.
 
-Facts: HARNESSES notes of version 0.86.2 and its `--help`. It has no tools: the model answers with
+Facts: recorded requests of version 0.86.2 and its `--help`. It has no tools: the model answers with
 edits in its text, and may be asked to correct them. Commits (and with them a side call for each
 commit message) are off unless asked for. It exits 0 after API errors; the gateway knows better.
 """
@@ -14,8 +14,7 @@ from pydantic import Field
 from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.configuration import PATIENCE_S, as_json, merged, output_budget
-from bridle.harnesses.installers import PYTHON
-from bridle.harnesses.packaged import Packaged, PyPI
+from bridle.harnesses.packaged import PackagedHarness, PyPI
 from bridle.types import JSON, Dialect
 
 OLDEST, BELOW = (3, 10), (3, 13)
@@ -35,7 +34,7 @@ class AiderSettings(Settings):
     """Merged over our `.aider.conf.yml`: any of its options, e.g. `{"map-tokens": 2048}`."""
 
 
-class Aider(Packaged[AiderSettings]):
+class Aider(PackagedHarness[AiderSettings]):
     """aider; implements `base.Harness`."""
 
     name = "aider"
@@ -44,16 +43,16 @@ class Aider(Packaged[AiderSettings]):
     settings_class = AiderSettings
     transports = ()
     has_skills = False
-    package = PyPI(size_mb=700, probe=(PYTHON, "-m", "aider", "--version"), pythons=(OLDEST, BELOW))
+    package = PyPI(size_mb=700, module="aider", pythons=(OLDEST, BELOW))
     """A Python with 690 MB of packages, most of it what litellm and its parsers bring."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`aider --config <ours> --message-file <instruction>`, files in the home."""
+        """Run `aider --config <ours> --message-file <instruction>`, files in the home."""
         config = f"{context.home}/.aider.bridle.yml"
         message = f"{context.home}/instruction.txt"
         metadata = f"{context.home}/.aider.model.metadata.json"
         model = f"openai/{context.model_name}"
-        program = (f"{context.bundle}/{PYTHON}", "-m", "aider", "--config", config)
+        program = (*self._program(context), "-m", "aider", "--config", config)
         command = shlex.join((*program, "--message-file", message, *self._settings.files))
         limits = {
             "max_input_tokens": context.context_length,

@@ -22,6 +22,10 @@ SCRIPTS = Path(__file__).parent / "scripts"
 """Programs of ours that run inside runtimes and know nothing of Bridle."""
 
 
+ARGUMENT_LIMIT = 120_000
+"""Bytes; Linux takes 128 KiB in one argument or variable (MAX_ARG_STRLEN)."""
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchContext:
     """Everything a session passes to its harness."""
@@ -81,7 +85,7 @@ class Harness(Protocol):
         """
 
     def launch(self, context: LaunchContext) -> Launch:
-        """The process that does the task."""
+        """Return the process that works on the task."""
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
         """Classify the exit of this program; `None` = it succeeded."""
@@ -95,7 +99,6 @@ class Unpackaged:
         return None
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Classify the exit: code 0 is a success, anything else a crash of the harness."""
         del stdout
         return crash(exit_code, signal)
 
@@ -112,7 +115,7 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def parse_settings(agent: AgentSpec, kind: type[SettingsT]) -> SettingsT:
-    """`AgentSpec.settings` as a harness's own settings; `ConfigError` names the wrong field."""
+    """Parse `AgentSpec.settings` as a harness's own; `ConfigError` names the wrong field."""
     try:
         return kind.model_validate(agent.settings)
     except ValidationError as error:
@@ -129,6 +132,16 @@ def refuse_commands(agent: AgentSpec) -> None:
             raise ConfigError(message)
 
 
+def check_argument(instruction: str, subject: str, advice: str = "") -> None:
+    """Raise `ConfigError` if an instruction cannot be an argument of a process."""
+    size = len(instruction.encode())
+    if size > ARGUMENT_LIMIT or "\0" in instruction:
+        raise ConfigError(
+            f"{subject} takes its instruction as an argument: at most {ARGUMENT_LIMIT} bytes and "
+            f"no NUL; this one has {size} bytes{advice}"
+        )
+
+
 def crash(exit_code: int | None, signal: int | None) -> Cause | None:
-    """The cause of an ending where exit codes tell the truth; `None` = a true success."""
+    """Return the cause of an end by the exit code alone; `None` = success."""
     return None if exit_code == 0 and signal is None else Cause.HARNESS_CRASH

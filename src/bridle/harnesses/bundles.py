@@ -125,13 +125,13 @@ class Builder:
 
 
 def installed(name: str, version: str, bundles: Path) -> Path | None:
-    """The folder of a whole bundle of this version; `None` = there is none here."""
+    """Return the folder of a whole bundle of this version; `None` = there is none here."""
     found = (marker.parent for marker in sorted(bundles.glob(f"{name}-{version}-*/{MARKER}")))
     return next(found, None)
 
 
 async def ensure(recipe: Recipe, bundles: Path, report: Report) -> Path:
-    """The whole bundle's folder, built now if it is not there.
+    """Return the folder of the whole bundle; it is built now if it is missing.
 
     Safe when several processes ask at once: one builds, the others wait. Raises `HarnessError`.
     """
@@ -161,7 +161,7 @@ async def ensure(recipe: Recipe, bundles: Path, report: Report) -> Path:
 
 
 def use_lock(folder: Path) -> Path:
-    """The lock file that is shared by the processes that use a bundle."""
+    """Return the lock file that is shared by the processes that use a bundle."""
     return folder.with_name(f".{folder.name}.use.lock")
 
 

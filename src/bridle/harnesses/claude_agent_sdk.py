@@ -1,6 +1,6 @@
 """claude-agent-sdk, unmodified, from PyPI: Claude Code's tools and loop; Messages, streams.
 
-Facts: HARNESSES notes of version 0.2.184, which has Claude Code 2.1.327 in itself. Everything that
+Facts: recorded requests of version 0.2.184, which contains Claude Code 2.1.327. Everything that
 makes runs of Claude Code reproducible holds for it too (`claude_code.claude_env`). It asks for a
 title of the conversation in a side call of its own.
 """
@@ -11,14 +11,12 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.claude_code import claude_env, claude_mcp
-from bridle.harnesses.configuration import as_json, skill_folders
-from bridle.harnesses.installers import PYTHON
+from bridle.harnesses.claude_code import claude_env
+from bridle.harnesses.configuration import as_json
 from bridle.harnesses.packaged import PyPI, SdkAgent, script_launch
 from bridle.types import JSON, Dialect
 
 SCRIPT = "claude_agent_sdk_agent.py"
-SAY_VERSION = "from importlib.metadata import version; print(version('claude-agent-sdk'))"
 
 
 class ClaudeAgentSdkSettings(Settings):
@@ -39,24 +37,24 @@ class ClaudeAgentSdk(SdkAgent[ClaudeAgentSdkSettings]):
     pinned = "0.2.184"
     dialect = Dialect.ANTHROPIC
     settings_class = ClaudeAgentSdkSettings
-    package = PyPI(size_mb=440, probe=(PYTHON, "-c", SAY_VERSION))
+    package = PyPI(size_mb=440, distribution="claude-agent-sdk")
     """A Python with 430 MB of packages, most of it the Claude Code in it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`python claude_agent_sdk_agent.py <config>`, the instruction on stdin."""
+        """Run `python claude_agent_sdk_agent.py <config>`, the instruction on stdin."""
         folder = f"{context.home}/.claude"
         config = {
             "model": context.model_name,
             "instructions": self._settings.instructions,
             "max_turns": self._settings.max_turns,
-            "mcp_servers": claude_mcp(self._agent),
+            "mcp_servers": self._mcp(type_field="type"),
         }
         launch = script_launch(
             context,
             SCRIPT,
             config,
             {**claude_env(context), "CLAUDE_CONFIG_DIR": folder},
-            skill_folders(self._agent, f"{folder}/skills"),
+            self._skills(f"{folder}/skills"),
         )
         settings = {f"{folder}/settings.json": as_json(self._settings.config)}
         return Launch(

@@ -1,33 +1,30 @@
 """Claude Code, unmodified, from npm: Anthropic Messages, streams.
 
-Facts: HARNESSES notes of version 2.1.328, its `--help`, and its own variables. All of its
-configuration comes through the environment and three files of the private home; it looks nothing
-up on the network when told so. Tool search is off (it would change the tool list in the middle of
-a conversation), so are the billing block and prompt-caching marks. Its program is a native binary;
-node serves only to install it.
+Facts: recorded requests of version 2.1.328, its `--help`, and its own variables. All of its
+configuration comes through the environment and three files of the private home, which also keep it
+from looking anything up on the network. Tool search is off (it would change the tool list in the
+middle of a conversation), so are the billing block and prompt-caching marks. Its program is a
+native binary; node serves only to install it.
 """
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from bridle.config import AgentSpec, McpServer, Settings
+from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.bundles import Builder
 from bridle.harnesses.configuration import (
     PATIENCE_S,
     as_json,
     events_backwards,
-    mcp_entries,
     output_budget,
-    skill_folders,
 )
 from bridle.harnesses.installers import NODE
-from bridle.harnesses.packaged import Npm, Packaged
+from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Cause, Dialect
 
 PACKAGE = "node_modules/@anthropic-ai/claude-code"
-PROGRAM = f"{PACKAGE}/bin/claude.exe"
 LONGEST_STREAM_PAUSE_S = 1800
 """It cuts longer values down to this."""
 
@@ -52,22 +49,22 @@ async def _place_binary(builder: Builder) -> None:
     await builder.run((str(folder / NODE), str(folder / PACKAGE / "install.cjs")))
 
 
-class ClaudeCode(Packaged[ClaudeCodeSettings]):
+class ClaudeCode(PackagedHarness[ClaudeCodeSettings]):
     """Claude Code; implements `base.Harness`."""
 
     name = "claude_code"
     pinned = "2.1.328"
     dialect = Dialect.ANTHROPIC
     settings_class = ClaudeCodeSettings
-    package = Npm(size_mb=550, setup=_place_binary, probe=(PROGRAM, "--version"))
+    package = Npm(size_mb=550, path=f"{PACKAGE}/bin/claude.exe", setup=_place_binary)
     """540 MB: the program and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`claude -p --model <model> --dangerously-skip-permissions`, the instruction on stdin."""
+        """Run `claude -p --model <model> --dangerously-skip-permissions`, the task on stdin."""
         folder = f"{context.home}/.claude"
         settings = self._settings
         command = [
-            f"{context.bundle}/{PROGRAM}",
+            *self._program(context),
             *("-p", "--model", context.model_name, "--dangerously-skip-permissions"),
             *("--output-format", "stream-json", "--verbose"),
         ]
@@ -79,27 +76,24 @@ class ClaudeCode(Packaged[ClaudeCodeSettings]):
         if self._agent.mcp_servers:
             servers = f"{folder}/mcp.json"
             command += "--mcp-config", servers, "--strict-mcp-config"
-            files[servers] = as_json({"mcpServers": claude_mcp(self._agent)})
+            files[servers] = as_json({"mcpServers": self._mcp(type_field="type")})
         command += settings.args
-        env = {
-            **claude_env(context),
-            "CLAUDE_CONFIG_DIR": folder,
-        }
+        env = {**claude_env(context), "CLAUDE_CONFIG_DIR": folder}
         return Launch(
             tuple(command),
             env,
             files,
-            folders=skill_folders(self._agent, f"{folder}/skills"),
+            folders=self._skills(f"{folder}/skills"),
             stdin=context.instruction.encode(),
         )
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Its last event says whether the run ended in an error, and in which."""
+        """Read from the last event whether the run ended in an error, and in which."""
         return claude_cause(exit_code, signal, stdout)
 
 
 def claude_env(context: LaunchContext) -> dict[str, str]:
-    """The environment in which its runs are the same each time; also for its SDK."""
+    """Return the environment in which its runs are the same each time; also for its SDK."""
     return {
         "ANTHROPIC_BASE_URL": context.base_urls["anthropic"],
         "ANTHROPIC_API_KEY": context.key,
@@ -125,16 +119,6 @@ def claude_env(context: LaunchContext) -> dict[str, str]:
         "CLAUDE_STREAM_FIRST_BYTE_TIMEOUT_MS": str(LONGEST_STREAM_PAUSE_S * 1000),
         "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(LONGEST_STREAM_PAUSE_S * 1000),
     }
-
-
-def claude_mcp(agent: AgentSpec) -> JSON:
-    """MCP servers as its `mcpServers` object; also for its SDK."""
-
-    def remote(server: McpServer) -> JSON:
-        kind = "sse" if server.transport == "sse" else "http"
-        return {"type": kind, "url": server.url, "headers": server.headers}
-
-    return mcp_entries(agent, remote)
 
 
 def claude_cause(exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:

@@ -1,6 +1,6 @@
 """Cline CLI, unmodified, from npm: any of the four wire formats, streams.
 
-Facts: HARNESSES notes of version 3.0.65 and the schemas in the program. The provider is written
+Facts: recorded requests of version 3.0.65 and the schemas in the program. The provider is written
 into its settings (its own `auth` command refuses base URLs for some), with the context window and a
 patient timeout. With the local session backend it starts no daemon that would outlive the run.
 """
@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from bridle.config import McpServer, Settings
+from bridle.config import Settings
 from bridle.errors import ConfigError
-from bridle.harnesses.base import Launch, LaunchContext, crash
+from bridle.harnesses.base import Launch, LaunchContext, check_argument
 from bridle.harnesses.configuration import (
     PATIENCE_S,
     as_json,
     events_backwards,
-    mcp_entries,
     merged,
     output_budget,
-    skill_folders,
 )
-from bridle.harnesses.packaged import Npm, Packaged
-from bridle.types import JSON, Cause, Dialect
+from bridle.harnesses.packaged import Npm, PackagedHarness
+from bridle.types import JSON, Dialect
 
-PROGRAM = "node_modules/.bin/cline"
 PROVIDERS = {
     Dialect.OPENAI_CHAT: ("openai-compatible", "openai", ""),
     Dialect.OPENAI_RESPONSES: ("openai-native", "openai", ""),
@@ -34,8 +31,6 @@ PROVIDERS = {
 """Wire format -> (provider id, base URL, what it adds)."""
 
 TOOL_MODELS = "gemini-3"
-ARGUMENT_LIMIT = 120_000
-"""Bytes; Linux takes 128 KiB in one argument (MAX_ARG_STRLEN)."""
 
 
 class ClineSettings(Settings):
@@ -50,24 +45,18 @@ class ClineSettings(Settings):
     """More arguments for its command line, e.g. `["--compaction", "off"]`."""
 
 
-class Cline(Packaged[ClineSettings]):
+class Cline(PackagedHarness[ClineSettings]):
     """Cline CLI; implements `base.Harness`."""
 
     name = "cline"
     pinned = "3.0.65"
     settings_class = ClineSettings
-    package = Npm(size_mb=640, probe=(PROGRAM, "--version"), whole_lock=False)
+    package = Npm(size_mb=640, path="node_modules/.bin/cline", whole_lock=False)
     """630 MB: the program, the packages that it names, and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`cline --json --auto-approve true -P <provider> -m <model> -- <instruction>`."""
-        size = len(context.instruction.encode())
-        if size > ARGUMENT_LIMIT or "\0" in context.instruction:
-            message = (
-                f"'cline' takes its instruction as an argument: at most {ARGUMENT_LIMIT} bytes and "
-                f"no NUL; this one has {size}"
-            )
-            raise ConfigError(message)
+        """Run `cline --json --auto-approve true -P <provider> -m <model> -- <instruction>`."""
+        check_argument(context.instruction, "'cline'")
         if self.dialect is Dialect.GOOGLE and not context.model_name.startswith(TOOL_MODELS):
             message = (
                 f"agent.model_name: with api 'google', 'cline' gives tools only to a model whose "
@@ -77,7 +66,7 @@ class Cline(Packaged[ClineSettings]):
         folder = f"{context.home}/.cline/data/settings"
         provider, url, path = PROVIDERS[self.dialect]
         command = (
-            f"{context.bundle}/{PROGRAM}",
+            *self._program(context),
             *("--json", "--auto-approve", "true", "-P", provider, "-m", context.model_name),
             *self._settings.args,
             *("--", context.instruction),
@@ -105,31 +94,21 @@ class Cline(Packaged[ClineSettings]):
             "providers": {provider: {**saved, "tokenSource": "manual"}},
         }
         ours: JSON = {"telemetryOptOut": True, "autoUpdateEnabled": False}
+        mcp = self._mcp(type_field="type", stdio="stdio", http="streamableHttp")
         files = {
             f"{folder}/providers.json": as_json(providers),
             f"{folder}/global-settings.json": as_json(merged(ours, self._settings.config)),
-            f"{folder}/cline_mcp_settings.json": as_json({"mcpServers": self._mcp()}),
+            f"{folder}/cline_mcp_settings.json": as_json({"mcpServers": mcp}),
         }
         return Launch(
             command,
             env,
             files,
-            folders=skill_folders(self._agent, f"{context.home}/.cline/skills"),
+            folders=self._skills(f"{context.home}/.cline/skills"),
             logs=(f"{context.home}/.cline/data/logs",),
         )
 
-    def _mcp(self) -> JSON:
-        def remote(server: McpServer) -> JSON:
-            kind = "sse" if server.transport == "sse" else "streamableHttp"
-            return {"type": kind, "url": server.url, "headers": server.headers}
-
-        entries = mcp_entries(self._agent, remote)
-        return {name: {"type": "stdio", **entry} for name, entry in entries.items()}
-
-    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Its `run_result` says how the run ended, also where the exit code is 0."""
-        cause = crash(exit_code, signal)
+    def model_failed(self, stdout: bytes) -> bool:
+        """Read how the run ended from its `run_result`; its exit code may be 0."""
         result = next(events_backwards(stdout, '"run_result"'), {})
-        if signal is None and result.get("finishReason") == "error":
-            return Cause.HARNESS_MODEL_ERROR
-        return cause
+        return result.get("finishReason") == "error"

@@ -1,6 +1,6 @@
 """Codex CLI, unmodified, from npm: OpenAI Responses, always streams.
 
-Facts: HARNESSES notes of version 0.169.0 and its configuration reference. It reads one
+Facts: recorded requests of version 0.169.0 and its configuration reference. It reads one
 `config.toml` of the private home; only a provider of its own making takes a base URL, and the name
 of a model that it does not know keeps it from special tool protocols. Needs HTTP only: WebSockets
 are switched off.
@@ -8,30 +8,22 @@ are switched off.
 
 from __future__ import annotations
 
-import re
-
 from pydantic import Field
 
-from bridle.config import McpServer, Settings
-from bridle.dialects.noise import Varying
-from bridle.harnesses.base import Launch, LaunchContext, crash
+from bridle.config import Settings
+from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.configuration import (
     PATIENCE_S,
     as_toml,
     events_backwards,
-    mcp_entries,
     merged,
-    skill_folders,
 )
-from bridle.harnesses.installers import NODE
-from bridle.harnesses.packaged import Npm, Packaged
-from bridle.types import JSON, Cause, Dialect
+from bridle.harnesses.packaged import Npm, PackagedHarness
+from bridle.types import JSON, Dialect
 
-CLI = "node_modules/@openai/codex/bin/codex.js"
 PROVIDER = "gw"
-CHUNK = Varying("exec_result", re.compile(r"Chunk ID: [0-9a-f]{6}\nWall time: [\d.]+ seconds"))
 COMPACT_AT = 0.8
-"""Part of the context after which it is told to compact."""
+"""Part of the context after which it compacts."""
 
 
 class CodexSettings(Settings):
@@ -45,7 +37,7 @@ class CodexSettings(Settings):
     """More arguments for `codex exec`."""
 
 
-class Codex(Packaged[CodexSettings]):
+class Codex(PackagedHarness[CodexSettings]):
     """Codex CLI; implements `base.Harness`."""
 
     name = "codex"
@@ -53,15 +45,14 @@ class Codex(Packaged[CodexSettings]):
     dialect = Dialect.OPENAI_RESPONSES
     settings_class = CodexSettings
     transports = ("stdio", "streamable-http")
-    noise = (CHUNK,)
-    package = Npm(size_mb=600, probe=(NODE, f"../{CLI}", "--version"))
+    package = Npm(size_mb=600, path="node_modules/@openai/codex/bin/codex.js")
     """590 MB: the program and the node that starts it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`codex exec --json --dangerously-bypass-approvals-and-sandbox -`, task on stdin."""
+        """Run `codex exec --json --dangerously-bypass-approvals-and-sandbox -`, task on stdin."""
         folder = f"{context.home}/.codex"
         command = (
-            *(f"{context.bundle}/{NODE}", f"{context.bundle}/{CLI}"),
+            *self._program(context),
             *("exec", "--json", "--skip-git-repo-check"),
             "--dangerously-bypass-approvals-and-sandbox",
             *self._settings.args,
@@ -71,15 +62,12 @@ class Codex(Packaged[CodexSettings]):
             command,
             {"CODEX_HOME": folder, "GATEWAY_KEY": context.key},
             files={f"{folder}/config.toml": as_toml(self._config(context))},
-            folders=skill_folders(self._agent, f"{folder}/skills"),
+            folders=self._skills(f"{folder}/skills"),
             stdin=context.instruction.encode(),
             logs=(f"{folder}/sessions",),
         )
 
     def _config(self, context: LaunchContext) -> JSON:
-        def remote(server: McpServer) -> JSON:
-            return {"url": server.url, "http_headers": server.headers}
-
         ours: JSON = {
             "model_context_window": context.context_length,
             "model_auto_compact_token_limit": int(context.context_length * COMPACT_AT),
@@ -89,7 +77,7 @@ class Codex(Packaged[CodexSettings]):
             "feedback": {"enabled": False},
             "history": {"persistence": "none"},
             "features": {"multi_agent": self._settings.multi_agent, "goals": False},
-            "mcp_servers": mcp_entries(self._agent, remote),
+            "mcp_servers": self._mcp(headers="http_headers"),
         }
         provider = {
             "name": PROVIDER,
@@ -106,10 +94,6 @@ class Codex(Packaged[CodexSettings]):
         }
         return merged(merged(ours, self._settings.config), endpoint)
 
-    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Exit codes are true; a failed turn says that it was the model's API."""
-        cause = crash(exit_code, signal)
+    def model_failed(self, stdout: bytes) -> bool:
         last = next(events_backwards(stdout, '"turn.'), {})
-        if last.get("type") == "turn.failed" and signal is None:
-            return Cause.HARNESS_MODEL_ERROR
-        return cause
+        return last.get("type") == "turn.failed"

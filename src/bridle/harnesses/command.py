@@ -3,8 +3,8 @@
 `AgentSpec.command` is a bash line. These are filled in it: `{instruction}`, `{instruction_file}`,
 `{base_url}` (OpenAI's), `{openai_base_url}`, `{anthropic_base_url}`, `{google_base_url}`,
 `{model}`, `{key}`, `{workdir}`, `{session_id}`, `{task_id}`. Each becomes a reference to an
-environment variable, so no value is ever read as shell code, whatever is in it and whatever quotes
-stand around it. The provider SDKs' own variables are set too, so many agents need none of these.
+environment variable, so no value is ever read as shell code, whatever its content and the quotes
+around it. The provider SDKs' own variables are set too, so many agents need none of these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ import re
 
 from bridle.config import AgentSpec, Settings
 from bridle.errors import ConfigError
-from bridle.harnesses.base import Launch, LaunchContext, Unpackaged, parse_settings
+from bridle.harnesses.base import (
+    Launch,
+    LaunchContext,
+    Unpackaged,
+    check_argument,
+    parse_settings,
+)
 from bridle.harnesses.configuration import refuse_extras
 from bridle.types import Dialect
 
@@ -35,13 +41,6 @@ VARIABLES = {
 
 PLACEHOLDER = re.compile(r"(?<!\$)\{(" + "|".join(VARIABLES) + r")\}")
 
-ARGUMENT_LIMIT = 120_000
-"""Bytes; Linux takes 128 KiB in one argument or variable (MAX_ARG_STRLEN)."""
-
-
-class CommandSettings(Settings):
-    """Settings of harness `command`: it has none."""
-
 
 class CommandHarness(Unpackaged):
     """One command line; implements `base.Harness`."""
@@ -50,7 +49,7 @@ class CommandHarness(Unpackaged):
     dialect = Dialect.OPENAI_CHAT
 
     def __init__(self, agent: AgentSpec) -> None:
-        parse_settings(agent, CommandSettings)
+        parse_settings(agent, Settings)
         refuse_extras(agent, transports=(), skills=False)
         if not agent.command or not agent.command.strip():
             raise ConfigError("agent.command: harness 'command' needs a command line")
@@ -60,16 +59,11 @@ class CommandHarness(Unpackaged):
         """As given, else a digest of the command line."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """The filled line; the instruction also stands in the file `$INSTRUCTION_FILE`."""
+        """Run the filled line; the file `$INSTRUCTION_FILE` contains the instruction, too."""
         file = f"{context.home}/instruction.txt"
         env = {**sdk_environment(context), "INSTRUCTION_FILE": file}
         if self._wants_instruction:
-            size = len(context.instruction.encode())
-            if size > ARGUMENT_LIMIT or "\0" in context.instruction:
-                raise ConfigError(
-                    f"agent.command: an instruction of {size} bytes cannot be an argument (limit "
-                    f"{ARGUMENT_LIMIT} bytes, no NUL); use {{instruction_file}}"
-                )
+            check_argument(context.instruction, "agent.command", "; use {instruction_file}")
             env["INSTRUCTION"] = context.instruction
         return Launch(self._line, env, files={file: context.instruction.encode()})
 
@@ -93,7 +87,7 @@ def sdk_environment(context: LaunchContext) -> dict[str, str]:
 
 
 def fill(line: str) -> str:
-    """`line` with each placeholder as a variable reference that stays one word where it stands."""
+    """Return `line` with each placeholder as a reference to a variable, quoted to stay one word."""
     parts: list[str] = []
     end = 0
     for found in PLACEHOLDER.finditer(line):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from bridle.types import JSON
 
 SKILL = "SKILL.md"
 PATIENCE_S = 3600
-"""How long programs are told to wait for a model: sampling may be slow, budgets are Bridle's."""
+"""Timeout of programs for a model's reply: sampling may be slow, and budgets are Bridle's."""
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -26,7 +26,7 @@ TRANSPORTS = ("stdio", "streamable-http", "sse")
 
 
 def merged(under: JSON, over: JSON) -> JSON:
-    """`over` laid over `under`, objects member by member; neither is changed."""
+    """Merge `over` into a copy of `under`, objects member by member."""
     both = {**under, **over}
     for name in under.keys() & over.keys():
         if isinstance(under[name], dict) and isinstance(over[name], dict):
@@ -39,7 +39,7 @@ def as_json(value: Mapping[str, Any]) -> bytes:
 
 
 def as_toml(value: Mapping[str, Any]) -> bytes:
-    """A TOML file: one line per top-level key, inner tables inline. `None` members are left out."""
+    """Return a TOML file: a line per top-level key, inner tables inline, no `None` members."""
     given = {name: item for name, item in value.items() if item is not None}
     lines = (f"{_toml_key(name)} = {_toml(item)}\n" for name, item in given.items())
     return "".join(lines).encode()
@@ -71,14 +71,33 @@ def refuse_extras(
     skill_folders(agent, "")
 
 
-def mcp_entries(agent: AgentSpec, remote: Callable[[McpServer], JSON]) -> JSON:
-    """`{name: entry}`, as most programs have it; `remote` says how one with a URL is written."""
-    return {
-        server.name: {"command": server.command, "args": list(server.args), "env": server.env}
-        if server.transport == "stdio"
-        else remote(server)
-        for server in agent.mcp_servers
-    }
+def mcp_entries(
+    agent: AgentSpec,
+    *,
+    type_field: str | None = None,
+    stdio: str | None = None,
+    http: str = "http",
+    http_url: str = "url",
+    headers: str = "headers",
+    **more: Any,  # noqa: ANN401 - any JSON value
+) -> JSON:
+    """Return the MCP servers of a task as `{name: entry}`, in a program's own form.
+
+    `type_field` is the member that names the transport, by the words `stdio` (`None` = left out),
+    `http` and `sse`; `http_url` and `headers` are members, too. `more` are members of each entry.
+    """
+
+    def entry(server: McpServer) -> JSON:
+        if server.transport == "stdio":
+            word = stdio
+            members = {"command": server.command, "args": list(server.args), "env": server.env}
+        else:
+            word, url = ("sse", "url") if server.transport == "sse" else (http, http_url)
+            members = {url: server.url, headers: server.headers}
+        typed = {} if type_field is None or word is None else {type_field: word}
+        return {**typed, **members, **more}
+
+    return {server.name: entry(server) for server in agent.mcp_servers}
 
 
 def skill_folders(agent: AgentSpec, target: str) -> dict[str, Path]:
@@ -99,9 +118,9 @@ def skill_folders(agent: AgentSpec, target: str) -> dict[str, Path]:
 
 
 def events_backwards(stdout: bytes, mark: str = "") -> Iterator[JSON]:
-    """The JSON objects among the lines of an event stream, last first.
+    """Yield the JSON objects among the lines of an event stream, last first.
 
-    `mark` is a text that a wanted line has in it. Other lines, and lines that the output limit
+    `mark` is a text that the line must contain. Other lines, and lines that the output limit
     cut, are skipped.
     """
     for line in reversed(stdout.split(b"\n")):

@@ -1,6 +1,6 @@
 """GitHub Copilot CLI, unmodified, from npm: Chat Completions, Responses or Messages; no login.
 
-Facts: HARNESSES notes of version 1.0.102, its `help environment` and `--help`. With a provider of
+Facts: recorded requests of version 1.0.102, its `help environment` and `--help`. With a provider of
 one's own and offline mode it needs no account and looks nothing up. The program unpacks 235 MB into
 the home at its first start; the bundle holds them unpacked, so sessions start in half the time and
 take no disk.
@@ -9,17 +9,15 @@ take no disk.
 from __future__ import annotations
 
 import platform
-import re
 from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import McpServer, Settings
-from bridle.dialects.noise import Varying
+from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.bundles import Builder
-from bridle.harnesses.configuration import as_json, mcp_entries, output_budget, skill_folders
-from bridle.harnesses.packaged import Npm, Packaged
+from bridle.harnesses.configuration import as_json, output_budget
+from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Dialect
 
 UNPACKED = "unpacked"
@@ -59,23 +57,22 @@ async def _unpack(builder: Builder) -> None:
     await builder.run((str(builder.folder / program()),), env=env)
 
 
-class Copilot(Packaged[CopilotSettings]):
+class Copilot(PackagedHarness[CopilotSettings]):
     """GitHub Copilot CLI; implements `base.Harness`."""
 
     name = "copilot"
     pinned = "1.0.102"
     settings_class = CopilotSettings
-    noise = (Varying("session_id", re.compile(r"/session-state/[0-9a-f-]{36}")),)
-    package = Npm(size_mb=620, setup=_unpack, probe=(program(), "--version"))
+    package = Npm(size_mb=620, path=program(), setup=_unpack)
     """610 MB: the program, packed and unpacked, and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`copilot --allow-all-tools --output-format json`, the instruction on stdin."""
+        """Run `copilot --allow-all-tools --output-format json`, the instruction on stdin."""
         folder = f"{context.home}/.copilot"
         kind, wire = PROVIDERS[self.dialect]
         budget = output_budget(context.context_length)
         command = (
-            f"{context.bundle}/{program()}",
+            *self._program(context),
             *("--allow-all-tools", "--allow-all-paths", "--disable-builtin-mcps"),
             *("--output-format", "json", "--log-dir", f"{folder}/logs", "--no-color"),
             *self._settings.args,
@@ -99,20 +96,13 @@ class Copilot(Packaged[CopilotSettings]):
         }
         files = {f"{folder}/config.json": as_json(self._settings.config)}
         if self._agent.mcp_servers:
-            files[f"{folder}/mcp-config.json"] = as_json({"mcpServers": self._mcp()})
+            servers = self._mcp(type_field="type", stdio="local", tools=["*"])
+            files[f"{folder}/mcp-config.json"] = as_json({"mcpServers": servers})
         return Launch(
             command,
             env,
             files,
-            folders=skill_folders(self._agent, f"{folder}/skills"),
+            folders=self._skills(f"{folder}/skills"),
             stdin=context.instruction.encode(),
             logs=(f"{folder}/logs",),
         )
-
-    def _mcp(self) -> JSON:
-        def remote(server: McpServer) -> JSON:
-            kind = "sse" if server.transport == "sse" else "http"
-            return {"type": kind, "url": server.url, "headers": server.headers}
-
-        entries = mcp_entries(self._agent, remote)
-        return {name: {"type": "local", "tools": ["*"], **e} for name, e in entries.items()}

@@ -29,11 +29,11 @@ RUNNER = "function_runner.py"
 MODULES = "modules"
 PYTHON = tuple(Path(each) for each in sorted({sys.prefix, sys.base_prefix} - {"/usr"}))
 """Where the Python that runs Bridle lies."""
-NOT_TOLD = ("bundle", "home", "key", "model_name")
-"""Of the launch context: the harness's own, or told by another name or way."""
+WITHHELD = ("bundle", "home", "key", "model_name")
+"""Members of the launch context that the function does not get, or gets by another name."""
 
 
-class FunctionSettings(Settings):
+class FunctionHarnessSettings(Settings):
     """Settings of harness `function`."""
 
     python: str | None = None
@@ -49,7 +49,7 @@ class FunctionHarness(Unpackaged):
     dialect = Dialect.OPENAI_CHAT
 
     def __init__(self, agent: AgentSpec) -> None:
-        self._settings = parse_settings(agent, FunctionSettings)
+        self._settings = parse_settings(agent, FunctionHarnessSettings)
         refuse_extras(agent, transports=(), skills=False)
         if not agent.function:
             raise ConfigError("agent.function: harness 'function' needs 'package.module:name'")
@@ -64,10 +64,10 @@ class FunctionHarness(Unpackaged):
         """Folders of the machine that it needs where the system is the machine's own."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`python function_runner.py <config>`, with the function's own modules in the home."""
+        """Run `python function_runner.py <config>`, with the function's own modules in the home."""
         folder = f"{context.home}/.function"
         config = f"{folder}/config.json"
-        task = {k: v for k, v in asdict(context).items() if k not in NOT_TOLD}
+        task = {k: v for k, v in asdict(context).items() if k not in WITHHELD}
         config_values = {
             "module": self._module,
             "name": self._name,
@@ -94,7 +94,7 @@ class FunctionHarness(Unpackaged):
 
 
 def import_path(function: Callable[..., object], what: str = "agent.function") -> str:
-    """The path that `AgentSpec.function` takes for this function.
+    """Return the path that `AgentSpec.function` takes for this function.
 
     Raises `ConfigError`, which names the setting `what`, for one that no module holds under its
     name (a lambda, a method, an inner function).
@@ -130,7 +130,7 @@ def _found(path: str) -> tuple[str, str, Path]:
 
 
 def _top_level(module: str) -> Path:
-    """The file or folder of a top-level module, which is not imported. Raises `ConfigError`."""
+    """Find the file or folder of a top-level module without importing it. Raises `ConfigError`."""
     try:
         spec = importlib.util.find_spec(module)
     except ValueError:  # such as that of `__main__`
@@ -147,7 +147,7 @@ def _top_level(module: str) -> Path:
 
 
 def _file_of(source: Path, module: str) -> Path:
-    """The file of `module`, whose top-level module lies at `source`."""
+    """Return the file of `module`, whose top-level module lies at `source`."""
     inner = source.joinpath(*module.split(".")[1:])
     if inner == source and source.is_file():
         return source
@@ -169,7 +169,7 @@ def _names(tree: ast.Module) -> set[str]:
 
 
 def _digest(sources: dict[str, Path]) -> str:
-    """A short digest of the Python in these files and folders."""
+    """Return a short digest of the Python in these files and folders."""
     whole = hashlib.sha256()
     for name, source in sorted(sources.items()):
         files = sorted(source.rglob("*.py")) if source.is_dir() else [source]

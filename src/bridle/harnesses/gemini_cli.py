@@ -1,6 +1,6 @@
 """Gemini CLI, unmodified, from npm: Google generateContent, streams.
 
-Facts: HARNESSES notes of version 0.61.0 and its configuration reference. Its settings file is a
+Facts: recorded requests of version 0.61.0 and its configuration reference. Its settings file is a
 must: without a chosen auth type it does not start. Exit codes tell much: 53 is its turn limit, and
 an API's refusal comes out as the HTTP status modulo 256. It replaces old tool outputs by stubs once
 there are more than 50k tokens of them; that forks the conversation and cannot be switched off. It
@@ -11,20 +11,16 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from bridle.config import McpServer, Settings
+from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.configuration import (
     as_json,
     events_backwards,
-    mcp_entries,
     merged,
-    skill_folders,
 )
-from bridle.harnesses.installers import NODE
-from bridle.harnesses.packaged import Npm, Packaged
+from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Cause, Dialect
 
-CLI = "node_modules/@google/gemini-cli/bundle/gemini.js"
 TURN_LIMIT = 53
 BELIEVED_CONTEXT = 1_048_576
 """Tokens that it thinks a model takes whose name it does not know."""
@@ -44,21 +40,21 @@ class GeminiCliSettings(Settings):
     """More arguments for its command line."""
 
 
-class GeminiCli(Packaged[GeminiCliSettings]):
+class GeminiCli(PackagedHarness[GeminiCliSettings]):
     """Gemini CLI; implements `base.Harness`."""
 
     name = "gemini_cli"
     pinned = "0.61.0"
     dialect = Dialect.GOOGLE
     settings_class = GeminiCliSettings
-    package = Npm(size_mb=300, probe=(NODE, f"../{CLI}", "--version"))
+    package = Npm(size_mb=300, path="node_modules/@google/gemini-cli/bundle/gemini.js")
     """290 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`gemini --yolo --model <model> --output-format stream-json`, the task on stdin."""
+        """Run `gemini --yolo --model <model> --output-format stream-json`, the task on stdin."""
         folder = f"{context.home}/.gemini"
         command = (
-            *(f"{context.bundle}/{NODE}", f"{context.bundle}/{CLI}"),
+            *self._program(context),
             *("--yolo", "--model", context.model_name),
             *("--output-format", "stream-json", *self._settings.args),
         )
@@ -72,15 +68,11 @@ class GeminiCli(Packaged[GeminiCliSettings]):
             command,
             env,
             files={f"{folder}/settings.json": as_json(self._config(context))},
-            folders=skill_folders(self._agent, f"{folder}/skills"),
+            folders=self._skills(f"{folder}/skills"),
             stdin=context.instruction.encode(),
         )
 
     def _config(self, context: LaunchContext) -> JSON:
-        def remote(server: McpServer) -> JSON:
-            where = "url" if server.transport == "sse" else "httpUrl"
-            return {where: server.url, "headers": server.headers}
-
         ours: JSON = {
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
@@ -94,16 +86,13 @@ class GeminiCli(Packaged[GeminiCliSettings]):
                 "maxSessionTurns": self._settings.max_turns or -1,
                 "compressionThreshold": context.context_length * COMPRESS_AT / BELIEVED_CONTEXT,
             },
-            "mcpServers": {
-                name: {**entry, "trust": True}
-                for name, entry in mcp_entries(self._agent, remote).items()
-            },
+            "mcpServers": self._mcp(http_url="httpUrl", trust=True),
         }
         endpoint = {"security": {"auth": {"selectedType": "gemini-api-key"}}}
         return merged(merged(ours, self._settings.config), endpoint)
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """A status of the API as exit code, or an error in its last event, is the model's."""
+        """Read an API status from the exit code, and an error of the model from the last event."""
         if signal is None and exit_code == TURN_LIMIT:
             return Cause.LIMIT
         if signal is None and exit_code in STATUSES:

@@ -1,6 +1,6 @@
 """google-adk, unmodified, from PyPI: Google generateContent, streaming or not.
 
-Facts: HARNESSES notes of version 2.13.0. It repeats no failed call: one error of the model's API
+Facts: recorded requests of version 2.13.0. It repeats no failed call: one error of the model's API
 ends the run.
 """
 
@@ -10,13 +10,10 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.configuration import skill_folders
-from bridle.harnesses.installers import PYTHON
 from bridle.harnesses.packaged import INSTRUCTIONS, PyPI, SdkAgent, plain_servers, script_launch
 from bridle.types import Dialect
 
 SCRIPT = "google_adk_agent.py"
-SAY_VERSION = "from importlib.metadata import version; print(version('google-adk'))"
 
 
 class GoogleAdkSettings(Settings):
@@ -27,7 +24,7 @@ class GoogleAdkSettings(Settings):
     instructions: str = INSTRUCTIONS
     """System prompt."""
     max_turns: int = Field(default=50, ge=1)
-    """Model calls after which it gives up."""
+    """Model calls after which it ends."""
 
 
 class GoogleAdk(SdkAgent[GoogleAdkSettings]):
@@ -37,13 +34,13 @@ class GoogleAdk(SdkAgent[GoogleAdkSettings]):
     pinned = "2.13.0"
     dialect = Dialect.GOOGLE
     settings_class = GoogleAdkSettings
-    package = PyPI(size_mb=160, probe=(PYTHON, "-c", SAY_VERSION))
+    package = PyPI(size_mb=160, distribution="google-adk")
     """A Python with 155 MB of packages."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`python google_adk_agent.py <config>`, the instruction on stdin."""
+        """Run `python google_adk_agent.py <config>`, the instruction on stdin."""
         settings = self._settings
-        skills = skill_folders(self._agent, f"{context.home}/.agent/skills")
+        skills = self._skills(f"{context.home}/.agent/skills")
         config = {
             "model": context.model_name,
             "instructions": settings.instructions,

@@ -14,19 +14,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import McpServer, Settings
+from bridle.config import Settings
 from bridle.errors import ConfigError
 from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.configuration import (
     PATIENCE_S,
     as_json,
-    mcp_entries,
     merged,
     output_budget,
-    skill_folders,
 )
-from bridle.harnesses.installers import PYTHON
-from bridle.harnesses.packaged import Packaged, PyPI
+from bridle.harnesses.packaged import PackagedHarness, PyPI
 from bridle.types import JSON, Cause, Dialect
 
 PROVIDER = "gw"
@@ -58,17 +55,17 @@ class HermesSettings(Settings):
     """Merged over our `config.yaml`, e.g. `{"agent": {"max_turns": 20}}`."""
 
 
-class Hermes(Packaged[HermesSettings]):
+class Hermes(PackagedHarness[HermesSettings]):
     """Hermes Agent; implements `base.Harness`."""
 
     name = "hermes"
     pinned = "0.19.0"
     settings_class = HermesSettings
-    package = PyPI(size_mb=250, probe=(PYTHON, "-m", "hermes_cli.main", "--version"))
+    package = PyPI(size_mb=250, module="hermes_cli.main")
     """A Python with 240 MB of packages."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`hermes --oneshot=<instruction> --toolsets <names> --usage-file /dev/stdout`.
+        """Run `hermes --oneshot=<instruction> --toolsets <names> --usage-file /dev/stdout`.
 
         Raises `ConfigError` where the model takes fewer tokens than it asks for.
         """
@@ -80,7 +77,7 @@ class Hermes(Packaged[HermesSettings]):
         folder = f"{context.home}/.hermes"
         toolsets = (*self._settings.toolsets, *(s.name for s in self._agent.mcp_servers))
         command = (
-            *(f"{context.bundle}/{PYTHON}", "-c", START),
+            *(*self._program(context), "-c", START),
             *("--toolsets", ",".join(toolsets), "--usage-file", "/dev/stdout"),
         )
         env = {
@@ -94,15 +91,12 @@ class Hermes(Packaged[HermesSettings]):
             command,
             env,
             files={f"{folder}/config.yaml": as_json(self._config(context))},
-            folders=skill_folders(self._agent, f"{folder}/skills"),
+            folders=self._skills(f"{folder}/skills"),
             stdin=context.instruction.encode(),
             logs=(f"{folder}/logs",),
         )
 
     def _config(self, context: LaunchContext) -> JSON:
-        def remote(server: McpServer) -> JSON:
-            return {"url": server.url, "headers": server.headers}
-
         mode, url = MODES[self.dialect]
         ours: JSON = {
             "agent": {"environment_probe": False},
@@ -113,7 +107,7 @@ class Hermes(Packaged[HermesSettings]):
             "skills": {"creation_nudge_interval": 0},
             # Their tools are there from the first call on.
             "mcp_discovery_timeout": 30,
-            "mcp_servers": mcp_entries(self._agent, remote),
+            "mcp_servers": self._mcp(),
         }
         gateway: JSON = {
             "model": {
@@ -145,7 +139,7 @@ class Hermes(Packaged[HermesSettings]):
 
 
 def _report(stdout: bytes) -> JSON:
-    """Its usage report, which stands before its answer; empty if there is none."""
+    """Return the usage report that precedes its answer; empty if there is none."""
     try:
         report, _ = json.JSONDecoder().raw_decode(stdout.decode(errors="replace"))
     except ValueError:

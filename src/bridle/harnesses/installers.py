@@ -51,7 +51,7 @@ def python_recipe(
     probe: Sequence[str] = (),
     locks: Path = LOCKS,
 ) -> Recipe:
-    """A Python of its own with the packages of `<locks>/<name>.txt`.
+    """Return a recipe for a Python of its own with the packages of `<locks>/<name>.txt`.
 
     `links` are (name in the bundle, `package/path` in its site-packages): the way to package data
     that does not depend on the Python's version. `python` makes it; `None` = our own. `probe` is a
@@ -98,9 +98,9 @@ def node_recipe(
     whole_lock: bool = True,
     locks: Path = LOCKS,
 ) -> Recipe:
-    """The packages of `<locks>/<name>.package-lock.json`, among them the node that runs them.
+    """Return a recipe for the packages of `<locks>/<name>.package-lock.json`, node among them.
 
-    `setup` ends the build: what the package's own install script does (npm is told to run none).
+    `setup` ends the build: what the package's own install script does (npm runs none).
     `probe` is a command, its program relative to the bundle, that must print the version.
     `whole_lock` is False where the lock lacks packages for other kinds of machine, which `npm ci`
     refuses; what the lock does name is checked all the same. `locks` may have an npm of its own,
@@ -148,7 +148,7 @@ async def _link_node(builder: Builder) -> None:
 
 
 async def _npm(builder: Builder, locks: Path) -> tuple[str, ...]:
-    """A command line that is npm: the machine's, else one fetched from PyPI into the build."""
+    """Return the command line of npm: the machine's, else one fetched from PyPI into the build."""
     if (npm := shutil.which("npm")) is not None and shutil.which("node") is not None:
         return (npm,)
     builder.say("no npm on PATH: fetching one from PyPI for the build")
@@ -195,7 +195,7 @@ class Interpreter:
 async def find_python(
     minimum: tuple[int, int], label: str, *, below: tuple[int, int] = (3, 16)
 ) -> Interpreter:
-    """A Python of at least `minimum` and under `below`: our own, else the first that is found.
+    """Find a Python of at least `minimum` and under `below`: our own, else another.
 
     Looks on PATH, then at what pyenv and uv have installed. Raises `HarnessError`.
     """
@@ -314,7 +314,7 @@ process.execPath = process.argv[0] = program;
 
 
 def c_library() -> str | None:
-    """Name and version of this machine's C library, `glibc 2.36`; `None` = not told."""
+    """Name and version of this machine's C library, `glibc 2.36`; `None` = unknown."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION")
     except (AttributeError, OSError, ValueError):
@@ -385,7 +385,7 @@ async def carry_libraries(builder: Builder, programs: Iterable[Path]) -> None:
 
 
 def libraries_of(folder: Path) -> list[Path]:
-    """The shared libraries among a bundle's own files."""
+    """Return the shared libraries among a bundle's own files."""
     return [path for path in sorted(folder.rglob("*.so*")) if is_binary(path)]
 
 

@@ -1,6 +1,6 @@
 """mini-swe-agent, unmodified, from PyPI: one tool (bash), any wire format, never streams.
 
-Facts: HARNESSES notes of version 2.4.6. It ends on `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`.
+Facts: recorded requests of version 2.4.6. It ends on `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`.
 Its configuration comes in one file of the private home (no argument limit, no instruction in the
 process list), the endpoint and the key through the environment, because it writes its configuration
 into its log. Three unusable replies in a row end it with exit code 0: that is the policy's failure
@@ -16,8 +16,7 @@ from pydantic import Field
 from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.configuration import merged
-from bridle.harnesses.installers import PYTHON
-from bridle.harnesses.packaged import Packaged, PyPI
+from bridle.harnesses.packaged import PackagedHarness, PyPI
 from bridle.types import JSON, Dialect
 
 BASE_CONFIG = "mini.yaml"
@@ -38,10 +37,10 @@ class MiniSettings(Settings):
     config: JSON = Field(default_factory=dict)
     """Merged over the program's own `mini.yaml`, e.g. `{"agent": {"step_limit": 20}}`."""
     model_attempts: int = Field(default=4, ge=1)
-    """Tries of one model call, 4 to 60 s apart, before it gives up (its own default is 10)."""
+    """Tries of one model call, 4 to 60 s apart, before it fails (its own default is 10)."""
 
 
-class MiniSweAgent(Packaged[MiniSettings]):
+class MiniSweAgent(PackagedHarness[MiniSettings]):
     """mini-swe-agent; implements `base.Harness`."""
 
     name = "mini_swe_agent"
@@ -57,7 +56,7 @@ class MiniSweAgent(Packaged[MiniSettings]):
     """A Python with 735 MB of packages, most of it what litellm brings."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`mini -c mini.yaml -c <ours> --yolo --exit-immediately`, with its files in the home."""
+        """Run `mini -c mini.yaml -c <ours> --yolo --exit-immediately`, its files in the home."""
         config = f"{context.home}/.config/mini-swe-agent/bridle.yaml"
         log = f"{context.home}/trajectory.traj.json"
         provider, name, url, path = PROVIDERS[self.dialect]
@@ -66,8 +65,7 @@ class MiniSweAgent(Packaged[MiniSettings]):
             model["model_class"] = "litellm_response"
         own: JSON = {"run": {"task": context.instruction}, "model": model}
         command = (
-            f"{context.bundle}/{PYTHON}",
-            *("-m", "minisweagent.run.mini"),
+            *(*self._program(context), "-m", "minisweagent.run.mini"),
             *("-c", f"{context.bundle}/{BASE_CONFIG}", "-c", config),
             *("--yolo", "--exit-immediately", "--cost-limit", "0", "-o", log),
         )

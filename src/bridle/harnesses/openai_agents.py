@@ -1,6 +1,6 @@
 """openai-agents, unmodified, from PyPI: Responses or Chat Completions, streaming or not.
 
-Facts: HARNESSES notes of version 0.24.0. Tracing, which would go to its maker, is off. In Chat
+Facts: recorded requests of version 0.24.0. Tracing, which would go to its maker, is off. In Chat
 Completions it does not send reasoning back; a call of a tool that does not exist ends the run.
 """
 
@@ -13,12 +13,10 @@ from pydantic import Field
 from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.configuration import PATIENCE_S
-from bridle.harnesses.installers import PYTHON
 from bridle.harnesses.packaged import INSTRUCTIONS, PyPI, SdkAgent, plain_servers, script_launch
 from bridle.types import Dialect
 
 SCRIPT = "openai_agents_agent.py"
-SAY_VERSION = "from importlib.metadata import version; print(version('openai-agents'))"
 
 
 class OpenaiAgentsSettings(Settings):
@@ -31,7 +29,7 @@ class OpenaiAgentsSettings(Settings):
     instructions: str = INSTRUCTIONS
     """System prompt."""
     max_turns: int = Field(default=50, ge=1)
-    """Model calls after which it gives up."""
+    """Model calls after which it ends."""
 
 
 class OpenaiAgents(SdkAgent[OpenaiAgentsSettings]):
@@ -41,11 +39,11 @@ class OpenaiAgents(SdkAgent[OpenaiAgentsSettings]):
     pinned = "0.24.0"
     settings_class = OpenaiAgentsSettings
     has_skills = False
-    package = PyPI(size_mb=130, probe=(PYTHON, "-c", SAY_VERSION))
+    package = PyPI(size_mb=130, distribution="openai-agents")
     """A Python with 120 MB of packages."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`python openai_agents_agent.py <config>`, the instruction on stdin."""
+        """Run `python openai_agents_agent.py <config>`, the instruction on stdin."""
         settings = self._settings
         config = {
             "api": str(settings.api),

@@ -11,35 +11,25 @@ for tools, which would change their list in the middle of a conversation.
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import McpServer, Settings
-from bridle.dialects.noise import Varying
+from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.configuration import (
     PATIENCE_S,
     as_json,
-    mcp_entries,
     merged,
     output_budget,
-    skill_folders,
 )
-from bridle.harnesses.installers import NODE
-from bridle.harnesses.packaged import Npm, Packaged
+from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.harnesses.pi import ADAPTERS
 from bridle.types import JSON, Dialect
 
-CLI = "node_modules/openclaw/openclaw.mjs"
 PROVIDER = "gw"
 DEADLINE_S = 86_400
 """Its own deadline for the turn; the session's budget ends it long before."""
-NOISE = (
-    Varying("clock", re.compile(r"\[\w{3} \d{4}-\d\d-\d\d \d\d:\d\d \w+\]")),
-    Varying("session_id", re.compile(r"\b(?:agent:main:explicit:|sessionId=)[0-9a-f-]{36}")),
-)
 VOLATILE = ("process", "sessions_spawn")
 """Tools whose state it tells in a message at the end of each request."""
 
@@ -60,22 +50,21 @@ class OpenclawSettings(Settings):
     """More arguments for `openclaw agent exec`."""
 
 
-class Openclaw(Packaged[OpenclawSettings]):
+class Openclaw(PackagedHarness[OpenclawSettings]):
     """openclaw; implements `base.Harness`."""
 
     name = "openclaw"
     pinned = "2026.9.6"
     settings_class = OpenclawSettings
-    noise = NOISE
-    package = Npm(size_mb=840, probe=(NODE, f"../{CLI}", "--version"), whole_lock=False)
+    package = Npm(size_mb=840, path="node_modules/openclaw/openclaw.mjs", whole_lock=False)
     """830 MB: the program, what it can talk to, and its own node 24."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`openclaw agent exec --config <ours> --message-file - --json`, the task on stdin."""
+        """Run `openclaw agent exec --config <ours> --message-file - --json`, the task on stdin."""
         folder = f"{context.home}/.openclaw"
         config = f"{folder}/openclaw.json"
         command = [
-            *(f"{context.bundle}/{NODE}", f"{context.bundle}/{CLI}"),
+            *self._program(context),
             *("agent", "exec", "--config", config, "--cwd", context.workdir),
             *("--model", f"{PROVIDER}/{context.model_name}"),
             *("--timeout", str(DEADLINE_S), "--json", "--message-file", "-"),
@@ -91,14 +80,11 @@ class Openclaw(Packaged[OpenclawSettings]):
             (*command, *self._settings.args),
             env,
             files={config: as_json(self._config(context))},
-            folders=skill_folders(self._agent, f"{folder}/skills"),
+            folders=self._skills(f"{folder}/skills"),
             stdin=context.instruction.encode(),
         )
 
     def _config(self, context: LaunchContext) -> JSON:
-        def remote(server: McpServer) -> JSON:
-            return {"url": server.url, "transport": server.transport, "headers": server.headers}
-
         api, url, path = ADAPTERS[self.dialect]
         free = {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
         model = {
@@ -129,7 +115,7 @@ class Openclaw(Packaged[OpenclawSettings]):
                 "toolSearch": False,
                 "deny": [] if self._settings.live_state else list(VOLATILE),
             },
-            "mcp": {"servers": mcp_entries(self._agent, remote)},
+            "mcp": {"servers": self._mcp(type_field="transport", http="streamable-http")},
         }
         gateway: JSON = {
             "agents": {"defaults": {"model": {"primary": f"{PROVIDER}/{context.model_name}"}}},

@@ -1,6 +1,6 @@
 """opencode, unmodified, from npm: any of the four wire formats, streams.
 
-Facts: HARNESSES notes of version 1.18.33, its configuration schema and its own variables. All of
+Facts: recorded requests of version 1.18.33, its configuration schema and its own variables. All of
 its configuration is one file of the private home. The call that makes a title, the look-ups of
 models, the pruning of old tool outputs (it would change history) and its git snapshots are off.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from bridle.config import McpServer, Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash
+from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.bundles import Builder
 from bridle.harnesses.configuration import (
     PATIENCE_S,
@@ -18,14 +18,12 @@ from bridle.harnesses.configuration import (
     events_backwards,
     merged,
     output_budget,
-    skill_folders,
 )
 from bridle.harnesses.installers import NODE
-from bridle.harnesses.packaged import Npm, Packaged
-from bridle.types import JSON, Cause, Dialect
+from bridle.harnesses.packaged import Npm, PackagedHarness
+from bridle.types import JSON, Dialect
 
 PACKAGE = "node_modules/opencode-ai"
-PROGRAM = f"{PACKAGE}/bin/opencode.exe"
 PROVIDER = "gw"
 ADAPTERS = {
     Dialect.OPENAI_CHAT: ("@ai-sdk/openai-compatible", "openai", ""),
@@ -53,20 +51,22 @@ async def _place_binary(builder: Builder) -> None:
     await builder.run((str(folder / NODE), str(folder / PACKAGE / "postinstall.mjs")))
 
 
-class Opencode(Packaged[OpencodeSettings]):
+class Opencode(PackagedHarness[OpencodeSettings]):
     """opencode; implements `base.Harness`."""
 
     name = "opencode"
     pinned = "1.18.33"
     settings_class = OpencodeSettings
-    package = Npm(size_mb=550, setup=_place_binary, probe=(PROGRAM, "--version"), whole_lock=False)
+    package = Npm(
+        size_mb=550, path=f"{PACKAGE}/bin/opencode.exe", setup=_place_binary, whole_lock=False
+    )
     """540 MB: the program for two kinds of processor, and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`opencode run --format json --model gw/<model>`, the instruction on stdin."""
+        """Run `opencode run --format json --model gw/<model>`, the instruction on stdin."""
         folder = f"{context.home}/.config/opencode"
         command = (
-            f"{context.bundle}/{PROGRAM}",
+            *self._program(context),
             *("run", "--format", "json", "--model", f"{PROVIDER}/{context.model_name}"),
             *self._settings.args,
         )
@@ -86,7 +86,7 @@ class Opencode(Packaged[OpencodeSettings]):
             command,
             env,
             files={f"{folder}/opencode.json": as_json(self._config(context))},
-            folders=skill_folders(self._agent, f"{folder}/skills"),
+            folders=self._skills(f"{folder}/skills"),
             stdin=context.instruction.encode(),
             logs=(f"{context.home}/.local/share/opencode/log",),
         )
@@ -115,19 +115,17 @@ class Opencode(Packaged[OpencodeSettings]):
             "permission": {"*": "allow"},
             "agent": {"title": {"disable": True}},
             "small_model": f"{PROVIDER}/{context.model_name}",
-            "mcp": {server.name: _mcp(server) for server in self._agent.mcp_servers},
+            "mcp": {server.name: _mcp_entry(server) for server in self._agent.mcp_servers},
         }
         return merged(merged(ours, self._settings.config), {"provider": {PROVIDER: provider}})
 
-    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Whatever the exit code, an `error` event at the end is what the model's API did."""
-        last = next((e for e in events_backwards(stdout) if "type" in e), {})
-        if last.get("type") == "error" and signal is None:
-            return Cause.HARNESS_MODEL_ERROR
-        return crash(exit_code, signal)
+    def model_failed(self, stdout: bytes) -> bool:
+        """Return whether its last event is an `error`, which only the model's API causes."""
+        last = next((event for event in events_backwards(stdout) if "type" in event), {})
+        return last.get("type") == "error"
 
 
-def _mcp(server: McpServer) -> JSON:
+def _mcp_entry(server: McpServer) -> JSON:
     if server.transport == "stdio":
         command = [server.command, *server.args]
         return {"type": "local", "command": command, "environment": server.env, "enabled": True}

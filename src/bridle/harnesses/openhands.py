@@ -1,6 +1,6 @@
 """OpenHands, unmodified, from PyPI: its SDK's default agent; Chat Completions or Messages.
 
-Facts: HARNESSES notes of SDK 1.58.0. It needs Python 3.12 or newer, which need not be Bridle's
+Facts: recorded requests of SDK 1.58.0. It needs Python 3.12 or newer, which need not be Bridle's
 own. The SDK is run instead of the command line on top of it: the same agent, prompt and tools, in a
 third of the time, without a look-up of skills on the network. It never streams.
 """
@@ -11,17 +11,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import McpServer, Settings
+from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.configuration import PATIENCE_S, mcp_entries, output_budget, skill_folders
-from bridle.harnesses.installers import PYTHON
+from bridle.harnesses.configuration import PATIENCE_S, output_budget
 from bridle.harnesses.packaged import PyPI, SdkAgent, script_launch
 from bridle.types import JSON, Dialect
 
 OLDEST, BELOW = (3, 12), (3, 15)
 """Pythons that it installs on."""
 SCRIPT = "openhands_agent.py"
-SAY_VERSION = "from importlib.metadata import version; print(version('openhands-sdk'))"
 PROVIDERS = {Dialect.OPENAI_CHAT: "openai", Dialect.ANTHROPIC: "anthropic"}
 
 
@@ -33,7 +31,7 @@ class OpenhandsSettings(Settings):
     native_tool_calling: bool = True
     """False = its text protocol: calls are written as text, ended by a stop string."""
     max_turns: int = Field(default=100, ge=1)
-    """Steps after which it gives up."""
+    """Steps after which it ends."""
     llm: JSON = Field(default_factory=dict)
     """More fields of its `LLM`, e.g. `{"reasoning_effort": "low"}`."""
 
@@ -44,11 +42,11 @@ class Openhands(SdkAgent[OpenhandsSettings]):
     name = "openhands"
     pinned = "1.58.0"
     settings_class = OpenhandsSettings
-    package = PyPI(size_mb=710, probe=(PYTHON, "-c", SAY_VERSION), pythons=(OLDEST, BELOW))
+    package = PyPI(size_mb=710, distribution="openhands-sdk", pythons=(OLDEST, BELOW))
     """A Python with 700 MB of packages, made with a Python of 3.12 or newer."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`python openhands_agent.py <config>`, the instruction on stdin."""
+        """Run `python openhands_agent.py <config>`, the instruction on stdin."""
         settings = self._settings
         provider = PROVIDERS[self.dialect]
         config = {
@@ -60,7 +58,7 @@ class Openhands(SdkAgent[OpenhandsSettings]):
             "native_tool_calling": settings.native_tool_calling,
             "max_turns": settings.max_turns,
             "llm": settings.llm,
-            "mcp_servers": mcp_entries(self._agent, _remote),
+            "mcp_servers": self._mcp(type_field="transport"),
         }
         env = {
             "LLM_API_KEY": context.key,
@@ -71,10 +69,5 @@ class Openhands(SdkAgent[OpenhandsSettings]):
             "LITELLM_TELEMETRY": "False",
             "DO_NOT_TRACK": "1",
         }
-        skills = skill_folders(self._agent, f"{context.home}/.openhands/skills")
+        skills = self._skills(f"{context.home}/.openhands/skills")
         return script_launch(context, SCRIPT, config, env, skills)
-
-
-def _remote(server: McpServer) -> JSON:
-    transport = "sse" if server.transport == "sse" else "http"
-    return {"url": server.url, "transport": transport, "headers": server.headers}

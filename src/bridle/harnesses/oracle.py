@@ -16,10 +16,6 @@ from bridle.harnesses.base import Launch, LaunchContext, Unpackaged, parse_setti
 from bridle.types import Dialect
 
 
-class EmptySettings(Settings):
-    """Settings of harness `empty`: it has none."""
-
-
 class OracleSettings(Settings):
     """Settings of harness `oracle`; the loader of a task set fills them."""
 
@@ -45,10 +41,9 @@ class Empty(Unpackaged):
 
     def __init__(self, agent: AgentSpec) -> None:
         refuse_commands(agent)
-        parse_settings(agent, EmptySettings)
+        parse_settings(agent, Settings)
 
     def launch(self, context: LaunchContext) -> Launch:  # noqa: ARG002 - the contract's
-        """A process that ends at once."""
         return Launch("true", {})
 
 
@@ -62,7 +57,6 @@ class Oracle(Empty):
         self._settings = parse_settings(agent, OracleSettings)
 
     def launch(self, context: LaunchContext) -> Launch:
-        """The solution's script. `ConfigError` if the task has none."""
         settings = self._settings
         if settings.patch:
             file = f"{context.home}/.solution.diff"

@@ -2,7 +2,7 @@
 
 `AgentSpec.version` may name another version than the pinned one. It is installed by the same recipe
 without the lock, is recorded as `<version> (unlocked)`, and does one scripted piece of work
-(`bridle harness check`) before any session: what that shows stands in its bundle.
+(`bridle harness check`) before any session; its bundle contains the report.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Generic
+from typing import Any, ClassVar, Generic
 
 from bridle.config import AgentSpec
-from bridle.dialects.noise import Varying
 from bridle.errors import ConfigError, HarnessError
+from bridle.harness_rules.table import HARNESS_RULES
 from bridle.harnesses.base import (
     SCRIPTS,
     Launch,
@@ -29,8 +29,14 @@ from bridle.harnesses.base import (
     refuse_commands,
 )
 from bridle.harnesses.bundles import Builder, Recipe, ensure
-from bridle.harnesses.configuration import TRANSPORTS, as_json, refuse_extras
-from bridle.harnesses.installers import PYTHON, Setup, find_python, node_recipe, python_recipe
+from bridle.harnesses.configuration import (
+    TRANSPORTS,
+    as_json,
+    mcp_entries,
+    refuse_extras,
+    skill_folders,
+)
+from bridle.harnesses.installers import NODE, PYTHON, Setup, find_python, node_recipe, python_recipe
 from bridle.runtimes.process import Command, run_process
 from bridle.types import JSON, Cause, Dialect
 
@@ -39,31 +45,44 @@ CHECK_FILE = "bridle-check.json"
 CHECKING = "BRIDLE_CHECKING_HARNESS"
 """Variable of the process that checks, whose own installation is not checked again."""
 CHECK_TIMEOUT_S = 600.0
+SAY_VERSION = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
 EXACT = re.compile(r"\d[\w.+!-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PyPI:
-    """A program of the Python package index. Members are `installers.python_recipe`'s."""
+    """A program of the Python package index. `links` are those of `installers.python_recipe`."""
 
     size_mb: int
-    probe: Sequence[str] = ()
+    module: str | None = None
+    """Prints its version where it is run with `--version`."""
+    distribution: str | None = None
+    """Name of the package whose version is that of a program without such a module."""
     links: Sequence[tuple[str, str]] = ()
     pythons: tuple[tuple[int, int], tuple[int, int]] | None = None
     """The first Python that it runs on and the first that it does not; `None` = Bridle's own."""
 
+    @property
+    def program(self) -> tuple[str, ...]:
+        return (PYTHON,)
+
     async def recipe(self, name: str, version: str, pinned: str) -> Recipe:
         """Raises `HarnessError` where this machine has no Python that fits."""
         python = None
+        probe: tuple[str, ...] = ()
         if self.pythons is not None:
             oldest, below = self.pythons
             python = await find_python(oldest, f"{name} {version}", below=below)
+        if self.module is not None:
+            probe = (PYTHON, "-m", self.module, "--version")
+        elif self.distribution is not None:
+            probe = (PYTHON, "-c", SAY_VERSION, self.distribution)
         return python_recipe(
             name,
             version,
             pinned=pinned,
             size_mb=self.size_mb,
-            probe=self.probe,
+            probe=probe,
             links=self.links,
             python=python,
         )
@@ -71,27 +90,38 @@ class PyPI:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Npm:
-    """A program of npm. Members are `installers.node_recipe`'s."""
+    """A program of npm. `setup` and `whole_lock` are those of `installers.node_recipe`."""
 
     size_mb: int
-    probe: Sequence[str] = ()
+    path: str
+    """Path of the program in the bundle; the bundle's node runs one that is JavaScript."""
     setup: Setup | None = None
     whole_lock: bool = True
 
+    @property
+    def program(self) -> tuple[str, ...]:
+        return (NODE, self.path) if self.path.endswith((".js", ".mjs")) else (self.path,)
+
     async def recipe(self, name: str, version: str, pinned: str) -> Recipe:
+        program, *script = self.program
         return node_recipe(
             name,
             version,
             pinned=pinned,
             size_mb=self.size_mb,
-            probe=self.probe,
+            # It runs in a folder inside the bundle.
+            probe=(program, *(f"../{path}" for path in script), "--version"),
             setup=self.setup,
             whole_lock=self.whole_lock,
         )
 
 
-class Packaged(Generic[SettingsT]):
-    """Most of `base.Harness`; a subclass adds `launch`, and `exit_cause` where exit codes lie."""
+class PackagedHarness(Generic[SettingsT]):
+    """The base of harnesses with a bundle; a subclass adds `launch`.
+
+    It adds `model_failed` or `exit_cause` where the exit code of its program does not tell
+    everything.
+    """
 
     name: ClassVar[str]
     pinned: ClassVar[str]
@@ -101,8 +131,6 @@ class Packaged(Generic[SettingsT]):
     transports: ClassVar[Collection[str]] = TRANSPORTS
     """Of MCP servers that it can use."""
     has_skills: ClassVar[bool] = True
-    noise: ClassVar[Sequence[Varying]] = ()
-    """Texts that it writes anew in each run, in which a fork may differ from its capture."""
     dialect: Dialect
     """Set by the class, or from the setting `api`."""
 
@@ -116,6 +144,7 @@ class Packaged(Generic[SettingsT]):
                 f"{self.pinned!r}, the version of {self.name!r} that Bridle is tested with"
             )
         self._agent = agent
+        self.noise = HARNESS_RULES[self.name].noise if self.name in HARNESS_RULES else ()
         self._settings = parse_settings(agent, self.settings_class)
         self._wanted = wanted
         self.version = wanted if wanted == self.pinned else f"{wanted} (unlocked)"
@@ -130,14 +159,26 @@ class Packaged(Generic[SettingsT]):
             await self._check(folder, report)
         return folder
 
-    def exit_cause(
-        self,
-        exit_code: int | None,
-        signal: int | None,
-        stdout: bytes,  # noqa: ARG002 - for a program whose exit codes are true
-    ) -> Cause | None:
-        """`None` for exit code 0."""
+    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
+        if signal is None and self.model_failed(stdout):
+            return Cause.HARNESS_MODEL_ERROR
         return crash(exit_code, signal)
+
+    def model_failed(self, stdout: bytes) -> bool:
+        """Return whether the program says that the model's API failed, whatever its exit code."""
+        del stdout
+        return False
+
+    def _program(self, context: LaunchContext) -> tuple[str, ...]:
+        """Return the beginning of its command line: program, or interpreter and program."""
+        return tuple(f"{context.bundle}/{path}" for path in self.package.program)
+
+    def _skills(self, target: str) -> dict[str, Path]:
+        """Return the folders of the task's skills, each to be copied into `target`."""
+        return skill_folders(self._agent, target)
+
+    def _mcp(self, **form: Any) -> JSON:  # noqa: ANN401 - as `mcp_entries` takes it
+        return mcp_entries(self._agent, **form)
 
     async def _check(self, folder: Path, report: Callable[[str], None]) -> None:
         builder = Builder(folder, report, f"{self.name} {self.version}")
@@ -184,7 +225,7 @@ def script_launch(
     env: Mapping[str, str],
     folders: Mapping[str, Path] | None = None,
 ) -> Launch:
-    """`python <script> <config>` with the bundle's Python, the instruction on stdin."""
+    """Return `python <script> <config>` with the bundle's Python, the instruction on stdin."""
     folder = f"{context.home}/.agent"
     settings = f"{folder}/config.json"
     files = {f"{folder}/{name}": (SCRIPTS / name).read_bytes() for name in (script, TOOL)}
@@ -197,16 +238,10 @@ def script_launch(
     )
 
 
-class SdkAgent(Packaged[SettingsT]):
+class SdkAgent(PackagedHarness[SettingsT]):
     """A harness that is such a script."""
 
-    def exit_cause(
-        self,
-        exit_code: int | None,
-        signal: int | None,
-        stdout: bytes,
-    ) -> Cause | None:
-        """The scripts' exit codes are true."""
+    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
         if signal is None and exit_code == TURN_LIMIT:
             return Cause.LIMIT
         if signal is None and exit_code == API_FAILED:
@@ -215,5 +250,5 @@ class SdkAgent(Packaged[SettingsT]):
 
 
 def plain_servers(agent: AgentSpec) -> list[JSON]:
-    """The MCP servers of a task as plain JSON, for a script to make clients of."""
+    """Return the MCP servers of a task as plain JSON, for a script to make clients of."""
     return [server.model_dump(mode="json") for server in agent.mcp_servers]

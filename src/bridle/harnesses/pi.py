@@ -1,21 +1,19 @@
 """pi, unmodified, from npm: four tools, any of the four wire formats, streams.
 
-Facts: HARNESSES notes of version 0.87.1 and its own documentation (models, environment variables,
-JSON event stream). Exit codes lie: it exits 0 after API errors, so its event stream is read. It
-looks nothing up on the network when told so.
+Facts: recorded requests of version 0.87.1 and its own documentation (models, environment variables,
+JSON event stream). It exits 0 after API errors, so its event stream is read. It looks nothing up on
+the network in offline mode.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Literal
 
 from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.configuration import skill_folders
-from bridle.harnesses.installers import NODE
-from bridle.harnesses.packaged import Npm, Packaged
+from bridle.harnesses.configuration import events_backwards
+from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Cause, Dialect
 
 CLI = "node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js"
@@ -44,23 +42,22 @@ class PiSettings(Settings):
     """Output budget that it asks for in each call, at most half of the model's context."""
 
 
-class Pi(Packaged[PiSettings]):
+class Pi(PackagedHarness[PiSettings]):
     """pi; implements `base.Harness`."""
 
     name = "pi"
     pinned = "0.87.1"
     settings_class = PiSettings
     transports = ()
-    package = Npm(size_mb=350)
+    package = Npm(size_mb=350, path=CLI)
     """345 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """`pi -p --mode json --provider gw --model <model> <instruction>`, files in the home."""
+        """Run `pi -p --mode json --provider gw --model <model>`, the instruction on stdin."""
         folder = f"{context.home}/.pi/agent"
         settings = self._settings
         command = [
-            f"{context.bundle}/{NODE}",
-            f"{context.bundle}/{CLI}",
+            *self._program(context),
             *("-p", "--mode", "json", "--provider", PROVIDER, "--model", context.model_name),
         ]
         if settings.thinking is not None:
@@ -82,7 +79,7 @@ class Pi(Packaged[PiSettings]):
         }
         # From stdin: an argument has a size limit, and one that begins with @ or - means another.
         stdin = context.instruction.encode()
-        folders = skill_folders(self._agent, f"{folder}/skills")
+        folders = self._skills(f"{folder}/skills")
         return Launch(tuple(command), env, files, folders=folders, stdin=stdin)
 
     def _models(self, context: LaunchContext) -> JSON:
@@ -111,22 +108,12 @@ class Pi(Packaged[PiSettings]):
 
 
 def _last_stop_reason(stdout: bytes) -> str | None:
-    """`stopReason` of the last assistant message in the event stream; `None` = none was found."""
-    for event in _events_backwards(stdout):
+    """Return `stopReason` of the last assistant message in the event stream; `None` = none."""
+    for event in events_backwards(stdout, '"message_end"'):
         message = event.get("message")
-        if isinstance(message, dict) and message.get("role") == "assistant":
+        if event.get("type") != "message_end" or not isinstance(message, dict):
+            continue
+        if message.get("role") == "assistant":
             reason = message.get("stopReason")
             return reason if isinstance(reason, str) else None
     return None
-
-
-def _events_backwards(stdout: bytes) -> Iterator[JSON]:
-    """The stream's `message_end` events, last first; lines that the limit cut are skipped."""
-    for line in reversed(stdout.split(b"\n")):
-        if line.startswith(b'{"type":"message_end"'):
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                yield event

@@ -28,7 +28,7 @@ from bridle.aio import run_shielded
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteReader
 from bridle.config import FieldPolicy, ForkSpec, SamplingPolicy, Task
-from bridle.dialects.noise import Varying
+from bridle.harness_rules.base import Varying
 from bridle.errors import (
     BridleError,
     ConfigError,

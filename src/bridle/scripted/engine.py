@@ -34,6 +34,7 @@ from bridle.engines.base import (
 )
 from bridle.engines.ids import IdsError
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
+from bridle.harness_rules.table import HARNESS_RULES
 from bridle.scripted.script import (
     THINK,
     THINK_END,
@@ -397,25 +398,16 @@ def _spans(spans: list[VersionSpan], version: int, start: int, end: int) -> list
     return [*spans, VersionSpan(version, start, end)]
 
 
-NAMES = (
-    "bash",
-    "shell",
-    "run_shell_command",
-    "exec_command",
-    "execute_bash",
-    "run_terminal_cmd",
-    "shell_command",
-    "local_shell",
-    "terminal",
-    "run_command",
-    "run_commands",
-    "execute_command",
-    "run_in_terminal",
-    "run_bash",
-    "sh",
-    "exec",
+NAMES = tuple(
+    dict.fromkeys(
+        (
+            *("bash", "shell"),
+            *(name for row in HARNESS_RULES.values() for name in row.shell_tools),
+            *("run_terminal_cmd", "run_command", "run_bash", "sh"),
+        )
+    )
 )
-"""Names of shell tools, lower case, best first."""
+"""Names of shell tools, lower case, best first: usual ones and those of the known harnesses."""
 
 ARGUMENTS = ("command", "cmd", "commands", "bash_command", "shell_command", "script", "input")
 """Names of the argument that holds the command line, best first."""

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from bridle.config import explain, first_fault
-from bridle.dialects.limits import check_depth, check_json, check_values
+from bridle.dialects.json_reader import check_depth, check_json, check_values
 from bridle.errors import (
     BridleError,
     ConfigError,

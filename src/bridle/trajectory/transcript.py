@@ -19,7 +19,7 @@ from typing import overload
 from bridle.capture.records import Exchange
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import Route, RouteKind
-from bridle.dialects.messages import chat_messages, chat_tools
+from bridle.dialects.openai_chat_write import chat_messages, chat_tools
 from bridle.errors import RequestError, StoreError, boundary
 from bridle.types import JSON, MediaPart, Message, ModelRequest, Role
 

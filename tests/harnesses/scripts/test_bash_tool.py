@@ -13,7 +13,7 @@ def tool():
     return SimpleNamespace(**runpy.run_path(str(SCRIPTS / TOOL)))
 
 
-def test_it_gives_what_the_command_printed_and_its_exit_code(tool):
+def test_bash_tool_gives_what_the_command_printed_and_its_exit_code(tool):
     assert tool.bash("echo out; echo err >&2; exit 3") == "out\nerr\n[exit code: 3]"
     assert tool.bash("true") == "[exit code: 0]"
 
@@ -31,5 +31,5 @@ def test_a_command_that_hangs_is_stopped_with_all_it_started(tool):
     assert time.monotonic() - began < 50
 
 
-def test_what_is_no_text_is_shown_as_such(tool):
+def test_binary_output_is_named_as_binary(tool):
     assert tool.bash(r"printf '\xff'") == "�\n[exit code: 0]"

@@ -7,7 +7,7 @@ from bridle.config import AgentSpec
 from bridle.harnesses.claude_agent_sdk import SCRIPT, ClaudeAgentSdk
 
 
-def test_it_reads_exactly_what_the_harness_writes():
+def test_claude_agent_sdk_agent_reads_exactly_what_the_harness_writes():
     launch = ClaudeAgentSdk(AgentSpec(harness="claude_agent_sdk")).launch(context())
     assert (
         keys_read(SCRIPT) - SERVER
@@ -15,5 +15,5 @@ def test_it_reads_exactly_what_the_harness_writes():
     )
 
 
-def test_it_has_an_exit_code_for_each_way_to_end():
+def test_claude_agent_sdk_agent_has_an_exit_code_for_each_way_to_end():
     assert exit_codes(SCRIPT) >= {0, 3, 4}

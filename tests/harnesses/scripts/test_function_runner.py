@@ -51,7 +51,7 @@ def called(tmp_path):
         ),
     ],
 )
-def test_it_prints_what_the_function_returns(called, text, printed):
+def test_function_runner_prints_what_the_function_returns(called, text, printed):
     done = called(text)
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
 
@@ -62,7 +62,7 @@ def test_what_it_raises_is_the_exit_code_and_the_trace(called):
     assert "KeyError: 'm'" in done.stderr
 
 
-def test_it_needs_nothing_but_the_standard_library():
+def test_function_runner_needs_nothing_but_the_standard_library():
     imported = (SCRIPTS / "function_runner.py").read_text()
     assert "bridle" not in imported
     assert set(TASK) | {"key"} == set(function_runner.FunctionTask.__dataclass_fields__)

@@ -7,7 +7,7 @@ from bridle.config import AgentSpec
 from bridle.harnesses.google_adk import SCRIPT, GoogleAdk
 
 
-def test_it_reads_exactly_what_the_harness_writes():
+def test_google_adk_agent_reads_exactly_what_the_harness_writes():
     launch = GoogleAdk(AgentSpec(harness="google_adk")).launch(context())
     assert (
         keys_read(SCRIPT) - SERVER
@@ -15,5 +15,5 @@ def test_it_reads_exactly_what_the_harness_writes():
     )
 
 
-def test_it_has_an_exit_code_for_each_way_to_end():
+def test_google_adk_agent_has_an_exit_code_for_each_way_to_end():
     assert exit_codes(SCRIPT) >= {0, 3, 4}

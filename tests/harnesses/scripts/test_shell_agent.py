@@ -7,16 +7,16 @@ from typing import Any
 from tests.gateway.house import house
 
 from bridle.harnesses.base import SCRIPTS
-from bridle.harnesses.scripts.shell_agent import Task, run, shell
+from bridle.harnesses.scripts.shell_agent import AgentTask, run, shell
 
 TURNS: list[dict[str, Any]] = [{"shell": ["echo hi > made.txt"]}, {"content": "It is there."}]
 
 
-async def test_it_runs_what_the_model_calls_until_it_calls_nothing(tmp_path, monkeypatch):
+async def test_shell_agent_runs_what_the_model_calls_until_it_calls_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     async with house(*TURNS) as home:
         caller = await home.session()
-        task = Task("make it", dict(caller.handle.base_urls), caller.handle.key, "m")
+        task = AgentTask("make it", dict(caller.handle.base_urls), caller.handle.key, "m")
         assert await asyncio.to_thread(run, task) == "It is there."
         assert [e.root_reason for e in caller.exchanges] == ["first", None]
     assert (tmp_path / "made.txt").read_text() == "hi\n"
@@ -44,5 +44,5 @@ async def test_as_a_script_it_reads_what_the_command_harness_sets(tmp_path):
     assert (tmp_path / "made.txt").exists()
 
 
-def test_a_command_that_fails_is_told_with_its_exit_code():
+def test_failed_command_is_reported_with_its_exit_code():
     assert shell("echo out; echo err >&2; exit 3") == "out\nerr\n[exit code: 3]"

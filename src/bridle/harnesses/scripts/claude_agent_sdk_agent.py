@@ -30,7 +30,7 @@ def options(config: dict[str, Any]) -> ClaudeAgentOptions:
 
 
 async def run(config: dict[str, Any], instruction: str) -> ResultMessage | None:
-    """Let the agent do the task; returns the SDK's result, `None` if it gave none."""
+    """Let the agent do the task; returns the SDK's result, `None` if there is none."""
     result = None
     try:
         async for message in query(prompt=instruction, options=options(config)):
@@ -42,7 +42,7 @@ async def run(config: dict[str, Any], instruction: str) -> ResultMessage | None:
             if isinstance(message, ResultMessage):
                 result = message
     except ProcessError:
-        # The CLI exits 1 after it has told an error; the result says which.
+        # The CLI exits 1 after it has reported an error; the result says which.
         if result is None:
             raise
     return result

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MODULES = "modules"
-"""Folder beside the configuration in which the function's own modules are."""
+"""Folder of the function's own modules, next to the configuration."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from mcp import StdioServerParameters
 
 
 def toolset(config: dict[str, Any]) -> McpToolset:
-    """One MCP server's tools, as the SDK takes them, named after it."""
+    """Return one MCP server's tools in the SDK's form, named after it."""
     params: StdioConnectionParams | SseConnectionParams | StreamableHTTPConnectionParams
     if config["transport"] == "stdio":
         process = StdioServerParameters(

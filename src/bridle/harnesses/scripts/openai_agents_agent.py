@@ -27,7 +27,7 @@ from openai import APIError, AsyncOpenAI
 
 
 def server(config: dict[str, Any]) -> MCPServer:
-    """One MCP server, as the SDK takes it."""
+    """Return one MCP server in the SDK's form."""
     if config["transport"] == "stdio":
         process = {"command": config["command"], "args": config["args"], "env": config["env"]}
         return MCPServerStdio(process, name=config["name"], client_session_timeout_seconds=60)

@@ -28,7 +28,7 @@ MOST_TURNS = 20
 
 
 @dataclass(frozen=True)
-class Task:
+class AgentTask:
     """Attributes of the function's argument that this agent uses."""
 
     instruction: str
@@ -37,7 +37,7 @@ class Task:
     model: str
 
 
-def run(task: Task) -> str:
+def run(task: AgentTask) -> str:
     """Let the model work until it calls no tool; returns its last word."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.instruction}]
     for _ in range(MOST_TURNS):
@@ -51,8 +51,8 @@ def run(task: Task) -> str:
     return str(messages[-1].get("content") or "")
 
 
-def ask(task: Task, body: dict[str, Any]) -> dict[str, Any]:
-    """One chat completion; raises `urllib.error.HTTPError` on a refusal."""
+def ask(task: AgentTask, body: dict[str, Any]) -> dict[str, Any]:
+    """Return one chat completion; raises `urllib.error.HTTPError` on a refusal."""
     headers = {"Authorization": f"Bearer {task.key}", "Content-Type": "application/json"}
     url = f"{task.base_urls['openai']}/chat/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310 - ours
@@ -71,7 +71,7 @@ def shell(command: str) -> str:
 
 if __name__ == "__main__":
     given = os.environ
-    task = Task(
+    task = AgentTask(
         instruction=Path(given["INSTRUCTION_FILE"]).read_text(encoding="utf-8"),
         base_urls={"openai": given["OPENAI_BASE_URL"]},
         key=given["OPENAI_API_KEY"],

@@ -1,15 +1,27 @@
-import json
+"""Levels and messages of a request are limited, and the error says so."""
 
+import json
+from contextlib import nullcontext
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.dialects.exchange import POSTED
 
-from bridle.dialects.base import content_digest
-from bridle.dialects.reading import (
+from bridle.dialects import DIALECTS, recognise
+from bridle.dialects.json_reader import (
+    MOST_ITEMS,
+    MOST_NESTED,
+    MOST_VALUES,
     arguments_object,
     arguments_text,
+    check_json,
+    check_values,
+    content_digest,
     decode,
     encode,
+    field_too_deep,
     first_of,
     flag_at,
     number_at,
@@ -25,7 +37,7 @@ from bridle.dialects.reading import (
     without_lone_surrogates,
 )
 from bridle.errors import RequestError
-from bridle.types import Message, Role, TextPart
+from bridle.types import Dialect, Message, Role, TextPart
 
 
 def test_a_body_is_split_without_decoding_its_fields():
@@ -53,14 +65,14 @@ def test_odd_json_is_read(raw, value):
     assert decode(raw, "x") == value
 
 
-def test_what_only_the_standard_library_reads_is_split_too():
+def test_bodies_that_msgspec_refuses_are_split():
     fields = split_object(b'{"a": NaN, "b": ["\\\\ud83d\\ude00", NaN]}')
     assert decode(fields["b"], "b")[0] == "\\ud83d\ufffd"
     assert decode(split_array(fields["b"], "b")[1], "b") != 1
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"{]}", b'{"a":}', b'"\xff"'])
-def test_what_nobody_reads_is_refused(body):
+def test_invalid_json_is_refused(body):
     with pytest.raises(RequestError, match="not valid JSON"):
         split_object(body)
 
@@ -84,7 +96,7 @@ def test_an_array_field_is_an_array():
 
 
 @given(st.text())
-def test_text_is_encoded_whatever_it_holds(text):
+def test_any_text_is_encoded(text):
     assert json.loads(encode({"text": text})) == {"text": without_lone_surrogates(text)}
 
 
@@ -249,6 +261,81 @@ def test_a_number_of_400_digits_is_refused_with_its_field():
         wholes_at({"ids": [1, huge]}, "ids", "")
 
 
-def test_a_number_of_5000_digits_is_refused_as_what_it_is():
+def test_number_of_5000_digits_is_refused():
     with pytest.raises(RequestError, match="'n' has a number of more than 4300 digits"):
         decode(b"1" * 5000, "n")
+
+
+def nested(levels: int) -> bytes:
+    return b'{"a":' * levels + b"1" + b"}" * levels
+
+
+def test_nesting_is_limited_and_brackets_in_text_are_none():
+    assert decode(nested(MOST_NESTED), "tools")
+    with pytest.raises(RequestError, match="'tools' is nested too deeply"):
+        decode(nested(MOST_NESTED + 1), "tools")
+    many_brackets = encode({"text": "[" * 10_000, "flat": [[]] * 1000})
+    assert decode(many_brackets, "x")
+
+
+def test_messages_are_limited_in_number():
+    within, beyond = (
+        b'{"input":[%b]}' % b",".join([b"{}"] * n) for n in (MOST_ITEMS, MOST_ITEMS + 1)
+    )
+    assert len(split_body(within, "input")[1] or ()) == MOST_ITEMS
+    with pytest.raises(RequestError, match=f"maximum length {MOST_ITEMS}") as refused:
+        split_body(beyond, "input")
+    assert refused.value.param == "input"
+
+
+def test_values_are_limited_in_number_and_commas_in_text_are_none():
+    check_values(encode({"text": ",\\\",'" * MOST_VALUES, "stop": [0] * (MOST_VALUES - 3)}))
+    for body in ([0] * (MOST_VALUES + 1), {str(n): n for n in range(MOST_VALUES + 1)}):
+        with pytest.raises(RequestError, match=f"more than {MOST_VALUES} JSON values") as refused:
+            check_values(encode(body))
+        assert (refused.value.status, refused.value.code) == (413, "request_too_large")
+
+
+@given(st.text('",\\a', max_size=40), st.integers(1, 9))
+def test_only_commas_outside_of_strings_count(text, most):
+    commas, quoted, escaped = 0, False, False
+    for one in text:
+        commas += one == "," and not quoted
+        quoted ^= one == '"' and not escaped
+        escaped = quoted and one == "\\" and not escaped
+    with nullcontext() if commas < most else pytest.raises(RequestError):
+        check_values(text.encode(), most)
+
+
+def test_a_list_that_is_read_by_itself_is_limited_too():
+    with pytest.raises(RequestError, match="array too long"):
+        split_array(msgspec.Raw(encode([{}] * (MOST_ITEMS + 1))), "input")
+
+
+def test_the_field_that_is_nested_too_deeply_is_named():
+    deep = nested(5000)
+    body = b'{"model":"a{[\\"","tools":[{"type":"f"},{"function":%b}],"n":1}' % deep
+    assert field_too_deep(body) == "tools[1].function"
+    assert field_too_deep(b"[" * 900) == "[0][0][0]"
+
+
+@pytest.mark.parametrize("levels", [200, 5000, 100_000])
+def test_a_schema_that_is_nested_too_deeply_is_refused_by_its_field(levels):
+    schema = b'{"type":"function","function":{"name":"f","parameters":%b}}' % nested(levels)
+    body = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"tools":[%b]}' % schema
+    route = recognise("POST", POSTED[Dialect.OPENAI_CHAT], "", {})
+    assert route is not None
+    with pytest.raises(RequestError, match=r"'tools.*' is nested too deeply") as refused:
+        DIALECTS[Dialect.OPENAI_CHAT].parse(route, body, {})
+    assert (refused.value.param or "").startswith("tools")
+
+
+@pytest.mark.parametrize("digits", [20, 400, 5000])
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_a_number_of_more_than_64_bits_is_named_by_its_field(digits, sign):
+    body = f'{{"limits":{{"max_turns":[1,{sign}{"9" * digits}]}}}}'.encode()
+    with pytest.raises(RequestError, match="more than 64 bits") as refused:
+        check_json(body)
+    assert refused.value.param == "limits.max_turns[1]"
+    check_json(b'{"a":%d,"b":%d,"c":"%s"}' % (2**64 - 1, -(2**63), b"9" * 400))
+    check_json(b"9" * 30 + b"no JSON")

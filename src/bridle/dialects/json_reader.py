@@ -1,31 +1,162 @@
-"""Reading request bodies: raw spans first, values only where needed, complaints with their path.
+"""Reading of JSON bodies: raw spans first, values only where needed, errors with their path.
 
 A body is split into the raw JSON of its fields and of its messages without decoding them; spans
-seen before are taken from the session's memo. msgspec does the work; what it refuses and harnesses
-still send (lone surrogates of text that JavaScript cut in two, a byte-order mark, `NaN`, numbers
-beyond a double) is mended or read by the standard library. Text that leaves here holds no lone
-surrogate: each became U+FFFD, as no tokenizer takes one.
+that the session sent before are taken from its memo. msgspec does the work. What msgspec refuses
+and harnesses still send (lone surrogates of text that JavaScript cut in two, a byte-order mark,
+`NaN`, numbers beyond a double) is repaired, or read by the standard library. Text that leaves here
+has no lone surrogate, as no tokenizer takes one: each became U+FFFD.
 
-Nothing here raises anything but `RequestError`.
+The size, depth and number of values of a body are limited, so that none costs more than its size
+says. Every error is a `RequestError`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
-from bridle.dialects.base import SpanMemo, content_digest
-from bridle.dialects.history import Begun, History
-from bridle.dialects.limits import check_count, check_depth, field_too_deep, too_deep
+from bridle.dialects.history import Begun, RequestHistory
 from bridle.errors import RequestError
 from bridle.types import JSON, Message
+
+MOST_NESTED: Final = 128
+"""Levels of arrays and objects in one value: real schemas have 20, and the code behind recurses."""
+
+MOST_ITEMS: Final = 10_000
+"""Messages of one request: each costs tens of microseconds before its first token is counted."""
+
+MOST_VALUES: Final = 250_000
+"""Members and items of all objects and arrays of one request: each costs some hundred bytes."""
+
+MOST_SCANNED: Final = 1 << 20
+"""Bytes of the largest body in which the field that is wrong is looked for: it costs 0.2 s."""
+
+_TOKEN: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
+_TEXT: Final = re.compile(rb'(?:[^"\\]{1,1000}|\\.){1,1000}', re.DOTALL)
+"""Part of a string. It is bounded because a match holds up every other thread."""
+_LONG_NUMBER: Final = re.compile(rb"\d{19}|[eE]\+?\d{3}")
+
+
+def field_too_deep(raw: bytes) -> str:
+    """Name the field of JSON in which the nesting exceeds `MOST_NESTED`; empty = there is none.
+
+    The path of its first three levels, like `tools[0].function`.
+    """
+    path: list[str | int] = []
+    for token in _TOKEN.finditer(raw) if len(raw) <= MOST_SCANNED else ():
+        match token[0][:1]:
+            case b"{" | b"[":
+                path.append("" if token[0] == b"{" else 0)
+                if len(path) > MOST_NESTED:
+                    return _dotted(path[:3])
+            case b"}" | b"]":
+                del path[-1:]
+            case b",":
+                if path and isinstance(path[-1], int):
+                    path[-1] += 1
+            case _:
+                if path and isinstance(path[-1], str):
+                    path[-1] = token[0][1:-1].decode(errors="replace")[:100]
+    return ""
+
+
+def _dotted(path: list[str | int]) -> str:
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).lstrip(".")
+
+
+def check_json(raw: bytes) -> None:
+    """Raise the `RequestError` that names a field of `raw` that no JSON parser reads alike.
+
+    It is nested too deeply, or a number of more than 64 bits. What is no JSON passes.
+    """
+    if raw.count(b"{") + raw.count(b"[") > MOST_NESTED and (field := field_too_deep(raw)):
+        raise too_deep(field)
+    if _LONG_NUMBER.search(raw) is None or len(raw) > MOST_SCANNED:
+        return
+    try:
+        value = json.loads(raw, parse_int=lambda text: float(text) if len(text) > 20 else int(text))
+    except (ValueError, RecursionError):
+        return
+    waiting: list[tuple[list[str | int], Any]] = [([], value)]
+    while waiting:
+        path, one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += [([*path, key], item) for key, item in one.items()]
+        elif isinstance(one, list):
+            waiting += [([*path, index], item) for index, item in enumerate(one)]
+        elif isinstance(one, int | float) and not (math.isfinite(one) and -(2**63) <= one < 2**64):
+            where = _dotted(path)
+            message = f"'{where}' is a number of more than 64 bits." if where else "Not a value."
+            raise RequestError(message, param=where or None)
+
+
+def too_deep(path: str) -> RequestError:
+    """Return the refusal of a value that is nested too deeply. An empty `path` is the body."""
+    where = f"'{path}' is" if path else "The request body is"
+    message = f"{where} nested too deeply: at most {MOST_NESTED} levels."
+    return RequestError(message, param=path or None)
+
+
+def check_depth(raw: bytes, value: Any, path: str) -> None:
+    """Raise `RequestError` if `value`, decoded from `raw`, has more than `MOST_NESTED` levels.
+
+    Most often the brackets are too few for that, which two looks at the bytes tell.
+    """
+    if len(raw) <= 2 * MOST_NESTED or raw.count(b"{") + raw.count(b"[") <= MOST_NESTED:
+        return
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MOST_NESTED):
+        held = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [item for one in held for item in one if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise too_deep(path)
+
+
+def check_count(count: int, path: str) -> None:
+    """Raise `RequestError` if the array at `path` has more than `MOST_ITEMS` items."""
+    if count > MOST_ITEMS:
+        message = f"Invalid '{path}': array too long. Expected an array with maximum length "
+        message += f"{MOST_ITEMS}, but got an array with length {count} instead."
+        raise RequestError(message, param=path)
+
+
+def check_values(raw: bytes, most: int = MOST_VALUES) -> None:
+    """Raise a 413 `RequestError` if JSON has more than `most` members and items.
+
+    To be run in a thread: a body with many commas in its texts takes some time.
+    """
+    if raw.count(b",") < most:
+        return
+    commas = at = 0
+    while at < len(raw):
+        quote = raw.find(b'"', at)
+        end = len(raw) if quote < 0 else quote
+        commas += raw.count(b",", at, end)
+        if commas >= most:
+            message = f"the request has more than {most} JSON values"
+            raise RequestError(message, status=413, code="request_too_large")
+        at = _string_end(raw, end + 1)
+
+
+def _string_end(raw: bytes, at: int) -> int:
+    """Return the place behind the string whose text begins at `at`."""
+    while (found := _TEXT.match(raw, at)) is not None:
+        at = found.end()
+    return at + 1
+
+
+# ---- reading
+
 
 ReadMessages: TypeAlias = Callable[[JSON, str], tuple[Message, ...]]
 """Reads one decoded span; the second argument is its path."""
@@ -52,6 +183,16 @@ _LONE = re.compile(
 """An escaped surrogate without its other half, after an even number of backslashes."""
 
 
+SpanMemo: TypeAlias = MutableMapping[bytes, tuple[Message, ...]]
+"""Dialect's salt + content digest of a raw message span -> its messages; one per
+session, so that a request's history is decoded once however often it is sent."""
+
+
+def content_digest(raw: bytes) -> bytes:
+    """16-byte content address of a raw span or body (sha256, truncated)."""
+    return hashlib.sha256(raw).digest()[:16]
+
+
 def encode(value: Any) -> bytes:
     """Compact JSON of a value; lone surrogates in its text become U+FFFD."""
     try:
@@ -61,19 +202,19 @@ def encode(value: Any) -> bytes:
 
 
 def one_line(raw: bytes | msgspec.Raw) -> msgspec.Raw:
-    """JSON text without white space around its tokens, so that it can stand in an event."""
+    """JSON text without white space around its tokens, as an event needs it."""
     return msgspec.Raw(msgspec.json.format(bytes(raw), indent=-1))
 
 
 def wrong(path: str, expected: str, value: Any) -> RequestError:
-    """The refusal of a value of the wrong type, naming where, what was wanted and what came."""
+    """Return the refusal of a value of the wrong type: where it is, the expected type, its type."""
     where = f"'{path}'" if path else "the request body"
     message = f"Invalid type for {where}: expected {expected}, but got {_kind(value)} instead."
     return RequestError(message, param=path or None)
 
 
 def missing(path: str) -> RequestError:
-    """The refusal of a request without a field that it must have."""
+    """Return the refusal of a request without a field that it must have."""
     return RequestError(f"Missing required parameter: '{path}'.", param=path)
 
 
@@ -94,7 +235,7 @@ def _kind(value: Any) -> str:
 
 
 def without_lone_surrogates(text: str) -> str:
-    """`text` with each lone surrogate as U+FFFD and each pair as its character."""
+    """Return `text` with each lone surrogate as U+FFFD and each pair as its character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -115,7 +256,7 @@ def _cleaned(value: Any) -> Any:
 
 
 def _mended(raw: bytes) -> bytes:
-    """`raw` without a byte-order mark and with lone surrogate escapes replaced, else unchanged."""
+    """Return `raw` without a byte-order mark and with lone surrogate escapes replaced."""
     return _LONE.sub(rb"\1\\ufffd", raw.removeprefix(b"\xef\xbb\xbf"))
 
 
@@ -135,7 +276,7 @@ def _lenient(raw: bytes, path: str) -> Any:
 
 
 def decode(raw: bytes | msgspec.Raw, path: str) -> Any:
-    """The value of one raw span. `RequestError` naming `path` if it is no JSON, or too deep."""
+    """Decode one raw span. `RequestError` names `path` if it is no JSON, or nested too deeply."""
     try:
         value = _VALUE.decode(raw)
     except _REFUSED:
@@ -145,7 +286,7 @@ def decode(raw: bytes | msgspec.Raw, path: str) -> Any:
 
 
 def split_object(body: bytes) -> dict[str, msgspec.Raw]:
-    """The body's fields, each still raw. `RequestError` if it is no JSON object."""
+    """Return the body's fields, each still raw. `RequestError` if it is no JSON object."""
     try:
         return _OBJECT.decode(body)
     except msgspec.ValidationError:
@@ -164,14 +305,14 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
 def split_body(
     body: bytes, key: str, memo: SpanMemo | None = None, salt: bytes = b""
 ) -> tuple[dict[str, msgspec.Raw], tuple[bytes, ...] | None]:
-    """The body's fields, and the raw items of its array `key` in place of that field.
+    """Return the body's fields, and the raw items of its array `key` in place of that field.
 
-    Reads the body once: the items come from a first look, the other fields from what is left when
-    the array's inside and the tool list are cut out. Items that a `History` knows are not looked at
-    again. `None` for the items (the field is then among the fields) where the body is not plain
-    enough for that; `RequestError` as `split_object`.
+    A first pass finds the items, a second one the other fields in the rest of the body, without the
+    items and the tool list. Items that a `RequestHistory` knows are not read again. `None` for the
+    items (the field is then among the fields) where the body is too unusual for that;
+    `RequestError` as `split_object`.
     """
-    history = memo if isinstance(memo, History) else None
+    history = memo if isinstance(memo, RequestHistory) else None
     if history is not None and (grown := history.grown(body, key, salt)) is not None:
         read = _split_grown(history, body, *grown)
         if read is not None:
@@ -204,9 +345,9 @@ def split_body(
 
 
 def _split_grown(
-    history: History, body: bytes, begun: Begun, inside: bytes
+    history: RequestHistory, body: bytes, begun: Begun, inside: bytes
 ) -> tuple[dict[str, msgspec.Raw], tuple[bytes, ...]] | None:
-    """`split_body` of a body that is `begun` with `inside` as its new items; `None` = it isn't."""
+    """Split a body that is `begun` with `inside` as its new items; `None` = it is not."""
     try:
         items = _ARRAY.decode(b"[%b]" % inside)
     except _REFUSED:
@@ -228,7 +369,7 @@ def _place(body: bytes, items: Sequence[msgspec.Raw]) -> tuple[int, int]:
 
 
 def _without(body: bytes, items: tuple[int, int] | None, tools: msgspec.Raw) -> bytes:
-    """`body` with the items between these places gone and `tools` (if not empty) null."""
+    """Return `body` with the items between these places gone and `tools` (if not empty) null."""
     cuts: list[tuple[int, int, bytes]] = []
     if items is not None:
         cuts.append((*items, b""))
@@ -248,7 +389,7 @@ def _address(view: bytes | msgspec.Raw) -> int:
 
 
 def split_array(raw: msgspec.Raw, path: str) -> tuple[bytes, ...]:
-    """The raw JSON of each item of an array."""
+    """Return the raw JSON of each item of an array."""
     try:
         found = _ARRAY.decode(raw)
         check_count(len(found), path)
@@ -261,7 +402,7 @@ def split_array(raw: msgspec.Raw, path: str) -> tuple[bytes, ...]:
 
 
 def split_field(fields: dict[str, msgspec.Raw], key: str) -> tuple[bytes, ...]:
-    """The raw items of the array field `key`, which is taken out and must be there."""
+    """Return the raw items of the array field `key`, which is taken out and must be there."""
     if (raw := fields.pop(key, None)) is None:
         raise missing(key)
     return split_array(raw, key)
@@ -272,7 +413,7 @@ def read_head(memo: SpanMemo, key: Hashable, read: Callable[[], T]) -> T:
 
     The caller must not change it.
     """
-    return memo.head(key, read) if isinstance(memo, History) else read()
+    return memo.head(key, read) if isinstance(memo, RequestHistory) else read()
 
 
 def read_spans(
@@ -282,7 +423,7 @@ def read_spans(
 
     `salt` names the dialect in the memo's keys: one session may speak several.
     """
-    history = memo if isinstance(memo, History) else None
+    history = memo if isinstance(memo, RequestHistory) else None
     begun = None if history is None else history.begun(spans)
     messages = [] if begun is None else list(begun.messages)
     digests = [] if begun is None else list(begun.digests)
@@ -325,14 +466,14 @@ class shallow:  # noqa: N801 - used as a function
 
 
 def an_object(value: Any, path: str) -> JSON:
-    """`value`, which must be an object."""
+    """Return `value`, which must be an object."""
     if not isinstance(value, dict):
         raise wrong(path, "an object", value)
     return value
 
 
 def objects(value: Any, path: str) -> Iterator[tuple[JSON, str]]:
-    """Each object of an array with its path; nothing for `None`."""
+    """Yield each object of an array with its path; nothing for `None`."""
     for index, item in enumerate(_as_list(value, path)):
         where = f"{path}[{index}]"
         yield an_object(item, where), where
@@ -350,8 +491,25 @@ def member(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
+def contents(value: Any, path: str, items: str = "parts") -> Iterator[tuple[Any, str]]:
+    """Yield each item of a message's content with its path: a string, or those of an array.
+
+    None for null or an empty string; `items` names them in the refusal of anything else.
+    """
+    match value:
+        case None | "":
+            return
+        case str():
+            yield value, path
+        case list():
+            for index, item in enumerate(value):
+                yield item, f"{path}[{index}]"
+        case _:
+            raise wrong(path, f"a string or an array of {items}", value)
+
+
 def text_at(value: JSON, key: str, path: str) -> str | None:
-    """A string member; `None` where it is null or missing."""
+    """Return a string member; `None` where it is null or missing."""
     found = value.get(key)
     if found is not None and not isinstance(found, str):
         raise wrong(member(path, key), "a string", found)
@@ -359,7 +517,7 @@ def text_at(value: JSON, key: str, path: str) -> str | None:
 
 
 def name_at(value: JSON, key: str, path: str) -> str:
-    """A string member that must be there and not be empty."""
+    """Return a string member that must be there and not be empty."""
     found = text_at(value, key, path)
     if not found:
         raise missing(member(path, key))
@@ -367,7 +525,7 @@ def name_at(value: JSON, key: str, path: str) -> str:
 
 
 def flag_at(value: JSON, key: str, path: str) -> bool | None:
-    """A boolean member; `None` where it is null or missing."""
+    """Return a boolean member; `None` where it is null or missing."""
     found = value.get(key)
     if found is not None and not isinstance(found, bool):
         raise wrong(member(path, key), "a boolean", found)
@@ -377,7 +535,7 @@ def flag_at(value: JSON, key: str, path: str) -> bool | None:
 def number_at(
     value: JSON, key: str, path: str, *, least: float = -math.inf, most: float = math.inf
 ) -> float | None:
-    """A finite number within bounds; `None` where it is null or missing."""
+    """Return a finite number within bounds; `None` where it is null or missing."""
     found = value.get(key)
     if found is None:
         return None
@@ -392,7 +550,7 @@ def number_at(
 def whole_at(
     value: JSON, key: str, path: str, *, least: int | None = None, most: int | None = None
 ) -> int | None:
-    """A whole number within bounds (`8.0` counts as one); `None` where it is null or missing."""
+    """Return an integer within bounds (`8.0` is one, too); `None` where it is null or missing."""
     found = value.get(key)
     if found is None:
         return None
@@ -417,18 +575,18 @@ def _outside(path: str, value: float, least: float, most: float) -> RequestError
 
 
 def object_at(value: JSON, key: str, path: str) -> JSON | None:
-    """An object member; `None` where it is null or missing."""
+    """Return an object member; `None` where it is null or missing."""
     found = value.get(key)
     return None if found is None else an_object(found, member(path, key))
 
 
 def objects_at(value: JSON, key: str, path: str) -> Iterator[tuple[JSON, str]]:
-    """Each object of an array member with its path; nothing where it is null or missing."""
+    """Yield each object of an array member with its path; nothing where it is null or missing."""
     return objects(value.get(key), member(path, key))
 
 
 def texts_at(value: JSON, key: str, path: str) -> tuple[str, ...]:
-    """The non-empty strings of a member that is a string or an array of strings."""
+    """Return the non-empty strings of a member that is a string or an array of strings."""
     found = value.get(key)
     if isinstance(found, str):
         return (found,) if found else ()
@@ -441,7 +599,7 @@ def texts_at(value: JSON, key: str, path: str) -> tuple[str, ...]:
 
 
 def wholes_at(value: JSON, key: str, path: str) -> tuple[int, ...]:
-    """The integers of an array member."""
+    """Return the integers of an array member."""
     where = member(path, key)
     items = _as_list(value.get(key), where)
     for index, item in enumerate(items):
@@ -453,7 +611,7 @@ def wholes_at(value: JSON, key: str, path: str) -> tuple[int, ...]:
 
 
 def first_of(value: JSON, keys: Iterable[str]) -> str:
-    """The first of `keys` that `value` has a value for; the last one if it has none."""
+    """Return the first of `keys` that `value` has a value for; the last one if it has none."""
     for key in keys:
         if value.get(key) is not None:
             return key

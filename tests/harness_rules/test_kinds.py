@@ -3,7 +3,9 @@ import json
 import pytest
 from tests.dialects.exchange import parse
 
-from bridle.dialects.kinds import RULES, KindRule, kind_of
+from bridle.harness_rules.base import KindRule
+from bridle.harness_rules.kinds import kind_of
+from bridle.harness_rules.table import HARNESS_RULES, KIND_RULES
 from bridle.types import Dialect, Kind
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -49,7 +51,7 @@ def google_search():
     return google(tools=[{"googleSearch": {}}])
 
 
-def test_an_agents_call_needs_no_mark():
+def test_a_call_without_marks_is_an_agent_call():
     for request in (
         chat(),
         chat(tools=()),
@@ -122,7 +124,7 @@ def test_a_request_for_the_summary_is_a_compaction(request_):
         chat(user="<state_snapshot>what was done</state_snapshot> Go on."),
     ],
 )
-def test_a_conversation_that_speaks_of_summaries_is_no_compaction(request_):
+def test_a_conversation_that_mentions_summaries_is_no_compaction(request_):
     assert kind_of({}, request_, "gemini_cli") == (Kind.AGENT, None)
 
 
@@ -138,7 +140,7 @@ def test_a_conversation_that_speaks_of_summaries_is_no_compaction(request_):
         ({"x-openai-subagent": "review"}, Kind.AGENT),
     ],
 )
-def test_codex_names_its_requests(headers, kind):
+def test_codex_turn_metadata_decides_the_kind(headers, kind):
     assert kind_of(headers, chat())[0] is kind
 
 
@@ -158,9 +160,12 @@ def test_codex_names_its_requests(headers, kind):
         (responses("Please say 'hello, world'"), "summaries_probe"),
     ],
 )
-def test_side_calls_are_known_by_their_shape(request_, rule):
-    [read_from] = [one.harnesses for one in RULES if one.name == rule]
-    for harness in read_from:
+def test_a_side_call_is_recognised_for_the_harnesses_that_make_it_only(request_, rule):
+    senders = [
+        name for name, row in HARNESS_RULES.items() if rule in {one.name for one in row.kinds}
+    ]
+    assert senders
+    for harness in senders:
         assert kind_of({}, request_, harness) == (Kind.SIDE, rule)
     for other in (None, "mini_swe_agent", "my_module:MyAgent"):
         assert kind_of({"user-agent": "OpenAI/Python 2.1"}, request_, other)[0] is Kind.AGENT
@@ -186,7 +191,7 @@ def test_a_user_agent_names_the_harness_where_the_session_does_not():
         ),
     ],
 )
-def test_a_search_is_a_side_call_of_a_harness_that_searches_so_and_of_no_other(agent, request_):
+def test_a_search_request_is_a_side_call_of_claude_code_and_gemini_cli_only(agent, request_):
     assert kind_of({"user-agent": agent}, request_) == (Kind.SIDE, "search")
     assert kind_of({"user-agent": "python-httpx/1"}, request_) == (Kind.AGENT, None)
 
@@ -229,11 +234,11 @@ def test_a_declared_rule_comes_before_the_packaged_ones():
         responses("Please say 'hello, world'"),
     ],
 )
-def test_tasks_that_look_like_side_calls_of_other_harnesses_train(task, harness):
+def test_a_task_that_looks_like_another_harness_side_call_is_an_agent_call(task, harness):
     assert kind_of({"user-agent": "OpenAI/Python 2.1"}, task, harness) == (Kind.AGENT, None)
 
 
-def test_text_of_a_result_is_no_mark():
+def test_text_in_a_tool_result_does_not_decide_the_kind():
     body = {
         "model": "m",
         "messages": [
@@ -243,6 +248,14 @@ def test_text_of_a_result_is_no_mark():
     assert kind_of({}, parse(Dialect.OPENAI_CHAT, body)) == (Kind.AGENT, None)
 
 
-def test_every_rule_says_why():
-    assert all(rule.why for rule in RULES)
-    assert len({rule.name for rule in RULES}) == len(RULES)
+def test_rule_names_are_unique_and_every_row_names_known_rules():
+    assert len({rule.name for rule in KIND_RULES}) == len(KIND_RULES)
+    named = {rule for row in HARNESS_RULES.values() for rule in row.kinds}
+    assert named == set(KIND_RULES)
+
+
+def test_a_row_with_texts_of_summaries_has_the_rule_for_summaries():
+    for row in HARNESS_RULES.values():
+        asks = bool(row.summary_requests or row.summary_prompts)
+        asks = asks or row is HARNESS_RULES["copilot"]
+        assert asks == ("summary_request" in {rule.name for rule in row.kinds})

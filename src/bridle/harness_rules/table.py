@@ -1,0 +1,345 @@
+"""One row per harness: its adapter, its user agents, its kinds of call, its noise, its shell tool.
+
+The texts and headers are those of requests that were recorded in November 2026. A rule reads what
+the dialects' noise rules removed from `ModelRequest.extra["removed"]`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from bridle.dialects.noise import BILLING, SERVER_TOOLS
+from bridle.harness_rules.base import (
+    HarnessRules,
+    Headers,
+    KindRule,
+    Varying,
+    last_user_text,
+    system_text,
+)
+from bridle.types import Dialect, Kind, ModelRequest
+
+
+def _contains(text: str, marks: Iterable[str]) -> bool:
+    return any(map(text.__contains__, marks))
+
+
+def _removed(request: ModelRequest, rule: str) -> list[str]:
+    found: list[str] = request.extra.get("removed", {}).get(rule, [])
+    return found
+
+
+def _schema_fields(request: ModelRequest) -> list[str]:
+    """Return the fields of the JSON reply that a call without tools asks for."""
+    fields = (request.response_schema or {}).get("properties")
+    return list(fields) if isinstance(fields, dict) and not request.tools else []
+
+
+# ---- compaction
+
+
+def _codex_request_kind(headers: Headers) -> str | None:
+    """Return `request_kind` of Codex's turn metadata; `None` = there is none, or it is no JSON."""
+    try:
+        metadata = msgspec.json.decode(headers["x-codex-turn-metadata"])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    kind = metadata.get("request_kind") if isinstance(metadata, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _is_codex_compaction(headers: Headers, request: ModelRequest) -> bool:
+    if "x-codex-turn-metadata" in headers and _codex_request_kind(headers) == "compaction":
+        return True
+    if "x-openai-subagent" in headers and headers["x-openai-subagent"] == "compact":
+        return True
+    return "dress" in request.extra and bool(getattr(request.extra["dress"], "compacts", False))
+
+
+def _is_summary(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    text = last_user_text(request)
+    if _contains(text, _SUMMARY_REQUESTS):
+        return True
+    if text.startswith("Please create a detailed summary"):  # Copilot
+        return True
+    if request.tools:
+        return False
+    # Gemini CLI asks in the user's message, too.
+    return _contains(system_text(request), _SUMMARY_PROMPTS) or "<state_snapshot>" in text
+
+
+# ---- side calls
+
+
+def _is_title(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    if request.tools:
+        return False
+    starts = system_text(request).startswith("You are a title generator")
+    return _schema_fields(request) == ["title"] or starts
+
+
+def _is_name(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    asks = system_text(request) == "Generate concise conversation titles."
+    return asks and not request.tools
+
+
+def _is_hello(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    says = last_user_text(request) == "Please say 'hello, world'"
+    return says and len(request.messages) == 1 and not request.tools
+
+
+def _is_router(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    return not {"model_choice", "next_speaker"}.isdisjoint(_schema_fields(request))
+
+
+_MEMORY_AGENTS = (
+    "managed memory extraction",  # after a turn
+    "a managed memory dream",  # between sessions
+    "saving one explicit durable memory",  # by the `remember` command
+)
+
+
+def _is_memory(headers: Headers, request: ModelRequest) -> bool:
+    """Return whether the system or the user speaks to an agent of its memory, which has tools."""
+    del headers
+    texts = system_text(request), last_user_text(request)
+    return any(_contains(text, _MEMORY_AGENTS) for text in texts)
+
+
+def _is_commit_message(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    return not request.tools and "Git commit messages" in system_text(request)
+
+
+def _is_search(headers: Headers, request: ModelRequest) -> bool:
+    sender = headers.get("user-agent", "").startswith(("claude-cli/", "GeminiCLI"))
+    return sender and not request.tools and bool(_removed(request, SERVER_TOOLS.name))
+
+
+def _is_probe(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    return (
+        request.dialect is Dialect.ANTHROPIC
+        and request.sampling.max_tokens == 1
+        and not request.tools
+        and len(request.messages) == 1
+    )
+
+
+# ---- sub-agents
+
+
+def _is_subagent(headers: Headers, request: ModelRequest) -> bool:
+    del request
+    return (
+        "x-claude-code-agent-id" in headers
+        or "x-codex-parent-thread-id" in headers
+        or "x-parent-session-id" in headers  # opencode
+        or headers.get("x-interaction-type") == "conversation-subagent"  # Copilot
+        or headers.get("x-openai-subagent") not in (None, "compact", "review")  # Codex
+    )
+
+
+def _is_billed_subagent(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    if not request.extra.get("removed"):
+        return False
+    removed = _removed(request, BILLING.name)
+    billed = "".join(removed).replace(" ", "") if removed else ""
+    return "cc_is_subagent" in billed and "cc_is_subagent=false" not in billed
+
+
+# ---- rules
+
+_CODEX_COMPACTION = KindRule(
+    "codex_compaction",
+    Kind.COMPACTION,
+    "Codex says so in its turn metadata, or asks for a compaction item.",
+    _is_codex_compaction,
+    universal=True,
+)
+_SUMMARY = KindRule(
+    "summary_request",
+    Kind.COMPACTION,
+    "The last user message, or the system message of a call without tools, asks for the summary "
+    "with which the conversation continues.",
+    _is_summary,
+)
+_TITLE = KindRule("title", Kind.SIDE, "It asks for a title of the session.", _is_title)
+_NAME = KindRule("conversation_name", Kind.SIDE, "It asks for a name (gptme).", _is_name)
+_HELLO = KindRule(
+    "summaries_probe",
+    Kind.SIDE,
+    "One greeting asks whether reasoning summaries are served (Inspect).",
+    _is_hello,
+)
+_ROUTER = KindRule(
+    "router", Kind.SIDE, "A JSON reply chooses a model, or who speaks next.", _is_router
+)
+_MEMORY = KindRule("memory", Kind.SIDE, "A second agent keeps memories.", _is_memory)
+_COMMIT = KindRule(
+    "commit_message", Kind.SIDE, "It asks for the message of a commit.", _is_commit_message
+)
+_SEARCH = KindRule(
+    "search",
+    Kind.SIDE,
+    "The only tool is one that the provider would run: a search as a request of its own.",
+    _is_search,
+)
+_PROBE = KindRule("quota_probe", Kind.SIDE, "One token of one message without tools.", _is_probe)
+_SUBAGENT = KindRule(
+    "subagent_header",
+    Kind.SUBAGENT,
+    "A header names the parent or the sub-agent.",
+    _is_subagent,
+    universal=True,
+)
+_BILLED = KindRule(
+    "billed_subagent",
+    Kind.SUBAGENT,
+    "Claude Code's billing block marks its sub-agents.",
+    _is_billed_subagent,
+    universal=True,
+)
+KIND_RULES: Final = (
+    *(_CODEX_COMPACTION, _SUMMARY, _TITLE, _NAME, _HELLO, _ROUTER, _MEMORY, _COMMIT, _SEARCH),
+    *(_PROBE, _SUBAGENT, _BILLED),
+)
+"""All rules, in the order in which they are tried."""
+
+# ---- harnesses
+
+_CLAUDE_KINDS = (_SUMMARY, _TITLE, _SEARCH, _PROBE, _SUBAGENT, _BILLED)
+_PI_SUMMARY = "a context summarization a"
+
+HARNESS_RULES: Final[dict[str, HarnessRules]] = {
+    "aider": HarnessRules(
+        adapter="bridle.harnesses.aider:Aider",
+        user_agents=("aider",),
+        kinds=(_COMMIT,),
+    ),
+    "claude_agent_sdk": HarnessRules(
+        adapter="bridle.harnesses.claude_agent_sdk:ClaudeAgentSdk",
+        user_agents=("claude-cli",),
+        kinds=_CLAUDE_KINDS,
+        summary_requests=("Respond with TEXT ONLY",),
+        shell_tools=("bash",),
+    ),
+    "claude_code": HarnessRules(
+        adapter="bridle.harnesses.claude_code:ClaudeCode",
+        user_agents=("claude-cli",),
+        kinds=_CLAUDE_KINDS,
+        summary_requests=("Respond with TEXT ONLY",),
+        shell_tools=("bash",),
+    ),
+    "cline": HarnessRules(
+        adapter="bridle.harnesses.cline:Cline",
+        user_agents=("cline",),
+        kinds=(_SUMMARY,),
+        summary_prompts=("Summarize the provided coding session",),
+        shell_tools=("run_commands", "execute_command"),
+    ),
+    "codex": HarnessRules(
+        adapter="bridle.harnesses.codex:Codex",
+        user_agents=("codex",),
+        kinds=(_CODEX_COMPACTION, _SUMMARY, _SUBAGENT),
+        summary_requests=("CONTEXT CHECKPOINT COMPACTION",),
+        noise=(
+            Varying("exec_result", re.compile(r"Chunk ID: [0-9a-f]{6}\nWall time: [\d.]+ seconds")),
+        ),
+        shell_tools=("shell", "exec_command", "shell_command", "local_shell"),
+    ),
+    "command": HarnessRules(adapter="bridle.harnesses.command:CommandHarness"),
+    "copilot": HarnessRules(
+        adapter="bridle.harnesses.copilot:Copilot",
+        user_agents=("copilot",),
+        kinds=(_SUMMARY, _SUBAGENT),
+        noise=(Varying("session_id", re.compile(r"/session-state/[0-9a-f-]{36}")),),
+        shell_tools=("bash", "run_in_terminal"),
+    ),
+    "function": HarnessRules(adapter="bridle.harnesses.function:FunctionHarness"),
+    "gemini_cli": HarnessRules(
+        adapter="bridle.harnesses.gemini_cli:GeminiCli",
+        user_agents=("geminicli",),
+        kinds=(_SUMMARY, _ROUTER, _SEARCH),
+        summary_prompts=("<state_snapshot>",),
+        shell_tools=("run_shell_command",),
+    ),
+    "google_adk": HarnessRules(
+        adapter="bridle.harnesses.google_adk:GoogleAdk", shell_tools=("bash",)
+    ),
+    "gptme": HarnessRules(kinds=(_NAME,)),
+    "hermes": HarnessRules(
+        adapter="bridle.harnesses.hermes:Hermes",
+        user_agents=("hermes",),
+        kinds=(_SUMMARY,),
+        summary_requests=("a summarization agent creating a context checkpoint",),
+        shell_tools=("terminal",),
+    ),
+    "inspect_ai": HarnessRules(kinds=(_HELLO,)),
+    "mini_swe_agent": HarnessRules(
+        adapter="bridle.harnesses.mini_swe_agent:MiniSweAgent", shell_tools=("bash",)
+    ),
+    "openai_agents": HarnessRules(
+        adapter="bridle.harnesses.openai_agents:OpenaiAgents", shell_tools=("bash",)
+    ),
+    "openclaw": HarnessRules(
+        adapter="bridle.harnesses.openclaw:Openclaw",
+        user_agents=("openclaw",),
+        kinds=(_SUMMARY,),
+        summary_prompts=(_PI_SUMMARY,),
+        noise=(
+            Varying("clock", re.compile(r"\[\w{3} \d{4}-\d\d-\d\d \d\d:\d\d \w+\]")),
+            Varying(
+                "session_id", re.compile(r"\b(?:agent:main:explicit:|sessionId=)[0-9a-f-]{36}")
+            ),
+        ),
+        shell_tools=("exec",),
+    ),
+    "opencode": HarnessRules(
+        adapter="bridle.harnesses.opencode:Opencode",
+        user_agents=("opencode",),
+        kinds=(_SUMMARY, _TITLE, _SUBAGENT),
+        # The second is that of older versions.
+        summary_prompts=(_PI_SUMMARY, "tasked with summarizing conversations"),
+        shell_tools=("bash",),
+    ),
+    "openhands": HarnessRules(
+        adapter="bridle.harnesses.openhands:Openhands",
+        user_agents=("openhands",),
+        kinds=(_SUMMARY,),
+        summary_prompts=("context-aware state summary",),
+        shell_tools=("terminal", "execute_bash"),
+    ),
+    "pi": HarnessRules(
+        adapter="bridle.harnesses.pi:Pi",
+        kinds=(_SUMMARY,),
+        # The second is that of older versions.
+        summary_prompts=(_PI_SUMMARY, "tasked with summarizing conversations"),
+        shell_tools=("bash",),
+    ),
+    "qwen_code": HarnessRules(
+        adapter="bridle.harnesses.qwen_code:QwenCode",
+        user_agents=("claude-cli", "qwencode"),
+        kinds=(_SUMMARY, _ROUTER, _MEMORY),
+        summary_requests=("the component that summarizes",),
+        shell_tools=("run_shell_command",),
+    ),
+}
+"""By the harness's short name, in the order of the alphabet."""
+
+_SUMMARY_REQUESTS = tuple(
+    {mark: None for row in HARNESS_RULES.values() for mark in row.summary_requests}
+)
+_SUMMARY_PROMPTS = tuple(
+    {mark: None for row in HARNESS_RULES.values() for mark in row.summary_prompts}
+)
