@@ -120,10 +120,17 @@ class SqliteStore:
 
     async def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         """Record an exchange with the `bodies` that are new to its session."""
+        if (written := self.commit_now(exchange, bodies)) is not None:
+            await written
+
+    def commit_now(
+        self, exchange: Exchange, bodies: Mapping[bytes, bytes]
+    ) -> asyncio.Future[None] | None:
+        """Record an exchange; `None` = it is written, else it is when the future is done."""
         size = len(exchange.reply)
         for digest in bodies:
             size += len(bodies[digest])
-        await self._write(lambda writer: writer.commit(exchange, bodies), size=size)
+        return self._write_now(lambda writer: writer.commit(exchange, bodies), size=size)
 
     async def deliver(self, delivery: Delivery) -> None:
         """Record what became of a reply; readers in this process see it at once."""
@@ -217,14 +224,19 @@ class SqliteStore:
         return job
 
     async def _write(self, work: Work, *, size: int = 0) -> None:
-        """Have `work` done: here where the writer is idle, else by the writer's thread.
+        """Have `work` done; see `_write_now`."""
+        if (written := self._write_now(work, size=size)) is not None:
+            await written
 
-        `size` is about how many bytes it writes.
+    def _write_now(self, work: Work, *, size: int) -> asyncio.Future[None] | None:
+        """Do `work` here where the writer is idle; else the writer's thread does it.
+
+        `size` is about how many bytes it writes. `None` = it is done.
         """
         self._check_open()
         written = self._writer.write_now(work) if size <= WRITTEN_HERE else Written.BY_THREAD
         if written is Written.HERE:
-            return
+            return None
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         job = Job(work, loop, done)
@@ -232,7 +244,7 @@ class SqliteStore:
             self._writer.give_later(job, SOON_S)
         else:
             self._writer.give(job)
-        await done
+        return done
 
     def _given_before(self) -> SqliteReader:
         """The reader, after all that was given has been written."""

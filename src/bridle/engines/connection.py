@@ -14,6 +14,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
 
@@ -292,6 +293,14 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
 
+@dataclass(slots=True, eq=False)
+class Sent:
+    """A POST that was sent, and its reply to be."""
+
+    connection: _Connection
+    waiting: asyncio.Future[Reply]
+
+
 class Connections:
     """Connections to one server. `silent_s` is how long it may be silent within one call.
 
@@ -330,18 +339,37 @@ class Connections:
         Raises `OSError` (`CutReplyError` in the middle of a reply), or `TimeoutError` after silence
         and whatever `watch` raises.
         """
-        connection = await self._take()
+        return await self.reply(self._send(await self._take(), path, body), watch)
+
+    def begin(self, path: str, body: bytes) -> Sent | None:
+        """Send a POST at once; `None` = no connection is idle. `reply` or `take` ends it."""
+        connection = self._idle_one()
+        return None if connection is None else self._send(connection, path, body)
+
+    def _send(self, connection: _Connection, path: str, body: bytes) -> Sent:
         self._busy.add(connection)
+        return Sent(connection, connection.call(self._head(path, body), body))
+
+    async def reply(self, sent: Sent, watch: Callable[[asyncio.Future[Reply]], None]) -> Reply:
+        """Wait for the reply to a POST; see `post`."""
         try:
-            waiting = connection.call(self._head(path, body), body)
-            watch(waiting)
-            reply = await waiting
+            watch(sent.waiting)
+            await sent.waiting
         except BaseException:
-            connection.close()
+            self.drop(sent)
             raise
-        finally:
-            self._busy.discard(connection)
-        self._keep(connection, reply)
+        return self.take(sent)
+
+    def drop(self, sent: Sent) -> None:
+        """End a call: its connection is closed, at which the server ends it, too."""
+        sent.connection.close()
+        self._busy.discard(sent.connection)
+
+    def take(self, sent: Sent) -> Reply:
+        """Return a reply that has arrived; its connection is kept for the next call."""
+        reply = sent.waiting.result()
+        self._busy.discard(sent.connection)
+        self._keep(sent.connection, reply)
         return reply
 
     @asynccontextmanager
@@ -386,13 +414,19 @@ class Connections:
         while self._idle[0].idle_since < since:
             self._idle.popleft().close()
 
-    async def _take(self) -> _Connection:
-        loop = asyncio.get_running_loop()
+    def _idle_one(self) -> _Connection | None:
+        now = asyncio.get_running_loop().time()
         while self._idle:
             connection = self._idle.pop()
-            if connection.open and loop.time() - connection.idle_since < self._keepalive_s:
+            if connection.open and now - connection.idle_since < self._keepalive_s:
                 return connection
             connection.close()
+        return None
+
+    async def _take(self) -> _Connection:
+        connection = self._idle_one()
+        if connection is not None:
+            return connection
         return await retry(
             self._connect, attempts=self._attempts, backoff_s=FIRST_WAIT_S, retry_on=(OSError,)
         )

@@ -28,6 +28,7 @@ from bridle.engines.connection import (
     Connections,
     CutReplyError,
     Reply,
+    Sent,
 )
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON
@@ -127,10 +128,41 @@ class EngineClient:
             raise failure(response.status, answer, self._url(path))
         return True
 
-    async def post(self, path: str, body: bytes, call: Call, *, prompt_tokens: int) -> bytes:
-        """The whole body of a 200 answer. `prompt_tokens` goes into a context overflow."""
+    def begin(self, path: str, body: bytes, call: Call) -> Sent | None:
+        """Send a POST at once; `None` = no connection is idle. `post` or `end` ends it."""
+        sent = self._connections.begin(path, body)
+        if sent is not None:
+            call.watch(sent.waiting)
+        return sent
+
+    def arrived(self, sent: Sent) -> bytes | None:
+        """Return the body of an answer that has arrived; `None` = `post` is to say what it is."""
+        if sent.waiting.cancelled() or sent.waiting.exception() is not None:
+            return None
+        reply = sent.waiting.result()
+        body = reply.body
+        return body if reply.status == 200 and body[:1] == b"{" else None
+
+    def end(self, sent: Sent) -> None:
+        """Keep the connection of an answer that has been read."""
+        self._connections.take(sent)
+
+    def drop(self, sent: Sent) -> None:
+        """End a call whose answer nobody waits for."""
+        self._connections.drop(sent)
+
+    async def post(
+        self, path: str, body: bytes, call: Call, *, prompt_tokens: int, sent: Sent | None = None
+    ) -> bytes:
+        """The whole body of a 200 answer. `prompt_tokens` goes into a context overflow.
+
+        `sent` is the request if `begin` has sent it.
+        """
         try:
-            reply = await self._connections.post(path, body, call.watch)
+            if sent is None:
+                reply = await self._connections.post(path, body, call.watch)
+            else:
+                reply = await self._connections.reply(sent, call.watch)
         except CutReplyError as error:
             raise _cut(error) from error
         except (TimeoutError, OSError) as error:

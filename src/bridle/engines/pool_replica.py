@@ -20,6 +20,7 @@ from bridle.engines.base import (
     EngineInfo,
     GenerateChunk,
     GenerateRequest,
+    Immediate,
     Pausable,
     PauseMode,
 )
@@ -230,6 +231,8 @@ class RoutedCall:
     """One call on its way through a pool."""
 
     request: GenerateRequest
+    begun: tuple[Replica, Immediate] | None = None
+    """The replica, and its engine, that were called outside of a task; `None` = it has a task."""
     aborted: bool = False
     """Whether its caller ended it."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -7,12 +7,13 @@ differ in `vllm_routes`; other servers' adapters can reuse `http` beside routes 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import msgspec
@@ -24,12 +25,14 @@ from bridle.engines.base import (
     GarbledError,
     GenerateChunk,
     GenerateRequest,
+    Immediate,
     PauseMode,
     Picture,
     Seen,
     TextDelta,
     WeightsLostError,
 )
+from bridle.engines.connection import Sent
 from bridle.engines.http import AbortedError, Call, EngineClient
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
@@ -58,7 +61,7 @@ VERSIONED_ROUTES = (Route.GENERATE, Route.CHAT, Route.COMPLETIONS)
 route tells which tokens are whose (vLLM 0.32.0)."""
 
 
-class VllmEngine(Serving):
+class VllmEngine(Serving, Immediate):
     """Talks to one vLLM server; an `Engine`, `Versioned`, `Pausable`, `Updatable`.
 
     `route` None takes the first of `ROUTES` (`VERSIONED_ROUTES` of a server whose weights can be
@@ -92,6 +95,8 @@ class VllmEngine(Serving):
         self._allow_untokenized = allow_untokenized
         self._engine_parses = engine_parses
         self._calls: dict[str, Call] = {}
+        self._begun: dict[str, Sent] = {}
+        """Those of them that `begin` has sent, until `generate` goes on from them."""
         self._model = model or ""
         self._context_length = 0
         self._route = route or Route.CHAT
@@ -268,12 +273,13 @@ class VllmEngine(Serving):
         length = len(request.prompt)
         if 0 < self._context_length <= length:
             raise ContextOverflowError(length, self._context_length, request.sampling.max_tokens)
-        call = self._calls[request.request_id] = Call()
+        begun = self._begun.pop(request.request_id, None)
+        call = Call() if begun is None else self._calls[request.request_id]
+        self._calls[request.request_id] = call
         state = _Progress(self)
         sent = request.prompt.json() if self._token_in else None
         route = Route.CHAT if request.by_messages else self._route
-        room = self._context_length - length
-        body = call_body(route, request, self._model, room=room, token_in=self._token_in)
+        body = self._body(route, request) if begun is None else b""
         try:
             if request.stream:
                 stream = self._client.stream(route.path, body, call, prompt_tokens=length)
@@ -283,13 +289,69 @@ class VllmEngine(Serving):
                             if (chunk := state.next(read)) is not None:
                                 yield chunk
             else:
-                answer = await self._client.post(route.path, body, call, prompt_tokens=length)
+                answer = await self._client.post(
+                    route.path, body, call, prompt_tokens=length, sent=begun
+                )
                 state.next(read_answer(answer, unnamed=self.version, sent=sent))
             yield state.last()
         except AbortedError:
             yield state.aborted()
         finally:
             del self._calls[request.request_id]
+
+    def _body(self, route: Route, request: GenerateRequest) -> bytes:
+        room = self._context_length - len(request.prompt)
+        return call_body(route, request, self._model, room=room, token_in=self._token_in)
+
+    # ---- outside of a task
+
+    def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
+        """See `Immediate`; a stream, messages and the server's own text are `generate`'s."""
+        if request.stream or request.by_messages or self.gives_text or not self._token_in:
+            return None
+        if len(request.prompt) >= self._context_length:
+            return None
+        call = Call()
+        sent = self._client.begin(self._route.path, self._body(self._route, request), call)
+        if sent is None:
+            return None
+        self._calls[request.request_id] = call
+        self._begun[request.request_id] = sent
+        return sent.waiting
+
+    def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
+        """See `Immediate`."""
+        answer = self._client.arrived(self._begun[request.request_id])
+        if answer is None:
+            return None
+        read = read_answer(answer, unnamed=self.version, sent=request.prompt.json())
+        self.check(read)
+        chunk = read.chunk
+        if chunk is None or chunk.finish_reason is None:
+            return None
+        spans = read.spans
+        if spans is None and (count := chunk.output_ids.size):
+            spans = (VersionSpan(self.version, 0, count),)
+        return GenerateChunk(
+            chunk.output_ids,
+            chunk.logprobs,
+            chunk.finish_reason,
+            chunk.stop_text,
+            spans or (),
+            prompt_ids_json=chunk.prompt_ids_json,
+            cached_tokens=read.cached_tokens,
+            extra=chunk.extra,
+        )
+
+    def end(self, request: GenerateRequest) -> None:
+        """See `Immediate`."""
+        self._client.end(self._begun.pop(request.request_id))
+        del self._calls[request.request_id]
+
+    def drop(self, request: GenerateRequest) -> None:
+        """See `Immediate`."""
+        self._client.drop(self._begun.pop(request.request_id))
+        del self._calls[request.request_id]
 
     def _read(self, answers: list[bytes], sent: bytes | None) -> Iterator[Read]:
         if self.gives_text:  # each says a text of its own

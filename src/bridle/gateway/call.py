@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from bridle.capture.records import RequestRecord
 from bridle.dialects.base import ReplyHead, WireFormat
@@ -147,6 +147,8 @@ class Call:
     leash: asyncio.Timeout | None = None
     """Around the sampling; see `cut`."""
     task: asyncio.Task[None] | None = None
+    flight: Flight | None = None
+    """What carries it outside of a task; `None` = it has a task, or is over."""
     # Who waits, and what became of the reply; kept by `retries`.
     clients: int = 0
     """Live connections that wait for the reply or receive it."""
@@ -246,6 +248,13 @@ class Call:
         self.question = None
         self.answer = None
         self.live = None
+
+
+class Flight(Protocol):
+    """A call on its way outside of a task (`bridle.gateway.plain`)."""
+
+    def hand_over(self) -> None:
+        """Have a task go on with the call; its client is answered by that."""
 
 
 class SpanList:
