@@ -260,6 +260,8 @@ class _SessionState:
     number: int
     exchange_ids: set[str] = field(default_factory=set)
     heads: set[bytes] = field(default_factory=set)
+    head: tuple[bytes, bytes] = (b"", b"")
+    """The last one, and its digest."""
     bodies: set[bytes] = field(default_factory=set)
     """And their data."""
     deliveries: int = 0
@@ -274,7 +276,7 @@ class _Writer:
 
     def __init__(self, path: Path, connection: sqlite3.Connection, group: int) -> None:
         self._path = path
-        self._writing = f"{path}: cannot write"
+        self._writing = boundary(StoreError, f"{path}: cannot write")
         self._connection = connection
         self._group = group
         self._states: dict[str, _SessionState] = {}
@@ -411,7 +413,7 @@ class _Writer:
             job.finish(fault)
 
     def _transact(self, works: Sequence[Work]) -> None:
-        with boundary(StoreError, self._writing):
+        with self._writing:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 for work in works:
@@ -456,7 +458,9 @@ class _Writer:
         if exchange.exchange_id in state.exchange_ids:
             message = f"{self._path}: exchange {exchange.exchange_id!r} is recorded already"
             raise StoreError(message)
-        head = head_digest(exchange.request.head)
+        if exchange.request.head != state.head[0]:
+            state.head = exchange.request.head, head_digest(exchange.request.head)
+        head = state.head[1]
         entries = [Entry(REPLY, bytes(DIGEST_BYTES), exchange.reply)]
         if head not in state.heads:
             entries.append(Entry(HEAD, head, exchange.request.head))
@@ -643,7 +647,9 @@ class Jobs:
         jobs: list[Job] = []
         if not self._left:
             return jobs
-        with suppress(IndexError):  # another thread may take some
-            while True:
-                jobs.append(self._left.popleft())
+        try:  # another thread may take some
+            while self._left:
+                jobs += (self._left.popleft(),)
+        except IndexError:
+            pass
         return jobs

@@ -107,8 +107,10 @@ class History(dict[bytes, tuple[Message, ...]]):
         if self._begun:  # mostly the newest, which mostly is the longest one that fits
             newest, others = self._begun[0], self._begun[1:]
             if newest.key == key and newest.salt == salt and (found := newest.grown(body)):
-                start = len(newest.prefix)
-                if not [other for other in others if len(other.prefix) > start]:
+                for other in others:
+                    if len(other.prefix) > len(newest.prefix):
+                        break
+                else:
                     return newest, found
         return self._longest(Begun.grown, body, key, salt)
 
@@ -195,7 +197,9 @@ class History(dict[bytes, tuple[Message, ...]]):
         if place is None:
             return
         body, start, end, fields = place
-        kept = [other for other in self._begun if other is not begun]
+        kept = self._begun
+        if begun is not None:
+            kept = kept[1:] if kept[0] is begun else [one for one in kept if one is not begun]
         prefix, tail = body[:end], body[end:]
         newest = Begun(
             salt, key, prefix, start, items, digests, lengths, messages, tail=tail, fields=fields

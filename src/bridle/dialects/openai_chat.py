@@ -16,6 +16,7 @@ import msgspec
 from bridle.dialects.base import ReplyHead, Route, RouteKind, SpanMemo, StreamEncoder, WireFormat
 from bridle.dialects.fields import account, watched
 from bridle.dialects.history import History
+from bridle.dialects.limits import too_deep
 from bridle.dialects.media import block_part, data_part, url_part
 from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
 from bridle.dialects.openai_chat_stream import ChatStream
@@ -41,7 +42,6 @@ from bridle.dialects.reading import (
     objects_at,
     read_head,
     read_spans,
-    shallow,
     split_body,
     split_field,
     text_at,
@@ -131,8 +131,10 @@ class OpenAIChat(WireFormat):
     def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         """Normalise a request; each message is one span."""
         del route  # its only generating route
-        with shallow(""):
+        try:
             return self._parse(body, memo)
+        except RecursionError:
+            raise too_deep("") from None
 
     def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields, spans = split_body(body, "messages", memo, _SALT)

@@ -308,8 +308,8 @@ def read_spans(
             except RecursionError:
                 raise too_deep(where) from None
         messages += known
-        digests.append(digest)
-        lengths.append(len(known))
+        digests += (digest,)
+        lengths += (len(known),)
     found = tuple(digests), tuple(lengths), tuple(messages)
     if history is not None:
         history.remember(begun, salt, path, tuple(spans), *found)

@@ -60,8 +60,7 @@ class Reply:
         """Whether the connection may be used again."""
         self.retry_after: str | None = None
         """Its `Retry-After`."""
-        self.content_type = b""
-        """Its `Content-Type` in lower case, without parameters."""
+        self._content_type = b""
         self.is_whole = False
         """Whether its connection has nothing more of it."""
         self.error: Exception | None = None
@@ -74,6 +73,11 @@ class Reply:
         self._rest = bytearray()
         """Of a chunked reply: what is not yet a whole chunk."""
         self._chunks: list[bytes] = []
+
+    @property
+    def content_type(self) -> bytes:
+        """Its `Content-Type` in lower case, without parameters."""
+        return self._content_type.lower().partition(b";")[0].rstrip()
 
     @property
     def body(self) -> bytes:
@@ -91,7 +95,8 @@ class Reply:
         """Take bytes; whether the reply is whole."""
         self._pieces.append(data)
         self._size += len(data)
-        self._bound(self._size)
+        if self._size > MOST_BYTES:
+            self._bound(self._size)
         if not self.status and not self._read_head():
             return False
         if self._chunked:
@@ -126,12 +131,13 @@ class Reply:
         self.status = status
         self.keeps = first[1] != b"0"
         for name, value in _READ.findall(text, 0, end):
-            self._take(name.lower(), value.strip())
+            self._take(name.lower(), value)
         if status in {204, 304}:
             self._length = 0
         return True
 
-    def _take(self, name: bytes, value: bytes) -> None:
+    def _take(self, name: bytes, told: bytes) -> None:
+        value = told.strip()
         match name:
             case b"content-length" if value.isdigit():
                 self._length = int(value)
@@ -139,7 +145,7 @@ class Reply:
             case b"content-length":
                 raise ConnectionError("no HTTP reply")
             case b"content-type":
-                self.content_type = value.lower().partition(b";")[0].rstrip()
+                self._content_type = value
             case b"retry-after":
                 self.retry_after = value.decode(errors="replace")
             case b"transfer-encoding":

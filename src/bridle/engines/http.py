@@ -137,9 +137,10 @@ class EngineClient:
 
     def arrived(self, sent: Sent) -> bytes | None:
         """Return the body of an answer that has arrived; `None` = `post` is to say what it is."""
-        if sent.waiting.cancelled() or sent.waiting.exception() is not None:
+        try:
+            reply = sent.waiting.result()
+        except (OSError, TimeoutError, AbortedError, asyncio.CancelledError):
             return None
-        reply = sent.waiting.result()
         body = reply.body
         return body if reply.status == 200 and body[:1] == b"{" else None
 

@@ -79,11 +79,13 @@ def cut_text(body: bytes, key: bytes, value: bytes) -> tuple[bytes, bytes] | Non
     ids. `None` where `key` does not occur exactly once with exactly this value.
     """
     mark = b'"' + key + b'":'
-    start = body.find(mark) + len(mark)
+    found, marked = body.find(mark), len(mark)
+    start = found + marked
     end = start + len(value)
-    if start < len(mark) or not body.startswith(value, start) or body[end : end + 1] not in b",}":
+    after = body[end : end + 1]
+    if found < 0 or not after or after not in b",}" or not body.startswith(value, start):
         return None
-    if end >= len(body) or body.find(mark, end) >= 0:
+    if body.find(mark, end) >= 0:
         return None
     return b"".join((body[:start], b"null", body[end:])), value
 

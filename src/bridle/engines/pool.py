@@ -182,13 +182,15 @@ class EnginePool(TakesWeights):
 
     def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
         """See `Immediate`; whatever may have to wait is `generate`'s."""
-        if self._held is not None or not self._ready or self._must_stream(request):
+        if self._held is not None or not self._ready or self.settings.keep_tokens:
             return None
         if self._blame.watches(request.session_id):
             return None
         one, how = self._choice.pick(request.session_id, self._ready)
         engine = one.engine
-        if not isinstance(engine, Immediate) or (waiting := engine.begin(request)) is None:
+        if not isinstance(engine, Immediate) or request.keeps:
+            return None
+        if (waiting := engine.begin(request)) is None:
             return None
         self.routed[how] += 1
         call = RoutedCall(request, begun=(one, engine))
@@ -207,16 +209,18 @@ class EnginePool(TakesWeights):
         ReplyCheck(request, one.info, self.vocab_size).take(chunk)
         return chunk
 
-    def took(self, request: GenerateRequest, chunk: GenerateChunk) -> GenerateChunk:
+    def end(self, request: GenerateRequest, chunk: GenerateChunk) -> None:
         """End a call with the reply that `arrived` gave."""
         call = self._calls.pop(request.request_id)
         assert call.begun is not None, "it goes on in `generate`"
         one, engine = call.begun
         engine.end(request)
-        chunk = call.took(chunk, one)
+        one.prompt_tokens += len(request.prompt)
+        one.cached_tokens += chunk.cached_tokens
+        if chunk.versions and chunk.versions[-1].version > one.version:
+            one.version = chunk.versions[-1].version
         self._blame.served(one, call)
         one.end(call)
-        return chunk
 
     def drop(self, request: GenerateRequest) -> None:
         """End a call that was begun, if nobody goes on with it."""

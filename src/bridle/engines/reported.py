@@ -49,7 +49,7 @@ class ReplyCheck:
         if chunk.prompt_ids_json is not None:
             self._needs_prompt = False
             self._check_prompt(chunk.prompt_ids_json)
-        count = len(chunk.output_ids)
+        count = chunk.output_ids.size
         if not count:
             return
         if self._needs_prompt:

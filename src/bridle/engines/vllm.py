@@ -279,7 +279,10 @@ class VllmEngine(Serving, Immediate):
         state = _Progress(self)
         sent = request.prompt.json() if self._token_in else None
         route = Route.CHAT if request.by_messages else self._route
-        body = self._body(route, request) if begun is None else b""
+        room = self._context_length - length
+        body = b""
+        if begun is None:
+            body = call_body(route, request, self._model, room=room, token_in=self._token_in)
         try:
             if request.stream:
                 stream = self._client.stream(route.path, body, call, prompt_tokens=length)
@@ -299,20 +302,18 @@ class VllmEngine(Serving, Immediate):
         finally:
             del self._calls[request.request_id]
 
-    def _body(self, route: Route, request: GenerateRequest) -> bytes:
-        room = self._context_length - len(request.prompt)
-        return call_body(route, request, self._model, room=room, token_in=self._token_in)
-
     # ---- outside of a task
 
     def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
         """See `Immediate`; a stream, messages and the server's own text are `generate`'s."""
         if request.stream or request.by_messages or self.gives_text or not self._token_in:
             return None
-        if len(request.prompt) >= self._context_length:
+        room = self._context_length - len(request.prompt)
+        if room <= 0:
             return None
         call = Call()
-        sent = self._client.begin(self._route.path, self._body(self._route, request), call)
+        body = call_body(self._route, request, self._model, room=room, token_in=True)
+        sent = self._client.begin(self._route.path, body, call)
         if sent is None:
             return None
         self._calls[request.request_id] = call
@@ -370,7 +371,7 @@ class VllmEngine(Serving, Immediate):
         chunk = read.chunk
         if not self._strict or chunk is None:
             return
-        if len(chunk.logprobs) != len(chunk.output_ids):
+        if chunk.logprobs.size != chunk.output_ids.size:
             raise GarbledError(f"the engine gave {len(chunk.output_ids)} ids without logprobs")
         if chunk.finish_reason is FinishReason.STOP and not read.ids_told:
             raise GarbledError("the engine's reply has no token ids")

@@ -369,7 +369,7 @@ class Flight:
         if chunk is None or not self._is_plain(chunk):
             self.hand_over()
             return
-        chunk = self.linear.pool.took(self.request, chunk)
+        self.linear.pool.end(self.request, chunk)
         try:
             exchanges.heard(call)
             finished = exchanges.finished(

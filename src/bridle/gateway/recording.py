@@ -17,7 +17,7 @@ from bridle.gateway.images import Shown, unplaced
 from bridle.gateway.sampling import Sample
 from bridle.prompting.arguments import parsed_object
 from bridle.prompting.prompt import PromptIds
-from bridle.types import JSON, LogprobMode, Message, Reply, Sampling
+from bridle.types import JSON, LogprobMode, Message, Reply, Sampling, TextPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -197,12 +197,17 @@ def _unknown(finished: Finished) -> JSON:
     """Count the unknown fields, betas, and fields and blocks of new messages, by name."""
     question = finished.question
     request, placement = question.request, question.placement
-    names = [*request.extra.get("unknown", ())]
-    names += [f"beta: {beta}" for beta in finished.call.asked.unknown_betas]
+    names: list[str] = []
+    if "unknown" in request.extra:
+        names += request.extra["unknown"]
+    if (betas := finished.call.asked.unknown_betas) != ():
+        names += [f"beta: {beta}" for beta in betas]
     new = request.messages[0 if placement.parent is None else placement.new_from :]
     for one in new:
         names += one.unknown
-        names += [f"block: {name}" for name in map(block_name, one.content) if name]
+        for part in one.content:
+            if type(part) is not TextPart and (name := block_name(part)):
+                names += (f"block: {name}",)
     return dict(Counter(names)) if names else {}
 
 

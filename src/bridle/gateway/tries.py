@@ -41,9 +41,14 @@ def question_key(request: ModelRequest, canonical: Canonical, template_args: Has
         sampling.stop,
         sampling.seed,
     )
-    arguments = repr(template_args).encode("utf-8", "surrogatepass")
+    arguments = _NOTHING
+    if template_args is not None:
+        arguments = repr(template_args).encode("utf-8", "surrogatepass")
     whole = canonical.chain[-1] + canonical.tools_digest + arguments + _json(asked)
     return blake2b(whole, digest_size=16).digest()
+
+
+_NOTHING: Final = repr(None).encode()
 
 
 def _json(value: object) -> bytes:

@@ -128,6 +128,16 @@ def digest(kind: str, *fields: bytes) -> bytes:
     return sha256(b"".join((f"{kind}:{len(fields)}:".encode(), lengths, *fields))).digest()[:16]
 
 
+def _text_digest(kind: AtomKind, text: str) -> bytes:
+    """`digest` of one text, in fewer steps."""
+    field = text.encode("utf-8", "surrogatepass")
+    whole = _ALONE[kind] + len(field).to_bytes(8, "little") + field
+    return sha256(whole).digest()[:16]
+
+
+_ALONE = {kind: f"{kind}:1:".encode() for kind in AtomKind}
+
+
 SEEDS = {dialect: digest("bridle-chain-1", dialect.encode()) for dialect in Dialect}
 """Where each dialect's chain begins."""
 
@@ -138,7 +148,7 @@ def canonical(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> Can
     `memo` belongs to one session (an `AtomMemo`; a plain dict works, hashing the chain anew each
     time): only spans not seen before are normalised.
     """
-    tools = _tools_digest_of(request, memo)
+    tools = _tools_digest_of(request, memo) if request.tools else NO_TOOLS
     if not isinstance(memo, AtomMemo):
         return _walked(request, tools, memo, AtomMemo(), None)
     known = memo.walks.find(request, tools)
@@ -193,8 +203,11 @@ def answer_atoms(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tupl
     beside the atoms; an answer without any other atom (reasoning only, empty) cannot be found by
     the chain.
     """
-    called = [message for message in messages if message.tool_calls]
-    return _span_atoms(messages, Dialect.OPENAI_CHAT, schema_defaults(tools) if called else {})
+    defaults: Defaults = {}
+    for message in messages:
+        if message.tool_calls:
+            defaults = schema_defaults(tools)
+    return _span_atoms(messages, Dialect.OPENAI_CHAT, defaults)
 
 
 def joined_atoms(request: ModelRequest, messages: Sequence[Message]) -> tuple[Atom, ...]:
@@ -238,7 +251,16 @@ def message_atoms(
     if message.role is Role.ASSISTANT:
         return _assistant_atoms(message, defaults or {}, offset)
     kind = AtomKind.SYSTEM if message.role is Role.SYSTEM else AtomKind.USER
+    if (text := _only_text(message.content)) is not None:
+        return (Atom(kind, _text_digest(kind, text), offset=offset),) if text else ()
     return _part_atoms(message.content, kind, offset)
+
+
+def _only_text(content: Sequence[Part]) -> str | None:
+    """The text of a content that is one text; `None` = it is not."""
+    if content and not content[1:] and type(part := content[0]) is TextPart:
+        return part.text
+    return None
 
 
 def results_in_call_order(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -283,7 +305,10 @@ def messages_after(messages: Sequence[Message], new_from: int) -> tuple[Message,
     first = new_from
     while first and messages[first - 1].role is Role.ASSISTANT:
         first -= 1
-    return results_in_call_order(messages[first:])[new_from - first :]
+    for message in messages[new_from:]:
+        if message.role is Role.TOOL:
+            return results_in_call_order(messages[first:])[new_from - first :]
+    return tuple(messages[new_from:])
 
 
 class _Walk:
@@ -341,7 +366,7 @@ class _Walk:
         self._order_results()
         chain = self._chain
         for atom in self._atoms[self._begun :]:
-            chain.append(sha256(chain[-1] + atom.digest).digest()[:16])
+            chain += (sha256(chain[-1] + atom.digest).digest()[:16],)
         return Canonical(
             atoms=tuple(self._atoms),
             chain=tuple(chain),
@@ -401,12 +426,13 @@ def _assistant_atoms(message: Message, defaults: Defaults, offset: int) -> tuple
     if thought or message.issued_ids:
         key = digest("reasoning", text_bytes(thought)) if thought else None
         atoms.append(Atom(AtomKind.EVIDENCE, b"", message.issued_ids, reasoning=key, offset=offset))
-    for part in _joined(message.content):
+    only = _only_text(message.content)
+    for part in _joined(message.content) if only is None else (only,):
         if isinstance(part, MediaPart):
             atoms.append(_media_atom(part, offset))
         elif text := part.strip():
-            payload = digest(AtomKind.TEXT, text_bytes(text))
-            atoms.append(Atom(AtomKind.TEXT, payload, text=text, offset=offset))
+            payload = _text_digest(AtomKind.TEXT, text)
+            atoms += (Atom(AtomKind.TEXT, payload, text=text, offset=offset),)
     if message.tool_calls:
         atoms += [_call_atom(call, defaults, offset) for call in message.tool_calls]
     return tuple(atoms)

@@ -92,6 +92,12 @@ class HeldFamily:
 
         return self._layouts.suffix(prompt, completion, new, tools=tools is not None, ask=ask)
 
+    def known_suffix(
+        self, end: list[int], completion: list[int], new: list[JSON], *, tools: bool
+    ) -> list[int] | None:
+        """The same by a layout; `end` is the last ids of the prompt. `None` = none is known."""
+        return self._layouts.known(end, completion, new, tools=tools)
+
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
     ) -> Parsed:

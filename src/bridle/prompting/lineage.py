@@ -29,8 +29,9 @@ class Lineage:
 
     def note(self, exchange_id: str, messages: Sequence[Message], *, summary: bool) -> None:
         """Remember a reply, given as its assistant messages; `summary` = it is one."""
-        calls = (call for message in messages for call in message.tool_calls)
-        self._asked.update(_key(text) for c in calls for text in argument_texts(c.arguments))
+        for message in messages:
+            for call in message.tool_calls:
+                self._asked.update(map(_key, argument_texts(call.arguments)))
         if summary and (told := "".join(message.text for message in messages).strip()):
             parts = tuple(found[1] for found in _INSIDE.findall(told))
             self._summaries.append((exchange_id, (told, *parts)))

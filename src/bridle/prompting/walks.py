@@ -41,14 +41,14 @@ class Walks:
     def find(self, request: ModelRequest, tools: bytes) -> Known | None:
         """The longest request that this one continues; `tools` is its tools' digest."""
         head = request.messages[: request.head_messages]
-        found = [
-            known
-            for known in self._known.get((request.dialect, tools), ())
-            if known.spans == request.span_digests[: len(known.spans)] and known.head == head
-        ]
-        if not found[1:]:
-            return found[0] if found else None
-        return max(found, key=lambda known: len(known.spans))
+        best, most = None, -1
+        for known in self._known.get((request.dialect, tools), ()):
+            count = len(known.spans)
+            if count <= most or known.head != head:
+                continue
+            if known.spans == request.span_digests[:count]:
+                best, most = known, count
+        return best
 
     def remember(
         self, request: ModelRequest, canonical: Canonical, *, instead_of: Known | None
