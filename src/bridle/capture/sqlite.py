@@ -45,7 +45,7 @@ from bridle.capture.texts import (
     DIGEST_BYTES,
     HEAD,
     REPLY,
-    Entry,
+    Packed,
     body_digests,
     body_entries,
     head_digest,
@@ -78,7 +78,7 @@ HELD_UP_S = 0.05
 SHY_S = 5.0
 """How long callers leave the writing to the thread after that."""
 
-LATER_S = 0.005
+LATER_S = 0.02
 """How long a delivery waits to be written with an exchange: a transaction of its own would cost
 half as much as the exchange's."""
 
@@ -461,17 +461,17 @@ class _Writer:
         if exchange.request.head != state.head[0]:
             state.head = exchange.request.head, head_digest(exchange.request.head)
         head = state.head[1]
-        entries = [Entry(REPLY, bytes(DIGEST_BYTES), exchange.reply)]
+        entries: list[Packed] = [(REPLY, bytes(DIGEST_BYTES), exchange.reply)]
         if head not in state.heads:
-            entries.append(Entry(HEAD, head, exchange.request.head))
+            entries += ((HEAD, head, exchange.request.head),)
         new: set[bytes] = set()
         for digest, body in bodies.items():
             if digest in state.bodies:
                 continue
             for entry in body_entries(digest, body):
-                if entry.digest not in state.bodies and entry.digest not in new:
-                    new.add(entry.digest)
-                    entries.append(entry)
+                if entry[1] not in state.bodies and entry[1] not in new:
+                    new.add(entry[1])
+                    entries += (entry,)
         row = formats.exchange_row(state.number, exchange, pack(entries), head)
         self._connection.execute(formats.INSERT_EXCHANGE, row)
         state.exchange_ids.add(exchange.exchange_id)

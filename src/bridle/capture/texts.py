@@ -23,10 +23,10 @@ import hashlib
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from bridle.capture.records import Exchange, RequestRecord
 from bridle.errors import StoreError
@@ -58,10 +58,14 @@ _BASE64 = re.compile(rb'"(?:data:[^",]{0,80},)?([A-Za-z0-9+/_-]{4096,}={0,2})"')
 """A JSON string of long base64, or a data URL of it."""
 
 
-def body_entries(digest: bytes, body: bytes) -> list[Entry]:
+Packed: TypeAlias = tuple[int, bytes, bytes]
+"""An `Entry`, or what one is made of."""
+
+
+def body_entries(digest: bytes, body: bytes) -> Sequence[Packed]:
     """The entries of a body: itself, or its data and what is around them."""
     if len(body) < DATA_BYTES:
-        return [Entry(BODY, digest, body)]
+        return ((BODY, digest, body),)
     data, parts, texts, at = [], [], [], 0
     for match in _BASE64.finditer(body):
         found = Entry(DATA, hashlib.sha256(match[1]).digest()[:DIGEST_BYTES], match[1])
@@ -89,7 +93,7 @@ def _whole(parted: bytes, data: Mapping[bytes, bytes]) -> bytes:
     return b"".join([*pieces, parted[at:]])
 
 
-def pack(entries: Iterable[Entry]) -> bytes:
+def pack(entries: Iterable[Packed]) -> bytes:
     """Entries as one blob, compressed where that saves an eighth or more."""
     parts: list[bytes] = []
     for kind, digest, text in entries:

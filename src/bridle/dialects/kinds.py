@@ -35,6 +35,8 @@ class KindRule:
     harnesses: frozenset[str] = frozenset()
     """Harnesses whose calls it was read from; of others it says nothing. Empty = any: the mark is a
     header or field that only its harness sends."""
+    by_head: bool = False
+    """Whether it looks at headers and `ModelRequest.extra` only."""
 
     @classmethod
     def declared(
@@ -248,6 +250,7 @@ RULES: tuple[KindRule, ...] = (
         Kind.COMPACTION,
         "Codex says so in its turn metadata, or asks for a compaction item.",
         _is_codex_compaction,
+        by_head=True,
     ),
     KindRule(
         "summary_request",
@@ -323,12 +326,14 @@ RULES: tuple[KindRule, ...] = (
         Kind.SUBAGENT,
         "A header names the parent or the sub-agent (Claude Code, Codex, opencode, Copilot).",
         _is_subagent,
+        by_head=True,
     ),
     KindRule(
         "billed_subagent",
         Kind.SUBAGENT,
         "Claude Code's billing block marks its sub-agents.",
         _is_billed_subagent,
+        by_head=True,
     ),
 )
 """All rules, in the order in which they are tried."""
@@ -350,6 +355,12 @@ def kind_of(
         if rule.applies(headers, request):
             return rule.kind, rule.name
     return Kind.AGENT, None
+
+
+def decided_by_head(headers: Headers, harness: str | None, declared: Sequence[KindRule]) -> bool:
+    """Return whether requests with one head and one `ModelRequest.extra` are of one kind."""
+    rules = (*declared, *_rules_of(headers.get("user-agent", ""), harness))
+    return all(rule.by_head for rule in rules)
 
 
 @lru_cache(maxsize=64)

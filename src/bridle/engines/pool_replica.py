@@ -235,8 +235,7 @@ class RoutedCall:
     """The replica, and its engine, that were called outside of a task; `None` = it has a task."""
     aborted: bool = False
     """Whether its caller ended it."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a call that waits for a replica should look again."""
+    _changed: asyncio.Event | None = None
     attempts: int = 0
     """Failures of its own: the replica lived on."""
     deaths: int = 0
@@ -256,6 +255,13 @@ class RoutedCall:
     """The replica's when the last chunk came, or the call began there; `None` = not yet begun."""
     mixed: bool = False
     """Whether the weights changed during some chunk."""
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set when a call that waits for a replica should look again."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        return self._changed
 
     def took(self, chunk: GenerateChunk, replica: Replica) -> GenerateChunk:
         """Note a chunk; the last one gets the versions that are known.

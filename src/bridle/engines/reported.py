@@ -107,4 +107,7 @@ def check_paired(ids: Ids, named: Ids | npt.NDArray[np.integer]) -> None:
 def _least_and_most(values: Ids | Logprobs) -> tuple[Any, Any]:
     if values.shape == (1,):  # streams have a piece per token
         return values[0], values[0]
-    return np.minimum.reduce(values), np.maximum.reduce(values)
+    return _least(values), _most(values)
+
+
+_least, _most = np.minimum.reduce, np.maximum.reduce

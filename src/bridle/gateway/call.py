@@ -138,8 +138,7 @@ class Call:
     base_id: str | None = None
     """The exchange that `spans` is a delta on."""
     _began: asyncio.Event | None = None
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the stage is COMMITTED or FAILED."""
+    _done: asyncio.Event | None = None
     live: LiveReply | None = None
     """The reply as it leaves while it is sampled; `None` = it leaves whole."""
     first_token_s: float | None = None
@@ -173,9 +172,19 @@ class Call:
         if stage is Stage.COMMITTED or stage is Stage.FAILED:
             if self._began is not None:
                 self._began.set()
-            self.done.set()
+            if self._done is not None:
+                self._done.set()
             if self.live is not None:
                 self.live.wake()
+
+    @property
+    def done(self) -> asyncio.Event:
+        """Set when the stage is COMMITTED or FAILED."""
+        if self._done is None:
+            self._done = asyncio.Event()
+            if not self.in_flight:
+                self._done.set()
+        return self._done
 
     @property
     def began(self) -> asyncio.Event:

@@ -64,7 +64,6 @@ from bridle.types import FinishReason, Kind, ModelRequest, Reply, Sampling, Usag
 log = structlog.get_logger()
 
 _RENDERING = boundary(RenderError, "rendering the prompt")
-_PARSING = boundary(RenderError, "parsing the reply")
 
 
 class Exchanges:
@@ -304,9 +303,11 @@ class Exchanges:
 
     def know(self, session: Session, call: Call, prompted: Prompted) -> None:
         """Note what follows from the prompt."""
-        head = call.reply_head()
+        head, question = call.head, call.question
+        assert head is not None, "it was asked here"
+        assert question is not None, "it is not delivered"
         call.head = ReplyHead(head.reply_id, head.model, head.created, prompted.prompt.length)
-        call.turns = lineage.turns_shown(session, call.posed(), prompted.parent)
+        call.turns = lineage.turns_shown(session, question, prompted.parent)
 
     def _live(
         self, session: Session, call: Call, prompted: Prompted, effective: Sampling
@@ -573,7 +574,8 @@ class Exchanges:
         session.tokens += usage.completion_tokens
         sample = finished.sample
         if sample.replayed is None and finished.call.other is None:
-            self.policy.version = max(self.policy.version, sample.versions[-1].version)
+            if (version := sample.versions[-1].version) > self.policy.version:
+                self.policy.version = version
         seconds = time.perf_counter() - finished.call.clock_start
         self._metrics.committed(usage, seconds, replayed=sample.replayed is not None)
         if sample.break_position is not None:
@@ -584,16 +586,15 @@ class Exchanges:
         calls = takes_calls(question.request)
         if (told := sampled.last.reply) is not None:
             return told if calls else without_calls(told)
-        with _PARSING:
-            return question.served.renderer.parse(
-                sampled.output_ids,
-                tools=question.request.tools,
-                prompt_tail=prompt.tail(PROMPT_TAIL),
-                finish=sampled.finish,
-                stop_text=sampled.last.stop_text,
-                call_ids=sampled.call_ids if call.live is None else call.live.call_ids,
-                calls_as_text=not calls,
-            )
+        return question.served.renderer.parse(
+            sampled.output_ids,
+            tools=question.request.tools,
+            prompt_tail=prompt.tail(PROMPT_TAIL),
+            finish=sampled.finish,
+            stop_text=sampled.last.stop_text,
+            call_ids=sampled.call_ids if call.live is None else call.live.call_ids,
+            calls_as_text=not calls,
+        )
 
 
 def _parent(session: Session, placement: Placement) -> Call | None:

@@ -27,6 +27,7 @@ from aiohttp import HttpVersion11, web
 
 from bridle.capture.store import Store
 from bridle.dialects.base import Route, RouteKind, WireFormat
+from bridle.dialects.kinds import decided_by_head
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.pool import EnginePool
 from bridle.errors import BridleError, EngineError, StoreError
@@ -81,7 +82,8 @@ class Line:
     """The requests of one connection that repeat a head which was authenticated."""
 
     __slots__ = (
-        *("_after", "_before", "_missing", "_parts", "_path", "_start", "_taken", "_timer"),
+        *("_after", "_before", "_missing", "_parts", "_path", "_said", "_start", "_taken"),
+        "_timer",
         *("connection", "flight", "head", "headers", "route", "session", "wire"),
     )
 
@@ -112,6 +114,19 @@ class Line:
         self._start = 0
         self._taken: Taken | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._said: tuple[object, Asked] | None = None
+        """What all requests with this `extra` say besides their messages; `None` = not known."""
+
+    def said(self, request: ModelRequest) -> Asked:
+        """What a request says besides its messages."""
+        if self._said is not None and self._said[0] is request.extra:
+            return self._said[1]
+        session = self.session
+        harness, rules = session.record.metadata.get("harness"), session.kind_rules
+        said = asked(self.headers, request, harness, rules)
+        if decided_by_head(self.headers, harness, rules):
+            self._said = request.extra, said
+        return said
 
     def received(self, data: bytes) -> bool:
         """Take what arrived; `False` = it is the general path's."""
@@ -229,7 +244,7 @@ class PlainPath:
 
     def taken(self, session: Session, size: int) -> Taken | None:
         """A request's part of its session's share; `None` = it is to be refused."""
-        taken = self.admission.of(session)
+        taken = Taken(self.admission, session)
         try:
             taken.__enter__()
         except BridleError:
@@ -278,8 +293,7 @@ class PlainPath:
         if is_long or not self.is_open or session.sealed or session.replay is not None:
             return None
         request = line.wire.parse(line.route, body, session.messages)
-        harness = session.record.metadata.get("harness")
-        said = asked(line.headers, request, harness, session.kind_rules)
+        said = line.said(request)
         served = exchanges.models.find(request.model, said.kind)
         if not isinstance(served.engine, EnginePool) or not _is_whole(request, said, served):
             return None

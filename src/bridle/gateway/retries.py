@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 
 from bridle.aio import Nursery
 from bridle.capture.records import Delivery
@@ -185,9 +186,13 @@ class Deliveries:
             joined_by=call.joined_by,
         )
         written = self._store.deliver_soon(delivery)
-        self._nursery.own(written)
         session.writing.add(written)
-        written.add_done_callback(session.writing.discard)
+        written.add_done_callback(partial(self._written, session))
+
+    def _written(self, session: Session, written: asyncio.Future[None]) -> None:
+        session.writing.discard(written)
+        if not written.cancelled() and (error := written.exception()) is not None:
+            self._nursery.on_error(error)
 
     def _release(self, call: Call) -> None:
         """Drop what nobody can ask for any more."""

@@ -152,9 +152,54 @@ def canonical(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> Can
     if not isinstance(memo, AtomMemo):
         return _walked(request, tools, memo, AtomMemo(), None)
     known = memo.walks.find(request, tools)
-    made = _walked(request, tools, memo, memo, known)
+    made = None if known is None else _grown(request, tools, memo, known)
+    if made is None:
+        made = _walked(request, tools, memo, memo, known)
     memo.walks.remember(request, made, instead_of=known)
     return made
+
+
+def _grown(request: ModelRequest, tools: bytes, memo: AtomMemo, known: Known) -> Canonical | None:
+    """As `_walked` after what is `known`, where each new span is one message.
+
+    `None` = two results stand side by side, whose order has to be looked at.
+    """
+    begun, done = known.canonical, len(known.spans)
+    lengths = request.span_lengths[done:]
+    new = len(lengths)
+    if not new or lengths != (1,) * new or known.messages + new != len(request.messages):
+        return None
+    atoms, message_of = list(begun.atoms), list(begun.message_of)
+    chain, hints = list(begun.chain), begun.hints
+    before = atoms[-1].kind if atoms else None
+    for at, span in enumerate(request.span_digests[done:], known.messages):
+        made = memo.get(tools + span)
+        if made is None:
+            made = memo[tools + span] = _read_one(request, tools, memo, at)
+        for atom in made:
+            kind = atom.kind
+            if kind is AtomKind.EVIDENCE:
+                hints += (Hint(len(atoms), at, atom.ids, atom.reasoning),)
+                continue
+            if kind is AtomKind.RESULT and before is AtomKind.RESULT:
+                return None
+            before = kind
+            atoms += (atom,)
+            message_of += (at,)
+            chain += (sha256(chain[-1] + atom.digest).digest()[:16],)
+    told = begun.pairing.after(atoms, hints, chain)
+    return Canonical(tuple(atoms), tuple(chain), tuple(message_of), tools, hints, told)
+
+
+def _read_one(request: ModelRequest, tools: bytes, memo: AtomMemo, at: int) -> tuple[Atom, ...]:
+    """The atoms of a message that is a span of its own."""
+    message = request.messages[at]
+    defaults: Defaults | None = None
+    if message.tool_calls:
+        defaults = memo.defaults.get(tools)
+        if defaults is None:
+            defaults = memo.defaults[tools] = schema_defaults(request.tools)
+    return message_atoms(message, request.dialect, defaults)
 
 
 def _walked(

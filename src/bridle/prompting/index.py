@@ -189,7 +189,9 @@ class Index:
         """
         if exchange.shown is not exchange.answer:
             return False
-        others = [other for key in exchange.turn_keys for other in self._by_turn[key][1:]]
+        others: list[Indexed] = []
+        for key in exchange.turn_keys:
+            others += self._by_turn[key][1:]
         return not others
 
     def _index_turn(self, exchange: Indexed, shown: tuple[Atom, ...]) -> None:

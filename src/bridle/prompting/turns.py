@@ -95,7 +95,11 @@ class TurnCounter:
         else:
             verbatim = before.verbatim + 1
         rerendered = foreign = given = tokens = 0
-        turns = [*turns_of(self._index, messages, canonical, first)]
+        turns: list[Turn] = []
+        for message in messages[first:]:
+            if message.role is Role.ASSISTANT:
+                turns += turns_of(self._index, messages, canonical, first)
+                break
         if turns and turns[-1].owner is None and rewritten is not None:
             turns[-1] = replace(turns[-1], owner=self._index.known(rewritten))
         for turn in turns:
