@@ -233,7 +233,8 @@ class SqliteStore:
 
         `size` is about how many bytes it writes. `None` = it is done.
         """
-        self._check_open()
+        if self._closed:
+            self._check_open()
         written = self._writer.write_now(work) if size <= WRITTEN_HERE else Written.BY_THREAD
         if written is Written.HERE:
             return None
@@ -320,8 +321,12 @@ class _Writer:
         if self._jobs.busy or not self._turn.acquire(blocking=False):
             return Written.SOON
         try:
-            self._wait_for_others(0)
-            self._transact_with_later(work)
+            if self._patience_ms:
+                self._wait_for_others(0)
+            if work is not None and not self._jobs.left:
+                self._transact((work,))
+            else:
+                self._transact_with_later(work)
         except StoreError as error:
             if getattr(error.__cause__, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
                 raise
@@ -476,7 +481,7 @@ class _Writer:
         self._connection.execute(formats.INSERT_EXCHANGE, row)
         state.exchange_ids.add(exchange.exchange_id)
         state.heads.add(head)
-        state.bodies.update(new)
+        state.bodies |= new
 
     def deliver(self, delivery: Delivery) -> None:
         """Record what became of a reply."""
@@ -602,7 +607,8 @@ class Jobs:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Job | threading.Event | None] = queue.SimpleQueue()
-        self._left: deque[Job] = deque()
+        self.left: deque[Job] = deque()
+        """Those that wait for the next transaction."""
         self._counting = threading.Lock()
         self._given = 0
         self.finished = 0
@@ -615,7 +621,7 @@ class Jobs:
 
     def is_left(self, job: Job) -> bool:
         """Return whether `job` is deferred and not yet taken."""
-        return job in self._left
+        return job in self.left
 
     @property
     def empty(self) -> bool:
@@ -639,17 +645,17 @@ class Jobs:
 
     def leave(self, job: Job) -> bool:
         """Leave a job for the next transaction; whether it is the first."""
-        self._left.append(job)
-        return len(self._left) == 1
+        self.left.append(job)
+        return len(self.left) == 1
 
     def take_left(self) -> list[Job]:
         """All that was left for later; it is the caller's now."""
         jobs: list[Job] = []
-        if not self._left:
+        if not self.left:
             return jobs
         try:  # another thread may take some
-            while self._left:
-                jobs += (self._left.popleft(),)
+            while self.left:
+                jobs += (self.left.popleft(),)
         except IndexError:
             pass
         return jobs

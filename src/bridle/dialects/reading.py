@@ -24,7 +24,7 @@ import numpy as np
 
 from bridle.dialects.base import SpanMemo
 from bridle.dialects.history import Begun, History
-from bridle.dialects.limits import check_count, check_depth, field_too_deep, too_deep
+from bridle.dialects.limits import MOST_ITEMS, check_count, check_depth, field_too_deep, too_deep
 from bridle.errors import RequestError
 from bridle.types import JSON, Message
 
@@ -214,7 +214,8 @@ def _split_grown(
         return None
     if not items:  # a comma before the end of the array
         return None
-    check_count(len(begun.items) + len(items), begun.key)
+    if len(begun.items) + len(items) > MOST_ITEMS:
+        check_count(len(begun.items) + len(items), begun.key)
     history.reads(begun, body, begun.start, len(body) - len(begun.tail), begun.fields)
     return dict(begun.fields), begun.items + tuple(map(bytes, items))
 

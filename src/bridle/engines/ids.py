@@ -111,9 +111,11 @@ def parse_ids(text: bytes) -> Ids:
 
 def _parse_strictly(text: bytes) -> Ids:
     try:
-        return np.array(_IDS.decode(text), dtype=np.int32)
+        ids = np.array(_IDS.decode(text), dtype=np.int32)
     except msgspec.MsgspecError:
         raise IdsError(_why_no_ids(text)) from None
+    ids.flags.writeable = False  # so that it need not be copied to be kept
+    return ids
 
 
 def _why_no_ids(text: bytes) -> str:

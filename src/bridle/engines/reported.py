@@ -48,7 +48,8 @@ class ReplyCheck:
         """Raise `GarbledError` if the engine cannot have sampled this piece."""
         if chunk.prompt_ids_json is not None:
             self._needs_prompt = False
-            self._check_prompt(chunk.prompt_ids_json)
+            if chunk.prompt_ids_json != self._request.prompt.json():
+                self._check_prompt(chunk.prompt_ids_json)
         count = chunk.output_ids.size
         if not count:
             return
@@ -78,8 +79,6 @@ class ReplyCheck:
             )
 
     def _check_prompt(self, told: bytes) -> None:
-        if told == self._request.prompt.json():
-            return
         try:
             used = parse_ids(compact(told))
         except IdsError as error:

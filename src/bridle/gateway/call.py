@@ -54,6 +54,10 @@ NEXT: Final[dict[Stage, frozenset[Stage]]] = {
 """The transitions there are."""
 
 
+DELIVERED: Final = frozenset({DeliveryState.DELIVERED, DeliveryState.SUPERSEDED})
+"""States of a reply that is known to have reached the harness."""
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """Data of a request outside of its body."""
@@ -224,7 +228,7 @@ class Call:
     @property
     def delivered(self) -> bool:
         """Return whether the reply is known to have reached the harness."""
-        return self.delivery in {DeliveryState.DELIVERED, DeliveryState.SUPERSEDED}
+        return self.delivery in DELIVERED
 
     def posed(self) -> Question:
         """The question; only before the reply is delivered."""

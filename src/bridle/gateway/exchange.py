@@ -574,8 +574,8 @@ class Exchanges:
         session.tokens += usage.completion_tokens
         sample = finished.sample
         if sample.replayed is None and finished.call.other is None:
-            if (version := sample.versions[-1].version) > self.policy.version:
-                self.policy.version = version
+            policy, version = self.policy, sample.versions[-1].version
+            policy.version = max(policy.version, version)
         seconds = time.perf_counter() - finished.call.clock_start
         self._metrics.committed(usage, seconds, replayed=sample.replayed is not None)
         if sample.break_position is not None:

@@ -133,10 +133,13 @@ def _root_reason(finished: Finished) -> str | None:
 def new_bodies(finished: Finished, stored: set[bytes]) -> Mapping[bytes, bytes]:
     """The raw messages and tools whose digests are not in `stored`."""
     request, span_list = finished.question.request, finished.call.span_list()
-    new = dict(zip(span_list.new, request.message_spans[span_list.kept :], strict=True))
+    spans = zip(span_list.new, request.message_spans[span_list.kept :], strict=True)
+    new = {digest: body for digest, body in spans if digest not in stored}
     if request.tools_span is not None:
-        new[list_digest(request.tools_span)] = request.tools_span
-    return {digest: body for digest, body in new.items() if digest not in stored}
+        tools = list_digest(request.tools_span)
+        if tools not in stored:
+            new[tools] = request.tools_span
+    return new
 
 
 def _extra(finished: Finished, unpaired: int) -> JSON:

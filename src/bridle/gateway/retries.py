@@ -15,7 +15,7 @@ from bridle.aio import Nursery
 from bridle.capture.records import Delivery
 from bridle.capture.store import Store
 from bridle.errors import RequestError
-from bridle.gateway.call import Asked, Call, Stage
+from bridle.gateway.call import DELIVERED, Asked, Call, Stage
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.recording import issued_ids
 from bridle.gateway.registry import Session
@@ -158,8 +158,8 @@ class Deliveries:
 
     def record(self, session: Session, call: Call, state: DeliveryState, detail: str = "") -> None:
         """Write down what became of a reply; the conversation and the facts know it at once."""
-        before, call.delivery = call.delivered, state
-        delivered = call.delivered
+        before, call.delivery = call.delivery in DELIVERED, state
+        delivered = state in DELIVERED
         if state is DeliveryState.DELIVERED and not before:
             session.delivered += 1
         if delivered:

@@ -203,7 +203,7 @@ class Index:
         exchange.shown = shown
         self._longest = max(self._longest, len(shown))
         exchange.turn_keys = (chain_after(exchange.prompt_key, shown),) if shown else ()
-        exchange.content_keys = (content_key(shown),) if shown else ()
+        exchange.content_keys = (chain_after(_CONTENT, shown),) if shown else ()
         whole = bool(shown) and shown == exchange.answer
         if exchange.joined_key is not None and exchange.joined_content is not None and whole:
             exchange.turn_keys += (exchange.joined_key,)
