@@ -19,7 +19,6 @@ from tests.gateway.house import (
     TOKEN,
     Caller,
     House,
-    house,
     scripted,
     tool_result,
     user,
@@ -29,6 +28,7 @@ from bridle.capture.sqlite import SqliteStore
 from bridle.capture.store import MemoryStore
 from bridle.config import Limits, SamplingPolicy
 from bridle.engines.vllm import VllmEngine
+from bridle.errors import EngineError
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
@@ -226,3 +226,166 @@ async def test_both_paths_store_count_and_answer_alike(seed):
         assert one == other
     assert none == 0
     assert served > 1, "the plain path was not taken"
+
+
+# ---- what is not plain
+
+
+class Watched:
+    """A scripted engine whose calls wait for a sign once it is told to hold, and are counted."""
+
+    def __init__(self, *turns: dict[str, Any]):
+        self._inner = scripted(*turns)
+        self.held = False
+        self.errors: list[Exception] = []
+        """Raised by the next calls, in their order."""
+        self.sign = asyncio.Event()
+        self.waits = asyncio.Event()
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def generate(self, request):
+        self.asked += 1
+        if self.held:
+            self.waits.set()
+            await self.sign.wait()
+        if self.errors:
+            raise self.errors.pop(0)
+        async for chunk in self._inner.generate(request):
+            yield chunk
+
+
+@asynccontextmanager
+async def linear(*turns: dict[str, Any], **settings: Any):
+    """A gateway, its engine, a caller and the messages of its next linear request."""
+    engine = Watched(*(turns or ({"content": "a"},)))
+    async with played(server=engine, **settings) as home:
+        caller = await home.session("s")
+        messages = [user("go")]
+        for _ in range(2):
+            messages += [await caller.ask(messages), user("and then")]
+        assert home.gateway.plain.served == 1, "the second turn took the plain path"
+        yield home, engine, caller, messages
+
+
+def asked(home: House) -> Any:
+    """The calls that are on the plain path now."""
+    session = home.gateway._registry.get("s")
+    assert session is not None
+    return [call for call in session.calls.values() if call.flight is not None]
+
+
+async def test_a_client_that_goes_leaves_its_call_to_a_retry():
+    async with linear() as (home, engine, caller, messages):
+        engine.held, before = True, engine.asked
+        first = asyncio.create_task(caller.ask(messages))
+        await engine.waits.wait()
+        assert len(asked(home)) == 1
+        first.cancel()
+        await caller.unclaimed()
+        assert not asked(home)
+        second = asyncio.create_task(caller.ask(messages))
+        await caller.until(lambda: [call for call in caller.calls if call.clients])
+        engine.sign.set()
+        assert (await second)["content"] == "a"
+        assert engine.asked == before + 1, "the retry joined"
+        assert caller.delivery(2) is DeliveryState.DELIVERED
+        assert len(caller.exchanges) == 3
+
+
+@pytest.mark.parametrize("grace_s", [0, 10])
+async def test_a_call_that_nobody_claims_is_cancelled(grace_s):
+    async with linear(retry_grace_s=grace_s) as (home, engine, caller, messages):
+        engine.held = True
+        first = asyncio.create_task(caller.ask(messages))
+        await engine.waits.wait()
+        first.cancel()
+        if grace_s:
+            await caller.unclaimed()
+            caller.end_grace()
+        await caller.until(lambda: len(caller.calls) == 2)
+        pool = home.gateway._engine
+        await caller.until(lambda: not pool._calls and not pool.replicas()[0]["calls_in_flight"])
+        assert len(caller.exchanges) == 2
+        engine.held = False
+        engine.sign.set()
+        assert (await caller.ask(messages))["content"] == "a"
+
+
+async def test_a_session_that_ends_ends_its_call():
+    async with linear() as (home, engine, caller, messages):
+        engine.held = True
+        call = asyncio.create_task(caller.post({"model": "m", "messages": messages}))
+        await engine.waits.wait()
+        assert len(asked(home)) == 1
+        await home.gateway.seal("s")
+        status, reply = await call
+        assert status == 401
+        assert "ended" in reply["error"]["message"]
+        assert len(caller.exchanges) == 2
+        assert not home.gateway._engine._calls
+
+
+async def test_a_gateway_that_closes_tells_the_client():
+    async with linear() as (home, engine, caller, messages):
+        engine.held = True
+        call = asyncio.create_task(caller.post({"model": "m", "messages": messages}))
+        await engine.waits.wait()
+        await home.gateway.__aexit__(None, None, None)
+        assert (await call)[0] == 503
+
+
+async def test_a_weight_update_in_the_middle_is_one_reply():
+    async with linear() as (home, engine, caller, messages):
+        engine.held = True
+        call = asyncio.create_task(caller.ask(messages))
+        await engine.waits.wait()
+        pool = home.gateway._engine
+        async with asyncio.TaskGroup() as group:
+            held = group.create_task(pool.hold("abort"))
+            await caller.until(lambda: any(one.moved for one in pool._calls.values()))
+            engine.held = False
+            engine.sign.set()
+            await held
+            await pool.release()
+        assert (await call)["content"] == "a"
+        assert caller.exchanges[2].extra["resumed"] == 1
+        assert home.gateway.plain.served == 1
+        assert len(caller.exchanges) == 3
+
+
+async def test_a_paused_policy_and_a_full_budget_are_told_as_always():
+    async with linear() as (home, engine, caller, messages):
+        before = engine.asked
+        await home.control("POST", "/policy", {"paused": True})
+        status, _ = await caller.post({"model": "m", "messages": messages})
+        assert (status, engine.asked) == (503, before)
+
+
+@pytest.mark.parametrize("error", [EngineError("busy", status=503, retryable=True)])
+async def test_a_call_that_the_engine_refuses_is_tried_again(error):
+    async with linear() as (home, engine, caller, messages):
+        engine.errors.append(error)
+        before = engine.asked
+        assert (await caller.ask(messages))["content"] == "a"
+        assert engine.asked == before + 2
+        assert home.gateway.plain.served == 1
+        assert len(caller.exchanges) == 3
+
+
+async def test_a_store_that_is_busy_is_waited_for(tmp_path):
+    async with await SqliteStore.open(tmp_path / "capture.sqlite", fsync="group") as store:
+        engine = Watched({"content": "a"})
+        async with played(server=engine, store=store) as home:
+            caller = await home.session("s")
+            messages: list[Any] = [user("go")]
+            before = engine.asked
+            for _ in range(4):
+                messages += [await caller.ask(messages), user("and then")]
+            assert home.gateway.plain.served == 0, "the general path waited for the disk"
+            assert engine.asked == before + 4
+            assert [caller.delivery(n) for n in range(4)] == [DeliveryState.DELIVERED] * 4
+            parents = [one.parent_id for one in caller.exchanges]
+            assert parents[1:] == [one.exchange_id for one in caller.exchanges[:-1]]

@@ -368,6 +368,7 @@ class Connections:
 
     def drop(self, sent: Sent) -> None:
         """End a call: its connection is closed, at which the server ends it, too."""
+        sent.waiting.cancel()
         sent.connection.close()
         self._busy.discard(sent.connection)
 

@@ -140,10 +140,10 @@ class Connection(RequestHandler):
         """Have aiohttp read what arrived."""
         if self._deadline is None and self._current_request is None:
             self._begin_deadline()
-            end = data.find(b"\r\n\r\n", 0, MOST_KEPT) + 4
-            self.raw_head = data[:end] if end > 4 else None
         waiter = self._waiter
         if waiter is not None and not waiter.done():  # the next request's head is being read
+            end = data.find(b"\r\n\r\n", 0, MOST_KEPT) + 4
+            self.raw_head = data[:end] if end > 4 and not self._unfinished else None
             data = self._with_one_agent(data)
         super().data_received(data)
         if self._current_request is None and not self._messages:
