@@ -27,8 +27,10 @@ from tests.gateway.house import (
 from bridle.capture.sqlite import SqliteStore
 from bridle.capture.store import MemoryStore
 from bridle.config import Limits, SamplingPolicy
+from bridle.engines.base import GenerateChunk
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
+from bridle.gateway import plain as plain_file
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
@@ -36,8 +38,9 @@ from bridle.scripted.server import EngineServer
 from bridle.types import DeliveryState
 
 CALL = {"name": "bash", "arguments": {"command": "ls"}}
-OTHER = {"name": "bash", "arguments": {"command": "cat notes about the second part"}}
-TURNS = (
+ERRAND = "cat notes about the second part"
+OTHER = {"name": "bash", "arguments": {"command": ERRAND}}
+TURNS: tuple[dict[str, Any], ...] = (
     {"content": "I will look."},
     {"reasoning": "First the files.", "content": "", "tool_calls": [CALL]},
     {"reasoning": "Both are needed.", "content": "I look twice.", "tool_calls": [CALL, OTHER]},
@@ -90,7 +93,9 @@ class Harness:
 
     def take(self, said: Any) -> None:
         """Add a reply, and what the harness says to it."""
-        said = {name: value for name, value in said.items() if value is not None or name == "content"}
+        said = {
+            name: value for name, value in said.items() if value is not None or name == "content"
+        }
         odd = self.choose.random()
         if odd < 0.15:
             said.pop("reasoning_content", None)
@@ -109,41 +114,46 @@ class Harness:
 
     async def step(self) -> None:
         """Go on as harnesses mostly do, or do something else."""
-        match self.choose.choices(
-            ["on", "again", "fork", "rewrite", "edit", "head", "alone", "unknown", "orphan"],
-            [14, 1, 1, 1, 1, 1, 1, 1, 1],
-        )[0]:
-            case "again":
-                await self.send()
-            case "fork":
-                at = self.choose.randrange(2, len(self.messages) + 1)
-                while at < len(self.messages) and self.messages[at]["role"] == "tool":
-                    at += 1
-                await self.send([*self.messages[:at], user("Another way.")])
-            case "rewrite" if len(self.messages) > 3:
-                for message in self.messages[::-1]:
-                    if message["role"] == "assistant":
-                        message["content"] = (message["content"] or "") + "."
-                        break
-            case "edit":
-                self.messages[1] = user(f"Begin, {self.choose.randrange(100)}.")
-            case "head":
-                self.head["max_tokens"] = self.choose.randrange(100, 400)
-            case "alone":
-                sub = Harness(self.caller, "You are a sub-agent.", self.choose)
-                sub.messages[1] = user(OTHER["arguments"]["command"])  # type: ignore[index]
-                for _ in range(self.choose.randrange(1, 4)):
-                    if (said := await sub.send()) is not None:
-                        sub.take(said)
-                self.told += sub.told
-            case "unknown":
-                self.messages[-1] = {**self.messages[-1], "mood": "good"}
-            case "orphan":
-                await self.send([*self.messages, tool_result({"id": "call_x"}, "lost")])
-            case _:
-                pass
+        odd = ("again", "fork", "rewrite", "edit", "change_head", "delegate", "unknown", "orphan")
+        if self.choose.random() < 0.4:
+            await getattr(self, self.choose.choice(odd))()
         if (said := await self.send()) is not None:
             self.take(said)
+
+    async def again(self) -> None:
+        await self.send()
+
+    async def fork(self) -> None:
+        at = self.choose.randrange(2, len(self.messages) + 1)
+        while at < len(self.messages) and self.messages[at]["role"] == "tool":
+            at += 1
+        await self.send([*self.messages[:at], user("Another way.")])
+
+    async def rewrite(self) -> None:
+        replies = [message for message in self.messages if message["role"] == "assistant"]
+        for message in replies[-1:]:
+            message["content"] = (message["content"] or "") + "."
+
+    async def edit(self) -> None:
+        self.messages[1] = user(f"Begin, {self.choose.randrange(100)}.")
+
+    async def change_head(self) -> None:
+        self.head["max_tokens"] = self.choose.randrange(100, 400)
+
+    async def delegate(self) -> None:
+        """Have a sub-agent do what a call of ours tells it."""
+        sub = Harness(self.caller, "You are a sub-agent.", self.choose)
+        sub.messages[1] = user(ERRAND)
+        for _ in range(self.choose.randrange(1, 4)):
+            if (said := await sub.send()) is not None:
+                sub.take(said)
+        self.told += sub.told
+
+    async def unknown(self) -> None:
+        self.messages[-1] = {**self.messages[-1], "mood": "good"}
+
+    async def orphan(self) -> None:
+        await self.send([*self.messages, tool_result({"id": "call_x"}, "lost")])
 
 
 RANDOM = ("id", "created")
@@ -198,11 +208,11 @@ def numbers_of(home: House) -> dict[str, float]:
 async def play(seed: int, *, plain: bool, **settings: Any) -> tuple[Any, int]:
     """Play a seed's traffic; all that can be seen of it, and the calls of the plain path."""
     choose = random.Random(seed)
-    async with played(*choose.sample(TURNS, 5), plain=plain, **settings) as home:
+    async with played(*choose.sample(list(TURNS), 5), plain=plain, **settings) as home:
         limits = Limits(max_turns=choose.choice([None, 12]), max_tokens=choose.choice([None, 400]))
         policy = SamplingPolicy(
-            reasoning=choose.choice(["show", "show", "hide"]),  # type: ignore[arg-type]
-            on_rewrite=choose.choice(["extend", "fork"]),  # type: ignore[arg-type]
+            reasoning=choose.choice(["show", "show", "hide"]),
+            on_rewrite=choose.choice(["extend", "fork"]),
         )
         caller = await home.session("s", limits=limits, sampling=policy)
         harness = Harness(caller, "You are an agent.", choose)
@@ -242,6 +252,13 @@ class Watched:
         self.sign = asyncio.Event()
         self.waits = asyncio.Event()
         self.asked = 0
+        self.cut = False
+
+    async def abort(self, request_id: str) -> None:
+        """End the call that waits."""
+        del request_id
+        self.held, self.cut = False, self.held
+        self.sign.set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -251,6 +268,10 @@ class Watched:
         if self.held:
             self.waits.set()
             await self.sign.wait()
+        if self.cut:
+            self.cut = False
+            yield GenerateChunk.aborted(())
+            return
         if self.errors:
             raise self.errors.pop(0)
         async for chunk in self._inner.generate(request):
@@ -261,13 +282,13 @@ class Watched:
 async def linear(*turns: dict[str, Any], **settings: Any):
     """A gateway, its engine, a caller and the messages of its next linear request."""
     engine = Watched(*(turns or ({"content": "a"},)))
-    async with played(server=engine, **settings) as home:
+    async with played(server=engine, **settings) as home, asyncio.TaskGroup() as group:
         caller = await home.session("s")
         messages = [user("go")]
         for _ in range(2):
             messages += [await caller.ask(messages), user("and then")]
         assert home.gateway.plain.served == 1, "the second turn took the plain path"
-        yield home, engine, caller, messages
+        yield home, engine, caller, messages, group.create_task
 
 
 def asked(home: House) -> Any:
@@ -278,15 +299,15 @@ def asked(home: House) -> Any:
 
 
 async def test_a_client_that_goes_leaves_its_call_to_a_retry():
-    async with linear() as (home, engine, caller, messages):
+    async with linear() as (home, engine, caller, messages, start):
         engine.held, before = True, engine.asked
-        first = asyncio.create_task(caller.ask(messages))
+        first = start(caller.ask(messages))
         await engine.waits.wait()
         assert len(asked(home)) == 1
         first.cancel()
         await caller.unclaimed()
         assert not asked(home)
-        second = asyncio.create_task(caller.ask(messages))
+        second = start(caller.ask(messages))
         await caller.until(lambda: [call for call in caller.calls if call.clients])
         engine.sign.set()
         assert (await second)["content"] == "a"
@@ -297,9 +318,9 @@ async def test_a_client_that_goes_leaves_its_call_to_a_retry():
 
 @pytest.mark.parametrize("grace_s", [0, 10])
 async def test_a_call_that_nobody_claims_is_cancelled(grace_s):
-    async with linear(retry_grace_s=grace_s) as (home, engine, caller, messages):
+    async with linear(retry_grace_s=grace_s) as (home, engine, caller, messages, start):
         engine.held = True
-        first = asyncio.create_task(caller.ask(messages))
+        first = start(caller.ask(messages))
         await engine.waits.wait()
         first.cancel()
         if grace_s:
@@ -315,9 +336,9 @@ async def test_a_call_that_nobody_claims_is_cancelled(grace_s):
 
 
 async def test_a_session_that_ends_ends_its_call():
-    async with linear() as (home, engine, caller, messages):
+    async with linear() as (home, engine, caller, messages, start):
         engine.held = True
-        call = asyncio.create_task(caller.post({"model": "m", "messages": messages}))
+        call = start(caller.post({"model": "m", "messages": messages}))
         await engine.waits.wait()
         assert len(asked(home)) == 1
         await home.gateway.seal("s")
@@ -329,27 +350,23 @@ async def test_a_session_that_ends_ends_its_call():
 
 
 async def test_a_gateway_that_closes_tells_the_client():
-    async with linear() as (home, engine, caller, messages):
+    async with linear() as (home, engine, caller, messages, start):
         engine.held = True
-        call = asyncio.create_task(caller.post({"model": "m", "messages": messages}))
+        call = start(caller.post({"model": "m", "messages": messages}))
         await engine.waits.wait()
         await home.gateway.__aexit__(None, None, None)
         assert (await call)[0] == 503
 
 
 async def test_a_weight_update_in_the_middle_is_one_reply():
-    async with linear() as (home, engine, caller, messages):
+    async with linear() as (home, engine, caller, messages, start):
         engine.held = True
-        call = asyncio.create_task(caller.ask(messages))
+        call = start(caller.ask(messages))
         await engine.waits.wait()
         pool = home.gateway._engine
-        async with asyncio.TaskGroup() as group:
-            held = group.create_task(pool.hold("abort"))
-            await caller.until(lambda: any(one.moved for one in pool._calls.values()))
-            engine.held = False
-            engine.sign.set()
-            await held
-            await pool.release()
+        await pool.hold("abort")
+        await caller.until(lambda: not asked(home))
+        await pool.release()
         assert (await call)["content"] == "a"
         assert caller.exchanges[2].extra["resumed"] == 1
         assert home.gateway.plain.served == 1
@@ -357,7 +374,7 @@ async def test_a_weight_update_in_the_middle_is_one_reply():
 
 
 async def test_a_paused_policy_and_a_full_budget_are_told_as_always():
-    async with linear() as (home, engine, caller, messages):
+    async with linear() as (home, engine, caller, messages, _):
         before = engine.asked
         await home.control("POST", "/policy", {"paused": True})
         status, _ = await caller.post({"model": "m", "messages": messages})
@@ -366,7 +383,7 @@ async def test_a_paused_policy_and_a_full_budget_are_told_as_always():
 
 @pytest.mark.parametrize("error", [EngineError("busy", status=503, retryable=True)])
 async def test_a_call_that_the_engine_refuses_is_tried_again(error):
-    async with linear() as (home, engine, caller, messages):
+    async with linear() as (home, engine, caller, messages, _):
         engine.errors.append(error)
         before = engine.asked
         assert (await caller.ask(messages))["content"] == "a"
@@ -389,3 +406,119 @@ async def test_a_store_that_is_busy_is_waited_for(tmp_path):
             assert [caller.delivery(n) for n in range(4)] == [DeliveryState.DELIVERED] * 4
             parents = [one.parent_id for one in caller.exchanges]
             assert parents[1:] == [one.exchange_id for one in caller.exchanges[:-1]]
+
+
+# ---- the wire
+
+
+@asynccontextmanager
+async def raw(home: House, caller: Caller) -> AsyncIterator[Any]:
+    """Send a request over a connection of its own, in these pieces; read a reply."""
+    host, port = home.gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+
+    def request(messages: Any) -> bytes:
+        body = orjson.dumps({"model": "m", "messages": messages})
+        lines = [
+            "POST /v1/chat/completions HTTP/1.1",
+            "Host: gateway",
+            f"Authorization: {caller.headers['Authorization']}",
+            f"Content-Length: {len(body)}",
+        ]
+        return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+    async def send(messages: Any, *, pieces: int = 1) -> None:
+        data = request(messages)
+        body = data.index(b"\r\n\r\n") + 4
+        size = -(-(len(data) - body) // pieces)
+        for at in range(0, len(data) - body, size):
+            writer.write(data[body + at if at else 0 : body + at + size])
+            await writer.drain()
+            await asyncio.sleep(0.02 if pieces > 1 else 0)
+
+    async def receive() -> Any:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        status, body = int(head.split()[1]), orjson.loads(await reader.readexactly(length))
+        assert status == 200, body
+        return body["choices"][0]["message"]
+
+    try:
+        yield send, receive, writer
+    finally:
+        writer.close()
+
+
+async def test_a_body_may_come_in_pieces():
+    async with played({"content": "a"}) as home:
+        caller = await home.session("s")
+        async with raw(home, caller) as (send, receive, _):
+            messages: list[Any] = [user("go")]
+            for _ in range(3):
+                await send(messages, pieces=4)
+                messages += [await receive(), user("and then")]
+            assert home.gateway.plain.served == 2
+
+
+async def test_requests_may_come_before_the_reply():
+    async with linear() as (home, engine, caller, messages, _):
+        async with raw(home, caller) as (send, receive, _):
+            await send(messages)
+            messages += [await receive(), user("once more")]
+            engine.held = True
+            await send(messages)
+            await engine.waits.wait()
+            await send([user("something else")])
+            engine.sign.set()
+            assert [(await receive())["content"] for _ in range(2)] == ["a", "a"]
+        assert len(caller.exchanges) == 5
+        assert [caller.delivery(at) for at in range(5)] == [DeliveryState.DELIVERED] * 5
+
+
+async def test_a_body_that_stays_away_is_the_general_path_s(monkeypatch):
+    monkeypatch.setattr(plain_file, "GATHER_S", 0.05)
+    async with linear() as (home, _, caller, messages, _):
+        async with raw(home, caller) as (send, receive, _):
+            await send(messages)
+            messages += [await receive(), user("once more")]
+            before = home.gateway.plain.served
+            await send(messages, pieces=6)
+            assert (await receive())["content"] == "a"
+            assert home.gateway.plain.served == before
+        await caller.until(lambda: caller.delivery(3) is DeliveryState.DELIVERED)
+
+
+async def test_a_client_that_goes_in_the_middle_of_a_body_asked_nothing():
+    async with linear() as (home, engine, caller, messages, start):
+        async with raw(home, caller) as (send, receive, writer):
+            await send(messages)
+            messages += [await receive(), user("once more")]
+            calls, before = caller.facts.calls, engine.asked
+            task = start(send(messages, pieces=3))
+            await asyncio.sleep(0.03)
+            task.cancel()
+            writer.transport.abort()
+        await caller.until(lambda: caller.facts.calls == calls + 1)
+        session = home.gateway._registry.get("s")
+        assert session is not None
+        assert engine.asked == before
+        assert (session.in_hand.requests, session.in_hand.size) == (0, 0)
+
+
+async def test_many_sessions_at_a_time_are_served_alike():
+    async with played({"content": "a"}, {"content": "b"}, {"content": "c"}) as home:
+        callers = [await home.session(f"s{number}") for number in range(12)]
+
+        async def run(caller: Caller) -> list[str]:
+            messages: list[Any] = [user(f"go {caller.session_id}")]
+            for turn in range(3):
+                messages += [await caller.ask(messages), user(f"and {turn}")]
+            return [one["content"] for one in messages if one["role"] == "assistant"]
+
+        async with asyncio.TaskGroup() as group:
+            runs = [group.create_task(run(caller)) for caller in callers]
+        assert [task.result() for task in runs] == [["a", "b", "c"]] * 12
+        for caller in callers:
+            parents = [one.parent_id for one in caller.exchanges]
+            assert parents == [None, *[one.exchange_id for one in caller.exchanges[:-1]]]
+        assert home.gateway.plain.served > 12
