@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from bridle.prompting.calling import call_grammar
-from bridle.prompting.renderer import load_renderer
+from bridle.prompting.renderer import call_grammar, load_renderer
 from bridle.types import Message, Role, TextPart, ToolCall, ToolSpec
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}

@@ -3,7 +3,7 @@
 import pytest
 from tests.prompting.talk import Talk, call, result, said, system, user
 
-from bridle.prompting.habits import Habit, habit_of
+from bridle.prompting.conversation import Habit, habit_of
 
 OLD = (
     system("It is 10:00."),

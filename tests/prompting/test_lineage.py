@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.prompting.lineage import Lineage
+from bridle.prompting.turns import Lineage
 from bridle.types import Message, Role, TextPart, ToolCall
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.prompting.test_family import FAMILIES
 
 from bridle.prompting.family import live_marks, plain_parser
-from bridle.prompting.live import INCOMPLETE_MOST, LiveReader, Piece, begun
+from bridle.prompting.live import INCOMPLETE_MOST, LiveReader, ReplyDelta, begun
 from bridle.prompting.reply import parse_reply, read_calls
 from bridle.types import FinishReason
 
@@ -60,7 +60,7 @@ class Reading:
         reader = self.reader(**options)
         cuts = range(len(ids) + 1) if cuts is None else sorted({0, len(ids), *cuts})
         pieces = [reader.feed(ids[a:b]) for a, b in itertools.pairwise(cuts)]
-        whole = Piece(
+        whole = ReplyDelta(
             "".join(piece.reasoning for piece in pieces),
             "".join(piece.text for piece in pieces),
             [call for piece in pieces for call in piece.calls],

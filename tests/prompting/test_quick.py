@@ -9,7 +9,7 @@ from tests.prompting.test_pieces import BACKEND, BACKENDS, GROUPED, O200K, WORDS
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
 from bridle.prompting.pieces import ids_of
-from bridle.prompting.quick import CL100K, ONE_DIGIT, guarded, quick_encoder
+from bridle.prompting.tokenizer import CL100K, ONE_DIGIT, guarded, quick_encoder
 
 TAKEN = {
     "one digit": BACKEND,

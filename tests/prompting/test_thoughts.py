@@ -2,7 +2,7 @@
 
 import pytest
 
-from bridle.prompting.thoughts import count_thoughts
+from bridle.prompting.reply import count_thoughts
 from bridle.prompting.tokenizer import PromptTokenizer
 
 THOUGHT = "first I look, then I say"

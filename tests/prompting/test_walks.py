@@ -2,8 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.prompting.talk import BASH, EDIT, call, request, result, said, system, user
 
-from bridle.prompting.canonical import AtomMemo, canonical
-from bridle.prompting.walks import KEPT, Walks
+from bridle.prompting.canonical import KEPT, AtomMemo, Walks, canonical
 from bridle.types import Dialect
 
 MESSAGES = st.lists(

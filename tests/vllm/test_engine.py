@@ -8,7 +8,7 @@ import pytest
 
 from bridle.engines.vllm_routes import Route
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.prompting.calling import call_grammar
+from bridle.prompting.renderer import call_grammar
 from bridle.types import FinishReason, LogprobMode, ToolSpec, VersionSpan
 
 from .checks import CLOSE, TOKENIZER, RecordingVllm, plain_logprobs, prompt_of, reply, request

@@ -98,7 +98,7 @@ HABITS = {
     "summary": "replaces old messages by fewer (a summary)",
     "other": "rewrites its history",
 }
-"""A `bridle.prompting.habits.Habit` -> what the harness does."""
+"""A `bridle.prompting.conversation.Habit` -> what the harness does."""
 
 
 def history_of(line: JSON) -> str:

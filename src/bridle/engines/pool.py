@@ -222,13 +222,13 @@ class EnginePool(TakesWeights):
         self._blame.served(one, call)
         one.end(call)
 
-    def drop(self, request: GenerateRequest) -> None:
+    def drop(self, request_id: str) -> None:
         """End a call that was begun, if nobody goes on with it."""
-        call = self._calls.get(request.request_id)
+        call = self._calls.get(request_id)
         if call is not None and call.begun is not None:
             one, engine = call.begun
-            del self._calls[request.request_id]
-            engine.drop(request)
+            del self._calls[request_id]
+            engine.drop(call.request)
             one.end(call)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:

@@ -216,6 +216,7 @@ class Exchanges:
     def succeeded(self, session: Session, call: Call) -> None:
         """A call without a task is committed; its client waits for the reply."""
         self._metrics.call("committed")
+        self._deliveries.committed(session, call)
         self._end(session, call)
 
     def _end(self, session: Session, call: Call) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from bridle.dialects.base import StreamEncoder
 from bridle.engines.base import GenerateChunk, Prompt, TextDelta
-from bridle.prompting.live import LiveReader, Piece
+from bridle.prompting.live import LiveReader, ReplyDelta
 from bridle.types import FinishReason, Reply, ToolCall
 
 
@@ -93,12 +93,12 @@ class LiveReply:
         elif not self._held:
             self._add(self._reader.feed(chunk.output_ids.tolist()))
 
-    def _told(self, delta: TextDelta) -> Piece:
+    def _told(self, delta: TextDelta) -> ReplyDelta:
         """Return the engine's own parse; reasoning after text would be out of order."""
         self._held |= bool(delta.reasoning and self._end.text)
-        return Piece() if self._held else Piece(delta.reasoning, delta.text)
+        return ReplyDelta() if self._held else ReplyDelta(delta.reasoning, delta.text)
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, piece: ReplyDelta) -> None:
         if not self._shows_reasoning:
             piece = replace(piece, reasoning="")
         if not piece:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
@@ -131,7 +131,7 @@ class Line:
     def received(self, data: bytes) -> bool:
         """Take what arrived; `False` = it is the general path's."""
         if self.flight is not None:  # a client that does not wait for its reply
-            self.flight.to_relay()
+            self.flight.hand_over()
             return False
         if self._parts:
             self._parts.append(data)
@@ -267,23 +267,14 @@ class PlainPath:
             return False
         if linear is None:
             return False
-        session, exchanges = line.session, self.exchanges
-        question, parent = linear.question, linear.parent
-        session.requests += 1
-        call = exchanges.begun(session, question, linear.said)
+        line.session.requests += 1
+        call = self.exchanges.begun(line.session, linear.question, linear.said)
         call.reserved = linear.reserved
-        exchanges.link(session, call, question, parent)
-        effective = exchanges.sampling(session, question, call.reserved)
-        exchanges.know(session, call, linear.prompted)
-        call.enter(Stage.SAMPLING)
-        request = engine_request(call, question, linear.prompted, effective)
-        flight = Flight(self, line, data, taken, call, linear, effective, request)
-        line.flight = call.flight = flight
-        waiting = linear.pool.begin(request)
-        if waiting is None:
-            flight.hand_over()
-        else:
-            waiting.add_done_callback(flight.arrived)
+        flight = line.flight = call.flight = Flight(self, line, data, taken, call, linear)
+        try:
+            flight.begin()
+        except Exception as error:  # noqa: BLE001 - the top of a served request
+            flight.hand_over(_failing(error))
         return True
 
     def _linear(self, line: Line, body: bytes) -> Linear | None:
@@ -368,8 +359,23 @@ class Flight:
     taken: Taken
     call: Call
     linear: Linear
-    effective: Sampling
-    request: GenerateRequest
+    effective: Sampling = field(init=False)
+    request: GenerateRequest = field(init=False)
+
+    def begin(self) -> None:
+        """Give the call to the engine."""
+        exchanges, session, call = self.path.exchanges, self.line.session, self.call
+        question, prompted = self.linear.question, self.linear.prompted
+        exchanges.link(session, call, question, self.linear.parent)
+        self.effective = exchanges.sampling(session, question, call.reserved)
+        exchanges.know(session, call, prompted)
+        call.enter(Stage.SAMPLING)
+        self.request = engine_request(call, question, prompted, self.effective)
+        waiting = self.linear.pool.begin(self.request)
+        if waiting is None:
+            self.hand_over()
+        else:
+            waiting.add_done_callback(self.arrived)
 
     def arrived(self, _: asyncio.Future[Any]) -> None:
         """The engine's reply is there, or failed: commit, then answer."""
@@ -456,7 +462,7 @@ class Flight:
         work = work or exchanges.resumed(session, call, self.linear.prompted, self.effective)
         exchanges.start(session, call, work)
         assert call.task is not None
-        call.task.add_done_callback(lambda _: self.linear.pool.drop(self.request))
+        call.task.add_done_callback(lambda _: self.linear.pool.drop(call.exchange_id))
 
     def to_relay(self) -> None:
         """Have the general path answer the client, as if it had read the request."""

@@ -34,7 +34,7 @@ from bridle.gateway.responses import Shelf
 from bridle.gateway.tries import Tries
 from bridle.prompting.canonical import AtomMemo, Canonical
 from bridle.prompting.conversation import Conversation
-from bridle.prompting.lineage import Lineage
+from bridle.prompting.turns import Lineage
 from bridle.types import JSON
 
 SESSION_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")

@@ -8,6 +8,9 @@ R1 and R7 are the dialects' work, which give us named fields only, R9 is their n
 
 `chain[i]` covers the first `i` atoms, so two requests with one `chain[i]` begin alike. Tools, model
 and sampling are not in the chain: tools are guarded by `tools_digest`, the others do not matter.
+
+`Walks` keeps a session's last canonical requests, so that a request which extends an earlier one
+takes its atoms and chain over whole, without a look-up per message of its history.
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ from bridle.prompting.arguments import (
     text_bytes,
 )
 from bridle.prompting.pairing import Pairing
-from bridle.prompting.walks import Known, Walks
 from bridle.types import (
     Dialect,
     MediaPart,
@@ -572,3 +574,52 @@ def _ranks(calls: Sequence[str | None], results: Sequence[str | None]) -> list[i
 
 def _only(ids: tuple[str, ...]) -> str | None:
     return ids[0] if ids else None
+
+
+KEPT = 4
+"""Requests that are remembered: one per conversation that goes on (agent, sub-agents)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A request that was read."""
+
+    head: tuple[Message, ...]
+    """The messages that no span brought."""
+    spans: tuple[bytes, ...]
+    """Digests of its spans."""
+    messages: int
+    """How many messages it has."""
+    canonical: Canonical
+
+
+class Walks:
+    """The last requests of one session, by dialect and tools."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Dialect, bytes], list[Known]] = {}
+        """Newest first."""
+
+    def find(self, request: ModelRequest, tools: bytes) -> Known | None:
+        """The longest request that this one continues; `tools` is its tools' digest."""
+        head = request.messages[: request.head_messages]
+        best, most = None, -1
+        for known in self._known.get((request.dialect, tools), ()):
+            count = len(known.spans)
+            if count <= most or known.head != head:
+                continue
+            if known.spans == request.span_digests[:count]:
+                best, most = known, count
+        return best
+
+    def remember(
+        self, request: ModelRequest, canonical: Canonical, *, instead_of: Known | None
+    ) -> None:
+        """Keep a request, in place of the one that it continues. One without spans is not kept."""
+        if not request.span_digests:
+            return
+        head = request.messages[: request.head_messages]
+        newest = Known(head, request.span_digests, len(request.messages), canonical)
+        key = request.dialect, canonical.tools_digest
+        kept = [known for known in self._known.get(key, ()) if known is not instead_of]
+        self._known[key] = [newest, *kept][:KEPT]

@@ -256,7 +256,7 @@ def check_reasoning(parser: Parser, tokenizer: PromptTokenizer, template: ChatTe
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class ReplyMarks:
     """The control tokens by which a reply can be told apart while it is still being sampled."""
 
     think: int | None
@@ -290,7 +290,7 @@ _PLAIN_CALLS = {"qwen3": _TAGGED, "qwen3.5": _TAGGED, "glm": _TAGGED, "deepseek-
 """The same for the tool parsers of `plain_parser`."""
 
 
-def live_marks(name: str | None, tokenizer: PromptTokenizer) -> Marks | None:
+def live_marks(name: str | None, tokenizer: PromptTokenizer) -> ReplyMarks | None:
     """Return the marks by which replies of family `name` (`None` = `plain_parser`'s) are read live.
 
     `None` = they can't: a call does not begin with a token of its own.
@@ -308,4 +308,4 @@ def live_marks(name: str | None, tokenizer: PromptTokenizer) -> Marks | None:
         return None
     think, think_end = (added.get(token) for token in _THINK)
     openers, closers = (frozenset(added[token] for token in tokens) for tokens in calls)
-    return Marks(think, think_end, openers, closers, held)
+    return ReplyMarks(think, think_end, openers, closers, held)

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from bridle.prompting.canonical import (
+    KEPT,
     Atom,
     AtomKind,
     Canonical,
@@ -21,7 +22,6 @@ from bridle.prompting.canonical import (
     chain_after,
     digest,
 )
-from bridle.prompting.walks import KEPT
 from bridle.types import DeliveryState
 
 _URL_SAFE = str.maketrans("-_", "+/")

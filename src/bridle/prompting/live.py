@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from bridle.prompting.family import Marks
+from bridle.prompting.family import ReplyMarks
 from bridle.prompting.tokenizer import PromptTokenizer
 from bridle.types import ToolCall
 
@@ -27,7 +27,7 @@ INCOMPLETE_MOST = 64
 
 
 @dataclass(slots=True)
-class Piece:
+class ReplyDelta:
     """Part of a reply that became certain: reasoning, then text, then calls. May be empty."""
 
     reasoning: str = ""
@@ -62,7 +62,7 @@ class LiveReader:
 
     def __init__(
         self,
-        marks: Marks,
+        marks: ReplyMarks,
         tokenizer: PromptTokenizer,
         *,
         thinking: bool,
@@ -87,9 +87,9 @@ class LiveReader:
         self.calls: list[ToolCall] = []
         """The calls that were given out."""
 
-    def feed(self, ids: Sequence[int]) -> Piece:
+    def feed(self, ids: Sequence[int]) -> ReplyDelta:
         """Return the part of the reply that becomes certain with `ids`."""
-        piece = Piece()
+        piece = ReplyDelta()
         run: list[int] = []
         for id_ in ids:
             if self._part is _Part.HELD:
@@ -105,7 +105,7 @@ class LiveReader:
         self._plain(run, piece)
         return piece
 
-    def _plain(self, run: list[int], piece: Piece) -> None:
+    def _plain(self, run: list[int], piece: ReplyDelta) -> None:
         """Ordinary ids of the present part."""
         if not run or self._part is _Part.HELD:
             return
@@ -113,7 +113,7 @@ class LiveReader:
         if self._text.stuck:
             self._part = _Part.HELD
 
-    def _take(self, text: str, piece: Piece) -> None:
+    def _take(self, text: str, piece: ReplyDelta) -> None:
         self._buffer += text
         if self._fresh:
             self._buffer = self._buffer.lstrip()
@@ -129,7 +129,7 @@ class LiveReader:
         else:
             self._give(len(self._buffer) - begun(self._buffer, self._held), piece)
 
-    def _give(self, most: int, piece: Piece) -> None:
+    def _give(self, most: int, piece: ReplyDelta) -> None:
         """Give out at most so many characters, and no white space at the end."""
         shown = self._buffer[:most].rstrip()
         if not shown:
@@ -141,7 +141,7 @@ class LiveReader:
         else:
             piece.text += shown
 
-    def _end_part(self, piece: Piece) -> None:
+    def _end_part(self, piece: ReplyDelta) -> None:
         """The part is over: all of it is certain but white space at its end."""
         self._take(self._text.rest(), piece)
         if not self._is_held():
@@ -151,7 +151,7 @@ class LiveReader:
     def _is_held(self) -> bool:
         return self._part is _Part.HELD
 
-    def _marker(self, id_: int, piece: Piece) -> None:
+    def _marker(self, id_: int, piece: ReplyDelta) -> None:
         """A control token outside of calls."""
         if self._is_held():
             return
@@ -165,7 +165,7 @@ class LiveReader:
             self._end_part(piece)
             if not self._is_held():
                 self._part = _Part.START
-                self._marks = Marks(None, None, marks.openers, marks.closers, marks.held)
+                self._marks = ReplyMarks(None, None, marks.openers, marks.closers, marks.held)
         elif id_ == marks.think and self._part is _Part.START and marks.think_end is not None:
             before = self._buffer + self._text.rest()
             self._buffer = ""
@@ -173,7 +173,7 @@ class LiveReader:
         else:
             self._part = _Part.HELD
 
-    def _call(self, id_: int, piece: Piece) -> None:
+    def _call(self, id_: int, piece: ReplyDelta) -> None:
         """One more id behind an opener."""
         if id_ in self._stop_ids:
             self._part = _Part.HELD

@@ -48,7 +48,7 @@ _STRIPS: tuple[Strip, ...] = (str, str.strip, str.lstrip, str.rstrip)
 
 
 @dataclass(slots=True)
-class Said:
+class TextReply:
     """A `Parsed` of text only."""
 
     content: str
@@ -83,7 +83,7 @@ class PlainReplies:
         if key not in self._strips:
             self._strips[key] = self._tried(end, tools)
         strip = self._strips[key]
-        return None if strip is None else Said(strip(self._tokenizer.decode(words)))
+        return None if strip is None else TextReply(strip(self._tokenizer.decode(words)))
 
     def _tried_closed(self, end: End, tools: list[JSON] | None) -> bool:
         encode, escape = self._tokenizer.encode, self._tokenizer.escape

@@ -5,21 +5,25 @@ as they are, and a suffix for the new messages. Suffixes come from the family's 
 `renderers` package, given only the parent's last ids, so that their cost does not grow with the
 context; what it refuses is extended by the difference of two renderings of the folder's own
 template. Where neither can, `extend` says so and the caller renders anew.
+
+`call_grammar` makes the grammar under which a model must call a tool in the form of its own chat
+template: an xgrammar structural tag, as vLLM takes it. Engines' own grammars for required calls
+have a form that no template writes, so neither the model's training nor our parser knows it.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import RenderError, boundary
-from bridle.prompting.calling import call_grammar
 from bridle.prompting.canonical import results_in_call_order
 from bridle.prompting.family import (
     Family,
@@ -36,7 +40,7 @@ from bridle.prompting.family import (
 from bridle.prompting.held import HeldFamily, held, suffix_of
 from bridle.prompting.live import LiveReader
 from bridle.prompting.messages import chat_messages, chat_tools
-from bridle.prompting.plain import FAMILIES
+from bridle.prompting.plain import FAMILIES as PLAIN_FAMILIES
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.reply import parse_reply, read_calls
 from bridle.prompting.template import ChatTemplate, tool_parser_of
@@ -386,7 +390,7 @@ class TokenRenderer:
             return None
         if thinking not in self._families:
             made = make_family(self.family, self._tokens, thinking=thinking, history=self._history)
-            self._families[thinking] = held(made, self._tokens, plain=self.family in FAMILIES)
+            self._families[thinking] = held(made, self._tokens, plain=self.family in PLAIN_FAMILIES)
         return self._families[thinking]
 
 
@@ -398,3 +402,40 @@ def _array(ids: list[int]) -> Ids:
 
 def _random_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
+
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+CALL_FAMILIES: Final = frozenset({"qwen3", "prime-qwen3", "qwen3-vl"})
+"""Families, and the tool parser of templates like theirs, that write a call as one JSON object with
+`name` and `arguments` between `<tool_call>` and `</tool_call>`, each on a line of its own."""
+
+
+def call_grammar(form: str | None, tools: Sequence[ToolSpec], choice: str) -> JSON | None:
+    """A structural tag for `choice` (`required`, or a tool's name); `None` = no such form is known.
+
+    `form` is the family's name, or that of the tool parser where there is no family.
+    """
+    offered = [tool for tool in tools if choice in ("required", tool.name)]
+    if form not in CALL_FAMILIES or not offered:
+        return None
+    calls = {
+        "type": "triggered_tags",
+        "triggers": [_OPEN],
+        "tags": [_tag(tool) for tool in offered],
+        "at_least_one": True,
+        "stop_after_first": False,
+    }
+    said = {"type": "any_text", "excludes": [_OPEN]}
+    return {"type": "structural_tag", "format": {"type": "sequence", "elements": [said, calls]}}
+
+
+def _tag(tool: ToolSpec) -> JSON:
+    name = json.dumps(tool.name, ensure_ascii=False)
+    schema = tool.parameters or {"type": "object"}
+    return {
+        "type": "tag",
+        "begin": f'{_OPEN}\n{{"name": {name}, "arguments": ',
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": f"}}\n{_CLOSE}",
+    }

@@ -4,19 +4,23 @@ Arguments come back as the very text that was sampled where it can be found in t
 A block with a readable name and end is a call even if its arguments are no JSON: they leave as they
 were written. Any other block that does not parse stays in the text; text that a parser drops is
 counted. An odd sample never raises: at worst all of it is text.
+
+`count_thoughts` counts the reasoning tokens of a reply for usage numbers: what stands between the
+family's own opening and closing tokens, else the shortest run of ids whose text holds the
+reasoning.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from json.decoder import WHITESPACE  # type: ignore[attr-defined]
 from typing import Any
 
 from bridle.errors import RenderError, boundary
 from bridle.prompting.family import ParsedCall, Parser
-from bridle.prompting.thoughts import count_thoughts
 from bridle.prompting.tokenizer import PromptTokenizer
 from bridle.types import JSON, FinishReason, Reply, ToolCall
 
@@ -263,3 +267,36 @@ def _until(text: str, stop_text: str | None) -> str:
 
 def _skip(text: str, at: int) -> int:
     return int(WHITESPACE.match(text, at).end())
+
+
+_PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Tokens that open and close reasoning, in the families that have such."""
+
+
+def count_thoughts(tokenizer: PromptTokenizer, ids: Sequence[int], reasoning: str | None) -> int:
+    """Return how many of the sampled `ids` are `reasoning`, without its opening and closing tokens.
+
+    `ids` end before the turn's end token; `reasoning` is the text that a parser found in them.
+    """
+    text = (reasoning or "").strip()
+    if not text:
+        return 0
+    for opener, closer in _PAIRS:
+        close, begin = tokenizer.added.get(closer), tokenizer.added.get(opener)
+        if close is not None:
+            end = ids.index(close) if close in ids else len(ids)
+            return end - (ids.index(begin) + 1 if begin in ids[:end] else 0)
+    return _run_of(tokenizer, ids, text)
+
+
+def _run_of(tokenizer: PromptTokenizer, ids: Sequence[int], text: str) -> int:
+    """Length of the shortest run of `ids` whose text holds `text`; that of `text` alone if none."""
+
+    def held(start: int, end: int) -> bool:
+        return text in tokenizer.decode(ids[start:end])
+
+    if not held(0, len(ids)):
+        return len(tokenizer.encode(text))
+    end = bisect_left(range(len(ids) + 1), True, key=lambda count: held(0, count))  # noqa: FBT003 - a value
+    start = bisect_left(range(end + 1), True, key=lambda first: not held(first, end))  # noqa: FBT003 - a value
+    return end - (start - 1)

@@ -4,17 +4,25 @@ A turn is a run of assistant messages, divided where the replies of several exch
 recognised by the ids that we issued, else by its content: the digest of its atoms without the
 history before them, so a window, a clock in the system prompt or a masked result hides nothing.
 A turn without atoms is recognised by its reasoning, else by its place.
+
+`Lineage` finds the origin of a conversation without a delivered turn by the texts that it quotes:
+some harnesses mark neither their sub-agents nor a compaction, but a sub-agent's task is an argument
+of a call that the policy sampled, and a compacted conversation begins with a sampled summary. Only
+whole texts count, so a quotation by chance is no lineage.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
+from bridle.prompting.arguments import argument_texts, text_bytes
 from bridle.prompting.canonical import Atom, Canonical, Hint
 from bridle.prompting.index import Index, Indexed, content_key
-from bridle.types import JSON, Message, Role
+from bridle.types import JSON, Message, Role, TextPart
 
 LONGEST_MATCH = 256
 """Atoms of one reply beyond which a turn is recognised by ids only."""
@@ -57,7 +65,7 @@ class TurnCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ShownTurn:
     """One assistant turn of a request."""
 
     owner: Indexed | None
@@ -95,7 +103,7 @@ class TurnCounter:
         else:
             verbatim = before.verbatim + 1
         rerendered = foreign = given = tokens = 0
-        turns: list[Turn] = []
+        turns: list[ShownTurn] = []
         for message in messages[first:]:
             if message.role is Role.ASSISTANT:
                 turns += turns_of(self._index, messages, canonical, first)
@@ -131,7 +139,7 @@ class TurnCounter:
 
 def turns_of(
     index: Index, messages: Sequence[Message], canonical: Canonical, first: int = 0
-) -> Iterator[Turn]:
+) -> Iterator[ShownTurn]:
     """The assistant turns from message `first` on, in order."""
     at = first
     while at < len(messages):
@@ -156,17 +164,17 @@ class _Run:
         high = bisect_left(canonical.hints, end, key=_message)
         self._hints = canonical.hints[low:high]
 
-    def turns(self) -> Iterator[Turn]:
+    def turns(self) -> Iterator[ShownTurn]:
         if self._first == self._end:
             key = self._canonical.chain[self._first]
-            yield Turn(self._index.silent_at(key, self._hints), content_key(()))
+            yield ShownTurn(self._index.silent_at(key, self._hints), content_key(()))
             return
         at = self._first
         while at < self._end:
             owner, stop = self._said(at)
             if owner is None:
                 owner, stop = self._proved(at)
-            yield Turn(owner, content_key(self._canonical.atoms[at:stop]))
+            yield ShownTurn(owner, content_key(self._canonical.atoms[at:stop]))
             at = stop
 
     def _said(self, at: int) -> tuple[Indexed | None, int]:
@@ -208,3 +216,55 @@ def _message(hint: Hint) -> int:
 
 def _position(hint: Hint) -> int:
     return hint.position
+
+
+_INSIDE = re.compile(r"<(summary|state_snapshot)>\s*(.+?)\s*</\1>", re.DOTALL)
+"""What harnesses take out of a summary, where it has it."""
+
+
+class Lineage:
+    """Instructions and summaries in one session's replies."""
+
+    def __init__(self) -> None:
+        self._asked: set[bytes] = set()
+        """Digests of the texts among the arguments of calls."""
+        self._summaries: list[tuple[str, tuple[str, ...]]] = []
+        """Exchange -> the texts by which its summary is known; oldest first."""
+
+    def note(self, exchange_id: str, messages: Sequence[Message], *, summary: bool) -> None:
+        """Remember a reply, given as its assistant messages; `summary` = it is one."""
+        for message in messages:
+            for call in message.tool_calls:
+                self._asked.update(map(_key, argument_texts(call.arguments)))
+        if summary and (told := "".join(message.text for message in messages).strip()):
+            parts = tuple(found[1] for found in _INSIDE.findall(told))
+            self._summaries.append((exchange_id, (told, *parts)))
+
+    def is_spawned(self, messages: Sequence[Message]) -> bool:
+        """Return whether a user's text is a sampled call's argument: a sub-agent's instruction."""
+        if not self._asked:
+            return False
+        texts = (text for text in _user_texts(messages) if text.strip())
+        return any(_key(text) in self._asked for text in texts)
+
+    def summarised_by(self, messages: Sequence[Message]) -> str | None:
+        """The newest exchange whose summary some text holds; `None` = there is none.
+
+        Harnesses let the user tell it, or the model.
+        """
+        texts = [message.text for message in messages] if self._summaries else []
+        for exchange_id, parts in reversed(self._summaries):
+            if any(part in text for part in parts for text in texts):
+                return exchange_id
+        return None
+
+
+def _user_texts(messages: Sequence[Message]) -> Iterator[str]:
+    """Each text part of the user's messages."""
+    for message in messages:
+        if message.role is Role.USER:
+            yield from (part.text for part in message.content if isinstance(part, TextPart))
+
+
+def _key(text: str) -> bytes:
+    return sha256(text_bytes(text.strip())).digest()[:16]
