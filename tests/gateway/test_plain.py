@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import random
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -522,3 +524,14 @@ async def test_many_sessions_at_a_time_are_served_alike():
             parents = [one.parent_id for one in caller.exchanges]
             assert parents == [None, *[one.exchange_id for one in caller.exchanges[:-1]]]
         assert home.gateway.plain.served > 12
+
+
+async def test_a_connection_keeps_no_session_that_has_ended():
+    async with linear() as (home, _, caller, messages, _):
+        gone = weakref.ref(home.gateway._registry.get("s"))
+        await home.gateway.seal("s")
+        assert home.gateway.forget("s")
+        gc.collect()
+        assert gone() is None
+        status, _ = await caller.post({"model": "m", "messages": messages})
+        assert status == 401

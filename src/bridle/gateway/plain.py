@@ -21,6 +21,7 @@ import re
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
+from weakref import ref
 
 import structlog
 from aiohttp import HttpVersion11, web
@@ -82,9 +83,9 @@ class Line:
     """The requests of one connection that repeat a head which was authenticated."""
 
     __slots__ = (
-        *("_after", "_before", "_missing", "_parts", "_path", "_said", "_start", "_taken"),
-        "_timer",
-        *("connection", "flight", "head", "headers", "route", "session", "wire"),
+        *("_after", "_before", "_missing", "_parts", "_path", "_said", "_session", "_start"),
+        *("_taken", "_timer"),
+        *("connection", "flight", "head", "headers", "route", "wire"),
     )
 
     def __init__(
@@ -102,7 +103,7 @@ class Line:
         self._before, self._after = raw
         self.connection = connection
         self.head = connection.head
-        self.session = session
+        self._session = ref(session)  # which may end before its connection
         self.headers = headers
         self.route = route
         self.wire = wire
@@ -117,11 +118,10 @@ class Line:
         self._said: tuple[object, Asked] | None = None
         """What all requests with this `extra` say besides their messages; `None` = not known."""
 
-    def said(self, request: ModelRequest) -> Asked:
+    def said(self, session: Session, request: ModelRequest) -> Asked:
         """What a request says besides its messages."""
         if self._said is not None and self._said[0] is request.extra:
             return self._said[1]
-        session = self.session
         harness, rules = session.record.metadata.get("harness"), session.kind_rules
         said = asked(self.headers, request, harness, rules)
         if decided_by_head(self.headers, harness, rules):
@@ -152,7 +152,9 @@ class Line:
         missing = size + start - len(data)
         if missing < 0 or size > self._path.admission.max_body_bytes:
             return False
-        if (taken := self._path.taken(self.session, size)) is None:
+        if (session := self._session()) is None:
+            return False
+        if (taken := self._path.taken(session, size)) is None:
             return False
         if not missing:
             return self._take(data, start, taken)
@@ -194,7 +196,7 @@ class Line:
         if self._parts:
             _, taken = self._whole()
             taken.__exit__()
-            self.session.requests += 1
+            taken.session.requests += 1
         if self.flight is not None:
             self.flight.client_gone()
 
@@ -259,7 +261,7 @@ class PlainPath:
     def take(self, line: Line, data: bytes, start: int, taken: Taken) -> bool:
         """Begin the call of a whole request, its body behind `start`; `False` = nothing is done."""
         try:
-            linear = self._linear(line, data[start:])
+            linear = self._linear(line, taken.session, data[start:])
         except BridleError:  # the general path says so
             return False
         except Exception as error:  # noqa: BLE001 - the top of a served request
@@ -267,8 +269,8 @@ class PlainPath:
             return False
         if linear is None:
             return False
-        line.session.requests += 1
-        call = self.exchanges.begun(line.session, linear.question, linear.said)
+        taken.session.requests += 1
+        call = self.exchanges.begun(taken.session, linear.question, linear.said)
         call.reserved = linear.reserved
         flight = line.flight = call.flight = Flight(self, line, data, taken, call, linear)
         try:
@@ -277,14 +279,14 @@ class PlainPath:
             flight.hand_over(_failing(error))
         return True
 
-    def _linear(self, line: Line, body: bytes) -> Linear | None:
+    def _linear(self, line: Line, session: Session, body: bytes) -> Linear | None:
         """Read a request; `None` = it is not linear. `BridleError` where it is to be refused."""
-        session, exchanges = line.session, self.exchanges
+        exchanges = self.exchanges
         is_long = len(body) > LONG_BYTES and session.messages.news(body) > LONG_BYTES
         if is_long or not self.is_open or session.sealed or session.replay is not None:
             return None
         request = line.wire.parse(line.route, body, session.messages)
-        said = line.said(request)
+        said = line.said(session, request)
         served = exchanges.models.find(request.model, said.kind)
         if not isinstance(served.engine, EnginePool) or not _is_whole(request, said, served):
             return None
@@ -364,7 +366,7 @@ class Flight:
 
     def begin(self) -> None:
         """Give the call to the engine."""
-        exchanges, session, call = self.path.exchanges, self.line.session, self.call
+        exchanges, session, call = self.path.exchanges, self.taken.session, self.call
         question, prompted = self.linear.question, self.linear.prompted
         exchanges.link(session, call, question, self.linear.parent)
         self.effective = exchanges.sampling(session, question, call.reserved)
@@ -379,7 +381,7 @@ class Flight:
 
     def arrived(self, _: asyncio.Future[Any]) -> None:
         """The engine's reply is there, or failed: commit, then answer."""
-        call, session, exchanges = self.call, self.line.session, self.path.exchanges
+        call, session, exchanges = self.call, self.taken.session, self.path.exchanges
         if call.flight is not self:
             return  # a task goes on with it
         try:
@@ -433,7 +435,7 @@ class Flight:
 
     def _reply(self) -> None:
         """Write the committed reply, if the connection takes it at once."""
-        path, session, call = self.path, self.line.session, self.call
+        path, session, call = self.path, self.taken.session, self.call
         connection, body = self.line.connection, call.answered().body
         if not takes_at_once(connection.transport, len(body)):
             self.to_relay()
@@ -457,7 +459,7 @@ class Flight:
             self.to_relay()
 
     def _start_task(self, work: Coroutine[None, None, None] | None) -> None:
-        exchanges, session, call = self.path.exchanges, self.line.session, self.call
+        exchanges, session, call = self.path.exchanges, self.taken.session, self.call
         call.flight = None
         work = work or exchanges.resumed(session, call, self.linear.prompted, self.effective)
         exchanges.start(session, call, work)
@@ -468,7 +470,7 @@ class Flight:
         """Have the general path answer the client, as if it had read the request."""
         connection, self.line.flight = self.line.connection, None
         connection.handed = Handed(
-            self.line.session,
+            self.taken.session,
             self.call,
             self.linear.question.request,
             self.taken,
@@ -482,7 +484,7 @@ class Flight:
         if self.call.flight is self:
             self._start_task(None)
         self.taken.__exit__()
-        self.path.deliveries.left(self.line.session, self.call, partly=False)
+        self.path.deliveries.left(self.taken.session, self.call, partly=False)
 
 
 async def _failing(error: Exception) -> None:
