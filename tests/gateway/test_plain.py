@@ -162,7 +162,7 @@ RANDOM = ("id", "created")
 
 
 def replies_of(told: list[Any]) -> list[Any]:
-    """What a harness was told, without random ids and times."""
+    """Replies to a harness, without random ids and times."""
     return [
         (status, {name: value for name, value in reply.items() if name not in RANDOM})
         for status, reply in told
@@ -170,7 +170,7 @@ def replies_of(told: list[Any]) -> list[Any]:
 
 
 def rows_of(home: House, session_id: str) -> list[dict[str, Any]]:
-    """What was stored of a session, exchange ids by their order, without times."""
+    """Records of a session, exchange ids by their order, without times."""
     exchanges = home.store.exchanges(session_id)
     names = {one.exchange_id: f"e{index}" for index, one in enumerate(exchanges)}
     deliveries = home.store.deliveries(session_id)

@@ -23,7 +23,7 @@ import hashlib
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from typing import NamedTuple, TypeAlias
@@ -62,10 +62,10 @@ Packed: TypeAlias = tuple[int, bytes, bytes]
 """An `Entry`, or what one is made of."""
 
 
-def body_entries(digest: bytes, body: bytes) -> Sequence[Packed]:
+def body_entries(digest: bytes, body: bytes) -> list[Entry]:
     """The entries of a body: itself, or its data and what is around them."""
     if len(body) < DATA_BYTES:
-        return ((BODY, digest, body),)
+        return [Entry(BODY, digest, body)]
     data, parts, texts, at = [], [], [], 0
     for match in _BASE64.finditer(body):
         found = Entry(DATA, hashlib.sha256(match[1]).digest()[:DIGEST_BYTES], match[1])

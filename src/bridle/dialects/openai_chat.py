@@ -314,7 +314,7 @@ _USUAL = msgspec.json.Decoder(_Usual)
 
 
 def read_usual(span: bytes) -> Message | None:
-    """What `read_message` makes of a message, where it has the usual form; else `None`."""
+    """Read a message of the usual form as `read_message` does; `None` = it has another one."""
     try:
         usual = _USUAL.decode(span)
     except (msgspec.MsgspecError, ValueError, RecursionError):

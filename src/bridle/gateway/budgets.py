@@ -158,7 +158,7 @@ class TokenAccount:
         return taken
 
     def take(self, most: int, spent: Callable[[], int]) -> int | None:
-        """As `reserve`; `None` = it would have to wait."""
+        """Reserve without waiting; `None` = `reserve` would wait."""
         if self._limit is not None:
             left = self._limit - spent() - self.reserved
             if left <= 0 and not self.reserved:

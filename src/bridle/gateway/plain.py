@@ -119,7 +119,7 @@ class Line:
         """What all requests with this `extra` say besides their messages; `None` = not known."""
 
     def said(self, session: Session, request: ModelRequest) -> Asked:
-        """What a request says besides its messages."""
+        """Read what a request says besides its messages."""
         if self._said is not None and self._said[0] is request.extra:
             return self._said[1]
         harness, rules = session.record.metadata.get("harness"), session.kind_rules
@@ -170,7 +170,7 @@ class Line:
         return False
 
     def _whole(self) -> tuple[bytes, Taken]:
-        """What has arrived; it is the caller's now."""
+        """Hand out what has arrived; it is the caller's now."""
         assert self._taken is not None, "nothing has arrived"
         assert self._timer is not None, "nothing has arrived"
         data, taken = b"".join(self._parts), self._taken

@@ -162,7 +162,7 @@ def canonical(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> Can
 
 
 def _grown(request: ModelRequest, tools: bytes, memo: AtomMemo, known: Known) -> Canonical | None:
-    """As `_walked` after what is `known`, where each new span is one message.
+    """Build what `_walked` does after what is `known`, where each new span is one message.
 
     `None` = two results stand side by side, whose order has to be looked at.
     """
