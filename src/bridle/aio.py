@@ -59,7 +59,7 @@ class Nursery:
     """
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
-        self._on_error = on_error
+        self.on_error = on_error
         self._tasks: set[asyncio.Future[Any]] = set()
 
     async def __aenter__(self) -> Self:
@@ -82,7 +82,7 @@ class Nursery:
     def _finished(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_error(error)
+            self.on_error(error)
 
     async def cancel(self) -> None:
         """Cancel what still runs and wait until all of it has ended."""

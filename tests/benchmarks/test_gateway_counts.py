@@ -9,11 +9,11 @@ from benchmarks.gateway_counts import calls_a_turn
 from benchmarks.gateway_sessions import Way
 
 MOST = {
-    Way("chat"): 1_120,
-    Way("responses"): 1_350,
-    Way("google"): 1_385,
-    Way("chat", "whole"): 1_225,
-    Way("anthropic", "live"): 3_500,
+    Way("chat"): 690,
+    Way("responses"): 1_200,
+    Way("google"): 1_240,
+    Way("chat", "whole"): 1_150,
+    Way("anthropic", "live"): 3_330,
 }
 
 

@@ -113,9 +113,9 @@ async def test_a_delivery_goes_with_the_next_exchange_and_is_read_at_once(path):
         await store.commit(first, made.bodies)
         told = group.create_task(store.deliver(made.deliver(first.exchange_id)))
         await asyncio.sleep(0)
-        assert len(store._writer._jobs._left) == 1
+        assert len(store._writer._jobs.left) == 1
         await store.commit(second, made.bodies)
-        assert not store._writer._jobs._left
+        assert not store._writer._jobs.left
         await told
         group.create_task(store.deliver(made.deliver(second.exchange_id)))
         await asyncio.sleep(0)

@@ -18,6 +18,7 @@ from bridle.capture.sqlite import SqliteReader
 from bridle.capture.store import MemoryStore, Store
 from bridle.config import SamplingPolicy
 from bridle.engines.base import Engine, GenerateRequest
+from bridle.engines.connection import Sent
 from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.vllm import VllmEngine
@@ -66,10 +67,29 @@ class Recorder(EngineClient):
     def __init__(self, base_url: str, answers: dict[str, list[bytes]]) -> None:
         super().__init__(base_url, api_key=None, timeout_s=1800)
         self._answers = answers
+        self._bodies: dict[Sent, bytes] = {}
 
-    async def post(self, path: str, body: bytes, call: HttpCall, *, prompt_tokens: int) -> bytes:
-        answer = await super().post(path, body, call, prompt_tokens=prompt_tokens)
-        self._kept(body).append(answer)
+    def begin(self, path: str, body: bytes, call: HttpCall) -> Sent | None:
+        sent = super().begin(path, body, call)
+        if sent is not None:
+            self._bodies[sent] = body
+        return sent
+
+    def end(self, sent: Sent) -> None:
+        self._kept(self._bodies.pop(sent)).append(sent.waiting.result().body)
+        super().end(sent)
+
+    async def post(
+        self,
+        path: str,
+        body: bytes,
+        call: HttpCall,
+        *,
+        prompt_tokens: int,
+        sent: Sent | None = None,
+    ) -> bytes:
+        answer = await super().post(path, body, call, prompt_tokens=prompt_tokens, sent=sent)
+        self._kept(body if sent is None else self._bodies.pop(sent)).append(answer)
         return answer
 
     async def stream(

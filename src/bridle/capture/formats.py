@@ -311,7 +311,7 @@ def exchange_row(session: int, exchange: Exchange, texts: bytes, head: bytes) ->
         _blob(exchange.output_ids, _IDS),
         _blob(exchange.logprobs, _LOGPROBS),
         exchange.logprob_mode,
-        _json([(span.version, span.start, span.end) for span in exchange.versions]),
+        _spans_json(exchange.versions),
         exchange.finish_reason,
         _sampling_json(exchange.sampling),
         int(exchange.constrained),
@@ -326,6 +326,12 @@ def exchange_row(session: int, exchange: Exchange, texts: bytes, head: bytes) ->
         _json(exchange.extra),
         texts,
     )
+
+
+def _spans_json(spans: Sequence[VersionSpan]) -> str:
+    if len(spans) == 1:
+        return f"[[{spans[0].version},{spans[0].start},{spans[0].end}]]"
+    return _json([(span.version, span.start, span.end) for span in spans])
 
 
 def _blob(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:

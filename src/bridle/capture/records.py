@@ -128,14 +128,15 @@ class Exchange:
 
     def __post_init__(self) -> None:
         """Check the alignment that everything later relies on."""
-        wanted = 0 if self.logprob_mode is _NONE else len(self.output_ids)
-        if len(self.logprobs) != wanted:
-            raise ValueError(
+        wanted = 0 if self.logprob_mode is _NONE else self.output_ids.size
+        if self.logprobs.size != wanted:
+            message = (
                 f"exchange {self.exchange_id}: {len(self.output_ids)} sampled ids "
                 f"but {len(self.logprobs)} logprobs"
             )
-        if self.kept + len(self.suffix_ids) != self.prompt_length:
-            raise ValueError(
+            raise ValueError(message)
+        if self.kept + self.suffix_ids.size != self.prompt_length:
+            message = (
                 f"exchange {self.exchange_id}: kept {self.kept} + new {len(self.suffix_ids)} ids "
                 f"is not the prompt's length {self.prompt_length}"
             )

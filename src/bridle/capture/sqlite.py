@@ -45,7 +45,7 @@ from bridle.capture.texts import (
     DIGEST_BYTES,
     HEAD,
     REPLY,
-    TextEntry,
+    Packed,
     body_digests,
     body_entries,
     head_digest,
@@ -79,7 +79,7 @@ HELD_UP_S = 0.05
 SHY_S = 5.0
 """Time for which callers then leave the writing to the thread."""
 
-LATER_S = 0.005
+LATER_S = 0.02
 """Time that a delivery waits to be written with an exchange: a transaction of its own would cost
 half as much as the exchange's."""
 
@@ -120,10 +120,18 @@ class SqliteStore:
         await self._write(lambda writer: writer.open_session(session))
 
     async def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
+        """Record an exchange with the `bodies` that are new to its session."""
+        if (written := self.commit_now(exchange, bodies)) is not None:
+            await written
+
+    def commit_now(
+        self, exchange: Exchange, bodies: Mapping[bytes, bytes]
+    ) -> asyncio.Future[None] | None:
+        """Record an exchange; return `None` if it is written, else a future that ends then."""
         size = len(exchange.reply)
         for digest in bodies:
             size += len(bodies[digest])
-        await self._write(lambda writer: writer.commit(exchange, bodies), size=size)
+        return self._write_now(lambda writer: writer.commit(exchange, bodies), size=size)
 
     async def deliver(self, delivery: Delivery) -> None:
         await self.deliver_soon(delivery)
@@ -206,14 +214,20 @@ class SqliteStore:
         return job
 
     async def _write(self, work: Work, *, size: int = 0) -> None:
-        """Run `work`: here if the writer is idle, otherwise in the writer's thread.
+        """Run `work` and wait for it; see `_write_now`."""
+        if (written := self._write_now(work, size=size)) is not None:
+            await written
 
-        `size` is about how many bytes it writes.
+    def _write_now(self, work: Work, *, size: int) -> asyncio.Future[None] | None:
+        """Do `work` here where the writer is idle; else the writer's thread does it.
+
+        `size` is about how many bytes it writes. `None` = it is done.
         """
-        self._check_open()
+        if self._closed:
+            self._check_open()
         written = self._writer.write_now(work) if size <= WRITTEN_HERE else Written.BY_THREAD
         if written is Written.HERE:
-            return
+            return None
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         job = Job(work, loop, done)
@@ -221,7 +235,7 @@ class SqliteStore:
             self._writer.give_later(job, SOON_S)
         else:
             self._writer.give(job)
-        await done
+        return done
 
     def _given_before(self) -> SqliteReader:
         """Return the reader, after all earlier records have been written."""
@@ -237,6 +251,8 @@ class _SessionState:
     number: int
     exchange_ids: set[str] = field(default_factory=set)
     heads: set[bytes] = field(default_factory=set)
+    head: tuple[bytes, bytes] = (b"", b"")
+    """The last one, and its digest."""
     bodies: set[bytes] = field(default_factory=set)
     """Digests of the stored bodies and of their data."""
     deliveries: int = 0
@@ -251,7 +267,7 @@ class _Writer:
 
     def __init__(self, path: Path, connection: sqlite3.Connection, group: int) -> None:
         self._path = path
-        self._writing = f"{path}: cannot write"
+        self._writing = boundary(StoreError, f"{path}: cannot write")
         self._connection = connection
         self._group = group
         self._states: dict[str, _SessionState] = {}
@@ -295,8 +311,12 @@ class _Writer:
         if self._jobs.busy or not self._turn.acquire(blocking=False):
             return Written.SOON
         try:
-            self._wait_for_others(0)
-            self._transact_with_later(work)
+            if self._patience_ms:
+                self._wait_for_others(0)
+            if work is not None and not self._jobs.left:
+                self._transact((work,))
+            else:
+                self._transact_with_later(work)
         except StoreError as error:
             if getattr(error.__cause__, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
                 raise
@@ -385,7 +405,7 @@ class _Writer:
             job.finish(fault)
 
     def _transact(self, works: Sequence[Work]) -> None:
-        with boundary(StoreError, self._writing):
+        with self._writing:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 for work in works:
@@ -427,24 +447,27 @@ class _Writer:
         """Record an exchange and the texts that its session does not have yet."""
         state = self._state(exchange.session_id)
         if exchange.exchange_id in state.exchange_ids:
-            raise StoreError(f"{self._path}: exchange {exchange.exchange_id!r} is recorded already")
-        head = head_digest(exchange.request.head)
-        entries = [TextEntry(REPLY, bytes(DIGEST_BYTES), exchange.reply)]
+            message = f"{self._path}: exchange {exchange.exchange_id!r} is recorded already"
+            raise StoreError(message)
+        if exchange.request.head != state.head[0]:
+            state.head = exchange.request.head, head_digest(exchange.request.head)
+        head = state.head[1]
+        entries: list[Packed] = [(REPLY, bytes(DIGEST_BYTES), exchange.reply)]
         if head not in state.heads:
-            entries.append(TextEntry(HEAD, head, exchange.request.head))
+            entries += ((HEAD, head, exchange.request.head),)
         new: set[bytes] = set()
         for digest, body in bodies.items():
             if digest in state.bodies:
                 continue
             for entry in body_entries(digest, body):
-                if entry.digest not in state.bodies and entry.digest not in new:
-                    new.add(entry.digest)
-                    entries.append(entry)
+                if entry[1] not in state.bodies and entry[1] not in new:
+                    new.add(entry[1])
+                    entries += (entry,)
         row = formats.exchange_row(state.number, exchange, pack(entries), head)
         self._connection.execute(formats.INSERT_EXCHANGE, row)
         state.exchange_ids.add(exchange.exchange_id)
         state.heads.add(head)
-        state.bodies.update(new)
+        state.bodies |= new
 
     def deliver(self, delivery: Delivery) -> None:
         state = self._state(delivery.session_id)
@@ -566,7 +589,8 @@ class Jobs:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Job | threading.Event | None] = queue.SimpleQueue()
-        self._left: deque[Job] = deque()
+        self.left: deque[Job] = deque()
+        """Those that wait for the next transaction."""
         self._counting = threading.Lock()
         self._given = 0
         self.finished = 0
@@ -579,7 +603,7 @@ class Jobs:
 
     def is_left(self, job: Job) -> bool:
         """Return whether `job` is deferred and not yet taken."""
-        return job in self._left
+        return job in self.left
 
     @property
     def empty(self) -> bool:
@@ -603,15 +627,17 @@ class Jobs:
 
     def leave(self, job: Job) -> bool:
         """Defer a job to the next transaction; return whether it is the first."""
-        self._left.append(job)
-        return len(self._left) == 1
+        self.left.append(job)
+        return len(self.left) == 1
 
     def take_left(self) -> list[Job]:
         """Return all deferred jobs; they are the caller's now."""
         jobs: list[Job] = []
-        if not self._left:
+        if not self.left:
             return jobs
-        with suppress(IndexError):  # another thread may take some
-            while True:
-                jobs.append(self._left.popleft())
+        try:  # another thread may take some
+            while self.left:
+                jobs += (self.left.popleft(),)
+        except IndexError:
+            pass
         return jobs

@@ -37,6 +37,11 @@ class Store(Protocol):
         `bodies` maps 16-byte content digests to raw bytes; known ones are ignored.
         """
 
+    def commit_now(
+        self, exchange: Exchange, bodies: Mapping[bytes, bytes]
+    ) -> asyncio.Future[None] | None:
+        """Record as `commit` does; `None` = it is durable, else it is when the future is done."""
+
     async def deliver(self, delivery: Delivery) -> None:
         """Record the state of a reply; readers in this process see it at once."""
 
@@ -113,6 +118,11 @@ class MemoryStore:
         self._sessions[session.session_id] = _Session(session)
 
     async def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
+        """Record an exchange with the `bodies` that are new to its session."""
+        self.commit_now(exchange, bodies)
+
+    def commit_now(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
+        """Record an exchange; it is durable at once."""
         session = self._session(exchange.session_id)
         if exchange.exchange_id in session.exchanges:
             raise StoreError(f"memory: exchange {exchange.exchange_id!r} is recorded already")

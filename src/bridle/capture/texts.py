@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from bridle.capture.records import Exchange, RequestRecord
 from bridle.errors import StoreError
@@ -50,12 +50,21 @@ class TextEntry(NamedTuple):
 BODY, HEAD, REPLY, DATA, PARTED = 0, 1, 2, 3, 4
 _ENTRY = struct.Struct("<B16sI")
 _COUNT, _PART = struct.Struct("<H"), struct.Struct("<I16s")
+DATA_BYTES = 4096
+"""Shortest base64 that is stored by itself."""
+
 _BASE64 = re.compile(rb'"(?:data:[^",]{0,80},)?([A-Za-z0-9+/_-]{4096,}={0,2})"')
 """JSON string of long base64, or a data URL of it."""
 
 
+Packed: TypeAlias = tuple[int, bytes, bytes]
+"""A `TextEntry` or its fields."""
+
+
 def body_entries(digest: bytes, body: bytes) -> list[TextEntry]:
     """Make the entries of a body: itself, or its data and the text around them."""
+    if len(body) < DATA_BYTES:
+        return [TextEntry(BODY, digest, body)]
     data, parts, texts, at = [], [], [], 0
     for match in _BASE64.finditer(body):
         found = TextEntry(DATA, hashlib.sha256(match[1]).digest()[:DIGEST_BYTES], match[1])
@@ -83,17 +92,22 @@ def _whole(parted: bytes, data: Mapping[bytes, bytes]) -> bytes:
     return b"".join([*pieces, parted[at:]])
 
 
-def pack(entries: Iterable[TextEntry]) -> bytes:
+def pack(entries: Iterable[Packed]) -> bytes:
     """Pack entries into one blob, compressed if that saves an eighth or more."""
     parts: list[bytes] = []
     for kind, digest, text in entries:
         parts += (_ENTRY.pack(kind, digest, len(text)), text)
     plain = b"".join(parts)
-    if len(plain) >= COMPRESS_FROM_BYTES:
+    size = len(plain)
+    if size >= COMPRESS_FROM_BYTES:
         small = _compressed(plain)
-        if len(small) * 8 <= len(plain) * 7:
+        if len(small) * 8 <= size * 7:
             return b"\x01" + small
     return b"\x00" + plain
+
+
+_WINDOWS = [max(9, (part << 8 | 255).bit_length()) for part in range(1 << 6)]
+"""Bits of a window by the size of a text in steps of 256 bytes."""
 
 
 def _compressed(plain: bytes) -> bytes:
@@ -102,7 +116,8 @@ def _compressed(plain: bytes) -> bytes:
     Making a window of 32 KiB ready costs more than compressing 2 KB: 0.045 ms with it, 0.017 ms
     without.
     """
-    window = min(15, max(9, len(plain).bit_length()))
+    size = len(plain)
+    window = 15 if size >= 1 << 14 else _WINDOWS[size >> 8]
     packer = zlib.compressobj(COMPRESS_LEVEL, zlib.DEFLATED, window, window - 7)
     return packer.compress(plain) + packer.flush()
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 from urllib.parse import unquote
 
 from bridle.dialects.fields import watched
-from bridle.dialects.json_reader import ReadMessages, SpanMemo, shallow
+from bridle.dialects.json_reader import ReadMessages, SpanMemo, too_deep
 from bridle.dialects.tools import ToolList, ToolMemo
 from bridle.errors import RequestError
 from bridle.types import Dialect, Message, ModelRequest, Part, Reply, Role, ToolCall, Usage
@@ -216,8 +216,10 @@ class WireFormat(ABC):
 
         Only spans whose digest is not in `memo` are decoded; they are added to it.
         """
-        with shallow(""):
+        try:
             return self._parse(route, body, memo)
+        except RecursionError:
+            raise too_deep("") from None
 
     @abstractmethod
     def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest: ...

@@ -21,11 +21,13 @@ from bridle.types import Message
 KEPT = 4
 """Beginnings that a session remembers: one per conversation (agent, sub-agents)."""
 
+_COMMA = ord(",")
+
 SMALLEST = 2_000
 """Bytes below which remembering does not pay."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Begun:
     """The beginning of an earlier body, and its parsed items."""
 
@@ -45,6 +47,8 @@ class Begun:
     """The body behind `prefix`."""
     fields: Mapping[str, msgspec.Raw] = field(default_factory=dict)
     """The body's other fields; empty = not kept."""
+    head: Any = None
+    """What a dialect made of these fields; `None` = nothing yet."""
 
     def grown(self, body: bytes) -> bytes | None:
         """Return the bytes of `body` between a comma behind these items and the same `tail`.
@@ -53,7 +57,7 @@ class Begun:
         `None` if it does not begin and end like this.
         """
         start, end = len(self.prefix), len(body) - len(self.tail)
-        if not self.fields or body[start : min(start + 1, end)] != b",":
+        if not self.fields or start >= end or body[start] != _COMMA:
             return None
         alike = body.endswith(self.tail) and body.startswith(self.prefix)
         return body[start + 1 : end] if alike else None
@@ -91,12 +95,23 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         self._heads: dict[Hashable, Any] = {}
         self.joined: list[Any] = []
         """What a dialect made of the items of its last requests, newest first."""
+        self.same: Begun | None = None
+        """The record whose other fields the present body has; `None` = they were read."""
         self._found: Begun | None = None
         self._place: tuple[bytes, int, int, Mapping[str, msgspec.Raw]] | None = None
         """Body, start and end of the items that are being read, and the other fields."""
 
     def grown(self, body: bytes, key: str, salt: bytes) -> tuple[Begun, bytes] | None:
         """Return the longest known body that `body` may extend, and the text of the new items."""
+        self.same = None
+        if self._begun:  # mostly the newest, which mostly is the longest one that fits
+            newest, others = self._begun[0], self._begun[1:]
+            if newest.key == key and newest.salt == salt and (found := newest.grown(body)):
+                for other in others:
+                    if len(other.prefix) > len(newest.prefix):
+                        break
+                else:
+                    return newest, found
         return self._longest(Begun.grown, body, key, salt)
 
     def find(self, body: bytes, key: str, salt: bytes) -> tuple[Begun, bytes] | None:
@@ -154,10 +169,10 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         """
         self._found = found
         self._place = None
+        self.same = found if found is not None and fields is found.fields else None
         if end - start >= SMALLEST:
             # A raw field is a view of its body, which shall not be kept for it.
-            known = found is not None and fields is found.fields
-            kept = fields if known else {name: raw.copy() for name, raw in fields.items()}
+            kept = fields if self.same else {name: raw.copy() for name, raw in fields.items()}
             self._place = body, start, end, kept
 
     def begun(self, items: Sequence[bytes]) -> Begun | None:
@@ -182,9 +197,13 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         if place is None:
             return
         body, start, end, fields = place
-        kept = [other for other in self._begun if other is not begun]
+        kept = self._begun
+        if begun is not None:
+            kept = kept[1:] if kept[0] is begun else [one for one in kept if one is not begun]
         prefix, tail = body[:end], body[end:]
         newest = Begun(
             salt, key, prefix, start, items, digests, lengths, messages, tail=tail, fields=fields
         )
+        if begun is not None and begun is self.same:
+            newest.head = begun.head
         self._begun = [newest, *kept][:KEPT]

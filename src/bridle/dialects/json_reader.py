@@ -18,6 +18,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from hashlib import sha256
 from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -354,7 +355,8 @@ def _split_grown(
         return None
     if not items:  # a comma before the end of the array
         return None
-    check_count(len(begun.items) + len(items), begun.key)
+    if len(begun.items) + len(items) > MOST_ITEMS:
+        check_count(len(begun.items) + len(items), begun.key)
     history.reads(begun, body, begun.start, len(body) - len(begun.tail), begun.fields)
     return dict(begun.fields), begun.items + tuple(map(bytes, items))
 
@@ -417,11 +419,17 @@ def read_head(memo: SpanMemo, key: Hashable, read: Callable[[], T]) -> T:
 
 
 def read_spans(
-    spans: Sequence[bytes], memo: SpanMemo, salt: bytes, path: str, read: ReadMessages
+    spans: Sequence[bytes],
+    memo: SpanMemo,
+    salt: bytes,
+    path: str,
+    read: ReadMessages,
+    plain: Callable[[bytes], Message | None] | None = None,
 ) -> tuple[list[Message], tuple[bytes, ...], tuple[int, ...]]:
     """Messages, digests and message counts of `spans`, decoding only those not in `memo`.
 
-    `salt` names the dialect in the memo's keys: one session may speak several.
+    `salt` names the dialect in the memo's keys: one session may speak several. `plain` reads a span
+    of the usual form, as `read` does; `None` = it is of another one.
     """
     history = memo if isinstance(memo, RequestHistory) else None
     begun = None if history is None else history.begun(spans)
@@ -429,17 +437,21 @@ def read_spans(
     digests = [] if begun is None else list(begun.digests)
     lengths = [] if begun is None else list(begun.lengths)
     for index in range(len(digests), len(spans)):
-        digest = content_digest(spans[index])
+        span = spans[index]
+        digest = sha256(span).digest()[:16]  # `content_digest`
         key = salt + digest
-        if (known := memo.get(key)) is None:
+        known = memo.get(key)
+        if known is None and plain is not None and (message := plain(span)) is not None:
+            known = memo[key] = (message,)
+        if known is None:
             where = f"{path}[{index}]"
             try:
-                known = memo[key] = read(an_object(decode(spans[index], where), where), where)
+                known = memo[key] = read(an_object(decode(span, where), where), where)
             except RecursionError:
                 raise too_deep(where) from None
         messages += known
-        digests.append(digest)
-        lengths.append(len(known))
+        digests += (digest,)
+        lengths += (len(known),)
     found = tuple(digests), tuple(lengths), tuple(messages)
     if history is not None:
         history.remember(begun, salt, path, tuple(spans), *found)

@@ -9,7 +9,7 @@ parts, null or missing; system may be `developer`; reasoning comes back as `reas
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -24,6 +24,7 @@ from bridle.dialects.base import (
     tidy,
 )
 from bridle.dialects.fields import FORMATS, account, note_unknown_value, read_sampling
+from bridle.dialects.history import RequestHistory
 from bridle.dialects.json_reader import (
     SpanMemo,
     an_object,
@@ -160,15 +161,15 @@ class OpenAIChat(WireFormat):
         if not spans:
             message = "Invalid 'messages': empty array. Expected at least one message."
             raise RequestError(message, param="messages")
-        legacy = "functions" if "tools" not in fields and "functions" in fields else "tools"
-        tools_span = sent(fields.pop(legacy, None))
-        head_bytes = encode(fields)
-        head = read_head(
-            memo,
-            (_SALT, head_bytes, legacy, tools_span),
-            lambda: self._read_head(head_bytes, legacy, tools_span),
+        same = memo.same if isinstance(memo, RequestHistory) else None
+        head = None if same is None else same.head
+        if head is None:
+            head = self._head(fields, memo)
+            if same is not None:
+                same.head = head
+        messages, digests, lengths = read_spans(
+            spans, memo, _SALT, "messages", self._read, read_usual
         )
-        messages, digests, lengths = read_spans(spans, memo, _SALT, "messages", self._read)
         return ModelRequest(
             messages=tuple(messages),
             message_spans=spans,
@@ -177,8 +178,18 @@ class OpenAIChat(WireFormat):
             **head,
         )
 
-    def _read_head(self, head_bytes: bytes, legacy: str, tools_span: bytes | None) -> JSON:
+    def _head(self, fields: dict[str, msgspec.Raw], memo: SpanMemo) -> JSON:
         """Return the members of a `ModelRequest` that its messages do not decide."""
+        legacy = "functions" if "tools" not in fields and "functions" in fields else "tools"
+        tools_span = sent(fields.pop(legacy, None))
+        head_bytes = encode(fields)
+        return read_head(
+            memo,
+            (_SALT, head_bytes, legacy, tools_span),
+            lambda: self._read_head(head_bytes, legacy, tools_span),
+        )
+
+    def _read_head(self, head_bytes: bytes, legacy: str, tools_span: bytes | None) -> JSON:
         head = an_object(decode(head_bytes, ""), "")
         _refuse_many(head)
         options = object_at(head, "stream_options", "") or {}
@@ -288,6 +299,51 @@ def _ineffective(head: JSON) -> JSON:
 
 
 # ---- messages
+
+
+class _Function(msgspec.Struct, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    arguments: str
+
+
+class _Called(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+    function: _Function
+    type: Literal["function"]
+
+
+class _Usual(msgspec.Struct, forbid_unknown_fields=True):
+    """A message as most clients send it; null and a missing field are one."""
+
+    role: Literal["user", "assistant", "tool", "system", "developer"]
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Called] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+
+
+_USUAL = msgspec.json.Decoder(_Usual)
+
+
+def read_usual(span: bytes) -> Message | None:
+    """Read a message of the usual form as `read_message` does; `None` = it has another one."""
+    try:
+        usual = _USUAL.decode(span)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    text, calls, role = usual.content, usual.tool_calls, _ROLES[usual.role]
+    content = (TextPart(text),) if text else ()
+    if role is Role.ASSISTANT:
+        called = [
+            ToolCall(one.id, one.function.name, one.function.arguments) for one in calls or ()
+        ]
+        return Message(role, content, usual.reasoning_content or None, tuple(called))
+    if calls is not None or usual.reasoning_content is not None:
+        return None
+    if role is Role.TOOL:
+        return Message(role, content, tool_call_id=usual.tool_call_id)
+    return None if text is None else Message(role, content)
 
 
 def read_role(value: JSON, path: str, roles: Mapping[str, Role]) -> Role:

@@ -273,8 +273,9 @@ class ReplyCheck:
         """Raise `GarbledError` if the engine cannot have sampled this piece."""
         if chunk.prompt_ids_json is not None:
             self._needs_prompt = False
-            self._check_prompt(chunk.prompt_ids_json)
-        count = len(chunk.output_ids)
+            if chunk.prompt_ids_json != self._request.prompt.json():
+                self._check_prompt(chunk.prompt_ids_json)
+        count = chunk.output_ids.size
         if not count:
             return
         if self._needs_prompt:
@@ -303,8 +304,6 @@ class ReplyCheck:
             )
 
     def _check_prompt(self, reported: bytes) -> None:
-        if reported == self._request.prompt.json():
-            return
         try:
             used = parse_ids(compact(reported))
         except IdsError as error:
@@ -332,4 +331,7 @@ def check_paired(ids: Ids, named: Ids | npt.NDArray[np.integer]) -> None:
 def _least_and_most(values: Ids | Logprobs) -> tuple[Any, Any]:
     if values.shape == (1,):  # streams have a piece per token
         return values[0], values[0]
-    return np.minimum.reduce(values), np.maximum.reduce(values)
+    return _least(values), _most(values)
+
+
+_least, _most = np.minimum.reduce, np.maximum.reduce

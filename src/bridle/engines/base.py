@@ -6,6 +6,7 @@ an engine in this process) or as JSON text (for HTTP), neither of which is parse
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -295,6 +296,36 @@ class Seeing(Protocol):
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 """Effect of a pause on running calls: it ends them and keeps their tokens, awaits them, or holds
 them where they are."""
+
+
+class Immediate:
+    """An engine that can be called outside of a task: `begin`, then `arrived` and `end`.
+
+    `generate` of the same request goes on from what was begun at any moment before `end`: whatever
+    is unusual is its to see to, and nothing is sampled twice.
+    """
+
+    def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
+        """Send a call; the future is done when its whole reply is there, or it failed.
+
+        `None` = nothing was sent.
+        """
+        raise NotImplementedError
+
+    def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
+        """Return the whole reply of a call; `None` = `generate` is to read it. May be repeated.
+
+        `EngineError` for a reply that cannot be used; `generate` raises the same.
+        """
+        raise NotImplementedError
+
+    def end(self, request: GenerateRequest) -> None:
+        """Forget a call whose reply was used."""
+        raise NotImplementedError
+
+    def drop(self, request: GenerateRequest) -> None:
+        """End a call that nobody goes on with."""
+        raise NotImplementedError
 
 
 @runtime_checkable

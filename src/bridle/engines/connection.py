@@ -14,6 +14,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
 
@@ -58,8 +59,8 @@ class HttpReply:
         self.keeps = True
         """Whether the connection can be reused."""
         self.retry_after: str | None = None
-        self.content_type = b""
-        """Its `Content-Type` in lower case, without parameters."""
+        """Its `Retry-After`."""
+        self._content_type = b""
         self.is_whole = False
         """Whether the whole reply has arrived."""
         self.error: Exception | None = None
@@ -72,6 +73,11 @@ class HttpReply:
         self._rest = bytearray()
         """Bytes of a chunked reply that are not yet a whole chunk."""
         self._chunks: list[bytes] = []
+
+    @property
+    def content_type(self) -> bytes:
+        """Its `Content-Type` in lower case, without parameters."""
+        return self._content_type.lower().partition(b";")[0].rstrip()
 
     @property
     def body(self) -> bytes:
@@ -89,7 +95,8 @@ class HttpReply:
         """Add bytes; return whether the reply is whole."""
         self._pieces.append(data)
         self._size += len(data)
-        self._bound(self._size)
+        if self._size > MOST_BYTES:
+            self._bound(self._size)
         if not self.status and not self._read_head():
             return False
         if self._chunked:
@@ -124,12 +131,13 @@ class HttpReply:
         self.status = status
         self.keeps = first[1] != b"0"
         for name, value in _READ.findall(text, 0, end):
-            self._take(name.lower(), value.strip())
+            self._take(name.lower(), value)
         if status in {204, 304}:
             self._length = 0
         return True
 
-    def _take(self, name: bytes, value: bytes) -> None:
+    def _take(self, name: bytes, told: bytes) -> None:
+        value = told.strip()
         match name:
             case b"content-length" if value.isdigit():
                 self._length = int(value)
@@ -137,7 +145,7 @@ class HttpReply:
             case b"content-length":
                 raise ConnectionError("no HTTP reply")
             case b"content-type":
-                self.content_type = value.lower().partition(b";")[0].rstrip()
+                self._content_type = value
             case b"retry-after":
                 self.retry_after = value.decode(errors="replace")
             case b"transfer-encoding":
@@ -293,6 +301,14 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
 
+@dataclass(slots=True, eq=False)
+class Sent:
+    """A POST that was sent, and its reply to be."""
+
+    connection: _Connection
+    waiting: asyncio.Future[HttpReply]
+
+
 class Connections:
     """Connection pool of one server. `silent_s` is how long it may be silent within one call.
 
@@ -332,18 +348,40 @@ class Connections:
         Raises `OSError` (`CutReplyError` in mid-reply), `TimeoutError` after silence, and any error
         of `watch`.
         """
-        connection = await self._take()
+        return await self.reply(self._send(await self._take(), path, body), watch)
+
+    def begin(self, path: str, body: bytes) -> Sent | None:
+        """Send a POST at once; `None` = no connection is idle. `reply` or `take` ends it."""
+        connection = self._idle_one()
+        return None if connection is None else self._send(connection, path, body)
+
+    def _send(self, connection: _Connection, path: str, body: bytes) -> Sent:
         self._busy.add(connection)
+        return Sent(connection, connection.call(self._head(path, body), body))
+
+    async def reply(
+        self, sent: Sent, watch: Callable[[asyncio.Future[HttpReply]], None]
+    ) -> HttpReply:
+        """Wait for the reply to a POST; see `post`."""
         try:
-            waiting = connection.call(self._head(path, body), body)
-            watch(waiting)
-            reply = await waiting
+            watch(sent.waiting)
+            await sent.waiting
         except BaseException:
-            connection.close()
+            self.drop(sent)
             raise
-        finally:
-            self._busy.discard(connection)
-        self._keep(connection, reply)
+        return self.take(sent)
+
+    def drop(self, sent: Sent) -> None:
+        """End a call: its connection is closed, at which the server ends it, too."""
+        sent.waiting.cancel()
+        sent.connection.close()
+        self._busy.discard(sent.connection)
+
+    def take(self, sent: Sent) -> HttpReply:
+        """Return a reply that has arrived; its connection is kept for the next call."""
+        reply = sent.waiting.result()
+        self._busy.discard(sent.connection)
+        self._keep(sent.connection, reply)
         return reply
 
     @asynccontextmanager
@@ -388,13 +426,19 @@ class Connections:
         while self._idle[0].idle_since < since:
             self._idle.popleft().close()
 
-    async def _take(self) -> _Connection:
-        loop = asyncio.get_running_loop()
+    def _idle_one(self) -> _Connection | None:
+        now = asyncio.get_running_loop().time()
         while self._idle:
             connection = self._idle.pop()
-            if connection.open and loop.time() - connection.idle_since < self._keepalive_s:
+            if connection.open and now - connection.idle_since < self._keepalive_s:
                 return connection
             connection.close()
+        return None
+
+    async def _take(self) -> _Connection:
+        connection = self._idle_one()
+        if connection is not None:
+            return connection
         return await retry(
             self._connect, attempts=self._attempts, backoff_s=FIRST_WAIT_S, retry_on=(OSError,)
         )

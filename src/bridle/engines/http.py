@@ -29,6 +29,7 @@ from bridle.engines.connection import (
     Connections,
     CutReplyError,
     HttpReply,
+    Sent,
 )
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, without_user_info
@@ -132,12 +133,48 @@ class EngineClient:
             raise failure(response.status, answer, self._url(path))
         return True
 
-    async def post(self, path: str, body: bytes, call: HttpCall, *, prompt_tokens: int) -> bytes:
-        """Post a call; return the body of its 200 answer. `prompt_tokens` goes into a context
-        overflow.
+    def begin(self, path: str, body: bytes, call: HttpCall) -> Sent | None:
+        """Send a POST at once; `None` = no connection is idle. `post` or `end` ends it."""
+        sent = self._connections.begin(path, body)
+        if sent is not None:
+            call.watch(sent.waiting)
+        return sent
+
+    def arrived(self, sent: Sent) -> bytes | None:
+        """Return the body of an answer that has arrived; `None` = `post` is to say what it is."""
+        try:
+            reply = sent.waiting.result()
+        except (OSError, TimeoutError, AbortedError, asyncio.CancelledError):
+            return None
+        body = reply.body
+        return body if reply.status == 200 and body[:1] == b"{" else None
+
+    def end(self, sent: Sent) -> None:
+        """Keep the connection of an answer that has been read."""
+        self._connections.take(sent)
+
+    def drop(self, sent: Sent) -> None:
+        """End a call whose answer nobody waits for."""
+        self._connections.drop(sent)
+
+    async def post(
+        self,
+        path: str,
+        body: bytes,
+        call: HttpCall,
+        *,
+        prompt_tokens: int,
+        sent: Sent | None = None,
+    ) -> bytes:
+        """The whole body of a 200 answer. `prompt_tokens` goes into a context overflow.
+
+        `sent` is the request if `begin` has sent it.
         """
         try:
-            reply = await self._connections.post(path, body, call.watch)
+            if sent is None:
+                reply = await self._connections.post(path, body, call.watch)
+            else:
+                reply = await self._connections.reply(sent, call.watch)
         except CutReplyError as error:
             raise _cut(error) from error
         except (TimeoutError, OSError) as error:

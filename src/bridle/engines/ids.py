@@ -77,11 +77,13 @@ def cut_text(body: bytes, key: bytes, value: bytes) -> tuple[bytes, bytes] | Non
     unless `key` occurs exactly once with exactly this value.
     """
     mark = b'"' + key + b'":'
-    start = body.find(mark) + len(mark)
+    found, marked = body.find(mark), len(mark)
+    start = found + marked
     end = start + len(value)
-    if start < len(mark) or not body.startswith(value, start) or body[end : end + 1] not in b",}":
+    after = body[end : end + 1]
+    if found < 0 or not after or after not in b",}" or not body.startswith(value, start):
         return None
-    if end >= len(body) or body.find(mark, end) >= 0:
+    if body.find(mark, end) >= 0:
         return None
     return b"".join((body[:start], b"null", body[end:])), value
 
@@ -107,9 +109,11 @@ def parse_ids(text: bytes) -> Ids:
 
 def _parse_strictly(text: bytes) -> Ids:
     try:
-        return np.array(_IDS.decode(text), dtype=np.int32)
+        ids = np.array(_IDS.decode(text), dtype=np.int32)
     except msgspec.MsgspecError:
         raise IdsError(_why_no_ids(text)) from None
+    ids.flags.writeable = False  # so that it need not be copied to be kept
+    return ids
 
 
 def _why_no_ids(text: bytes) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 
@@ -30,6 +30,7 @@ from bridle.engines.base import (
     GarbledError,
     GenerateChunk,
     GenerateRequest,
+    Immediate,
     PauseMode,
     Seeing,
     Seen,
@@ -178,23 +179,79 @@ class EnginePool(WeightUpdates):
 
     # ---- sampling
 
+    def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
+        """See `Immediate`; whatever may have to wait is `generate`'s."""
+        if self._held is not None or not self._ready or self.settings.keep_tokens:
+            return None
+        if self._failures.watches(request.session_id):
+            return None
+        one, how = self._router.pick(request.session_id, self._ready)
+        engine = one.engine
+        if not isinstance(engine, Immediate) or request.keeps:
+            return None
+        if (waiting := engine.begin(request)) is None:
+            return None
+        self.routed[how] += 1
+        call = RoutedCall(request, begun=(one, engine))
+        self._calls[request.request_id] = call
+        one.begin(call)
+        return waiting
+
+    def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
+        """See `Immediate`; only a reply of one version, to a call that nobody moved."""
+        call = self._calls[request.request_id]
+        if call.begun is None or call.moved or call.aborted:
+            return None
+        one, engine = call.begun
+        if call.version != one.version or (chunk := engine.arrived(request)) is None:
+            return None
+        ReplyCheck(request, one.info, self.vocab_size).take(chunk)
+        return chunk
+
+    def end(self, request: GenerateRequest, chunk: GenerateChunk) -> None:
+        """End a call with the reply that `arrived` gave."""
+        call = self._calls.pop(request.request_id)
+        assert call.begun is not None, "it goes on in `generate`"
+        one, engine = call.begun
+        engine.end(request)
+        one.prompt_tokens += len(request.prompt)
+        one.cached_tokens += chunk.cached_tokens
+        if chunk.versions and chunk.versions[-1].version > one.version:
+            one.version = chunk.versions[-1].version
+        self._failures.served(one, call)
+        one.end(call)
+
+    def drop(self, request_id: str) -> None:
+        """End a call that was begun, if nobody goes on with it."""
+        call = self._calls.get(request_id)
+        if call is not None and call.begun is not None:
+            one, engine = call.begun
+            del self._calls[request_id]
+            engine.drop(call.request)
+            one.end(call)
+
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """Sample one reply on one replica; see `Engine.generate`.
+        """Sample one reply on one replica, or go on from what `begin` began; see `Engine.generate`.
 
         A reply whose replica was lost in mid-reply ends with `FinishReason.ABORT`.
         """
-        if not request.stream and self._must_stream(request):
-            request = replace(request, stream=True)
-        call = RoutedCall(request)
-        self._failures.begin(call)
-        self._calls[request.request_id] = call
+        begun: tuple[Replica, Any] | None = None
+        if (call := self._calls.get(request.request_id)) is not None:
+            begun, call.begun = call.begun, None
+        if call is None or begun is None:
+            if not request.stream and self._must_stream(request):
+                request = replace(request, stream=True)
+            call = RoutedCall(request)
+            self._failures.begin(call)
+            self._calls[request.request_id] = call
         try:
-            while (one := await self._admit(call)) is not None:
-                one.begin(call)
+            while (one := begun[0] if begun else await self._admit(call)) is not None:
+                engine = begun[1] if begun else one.engine
+                if begun is None:
+                    one.begin(call)
+                begun = None
                 try:
-                    chunks = cast(
-                        "AsyncGenerator[GenerateChunk, None]", one.engine.generate(request)
-                    )
+                    chunks = cast("AsyncGenerator[GenerateChunk, None]", engine.generate(request))
                     check = ReplyCheck(request, one.info, self.vocab_size)
                     try:
                         async for chunk in chunks:

@@ -22,6 +22,7 @@ from bridle.engines.base import (
     EngineInfo,
     GenerateChunk,
     GenerateRequest,
+    Immediate,
     Pausable,
     PauseMode,
     Updatable,
@@ -235,10 +236,11 @@ class RoutedCall:
     """One call on its way through a pool."""
 
     request: GenerateRequest
+    begun: tuple[Replica, Immediate] | None = None
+    """The replica, and its engine, that were called outside of a task; `None` = it has a task."""
     aborted: bool = False
     """Whether its caller ended it."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a waiting call should look for a replica again."""
+    _changed: asyncio.Event | None = None
     attempts: int = 0
     """Failures that the replica survived."""
     deaths: int = 0
@@ -258,6 +260,13 @@ class RoutedCall:
     """The replica's version when the last chunk came or the call began; `None` = not begun."""
     mixed: bool = False
     """Whether the weights changed during some chunk."""
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set when a call that waits for a replica should look again."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        return self._changed
 
     def took(self, chunk: GenerateChunk, replica: Replica) -> GenerateChunk:
         """Record a chunk; the last one gets the versions that are known.

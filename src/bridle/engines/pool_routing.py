@@ -194,6 +194,10 @@ class FailureTracker:
             )
         record.until = now + QUARANTINE_S
 
+    def watches(self, session_id: str | None) -> bool:
+        """Return whether the next call of a session may have to wait, to run alone or to fail."""
+        return session_id in self._offenders or session_id in self._records
+
     # ---- calls that kill
 
     async def apart(self, call: RoutedCall) -> None:

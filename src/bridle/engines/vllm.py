@@ -6,11 +6,12 @@ needs nothing beyond stock vLLM. The three routes differ in `vllm_routes`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 from uuid import uuid4
 
 import msgspec
@@ -29,12 +30,14 @@ from bridle.engines.base import (
     GarbledError,
     GenerateChunk,
     GenerateRequest,
+    Immediate,
     PauseMode,
     Picture,
     Seen,
     TextDelta,
     WeightsLostError,
 )
+from bridle.engines.connection import Sent
 from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
@@ -62,7 +65,7 @@ VERSIONED_ROUTES = (VllmRoute.GENERATE, VllmRoute.CHAT, VllmRoute.COMPLETIONS)
 reports the version of each token (vLLM 0.32.0)."""
 
 
-class VllmEngine(ServerAdapter):
+class VllmEngine(ServerAdapter, Immediate):
     """Adapter for one vLLM server; an `Engine`, `Versioned`, `Pausable`, `Updatable`.
 
     `route` None takes the first of `ROUTES` (`VERSIONED_ROUTES` of a server whose weights can be
@@ -79,6 +82,8 @@ class VllmEngine(ServerAdapter):
         self._takes_weights = False
         self._wanted_route = route
         self._calls: dict[str, HttpCall] = {}
+        self._begun: dict[str, Sent] = {}
+        """Calls that `begin` has sent, until `generate` takes them over."""
         self._route = route or VllmRoute.CHAT
         self._paired: bool | None = None
 
@@ -240,12 +245,16 @@ class VllmEngine(ServerAdapter):
         length = len(request.prompt)
         if 0 < self._context_length <= length:
             raise ContextOverflowError(length, self._context_length, request.sampling.max_tokens)
-        call = self._calls[request.request_id] = HttpCall()
+        begun = self._begun.pop(request.request_id, None)
+        call = HttpCall() if begun is None else self._calls[request.request_id]
+        self._calls[request.request_id] = call
         state = _Progress(self)
         sent = request.prompt.json() if self._token_in else None
         route = VllmRoute.CHAT if request.by_messages else self._route
         room = self._context_length - length
-        body = call_body(route, request, self._model, room=room, token_in=self._token_in)
+        body = b""
+        if begun is None:
+            body = call_body(route, request, self._model, room=room, token_in=self._token_in)
         try:
             if request.stream:
                 stream = self._client.stream(route.path, body, call, prompt_tokens=length)
@@ -255,13 +264,67 @@ class VllmEngine(ServerAdapter):
                             if (chunk := state.next(read)) is not None:
                                 yield chunk
             else:
-                answer = await self._client.post(route.path, body, call, prompt_tokens=length)
+                answer = await self._client.post(
+                    route.path, body, call, prompt_tokens=length, sent=begun
+                )
                 state.next(read_answer(answer, unnamed=self.version, sent=sent))
             yield state.last()
         except AbortedError:
             yield state.aborted()
         finally:
             del self._calls[request.request_id]
+
+    # ---- outside of a task
+
+    def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
+        """See `Immediate`; a stream, messages and the server's own text are `generate`'s."""
+        if request.stream or request.by_messages or self.gives_text or not self._token_in:
+            return None
+        room = self._context_length - len(request.prompt)
+        if room <= 0:
+            return None
+        call = HttpCall()
+        body = call_body(self._route, request, self._model, room=room, token_in=True)
+        sent = self._client.begin(self._route.path, body, call)
+        if sent is None:
+            return None
+        self._calls[request.request_id] = call
+        self._begun[request.request_id] = sent
+        return sent.waiting
+
+    def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
+        """See `Immediate`."""
+        answer = self._client.arrived(self._begun[request.request_id])
+        if answer is None:
+            return None
+        read = read_answer(answer, unnamed=self.version, sent=request.prompt.json())
+        self.check(read)
+        chunk = read.chunk
+        if chunk is None or chunk.finish_reason is None:
+            return None
+        spans = read.spans
+        if spans is None and (count := chunk.output_ids.size):
+            spans = (VersionSpan(self.version, 0, count),)
+        return GenerateChunk(
+            chunk.output_ids,
+            chunk.logprobs,
+            chunk.finish_reason,
+            chunk.stop_text,
+            spans or (),
+            prompt_ids_json=chunk.prompt_ids_json,
+            cached_tokens=read.cached_tokens,
+            extra=chunk.extra,
+        )
+
+    def end(self, request: GenerateRequest) -> None:
+        """See `Immediate`."""
+        self._client.end(self._begun.pop(request.request_id))
+        del self._calls[request.request_id]
+
+    def drop(self, request: GenerateRequest) -> None:
+        """See `Immediate`."""
+        self._client.drop(self._begun.pop(request.request_id))
+        del self._calls[request.request_id]
 
     def _read(self, answers: list[bytes], sent: bytes | None) -> Iterator[Read]:
         if self.gives_text:  # each says a text of its own
@@ -275,7 +338,7 @@ class VllmEngine(ServerAdapter):
         chunk = read.chunk
         if not self._strict or chunk is None:
             return
-        if len(chunk.logprobs) != len(chunk.output_ids):
+        if chunk.logprobs.size != chunk.output_ids.size:
             raise GarbledError(f"the engine gave {len(chunk.output_ids)} ids without logprobs")
         if chunk.finish_reason is FinishReason.STOP and not read.has_ids:
             raise GarbledError("the engine's reply has no token ids")

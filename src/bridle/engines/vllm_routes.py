@@ -260,8 +260,8 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
         output_ids=ids,
         logprobs=logprobs,
         finish_reason=None if choice.finish_reason is None else _finish(choice.finish_reason),
-        stop_text=choice.stop_reason if isinstance(choice.stop_reason, str) else None,
-        prompt_ids_json=_prompt_text(prompt_text, answer, choice),
+        stop_text=choice.stop_reason if type(choice.stop_reason) is str else None,
+        prompt_ids_json=prompt_text or _prompt_text(answer, choice),
         cached_tokens=cached,
         extra=_extra(choice),
     )
@@ -275,11 +275,7 @@ _NO_IDS: Ids = np.empty(0, np.int32)
 _NO_LOGPROBS: Logprobs = np.empty(0, np.float32)
 
 
-def _prompt_text(
-    cut: bytes | None, answer: vllm_schemas.VllmReply, choice: vllm_schemas.VllmChoice
-) -> bytes | None:
-    if cut is not None:
-        return cut
+def _prompt_text(answer: vllm_schemas.VllmReply, choice: vllm_schemas.VllmChoice) -> bytes | None:
     for raw in (answer.prompt_token_ids, choice.prompt_token_ids):
         if raw not in vllm_schemas.ABSENT:
             return compact(bytes(raw))
@@ -303,10 +299,10 @@ def _logprobs(
             numbers = [entry.token_id for entry in given.content]
         if None in numbers or not numbers:
             names = [entry.token for entry in given.content]
-    if len(values) != len(ids) and len(ids):
-        raise GarbledError(f"the engine gave {len(ids)} ids, but {len(values)} logprobs")
-    if not len(ids):
+    if not ids.size:
         return _NO_LOGPROBS, None
+    if len(values) != ids.size:
+        raise GarbledError(f"the engine gave {len(ids)} ids, but {len(values)} logprobs")
     # Nearly always the entries name the very ids: one comparison settles it.
     if not names:
         same = numbers == ids.tolist()

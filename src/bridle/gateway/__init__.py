@@ -3,6 +3,7 @@
 One request goes through these files in order:
 
 - `routing`   whose session a path and a key name, and which dialect the rest of the path speaks;
+- `plain`     a linear turn, in two callbacks; any other request takes the general path below;
 - `exchange`  place it, prompt the engine, sample, commit: the states of one `call`;
 - `tries`     the lost calls and refused tries of a session, and the one that a retry joins;
 - `retries`   clients of a call and the record of what they received;

@@ -51,38 +51,38 @@ REFUSED_BYTES: Final = 1 << 24
 class Taken:
     """A request's part of its session's share, while entered. `RequestError` beyond the share."""
 
-    __slots__ = ("_admission", "_session", "_size")
+    __slots__ = ("_admission", "_size", "session")
 
     def __init__(self, admission: Admission, session: Session) -> None:
         self._admission = admission
-        self._session = session
+        self.session = session
         self._size = 0
 
     def __enter__(self) -> Self:
         """Take a place among the session's requests."""
-        if self._session.in_hand.requests >= REQUESTS:
+        if self.session.in_hand.requests >= REQUESTS:
             raise _too_many(f"this session has {REQUESTS} requests at the moment", 429)
-        if self._session.in_hand.captured >= SESSION_BYTES:
+        if self.session.in_hand.captured >= SESSION_BYTES:
             message = f"this session has sent {SESSION_BYTES} new bytes, the most that are kept"
             raise RequestError(message, status=413, code="request_too_large")
-        self._session.in_hand.requests += 1
+        self.session.in_hand.requests += 1
         return self
 
     def __exit__(self, *_: object) -> None:
         """Give back what was taken."""
-        self._session.in_hand.requests -= 1
-        self._session.in_hand.size -= self._size
+        self.session.in_hand.requests -= 1
+        self.session.in_hand.size -= self._size
         self._admission.bytes_in_hand -= self._size
 
     def grow(self, size: int) -> None:
         """Take so many bytes more."""
         most = self._admission.max_body_bytes
-        if self._session.in_hand.size + size > SESSION_BODIES * most:
+        if self.session.in_hand.size + size > SESSION_BODIES * most:
             raise _too_many("this session has too many large requests at the moment", 429)
         if self._admission.bytes_in_hand + size > GATEWAY_BODIES * most:
             raise _too_many("there are too many large requests at the moment", 503)
         self._size += size
-        self._session.in_hand.size += size
+        self.session.in_hand.size += size
         self._admission.bytes_in_hand += size
 
 

@@ -28,6 +28,7 @@ from bridle.engines.base import Engine, EngineInfo, PauseMode, Weights
 from bridle.engines.compare import compare_template, compare_vocabulary
 from bridle.engines.pool import as_pool
 from bridle.errors import EngineError
+from bridle.gateway.admission import Admission
 from bridle.gateway.call import Stage
 from bridle.gateway.control import ControlPlane, control_token
 from bridle.gateway.data import DataPlane, read_head
@@ -36,6 +37,7 @@ from bridle.gateway.keys import key_digest, mint_key
 from bridle.gateway.listener import Handler, Listener
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import POLICY, OtherModel, check_models
+from bridle.gateway.plain import PlainPath
 from bridle.gateway.registry import (
     STORED_AS,
     Registry,
@@ -201,15 +203,22 @@ class Gateway:
             metrics=metrics,
         )
         self._restorer = Restorer(self._store, self._exchanges.models)
+        self.plain = PlainPath(
+            exchanges=self._exchanges,
+            admission=Admission(settings, self._exchanges.check_length),
+            store=self._store,
+            deliveries=deliveries,
+            metrics=metrics,
+        )
         self._data = DataPlane(
             registry=self._registry,
             exchanges=self._exchanges,
             relay=Relay(settings, deliveries),
             info=self.info,
-            settings=settings,
             metrics=metrics,
             restore=self._restorer.restore,
             responses=Responses(self._store),
+            plain=self.plain,
         )
         self.control_token = control_token(settings)
         self._control = ControlPlane(
@@ -356,6 +365,9 @@ class Gateway:
 
     async def _quiesce(self, session: Session) -> None:
         """Wait until nothing of the session is under way, having cancelled what can be."""
+        for call in session.calls.values():
+            if call.flight is not None:
+                call.flight.hand_over()
         for call in session.calls.values():
             under_way = call.stage in {Stage.PLACED, Stage.SAMPLING} and not call.cut()
             if under_way and call.task is not None:

@@ -152,15 +152,20 @@ class TokenAccount:
         Waits while others hold what this call would need: they may not use all of it. `spent` tells
         the tokens of committed calls. Raises the refusal when nothing is left.
         """
-        while self._limit is not None:
+        while (taken := self.take(most, spent)) is None:
+            self._freed = self._freed or asyncio.Event()
+            await self._freed.wait()
+        return taken
+
+    def take(self, most: int, spent: Callable[[], int]) -> int | None:
+        """Reserve without waiting; `None` = `reserve` would wait."""
+        if self._limit is not None:
             left = self._limit - spent() - self.reserved
             if left <= 0 and not self.reserved:
                 raise faults.spent("tokens")
-            if left >= most or not self.reserved:
-                most = min(most, left)
-                break
-            self._freed = self._freed or asyncio.Event()
-            await self._freed.wait()
+            if left < most and self.reserved:
+                return None
+            most = min(most, left)
         self.reserved += most
         return most
 

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from bridle.capture.records import RequestRecord
 from bridle.dialects.base import ReplyHead, WireFormat
@@ -52,6 +52,10 @@ NEXT: Final[dict[Stage, frozenset[Stage]]] = {
     Stage.FAILED: frozenset(),
 }
 """The transitions there are."""
+
+
+DELIVERED: Final = frozenset({DeliveryState.DELIVERED, DeliveryState.SUPERSEDED})
+"""States of a reply that is known to have reached the harness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +142,7 @@ class Call:
     base_id: str | None = None
     """The exchange that `spans` is a delta on."""
     _began: asyncio.Event | None = None
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the stage is COMMITTED or FAILED."""
+    _done: asyncio.Event | None = None
     live: LiveReply | None = None
     """The reply as it leaves while it is sampled; `None` = it leaves whole."""
     first_token_s: float | None = None
@@ -147,6 +150,8 @@ class Call:
     leash: asyncio.Timeout | None = None
     """Around the sampling; see `cut`."""
     task: asyncio.Task[None] | None = None
+    flight: Flight | None = None
+    """What carries it outside of a task; `None` = it has a task, or is over."""
     # Who waits, and what became of the reply; kept by `retries`.
     clients: int = 0
     """Live connections that wait for the reply or receive it."""
@@ -171,9 +176,19 @@ class Call:
         if stage is Stage.COMMITTED or stage is Stage.FAILED:
             if self._began is not None:
                 self._began.set()
-            self.done.set()
+            if self._done is not None:
+                self._done.set()
             if self.live is not None:
                 self.live.wake()
+
+    @property
+    def done(self) -> asyncio.Event:
+        """Set when the stage is COMMITTED or FAILED."""
+        if self._done is None:
+            self._done = asyncio.Event()
+            if not self.in_flight:
+                self._done.set()
+        return self._done
 
     @property
     def began(self) -> asyncio.Event:
@@ -213,7 +228,7 @@ class Call:
     @property
     def delivered(self) -> bool:
         """Return whether the reply is known to have reached the harness."""
-        return self.delivery in {DeliveryState.DELIVERED, DeliveryState.SUPERSEDED}
+        return self.delivery in DELIVERED
 
     def posed(self) -> Question:
         """The question; only before the reply is delivered."""
@@ -246,6 +261,13 @@ class Call:
         self.question = None
         self.answer = None
         self.live = None
+
+
+class Flight(Protocol):
+    """A call on its way outside of a task (`bridle.gateway.plain`)."""
+
+    def hand_over(self) -> None:
+        """Have a task go on with the call; its client is answered by that."""
 
 
 class SpanList:

@@ -72,10 +72,11 @@ def unenforced(
     request: ModelRequest, reply: Reply, effective: Sampling, *, constrained: bool
 ) -> list[str]:
     """Names of what the request asked of its answer and nobody saw to."""
-    found = list(request.extra.get("unenforced", ()))
-    found += [
-        f"tool: {kind}" for kind in request.extra.get("removed", {}).get(SERVER_TOOLS.name, ())
-    ]
+    extra, found = request.extra, []
+    if "unenforced" in extra:
+        found += extra["unenforced"]
+    if extra.get("removed"):
+        found += [f"tool: {kind}" for kind in extra["removed"].get(SERVER_TOOLS.name, ())]
     values = zip(_SHAPING, _values(request.sampling), _values(effective), strict=True)
     for name, asked, used in values:
         if asked is not None and asked not in (_NEUTRAL.get(name), used):
@@ -85,10 +86,10 @@ def unenforced(
     calls = request.tool_choice not in ("auto", "none")
     if request.response_schema is not None and (calls or not constrained):
         found.append("response_format")
+    if not calls:
+        return found
     called = {call.name for call in reply.tool_calls}
     match request.tool_choice:
-        case "auto" | "none":
-            pass
         case "required":
             found += [] if called else ["tool_choice"]
         case name:

@@ -19,18 +19,18 @@ from bridle.dialects.base import Route, RouteKind, WireFormat, caller
 from bridle.engines.base import EngineInfo
 from bridle.errors import BridleError, RequestError
 from bridle.gateway import faults
-from bridle.gateway.admission import Admission, Taken
+from bridle.gateway.admission import Taken
 from bridle.gateway.call import Call
 from bridle.gateway.exchange import Exchanges
 from bridle.gateway.faults import trace_of
 from bridle.gateway.keys import presented_keys
 from bridle.gateway.listener import Connection
 from bridle.gateway.metrics import Metrics
+from bridle.gateway.plain import Handed, PlainPath
 from bridle.gateway.registry import Registry, Session
 from bridle.gateway.relay import Relay, json_response, refusal
 from bridle.gateway.responses import Responses
 from bridle.gateway.routing import Target, asked, split_target
-from bridle.gateway.settings import GatewaySettings
 from bridle.types import Dialect, ModelRequest
 
 log = structlog.get_logger()
@@ -99,10 +99,10 @@ class DataPlane:
         exchanges: Exchanges,
         relay: Relay,
         info: EngineInfo,
-        settings: GatewaySettings,
         metrics: Metrics,
         restore: Callable[[Session], None],
         responses: Responses,
+        plain: PlainPath,
     ) -> None:
         self._registry = registry
         self._exchanges = exchanges
@@ -111,15 +111,19 @@ class DataPlane:
         self._metrics = metrics
         self._restore = restore
         self._responses = responses
-        self._admission = Admission(settings, exchanges.check_length)
+        self._admission = plain.admission
+        self.plain = plain
         self._turnstile = Turnstile(BEGUN_PER_ROUND)
 
     async def handle(self, http: web.BaseRequest, head: Head) -> web.StreamResponse:
         """Serve one request; whatever goes wrong is told in the dialect's shape."""
-        await self._turnstile.enter()
+        connection = http.protocol
+        assert isinstance(connection, Connection)
+        if connection.handed is None:
+            await self._turnstile.enter()
         route, wire = head.route, head.wire
         try:
-            response = await self._serve(http, head)
+            response = await self._served(http, head)
         except RequestError as error:
             response = refusal(wire, error)
         except ConnectionError:
@@ -167,7 +171,34 @@ class DataPlane:
                     return json_response(answer)
                 if route.kind is RouteKind.COUNT_TOKENS:
                     return await self._count(http, session, route, wire)
-                return await self._generate(http, session, head.headers, route, wire)
+                response = await self._generate(http, session, head.headers, route, wire)
+                self.plain.offer(http, session, head.headers, route, wire)
+                return response
+
+    async def _served(self, http: web.BaseRequest, head: Head) -> web.StreamResponse:
+        assert isinstance(http.protocol, Connection)
+        handed, http.protocol.handed = http.protocol.handed, None
+        if isinstance(handed, Handed):
+            return await self._answer(http, handed, head)
+        return await self._serve(http, head)
+
+    async def _answer(
+        self, http: web.BaseRequest, handed: Handed, head: Head
+    ) -> web.StreamResponse:
+        """Answer the client of a call that the plain path began."""
+        assert head.route is not None, "it was begun"
+        try:
+            while not http.content.is_eof():
+                await http.content.readany()
+        except BaseException:
+            handed.lost()
+            raise
+        try:
+            return await self._relay.answer(
+                http, handed.session, handed.call, handed.request, head.route, head.wire
+            )
+        finally:
+            handed.taken.__exit__()
 
     async def _count(
         self, http: web.BaseRequest, session: Session, route: Route, wire: WireFormat

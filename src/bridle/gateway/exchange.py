@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 
 import structlog
 
 from bridle.aio import Nursery
+from bridle.capture.records import Exchange
 from bridle.capture.store import Store
 from bridle.dialects.base import ReplyHead, StoredReply, WireFormat
 from bridle.dialects.ids import reply_id
@@ -57,12 +59,11 @@ from bridle.prompting.canonical import canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
-from bridle.types import FinishReason, Kind, Message, ModelRequest, Reply, Sampling, Usage
+from bridle.types import FinishReason, Kind, ModelRequest, Reply, Sampling, Usage
 
 log = structlog.get_logger()
 
 _RENDERING = boundary(RenderError, "rendering the prompt")
-_PARSING = boundary(RenderError, "parsing the reply")
 
 
 class Exchanges:
@@ -103,19 +104,26 @@ class Exchanges:
         Raises `RequestError` when the request is refused: paused, or a limit of the session.
         """
         served = self.models.find(request.model, asked.kind)
-        question = self._place(session, wire, request, served)
+        question = self.place(session, wire, request, served)
         session.check(question.canonical)
         if await session.tries.waited(question.key, asked):
             if session.sealed:
                 raise faults.session_ended()
-            question = self._place(session, wire, request, served)
+            question = self.place(session, wire, request, served)
         if (joined := self._deliveries.joined(session, question.key, asked)) is not None:
             return joined
         try:
-            self._refuse_if_spent(session)
+            self.refuse_if_spent(session)
         except RequestError as error:
             session.tries.refused(question.key, asked, error)
             raise
+        call = self.begun(session, question, asked)
+        self.start(session, call, self._exchange(session, call))
+        return call
+
+    def begun(self, session: Session, question: Question, asked: Asked) -> Call:
+        """Make the call of a question known to its session; the client is attached."""
+        request, served = question.request, question.served
         drawn = os.urandom(24).hex()
         call = Call(
             exchange_id=drawn[:24],
@@ -134,9 +142,13 @@ class Exchanges:
         session.begun += 1
         self._deliveries.attach(session, call, asked)
         session.running.add(call)
-        call.task = self._nursery.start(self._run(session, call), name="call")
-        call.task.add_done_callback(partial(self._over, session, call))
+        self._metrics.in_flight.inc()
         return call
+
+    def start(self, session: Session, call: Call, work: Coroutine[None, None, None]) -> None:
+        """Have a task take a call to its commit or its failure by this work."""
+        call.task = self._nursery.start(self._run(session, call, work), name="call")
+        call.task.add_done_callback(partial(self._over, session, call, work))
 
     def check_length(self, request: ModelRequest) -> None:
         """Refuse a request that is far too long for its model. `RequestError`."""
@@ -145,12 +157,12 @@ class Exchanges:
     async def count(self, session: Session, wire: WireFormat, request: ModelRequest) -> int:
         """Count the prompt tokens of `request`; nothing is sampled."""
         served = self.models.find(request.model, Kind.AGENT)
-        question = self._place(session, wire, request, served)
+        question = self.place(session, wire, request, served)
         shown = await show(served, request)
         parent = _parent(session, question.placement)
         return len((await served.prompts.prompted(question, parent, shown)).prompt)
 
-    def _place(
+    def place(
         self, session: Session, wire: WireFormat, request: ModelRequest, served: Served
     ) -> Question:
         key = canonical(request, session.atoms)
@@ -163,7 +175,7 @@ class Exchanges:
         asked_for = question_key(request, key, template_args)
         return Question(request, wire, key, placement, template_args, served, asked_for)
 
-    def _refuse_if_spent(self, session: Session) -> None:
+    def refuse_if_spent(self, session: Session) -> None:
         """Raise if the gateway ends, is paused, or the limits of the session leave no call."""
         if self.closing:
             raise faults.shutting_down()
@@ -184,11 +196,10 @@ class Exchanges:
 
     # ---- the life of a call
 
-    async def _run(self, session: Session, call: Call) -> None:
-        """Take a call from its placement to its commit or its failure."""
-        self._metrics.in_flight.inc()
+    async def _run(self, session: Session, call: Call, work: Coroutine[None, None, None]) -> None:
+        """Take a call to its commit or its failure."""
         try:
-            await self._exchange(session, call)
+            await work
         except asyncio.CancelledError:
             self._fail(session, call, self._why_cancelled(session), outcome="cancelled")
             raise
@@ -200,15 +211,27 @@ class Exchanges:
             self._metrics.call("committed" if call.error is None else "cut")
             self._deliveries.committed(session, call)
         finally:
-            session.running.discard(call)
-            session.account.release(call.reserved)
-            self._metrics.in_flight.dec()
+            self._end(session, call)
 
-    def _over(self, session: Session, call: Call, _: object) -> None:
+    def succeeded(self, session: Session, call: Call) -> None:
+        """A call without a task is committed; its client waits for the reply."""
+        self._metrics.call("committed")
+        self._deliveries.committed(session, call)
+        self._end(session, call)
+
+    def _end(self, session: Session, call: Call) -> None:
+        session.running.discard(call)
+        session.account.release(call.reserved)
+        self._metrics.in_flight.dec()
+
+    def _over(
+        self, session: Session, call: Call, work: Coroutine[None, None, None], _: object
+    ) -> None:
         """End a call whose task was cancelled before it began to run."""
         if call in session.running:
-            session.running.discard(call)
+            work.close()
             self._fail(session, call, self._why_cancelled(session), outcome="cancelled")
+            self._end(session, call)
 
     def _fail(self, session: Session, call: Call, error: RequestError, *, outcome: str) -> None:
         session.conversation.forget(call.exchange_id)
@@ -234,6 +257,13 @@ class Exchanges:
             error=f"{type(error).__name__}: {error}",
         )
 
+    async def resumed(
+        self, session: Session, call: Call, prompted: Prompted, effective: Sampling
+    ) -> None:
+        """Go on with a call that the engine was given outside of a task, and commit it."""
+        sampled = await self._sampled(session, call, call.posed(), prompted, effective)
+        await self.finish(session, call, prompted, effective, sampled)
+
     async def _exchange(self, session: Session, call: Call) -> None:
         question, parent = await self._settle(session, call)
         request, served = question.request, question.served
@@ -242,17 +272,17 @@ class Exchanges:
             prompted = await served.prompts.prompted(question, parent, shown)
         replay = session.replay
         if replay is None or call.other is not None:
-            await self._answer(session, call, prompted)
+            await self.answer(session, call, prompted)
             return
         prompted, captured = replay.take(prompted, call.asked.kind, served.sampler.decode)
         try:
-            await self._answer(session, call, prompted, captured)
+            await self.answer(session, call, prompted, captured)
         except BaseException:
             if captured is not None:
                 replay.put_back(captured)
             raise
 
-    async def _answer(
+    async def answer(
         self, session: Session, call: Call, prompted: Prompted, captured: Captured | None = None
     ) -> None:
         """Sample under the prompt, or give the captured reply again, and commit it."""
@@ -260,9 +290,7 @@ class Exchanges:
         request, served = question.request, question.served
         length = prompted.prompt.length
         effective = await self._effective(session, call, question, length)
-        head = call.reply_head()
-        call.head = ReplyHead(head.reply_id, head.model, head.created, length)
-        call.turns = lineage.turns_shown(session, question, prompted.parent)
+        self.know(session, call, prompted)
         plan = served.plan or session.plan
         call.grammar = grammar_of(request, plan, served.info, served.renderer)
         if captured is None and request.stream and self._settings.stream != "whole":
@@ -272,7 +300,15 @@ class Exchanges:
             sampled = captured.sample(served.sampler.decode)
         else:
             sampled = await self._sampled(session, call, question, prompted, effective)
-        await self._finish(session, call, prompted, effective, sampled)
+        await self.finish(session, call, prompted, effective, sampled)
+
+    def know(self, session: Session, call: Call, prompted: Prompted) -> None:
+        """Note what follows from the prompt."""
+        head, question = call.head, call.question
+        assert head is not None, "it was asked here"
+        assert question is not None, "it is not delivered"
+        call.head = ReplyHead(head.reply_id, head.model, head.created, prompted.prompt.length)
+        call.turns = lineage.turns_shown(session, question, prompted.parent)
 
     def _live(
         self, session: Session, call: Call, prompted: Prompted, effective: Sampling
@@ -314,9 +350,7 @@ class Exchanges:
         def heard(chunk: GenerateChunk) -> None:
             if call.live is not None:
                 call.live.hear(chunk)
-            if call.first_token_s is None:
-                call.first_token_s = time.perf_counter() - call.clock_start
-                call.begin_reply()
+            self.heard(call)
 
         patience_s = min(REFUSED_S, self._settings.headers_after_s)
         sample = partial(
@@ -346,6 +380,12 @@ class Exchanges:
             call.leash = None
         return sampler.cut(asked, sofar)
 
+    def heard(self, call: Call) -> None:
+        """A part of the sample is there."""
+        if call.first_token_s is None:
+            call.first_token_s = time.perf_counter() - call.clock_start
+            call.begin_reply()
+
     async def _settle(self, session: Session, call: Call) -> tuple[Question, Call | None]:
         """Fix the call's place; one whose parent's commit is under way waits for it first.
 
@@ -360,14 +400,14 @@ class Exchanges:
             await parent.done.wait()
             if parent.stage is Stage.FAILED or broke_off:
                 session.conversation.forget(call.exchange_id)
-                question = self._place(session, question.wire, question.request, question.served)
+                question = self.place(session, question.wire, question.request, question.served)
                 session.conversation.begin(call.exchange_id, question.canonical)
                 call.question = question
                 parent = _parent(session, question.placement)
-        self._link(session, call, question, parent)
+        self.link(session, call, question, parent)
         return question, parent
 
-    def _link(self, session: Session, call: Call, question: Question, parent: Call | None) -> None:
+    def link(self, session: Session, call: Call, question: Question, parent: Call | None) -> None:
         """Tie the call to what it continues: that reply is shown, its messages are stored."""
         placement = question.placement
         partly = placement.kind is PlacementKind.PARTIAL
@@ -388,30 +428,35 @@ class Exchanges:
         self, session: Session, call: Call, question: Question, prompt_tokens: int
     ) -> Sampling:
         """The sampling in effect, its tokens reserved; the overflow when there is no room left."""
-        request, served = question.request, question.served
-        plan = served.plan or session.plan
-        budget = budgets.output_budget(
-            prompt_tokens=prompt_tokens,
-            context_length=served.info.context_length,
-            asked=request.sampling.max_tokens,
-            task=plan.max_output_tokens,
-            minimum=self._settings.min_output_tokens,
-        )
+        budget = self.budget(session, question, prompt_tokens)
         try:
             call.reserved = await session.account.reserve(budget, lambda: session.tokens)
         except RequestError:
             session.limit = "tokens"
             raise
-        return plan.effective(
-            request.sampling,
-            budget=call.reserved,
-            stop_token_ids=served.renderer.stop_token_ids,
+        return self.sampling(session, question, call.reserved)
+
+    def budget(self, session: Session, question: Question, prompt_tokens: int) -> int:
+        """The most tokens to sample, but for what the session has left; the overflow."""
+        return budgets.output_budget(
+            prompt_tokens=prompt_tokens,
+            context_length=question.served.info.context_length,
+            asked=question.request.sampling.max_tokens,
+            task=(question.served.plan or session.plan).max_output_tokens,
+            minimum=self._settings.min_output_tokens,
+        )
+
+    def sampling(self, session: Session, question: Question, reserved: int) -> Sampling:
+        return (question.served.plan or session.plan).effective(
+            question.request.sampling,
+            budget=reserved,
+            stop_token_ids=question.served.renderer.stop_token_ids,
             salt=f"{session.session_id}:{session.begun}",
         )
 
     # ---- the end
 
-    async def _finish(
+    async def finish(
         self,
         session: Session,
         call: Call,
@@ -420,6 +465,19 @@ class Exchanges:
         sampled: Sample,
     ) -> None:
         """Parse the reply, index it, make it durable; then the call is COMMITTED."""
+        finished = self.finished(session, call, prompted, effective, sampled)
+        exchange, bodies = self.indexed(session, finished)
+        await self.written(session, finished, bodies, self._store.commit(exchange, bodies))
+
+    def finished(
+        self,
+        session: Session,
+        call: Call,
+        prompted: Prompted,
+        effective: Sampling,
+        sampled: Sample,
+    ) -> Finished:
+        """The facts of a call whose reply is whole; it is COMMITTING then."""
         question = call.posed()
         request, wire, served = question.request, question.wire, question.served
         prompt, extended = sampled_under(prompted, sampled)
@@ -454,30 +512,56 @@ class Exchanges:
         call.prompt, call.output_ids, call.finish = prompt, sampled.output_ids, sampled.finish
         call.images = images_of(finished)
         call.reasoned = bool(shown.reasoning)
-        call.enter(Stage.COMMITTING)
-        await self._commit(session, finished, wire.reply_messages(body))
         call.answer = Answer(shown, usage, body)
+        call.enter(Stage.COMMITTING)
+        return finished
+
+    async def written(
+        self,
+        session: Session,
+        finished: Finished,
+        bodies: Mapping[bytes, bytes],
+        writing: Awaitable[None],
+    ) -> None:
+        """Wait until the exchange is durable; then the call is COMMITTED."""
+        try:
+            await writing
+        except BaseException:
+            session.stored.difference_update(bodies)
+            raise
+        self.committed(session, finished, bodies)
+
+    def committed(
+        self, session: Session, finished: Finished, bodies: Mapping[bytes, bytes]
+    ) -> None:
+        """The exchange is durable: the reply may leave."""
+        call, request = finished.call, finished.question.request
+        session.in_hand.captured += len(request.head) + len(finished.body)
+        for body in bodies:
+            session.in_hand.captured += len(bodies[body])
         if request.extra.get("store") and call.error is None:
-            kept = StoredReply(request.message_spans, body, request.head, request.tools_span)
-            session.shelf.keep(reply_id(body), call.exchange_id, kept)
-        self._count(session, finished, usage)
+            kept = StoredReply(
+                request.message_spans, finished.body, request.head, request.tools_span
+            )
+            session.shelf.keep(reply_id(finished.body), call.exchange_id, kept)
+        self._count(session, finished, call.answered().usage)
         call.enter(Stage.COMMITTED)
         if call.error is not None:
             self._deliveries.broken(session, call)
 
-    async def _commit(
-        self, session: Session, finished: Finished, shown: tuple[Message, ...]
-    ) -> None:
-        """Index the exchange and make it durable.
+    def indexed(
+        self, session: Session, finished: Finished
+    ) -> tuple[Exchange, Mapping[bytes, bytes]]:
+        """Index the exchange; give its record, and the bodies that are new with it.
 
-        It is indexed first: a child that comes meanwhile finds it and waits for its `done`.
+        A child that comes before they are durable finds it and waits for its `done`.
         """
         question = finished.question
         lineage.index_reply(
             session,
             finished.call.exchange_id,
             (question.request, question.canonical, question.template_args),
-            shown,
+            question.wire.reply_messages(finished.body),
             tokens=len(finished.sample.output_ids),
             kind=finished.call.asked.kind,
         )
@@ -486,21 +570,15 @@ class Exchanges:
         bodies = new_bodies(finished, session.stored)
         session.next_index += 1
         session.stored.update(bodies)
-        try:
-            await self._store.commit(exchange, bodies)
-        except BaseException:
-            session.stored.difference_update(bodies)
-            raise
-        session.in_hand.captured += len(question.request.head) + len(finished.body)
-        for body in bodies:
-            session.in_hand.captured += len(bodies[body])
+        return exchange, bodies
 
     def _count(self, session: Session, finished: Finished, usage: Usage) -> None:
         session.turns += 1
         session.tokens += usage.completion_tokens
         sample = finished.sample
         if sample.replayed is None and finished.call.other is None:
-            self.policy.version = max(self.policy.version, sample.versions[-1].version)
+            policy, version = self.policy, sample.versions[-1].version
+            policy.version = max(policy.version, version)
         seconds = time.perf_counter() - finished.call.clock_start
         self._metrics.committed(usage, seconds, replayed=sample.replayed is not None)
         if sample.break_position is not None:
@@ -511,16 +589,15 @@ class Exchanges:
         calls = takes_calls(question.request)
         if (told := sampled.last.reply) is not None:
             return told if calls else without_calls(told)
-        with _PARSING:
-            return question.served.renderer.parse(
-                sampled.output_ids,
-                tools=question.request.tools,
-                prompt_tail=prompt.tail(PROMPT_TAIL),
-                finish=sampled.finish,
-                stop_text=sampled.last.stop_text,
-                call_ids=sampled.call_ids if call.live is None else call.live.call_ids,
-                calls_as_text=not calls,
-            )
+        return question.served.renderer.parse(
+            sampled.output_ids,
+            tools=question.request.tools,
+            prompt_tail=prompt.tail(PROMPT_TAIL),
+            finish=sampled.finish,
+            stop_text=sampled.last.stop_text,
+            call_ids=sampled.call_ids if call.live is None else call.live.call_ids,
+            calls_as_text=not calls,
+        )
 
 
 def _parent(session: Session, placement: Placement) -> Call | None:

@@ -35,7 +35,7 @@ def index_reply(
         key,
         answer_atoms(shown, request.tools),
         issued_ids(shown),
-        joined=joined_atoms(request, shown),
+        joined=() if request.prefill is None else joined_atoms(request, shown),
         template_args=template_args,
         tokens=tokens,
     )

@@ -15,7 +15,7 @@ import resource
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -39,6 +39,9 @@ HEADER_BYTES: Final = 64 * 1024
 HEAD_BYTES: Final = 256 * 1024
 """Longest head of a request, all lines together."""
 
+MOST_KEPT: Final = 8 * 1024
+"""Longest head of which a connection keeps the bytes."""
+
 UNFINISHED_BYTES: Final = 32 * 1024 * 1024
 """Bytes of unfinished heads, over all connections of a listener."""
 
@@ -53,12 +56,30 @@ LINGER_S: Final = 5.0
 """How long a client that still sends a refused body may take to read its answer and close."""
 
 
+class Client(Protocol):
+    """Whoever waits at a connection for a reply."""
+
+    def lost(self) -> None:
+        """The connection was lost."""
+
+
+class Line(Client, Protocol):
+    """Serves requests of one connection that aiohttp does not see."""
+
+    @property
+    def flight(self) -> object:
+        """The request that it serves; `None` = none."""
+
+    def received(self, data: bytes) -> bool:
+        """Take what arrived; `False` = it is aiohttp's."""
+
+
 class Connection(RequestHandler):
     """One client connection, with a deadline for the head of each request, the first included."""
 
     __slots__ = (
         *("_deadline", "_head_timeout_s", "_lingers", "_names_agent", "_unfinished"),
-        *("head", "is_known", "was_served"),
+        *("handed", "head", "is_known", "line", "raw_head", "was_served"),
     )
 
     def __init__(self, manager: web.Server, *, head_timeout_s: float, **settings: Any) -> None:  # noqa: ANN401 - aiohttp's own, passed through
@@ -76,11 +97,27 @@ class Connection(RequestHandler):
         """Whether it has sent a whole head."""
         self.head: object = None
         """For the handler: what the head of its last request said."""
+        self.raw_head: bytes | None = None
+        """The same as it came; `None` = it came in pieces."""
+        self.line: Line | None = None
+        """Takes requests with that head."""
+        self.handed: Client | None = None
+        """For the handler: whom it answers, of a request that `line` began to serve."""
 
     @property
     def is_waiting(self) -> bool:
         """Return whether no request is being served."""
+        if self.line is not None and self.line.flight is not None:
+            return False
         return self._lingers or self._current_request is None
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the next byte is the first one of a request."""
+        waiter = self._waiter
+        if self._deadline is not None or self._messages or self._current_request is not None:
+            return False
+        return waiter is not None and not waiter.done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has come; it gets the time of a head to send its first byte."""
@@ -96,10 +133,17 @@ class Connection(RequestHandler):
         """Start the clock at a request's first byte."""
         if self._lingers:
             return
+        if self.line is None or not self.line.received(data):
+            self.pass_on(data)
+
+    def pass_on(self, data: bytes) -> None:
+        """Have aiohttp read what arrived."""
         if self._deadline is None and self._current_request is None:
             self._begin_deadline()
         waiter = self._waiter
         if waiter is not None and not waiter.done():  # the next request's head is being read
+            end = data.find(b"\r\n\r\n", 0, MOST_KEPT) + 4
+            self.raw_head = data[:end] if end > 4 and not self._unfinished else None
             data = self._with_one_agent(data)
         super().data_received(data)
         if self._current_request is None and not self._messages:
@@ -143,6 +187,12 @@ class Connection(RequestHandler):
             self.transport.resume_reading()
         await asyncio.sleep(LINGER_S)
 
+    def write_reply(self, data: bytes) -> None:
+        """Write a whole reply to a request that aiohttp knows nothing of."""
+        assert self.transport is not None
+        self.transport.write(data)
+        self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+
     def _let_go(self) -> None:
         if self._unfinished and isinstance(self._manager, _Server):
             self._manager.unfinished -= self._unfinished
@@ -157,6 +207,10 @@ class Connection(RequestHandler):
         """The client has gone."""
         self._end_deadline()
         self._let_go()
+        for served in (self.line, self.handed):
+            if served is not None:
+                served.lost()
+        self.line = self.handed = None
         super().connection_lost(exc)
 
 

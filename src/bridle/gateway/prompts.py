@@ -139,15 +139,28 @@ class Prompts:
         self, question: Question, parent: Call, messages: tuple[Message, ...]
     ) -> Ids | None:
         """Return the ids that new `messages` add to the parent; `None` = they cannot extend it."""
-        request, (before, output_ids) = question.request, parent.sampled()
         new = messages_after(messages, question.placement.new_from)
+        return await self._within_context(new, None, lambda: self._extended(question, parent, new))
 
-        def extended() -> Ids | None:
-            return self._renderer.extend(
-                before, output_ids, parent.finish, new, request.tools, thinking=request.thinking
-            )
+    def _extended(self, question: Question, parent: Call, new: Sequence[Message]) -> Ids | None:
+        request, (before, output_ids) = question.request, parent.sampled()
+        return self._renderer.extend(
+            before, output_ids, parent.finish, new, request.tools, thinking=request.thinking
+        )
 
-        return await self._within_context(new, None, extended)
+    def extended_now(self, question: Question, parent: Call) -> Prompted | None:
+        """The parent's prompt extended, as `prompted` does; `None` = that is to be asked.
+
+        Only where it takes little time. `RenderError`.
+        """
+        new = messages_after(question.request.messages, question.placement.new_from)
+        if len(new) > MANY or characters(new, None) > LONG_CHARS:
+            return None
+        suffix = self._extended(question, parent, new)
+        if suffix is None:
+            return None
+        before, output_ids = parent.sampled()
+        return Prompted(before.extend(output_ids, suffix), parent, None)
 
     async def _among_images(
         self, question: Question, parent: Call | None, shown: Shown

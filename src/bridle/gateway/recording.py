@@ -17,7 +17,7 @@ from bridle.gateway.images import Shown, unplaced
 from bridle.gateway.sampling import Sample
 from bridle.prompting.arguments import parsed_object
 from bridle.prompting.prompt import PromptIds
-from bridle.types import JSON, LogprobMode, Message, Reply, Sampling
+from bridle.types import JSON, LogprobMode, Message, Reply, Sampling, TextPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -140,10 +140,13 @@ def _root_reason(finished: Finished) -> str | None:
 def new_bodies(finished: Finished, stored: set[bytes]) -> Mapping[bytes, bytes]:
     """The raw messages and tools whose digests are not in `stored`."""
     request, span_list = finished.question.request, finished.call.span_list()
-    new = dict(zip(span_list.new, request.message_spans[span_list.kept :], strict=True))
+    spans = zip(span_list.new, request.message_spans[span_list.kept :], strict=True)
+    new = {digest: body for digest, body in spans if digest not in stored}
     if request.tools_span is not None:
-        new[list_digest(request.tools_span)] = request.tools_span
-    return {digest: body for digest, body in new.items() if digest not in stored}
+        tools = list_digest(request.tools_span)
+        if tools not in stored:
+            new[tools] = request.tools_span
+    return new
 
 
 def _extra(finished: Finished, unpaired: int) -> JSON:
@@ -207,14 +210,23 @@ def _unknown(finished: Finished) -> JSON:
     """
     question = finished.question
     request, placement = question.request, question.placement
-    names = [*request.extra.get("unknown", ())]
-    names += [f"beta: {beta}" for beta in finished.call.asked.unknown_betas]
+    names: list[str] = []
+    if "unknown" in request.extra:
+        names += request.extra["unknown"]
+    if (betas := finished.call.asked.unknown_betas) != ():
+        names += [f"beta: {beta}" for beta in betas]
     new = request.messages[0 if placement.parent is None else placement.new_from :]
     for one in new:
         names += one.unknown
-        names += [f"block: {name}" for name in map(block_name, one.content) if name]
-    told = Counter(name[:NAME_CHARS] for name in names[:MOST_NAMES])
-    return {**told, **({"more": len(names) - MOST_NAMES} if len(names) > MOST_NAMES else {})}
+        for part in one.content:
+            if type(part) is not TextPart and (name := block_name(part)):
+                names += (f"block: {name}",)
+    if not names:
+        return {}
+    counted = dict(Counter(name[:NAME_CHARS] for name in names[:MOST_NAMES]))
+    if len(names) > MOST_NAMES:
+        counted["more"] = len(names) - MOST_NAMES
+    return counted
 
 
 def images_of(finished: Finished) -> Sequence[JSON]:

@@ -211,6 +211,18 @@ _HEAD: Final = (
 )
 
 
+def whole_reply(body: bytes) -> bytes:
+    """A whole reply over a connection that stays, its head included."""
+    return _HEAD % (len(body), rfc822_formatted_time().encode()) + body
+
+
+def takes_at_once(transport: asyncio.WriteTransport | None, size: int) -> bool:
+    """Return whether a connection takes so many bytes without waiting."""
+    if transport is None or size > AT_ONCE or transport.is_closing():
+        return False
+    return transport.get_write_buffer_size() == 0
+
+
 class _Written(web.StreamResponse):
     """A reply that has left whole over a connection that stays: aiohttp has nothing left to do."""
 
@@ -242,10 +254,10 @@ class _Writer:
     async def whole(self, body: bytes) -> web.StreamResponse:
         """Write a whole reply; returns when the connection has accepted all of it."""
         self.began_reply, http = True, self._http
-        at_once = self._takes_at_once(len(body))
+        at_once = takes_at_once(http.transport, len(body))
         if at_once and http.keep_alive and http.version == HttpVersion11:
             assert http.transport is not None
-            whole = _HEAD % (len(body), rfc822_formatted_time().encode()) + body
+            whole = whole_reply(body)
             http.transport.write(whole)
             http.writer.output_size += len(whole)  # what fails from here on finds a begun reply
             return _WRITTEN
@@ -255,13 +267,6 @@ class _Writer:
             await response.write_eof()
         return response
 
-    def _takes_at_once(self, size: int) -> bool:
-        """Return whether the connection takes so many bytes without waiting."""
-        transport = self._http.transport
-        if transport is None or size > AT_ONCE:
-            return False
-        return transport.get_write_buffer_size() == 0
-
     async def start(self, headers: dict[str, str]) -> None:
         """Begin a stream; its headers leave with the first bytes."""
         self._response = web.StreamResponse(headers=headers)
@@ -270,7 +275,7 @@ class _Writer:
     @property
     def has_room(self) -> bool:
         """True if `write_now` can be used: the head has left, and nothing waits after it."""
-        return self._in_chunks and self._takes_at_once(0)
+        return self._in_chunks and takes_at_once(self._http.transport, 0)
 
     def write_now(self, data: bytes) -> None:
         """Write a part of a stream over a connection that has room."""
@@ -279,7 +284,7 @@ class _Writer:
 
     async def write(self, data: bytes) -> None:
         """Write what is not yet the reply: the opening, a keep-alive."""
-        if not self._takes_at_once(len(data)):
+        if not takes_at_once(self._http.transport, len(data)):
             async with asyncio.timeout(self._timeout_s):
                 await self._response.write(data)
         elif data and self._in_chunks:

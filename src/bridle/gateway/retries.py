@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 
 from bridle.aio import Nursery
 from bridle.capture.records import Delivery
 from bridle.capture.store import Store
 from bridle.errors import RequestError
-from bridle.gateway.call import Asked, Call, Stage
+from bridle.gateway.call import DELIVERED, Asked, Call, Stage
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.recording import issued_ids
 from bridle.gateway.registry import Session
@@ -157,8 +158,8 @@ class Deliveries:
 
     def record(self, session: Session, call: Call, state: DeliveryState, detail: str = "") -> None:
         """Write down what became of a reply; the conversation and the facts know it at once."""
-        before, call.delivery = call.delivered, state
-        delivered = call.delivered
+        before, call.delivery = call.delivery in DELIVERED, state
+        delivered = state in DELIVERED
         if state is DeliveryState.DELIVERED and not before:
             session.delivered += 1
         if delivered:
@@ -185,9 +186,13 @@ class Deliveries:
             joined_by=call.joined_by,
         )
         written = self._store.deliver_soon(delivery)
-        self._nursery.own(written)
         session.writing.add(written)
-        written.add_done_callback(session.writing.discard)
+        written.add_done_callback(partial(self._written, session))
+
+    def _written(self, session: Session, written: asyncio.Future[None]) -> None:
+        session.writing.discard(written)
+        if not written.cancelled() and (error := written.exception()) is not None:
+            self._nursery.on_error(error)
 
     def _release(self, call: Call) -> None:
         """Drop what nobody can ask for any more."""

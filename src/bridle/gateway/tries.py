@@ -41,9 +41,14 @@ def question_key(request: ModelRequest, canonical: Canonical, template_args: Has
         sampling.stop,
         sampling.seed,
     )
-    arguments = repr(template_args).encode("utf-8", "surrogatepass")
+    arguments = _NOTHING
+    if template_args is not None:
+        arguments = repr(template_args).encode("utf-8", "surrogatepass")
     whole = canonical.chain[-1] + canonical.tools_digest + arguments + _json(asked)
     return blake2b(whole, digest_size=16).digest()
+
+
+_NOTHING: Final = repr(None).encode()
 
 
 def _json(value: object) -> bytes:
@@ -68,7 +73,8 @@ class Tries:
 
     def begin(self, call: Call) -> None:
         """A call that is not delivered may be joined."""
-        self._open.setdefault(call.question_key, []).append(call)
+        key = call.question_key
+        self._open[key] = [*self._open[key], call] if key in self._open else [call]
 
     def named(self, call: Call, idempotency_key: str) -> None:
         """A client of `call` sent this key."""
@@ -82,11 +88,13 @@ class Tries:
 
     def end(self, call: Call) -> None:
         """A call is delivered or failed: nobody joins it any more."""
-        left = [other for other in self._open.get(call.question_key, ()) if other is not call]
-        if left:
-            self._open[call.question_key] = left
+        key = call.question_key
+        if (found := self._open.get(key)) is None:
+            return
+        if left := found[1:] if found[0] is call else [one for one in found if one is not call]:
+            self._open[key] = left
         else:
-            self._open.pop(call.question_key, None)
+            del self._open[key]
 
     def failed(self, call: Call) -> None:
         """A call came to nothing; a client that waits is still to be told."""

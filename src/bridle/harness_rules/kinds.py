@@ -31,6 +31,12 @@ def kind_of(
     return Kind.AGENT, None
 
 
+def decided_by_head(headers: Headers, harness: str | None, declared: Sequence[KindRule]) -> bool:
+    """Return whether requests with one head and one `ModelRequest.extra` are of one kind."""
+    rules = (*declared, *_rules_of(headers.get("user-agent", ""), harness))
+    return all(rule.universal for rule in rules)
+
+
 @lru_cache(maxsize=64)
 def _rules_of(agent: str, harness: str | None) -> tuple[KindRule, ...]:
     agent = agent.lower()

@@ -28,7 +28,6 @@ from bridle.aio import run_shielded
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteReader
 from bridle.config import FieldPolicy, ForkSpec, SamplingPolicy, Task
-from bridle.harness_rules.base import Varying
 from bridle.errors import (
     BridleError,
     ConfigError,
@@ -47,6 +46,7 @@ from bridle.evaluators.base import (
 )
 from bridle.gateway.registry import SessionFacts
 from bridle.gateway.replay import Replay, replay_of
+from bridle.harness_rules.base import Varying
 from bridle.harnesses.base import Harness, Launch, LaunchContext, needs_model
 from bridle.node.ending import (
     COMPLETED,

@@ -130,6 +130,16 @@ def digest(kind: str, *fields: bytes) -> bytes:
     return sha256(b"".join((f"{kind}:{len(fields)}:".encode(), lengths, *fields))).digest()[:16]
 
 
+def _text_digest(kind: AtomKind, text: str) -> bytes:
+    """`digest` of one text, in fewer steps."""
+    field = text.encode("utf-8", "surrogatepass")
+    whole = _ALONE[kind] + len(field).to_bytes(8, "little") + field
+    return sha256(whole).digest()[:16]
+
+
+_ALONE = {kind: f"{kind}:1:".encode() for kind in AtomKind}
+
+
 SEEDS = {dialect: digest("bridle-chain-1", dialect.encode()) for dialect in Dialect}
 """Where each dialect's chain begins."""
 
@@ -140,13 +150,58 @@ def canonical(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> Can
     `memo` belongs to one session (an `AtomMemo`; a plain dict works, hashing the chain anew each
     time): only spans not seen before are normalised.
     """
-    tools = _tools_digest_of(request, memo)
+    tools = _tools_digest_of(request, memo) if request.tools else NO_TOOLS
     if not isinstance(memo, AtomMemo):
         return _walked(request, tools, memo, AtomMemo(), None)
     known = memo.walks.find(request, tools)
-    made = _walked(request, tools, memo, memo, known)
+    made = None if known is None else _grown(request, tools, memo, known)
+    if made is None:
+        made = _walked(request, tools, memo, memo, known)
     memo.walks.remember(request, made, instead_of=known)
     return made
+
+
+def _grown(request: ModelRequest, tools: bytes, memo: AtomMemo, known: Known) -> Canonical | None:
+    """Build what `_walked` does after what is `known`, where each new span is one message.
+
+    `None` = two results stand side by side, whose order has to be looked at.
+    """
+    begun, done = known.canonical, len(known.spans)
+    lengths = request.span_lengths[done:]
+    new = len(lengths)
+    if not new or lengths != (1,) * new or known.messages + new != len(request.messages):
+        return None
+    atoms, message_of = list(begun.atoms), list(begun.message_of)
+    chain, hints = list(begun.chain), begun.hints
+    before = atoms[-1].kind if atoms else None
+    for at, span in enumerate(request.span_digests[done:], known.messages):
+        made = memo.get(tools + span)
+        if made is None:
+            made = memo[tools + span] = _read_one(request, tools, memo, at)
+        for atom in made:
+            kind = atom.kind
+            if kind is AtomKind.EVIDENCE:
+                hints += (Hint(len(atoms), at, atom.ids, atom.reasoning),)
+                continue
+            if kind is AtomKind.RESULT and before is AtomKind.RESULT:
+                return None
+            before = kind
+            atoms += (atom,)
+            message_of += (at,)
+            chain += (sha256(chain[-1] + atom.digest).digest()[:16],)
+    told = begun.pairing.after(atoms, hints, chain)
+    return Canonical(tuple(atoms), tuple(chain), tuple(message_of), tools, hints, told)
+
+
+def _read_one(request: ModelRequest, tools: bytes, memo: AtomMemo, at: int) -> tuple[Atom, ...]:
+    """The atoms of a message that is a span of its own."""
+    message = request.messages[at]
+    defaults: Defaults | None = None
+    if message.tool_calls:
+        defaults = memo.defaults.get(tools)
+        if defaults is None:
+            defaults = memo.defaults[tools] = schema_defaults(request.tools)
+    return message_atoms(message, request.dialect, defaults)
 
 
 def _walked(
@@ -195,8 +250,11 @@ def answer_atoms(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tupl
     beside the atoms; an answer without any other atom (reasoning only, empty) cannot be found by
     the chain.
     """
-    called = [message for message in messages if message.tool_calls]
-    return _span_atoms(messages, Dialect.OPENAI_CHAT, schema_defaults(tools) if called else {})
+    defaults: Defaults = {}
+    for message in messages:
+        if message.tool_calls:
+            defaults = schema_defaults(tools)
+    return _span_atoms(messages, Dialect.OPENAI_CHAT, defaults)
 
 
 def joined_atoms(request: ModelRequest, messages: Sequence[Message]) -> tuple[Atom, ...]:
@@ -240,7 +298,16 @@ def message_atoms(
     if message.role is Role.ASSISTANT:
         return _assistant_atoms(message, defaults or {}, offset)
     kind = AtomKind.SYSTEM if message.role is Role.SYSTEM else AtomKind.USER
+    if (text := _only_text(message.content)) is not None:
+        return (Atom(kind, _text_digest(kind, text), offset=offset),) if text else ()
     return _part_atoms(message.content, kind, offset)
+
+
+def _only_text(content: Sequence[Part]) -> str | None:
+    """The text of a content that is one text; `None` = it is not."""
+    if content and not content[1:] and type(part := content[0]) is TextPart:
+        return part.text
+    return None
 
 
 def results_in_call_order(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -285,7 +352,10 @@ def messages_after(messages: Sequence[Message], new_from: int) -> tuple[Message,
     first = new_from
     while first and messages[first - 1].role is Role.ASSISTANT:
         first -= 1
-    return results_in_call_order(messages[first:])[new_from - first :]
+    for message in messages[new_from:]:
+        if message.role is Role.TOOL:
+            return results_in_call_order(messages[first:])[new_from - first :]
+    return tuple(messages[new_from:])
 
 
 class _Walk:
@@ -343,7 +413,7 @@ class _Walk:
         self._order_results()
         chain = self._chain
         for atom in self._atoms[self._begun :]:
-            chain.append(sha256(chain[-1] + atom.digest).digest()[:16])
+            chain += (sha256(chain[-1] + atom.digest).digest()[:16],)
         return Canonical(
             atoms=tuple(self._atoms),
             chain=tuple(chain),
@@ -403,12 +473,13 @@ def _assistant_atoms(message: Message, defaults: Defaults, offset: int) -> tuple
     if thought or message.issued_ids:
         key = digest("reasoning", text_bytes(thought)) if thought else None
         atoms.append(Atom(AtomKind.EVIDENCE, b"", message.issued_ids, reasoning=key, offset=offset))
-    for part in _joined(message.content):
+    only = _only_text(message.content)
+    for part in _joined(message.content) if only is None else (only,):
         if isinstance(part, MediaPart):
             atoms.append(_media_atom(part, offset))
         elif text := part.strip():
-            payload = digest(AtomKind.TEXT, text_bytes(text))
-            atoms.append(Atom(AtomKind.TEXT, payload, text=text, offset=offset))
+            payload = _text_digest(AtomKind.TEXT, text)
+            atoms += (Atom(AtomKind.TEXT, payload, text=text, offset=offset),)
     if message.tool_calls:
         atoms += [_call_atom(call, defaults, offset) for call in message.tool_calls]
     return tuple(atoms)
@@ -532,14 +603,14 @@ class Walks:
     def find(self, request: ModelRequest, tools: bytes) -> Known | None:
         """The longest request that this one continues; `tools` is its tools' digest."""
         head = request.messages[: request.head_messages]
-        found = [
-            known
-            for known in self._known.get((request.dialect, tools), ())
-            if known.spans == request.span_digests[: len(known.spans)] and known.head == head
-        ]
-        if not found[1:]:
-            return found[0] if found else None
-        return max(found, key=lambda known: len(known.spans))
+        best, most = None, -1
+        for known in self._known.get((request.dialect, tools), ()):
+            count = len(known.spans)
+            if count <= most or known.head != head:
+                continue
+            if known.spans == request.span_digests[:count]:
+                best, most = known, count
+        return best
 
     def remember(
         self, request: ModelRequest, canonical: Canonical, *, instead_of: Known | None

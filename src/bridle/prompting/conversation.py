@@ -117,7 +117,8 @@ class Conversation:
         `template_args` are what beside messages and tools shapes the prompt; a parent's must equal
         them.
         """
-        found = _Search(self._index, request, canonical).run()
+        found = self._plainly(request, canonical)
+        found = found or _Search(self._index, request, canonical).run()
         key, reason = canonical.chain[-1], found.reason
         if found.exchange is None:
             self._continued.pop(key, None)
@@ -127,7 +128,7 @@ class Conversation:
                 reason = reason or found.drift.value
             if reason is None or reason == "unknown_turn":
                 reason = _guard(found.exchange, canonical, template_args) or reason
-        before = None
+        before, alike = None, self._index.prompts_at(key)
         if found.exchange is not None and found.reason == "history_changed":
             before = self._index.asked(found.exchange)
         return Placement(
@@ -138,9 +139,39 @@ class Conversation:
             drift=None if found.drift is None else found.drift.value,
             extend=found.exchange is not None and reason in {None, "unknown_turn"},
             new_from=found.new_from,
-            repeats=tuple(exchange.exchange_id for exchange in self._index.prompts_at(key)),
+            repeats=tuple([exchange.exchange_id for exchange in alike]) if alike else (),
             tie=found.tie,
         )
+
+    def _plainly(self, request: ModelRequest, canonical: Canonical) -> _Found | None:
+        """The turn that comes last, if it is one delivered reply as it was; `None` = search.
+
+        What `_Search` finds, too, where nothing else can be meant.
+        """
+        atoms = canonical.atoms
+        last = len(atoms) - 1
+        while last >= 0 and atoms[last].kind not in ASSISTANT:
+            last -= 1
+        found = self._index.turns_at(canonical.chain[last + 1])
+        if last < 0 or not found or found[1:]:
+            return None
+        chosen = found[0]
+        if chosen.state is not DeliveryState.DELIVERED or chosen.shown is not chosen.answer:
+            return None
+        new_from = canonical.message_of[last] + 1
+        for message in request.messages[new_from:]:
+            if message.role is Role.ASSISTANT:
+                return None
+        first = last + 1 - len(chosen.shown)
+        if chosen.calls or canonical.hints:
+            ids = [value for atom in atoms[first : last + 1] for value in atom.ids]
+            for hint in reversed(canonical.hints):
+                if hint.position < first:
+                    break
+                ids += hint.ids
+            if any(self._index.owner_of(value) is not chosen for value in ids):
+                return None
+        return _Found(PlacementKind.CHILD, chosen, new_from=new_from)
 
     def begin(
         self, exchange_id: str, canonical: Canonical, *, continues: str | None = None

@@ -51,7 +51,8 @@ class HeldFamily:
         self._tokenizer = tokenizer
         self._marked = "</think>" in tokenizer.added
         """Whether the end of reasoning is a token of its own, not text that must be looked for."""
-        self._open = tokenizer.control_ids - frozenset(family.get_stop_token_ids())
+        self._stops = family.get_stop_token_ids()
+        self._open = tokenizer.control_ids - frozenset(self._stops)
         self._layouts = Layouts(tokenizer)
         self._plain = PlainReplies(family, tokenizer) if plain else None
 
@@ -92,6 +93,12 @@ class HeldFamily:
 
         return self._layouts.suffix(prompt, completion, new, tools=tools is not None, ask=ask)
 
+    def known_suffix(
+        self, end: list[int], completion: list[int], new: list[JSON], *, tools: bool
+    ) -> list[int] | None:
+        """The same by a layout; `end` is the last ids of the prompt. `None` = none is known."""
+        return self._layouts.known(end, completion, new, tools=tools)
+
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
     ) -> Parsed:
@@ -102,7 +109,7 @@ class HeldFamily:
         return self._family.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
 
     def get_stop_token_ids(self) -> list[int]:
-        return list(self._family.get_stop_token_ids())
+        return list(self._stops)
 
     def _suffix(
         self, tail: list[int], sampled: list[int], new: list[JSON], *, tools: list[JSON] | None

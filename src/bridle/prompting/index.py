@@ -65,6 +65,8 @@ class Indexed:
     template_args: Hashable = None
     state: DeliveryState | None = None
     """`None` = not known yet: its last event has left or is about to."""
+    calls: bool = False
+    """Whether its answer has calls."""
     children: int = 0
     continues: Indexed | None = None
 
@@ -111,7 +113,7 @@ class Index:
             continues.children += 1
         self._exchanges[exchange_id] = exchange
         self._newest.append(canonical)
-        self._by_prompt.setdefault(exchange.prompt_key, []).append(exchange)
+        _put_in(self._by_prompt, exchange.prompt_key, exchange)
 
     def commit(
         self,
@@ -130,8 +132,13 @@ class Index:
         exchange.order = self._next()
         exchange.committed = True
         exchange.template_args = template_args
-        exchange.answer = tuple([atom for atom in answer if atom.kind is not AtomKind.EVIDENCE])
-        exchange.reasoning = frozenset([atom.reasoning for atom in answer if atom.reasoning])
+        exchange.answer, exchange.reasoning, exchange.calls = (), frozenset(), False
+        for atom in answer:
+            if atom.kind is AtomKind.EVIDENCE:
+                exchange.reasoning |= {atom.reasoning} if atom.reasoning else set()
+            else:
+                exchange.answer += (atom,)
+                exchange.calls |= atom.kind is AtomKind.CALL
         exchange.joined_key = chain_after(canonical.chain[-2], joined) if joined else None
         exchange.joined_content = content_key(joined) if joined else None
         exchange.tokens = tokens
@@ -182,7 +189,9 @@ class Index:
         """
         if exchange.shown is not exchange.answer:
             return False
-        others = [other for key in exchange.turn_keys for other in self._by_turn[key][1:]]
+        others: list[Indexed] = []
+        for key in exchange.turn_keys:
+            others += self._by_turn[key][1:]
         return not others
 
     def _index_turn(self, exchange: Indexed, shown: tuple[Atom, ...]) -> None:
@@ -194,15 +203,15 @@ class Index:
         exchange.shown = shown
         self._longest = max(self._longest, len(shown))
         exchange.turn_keys = (chain_after(exchange.prompt_key, shown),) if shown else ()
-        exchange.content_keys = (content_key(shown),) if shown else ()
+        exchange.content_keys = (chain_after(_CONTENT, shown),) if shown else ()
         whole = bool(shown) and shown == exchange.answer
         if exchange.joined_key is not None and exchange.joined_content is not None and whole:
             exchange.turn_keys += (exchange.joined_key,)
             exchange.content_keys += (exchange.joined_content,)
         for key in exchange.turn_keys:
-            self._by_turn.setdefault(key, []).append(exchange)
+            _put_in(self._by_turn, key, exchange)
         for key in exchange.content_keys:
-            self._by_content.setdefault(key, []).append(exchange)
+            _put_in(self._by_content, key, exchange)
 
     def _next(self) -> int:
         self._clock += 1
@@ -265,6 +274,14 @@ class Index:
 def id_key(value: str) -> str:
     """An id as it is looked up: Google's Python clients return base64 in its URL-safe form."""
     return value.translate(_URL_SAFE).rstrip("=")
+
+
+def _put_in(index: dict[bytes, list[Indexed]], key: bytes, exchange: Indexed) -> None:
+    """Add one exchange to an index, as the newest."""
+    if key in index:
+        index[key] += (exchange,)
+    else:
+        index[key] = [exchange]
 
 
 def _take_out(index: dict[bytes, list[Indexed]], key: bytes, exchange: Indexed) -> None:

@@ -133,6 +133,17 @@ class Layouts:
             known[shape] = None
         return ids
 
+    def known(
+        self, tail: list[int], sampled: list[int], messages: list[JSON], *, tools: bool
+    ) -> list[int] | None:
+        """The suffix by a layout that is known; `None` = there is none."""
+        if (end := self.end(tail)) is None:
+            return None
+        if (shape := self._shape(sampled, messages, tools=tools)) is None:
+            return None
+        layout = self._ends[end].get(shape)
+        return None if layout is None else layout.ids(messages, self._tokenizer)
+
     def _shape(self, sampled: list[int], messages: list[JSON], *, tools: bool) -> Shape | None:
         """The facts that decide on a layout, beside the end of the prompt; `None` = none is kept.
 

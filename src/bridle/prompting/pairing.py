@@ -53,8 +53,10 @@ class Pairing:
         read, hinted = self._read
         place = (len(atoms), len(hints))
         new = atoms[read:]
-        kinds = [atom.kind for atom in new]
-        if hinted == place[1] and "C" not in kinds and "T" not in kinds:
+        paired = hinted != place[1]
+        for atom in new:
+            paired |= atom.kind in ("C", "T")  # by comparison: a kind is hashed in Python
+        if not paired:
             return Pairing(self.orphans, self._ids, self.calls, self._open, place)
         whole = Pairing(
             self.orphans.copy(),
@@ -67,7 +69,7 @@ class Pairing:
         for position, atom in enumerate(new, start=read):
             while issued and issued[-1].position <= position:
                 whole._issued(issued.pop().ids)
-            if atom.kind in ("C", "T"):  # by comparison: a kind is hashed in Python
+            if atom.kind in ("C", "T"):
                 whole._add(atom, chain[position + 1])
         while issued:
             whole._issued(issued.pop().ids)

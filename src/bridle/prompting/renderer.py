@@ -37,7 +37,7 @@ from bridle.prompting.family import (
     make_family,
     plain_parser,
 )
-from bridle.prompting.held import held, suffix_of
+from bridle.prompting.held import HeldFamily, held, suffix_of
 from bridle.prompting.live import LiveReader
 from bridle.prompting.messages import chat_messages, chat_tools
 from bridle.prompting.plain import FAMILIES as PLAIN_FAMILIES
@@ -49,6 +49,9 @@ from bridle.types import JSON, FinishReason, Message, ModelRequest, Reply, Role,
 
 if TYPE_CHECKING:
     from bridle.types import Ids
+
+END = 24
+"""How many of them show the end of a prompt that a layout is known for."""
 
 TAIL = 128
 """How many of the parent's last ids a bridge is given. It looks for what the generation prompt
@@ -274,6 +277,11 @@ class TokenRenderer:
         family = self._family_for(thinking=on)
         chat = chat_messages(new_messages, self._tokens.escape)
         sampled: list[int] = output_ids.tolist()
+        if isinstance(family, HeldFamily):
+            end: list[int] = parent.tail(END).tolist()
+            known = family.known_suffix(end, sampled, chat, tools=bool(tools))
+            if known is not None:
+                return _array(known)
         if family is not None and Role.ASSISTANT not in [m.role for m in new_messages]:
             tail: list[int] = parent.tail(TAIL).tolist()
             with boundary(RenderError, f"extending as {self.family!r}"):
@@ -299,16 +307,19 @@ class TokenRenderer:
         call_ids: Sequence[str] = (),
         calls_as_text: bool = False,
     ) -> Reply:
-        given = iter(call_ids)
+        new_id = self._new_call_id
+        if call_ids:
+            given = iter(call_ids)
+            new_id = lambda: next(given, None) or self._new_call_id()  # noqa: E731
         return parse_reply(
             self._parser,
             self._tokens,
             output_ids.tolist(),
-            tools=chat_tools(tools),
+            tools=chat_tools(tools) if tools else None,
             prompt_tail=prompt_tail.tolist(),
             finish=finish,
             stop_text=stop_text,
-            new_id=None if calls_as_text else lambda: next(given, None) or self._new_call_id(),
+            new_id=None if calls_as_text else new_id,
             bare=self.family == "llama-3",
         )
 
@@ -384,7 +395,9 @@ class TokenRenderer:
 
 
 def _array(ids: list[int]) -> Ids:
-    return np.array(ids, dtype=np.int32)
+    made = np.array(ids, dtype=np.int32)
+    made.flags.writeable = False  # it is nobody else's, and need not be copied to be kept
+    return made
 
 
 def _random_call_id() -> str:

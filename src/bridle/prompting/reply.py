@@ -83,8 +83,10 @@ def parse_reply(  # noqa: PLR0913 - one fact of the reply each
     """
     stop_ids = set(family.get_stop_token_ids())
     end = len(output_ids)
-    if not stop_ids.isdisjoint(output_ids):
-        end = next(i for i, id_ in enumerate(output_ids) if id_ in stop_ids)
+    for place, id_ in enumerate(output_ids):
+        if id_ in stop_ids:
+            end = place
+            break
     try:
         with _PARSING:
             parsed = family.parse_response(output_ids, tools=tools, prompt_ids=prompt_tail)

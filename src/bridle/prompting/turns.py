@@ -103,7 +103,11 @@ class TurnCounter:
         else:
             verbatim = before.verbatim + 1
         rerendered = foreign = given = tokens = 0
-        turns = [*turns_of(self._index, messages, canonical, first)]
+        turns: list[ShownTurn] = []
+        for message in messages[first:]:
+            if message.role is Role.ASSISTANT:
+                turns += turns_of(self._index, messages, canonical, first)
+                break
         if turns and turns[-1].owner is None and rewritten is not None:
             turns[-1] = replace(turns[-1], owner=self._index.known(rewritten))
         for turn in turns:
@@ -229,8 +233,9 @@ class Lineage:
 
     def note(self, exchange_id: str, messages: Sequence[Message], *, summary: bool) -> None:
         """Remember a reply, given as its assistant messages; `summary` = it is one."""
-        calls = (call for message in messages for call in message.tool_calls)
-        self._asked.update(_key(text) for c in calls for text in argument_texts(c.arguments))
+        for message in messages:
+            for call in message.tool_calls:
+                self._asked.update(map(_key, argument_texts(call.arguments)))
         if summary and (told := "".join(message.text for message in messages).strip()):
             parts = tuple(found[1] for found in _INSIDE.findall(told))
             self._summaries.append((exchange_id, (told, *parts)))

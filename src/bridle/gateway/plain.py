@@ -1,0 +1,491 @@
+"""The plain path: a linear turn is served in two callbacks, without a task of its own.
+
+A request that has the head of its connection's last one, and extends an exchange whose reply was
+delivered, is read, placed and prompted by the functions of the general path in the callback that
+brought its last byte; its sample is parsed, made durable and answered in the callback that brought
+the engine's last byte. Nothing is kept for this: what is known of a session is the same on both
+paths, so they may alternate as they like.
+
+Any doubt before the engine was asked leaves the request to the general path, as if it had not been
+looked at. From then on the call is the session's as any other, in the stage SAMPLING, and a
+`Flight` carries it. Whatever is not plain there (an error, an abort, another prompt, a client that
+goes, a seal, a store that is busy) hands it over: a task goes on with the engine's call under way,
+or with the sample in hand, and nothing is sampled twice. `tests/gateway/test_plain.py` plays the
+same traffic with and without this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Final
+from weakref import ref
+
+import structlog
+from aiohttp import HttpVersion11, web
+
+from bridle.capture.store import Store
+from bridle.dialects.base import Route, RouteKind, WireFormat
+from bridle.engines.base import GenerateChunk, GenerateRequest
+from bridle.engines.pool import EnginePool
+from bridle.errors import BridleError, EngineError, StoreError
+from bridle.gateway.admission import LONG_BYTES, Admission, Taken
+from bridle.gateway.call import Asked, Call, Question, Stage
+from bridle.gateway.exchange import Exchanges
+from bridle.gateway.faults import trace_of
+from bridle.gateway.listener import Connection
+from bridle.gateway.metrics import Metrics
+from bridle.gateway.models import Served
+from bridle.gateway.prompts import engine_request
+from bridle.gateway.recording import Prompted
+from bridle.gateway.registry import Session
+from bridle.gateway.relay import takes_at_once, whole_reply
+from bridle.gateway.retries import Deliveries
+from bridle.gateway.routing import asked
+from bridle.gateway.sampling import Sample
+from bridle.harness_rules.kinds import decided_by_head
+from bridle.prompting.conversation import PlacementKind
+from bridle.types import DeliveryState, Dialect, FinishReason, ModelRequest, Sampling, VersionSpan
+
+log = structlog.get_logger()
+
+DIALECTS: Final = frozenset({Dialect.OPENAI_CHAT})
+"""Those whose requests are read by their body alone."""
+
+GATHER_S: Final = 1.0
+"""How long the rest of a body may take to arrive; then the general path reads it."""
+
+_LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)(?=\r\n)", re.IGNORECASE)
+
+_ODD: Final = ("transfer-encoding", "content-encoding", "expect", "upgrade")
+"""Headers with which a body is not what follows the head, or that want an answer before it."""
+
+
+@dataclass(slots=True, eq=False)
+class Handed:
+    """A call whose client is to be answered by the general path."""
+
+    session: Session
+    call: Call
+    request: ModelRequest
+    taken: Taken
+    deliveries: Deliveries
+
+    def lost(self) -> None:
+        """The client has gone before that."""
+        self.taken.__exit__()
+        self.deliveries.left(self.session, self.call, partly=False)
+
+
+class Line:
+    """The requests of one connection that repeat a head which was authenticated."""
+
+    __slots__ = (
+        *("_after", "_before", "_missing", "_parts", "_path", "_said", "_session", "_start"),
+        *("_taken", "_timer"),
+        *("connection", "flight", "head", "headers", "route", "wire"),
+    )
+
+    def __init__(
+        self,
+        path: PlainPath,
+        connection: Connection,
+        session: Session,
+        headers: dict[str, str],
+        route: Route,
+        wire: WireFormat,
+        raw: tuple[bytes, bytes],
+    ) -> None:
+        """`raw` is the head's bytes before and behind the length of the body."""
+        self._path = path
+        self._before, self._after = raw
+        self.connection = connection
+        self.head = connection.head
+        self._session = ref(session)  # which may end before its connection
+        self.headers = headers
+        self.route = route
+        self.wire = wire
+        self.flight: Flight | None = None
+        """The call that its client waits for."""
+        self._parts: list[bytes] = []
+        """A request that has not arrived whole."""
+        self._missing = 0
+        self._start = 0
+        self._taken: Taken | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._said: tuple[object, Asked] | None = None
+        """What all requests with this `extra` say besides their messages; `None` = not known."""
+
+    def said(self, session: Session, request: ModelRequest) -> Asked:
+        """Read what a request says besides its messages."""
+        if self._said is not None and self._said[0] is request.extra:
+            return self._said[1]
+        harness, rules = session.record.metadata.get("harness"), session.kind_rules
+        said = asked(self.headers, request, harness, rules)
+        if decided_by_head(self.headers, harness, rules):
+            self._said = request.extra, said
+        return said
+
+    def received(self, data: bytes) -> bool:
+        """Take what arrived; `False` = it is the general path's."""
+        if self.flight is not None:  # a client that does not wait for its reply
+            self.flight.hand_over()
+            return False
+        if self._parts:
+            self._parts.append(data)
+            self._missing -= len(data)
+            if self._missing <= 0:
+                self._gathered()
+            return True
+        if not data.startswith(self._before) or not self.connection.is_idle:
+            return False
+        at = len(self._before)
+        end = data.find(b"\r\n", at, at + 20)
+        if not data[at:end].isdigit() or not data.startswith(self._after, end):
+            return False
+        return self._begun(data, end + len(self._after), int(data[at:end]))
+
+    def _begun(self, data: bytes, start: int, size: int) -> bool:
+        """Take the beginning of a request whose body has this `size`, or all of it."""
+        missing = size + start - len(data)
+        if missing < 0 or size > self._path.admission.max_body_bytes:
+            return False
+        if (session := self._session()) is None:
+            return False
+        if (taken := self._path.taken(session, size)) is None:
+            return False
+        if not missing:
+            return self._take(data, start, taken)
+        self._parts, self._missing, self._start, self._taken = [data], missing, start, taken
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(GATHER_S, self._give_up)
+        return True
+
+    def _take(self, data: bytes, start: int, taken: Taken) -> bool:
+        if self._path.take(self, data, start, taken):
+            return True
+        taken.__exit__()
+        return False
+
+    def _whole(self) -> tuple[bytes, Taken]:
+        """Hand out what has arrived; it is the caller's now."""
+        assert self._taken is not None, "nothing has arrived"
+        assert self._timer is not None, "nothing has arrived"
+        data, taken = b"".join(self._parts), self._taken
+        self._timer.cancel()
+        self._parts, self._missing, self._taken, self._timer = [], 0, None, None
+        return data, taken
+
+    def _gathered(self) -> None:
+        surplus = self._missing < 0
+        data, taken = self._whole()
+        if surplus or not self._take(data, self._start, taken):
+            if surplus:
+                taken.__exit__()
+            self.connection.pass_on(data)
+
+    def _give_up(self) -> None:
+        data, taken = self._whole()
+        taken.__exit__()
+        self.connection.pass_on(data)
+
+    def lost(self) -> None:
+        """The client has gone."""
+        if self._parts:
+            _, taken = self._whole()
+            taken.__exit__()
+            taken.session.requests += 1
+        if self.flight is not None:
+            self.flight.client_gone()
+
+
+class PlainPath:
+    """The plain path of one gateway."""
+
+    def __init__(
+        self,
+        *,
+        exchanges: Exchanges,
+        admission: Admission,
+        store: Store,
+        deliveries: Deliveries,
+        metrics: Metrics,
+    ) -> None:
+        self.exchanges = exchanges
+        self.store = store
+        self.deliveries = deliveries
+        self.metrics = metrics
+        self.admission = admission
+        self.is_open = True
+        """Whether requests may take it; tests compare both."""
+        self.served = 0
+        """Calls that it answered."""
+
+    def offer(
+        self, http: web.BaseRequest, session: Session, headers: dict[str, str], route: Route,
+        wire: WireFormat,
+    ) -> None:  # fmt: skip
+        """Have further requests with this one's head take the plain path; it was answered."""
+        connection = http.protocol
+        assert isinstance(connection, Connection)
+        line, raw = connection.line, connection.raw_head
+        if raw is None or (isinstance(line, Line) and line.head is connection.head):
+            return
+        connection.line = None
+        if wire.dialect not in DIALECTS or route.kind is not RouteKind.GENERATE:
+            return
+        if not http.keep_alive or http.version != HttpVersion11:
+            return
+        lengths = list(_LENGTH.finditer(raw))
+        if len(lengths) != 1 or not headers.keys().isdisjoint(_ODD):
+            return
+        parts = raw[: lengths[0].start(1)], raw[lengths[0].end(1) :]
+        connection.line = Line(self, connection, session, headers, route, wire, parts)
+
+    def taken(self, session: Session, size: int) -> Taken | None:
+        """A request's part of its session's share; `None` = it is to be refused."""
+        taken = Taken(self.admission, session)
+        try:
+            taken.__enter__()
+        except BridleError:
+            return None
+        try:
+            taken.grow(size)
+        except BridleError:
+            taken.__exit__()
+            return None
+        return taken
+
+    def take(self, line: Line, data: bytes, start: int, taken: Taken) -> bool:
+        """Begin the call of a whole request, its body behind `start`; `False` = nothing is done."""
+        try:
+            linear = self._linear(line, taken.session, data[start:])
+        except BridleError:  # the general path says so
+            return False
+        except Exception as error:  # noqa: BLE001 - the top of a served request
+            log.error("plain_path_failed", trace=trace_of(error))  # noqa: TRY400 - no variables
+            return False
+        if linear is None:
+            return False
+        taken.session.requests += 1
+        call = self.exchanges.begun(taken.session, linear.question, linear.said)
+        call.reserved = linear.reserved
+        flight = line.flight = call.flight = Flight(self, line, data, taken, call, linear)
+        try:
+            flight.begin()
+        except Exception as error:  # noqa: BLE001 - the top of a served request
+            flight.hand_over(_failing(error))
+        return True
+
+    def _linear(self, line: Line, session: Session, body: bytes) -> Linear | None:
+        """Read a request; `None` = it is not linear. `BridleError` where it is to be refused."""
+        exchanges = self.exchanges
+        is_long = len(body) > LONG_BYTES and session.messages.news(body) > LONG_BYTES
+        if is_long or not self.is_open or session.sealed or session.replay is not None:
+            return None
+        request = line.wire.parse(line.route, body, session.messages)
+        said = line.said(session, request)
+        served = exchanges.models.find(request.model, said.kind)
+        if not isinstance(served.engine, EnginePool) or not _is_whole(request, said, served):
+            return None
+        question = exchanges.place(session, line.wire, request, served)
+        parent = session.calls.get(question.placement.parent or "")
+        if parent is None or not _extends(question, parent):
+            return None
+        session.check(question.canonical)
+        exchanges.refuse_if_spent(session)
+        prompted = served.prompts.extended_now(question, parent)
+        if prompted is None:
+            return None
+        budget = exchanges.budget(session, question, prompted.prompt.length)
+        reserved = session.account.take(budget, lambda: session.tokens)
+        if reserved is None:
+            return None
+        return Linear(question, said, parent, prompted, reserved, served.engine)
+
+
+def _is_whole(request: ModelRequest, said: Asked, served: Served) -> bool:
+    """Return whether a request wants a sample of its own, not constrained, as one JSON reply."""
+    return not (
+        request.stream
+        or request.logprobs
+        or request.prefill is not None
+        or request.response_schema is not None
+        or said.retry_count
+        or said.idempotency_key is not None
+        or (served.info.grammar and request.tool_choice not in {"auto", "none"})
+    )
+
+
+def _extends(question: Question, parent: Call) -> bool:
+    """Return whether a question is the only one that goes on from a delivered reply of text."""
+    placement = question.placement
+    return (
+        placement.kind is PlacementKind.CHILD
+        and placement.extend
+        and placement.tie is None
+        and not placement.repeats
+        and placement.new_from < len(question.request.messages)
+        and parent.delivery is DeliveryState.DELIVERED
+        and parent.finish is not FinishReason.ABORT
+        and parent.turns is not None
+        and parent.prompt is not None
+        and not parent.images
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Linear:
+    """A linear request, read."""
+
+    question: Question
+    said: Asked
+    parent: Call
+    """The call that it extends."""
+    prompted: Prompted
+    reserved: int
+    """Tokens of the session's budget that it may sample."""
+    pool: EnginePool
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A call on the plain path, from the request to the engine to the reply to its client."""
+
+    path: PlainPath
+    line: Line
+    data: bytes
+    """The request, its head included."""
+    taken: Taken
+    call: Call
+    linear: Linear
+    effective: Sampling = field(init=False)
+    request: GenerateRequest = field(init=False)
+
+    def begin(self) -> None:
+        """Give the call to the engine."""
+        exchanges, session, call = self.path.exchanges, self.taken.session, self.call
+        question, prompted = self.linear.question, self.linear.prompted
+        exchanges.link(session, call, question, self.linear.parent)
+        self.effective = exchanges.sampling(session, question, call.reserved)
+        exchanges.know(session, call, prompted)
+        call.enter(Stage.SAMPLING)
+        self.request = engine_request(call, question, prompted, self.effective)
+        waiting = self.linear.pool.begin(self.request)
+        if waiting is None:
+            self.hand_over()
+        else:
+            waiting.add_done_callback(self.arrived)
+
+    def arrived(self, _: asyncio.Future[Any]) -> None:
+        """The engine's reply is there, or failed: commit, then answer."""
+        call, session, exchanges = self.call, self.taken.session, self.path.exchanges
+        if call.flight is not self:
+            return  # a task goes on with it
+        try:
+            chunk = self.linear.pool.arrived(self.request)
+        except EngineError:  # the task is told the same
+            chunk = None
+        if chunk is None or not self._is_plain(chunk):
+            self.hand_over()
+            return
+        self.linear.pool.end(self.request, chunk)
+        try:
+            exchanges.heard(call)
+            finished = exchanges.finished(
+                session, call, self.linear.prompted, self.effective, self._sample(chunk)
+            )
+            exchange, bodies = exchanges.indexed(session, finished)
+        except Exception as error:  # noqa: BLE001 - the top of a served request
+            self.hand_over(_failing(error))
+            return
+        try:
+            written = self.path.store.commit_now(exchange, bodies)
+        except StoreError as error:
+            self.hand_over(exchanges.written(session, finished, bodies, _failing(error)))
+            return
+        if written is not None:
+            self.hand_over(exchanges.written(session, finished, bodies, written))
+            return
+        exchanges.committed(session, finished, bodies)
+        call.flight = None
+        exchanges.succeeded(session, call)
+        if self.line.flight is self:
+            self._reply()
+
+    def _is_plain(self, chunk: GenerateChunk) -> bool:
+        """Return whether a reply is a sample as it is, of one version, under our prompt."""
+        told = chunk.prompt_ids_json
+        return (
+            chunk.finish_reason is not FinishReason.ABORT
+            and not chunk.extra
+            and len(chunk.versions) == 1
+            and chunk.output_ids.size == chunk.logprobs.size > 0
+            and (told is None or told == self.request.prompt.json())
+        )
+
+    def _sample(self, chunk: GenerateChunk) -> Sample:
+        assert chunk.finish_reason is not None
+        versions: tuple[VersionSpan, ...] = chunk.versions
+        return Sample(
+            chunk.output_ids, chunk.logprobs, chunk.finish_reason, versions, chunk, None, None, 0
+        )
+
+    def _reply(self) -> None:
+        """Write the committed reply, if the connection takes it at once."""
+        path, session, call = self.path, self.taken.session, self.call
+        connection, body = self.line.connection, call.answered().body
+        if not takes_at_once(connection.transport, len(body)):
+            self.to_relay()
+            return
+        self.line.flight = None
+        connection.write_reply(whole_reply(body))
+        path.deliveries.received(session, call)
+        path.metrics.request(self.line.wire.dialect, RouteKind.GENERATE, 200)
+        self.taken.__exit__()
+        path.served += 1
+
+    # ---- what is not plain
+
+    def hand_over(self, work: Coroutine[None, None, None] | None = None) -> None:
+        """Have a task go on with the call, and the general path answer its client.
+
+        `work` is what is left to do; `None` = to wait for the engine, and all that follows.
+        """
+        self._start_task(work)
+        if self.line.flight is self:
+            self.to_relay()
+
+    def _start_task(self, work: Coroutine[None, None, None] | None) -> None:
+        exchanges, session, call = self.path.exchanges, self.taken.session, self.call
+        call.flight = None
+        work = work or exchanges.resumed(session, call, self.linear.prompted, self.effective)
+        exchanges.start(session, call, work)
+        assert call.task is not None
+        call.task.add_done_callback(lambda _: self.linear.pool.drop(call.exchange_id))
+
+    def to_relay(self) -> None:
+        """Have the general path answer the client, as if it had read the request."""
+        connection, self.line.flight = self.line.connection, None
+        connection.handed = Handed(
+            self.taken.session,
+            self.call,
+            self.linear.question.request,
+            self.taken,
+            self.path.deliveries,
+        )
+        connection.pass_on(self.data)
+
+    def client_gone(self) -> None:
+        """The client has gone: the call goes on without it, for a retry to claim."""
+        self.line.flight = None
+        if self.call.flight is self:
+            self._start_task(None)
+        self.taken.__exit__()
+        self.path.deliveries.left(self.taken.session, self.call, partly=False)
+
+
+async def _failing(error: Exception) -> None:
+    raise error

@@ -1,0 +1,537 @@
+"""The plain path: what it serves is stored, counted and answered as by the general path."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import json
+import random
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+import pytest
+from tests.gateway.house import (
+    SHELL_TOOL,
+    TOKEN,
+    Caller,
+    House,
+    scripted,
+    tool_result,
+    user,
+)
+
+from bridle.capture.sqlite import SqliteStore
+from bridle.capture.store import MemoryStore
+from bridle.config import Limits, SamplingPolicy
+from bridle.engines.base import GenerateChunk
+from bridle.engines.vllm import VllmEngine
+from bridle.errors import EngineError
+from bridle.gateway import plain as plain_file
+from bridle.gateway.app import Gateway
+from bridle.gateway.settings import GatewaySettings
+from bridle.prompting.renderer import load_renderer
+from bridle.scripted.server import EngineServer
+from bridle.types import DeliveryState
+
+CALL = {"name": "bash", "arguments": {"command": "ls"}}
+ERRAND = "cat notes about the second part"
+OTHER = {"name": "bash", "arguments": {"command": ERRAND}}
+TURNS: tuple[dict[str, Any], ...] = (
+    {"content": "I will look."},
+    {"reasoning": "First the files.", "content": "", "tool_calls": [CALL]},
+    {"reasoning": "Both are needed.", "content": "I look twice.", "tool_calls": [CALL, OTHER]},
+    {"content": "Not whole", "finish": "length"},
+    {"reasoning": "Only a thought.", "content": "It is done."},
+    {"raw": '<tool_call>\n{"name": "bash", "arguments": {"command": \n</tool_call>'},
+    {"content": "  spaced \n"},
+    {"reasoning": "Only a thought", "content": ""},
+)
+"""Replies by the number of assistant messages before them."""
+
+
+@asynccontextmanager
+async def played(
+    *turns: dict[str, Any],
+    store: Any = None,
+    plain: bool = True,
+    server: Any = None,
+    **settings: Any,
+) -> AsyncIterator[House]:
+    """A gateway before an engine server; ids of calls are counted."""
+    numbers = itertools.count()
+    async with EngineServer(server or scripted(*turns)) as engine:
+        gateway = Gateway(
+            engine=VllmEngine(engine.url),
+            renderer=load_renderer("builtin", new_call_id=lambda: f"call_{next(numbers):030}"),
+            store=store or MemoryStore(),
+            settings=GatewaySettings(control_token=TOKEN, **settings),
+        )
+        async with gateway, aiohttp.ClientSession() as client:
+            gateway.plain.is_open = plain
+            yield House(gateway, gateway._store, client)
+
+
+class Harness:
+    """One conversation of a harness, which may do odd things with it."""
+
+    def __init__(self, caller: Caller, system: str, choose: random.Random) -> None:
+        self.caller = caller
+        self.choose = choose
+        self.head: dict[str, Any] = {"model": "m", "tools": [SHELL_TOOL]}
+        self.messages: list[Any] = [{"role": "system", "content": system}, user("Begin.")]
+        self.told: list[Any] = []
+
+    async def send(self, messages: list[Any] | None = None, **more: Any) -> Any:
+        body = {**self.head, "messages": messages or self.messages, **more}
+        status, reply = await self.caller.post(body)
+        self.told.append((status, reply))
+        return reply["choices"][0]["message"] if status == 200 else None
+
+    def take(self, said: Any) -> None:
+        """Add a reply, and what the harness says to it."""
+        said = {
+            name: value for name, value in said.items() if value is not None or name == "content"
+        }
+        odd = self.choose.random()
+        if odd < 0.15:
+            said.pop("reasoning_content", None)
+        elif odd < 0.25:
+            said["annotations"] = []
+        elif odd < 0.3 and isinstance(said["content"], str):
+            said["content"] = said["content"].strip()
+        self.messages.append(said)
+        calls = list(said.get("tool_calls", ()))
+        if self.choose.random() < 0.2:
+            calls.reverse()
+        for call in calls:
+            self.messages.append(tool_result(call, f"result {self.choose.randrange(1000)}"))
+        if not calls or self.choose.random() < 0.2:
+            self.messages.append(user(f"Next {self.choose.randrange(1000)}."))
+
+    async def step(self) -> None:
+        """Go on as harnesses mostly do, or do something else."""
+        odd = ("again", "fork", "rewrite", "edit", "change_head", "delegate", "unknown", "orphan")
+        if self.choose.random() < 0.4:
+            await getattr(self, self.choose.choice(odd))()
+        if (said := await self.send()) is not None:
+            self.take(said)
+
+    async def again(self) -> None:
+        await self.send()
+
+    async def fork(self) -> None:
+        at = self.choose.randrange(2, len(self.messages) + 1)
+        while at < len(self.messages) and self.messages[at]["role"] == "tool":
+            at += 1
+        await self.send([*self.messages[:at], user("Another way.")])
+
+    async def rewrite(self) -> None:
+        replies = [message for message in self.messages if message["role"] == "assistant"]
+        for message in replies[-1:]:
+            message["content"] = (message["content"] or "") + "."
+
+    async def edit(self) -> None:
+        self.messages[1] = user(f"Begin, {self.choose.randrange(100)}.")
+
+    async def change_head(self) -> None:
+        self.head["max_tokens"] = self.choose.randrange(100, 400)
+
+    async def delegate(self) -> None:
+        """Have a sub-agent do what a call of ours tells it."""
+        sub = Harness(self.caller, "You are a sub-agent.", self.choose)
+        sub.messages[1] = user(ERRAND)
+        for _ in range(self.choose.randrange(1, 4)):
+            if (said := await sub.send()) is not None:
+                sub.take(said)
+        self.told += sub.told
+
+    async def unknown(self) -> None:
+        self.messages[-1] = {**self.messages[-1], "mood": "good"}
+
+    async def orphan(self) -> None:
+        await self.send([*self.messages, tool_result({"id": "call_x"}, "lost")])
+
+
+RANDOM = ("id", "created")
+
+
+def replies_of(told: list[Any]) -> list[Any]:
+    """Replies to a harness, without random ids and times."""
+    return [
+        (status, {name: value for name, value in reply.items() if name not in RANDOM})
+        for status, reply in told
+    ]
+
+
+def rows_of(home: House, session_id: str) -> list[dict[str, Any]]:
+    """Records of a session, exchange ids by their order, without times."""
+    exchanges = home.store.exchanges(session_id)
+    names = {one.exchange_id: f"e{index}" for index, one in enumerate(exchanges)}
+    deliveries = home.store.deliveries(session_id)
+    rows = []
+    for one in exchanges:
+        row: dict[str, Any] = {}
+        for name in one.__dataclass_fields__:
+            if name in {"session_id", "started_at", "first_token_s", "duration_s"}:
+                continue
+            value = getattr(one, name)
+            row[name] = value.tolist() if isinstance(value, np.ndarray) else repr(value)
+        reply = orjson.loads(one.reply)
+        row["reply"] = {name: value for name, value in reply.items() if name not in RANDOM}
+        delivery = deliveries.get(one.exchange_id)
+        if delivery is not None:
+            row["delivery"] = [delivery.state, delivery.detail, len(delivery.joined_by)]
+        text = json.dumps(row, default=str)
+        for exchange_id, number in names.items():
+            text = text.replace(exchange_id, number)
+        rows.append(json.loads(text))
+    bodies = home.store.bodies(session_id)
+    rows.append({digest.hex(): body.decode() for digest, body in sorted(bodies.items())})
+    return rows
+
+
+def numbers_of(home: House) -> dict[str, float]:
+    """The gateway's metrics that do not tell times or addresses."""
+    told = [line for line in home.gateway.metrics().splitlines() if not line.startswith("#")]
+    found = {}
+    for line in told:
+        name, _, value = line.rpartition(" ")
+        if "seconds" not in name and "free_bytes" not in name:
+            found[name.partition(",replica=")[0]] = float(value)
+    return found
+
+
+async def play(seed: int, *, plain: bool, **settings: Any) -> tuple[Any, int]:
+    """Play a seed's traffic; all that can be seen of it, and the calls of the plain path."""
+    choose = random.Random(seed)
+    async with played(*choose.sample(list(TURNS), 5), plain=plain, **settings) as home:
+        limits = Limits(max_turns=choose.choice([None, 12]), max_tokens=choose.choice([None, 400]))
+        policy = SamplingPolicy(
+            reasoning=choose.choice(["show", "show", "hide"]),
+            on_rewrite=choose.choice(["extend", "fork"]),
+        )
+        caller = await home.session("s", limits=limits, sampling=policy)
+        harness = Harness(caller, "You are an agent.", choose)
+        for _ in range(12):
+            await harness.step()
+        facts = caller.facts
+        return (
+            replies_of(harness.told),
+            rows_of(home, "s"),
+            numbers_of(home),
+            (facts.calls, facts.turns, facts.delivered, facts.tokens, facts.limit),
+            (facts.failed_last, facts.last_error, facts.last_error_code),
+        ), home.gateway.plain.served
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_both_paths_store_count_and_answer_alike(seed):
+    general, none = await play(seed, plain=False)
+    plain, served = await play(seed, plain=True)
+    for one, other in zip(plain, general, strict=True):
+        assert one == other
+    assert none == 0
+    assert served > 1, "the plain path was not taken"
+
+
+# ---- what is not plain
+
+
+class Watched:
+    """A scripted engine whose calls wait for a sign once it is told to hold, and are counted."""
+
+    def __init__(self, *turns: dict[str, Any]):
+        self._inner = scripted(*turns)
+        self.held = False
+        self.errors: list[Exception] = []
+        """Raised by the next calls, in their order."""
+        self.sign = asyncio.Event()
+        self.waits = asyncio.Event()
+        self.asked = 0
+        self.cut = False
+
+    async def abort(self, request_id: str) -> None:
+        """End the call that waits."""
+        del request_id
+        self.held, self.cut = False, self.held
+        self.sign.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def generate(self, request):
+        self.asked += 1
+        if self.held:
+            self.waits.set()
+            await self.sign.wait()
+        if self.cut:
+            self.cut = False
+            yield GenerateChunk.aborted(())
+            return
+        if self.errors:
+            raise self.errors.pop(0)
+        async for chunk in self._inner.generate(request):
+            yield chunk
+
+
+@asynccontextmanager
+async def linear(*turns: dict[str, Any], **settings: Any):
+    """A gateway, its engine, a caller and the messages of its next linear request."""
+    engine = Watched(*(turns or ({"content": "a"},)))
+    async with played(server=engine, **settings) as home, asyncio.TaskGroup() as group:
+        caller = await home.session("s")
+        messages = [user("go")]
+        for _ in range(2):
+            messages += [await caller.ask(messages), user("and then")]
+        assert home.gateway.plain.served == 1, "the second turn took the plain path"
+        yield home, engine, caller, messages, group.create_task
+
+
+def asked(home: House) -> Any:
+    """The calls that are on the plain path now."""
+    session = home.gateway._registry.get("s")
+    assert session is not None
+    return [call for call in session.calls.values() if call.flight is not None]
+
+
+async def test_a_client_that_goes_leaves_its_call_to_a_retry():
+    async with linear() as (home, engine, caller, messages, start):
+        engine.held, before = True, engine.asked
+        first = start(caller.ask(messages))
+        await engine.waits.wait()
+        assert len(asked(home)) == 1
+        first.cancel()
+        await caller.unclaimed()
+        assert not asked(home)
+        second = start(caller.ask(messages))
+        await caller.until(lambda: [call for call in caller.calls if call.clients])
+        engine.sign.set()
+        assert (await second)["content"] == "a"
+        assert engine.asked == before + 1, "the retry joined"
+        assert caller.delivery(2) is DeliveryState.DELIVERED
+        assert len(caller.exchanges) == 3
+
+
+@pytest.mark.parametrize("grace_s", [0, 10])
+async def test_a_call_that_nobody_claims_is_cancelled(grace_s):
+    async with linear(retry_grace_s=grace_s) as (home, engine, caller, messages, start):
+        engine.held = True
+        first = start(caller.ask(messages))
+        await engine.waits.wait()
+        first.cancel()
+        if grace_s:
+            await caller.unclaimed()
+            caller.end_grace()
+        await caller.until(lambda: len(caller.calls) == 2)
+        pool = home.gateway._engine
+        await caller.until(lambda: not pool._calls and not pool.replicas()[0]["calls_in_flight"])
+        assert len(caller.exchanges) == 2
+        engine.held = False
+        engine.sign.set()
+        assert (await caller.ask(messages))["content"] == "a"
+
+
+async def test_a_session_that_ends_ends_its_call():
+    async with linear() as (home, engine, caller, messages, start):
+        engine.held = True
+        call = start(caller.post({"model": "m", "messages": messages}))
+        await engine.waits.wait()
+        assert len(asked(home)) == 1
+        await home.gateway.seal("s")
+        status, reply = await call
+        assert status == 401
+        assert "ended" in reply["error"]["message"]
+        assert len(caller.exchanges) == 2
+        assert not home.gateway._engine._calls
+
+
+async def test_a_gateway_that_closes_tells_the_client():
+    async with linear() as (home, engine, caller, messages, start):
+        engine.held = True
+        call = start(caller.post({"model": "m", "messages": messages}))
+        await engine.waits.wait()
+        await home.gateway.__aexit__(None, None, None)
+        assert (await call)[0] == 503
+
+
+async def test_a_weight_update_in_the_middle_is_one_reply():
+    async with linear() as (home, engine, caller, messages, start):
+        engine.held = True
+        call = start(caller.ask(messages))
+        await engine.waits.wait()
+        pool = home.gateway._engine
+        await pool.hold("abort")
+        await caller.until(lambda: not asked(home))
+        await pool.release()
+        assert (await call)["content"] == "a"
+        assert caller.exchanges[2].extra["resumed"] == 1
+        assert home.gateway.plain.served == 1
+        assert len(caller.exchanges) == 3
+
+
+async def test_a_paused_policy_and_a_full_budget_are_told_as_always():
+    async with linear() as (home, engine, caller, messages, _):
+        before = engine.asked
+        await home.control("POST", "/policy", {"paused": True})
+        status, _ = await caller.post({"model": "m", "messages": messages})
+        assert (status, engine.asked) == (503, before)
+
+
+@pytest.mark.parametrize("error", [EngineError("busy", status=503, retryable=True)])
+async def test_a_call_that_the_engine_refuses_is_tried_again(error):
+    async with linear() as (home, engine, caller, messages, _):
+        engine.errors.append(error)
+        before = engine.asked
+        assert (await caller.ask(messages))["content"] == "a"
+        assert engine.asked == before + 2
+        assert home.gateway.plain.served == 1
+        assert len(caller.exchanges) == 3
+
+
+async def test_a_store_that_is_busy_is_waited_for(tmp_path):
+    async with await SqliteStore.open(tmp_path / "capture.sqlite", fsync="group") as store:
+        engine = Watched({"content": "a"})
+        async with played(server=engine, store=store) as home:
+            caller = await home.session("s")
+            messages: list[Any] = [user("go")]
+            before = engine.asked
+            for _ in range(4):
+                messages += [await caller.ask(messages), user("and then")]
+            assert home.gateway.plain.served == 0, "the general path waited for the disk"
+            assert engine.asked == before + 4
+            assert [caller.delivery(n) for n in range(4)] == [DeliveryState.DELIVERED] * 4
+            parents = [one.parent_id for one in caller.exchanges]
+            assert parents[1:] == [one.exchange_id for one in caller.exchanges[:-1]]
+
+
+# ---- the wire
+
+
+@asynccontextmanager
+async def raw(home: House, caller: Caller) -> AsyncIterator[Any]:
+    """Send a request over a connection of its own, in these pieces; read a reply."""
+    host, port = home.gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+
+    def request(messages: Any) -> bytes:
+        body = orjson.dumps({"model": "m", "messages": messages})
+        lines = [
+            "POST /v1/chat/completions HTTP/1.1",
+            "Host: gateway",
+            f"Authorization: {caller.headers['Authorization']}",
+            f"Content-Length: {len(body)}",
+        ]
+        return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+    async def send(messages: Any, *, pieces: int = 1) -> None:
+        data = request(messages)
+        body = data.index(b"\r\n\r\n") + 4
+        size = -(-(len(data) - body) // pieces)
+        for at in range(0, len(data) - body, size):
+            writer.write(data[body + at if at else 0 : body + at + size])
+            await writer.drain()
+            await asyncio.sleep(0.02 if pieces > 1 else 0)
+
+    async def receive() -> Any:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        status, body = int(head.split()[1]), orjson.loads(await reader.readexactly(length))
+        assert status == 200, body
+        return body["choices"][0]["message"]
+
+    try:
+        yield send, receive, writer
+    finally:
+        writer.close()
+
+
+async def test_a_body_may_come_in_pieces():
+    async with played({"content": "a"}) as home:
+        caller = await home.session("s")
+        async with raw(home, caller) as (send, receive, _):
+            messages: list[Any] = [user("go")]
+            for _ in range(3):
+                await send(messages, pieces=4)
+                messages += [await receive(), user("and then")]
+            assert home.gateway.plain.served == 2
+
+
+async def test_requests_may_come_before_the_reply():
+    async with linear() as (home, engine, caller, messages, _):
+        async with raw(home, caller) as (send, receive, _):
+            await send(messages)
+            messages += [await receive(), user("once more")]
+            engine.held = True
+            await send(messages)
+            await engine.waits.wait()
+            await send([user("something else")])
+            engine.sign.set()
+            assert [(await receive())["content"] for _ in range(2)] == ["a", "a"]
+        assert len(caller.exchanges) == 5
+        assert [caller.delivery(at) for at in range(5)] == [DeliveryState.DELIVERED] * 5
+
+
+async def test_a_body_that_stays_away_is_the_general_path_s(monkeypatch):
+    monkeypatch.setattr(plain_file, "GATHER_S", 0.05)
+    async with linear() as (home, _, caller, messages, _):
+        async with raw(home, caller) as (send, receive, _):
+            await send(messages)
+            messages += [await receive(), user("once more")]
+            before = home.gateway.plain.served
+            await send(messages, pieces=6)
+            assert (await receive())["content"] == "a"
+            assert home.gateway.plain.served == before
+        await caller.until(lambda: caller.delivery(3) is DeliveryState.DELIVERED)
+
+
+async def test_a_client_that_goes_in_the_middle_of_a_body_asked_nothing():
+    async with linear() as (home, engine, caller, messages, start):
+        async with raw(home, caller) as (send, receive, writer):
+            await send(messages)
+            messages += [await receive(), user("once more")]
+            calls, before = caller.facts.calls, engine.asked
+            task = start(send(messages, pieces=3))
+            await asyncio.sleep(0.03)
+            task.cancel()
+            writer.transport.abort()
+        await caller.until(lambda: caller.facts.calls == calls + 1)
+        session = home.gateway._registry.get("s")
+        assert session is not None
+        assert engine.asked == before
+        assert (session.in_hand.requests, session.in_hand.size) == (0, 0)
+
+
+async def test_many_sessions_at_a_time_are_served_alike():
+    async with played({"content": "a"}, {"content": "b"}, {"content": "c"}) as home:
+        callers = [await home.session(f"s{number}") for number in range(12)]
+
+        async def run(caller: Caller) -> list[str]:
+            messages: list[Any] = [user(f"go {caller.session_id}")]
+            for turn in range(3):
+                messages += [await caller.ask(messages), user(f"and {turn}")]
+            return [one["content"] for one in messages if one["role"] == "assistant"]
+
+        async with asyncio.TaskGroup() as group:
+            runs = [group.create_task(run(caller)) for caller in callers]
+        assert [task.result() for task in runs] == [["a", "b", "c"]] * 12
+        for caller in callers:
+            parents = [one.parent_id for one in caller.exchanges]
+            assert parents == [None, *[one.exchange_id for one in caller.exchanges[:-1]]]
+        assert home.gateway.plain.served > 12
+
+
+async def test_a_connection_keeps_no_session_that_has_ended():
+    async with linear() as (home, _, caller, messages, _):
+        gone = weakref.ref(home.gateway._registry.get("s"))
+        await home.gateway.seal("s")
+        assert home.gateway.forget("s")
+        gc.collect()
+        assert gone() is None
+        status, _ = await caller.post({"model": "m", "messages": messages})
+        assert status == 401
