@@ -31,7 +31,7 @@ def test_answers_and_facts_come_back_with_what_was_not_sent_as_none(tmp_path):
         assert np.array_equal(getattr(first, name), getattr(whole, name))
     assert second.logprobs.tolist() == [-np.inf]
     assert (second.ids, second.entropies, second.padding) == (None, None, None)
-    assert (first.positions.dtype, first.logprobs.dtype) == (np.int32, np.float32)
+    assert [str(first.positions.dtype), str(first.logprobs.dtype)] == ["int32", "float32"]
 
 
 def test_a_file_of_another_writer_needs_three_columns_and_no_facts(tmp_path):

@@ -14,7 +14,18 @@ from bridle.errors import install_extra
 
 VERBS = {
     *("demo", "run", "show", "rebuild", "export", "doctor", "gateway", "engine", "init", "train"),
-    *("serve", "submit", "status", "watch", "cancel", "generate", "dashboard", "score", "fork"),
+    *(
+        "serve",
+        "submit",
+        "status",
+        "watch",
+        "cancel",
+        "certify",
+        "generate",
+        "dashboard",
+        "score",
+        "fork",
+    ),
     "teach",
 }
 

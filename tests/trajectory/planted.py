@@ -69,7 +69,7 @@ class Session:
 
     @property
     def starts(self) -> list[int]:
-        """Where the prompt of each turn begins that its parent did not have."""
+        """Positions at which each turn's own part of its prompt begins."""
         return [0, *self.ends[:-1]]
 
 

@@ -172,6 +172,7 @@ def test_a_trace_says_what_it_is():
         "policy_versions": [7, 9],
         "temperatures": [1.0, 1.0],
         "seeds": [None, None],
+        "cached_tokens": [0, 0],
         "sampling": {
             "temperature": [1.0],
             "top_p": [1.0],

@@ -463,5 +463,6 @@ def _growth(scored: Scored, left: Flags) -> list[Suspect]:
 def _ranks(values: npt.NDArray[Any]) -> Numbers:
     """Ranks of the values, with mean 0 and variance 1; equal values share theirs."""
     _, place = np.unique(values, return_inverse=True)
-    ranks = place.astype(np.float64)
-    return (ranks - ranks.mean()) / max(float(ranks.std()), 1e-12)
+    ranks: Numbers = place - place.mean()
+    ranks /= max(float(ranks.std()), 1e-12)
+    return ranks
