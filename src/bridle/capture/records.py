@@ -140,6 +140,7 @@ class Exchange:
                 f"exchange {self.exchange_id}: kept {self.kept} + new {len(self.suffix_ids)} ids "
                 f"is not the prompt's length {self.prompt_length}"
             )
+            raise ValueError(message)
 
 
 @dataclass(frozen=True, slots=True)
