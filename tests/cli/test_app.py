@@ -120,6 +120,7 @@ DEAD = "http://127.0.0.1:9"
 
 FAULTS = {
     "cancel": (("a", "--server", DEAD), 3),
+    "certify": (("gone", "--model", "gone"), 2),
     "dashboard": (("gone",), 2),
     "demo": (("--tasks", "0"), 2),
     "doctor": (("gone",), 2),

@@ -283,3 +283,15 @@ def test_a_system_string_is_never_noise():
     messages, removed = read_system(text, "system", ("claude_billing_header",))
     assert messages == (Message(Role.SYSTEM, (TextPart(text),)),)
     assert removed == {}
+
+
+def test_results_of_a_search_are_text_and_files_of_the_provider_are_refused():
+    found = {"type": "search_result", "title": "T", "source": "s", "content": ["words"]}
+    told = read(messages=[{"role": "user", "content": [found]}]).messages[0]
+    assert told.text == "T\ns\nwords"
+    for block, why in (
+        ({"type": "container_upload", "file_id": "f"}, "files are not kept here"),
+        ({"type": "compaction", "encrypted_content": "x"}, "content is encrypted"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            read(messages=[{"role": "user", "content": [block]}])

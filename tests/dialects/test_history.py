@@ -236,3 +236,15 @@ def test_joining_items_does_not_depend_on_earlier_requests(conversations):
             items = [ITEMS[place] for place in places[:count]]
             body = json.dumps({"model": "m", "input": items}).encode()
             assert parsed(wire, body, memo) == parsed(wire, body, {})
+
+
+def test_only_bytes_behind_the_longest_known_beginning_are_news():
+    memo, other = RequestHistory(), RequestHistory()
+    first = chat(LONG)
+    assert memo.news(first) == len(first)
+    parsed(CHAT, first, memo)
+
+    assert memo.news(chat(LONG, "more")) < 100
+    assert other.news(first) == len(first)
+    other.adopt(memo)
+    assert other.news(first) == memo.news(first) < 100

@@ -259,3 +259,25 @@ def test_answers_by_schema(form, schema):
 )
 def test_thinking_is_switched_in_any_form(head, thinking):
     assert read_thinking(head) is thinking
+
+
+def test_logit_bias_is_read_by_token_ids_and_other_keys_are_refused():
+    assert read(logit_bias={"5": 1.5, "9": -100}).sampling.logit_bias == {"5": 1.5, "9": -100.0}
+    assert read(logit_bias={}).sampling.logit_bias is None
+    for wrong in ({"five": 1}, {"5": 101}):
+        with pytest.raises(RequestError) as refused:
+            read(logit_bias=wrong)
+        assert "logit_bias" in str(refused.value)
+
+
+def test_a_speakers_name_stands_before_the_words_of_a_user():
+    assert message(role="user", name="ann", content="go").content == (
+        TextPart("ann: "),
+        TextPart("go"),
+    )
+
+
+def test_audio_that_the_provider_keeps_is_refused_by_its_field():
+    with pytest.raises(RequestError) as refused:
+        message(role="assistant", audio={"id": "a1"})
+    assert refused.value.param == "messages[0].audio"

@@ -380,3 +380,14 @@ def test_which_items_join_one_assistant_turn():
     assert join_turn(text, thought) is None
     assert join_turn(Message(Role.USER), text) is None
     assert join_turn(text, Message(Role.USER)) is None
+
+
+def test_references_to_kept_items_are_replaced_and_unknown_ones_stay():
+    kept = b'{"role":"user","content":"kept"}'
+    items = [{"type": "item_reference", "id": name} for name in ("a", "b")]
+    body = json.dumps({"model": "m", "input": items}).encode()
+
+    resolved = json.loads(WIRE.resolved(body, lambda name: kept if name == "a" else None))
+
+    assert resolved["input"] == [json.loads(kept), items[1]]
+    assert WIRE.resolved(b'{"input":"x"}', lambda _: None) == b'{"input":"x"}'

@@ -175,7 +175,9 @@ async def test_a_prompt_that_must_not_be_cut_comes_whole():
 async def test_no_more_calls_run_at_once_than_allowed():
     decoder = CountingDecoder()
     async with Running(decoder, max_batch=2) as running:
+        go = running.hold()
         calls = [running.submit(f"c{i}", first=i * 5) for i in range(5)]
+        go.set()
         for call in calls:
             await reply_of(call)
     assert max(len(step) for step in decoder.work) == 2

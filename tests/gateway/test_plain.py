@@ -8,8 +8,9 @@ import itertools
 import json
 import random
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -29,7 +30,7 @@ from tests.gateway.house import (
 from bridle.capture.sqlite import SqliteStore
 from bridle.capture.store import MemoryStore
 from bridle.config import Limits, SamplingPolicy
-from bridle.engines.base import GenerateChunk
+from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
 from bridle.gateway import plain as plain_file
@@ -61,13 +62,14 @@ async def played(
     store: Any = None,
     plain: bool = True,
     server: Any = None,
+    adapter: type[VllmEngine] = VllmEngine,
     **settings: Any,
 ) -> AsyncIterator[House]:
     """A gateway before an engine server; ids of calls are counted."""
     numbers = itertools.count()
     async with EngineServer(server or scripted(*turns)) as engine:
         gateway = Gateway(
-            engine=VllmEngine(engine.url),
+            engine=adapter(engine.url),
             renderer=load_renderer("builtin", new_call_id=lambda: f"call_{next(numbers):030}"),
             store=store or MemoryStore(),
             settings=GatewaySettings(control_token=TOKEN, **settings),
@@ -280,6 +282,25 @@ class Watched:
             yield chunk
 
 
+class OtherPrompt(VllmEngine):
+    """An adapter for a server that uses a prompt of its own, once it is told to."""
+
+    prompt: bytes | None = None
+
+    def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
+        """Read a reply as that server would give it."""
+        return self._changed(super().arrived(request))
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        async for chunk in super().generate(request):
+            yield self._changed(chunk)
+
+    def _changed(self, chunk: Any) -> Any:
+        if chunk is None or self.prompt is None:
+            return chunk
+        return replace(chunk, prompt_ids_json=self.prompt)
+
+
 @asynccontextmanager
 async def linear(*turns: dict[str, Any], **settings: Any):
     """A gateway, its engine, a caller and the messages of its next linear request."""
@@ -349,6 +370,36 @@ async def test_a_session_that_ends_ends_its_call():
         assert "ended" in reply["error"]["message"]
         assert len(caller.exchanges) == 2
         assert not home.gateway._engine._calls
+
+
+async def test_an_open_connection_of_a_sealed_session_gets_401_and_no_sample():
+    async with linear() as (home, engine, caller, messages, _):
+        before = engine.asked
+        await home.gateway.seal("s")
+        status, reply = await caller.post({"model": "m", "messages": messages})
+        assert status == 401
+        assert "ended" in reply["error"]["message"]
+        assert engine.asked == before
+
+
+async def test_a_call_that_the_engine_aborts_is_resumed():
+    async with linear() as (_, engine, caller, messages, _):
+        before, engine.cut = engine.asked, True
+        assert (await caller.ask(messages))["content"] == "a"
+        assert engine.asked == before + 2
+        assert len(caller.exchanges) == 3
+
+
+async def test_a_reply_under_another_prompt_is_stored_under_the_engines_ids(monkeypatch):
+    async with linear(adapter=OtherPrompt) as (home, engine, caller, messages, _):
+        before = engine.asked
+        monkeypatch.setattr(OtherPrompt, "prompt", b"[5,6,7]")
+        assert (await caller.ask(messages))["content"] == "a"
+        assert home.gateway.plain.served == 1
+        assert engine.asked == before + 1, "the sample in hand is used"
+        last = caller.exchanges[-1]
+        assert last.suffix_ids[-3:].tolist() == [5, 6, 7]
+        assert last.extra["break"]["reason"] == "engine_prompt"
 
 
 async def test_a_gateway_that_closes_tells_the_client():

@@ -48,13 +48,14 @@ async def test_connections_that_create_a_file_together_wait_for_each_other(tmp_p
     for number in range(20):
         databases = [Database(database_url(f"{tmp_path}/{number}.sqlite")) for _ in range(4)]
 
-        async def connect(database):
-            async with database, database.read():
-                pass
+        async def mode(database):
+            async with database, database.read() as connection:
+                found = await connection.exec_driver_sql("PRAGMA journal_mode")
+                return found.scalar_one()
 
         async with asyncio.TaskGroup() as group:
-            for database in databases:
-                group.create_task(connect(database))
+            modes = [group.create_task(mode(database)) for database in databases]
+        assert [one.result() for one in modes] == ["wal"] * 4
 
 
 async def test_a_transaction_that_fails_leaves_nothing(tmp_path):

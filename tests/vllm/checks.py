@@ -22,6 +22,7 @@ from bridle.engines.connection import Sent
 from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.vllm import VllmEngine
+from bridle.engines.vllm_images import ImageRenderer
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
@@ -114,6 +115,7 @@ class RecordingVllm(VllmEngine):
     def __init__(self, base_url: str, **options: Any) -> None:
         super().__init__(base_url, **options)
         self._client = Recorder(base_url, self.answers)
+        self._images = ImageRenderer(self._client)
 
     @classmethod
     def said(cls, request_id: str) -> Said:

@@ -7,6 +7,7 @@ an engine in this process) or as JSON text (for HTTP), neither of which is parse
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -298,34 +299,34 @@ PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 them where they are."""
 
 
-class Immediate:
-    """An engine that can be called outside of a task: `begin`, then `arrived` and `end`.
+class Immediate(ABC):
+    """An engine that can be called without a task: `begin`, then `arrived` and `end`.
 
-    `generate` of the same request goes on from what was begun at any moment before `end`: whatever
-    is unusual is its to see to, and nothing is sampled twice.
+    At any moment before `end`, `generate` of the same request takes over the begun call and handles
+    whatever is unusual, so nothing is sampled twice.
     """
 
+    @abstractmethod
     def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
-        """Send a call; the future is done when its whole reply is there, or it failed.
+        """Send a call; the future is done when its whole reply has arrived, or it failed.
 
         `None` = nothing was sent.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
         """Return the whole reply of a call; `None` = `generate` is to read it. May be repeated.
 
         `EngineError` for a reply that cannot be used; `generate` raises the same.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, request: GenerateRequest) -> None:
         """Forget a call whose reply was used."""
-        raise NotImplementedError
 
+    @abstractmethod
     def drop(self, request: GenerateRequest) -> None:
-        """End a call that nobody goes on with."""
-        raise NotImplementedError
+        """End a call that `generate` will not take over."""
 
 
 @runtime_checkable
