@@ -48,15 +48,14 @@ def trials():
         if case.harness == "aider":  # it makes one call
             alone, together = (*alone, *together), ()
         yield from (Trial(case, (column,)) for column in alone)
-        if case.harness == "openclaw":  # its patience is one for all faults of a run
-            yield Trial(case, together[:3])
-            together = together[3:]
-        if together:
+        if case.harness == "openclaw":  # its retries share one time window, and wait ever longer
+            yield from (Trial(case, (column,)) for column in together)
+        elif together:
             yield Trial(case, together)
     for dialect in Dialect:  # the wire formats for which it has no row
         case = Case("openclaw", str(dialect), {"api": str(dialect)})
         if wanted(case.harness) and case.row not in ROWS:
-            yield Trial(case, ("500", "429", "late_error"))
+            yield from (Trial(case, (column,)) for column in ("500", "429", "late_error"))
 
 
 async def go_through(trial, tmp_path):
