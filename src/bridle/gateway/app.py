@@ -203,11 +203,14 @@ class Gateway:
             metrics=metrics,
         )
         self._restorer = Restorer(self._store, self._exchanges.models)
+        responses = Responses(self._store)
         self.plain = PlainPath(
             exchanges=self._exchanges,
             admission=Admission(settings, self._exchanges.check_length),
             store=self._store,
             deliveries=deliveries,
+            responses=responses,
+            settings=settings,
             metrics=metrics,
         )
         self._data = DataPlane(
@@ -217,7 +220,7 @@ class Gateway:
             info=self.info,
             metrics=metrics,
             restore=self._restorer.restore,
-            responses=Responses(self._store),
+            responses=responses,
             plain=self.plain,
         )
         self.control_token = control_token(settings)

@@ -41,18 +41,17 @@ from bridle.gateway.models import Served
 from bridle.gateway.prompts import engine_request
 from bridle.gateway.recording import Prompted
 from bridle.gateway.registry import Session
-from bridle.gateway.relay import takes_at_once, whole_reply
+from bridle.gateway.relay import takes_at_once, whole_reply, whole_stream
+from bridle.gateway.responses import Responses
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.routing import asked
 from bridle.gateway.sampling import Sample
+from bridle.gateway.settings import GatewaySettings
 from bridle.harness_rules.kinds import decided_by_head
 from bridle.prompting.conversation import PlacementKind
-from bridle.types import DeliveryState, Dialect, FinishReason, ModelRequest, Sampling, VersionSpan
+from bridle.types import DeliveryState, FinishReason, ModelRequest, Sampling, VersionSpan
 
 log = structlog.get_logger()
-
-DIALECTS: Final = frozenset({Dialect.OPENAI_CHAT})
-"""Those whose requests are read by their body alone."""
 
 GATHER_S: Final = 1.0
 """How long the rest of a body may take to arrive; then the general path reads it."""
@@ -211,11 +210,15 @@ class PlainPath:
         admission: Admission,
         store: Store,
         deliveries: Deliveries,
+        responses: Responses,
+        settings: GatewaySettings,
         metrics: Metrics,
     ) -> None:
         self.exchanges = exchanges
         self.store = store
         self.deliveries = deliveries
+        self.responses = responses
+        self.settings = settings
         self.metrics = metrics
         self.admission = admission
         self.is_open = True
@@ -234,7 +237,7 @@ class PlainPath:
         if raw is None or (isinstance(line, Line) and line.head is connection.head):
             return
         connection.line = None
-        if wire.dialect not in DIALECTS or route.kind is not RouteKind.GENERATE:
+        if route.kind is not RouteKind.GENERATE:
             return
         if not http.keep_alive or http.version != HttpVersion11:
             return
@@ -281,16 +284,20 @@ class PlainPath:
 
     def _linear(self, line: Line, session: Session, body: bytes) -> Linear | None:
         """Read a request; `None` = it is not linear. `BridleError` where it is to be refused."""
-        exchanges = self.exchanges
+        exchanges, responses, wire = self.exchanges, self.responses, line.wire
+        body = responses.resolved(session, wire.dialect, body)
         is_long = len(body) > LONG_BYTES and session.messages.news(body) > LONG_BYTES
         if is_long or not self.is_open or session.sealed or session.replay is not None:
             return None
-        request = line.wire.parse(line.route, body, session.messages)
+        request = wire.parse(line.route, body, session.messages)
+        request = responses.whole(session, line.route, body, request)
+        if request.stream and self.settings.stream != "whole":
+            return None
         said = line.said(session, request)
         served = exchanges.models.find(request.model, said.kind)
         if not isinstance(served.engine, EnginePool) or not _is_whole(request, said, served):
             return None
-        question = exchanges.place(session, line.wire, request, served)
+        question = exchanges.place(session, wire, request, served)
         parent = session.calls.get(question.placement.parent or "")
         if parent is None or not _extends(question, parent):
             return None
@@ -307,10 +314,9 @@ class PlainPath:
 
 
 def _is_whole(request: ModelRequest, said: Asked, served: Served) -> bool:
-    """Return whether a request wants a sample of its own, not constrained, as one JSON reply."""
+    """Return whether a request wants a sample of its own, not constrained."""
     return not (
-        request.stream
-        or request.logprobs
+        request.logprobs
         or request.prefill is not None
         or request.response_schema is not None
         or said.retry_count
@@ -363,6 +369,8 @@ class Flight:
     linear: Linear
     effective: Sampling = field(init=False)
     request: GenerateRequest = field(init=False)
+    alarm: asyncio.TimerHandle | None = None
+    """Rings when the head of a stream is to leave."""
 
     def begin(self) -> None:
         """Give the call to the engine."""
@@ -376,14 +384,18 @@ class Flight:
         waiting = self.linear.pool.begin(self.request)
         if waiting is None:
             self.hand_over()
-        else:
-            waiting.add_done_callback(self.arrived)
+            return
+        waiting.add_done_callback(self.arrived)
+        if question.request.stream:
+            patience_s = self.path.settings.headers_after_s
+            self.alarm = asyncio.get_running_loop().call_later(patience_s, self.hand_over)
 
     def arrived(self, _: asyncio.Future[Any]) -> None:
         """The engine's reply is there, or failed: commit, then answer."""
         call, session, exchanges = self.call, self.taken.session, self.path.exchanges
         if call.flight is not self:
             return  # a task goes on with it
+        self._stop_alarm()
         try:
             chunk = self.linear.pool.arrived(self.request)
         except EngineError:  # the task is told the same
@@ -436,12 +448,17 @@ class Flight:
     def _reply(self) -> None:
         """Write the committed reply, if the connection takes it at once."""
         path, session, call = self.path, self.taken.session, self.call
-        connection, body = self.line.connection, call.answered().body
-        if not takes_at_once(connection.transport, len(body)):
+        line, request = self.line, self.linear.question.request
+        connection = line.connection
+        if request.stream:
+            reply = whole_stream(call, request, line.route, line.wire)
+        else:
+            reply = whole_reply(call.answered().body)
+        if not takes_at_once(connection.transport, len(reply)):
             self.to_relay()
             return
         self.line.flight = None
-        connection.write_reply(whole_reply(body))
+        connection.write_reply(reply)
         path.deliveries.received(session, call)
         path.metrics.request(self.line.wire.dialect, RouteKind.GENERATE, 200)
         self.taken.__exit__()
@@ -461,10 +478,15 @@ class Flight:
     def _start_task(self, work: Coroutine[None, None, None] | None) -> None:
         exchanges, session, call = self.path.exchanges, self.taken.session, self.call
         call.flight = None
+        self._stop_alarm()
         work = work or exchanges.resumed(session, call, self.linear.prompted, self.effective)
         exchanges.start(session, call, work)
         assert call.task is not None
         call.task.add_done_callback(lambda _: self.linear.pool.drop(call.exchange_id))
+
+    def _stop_alarm(self) -> None:
+        if self.alarm is not None:
+            self.alarm.cancel()
 
     def to_relay(self) -> None:
         """Have the general path answer the client, as if it had read the request."""
