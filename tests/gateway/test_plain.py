@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import json
 import random
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -18,14 +18,13 @@ import numpy as np
 import orjson
 import pytest
 from tests.gateway.house import (
-    SHELL_TOOL,
     TOKEN,
     Caller,
     House,
     scripted,
-    tool_result,
     user,
 )
+from tests.gateway.speech import ERRAND, SPEECHES, Harness
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.capture.store import MemoryStore
@@ -33,6 +32,7 @@ from bridle.config import Limits, SamplingPolicy
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
+from bridle.gateway import exchange as exchange_file
 from bridle.gateway import plain as plain_file
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
@@ -41,7 +41,6 @@ from bridle.scripted.server import EngineServer
 from bridle.types import DeliveryState
 
 CALL = {"name": "bash", "arguments": {"command": "ls"}}
-ERRAND = "cat notes about the second part"
 OTHER = {"name": "bash", "arguments": {"command": ERRAND}}
 TURNS: tuple[dict[str, Any], ...] = (
     {"content": "I will look."},
@@ -79,120 +78,32 @@ async def played(
             yield House(gateway, gateway._store, client)
 
 
-class Harness:
-    """One conversation of a harness, which may do odd things with it."""
-
-    def __init__(self, caller: Caller, system: str, choose: random.Random) -> None:
-        self.caller = caller
-        self.choose = choose
-        self.head: dict[str, Any] = {"model": "m", "tools": [SHELL_TOOL]}
-        self.messages: list[Any] = [{"role": "system", "content": system}, user("Begin.")]
-        self.told: list[Any] = []
-
-    async def send(self, messages: list[Any] | None = None, **more: Any) -> Any:
-        body = {**self.head, "messages": messages or self.messages, **more}
-        status, reply = await self.caller.post(body)
-        self.told.append((status, reply))
-        return reply["choices"][0]["message"] if status == 200 else None
-
-    def take(self, said: Any) -> None:
-        """Add a reply, and what the harness says to it."""
-        said = {
-            name: value for name, value in said.items() if value is not None or name == "content"
-        }
-        odd = self.choose.random()
-        if odd < 0.15:
-            said.pop("reasoning_content", None)
-        elif odd < 0.25:
-            said["annotations"] = []
-        elif odd < 0.3 and isinstance(said["content"], str):
-            said["content"] = said["content"].strip()
-        self.messages.append(said)
-        calls = list(said.get("tool_calls", ()))
-        if self.choose.random() < 0.2:
-            calls.reverse()
-        for call in calls:
-            self.messages.append(tool_result(call, f"result {self.choose.randrange(1000)}"))
-        if not calls or self.choose.random() < 0.2:
-            self.messages.append(user(f"Next {self.choose.randrange(1000)}."))
-
-    async def step(self) -> None:
-        """Go on as harnesses mostly do, or do something else."""
-        odd = ("again", "fork", "rewrite", "edit", "change_head", "delegate", "unknown", "orphan")
-        if self.choose.random() < 0.4:
-            await getattr(self, self.choose.choice(odd))()
-        if (said := await self.send()) is not None:
-            self.take(said)
-
-    async def again(self) -> None:
-        await self.send()
-
-    async def fork(self) -> None:
-        at = self.choose.randrange(2, len(self.messages) + 1)
-        while at < len(self.messages) and self.messages[at]["role"] == "tool":
-            at += 1
-        await self.send([*self.messages[:at], user("Another way.")])
-
-    async def rewrite(self) -> None:
-        replies = [message for message in self.messages if message["role"] == "assistant"]
-        for message in replies[-1:]:
-            message["content"] = (message["content"] or "") + "."
-
-    async def edit(self) -> None:
-        self.messages[1] = user(f"Begin, {self.choose.randrange(100)}.")
-
-    async def change_head(self) -> None:
-        self.head["max_tokens"] = self.choose.randrange(100, 400)
-
-    async def delegate(self) -> None:
-        """Have a sub-agent do what a call of ours tells it."""
-        sub = Harness(self.caller, "You are a sub-agent.", self.choose)
-        sub.messages[1] = user(ERRAND)
-        for _ in range(self.choose.randrange(1, 4)):
-            if (said := await sub.send()) is not None:
-                sub.take(said)
-        self.told += sub.told
-
-    async def unknown(self) -> None:
-        self.messages[-1] = {**self.messages[-1], "mood": "good"}
-
-    async def orphan(self) -> None:
-        await self.send([*self.messages, tool_result({"id": "call_x"}, "lost")])
+def timeless(value: Any) -> Any:
+    """A reply without the time that it tells."""
+    if isinstance(value, dict):
+        return {name: timeless(one) for name, one in value.items() if name not in CREATED}
+    return [timeless(one) for one in value] if isinstance(value, list) else value
 
 
-RANDOM = ("id", "created")
-
-
-def replies_of(told: list[Any]) -> list[Any]:
-    """Replies to a harness, without random ids and times."""
-    return [
-        (status, {name: value for name, value in reply.items() if name not in RANDOM})
-        for status, reply in told
-    ]
+CREATED = {"created", "created_at"}
 
 
 def rows_of(home: House, session_id: str) -> list[dict[str, Any]]:
-    """Records of a session, exchange ids by their order, without times."""
-    exchanges = home.store.exchanges(session_id)
-    names = {one.exchange_id: f"e{index}" for index, one in enumerate(exchanges)}
+    """Records of a session, without times."""
     deliveries = home.store.deliveries(session_id)
     rows = []
-    for one in exchanges:
+    for one in home.store.exchanges(session_id):
         row: dict[str, Any] = {}
         for name in one.__dataclass_fields__:
-            if name in {"session_id", "started_at", "first_token_s", "duration_s"}:
+            if name in {"started_at", "first_token_s", "duration_s"}:
                 continue
             value = getattr(one, name)
             row[name] = value.tolist() if isinstance(value, np.ndarray) else repr(value)
-        reply = orjson.loads(one.reply)
-        row["reply"] = {name: value for name, value in reply.items() if name not in RANDOM}
+        row["reply"] = timeless(orjson.loads(one.reply))
         delivery = deliveries.get(one.exchange_id)
         if delivery is not None:
             row["delivery"] = [delivery.state, delivery.detail, len(delivery.joined_by)]
-        text = json.dumps(row, default=str)
-        for exchange_id, number in names.items():
-            text = text.replace(exchange_id, number)
-        rows.append(json.loads(text))
+        rows.append(row)
     bodies = home.store.bodies(session_id)
     rows.append({digest.hex(): body.decode() for digest, body in sorted(bodies.items())})
     return rows
@@ -209,33 +120,41 @@ def numbers_of(home: House) -> dict[str, float]:
     return found
 
 
-async def play(seed: int, *, plain: bool, **settings: Any) -> tuple[Any, int]:
+async def play(seed: int, name: str, *, streams: bool, plain: bool) -> tuple[Any, int]:
     """Play a seed's traffic; all that can be seen of it, and the calls of the plain path."""
     choose = random.Random(seed)
-    async with played(*choose.sample(list(TURNS), 5), plain=plain, **settings) as home:
-        limits = Limits(max_turns=choose.choice([None, 12]), max_tokens=choose.choice([None, 400]))
-        policy = SamplingPolicy(
-            reasoning=choose.choice(["show", "show", "hide"]),
-            on_rewrite=choose.choice(["extend", "fork"]),
-        )
-        caller = await home.session("s", limits=limits, sampling=policy)
-        harness = Harness(caller, "You are an agent.", choose)
-        for _ in range(12):
-            await harness.step()
-        facts = caller.facts
-        return (
-            replies_of(harness.told),
-            rows_of(home, "s"),
-            numbers_of(home),
-            (facts.calls, facts.turns, facts.delivered, facts.tokens, facts.limit),
-            (facts.failed_last, facts.last_error, facts.last_error_code),
-        ), home.gateway.plain.served
+    with pytest.MonkeyPatch.context() as patch:
+        # Ids are drawn alike, so that digests of what holds them are alike.
+        patch.setattr(exchange_file, "os", SimpleNamespace(urandom=random.Random(seed).randbytes))
+        async with played(*choose.sample(list(TURNS), 5), plain=plain) as home:
+            limits = Limits(
+                max_turns=choose.choice([None, 12]), max_tokens=choose.choice([None, 400])
+            )
+            policy = SamplingPolicy(
+                reasoning=choose.choice(["show", "show", "hide"]),
+                on_rewrite=choose.choice(["extend", "fork"]),
+            )
+            caller = await home.session("s", limits=limits, sampling=policy)
+            speech = SPEECHES[name]
+            harness = Harness(caller, speech, "You are an agent.", choose, streams=streams)
+            for _ in range(12):
+                await harness.step()
+            facts = caller.facts
+            return (
+                [(status, headers, timeless(told)) for status, headers, told in harness.told],
+                rows_of(home, "s"),
+                numbers_of(home),
+                (facts.calls, facts.turns, facts.delivered, facts.tokens, facts.limit),
+                (facts.failed_last, facts.last_error, facts.last_error_code),
+            ), home.gateway.plain.served
 
 
-@pytest.mark.parametrize("seed", range(12))
-async def test_both_paths_store_count_and_answer_alike(seed):
-    general, none = await play(seed, plain=False)
-    plain, served = await play(seed, plain=True)
+@pytest.mark.parametrize("streams", [False, True], ids=["json", "stream"])
+@pytest.mark.parametrize("name", SPEECHES)
+@pytest.mark.parametrize("seed", range(6))
+async def test_both_paths_store_count_and_answer_alike(seed, name, streams):
+    general, none = await play(seed, name, streams=streams, plain=False)
+    plain, served = await play(seed, name, streams=streams, plain=True)
     for one, other in zip(plain, general, strict=True):
         assert one == other
     assert none == 0
