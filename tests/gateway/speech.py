@@ -122,14 +122,13 @@ def anthropic_said(told: Any) -> list[JSON]:
     blocks: list[JSON] = []
     for event in told:
         if event["type"] == "content_block_start":
-            blocks.append(event["content_block"] | {"json": ""})
+            blocks.append(event["content_block"] | {"partial_json": ""})
         elif event["type"] == "content_block_delta":
-            for name, value in event["delta"].items():
-                if name != "type":
-                    name = "json" if name == "partial_json" else name
-                    blocks[-1][name] += value
+            delta = event["delta"]
+            (name,) = delta.keys() - {"type"}
+            blocks[-1][name] += delta[name]
     for block in blocks:
-        given = block.pop("json")
+        given = block.pop("partial_json")
         if block["type"] == "tool_use":
             block["input"] = orjson.loads(given or "{}")
     return [{"role": "assistant", "content": blocks}]

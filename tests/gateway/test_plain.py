@@ -10,6 +10,7 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,9 @@ from tests.gateway.house import (
     scripted,
     user,
 )
-from tests.gateway.speech import ERRAND, SPEECHES, Harness
+from tests.gateway.sdk_agents import CLIENTS, reading
+from tests.gateway.sdk_agents import TURNS as TURNS_OF_SDK
+from tests.gateway.speech import ERRAND, SPEECHES, Harness, chat_said, events
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.capture.store import MemoryStore
@@ -161,6 +164,13 @@ async def test_both_paths_store_count_and_answer_alike(seed, name, streams):
     assert served > 1, "the plain path was not taken"
 
 
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_what_the_sdks_send_takes_the_plain_path(client):
+    async with played(server=scripted(**reading())) as home:
+        await client((await home.session("s")).handle, TURNS_OF_SDK)
+        assert home.gateway.plain.served == TURNS_OF_SDK - 1, "all but the root"
+
+
 # ---- what is not plain
 
 
@@ -220,17 +230,39 @@ class OtherPrompt(VllmEngine):
         return replace(chunk, prompt_ids_json=self.prompt)
 
 
+class Streaming(Caller):
+    """A harness that asks for a stream and puts its reply together."""
+
+    async def post(self, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Status, and the reply as a whole one has it."""
+        async with self.house.client.post(
+            self.url,
+            data=orjson.dumps({**body, "stream": True}),
+            headers={**self.headers, **(headers or {})},
+        ) as response:
+            raw = await response.read()
+        if response.status != 200:
+            return response.status, orjson.loads(raw)
+        return 200, {"choices": [{"message": message} for message in chat_said(events(raw))]}
+
+
 @asynccontextmanager
-async def linear(*turns: dict[str, Any], **settings: Any):
+async def linear_turns(harness: type[Caller], *turns: dict[str, Any], **settings: Any):
     """A gateway, its engine, a caller and the messages of its next linear request."""
     engine = Watched(*(turns or ({"content": "a"},)))
     async with played(server=engine, **settings) as home, asyncio.TaskGroup() as group:
-        caller = await home.session("s")
+        caller = harness(home, (await home.session("s")).handle)
         messages = [user("go")]
         for _ in range(2):
             messages += [await caller.ask(messages), user("and then")]
         assert home.gateway.plain.served == 1, "the second turn took the plain path"
         yield home, engine, caller, messages, group.create_task
+
+
+@pytest.fixture(params=[Caller, Streaming])
+def linear(request: pytest.FixtureRequest) -> Any:
+    """`linear_turns` of a harness that asks for whole replies, and of one that asks for streams."""
+    return partial(linear_turns, request.param)
 
 
 def asked(home: House) -> Any:
@@ -240,7 +272,7 @@ def asked(home: House) -> Any:
     return [call for call in session.calls.values() if call.flight is not None]
 
 
-async def test_a_client_that_goes_leaves_its_call_to_a_retry():
+async def test_a_client_that_goes_leaves_its_call_to_a_retry(linear):
     async with linear() as (home, engine, caller, messages, start):
         engine.held, before = True, engine.asked
         first = start(caller.ask(messages))
@@ -259,7 +291,7 @@ async def test_a_client_that_goes_leaves_its_call_to_a_retry():
 
 
 @pytest.mark.parametrize("grace_s", [0, 10])
-async def test_a_call_that_nobody_claims_is_cancelled(grace_s):
+async def test_a_call_that_nobody_claims_is_cancelled(grace_s, linear):
     async with linear(retry_grace_s=grace_s) as (home, engine, caller, messages, start):
         engine.held = True
         first = start(caller.ask(messages))
@@ -277,7 +309,7 @@ async def test_a_call_that_nobody_claims_is_cancelled(grace_s):
         assert (await caller.ask(messages))["content"] == "a"
 
 
-async def test_a_session_that_ends_ends_its_call():
+async def test_a_session_that_ends_ends_its_call(linear):
     async with linear() as (home, engine, caller, messages, start):
         engine.held = True
         call = start(caller.post({"model": "m", "messages": messages}))
@@ -291,7 +323,7 @@ async def test_a_session_that_ends_ends_its_call():
         assert not home.gateway._engine._calls
 
 
-async def test_an_open_connection_of_a_sealed_session_gets_401_and_no_sample():
+async def test_an_open_connection_of_a_sealed_session_gets_401_and_no_sample(linear):
     async with linear() as (home, engine, caller, messages, _):
         before = engine.asked
         await home.gateway.seal("s")
@@ -301,7 +333,7 @@ async def test_an_open_connection_of_a_sealed_session_gets_401_and_no_sample():
         assert engine.asked == before
 
 
-async def test_a_call_that_the_engine_aborts_is_resumed():
+async def test_a_call_that_the_engine_aborts_is_resumed(linear):
     async with linear() as (_, engine, caller, messages, _):
         before, engine.cut = engine.asked, True
         assert (await caller.ask(messages))["content"] == "a"
@@ -309,7 +341,7 @@ async def test_a_call_that_the_engine_aborts_is_resumed():
         assert len(caller.exchanges) == 3
 
 
-async def test_a_reply_under_another_prompt_is_stored_under_the_engines_ids(monkeypatch):
+async def test_a_reply_under_another_prompt_is_stored_under_the_engines_ids(monkeypatch, linear):
     async with linear(adapter=OtherPrompt) as (home, engine, caller, messages, _):
         before = engine.asked
         monkeypatch.setattr(OtherPrompt, "prompt", b"[5,6,7]")
@@ -321,7 +353,7 @@ async def test_a_reply_under_another_prompt_is_stored_under_the_engines_ids(monk
         assert last.extra["break"]["reason"] == "engine_prompt"
 
 
-async def test_a_gateway_that_closes_tells_the_client():
+async def test_a_gateway_that_closes_tells_the_client(linear):
     async with linear() as (home, engine, caller, messages, start):
         engine.held = True
         call = start(caller.post({"model": "m", "messages": messages}))
@@ -330,7 +362,7 @@ async def test_a_gateway_that_closes_tells_the_client():
         assert (await call)[0] == 503
 
 
-async def test_a_weight_update_in_the_middle_is_one_reply():
+async def test_a_weight_update_in_the_middle_is_one_reply(linear):
     async with linear() as (home, engine, caller, messages, start):
         engine.held = True
         call = start(caller.ask(messages))
@@ -345,7 +377,7 @@ async def test_a_weight_update_in_the_middle_is_one_reply():
         assert len(caller.exchanges) == 3
 
 
-async def test_a_paused_policy_and_a_full_budget_are_told_as_always():
+async def test_a_paused_policy_and_a_full_budget_are_told_as_always(linear):
     async with linear() as (home, engine, caller, messages, _):
         before = engine.asked
         await home.control("POST", "/policy", {"paused": True})
@@ -354,7 +386,7 @@ async def test_a_paused_policy_and_a_full_budget_are_told_as_always():
 
 
 @pytest.mark.parametrize("error", [EngineError("busy", status=503, retryable=True)])
-async def test_a_call_that_the_engine_refuses_is_tried_again(error):
+async def test_a_call_that_the_engine_refuses_is_tried_again(error, linear):
     async with linear() as (home, engine, caller, messages, _):
         engine.errors.append(error)
         before = engine.asked
@@ -362,6 +394,67 @@ async def test_a_call_that_the_engine_refuses_is_tried_again(error):
         assert engine.asked == before + 2
         assert home.gateway.plain.served == 1
         assert len(caller.exchanges) == 3
+
+
+@pytest.mark.parametrize("by_alarm", [True, False])
+async def test_the_head_of_a_stream_leaves_in_time(by_alarm):
+    patience = {"headers_after_s": 0.05, "keepalive_s": 0.05} if by_alarm else {}
+    async with linear_turns(Streaming, **patience) as (home, engine, caller, messages, start):
+        engine.held, before = True, engine.asked
+        body = orjson.dumps({"model": "m", "messages": messages, "stream": True})
+        posted = home.client.post(caller.url, data=body, headers=caller.headers)
+        sending = start(posted.__aenter__())
+        await engine.waits.wait()
+        if by_alarm:
+            await caller.until(lambda: not asked(home))
+        else:  # handed over late, for whatever reason
+            (call,) = asked(home)
+            call.clock_start -= 20
+            call.flight.hand_over()
+        async with asyncio.timeout(5), await sending as response:
+            sofar = b""
+            while sofar.count(b"data: ") < 1 + 2 * by_alarm:
+                sofar += await response.content.readany()
+            engine.sign.set()
+            told = events(sofar + await response.content.read())
+        assert chat_said(told)[0]["content"] == "a"
+        assert (told[-1], engine.asked) == ("[DONE]", before + 1)
+        assert home.gateway.plain.served == 1
+        await caller.until(lambda: caller.delivery(2) is DeliveryState.DELIVERED)
+        assert len(caller.exchanges) == 3
+
+
+async def test_a_stream_that_leaves_as_it_is_sampled_is_the_general_path_s():
+    async with played({"content": "a"}, stream="live") as home:
+        caller = Streaming(home, (await home.session("s")).handle)
+        messages: list[Any] = [user("go")]
+        for _ in range(3):
+            messages += [await caller.ask(messages), user("and then")]
+        assert home.gateway.plain.served == 0
+        assert [one.extra["stream"] for one in caller.exchanges] == ["live"] * 3
+
+
+async def test_a_stream_whose_tokens_another_engine_could_go_on_with_is_streamed_by_its_engine():
+    async with EngineServer(scripted({"content": "a"})) as spare, played({"content": "a"}) as home:
+        caller = Streaming(home, (await home.session("s")).handle)
+        messages: list[Any] = [user("go")]
+        for served in (0, 1, 1, 1):
+            messages += [await caller.ask(messages), user("and then")]
+            assert home.gateway.plain.served == served
+            if len(home.gateway._engine.replicas()) == 1 and served:
+                await home.gateway.add_replica(spare.url)
+
+
+async def test_a_stream_begins_with_the_length_of_its_prompt():
+    async with played({"content": "a"}) as home:
+        caller = await home.session("s")
+        speech = SPEECHES["anthropic"]
+        harness = Harness(caller, speech, "You are an agent.", random.Random(0), streams=True)
+        for _ in range(2):
+            harness.take(await harness.send() or [])
+        begun = [told[0]["message"]["usage"]["input_tokens"] for _, _, told in harness.told]
+        assert begun == [one.prompt_length for one in caller.exchanges]
+        assert home.gateway.plain.served == 1
 
 
 async def test_a_store_that_is_busy_is_waited_for(tmp_path):
@@ -432,7 +525,7 @@ async def test_a_body_may_come_in_pieces():
             assert home.gateway.plain.served == 2
 
 
-async def test_requests_may_come_before_the_reply():
+async def test_requests_may_come_before_the_reply(linear):
     async with linear() as (home, engine, caller, messages, _):
         async with raw(home, caller) as (send, receive, _):
             await send(messages)
@@ -447,7 +540,7 @@ async def test_requests_may_come_before_the_reply():
         assert [caller.delivery(at) for at in range(5)] == [DeliveryState.DELIVERED] * 5
 
 
-async def test_a_body_that_stays_away_is_the_general_path_s(monkeypatch):
+async def test_a_body_that_stays_away_is_the_general_path_s(monkeypatch, linear):
     monkeypatch.setattr(plain_file, "GATHER_S", 0.05)
     async with linear() as (home, _, caller, messages, _):
         async with raw(home, caller) as (send, receive, _):
@@ -460,7 +553,7 @@ async def test_a_body_that_stays_away_is_the_general_path_s(monkeypatch):
         await caller.until(lambda: caller.delivery(3) is DeliveryState.DELIVERED)
 
 
-async def test_a_client_that_goes_in_the_middle_of_a_body_asked_nothing():
+async def test_a_client_that_goes_in_the_middle_of_a_body_asked_nothing(linear):
     async with linear() as (home, engine, caller, messages, start):
         async with raw(home, caller) as (send, receive, writer):
             await send(messages)
@@ -496,7 +589,7 @@ async def test_many_sessions_at_a_time_are_served_alike():
         assert home.gateway.plain.served > 12
 
 
-async def test_a_connection_keeps_no_session_that_has_ended():
+async def test_a_connection_keeps_no_session_that_has_ended(linear):
     async with linear() as (home, _, caller, messages, _):
         gone = weakref.ref(home.gateway._registry.get("s"))
         await home.gateway.seal("s")
