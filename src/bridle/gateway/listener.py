@@ -138,15 +138,16 @@ class Connection(RequestHandler):
 
     def pass_on(self, data: bytes) -> None:
         """Have aiohttp read what arrived."""
-        if self._deadline is None and self._current_request is None:
-            self._begin_deadline()
         waiter = self._waiter
-        if waiter is not None and not waiter.done():  # the next request's head is being read
+        in_head = waiter is not None and not waiter.done()  # of the next request
+        if in_head:
+            if self._deadline is None:
+                self._begin_deadline()
             end = data.find(b"\r\n\r\n", 0, MOST_KEPT) + 4
             self.raw_head = data[:end] if end > 4 and not self._unfinished else None
             data = self._with_one_agent(data)
         super().data_received(data)
-        if self._current_request is None and not self._messages:
+        if in_head and not self._messages:
             self._hold(len(data))
 
     def _with_one_agent(self, data: bytes) -> bytes:
