@@ -82,7 +82,14 @@ class Connection(RequestHandler):
         *("handed", "head", "is_known", "line", "raw_head", "was_served"),
     )
 
-    def __init__(self, manager: web.Server, *, head_timeout_s: float, **settings: Any) -> None:  # noqa: ANN401 - aiohttp's own, passed through
+    def __init__(
+        self,
+        manager: web.Server,
+        *,
+        head_timeout_s: float,
+        make_line: Callable[[Connection], Line] | None,
+        **settings: Any,  # noqa: ANN401 - aiohttp's own, passed through
+    ) -> None:
         super().__init__(manager, **settings)
         self._head_timeout_s = head_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
@@ -99,8 +106,8 @@ class Connection(RequestHandler):
         """For the handler: what the head of its last request said."""
         self.raw_head: bytes | None = None
         """The same as it came; `None` = it came in pieces."""
-        self.line: Line | None = None
-        """Takes requests with that head."""
+        self.line = None if make_line is None else make_line(self)
+        """Sees first what arrives."""
         self.handed: Client | None = None
         """For the handler: whom it answers, of a request that `line` began to serve."""
 
@@ -115,7 +122,7 @@ class Connection(RequestHandler):
     def is_idle(self) -> bool:
         """Return whether the next byte is the first one of a request."""
         waiter = self._waiter
-        if self._deadline is not None or self._messages or self._current_request is not None:
+        if self._unfinished or self._messages or self._current_request is not None:
             return False
         return waiter is not None and not waiter.done()
 
@@ -192,7 +199,10 @@ class Connection(RequestHandler):
         """Write a whole reply to a request that aiohttp knows nothing of."""
         assert self.transport is not None
         self.transport.write(data)
-        self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+        closes_at = self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+        if self._keepalive_handle is None:  # aiohttp has served none yet
+            self._keepalive = True
+            self._keepalive_handle = self._loop.call_at(closes_at, self._process_keepalive)
 
     def _let_go(self) -> None:
         if self._unfinished and isinstance(self._manager, _Server):
@@ -279,10 +289,12 @@ class Listener(AbstractAsyncContextManager["Listener"]):
         max_body_bytes: int,
         head_timeout_s: float,
         listening: socket.socket | None = None,
+        make_line: Callable[[Connection], Line] | None = None,
         most: int | None = None,
     ) -> None:
         """`listening` is a socket that listens at `host` already: `port` is then not used.
 
+        `make_line` makes what sees first what arrives at a connection; `None` = aiohttp does.
         `most` connections are held at a time; `None` = `most_connections()`.
         """
         self._most = most
@@ -290,6 +302,7 @@ class Listener(AbstractAsyncContextManager["Listener"]):
         self._host = host
         self._port = port
         self._listening = listening
+        self._make_line = make_line
         self._max_body_bytes = max_body_bytes
         self._head_timeout_s = head_timeout_s
         self._runner: web.ServerRunner | None = None
@@ -308,6 +321,7 @@ class Listener(AbstractAsyncContextManager["Listener"]):
             max_field_size=HEADER_BYTES,
             lingering_time=0.0,
             head_timeout_s=self._head_timeout_s,
+            make_line=self._make_line,
         )
         runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=2.0)
         await runner.setup()
