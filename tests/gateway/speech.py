@@ -22,7 +22,7 @@ ERRAND = "cat notes about the second part"
 
 @dataclass(frozen=True)
 class Speech:
-    """How a harness speaks a dialect."""
+    """The ways of a harness that speaks a dialect."""
 
     provider: str
     """Its name among a session's base URLs."""
@@ -293,7 +293,7 @@ class Harness:
         return found
 
     def texts(self, items: Iterable[JSON]) -> Iterator[tuple[JSON, str]]:
-        """Where the visible texts of these items are."""
+        """Yield the places of the visible texts of these items."""
         for item in items:
             parts = item.get(self.speech.parts)
             if isinstance(parts, str):

@@ -525,6 +525,58 @@ async def test_a_body_may_come_in_pieces():
             assert home.gateway.plain.served == 2
 
 
+async def test_a_head_that_is_known_is_known_to_every_connection():
+    async with played({"content": "a"}) as home:
+        caller, other = await home.session("s"), await home.session("t")
+        messages: list[Any] = [user("go")]
+        for served in range(3):
+            async with raw(home, caller) as (send, receive, _):
+                await send(messages)
+                messages += [await receive(), user("and then")]
+            assert home.gateway.plain.served == served
+        async with raw(home, other) as (send, receive, _):
+            await send(messages)
+            await receive()
+            await send(messages)  # a known head, but nothing linear
+            await receive()
+        assert home.gateway.plain.served == 2
+        assert (len(caller.exchanges), len(other.exchanges)) == (3, 2)
+
+
+async def test_heads_may_change_from_request_to_request():
+    async with played({"content": "a"}) as home:
+        callers = [await home.session("s"), await home.session("t")]
+        talks: list[list[Any]] = [[user("go")], [user("go on")]]
+        for _ in range(3):
+            for caller, messages in zip(callers, talks, strict=True):  # over one connection
+                messages += [await caller.ask(messages), user("and then")]
+        assert home.gateway.plain.served == 4
+        for caller in callers:
+            parents = [one.parent_id for one in caller.exchanges]
+            assert parents == [None, *[one.exchange_id for one in caller.exchanges[:-1]]]
+
+
+async def test_a_connection_that_aiohttp_never_served_is_closed_when_it_is_idle_for_long():
+    async with linear_turns(Caller) as (home, engine, caller, messages, _):
+        async with raw(home, caller) as (send, receive, _):
+            await send(messages)
+            messages += [await receive(), user("once more")]
+        async with raw(home, caller) as (send, receive, _):
+            engine.held = True
+            await send(messages)
+            await engine.waits.wait()
+            connection = asked(home)[0].flight.line.connection
+            engine.sign.set()
+            await receive()
+            assert home.gateway.plain.served == 2
+            assert connection.is_known
+            assert connection.was_served
+            assert connection._deadline is None
+            connection._next_keepalive_close_time = 0
+            connection._process_keepalive()
+            assert connection.transport is None
+
+
 async def test_requests_may_come_before_the_reply(linear):
     async with linear() as (home, engine, caller, messages, _):
         async with raw(home, caller) as (send, receive, _):
