@@ -424,6 +424,18 @@ async def test_the_head_of_a_stream_leaves_in_time(by_alarm):
         assert len(caller.exchanges) == 3
 
 
+async def test_a_stream_that_has_left_is_not_handed_over_later():
+    async with linear_turns(Streaming) as (home, engine, caller, messages, start):
+        engine.held = True
+        asking = start(caller.ask(messages))
+        await engine.waits.wait()
+        flight = asked(home)[0].flight
+        assert flight.alarm is not None
+        engine.sign.set()
+        assert (await asking)["content"] == "a"
+        assert flight.alarm.cancelled()
+
+
 async def test_a_stream_that_leaves_as_it_is_sampled_is_the_general_path_s():
     async with played({"content": "a"}, stream="live") as home:
         caller = Streaming(home, (await home.session("s")).handle)
@@ -572,6 +584,7 @@ async def test_a_connection_that_aiohttp_never_served_is_closed_when_it_is_idle_
             assert connection.is_known
             assert connection.was_served
             assert connection._deadline is None
+            assert connection._keepalive_handle is not None
             connection._next_keepalive_close_time = 0
             connection._process_keepalive()
             assert connection.transport is None
