@@ -199,10 +199,7 @@ class Connection(RequestHandler):
         """Write a whole reply to a request that aiohttp knows nothing of."""
         assert self.transport is not None
         self.transport.write(data)
-        closes_at = self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
-        if self._keepalive_handle is None:  # aiohttp has served none yet
-            self._keepalive = True
-            self._keepalive_handle = self._loop.call_at(closes_at, self._process_keepalive)
+        self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
 
     def _let_go(self) -> None:
         if self._unfinished and isinstance(self._manager, _Server):
