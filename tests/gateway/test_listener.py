@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from bridle.errors import ConfigError
-from bridle.gateway.listener import Connection, Listener, listen
+from bridle.gateway.listener import HEAD_BYTES, Connection, Listener, listen
 
 
 async def echo(http: web.BaseRequest) -> web.StreamResponse:
@@ -348,3 +348,34 @@ async def test_a_request_with_two_user_agents_is_served_under_the_first(pieces):
     assert answer.count(b"HTTP/1.1 200") == 2, answer
     assert answer.count(b'"agents": ["a"]') == 2
     assert answer.count(rb'"body": "\r\nUser-Agent: x\r\nuser-agent: y\r\n\r\n"') == 2
+
+
+async def test_a_body_that_comes_in_pieces_is_not_taken_for_a_head():
+    """The first piece may come between the request's arrival and its handler's start."""
+    seen: list[Connection] = []
+    came = asyncio.Event()
+
+    async def wait(http: web.BaseRequest) -> web.StreamResponse:
+        assert isinstance(http.protocol, Connection)
+        seen.append(http.protocol)
+        await came.wait()
+        return web.Response(body=await http.content.read())
+
+    size = HEAD_BYTES + 10
+    async with listening(wait) as listener:
+        reader, writer = await asyncio.open_connection(*address(listener))
+        assert listener._runner is not None
+        assert listener._runner.server is not None
+        await asyncio.sleep(0.05)
+        (connection,) = listener._runner.server.connections
+        connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size)
+        for _ in range(4):
+            connection.data_received(b"x" * (size // 5))
+            await asyncio.sleep(0)
+        connection.data_received(b"x" * (size - 4 * (size // 5)))
+        assert seen == [connection]
+        assert connection._deadline is None, "the head is whole"
+        assert connection._unfinished == 0
+        came.set()
+        assert (await reader.readuntil(b"\r\n")).split()[1] == b"200"
+        writer.close()

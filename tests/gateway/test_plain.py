@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import json
 import random
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -18,14 +19,15 @@ import numpy as np
 import orjson
 import pytest
 from tests.gateway.house import (
-    SHELL_TOOL,
     TOKEN,
     Caller,
     House,
     scripted,
-    tool_result,
     user,
 )
+from tests.gateway.sdk_agents import CLIENTS, reading
+from tests.gateway.sdk_agents import TURNS as TURNS_OF_SDK
+from tests.gateway.speech import ERRAND, SPEECHES, Harness, chat_said, events
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.capture.store import MemoryStore
@@ -33,6 +35,7 @@ from bridle.config import Limits, SamplingPolicy
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
+from bridle.gateway import exchange as exchange_file
 from bridle.gateway import plain as plain_file
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
@@ -41,7 +44,6 @@ from bridle.scripted.server import EngineServer
 from bridle.types import DeliveryState
 
 CALL = {"name": "bash", "arguments": {"command": "ls"}}
-ERRAND = "cat notes about the second part"
 OTHER = {"name": "bash", "arguments": {"command": ERRAND}}
 TURNS: tuple[dict[str, Any], ...] = (
     {"content": "I will look."},
@@ -79,120 +81,32 @@ async def played(
             yield House(gateway, gateway._store, client)
 
 
-class Harness:
-    """One conversation of a harness, which may do odd things with it."""
-
-    def __init__(self, caller: Caller, system: str, choose: random.Random) -> None:
-        self.caller = caller
-        self.choose = choose
-        self.head: dict[str, Any] = {"model": "m", "tools": [SHELL_TOOL]}
-        self.messages: list[Any] = [{"role": "system", "content": system}, user("Begin.")]
-        self.told: list[Any] = []
-
-    async def send(self, messages: list[Any] | None = None, **more: Any) -> Any:
-        body = {**self.head, "messages": messages or self.messages, **more}
-        status, reply = await self.caller.post(body)
-        self.told.append((status, reply))
-        return reply["choices"][0]["message"] if status == 200 else None
-
-    def take(self, said: Any) -> None:
-        """Add a reply, and what the harness says to it."""
-        said = {
-            name: value for name, value in said.items() if value is not None or name == "content"
-        }
-        odd = self.choose.random()
-        if odd < 0.15:
-            said.pop("reasoning_content", None)
-        elif odd < 0.25:
-            said["annotations"] = []
-        elif odd < 0.3 and isinstance(said["content"], str):
-            said["content"] = said["content"].strip()
-        self.messages.append(said)
-        calls = list(said.get("tool_calls", ()))
-        if self.choose.random() < 0.2:
-            calls.reverse()
-        for call in calls:
-            self.messages.append(tool_result(call, f"result {self.choose.randrange(1000)}"))
-        if not calls or self.choose.random() < 0.2:
-            self.messages.append(user(f"Next {self.choose.randrange(1000)}."))
-
-    async def step(self) -> None:
-        """Go on as harnesses mostly do, or do something else."""
-        odd = ("again", "fork", "rewrite", "edit", "change_head", "delegate", "unknown", "orphan")
-        if self.choose.random() < 0.4:
-            await getattr(self, self.choose.choice(odd))()
-        if (said := await self.send()) is not None:
-            self.take(said)
-
-    async def again(self) -> None:
-        await self.send()
-
-    async def fork(self) -> None:
-        at = self.choose.randrange(2, len(self.messages) + 1)
-        while at < len(self.messages) and self.messages[at]["role"] == "tool":
-            at += 1
-        await self.send([*self.messages[:at], user("Another way.")])
-
-    async def rewrite(self) -> None:
-        replies = [message for message in self.messages if message["role"] == "assistant"]
-        for message in replies[-1:]:
-            message["content"] = (message["content"] or "") + "."
-
-    async def edit(self) -> None:
-        self.messages[1] = user(f"Begin, {self.choose.randrange(100)}.")
-
-    async def change_head(self) -> None:
-        self.head["max_tokens"] = self.choose.randrange(100, 400)
-
-    async def delegate(self) -> None:
-        """Have a sub-agent do what a call of ours tells it."""
-        sub = Harness(self.caller, "You are a sub-agent.", self.choose)
-        sub.messages[1] = user(ERRAND)
-        for _ in range(self.choose.randrange(1, 4)):
-            if (said := await sub.send()) is not None:
-                sub.take(said)
-        self.told += sub.told
-
-    async def unknown(self) -> None:
-        self.messages[-1] = {**self.messages[-1], "mood": "good"}
-
-    async def orphan(self) -> None:
-        await self.send([*self.messages, tool_result({"id": "call_x"}, "lost")])
+def timeless(value: Any) -> Any:
+    """A reply without the time that it tells."""
+    if isinstance(value, dict):
+        return {name: timeless(one) for name, one in value.items() if name not in CREATED}
+    return [timeless(one) for one in value] if isinstance(value, list) else value
 
 
-RANDOM = ("id", "created")
-
-
-def replies_of(told: list[Any]) -> list[Any]:
-    """Replies to a harness, without random ids and times."""
-    return [
-        (status, {name: value for name, value in reply.items() if name not in RANDOM})
-        for status, reply in told
-    ]
+CREATED = {"created", "created_at"}
 
 
 def rows_of(home: House, session_id: str) -> list[dict[str, Any]]:
-    """Records of a session, exchange ids by their order, without times."""
-    exchanges = home.store.exchanges(session_id)
-    names = {one.exchange_id: f"e{index}" for index, one in enumerate(exchanges)}
+    """Records of a session, without times."""
     deliveries = home.store.deliveries(session_id)
     rows = []
-    for one in exchanges:
+    for one in home.store.exchanges(session_id):
         row: dict[str, Any] = {}
         for name in one.__dataclass_fields__:
-            if name in {"session_id", "started_at", "first_token_s", "duration_s"}:
+            if name in {"started_at", "first_token_s", "duration_s"}:
                 continue
             value = getattr(one, name)
             row[name] = value.tolist() if isinstance(value, np.ndarray) else repr(value)
-        reply = orjson.loads(one.reply)
-        row["reply"] = {name: value for name, value in reply.items() if name not in RANDOM}
+        row["reply"] = timeless(orjson.loads(one.reply))
         delivery = deliveries.get(one.exchange_id)
         if delivery is not None:
             row["delivery"] = [delivery.state, delivery.detail, len(delivery.joined_by)]
-        text = json.dumps(row, default=str)
-        for exchange_id, number in names.items():
-            text = text.replace(exchange_id, number)
-        rows.append(json.loads(text))
+        rows.append(row)
     bodies = home.store.bodies(session_id)
     rows.append({digest.hex(): body.decode() for digest, body in sorted(bodies.items())})
     return rows
@@ -209,37 +123,52 @@ def numbers_of(home: House) -> dict[str, float]:
     return found
 
 
-async def play(seed: int, *, plain: bool, **settings: Any) -> tuple[Any, int]:
+async def play(seed: int, name: str, *, streams: bool, plain: bool) -> tuple[Any, int]:
     """Play a seed's traffic; all that can be seen of it, and the calls of the plain path."""
     choose = random.Random(seed)
-    async with played(*choose.sample(list(TURNS), 5), plain=plain, **settings) as home:
-        limits = Limits(max_turns=choose.choice([None, 12]), max_tokens=choose.choice([None, 400]))
-        policy = SamplingPolicy(
-            reasoning=choose.choice(["show", "show", "hide"]),
-            on_rewrite=choose.choice(["extend", "fork"]),
-        )
-        caller = await home.session("s", limits=limits, sampling=policy)
-        harness = Harness(caller, "You are an agent.", choose)
-        for _ in range(12):
-            await harness.step()
-        facts = caller.facts
-        return (
-            replies_of(harness.told),
-            rows_of(home, "s"),
-            numbers_of(home),
-            (facts.calls, facts.turns, facts.delivered, facts.tokens, facts.limit),
-            (facts.failed_last, facts.last_error, facts.last_error_code),
-        ), home.gateway.plain.served
+    with pytest.MonkeyPatch.context() as patch:
+        # Ids are drawn alike, so that digests of what holds them are alike.
+        patch.setattr(exchange_file, "os", SimpleNamespace(urandom=random.Random(seed).randbytes))
+        async with played(*choose.sample(list(TURNS), 5), plain=plain) as home:
+            limits = Limits(
+                max_turns=choose.choice([None, 12]), max_tokens=choose.choice([None, 400])
+            )
+            policy = SamplingPolicy(
+                reasoning=choose.choice(["show", "show", "hide"]),
+                on_rewrite=choose.choice(["extend", "fork"]),
+            )
+            caller = await home.session("s", limits=limits, sampling=policy)
+            speech = SPEECHES[name]
+            harness = Harness(caller, speech, "You are an agent.", choose, streams=streams)
+            for _ in range(12):
+                await harness.step()
+            facts = caller.facts
+            return (
+                [(status, headers, timeless(told)) for status, headers, told in harness.told],
+                rows_of(home, "s"),
+                numbers_of(home),
+                (facts.calls, facts.turns, facts.delivered, facts.tokens, facts.limit),
+                (facts.failed_last, facts.last_error, facts.last_error_code),
+            ), home.gateway.plain.served
 
 
-@pytest.mark.parametrize("seed", range(12))
-async def test_both_paths_store_count_and_answer_alike(seed):
-    general, none = await play(seed, plain=False)
-    plain, served = await play(seed, plain=True)
+@pytest.mark.parametrize("streams", [False, True], ids=["json", "stream"])
+@pytest.mark.parametrize("name", SPEECHES)
+@pytest.mark.parametrize("seed", range(6))
+async def test_both_paths_store_count_and_answer_alike(seed, name, streams):
+    general, none = await play(seed, name, streams=streams, plain=False)
+    plain, served = await play(seed, name, streams=streams, plain=True)
     for one, other in zip(plain, general, strict=True):
         assert one == other
     assert none == 0
     assert served > 1, "the plain path was not taken"
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_what_the_sdks_send_takes_the_plain_path(client):
+    async with played(server=scripted(**reading())) as home:
+        await client((await home.session("s")).handle, TURNS_OF_SDK)
+        assert home.gateway.plain.served == TURNS_OF_SDK - 1, "all but the root"
 
 
 # ---- what is not plain
@@ -301,17 +230,39 @@ class OtherPrompt(VllmEngine):
         return replace(chunk, prompt_ids_json=self.prompt)
 
 
+class Streaming(Caller):
+    """A harness that asks for a stream and puts its reply together."""
+
+    async def post(self, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Status, and the reply as a whole one has it."""
+        async with self.house.client.post(
+            self.url,
+            data=orjson.dumps({**body, "stream": True}),
+            headers={**self.headers, **(headers or {})},
+        ) as response:
+            raw = await response.read()
+        if response.status != 200:
+            return response.status, orjson.loads(raw)
+        return 200, {"choices": [{"message": message} for message in chat_said(events(raw))]}
+
+
 @asynccontextmanager
-async def linear(*turns: dict[str, Any], **settings: Any):
+async def linear_turns(harness: type[Caller], *turns: dict[str, Any], **settings: Any):
     """A gateway, its engine, a caller and the messages of its next linear request."""
     engine = Watched(*(turns or ({"content": "a"},)))
     async with played(server=engine, **settings) as home, asyncio.TaskGroup() as group:
-        caller = await home.session("s")
+        caller = harness(home, (await home.session("s")).handle)
         messages = [user("go")]
         for _ in range(2):
             messages += [await caller.ask(messages), user("and then")]
         assert home.gateway.plain.served == 1, "the second turn took the plain path"
         yield home, engine, caller, messages, group.create_task
+
+
+@pytest.fixture(params=[Caller, Streaming])
+def linear(request: pytest.FixtureRequest) -> Any:
+    """`linear_turns` of a harness that asks for whole replies, and of one that asks for streams."""
+    return partial(linear_turns, request.param)
 
 
 def asked(home: House) -> Any:
@@ -321,7 +272,7 @@ def asked(home: House) -> Any:
     return [call for call in session.calls.values() if call.flight is not None]
 
 
-async def test_a_client_that_goes_leaves_its_call_to_a_retry():
+async def test_a_client_that_goes_leaves_its_call_to_a_retry(linear):
     async with linear() as (home, engine, caller, messages, start):
         engine.held, before = True, engine.asked
         first = start(caller.ask(messages))
@@ -340,7 +291,7 @@ async def test_a_client_that_goes_leaves_its_call_to_a_retry():
 
 
 @pytest.mark.parametrize("grace_s", [0, 10])
-async def test_a_call_that_nobody_claims_is_cancelled(grace_s):
+async def test_a_call_that_nobody_claims_is_cancelled(grace_s, linear):
     async with linear(retry_grace_s=grace_s) as (home, engine, caller, messages, start):
         engine.held = True
         first = start(caller.ask(messages))
@@ -358,7 +309,7 @@ async def test_a_call_that_nobody_claims_is_cancelled(grace_s):
         assert (await caller.ask(messages))["content"] == "a"
 
 
-async def test_a_session_that_ends_ends_its_call():
+async def test_a_session_that_ends_ends_its_call(linear):
     async with linear() as (home, engine, caller, messages, start):
         engine.held = True
         call = start(caller.post({"model": "m", "messages": messages}))
@@ -372,7 +323,7 @@ async def test_a_session_that_ends_ends_its_call():
         assert not home.gateway._engine._calls
 
 
-async def test_an_open_connection_of_a_sealed_session_gets_401_and_no_sample():
+async def test_an_open_connection_of_a_sealed_session_gets_401_and_no_sample(linear):
     async with linear() as (home, engine, caller, messages, _):
         before = engine.asked
         await home.gateway.seal("s")
@@ -382,7 +333,7 @@ async def test_an_open_connection_of_a_sealed_session_gets_401_and_no_sample():
         assert engine.asked == before
 
 
-async def test_a_call_that_the_engine_aborts_is_resumed():
+async def test_a_call_that_the_engine_aborts_is_resumed(linear):
     async with linear() as (_, engine, caller, messages, _):
         before, engine.cut = engine.asked, True
         assert (await caller.ask(messages))["content"] == "a"
@@ -390,7 +341,7 @@ async def test_a_call_that_the_engine_aborts_is_resumed():
         assert len(caller.exchanges) == 3
 
 
-async def test_a_reply_under_another_prompt_is_stored_under_the_engines_ids(monkeypatch):
+async def test_a_reply_under_another_prompt_is_stored_under_the_engines_ids(monkeypatch, linear):
     async with linear(adapter=OtherPrompt) as (home, engine, caller, messages, _):
         before = engine.asked
         monkeypatch.setattr(OtherPrompt, "prompt", b"[5,6,7]")
@@ -402,7 +353,7 @@ async def test_a_reply_under_another_prompt_is_stored_under_the_engines_ids(monk
         assert last.extra["break"]["reason"] == "engine_prompt"
 
 
-async def test_a_gateway_that_closes_tells_the_client():
+async def test_a_gateway_that_closes_tells_the_client(linear):
     async with linear() as (home, engine, caller, messages, start):
         engine.held = True
         call = start(caller.post({"model": "m", "messages": messages}))
@@ -411,7 +362,7 @@ async def test_a_gateway_that_closes_tells_the_client():
         assert (await call)[0] == 503
 
 
-async def test_a_weight_update_in_the_middle_is_one_reply():
+async def test_a_weight_update_in_the_middle_is_one_reply(linear):
     async with linear() as (home, engine, caller, messages, start):
         engine.held = True
         call = start(caller.ask(messages))
@@ -426,7 +377,7 @@ async def test_a_weight_update_in_the_middle_is_one_reply():
         assert len(caller.exchanges) == 3
 
 
-async def test_a_paused_policy_and_a_full_budget_are_told_as_always():
+async def test_a_paused_policy_and_a_full_budget_are_told_as_always(linear):
     async with linear() as (home, engine, caller, messages, _):
         before = engine.asked
         await home.control("POST", "/policy", {"paused": True})
@@ -435,7 +386,7 @@ async def test_a_paused_policy_and_a_full_budget_are_told_as_always():
 
 
 @pytest.mark.parametrize("error", [EngineError("busy", status=503, retryable=True)])
-async def test_a_call_that_the_engine_refuses_is_tried_again(error):
+async def test_a_call_that_the_engine_refuses_is_tried_again(error, linear):
     async with linear() as (home, engine, caller, messages, _):
         engine.errors.append(error)
         before = engine.asked
@@ -443,6 +394,79 @@ async def test_a_call_that_the_engine_refuses_is_tried_again(error):
         assert engine.asked == before + 2
         assert home.gateway.plain.served == 1
         assert len(caller.exchanges) == 3
+
+
+@pytest.mark.parametrize("by_alarm", [True, False])
+async def test_the_head_of_a_stream_leaves_in_time(by_alarm):
+    patience = {"headers_after_s": 0.05, "keepalive_s": 0.05} if by_alarm else {}
+    async with linear_turns(Streaming, **patience) as (home, engine, caller, messages, start):
+        engine.held, before = True, engine.asked
+        body = orjson.dumps({"model": "m", "messages": messages, "stream": True})
+        posted = home.client.post(caller.url, data=body, headers=caller.headers)
+        sending = start(posted.__aenter__())
+        await engine.waits.wait()
+        if by_alarm:
+            await caller.until(lambda: not asked(home))
+        else:  # handed over late, for whatever reason
+            (call,) = asked(home)
+            call.clock_start -= 20
+            call.flight.hand_over()
+        async with asyncio.timeout(5), await sending as response:
+            sofar = b""
+            while sofar.count(b"data: ") < 1 + 2 * by_alarm:
+                sofar += await response.content.readany()
+            engine.sign.set()
+            told = events(sofar + await response.content.read())
+        assert chat_said(told)[0]["content"] == "a"
+        assert (told[-1], engine.asked) == ("[DONE]", before + 1)
+        assert home.gateway.plain.served == 1
+        await caller.until(lambda: caller.delivery(2) is DeliveryState.DELIVERED)
+        assert len(caller.exchanges) == 3
+
+
+async def test_a_stream_that_has_left_is_not_handed_over_later():
+    async with linear_turns(Streaming) as (home, engine, caller, messages, start):
+        engine.held = True
+        asking = start(caller.ask(messages))
+        await engine.waits.wait()
+        flight = asked(home)[0].flight
+        assert flight.alarm is not None
+        engine.sign.set()
+        assert (await asking)["content"] == "a"
+        assert flight.alarm.cancelled()
+
+
+async def test_a_stream_that_leaves_as_it_is_sampled_is_the_general_path_s():
+    async with played({"content": "a"}, stream="live") as home:
+        caller = Streaming(home, (await home.session("s")).handle)
+        messages: list[Any] = [user("go")]
+        for _ in range(3):
+            messages += [await caller.ask(messages), user("and then")]
+        assert home.gateway.plain.served == 0
+        assert [one.extra["stream"] for one in caller.exchanges] == ["live"] * 3
+
+
+async def test_a_stream_whose_tokens_another_engine_could_go_on_with_is_streamed_by_its_engine():
+    async with EngineServer(scripted({"content": "a"})) as spare, played({"content": "a"}) as home:
+        caller = Streaming(home, (await home.session("s")).handle)
+        messages: list[Any] = [user("go")]
+        for served in (0, 1, 1, 1):
+            messages += [await caller.ask(messages), user("and then")]
+            assert home.gateway.plain.served == served
+            if len(home.gateway._engine.replicas()) == 1 and served:
+                await home.gateway.add_replica(spare.url)
+
+
+async def test_a_stream_begins_with_the_length_of_its_prompt():
+    async with played({"content": "a"}) as home:
+        caller = await home.session("s")
+        speech = SPEECHES["anthropic"]
+        harness = Harness(caller, speech, "You are an agent.", random.Random(0), streams=True)
+        for _ in range(2):
+            harness.take(await harness.send() or [])
+        begun = [told[0]["message"]["usage"]["input_tokens"] for _, _, told in harness.told]
+        assert begun == [one.prompt_length for one in caller.exchanges]
+        assert home.gateway.plain.served == 1
 
 
 async def test_a_store_that_is_busy_is_waited_for(tmp_path):
@@ -513,7 +537,60 @@ async def test_a_body_may_come_in_pieces():
             assert home.gateway.plain.served == 2
 
 
-async def test_requests_may_come_before_the_reply():
+async def test_a_head_that_is_known_is_known_to_every_connection():
+    async with played({"content": "a"}) as home:
+        caller, other = await home.session("s"), await home.session("t")
+        messages: list[Any] = [user("go")]
+        for served in range(3):
+            async with raw(home, caller) as (send, receive, _):
+                await send(messages)
+                messages += [await receive(), user("and then")]
+            assert home.gateway.plain.served == served
+        async with raw(home, other) as (send, receive, _):
+            await send(messages)
+            await receive()
+            await send(messages)  # a known head, but nothing linear
+            await receive()
+        assert home.gateway.plain.served == 2
+        assert (len(caller.exchanges), len(other.exchanges)) == (3, 2)
+
+
+async def test_heads_may_change_from_request_to_request():
+    async with played({"content": "a"}) as home:
+        callers = [await home.session("s"), await home.session("t")]
+        talks: list[list[Any]] = [[user("go")], [user("go on")]]
+        for _ in range(3):
+            for caller, messages in zip(callers, talks, strict=True):  # over one connection
+                messages += [await caller.ask(messages), user("and then")]
+        assert home.gateway.plain.served == 4
+        for caller in callers:
+            parents = [one.parent_id for one in caller.exchanges]
+            assert parents == [None, *[one.exchange_id for one in caller.exchanges[:-1]]]
+
+
+async def test_a_connection_that_aiohttp_never_served_is_closed_when_it_is_idle_for_long():
+    async with linear_turns(Caller) as (home, engine, caller, messages, _):
+        async with raw(home, caller) as (send, receive, _):
+            await send(messages)
+            messages += [await receive(), user("once more")]
+        async with raw(home, caller) as (send, receive, _):
+            engine.held = True
+            await send(messages)
+            await engine.waits.wait()
+            connection = asked(home)[0].flight.line.connection
+            engine.sign.set()
+            await receive()
+            assert home.gateway.plain.served == 2
+            assert connection.is_known
+            assert connection.was_served
+            assert connection._deadline is None
+            assert connection._keepalive_handle is not None
+            connection._next_keepalive_close_time = 0
+            connection._process_keepalive()
+            assert connection.transport is None
+
+
+async def test_requests_may_come_before_the_reply(linear):
     async with linear() as (home, engine, caller, messages, _):
         async with raw(home, caller) as (send, receive, _):
             await send(messages)
@@ -528,7 +605,7 @@ async def test_requests_may_come_before_the_reply():
         assert [caller.delivery(at) for at in range(5)] == [DeliveryState.DELIVERED] * 5
 
 
-async def test_a_body_that_stays_away_is_the_general_path_s(monkeypatch):
+async def test_a_body_that_stays_away_is_the_general_path_s(monkeypatch, linear):
     monkeypatch.setattr(plain_file, "GATHER_S", 0.05)
     async with linear() as (home, _, caller, messages, _):
         async with raw(home, caller) as (send, receive, _):
@@ -541,7 +618,7 @@ async def test_a_body_that_stays_away_is_the_general_path_s(monkeypatch):
         await caller.until(lambda: caller.delivery(3) is DeliveryState.DELIVERED)
 
 
-async def test_a_client_that_goes_in_the_middle_of_a_body_asked_nothing():
+async def test_a_client_that_goes_in_the_middle_of_a_body_asked_nothing(linear):
     async with linear() as (home, engine, caller, messages, start):
         async with raw(home, caller) as (send, receive, writer):
             await send(messages)
@@ -577,7 +654,7 @@ async def test_many_sessions_at_a_time_are_served_alike():
         assert home.gateway.plain.served > 12
 
 
-async def test_a_connection_keeps_no_session_that_has_ended():
+async def test_a_connection_keeps_no_session_that_has_ended(linear):
     async with linear() as (home, _, caller, messages, _):
         gone = weakref.ref(home.gateway._registry.get("s"))
         await home.gateway.seal("s")

@@ -3,13 +3,15 @@
 Longer than other files: the document's list of cases stands here whole.
 """
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.prompting.talk import BASH, EDIT, Talk, call, request, result, said, system, user
 
 from bridle.prompting.canonical import answer_atoms
-from bridle.prompting.conversation import PlacementKind
+from bridle.prompting.conversation import PlacementKind, _Search
 from bridle.types import DeliveryState, Dialect, ToolSpec
 
 ROOT, CHILD, REWRITTEN = PlacementKind.ROOT, PlacementKind.CHILD, PlacementKind.REWRITTEN
@@ -587,6 +589,46 @@ def test_an_append_only_conversation_is_one_path_whatever_else_the_session_does(
             talk.begin(f"retry{number}", *history)
         history += [turn, *[result(c.id, "out") for c in turn.tool_calls], user(f"more {number}")]
         last = name
+
+
+ANSWERS = [
+    said("ok"),
+    said("ok", reasoning="hm"),
+    said("ok", issued=["s1"]),
+    said("ok", calls=[call("c1")]),
+    said(calls=[call("c1"), call("c2")], issued=["s2"]),
+    said(reasoning="hm", issued=["s3"]),
+]
+SENT = [user("go"), user("on"), result("c1", "1"), result("c2", "2"), *ANSWERS]
+STATES = ["delivered", "delivered", "delivered", "superseded", "abandoned", None]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_found_without_a_search_is_what_a_search_finds(seed):
+    """Twins, turns of others, copied ids, turns of reasoning alone, lost replies, branches."""
+    choose, plain = Random(seed), 0
+    for _ in range(10):
+        talk, history = Talk(), [user("go")]
+        for number in range(12):
+            answer = choose.choice(ANSWERS)
+            talk.exchange(f"x{number}", tuple(history), answer, state=choose.choice(STATES))
+            shown = choose.choice([answer, answer, choose.choice(ANSWERS)])
+            history = [*history[: choose.choice([None, None, 1, 3])], shown]
+            history += choose.choices(SENT, k=choose.choice([1, 1, 2]))
+            asked, canon = request(*history), talk.canonical(*history)
+            found = talk.conversation._plainly(asked, canon)
+            searched = _Search(talk.conversation._index, asked, canon).run()
+            assert found in (None, searched)
+            plain += found is not None
+    assert plain
+
+
+def test_a_linear_turn_is_found_without_a_search(talk):
+    asked = (*TASK, TURN, SEEN)
+    found = talk.conversation._plainly(request(*asked), talk.canonical(*asked))
+    assert found is not None
+    assert found.exchange is not None
+    assert (found.exchange.exchange_id, found.new_from) == ("a", len(TASK) + 1)
 
 
 @given(turns)

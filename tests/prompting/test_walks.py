@@ -1,39 +1,37 @@
-from hypothesis import given
-from hypothesis import strategies as st
+from random import Random
+
+import pytest
 from tests.prompting.talk import BASH, EDIT, call, request, result, said, system, user
 
 from bridle.prompting.canonical import KEPT, AtomMemo, Walks, canonical
 from bridle.types import Dialect
 
-MESSAGES = st.lists(
-    st.sampled_from(
-        [
-            user("go"),
-            user("on"),
-            said("ok", reasoning="hm"),
-            said(calls=[call("a"), call("b")]),
-            result("b", "2"),
-            result("a", "1"),
-            result("x", "?"),
-        ]
-    ),
-    max_size=9,
-)
+MESSAGES = [
+    user("go"),
+    user("on"),
+    said("ok", reasoning="hm"),
+    said(reasoning="hm", issued=["s"]),
+    said(calls=[call("a"), call("b")]),
+    said(calls=[call("c", {"path": "x", "all": False}, name="edit")]),
+    result("b", "2"),
+    result("a", "1"),
+    result("x", "?"),
+]
 
 
-@given(
-    MESSAGES,
-    st.lists(st.tuples(MESSAGES, st.integers(0, 9), st.sampled_from([(), (BASH,), (EDIT,)]))),
-    st.booleans(),
-)
-def test_a_request_is_read_the_same_whatever_was_read_before(first, others, with_head):
+@pytest.mark.parametrize("head", [(), (system("be brief"),)], ids=["", "head"])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_request_is_read_the_same_whatever_was_read_before(seed, head):
     """Continued, cut short, branched, with runs of results that go on: the memory never shows."""
-    memo, sent = AtomMemo(), first
-    for more, keep, tools in [([], 9, ()), *others]:
-        sent = [*sent[:keep], *more]
-        head = [system("be brief")] if with_head else []
-        asked = request(*head, *sent, tools=tools, head=len(head))
-        assert canonical(asked, memo) == canonical(asked, {})
+    choose = Random(seed)
+    for _ in range(20):
+        memo, sent = AtomMemo(), []
+        for _ in range(10):
+            sent = sent[: choose.choice([None, None, None, 2, 4])]
+            sent += choose.choices(MESSAGES, k=choose.choice([1, 1, 2, 3]))
+            tools = choose.choice([(EDIT,), (EDIT,), (), (BASH,)])
+            asked = request(*head, *sent, tools=tools, head=len(head))
+            assert canonical(asked, memo) == canonical(asked, {})
 
 
 def test_what_a_request_continues_is_the_longest_under_the_same_head_tools_and_dialect():

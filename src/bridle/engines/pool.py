@@ -181,13 +181,13 @@ class EnginePool(WeightUpdates):
 
     def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
         """See `Immediate`; whatever may have to wait is `generate`'s."""
-        if self._held is not None or not self._ready or self.settings.keep_tokens:
+        if self._held is not None or not self._ready or self._must_stream(request):
             return None
         if self._failures.watches(request.session_id):
             return None
         one, how = self._router.pick(request.session_id, self._ready)
         engine = one.engine
-        if not isinstance(engine, Immediate) or request.keeps:
+        if not isinstance(engine, Immediate):
             return None
         if (waiting := engine.begin(request)) is None:
             return None

@@ -34,7 +34,7 @@ from bridle.gateway.control import ControlPlane, control_token
 from bridle.gateway.data import DataPlane, read_head
 from bridle.gateway.exchange import Exchanges
 from bridle.gateway.keys import key_digest, mint_key
-from bridle.gateway.listener import Handler, Listener
+from bridle.gateway.listener import Connection, Handler, Line, Listener
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import POLICY, OtherModel, check_models
 from bridle.gateway.plain import PlainPath
@@ -203,11 +203,14 @@ class Gateway:
             metrics=metrics,
         )
         self._restorer = Restorer(self._store, self._exchanges.models)
+        responses = Responses(self._store)
         self.plain = PlainPath(
             exchanges=self._exchanges,
             admission=Admission(settings, self._exchanges.check_length),
             store=self._store,
             deliveries=deliveries,
+            responses=responses,
+            settings=settings,
             metrics=metrics,
         )
         self._data = DataPlane(
@@ -217,7 +220,7 @@ class Gateway:
             info=self.info,
             metrics=metrics,
             restore=self._restorer.restore,
-            responses=Responses(self._store),
+            responses=responses,
             plain=self.plain,
         )
         self.control_token = control_token(settings)
@@ -255,7 +258,7 @@ class Gateway:
 
     async def _listen(self, stack: AsyncExitStack) -> None:
         settings, sockets = self._settings, [*self._sockets, None, None]
-        listener = self._listener(self._on_data, settings.port, sockets[0])
+        listener = self._listener(self._on_data, settings.port, sockets[0], self.plain.line)
         data = await stack.enter_async_context(listener)
         port = data.url.rpartition(":")[2]
         self.url = (settings.public_url or data.url).rstrip("/").replace("{port}", port)
@@ -264,12 +267,19 @@ class Gateway:
             listener = self._listener(self._on_control, settings.control_port, sockets[1])
             self.control_url = (await stack.enter_async_context(listener)).url
 
-    def _listener(self, handler: Handler, port: int, listening: socket.socket | None) -> Listener:
+    def _listener(
+        self,
+        handler: Handler,
+        port: int,
+        listening: socket.socket | None,
+        make_line: Callable[[Connection], Line] | None = None,
+    ) -> Listener:
         return Listener(
             handler,
             host=self._settings.host,
             port=port,
             listening=listening,
+            make_line=make_line,
             max_body_bytes=self._settings.max_body_bytes,
             head_timeout_s=self._settings.head_timeout_s,
         )

@@ -6,6 +6,7 @@ broad `except` of the room's edge is here, at the top of a served request.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -31,7 +32,7 @@ from bridle.gateway.registry import Registry, Session
 from bridle.gateway.relay import Relay, json_response, refusal
 from bridle.gateway.responses import Responses
 from bridle.gateway.routing import Target, asked, split_target
-from bridle.types import Dialect, ModelRequest
+from bridle.types import ModelRequest
 
 log = structlog.get_logger()
 
@@ -195,7 +196,13 @@ class DataPlane:
             raise
         try:
             return await self._relay.answer(
-                http, handed.session, handed.call, handed.request, head.route, head.wire
+                http,
+                handed.session,
+                handed.call,
+                handed.request,
+                head.route,
+                head.wire,
+                waited_s=time.perf_counter() - handed.call.clock_start,
             )
         finally:
             handed.taken.__exit__()
@@ -239,8 +246,7 @@ class DataPlane:
         body = b""
         try:
             body = await self._admission.body(http, taken)
-            if wire.dialect is Dialect.OPENAI_RESPONSES:
-                body = self._responses.resolved(session, body)
+            body = self._responses.resolved(session, wire.dialect, body)
             request = await self._admission.read(session, wire, route, body)
             if session.sealed:  # sealed while the body arrived
                 raise faults.session_ended()

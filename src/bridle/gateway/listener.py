@@ -82,7 +82,14 @@ class Connection(RequestHandler):
         *("handed", "head", "is_known", "line", "raw_head", "was_served"),
     )
 
-    def __init__(self, manager: web.Server, *, head_timeout_s: float, **settings: Any) -> None:  # noqa: ANN401 - aiohttp's own, passed through
+    def __init__(
+        self,
+        manager: web.Server,
+        *,
+        head_timeout_s: float,
+        make_line: Callable[[Connection], Line] | None,
+        **settings: Any,  # noqa: ANN401 - aiohttp's own, passed through
+    ) -> None:
         super().__init__(manager, **settings)
         self._head_timeout_s = head_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
@@ -99,8 +106,8 @@ class Connection(RequestHandler):
         """For the handler: what the head of its last request said."""
         self.raw_head: bytes | None = None
         """The same as it came; `None` = it came in pieces."""
-        self.line: Line | None = None
-        """Takes requests with that head."""
+        self.line = None if make_line is None else make_line(self)
+        """Sees first what arrives."""
         self.handed: Client | None = None
         """For the handler: whom it answers, of a request that `line` began to serve."""
 
@@ -115,7 +122,7 @@ class Connection(RequestHandler):
     def is_idle(self) -> bool:
         """Return whether the next byte is the first one of a request."""
         waiter = self._waiter
-        if self._deadline is not None or self._messages or self._current_request is not None:
+        if self._unfinished or self._messages or self._current_request is not None:
             return False
         return waiter is not None and not waiter.done()
 
@@ -138,15 +145,16 @@ class Connection(RequestHandler):
 
     def pass_on(self, data: bytes) -> None:
         """Have aiohttp read what arrived."""
-        if self._deadline is None and self._current_request is None:
-            self._begin_deadline()
         waiter = self._waiter
-        if waiter is not None and not waiter.done():  # the next request's head is being read
+        in_head = waiter is not None and not waiter.done()  # of the next request
+        if in_head:
+            if self._deadline is None:
+                self._begin_deadline()
             end = data.find(b"\r\n\r\n", 0, MOST_KEPT) + 4
             self.raw_head = data[:end] if end > 4 and not self._unfinished else None
             data = self._with_one_agent(data)
         super().data_received(data)
-        if self._current_request is None and not self._messages:
+        if in_head and not self._messages:
             self._hold(len(data))
 
     def _with_one_agent(self, data: bytes) -> bytes:
@@ -278,10 +286,12 @@ class Listener(AbstractAsyncContextManager["Listener"]):
         max_body_bytes: int,
         head_timeout_s: float,
         listening: socket.socket | None = None,
+        make_line: Callable[[Connection], Line] | None = None,
         most: int | None = None,
     ) -> None:
         """`listening` is a socket that listens at `host` already: `port` is then not used.
 
+        `make_line` makes what sees first what arrives at a connection; `None` = aiohttp does.
         `most` connections are held at a time; `None` = `most_connections()`.
         """
         self._most = most
@@ -289,6 +299,7 @@ class Listener(AbstractAsyncContextManager["Listener"]):
         self._host = host
         self._port = port
         self._listening = listening
+        self._make_line = make_line
         self._max_body_bytes = max_body_bytes
         self._head_timeout_s = head_timeout_s
         self._runner: web.ServerRunner | None = None
@@ -307,6 +318,7 @@ class Listener(AbstractAsyncContextManager["Listener"]):
             max_field_size=HEADER_BYTES,
             lingering_time=0.0,
             head_timeout_s=self._head_timeout_s,
+            make_line=self._make_line,
         )
         runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=2.0)
         await runner.setup()

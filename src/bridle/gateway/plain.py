@@ -1,6 +1,6 @@
 """The plain path: a linear turn is served in two callbacks, without a task of its own.
 
-A request that has the head of its connection's last one, and extends an exchange whose reply was
+A request with a head that was authenticated before, and that extends an exchange whose reply was
 delivered, is read, placed and prompted by the functions of the general path in the callback that
 brought its last byte; its sample is parsed, made durable and answered in the callback that brought
 the engine's last byte. Nothing is kept for this: what is known of a session is the same on both
@@ -21,7 +21,7 @@ import re
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import structlog
 from aiohttp import HttpVersion11, web
@@ -35,24 +35,23 @@ from bridle.gateway.admission import LONG_BYTES, Admission, Taken
 from bridle.gateway.call import Asked, Call, Question, Stage
 from bridle.gateway.exchange import Exchanges
 from bridle.gateway.faults import trace_of
-from bridle.gateway.listener import Connection
+from bridle.gateway.listener import MOST_KEPT, Connection
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import Served
 from bridle.gateway.prompts import engine_request
 from bridle.gateway.recording import Prompted
 from bridle.gateway.registry import Session
-from bridle.gateway.relay import takes_at_once, whole_reply
+from bridle.gateway.relay import takes_at_once, whole_reply, whole_stream
+from bridle.gateway.responses import Responses
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.routing import asked
 from bridle.gateway.sampling import Sample
+from bridle.gateway.settings import GatewaySettings
 from bridle.harness_rules.kinds import decided_by_head
 from bridle.prompting.conversation import PlacementKind
-from bridle.types import DeliveryState, Dialect, FinishReason, ModelRequest, Sampling, VersionSpan
+from bridle.types import DeliveryState, FinishReason, ModelRequest, Sampling, VersionSpan
 
 log = structlog.get_logger()
-
-DIALECTS: Final = frozenset({Dialect.OPENAI_CHAT})
-"""Those whose requests are read by their body alone."""
 
 GATHER_S: Final = 1.0
 """How long the rest of a body may take to arrive; then the general path reads it."""
@@ -79,18 +78,11 @@ class Handed:
         self.deliveries.left(self.session, self.call, partly=False)
 
 
-class Line:
-    """The requests of one connection that repeat a head which was authenticated."""
-
-    __slots__ = (
-        *("_after", "_before", "_missing", "_parts", "_path", "_said", "_session", "_start"),
-        *("_taken", "_timer"),
-        *("connection", "flight", "head", "headers", "route", "wire"),
-    )
+class Known:
+    """A head that was authenticated, and what the requests with it have in common."""
 
     def __init__(
         self,
-        path: PlainPath,
         connection: Connection,
         session: Session,
         headers: dict[str, str],
@@ -99,22 +91,12 @@ class Line:
         raw: tuple[bytes, bytes],
     ) -> None:
         """`raw` is the head's bytes before and behind the length of the body."""
-        self._path = path
-        self._before, self._after = raw
-        self.connection = connection
+        self.before, self.after = raw
         self.head = connection.head
-        self._session = ref(session)  # which may end before its connection
+        self.session = ref(session)  # which may end before its connections
         self.headers = headers
         self.route = route
         self.wire = wire
-        self.flight: Flight | None = None
-        """The call that its client waits for."""
-        self._parts: list[bytes] = []
-        """A request that has not arrived whole."""
-        self._missing = 0
-        self._start = 0
-        self._taken: Taken | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._said: tuple[object, Asked] | None = None
         """What all requests with this `extra` say besides their messages; `None` = not known."""
 
@@ -128,6 +110,29 @@ class Line:
             self._said = request.extra, said
         return said
 
+
+class Line:
+    """The requests of one connection whose heads are known."""
+
+    __slots__ = (
+        *("_missing", "_parts", "_path", "_start", "_taken", "_timer"),
+        *("connection", "flight", "known"),
+    )
+
+    def __init__(self, path: PlainPath, connection: Connection) -> None:
+        self._path = path
+        self.connection = connection
+        self.known: Known | None = None
+        """The head of its last request, if that is known."""
+        self.flight: Flight | None = None
+        """The call that its client waits for."""
+        self._parts: list[bytes] = []
+        """A request that has not arrived whole."""
+        self._missing = 0
+        self._start = 0
+        self._taken: Taken | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
     def received(self, data: bytes) -> bool:
         """Take what arrived; `False` = it is the general path's."""
         if self.flight is not None:  # a client that does not wait for its reply
@@ -139,23 +144,31 @@ class Line:
             if self._missing <= 0:
                 self._gathered()
             return True
-        if not data.startswith(self._before) or not self.connection.is_idle:
+        if not self.connection.is_idle:
             return False
-        at = len(self._before)
+        known = self.known
+        if known is None or not data.startswith(known.before):
+            known = self._path.find(data)
+        if known is None:
+            return False
+        at = len(known.before)
         end = data.find(b"\r\n", at, at + 20)
-        if not data[at:end].isdigit() or not data.startswith(self._after, end):
+        if not data[at:end].isdigit() or not data.startswith(known.after, end):
             return False
-        return self._begun(data, end + len(self._after), int(data[at:end]))
+        return self._begun(known, data, end + len(known.after), int(data[at:end]))
 
-    def _begun(self, data: bytes, start: int, size: int) -> bool:
+    def _begun(self, known: Known, data: bytes, start: int, size: int) -> bool:
         """Take the beginning of a request whose body has this `size`, or all of it."""
         missing = size + start - len(data)
         if missing < 0 or size > self._path.admission.max_body_bytes:
             return False
-        if (session := self._session()) is None:
+        if (session := known.session()) is None:
             return False
         if (taken := self._path.taken(session, size)) is None:
             return False
+        self.known, self.connection.head = known, known.head
+        self.connection.is_known = True
+        self.connection.head_arrived()
         if not missing:
             return self._take(data, start, taken)
         self._parts, self._missing, self._start, self._taken = [data], missing, start, taken
@@ -211,17 +224,27 @@ class PlainPath:
         admission: Admission,
         store: Store,
         deliveries: Deliveries,
+        responses: Responses,
+        settings: GatewaySettings,
         metrics: Metrics,
     ) -> None:
         self.exchanges = exchanges
         self.store = store
         self.deliveries = deliveries
+        self.responses = responses
+        self.settings = settings
         self.metrics = metrics
+        self._known: WeakValueDictionary[tuple[bytes, bytes], Known] = WeakValueDictionary()
+        """By their bytes; each is kept by its session."""
         self.admission = admission
         self.is_open = True
         """Whether requests may take it; tests compare both."""
         self.served = 0
         """Calls that it answered."""
+
+    def line(self, connection: Connection) -> Line:
+        """See `Listener`."""
+        return Line(self, connection)
 
     def offer(
         self, http: web.BaseRequest, session: Session, headers: dict[str, str], route: Route,
@@ -231,10 +254,11 @@ class PlainPath:
         connection = http.protocol
         assert isinstance(connection, Connection)
         line, raw = connection.line, connection.raw_head
-        if raw is None or (isinstance(line, Line) and line.head is connection.head):
+        if raw is None or not isinstance(line, Line):
             return
-        connection.line = None
-        if wire.dialect not in DIALECTS or route.kind is not RouteKind.GENERATE:
+        if line.known is not None and line.known.head is connection.head:
+            return
+        if route.kind is not RouteKind.GENERATE:
             return
         if not http.keep_alive or http.version != HttpVersion11:
             return
@@ -242,7 +266,20 @@ class PlainPath:
         if len(lengths) != 1 or not headers.keys().isdisjoint(_ODD):
             return
         parts = raw[: lengths[0].start(1)], raw[lengths[0].end(1) :]
-        connection.line = Line(self, connection, session, headers, route, wire, parts)
+        line.known = self._known.get(parts)
+        if line.known is None:
+            line.known = self._known[parts] = Known(
+                connection, session, headers, route, wire, parts
+            )
+            session.in_hand.heads.append(line.known)
+
+    def find(self, data: bytes) -> Known | None:
+        """The known head that `data` begins with."""
+        end = data.find(b"\r\n\r\n", 0, MOST_KEPT) + 4
+        length = _LENGTH.search(data, 0, end) if self._known and end > 4 else None
+        if length is None:
+            return None
+        return self._known.get((data[: length.start(1)], data[length.end(1) : end]))
 
     def taken(self, session: Session, size: int) -> Taken | None:
         """A request's part of its session's share; `None` = it is to be refused."""
@@ -281,16 +318,25 @@ class PlainPath:
 
     def _linear(self, line: Line, session: Session, body: bytes) -> Linear | None:
         """Read a request; `None` = it is not linear. `BridleError` where it is to be refused."""
-        exchanges = self.exchanges
+        exchanges, responses, known = self.exchanges, self.responses, line.known
+        assert known is not None, "its head was found"
+        route, wire = known.route, known.wire
+        body = responses.resolved(session, wire.dialect, body)
         is_long = len(body) > LONG_BYTES and session.messages.news(body) > LONG_BYTES
         if is_long or not self.is_open or session.sealed or session.replay is not None:
             return None
-        request = line.wire.parse(line.route, body, session.messages)
-        said = line.said(session, request)
+        request = wire.parse(route, body, session.messages)
+        request = responses.whole(session, route, body, request)
+        is_live = request.stream and self.settings.stream != "whole"
+        said = known.said(session, request)
         served = exchanges.models.find(request.model, said.kind)
-        if not isinstance(served.engine, EnginePool) or not _is_whole(request, said, served):
+        if (
+            is_live
+            or not isinstance(served.engine, EnginePool)
+            or not _is_whole(request, said, served)
+        ):
             return None
-        question = exchanges.place(session, line.wire, request, served)
+        question = exchanges.place(session, wire, request, served)
         parent = session.calls.get(question.placement.parent or "")
         if parent is None or not _extends(question, parent):
             return None
@@ -303,14 +349,13 @@ class PlainPath:
         reserved = session.account.take(budget, lambda: session.tokens)
         if reserved is None:
             return None
-        return Linear(question, said, parent, prompted, reserved, served.engine)
+        return Linear(route, question, said, parent, prompted, reserved, served.engine)
 
 
 def _is_whole(request: ModelRequest, said: Asked, served: Served) -> bool:
-    """Return whether a request wants a sample of its own, not constrained, as one JSON reply."""
+    """Return whether a request wants a sample of its own, not constrained."""
     return not (
-        request.stream
-        or request.logprobs
+        request.logprobs
         or request.prefill is not None
         or request.response_schema is not None
         or said.retry_count
@@ -340,6 +385,7 @@ def _extends(question: Question, parent: Call) -> bool:
 class Linear:
     """A linear request, read."""
 
+    route: Route
     question: Question
     said: Asked
     parent: Call
@@ -363,6 +409,8 @@ class Flight:
     linear: Linear
     effective: Sampling = field(init=False)
     request: GenerateRequest = field(init=False)
+    alarm: asyncio.TimerHandle | None = None
+    """Rings when the head of a stream is to leave."""
 
     def begin(self) -> None:
         """Give the call to the engine."""
@@ -376,14 +424,18 @@ class Flight:
         waiting = self.linear.pool.begin(self.request)
         if waiting is None:
             self.hand_over()
-        else:
-            waiting.add_done_callback(self.arrived)
+            return
+        waiting.add_done_callback(self.arrived)
+        if question.request.stream:
+            patience_s = self.path.settings.headers_after_s
+            self.alarm = asyncio.get_running_loop().call_later(patience_s, self.hand_over)
 
     def arrived(self, _: asyncio.Future[Any]) -> None:
         """The engine's reply is there, or failed: commit, then answer."""
         call, session, exchanges = self.call, self.taken.session, self.path.exchanges
         if call.flight is not self:
             return  # a task goes on with it
+        self._stop_alarm()
         try:
             chunk = self.linear.pool.arrived(self.request)
         except EngineError:  # the task is told the same
@@ -436,14 +488,18 @@ class Flight:
     def _reply(self) -> None:
         """Write the committed reply, if the connection takes it at once."""
         path, session, call = self.path, self.taken.session, self.call
-        connection, body = self.line.connection, call.answered().body
-        if not takes_at_once(connection.transport, len(body)):
+        connection, question = self.line.connection, self.linear.question
+        if question.request.stream:
+            reply = whole_stream(call, question.request, self.linear.route, question.wire)
+        else:
+            reply = whole_reply(call.answered().body)
+        if not takes_at_once(connection.transport, len(reply)):
             self.to_relay()
             return
         self.line.flight = None
-        connection.write_reply(whole_reply(body))
+        connection.write_reply(reply)
         path.deliveries.received(session, call)
-        path.metrics.request(self.line.wire.dialect, RouteKind.GENERATE, 200)
+        path.metrics.request(question.wire.dialect, RouteKind.GENERATE, 200)
         self.taken.__exit__()
         path.served += 1
 
@@ -461,10 +517,15 @@ class Flight:
     def _start_task(self, work: Coroutine[None, None, None] | None) -> None:
         exchanges, session, call = self.path.exchanges, self.taken.session, self.call
         call.flight = None
+        self._stop_alarm()
         work = work or exchanges.resumed(session, call, self.linear.prompted, self.effective)
         exchanges.start(session, call, work)
         assert call.task is not None
         call.task.add_done_callback(lambda _: self.linear.pool.drop(call.exchange_id))
+
+    def _stop_alarm(self) -> None:
+        if self.alarm is not None:
+            self.alarm.cancel()
 
     def to_relay(self) -> None:
         """Have the general path answer the client, as if it had read the request."""

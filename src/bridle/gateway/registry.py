@@ -12,7 +12,7 @@ import hmac
 import re
 import secrets
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -41,6 +41,9 @@ SESSION_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 
 ENDED_KEYS: Final = 10_000
 """Keys of deleted sessions that are still told what became of them; older ones are unknown."""
+
+HEADS: Final = 16
+"""Heads of a session's requests that are known at a time."""
 
 FACTS: Final = "facts"
 """Key of an outcome's metadata under which a deleted session's facts stand."""
@@ -95,6 +98,8 @@ class InHand:
     """Bytes of its requests and replies that capture has."""
     refused: int = 0
     """Bytes of bodies that were read and not sampled, since the session's memos were emptied."""
+    heads: deque[object] = field(default_factory=lambda: deque(maxlen=HEADS))
+    """Their heads that are known (`bridle.gateway.plain`), the newest last."""
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a long body is parsed."""
 

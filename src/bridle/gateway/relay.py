@@ -43,6 +43,10 @@ def json_response(
     )
 
 
+def _stream_headers(route: Route) -> dict[str, str]:
+    return SSE_HEADERS if route.sse else {"Content-Type": JSON_TYPE}
+
+
 def refusal(wire: WireFormat, error: RequestError) -> web.Response:
     """An error in the provider's shape."""
     status, headers, body = wire.error(error)
@@ -64,9 +68,12 @@ class Relay:
         request: ModelRequest,
         route: Route,
         wire: WireFormat,
+        *,
+        waited_s: float = 0.0,
     ) -> web.StreamResponse:
         """Wait for `call` and write its reply; the client is detached from it at the end.
 
+        `waited_s` is how long the client has waited before.
         Cancellation means that the client has gone. `ConnectionError` when it went, or was too
         slow, in the middle of a reply.
         """
@@ -76,8 +83,9 @@ class Relay:
         session.replying[task] = call
         try:
             if request.stream:
-                encoder = wire.stream(request, call.reply_head())
-                response = await self._stream(writer, call, encoder, route, wire)
+                patience_s = self._settings.headers_after_s - waited_s
+                await _within(call.began, patience_s)
+                response = await self._stream(writer, call, request, route, wire)
             else:
                 response = await self._whole(writer, call, wire)
         except TimeoutError:
@@ -103,12 +111,12 @@ class Relay:
         return await writer.whole(call.answered().body)
 
     async def _stream(
-        self, writer: _Writer, call: Call, encoder: StreamEncoder, route: Route, wire: WireFormat
+        self, writer: _Writer, call: Call, request: ModelRequest, route: Route, wire: WireFormat
     ) -> web.StreamResponse:
-        await _within(call.began, self._settings.headers_after_s)
         if call.error is not None and not wire.refuses_in_stream(call.error):
             return refusal(wire, call.error)
-        await writer.start(SSE_HEADERS if route.sse else {"Content-Type": JSON_TYPE})
+        await writer.start(_stream_headers(route))
+        encoder = wire.stream(request, call.reply_head())
         opening = await self._until_done(writer, call, encoder)
         if call.error is not None:
             return await writer.broken(opening, encoder.error(call.error))
@@ -205,15 +213,36 @@ class _Follower:
             self._stopped.set_result(None)
 
 
-_HEAD: Final = (
-    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
-    b"Date: %b\r\nServer: " + SERVER_SOFTWARE.encode() + b"\r\n\r\n"
-)
+def _head(headers: dict[str, str]) -> bytes:
+    """The head of a reply over a connection that stays; the date is left to be filled in."""
+    lines = [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join(
+        ["HTTP/1.1 200 OK", *lines, "Date: %b", f"Server: {SERVER_SOFTWARE}", "\r\n"]
+    ).encode()
+
+
+_HEAD: Final = _head({"Content-Type": JSON_TYPE, "Content-Length": "%d"})
 
 
 def whole_reply(body: bytes) -> bytes:
     """A whole reply over a connection that stays, its head included."""
     return _HEAD % (len(body), rfc822_formatted_time().encode()) + body
+
+
+_STREAM_HEADS: Final = {
+    sse: _head({**headers, "Transfer-Encoding": "chunked"})
+    for sse, headers in ((True, SSE_HEADERS), (False, {"Content-Type": JSON_TYPE}))
+}
+
+
+def whole_stream(call: Call, request: ModelRequest, route: Route, wire: WireFormat) -> bytes:
+    """A committed reply as a stream over a connection that stays, its head included."""
+    encoder, answer = wire.stream(request, call.reply_head()), call.answered()
+    opening = encoder.open()
+    before, last = encoder.close(answer.reply, answer.usage)
+    head = _STREAM_HEADS[route.sse] % rfc822_formatted_time().encode()
+    size = len(opening) + len(before) + len(last)
+    return b"%b%x\r\n%b%b%b\r\n0\r\n\r\n" % (head, size, opening, before, last)
 
 
 def takes_at_once(transport: asyncio.WriteTransport | None, size: int) -> bool:

@@ -82,8 +82,10 @@ class Responses:
         self._wire = OpenAIResponses()
         self._messages = Anthropic()
 
-    def resolved(self, session: Session, body: bytes) -> bytes:
+    def resolved(self, session: Session, dialect: Dialect, body: bytes) -> bytes:
         """A request's body with the items of kept replies in place of references to them."""
+        if dialect is not Dialect.OPENAI_RESPONSES:
+            return body
         return self._wire.resolved(body, lambda item_id: self._item(session, item_id))
 
     def _item(self, session: Session, item_id: str) -> bytes | None:
