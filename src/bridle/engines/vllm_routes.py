@@ -79,12 +79,11 @@ def call_body(
     head: JSON = {"model": request.model or model, "request_id": request.request_id, **stream}
     head |= {"return_token_ids": True}
     sampling = _sampling_fields(request.sampling)
-    if experts:
-        (sampling if route is VllmRoute.GENERATE else head)["routed_experts_prompt_start"] = (
-            request.experts_from
-        )
     if route is not VllmRoute.CHAT:
         sampling.setdefault("max_tokens", room)
+    if experts:
+        place = sampling if route is VllmRoute.GENERATE else head
+        place["routed_experts_prompt_start"] = request.experts_from
     if route is VllmRoute.GENERATE:
         if request.grammar is not None:
             sampling["structured_outputs"] = _structured_outputs(request.grammar)
