@@ -98,13 +98,13 @@ def laid(parts: Iterable[Experts], tokens: int) -> Rows | None:
         at = slice(max(0, part.start), max(0, part.start) + len(rows))
         new = ~known[at]
         found[at][new] = rows[new]
-        known[at] |= is_known(rows)
+        known[at][new & is_known(rows)] = True
     return found
 
 
 def is_known(rows: Rows) -> npt.NDArray[np.bool_]:
     """Return for each token whether anything is known of it, shape (tokens,)."""
-    known: npt.NDArray[np.bool_] = (rows >= 0).any(axis=(1, 2))
+    known: npt.NDArray[np.bool_] = np.logical_or.reduce(rows >= 0, axis=(1, 2))
     return known
 
 

@@ -21,8 +21,9 @@ Any reader of Parquet can use the file (pyarrow, pandas, polars, `datasets`). Co
 | metadata | string | JSON |
 | token_rewards | list<float> | reward of each response id; null = none given |
 | media | string | JSON: images on the path with their placeholders |
-| routed_experts | struct<shape: list<int32>, values: list<int16>> | experts of each id in each layer, \
-prompt included, row after row: shape (ids, layers, top_k), -1 = not known; null = none told |
+| routed_experts | struct<shape: list<int32>, values: list<int16>> | experts of all ids, see below |
+
+`routed_experts` has the shape (ids, layers, top_k), row after row; -1 = not known, null = none.
 
 A session without any trace has no row; it stands, as its JSON, in the file's metadata under
 `sessions_without_traces`, so that reading gives back every trajectory that was written.

@@ -85,14 +85,7 @@ def call_body(
         place = sampling if route is VllmRoute.GENERATE else head
         place["routed_experts_prompt_start"] = request.experts_from
     if route is VllmRoute.GENERATE:
-        if request.grammar is not None:
-            sampling["structured_outputs"] = _structured_outputs(request.grammar)
-        head["sampling_params"] = {**sampling, "logprobs": 0}
-        if not request.pictures:
-            return _with_ids(head, b'"token_ids":', request.prompt.json())
-        head["content_parts"] = [{"type": "image_url", "url": one.url} for one in request.pictures]
-        folded_ids = folded(request.prompt.array(), request.pictures)
-        return _with_ids(head, b'"token_ids":', _ENCODER.encode(folded_ids.tolist()))
+        return _token_body(head, sampling, request)
     head |= {**sampling, "return_tokens_as_token_ids": True, "return_weight_versions": True}
     if request.session_id is not None:
         head["session_id"] = request.session_id
@@ -106,6 +99,17 @@ def call_body(
         return _ENCODER.encode(head)
     ids = b'{"prompt_token_ids":' + request.prompt.json() + b"}"
     return _with_ids(head, b'"kv_transfer_params":', ids)
+
+
+def _token_body(head: JSON, sampling: JSON, request: GenerateRequest) -> bytes:
+    if request.grammar is not None:
+        sampling["structured_outputs"] = _structured_outputs(request.grammar)
+    head["sampling_params"] = {**sampling, "logprobs": 0}
+    if not request.pictures:
+        return _with_ids(head, b'"token_ids":', request.prompt.json())
+    head["content_parts"] = [{"type": "image_url", "url": one.url} for one in request.pictures]
+    folded_ids = folded(request.prompt.array(), request.pictures)
+    return _with_ids(head, b'"token_ids":', _ENCODER.encode(folded_ids.tolist()))
 
 
 def _chat_fields(request: GenerateRequest) -> JSON:
