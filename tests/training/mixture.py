@@ -1,4 +1,4 @@
-"""A tiny mixture of experts that plays sessions through a gateway, and trainers of it that are off."""
+"""A tiny mixture of experts that plays through a gateway, and trainers of it that are off."""
 
 import aiohttp
 import numpy as np
