@@ -1,5 +1,7 @@
 """Rows of experts keep their places through every form that they take."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,7 +34,8 @@ def test_packed_rows_come_back(tokens, start, most, gaps):
     if gaps:
         rows[::2] = -1
     for again in (unpack(pack(Experts(start, rows))), Experts(start, npy_rows(npy_text(rows)))):
-        assert (again.start, again.rows.dtype) == (start, np.int16)
+        assert again.start == start
+        assert again.rows.dtype == np.int16
         assert np.array_equal(again.rows, rows)
 
 
@@ -67,8 +70,8 @@ PARTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 8)), max_size=5)
 @given(PARTS, st.integers(0, 15))
 def test_the_first_part_that_knows_a_token_counts(spans, tokens):
     parts = [Experts(start, rows_of(size, seed=n)) for n, (start, size) in enumerate(spans)]
-    found = laid(parts, tokens)
-    assert (found is None) is not parts
+    found: Any = laid(parts, tokens)
+    assert (found is None) is (not parts)
     for at in range(tokens if parts else 0):
         known = [p.rows[at - p.start] for p in parts if p.start <= at < p.start + len(p.rows)]
         assert np.array_equal(found[at], known[0] if known else np.full((3, 2), -1))
@@ -77,7 +80,7 @@ def test_the_first_part_that_knows_a_token_counts(spans, tokens):
 def test_a_row_that_a_part_does_not_know_is_taken_from_the_next():
     first = rows_of(3)
     first[1] = -1
-    found = laid([Experts(0, first), Experts(0, rows_of(3, seed=1))], 3)
+    found: Any = laid([Experts(0, first), Experts(0, rows_of(3, seed=1))], 3)
     assert np.array_equal(found[1], rows_of(3, seed=1)[1])
     assert np.array_equal(found[[0, 2]], rows_of(3)[[0, 2]])
 
@@ -96,7 +99,8 @@ def test_rows_are_placed_by_the_end_of_the_reply():
 def test_a_trainer_that_needs_all_rows_gets_all_or_none():
     rows = rows_of(4)
     rows[-1] = -1
-    assert np.array_equal(whole(rows), rows[:-1])
+    known: Any = whole(rows)
+    assert np.array_equal(known, rows[:-1])
     rows[1] = -1
     assert whole(rows) is None
     assert whole(None) is None

@@ -1,6 +1,7 @@
 """The experts of each token are recorded as the model chose them, and can be given again."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,11 +37,16 @@ async def engine(folder):
     await made.aclose()
 
 
+def hooks(model) -> Any:
+    """The routing of a model that has experts."""
+    return routing_of(model)
+
+
 def plain_rows(model, ids):
     """Experts of a plain forward pass."""
-    with torch.no_grad(), routing_of(model).recording() as recorded:
+    with torch.no_grad(), hooks(model).recording() as recorded:
         model(input_ids=torch.tensor([ids]), use_cache=False)
-    return routing_of(model).rows(recorded)
+    return hooks(model).rows(recorded)
 
 
 def check(model, prompt, told, *, start=0):
@@ -74,13 +80,15 @@ async def test_calls_that_share_a_batch_a_prefix_and_a_cache_tell_their_own(engi
 
 async def test_only_the_experts_of_new_tokens_are_told_where_others_are_known(engine, model):
     asked = request(TEXT, temperature=1.0)
-    asked.prompt.kept = 21
+    prompt: Any = asked.prompt
+    prompt.kept = 21
     check(model, TEXT, await answer(engine, asked), start=20)
 
 
 async def test_an_aborted_call_tells_what_it_has(engine, model):
     asked = request(TEXT, temperature=1.0, max_tokens=150, min_tokens=150)
-    ids, last = [], None
+    ids: list[int] = []
+    last: Any = None
     async for chunk in engine.generate(asked):
         ids += chunk.output_ids.tolist()
         last = chunk
@@ -94,7 +102,7 @@ async def test_an_aborted_call_tells_what_it_has(engine, model):
 
 @pytest.mark.parametrize("feeding", Feeding)
 async def test_a_model_that_is_computed_alone_records_too(feeding, folder, model):
-    engine = EmbeddedEngine(folder, device="cpu")
+    engine: Any = EmbeddedEngine(folder, device="cpu")
     await engine.start()
     engine._batch._decoder = SingleDecoder(engine._loaded.model, feeding, prefix_bytes=1 << 20)
     first = await answer(engine, request(TEXT, temperature=1.0))
@@ -106,7 +114,7 @@ async def test_a_model_that_is_computed_alone_records_too(feeding, folder, model
 
 def test_recorded_experts_replace_the_routers_choice(model):
     rows = plain_rows(model, TEXT)
-    ids, routing = torch.tensor([TEXT]), routing_of(model)
+    ids, routing = torch.tensor([TEXT]), hooks(model)
     with torch.no_grad():
         plain = model(input_ids=ids).logits
         with routing.replaying(rows):
@@ -131,7 +139,7 @@ def test_recorded_experts_replace_the_routers_choice(model):
 )
 def test_experts_of_another_model_are_refused(model, change, fault):
     rows = change(plain_rows(model, TEXT))
-    with pytest.raises(TrainingError, match=fault), routing_of(model).replaying(rows):
+    with pytest.raises(TrainingError, match=fault), hooks(model).replaying(rows):
         model(input_ids=torch.tensor([TEXT]))
     model(input_ids=torch.tensor([TEXT]))
 
@@ -148,14 +156,14 @@ def test_rows_of_all_layers_are_taken_where_some_have_no_experts():
     assert rows.shape == (40, 2, 2)
     wide = np.zeros((40, 3, 2), np.int16)
     wide[:, [0, 2]] = (rows + 1) % 8
-    with torch.no_grad(), routing_of(model).replaying(wide), routing_of(model).recording() as told:
+    with torch.no_grad(), hooks(model).replaying(wide), hooks(model).recording() as told:
         model(input_ids=torch.tensor([TEXT]))
-    assert np.array_equal(routing_of(model).rows(told), (rows + 1) % 8)
+    assert np.array_equal(hooks(model).rows(told), (rows + 1) % 8)
 
 
 def test_with_gradient_checkpointing_backward_replays_too(model):
     rows = (plain_rows(model, TEXT) + 1) % 8
-    routing, ids = routing_of(model), torch.tensor([TEXT])
+    routing, ids = hooks(model), torch.tensor([TEXT])
     model.train()
 
     def gradients():

@@ -1,6 +1,7 @@
 import json
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -211,7 +212,8 @@ def test_tokens_of_weights_without_a_version_carry_the_one_that_is_known():
 
 
 def test_experts_that_are_no_rows_are_refused():
-    for text in ("AAA", npy_text(ROWS.reshape(4, 2)), npy_text(ROWS * 0.5), npy_text(ROWS - 9)):
+    halves: Any = ROWS * 0.5
+    for text in ("AAA", npy_text(ROWS.reshape(4, 2)), npy_text(halves), npy_text(ROWS - 9)):
         with pytest.raises(GarbledError, match="routed experts"):
             read_answer(json.dumps(sampled(PROMPT, routed_experts=text)).encode())
 
@@ -319,7 +321,8 @@ def read_all(reads):
                 if told is None:
                     continue
                 if told.finish_reason or told.extra or told.prompt_ids_json:
-                    others.append((len(ids), told.finish_reason, told.extra, told.prompt_ids_json))
+                    extra = {name: str(value) for name, value in told.extra.items()}
+                    others.append((len(ids), told.finish_reason, extra, told.prompt_ids_json))
                 if len(told.output_ids) or told.finish_reason:
                     routed.took(told, replica)
                 ids += told.output_ids.tolist()

@@ -1,6 +1,7 @@
 """A finished call as the facts that capture keeps."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -253,12 +254,12 @@ async def test_experts_stand_at_their_tokens_over_any_seams(tries, last, extends
     parent = a_parent() if extends else None
     done = finished(parent=parent)
     prompt = done.prompted.prompt
-    engine = Routed(*tries, (last, "told"))
+    engine: Any = Routed(*tries, (last, "told"))
     sampler = Sampler(engine, mode=LogprobMode.RAW, version=lambda: 1, decode=str)
     request = GenerateRequest("r", prompt, Sampling())
     sample = await sampler.sample(request, prompt, heard=lambda _: None)
     exchange = exchange_record(dataclasses.replace(done, sample=sample), 0)
-    experts = unpack(exchange.experts)
+    experts = unpack(exchange.experts or b"")
     assert experts.start == max(0, exchange.kept - 1) == (2 if extends else 0)
     tokens = np.concatenate([prompt.array(), sample.output_ids])
     assert experts.rows.tolist() == rows_of(tokens)[experts.start : -1].tolist()
@@ -274,5 +275,5 @@ def test_an_exchange_without_experts_has_no_column():
 def test_experts_of_a_try_that_was_cut_are_cut_with_it():
     rows = Experts(0, rows_of(np.arange(9)))
     exchange = exchange_record(finished(extra={KEY: rows, "mask": [1, 2]}), 0)
-    assert len(unpack(exchange.experts).rows) == 3 + 2 - 1
+    assert len(unpack(exchange.experts or b"").rows) == 3 + 2 - 1
     assert exchange.extra["engine"] == {"mask": [1, 2]}

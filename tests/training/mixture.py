@@ -1,5 +1,7 @@
 """A tiny mixture of experts that plays through a gateway, and trainers of it that are off."""
 
+from typing import Any
+
 import aiohttp
 import numpy as np
 import orjson
@@ -106,7 +108,8 @@ def difference(model, traces, *, replay):
 
 def flipped(model, traces):
     """Share of tokens and layers that the model's own routers would send to other experts."""
-    routing, other, among = routing_of(model), 0, 0
+    routing: Any = routing_of(model)
+    other = among = 0
     for trace in traces:
         ids = np.concatenate([trace.prompt_ids, trace.response_ids])[:-1]
         with torch.no_grad(), routing.recording() as recorded:

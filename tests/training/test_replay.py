@@ -1,6 +1,7 @@
 """A trainer that replays the rollout's experts computes what the rollout computed."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def test_the_kl_is_that_of_the_arithmetic_alone_with_replay_and_far_larger_witho
 
 @pytest.mark.parametrize("packing", ["rows", "tree"])
 def test_an_update_replays_in_either_layout(folder, rolled, packing):
-    errors = {}
+    errors: Any = {}
     for name in ("replayed", "alone"):
         traces = [
             one if name == "replayed" else dataclasses.replace(one, routed_experts=None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def test_every_token_but_the_last_has_the_experts_it_was_computed_by(made, strat
         last = trace.routed_experts[-1]
         assert (last == -1).all() or np.array_equal(last, wanted[-1])
         shape = Shape(max_prompt=3, max_response=4)
-        cut = fit(trace, shape)
+        cut: Any = fit(trace, shape)
         begin = max(0, len(trace.prompt_ids) - 3)
         end = len(cut.prompt_ids) + len(cut.response_ids)
         assert np.array_equal(cut.routed_experts, trace.routed_experts[begin : begin + end])
@@ -105,16 +106,18 @@ def test_all_forms_give_the_same_rows_back(made, form):
         "parquet": lambda: from_parquet(parquet(session)),
     }[form]()
     for one, other in zip(session.traces, again.traces, strict=True):
-        assert other.routed_experts.dtype == np.int16
-        assert np.array_equal(one.routed_experts, other.routed_experts)
+        before: Any = one.routed_experts
+        after: Any = other.routed_experts
+        assert after.dtype == np.int16
+        assert np.array_equal(before, after)
 
 
 @given(sessions())
 def test_a_tree_has_the_rows_of_its_traces(made):
     session = built(made, told(made, by_prefix))
     tree = tree_of([session])
-    rows = tree.routed_experts()
-    assert (rows is None) is not session.traces
+    rows: Any = tree.routed_experts()
+    assert (rows is None) is (not session.traces)
     for number, trace in enumerate(session.traces):
         own = rows[tree.path(number)]
         known = is_known(own)

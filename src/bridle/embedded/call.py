@@ -123,10 +123,8 @@ class BatchedCall:
         self.ids[: len(prompt)] = prompt
         self._logprobs = np.empty(min(limit, 256), dtype=np.float32)
         self._sent = 0
-        self._experts_from = experts_from
+        self._experts_from, self._routed = experts_from, 0  # and how many first ids have known ones
         self._experts: Rows | None = None
-        self._routed = 0
-        """How many of the first ids have known experts."""
         self._spans: list[VersionSpan] = []
 
         self.computed = 0
