@@ -59,6 +59,7 @@ class Prompt:
     """Ids in process."""
 
     ids: Ids
+    kept: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -41,6 +41,13 @@ def trace(name="t0", **changes):
     return Trace(**(fields | changes))
 
 
+def rows(tokens=10, known=9):
+    """Experts of that many ids, in two layers, three of them each; the last are not known."""
+    made = np.arange(tokens * 6, dtype=np.int16).reshape(tokens, 2, 3)
+    made[known:] = -1
+    return made
+
+
 def session(name="s0", reward=1.0, *traces, status="COMPLETED", task="t", error=None):
     stats = {"stats": {"exchanges": 2}, "task_id": task, "train": ["agent"]}
     return Trajectory(name, status, traces, reward, error, stats)

@@ -27,6 +27,7 @@ class Sample:
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
+    rollout_routed_experts: Any = None
     remove_sample: bool = False
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -48,3 +49,5 @@ class Sample:
         assert len(self.loss_mask) == self.response_length
         assert self.rollout_log_probs is not None
         assert len(self.rollout_log_probs) == self.response_length
+        if self.rollout_routed_experts is not None:
+            assert len(self.rollout_routed_experts) == len(self.tokens) - 1

@@ -1,12 +1,13 @@
 """Responses with tokens per call, contiguous; with the real package in the suite `train`."""
 
+import base64
 from contextlib import chdir
 
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
 from tests.bridges.absent import absent
-from tests.bridges.by_hand import session, trace
+from tests.bridges.by_hand import rows, session, trace
 
 from bridle.bridges.base import TaskTable
 from bridle.bridges.nemo import agent_class, items_of, response_of, verify_response
@@ -30,6 +31,15 @@ def test_the_last_item_of_each_call_has_its_tokens_and_calls_are_contiguous():
     assert second["prompt_token_ids"] == [1, 2, 3, 4, 5, 6, 7]
     assert second["generation_log_probs"] == [-0.5] * 3
     assert (items[1]["call_id"], items[2]["call_id"], items[2]["output"]) == ("c1", "c1", "ok")
+
+
+def test_each_call_has_the_experts_of_its_prompt_and_its_output():
+    first, second = with_tokens(items_of(trace(routed_experts=rows())))
+    for item, tokens in ((first, 5), (second, 10)):
+        magic, dtype, shape, text = item["routed_experts"].split(":")
+        assert (magic, dtype, shape) == ("nrlre1", "int16", f"{tokens}x2x3")
+        assert base64.b64decode(text) == rows()[:tokens].tobytes()
+    assert "routed_experts" not in with_tokens(items_of(trace()))[0]
 
 
 def test_a_call_that_does_not_train_is_context_of_the_next():
@@ -68,9 +78,13 @@ def test_the_package_reads_the_items_as_those_for_training(tmp_path):
     with absent("wandb"), chdir(tmp_path):
         from nemo_gym.openai_utils import NeMoGymResponse
         from nemo_gym.token_id_capture.builder import assert_prefix_contiguity
+        from nemo_gym.token_id_capture.staging import decode_routed_experts
 
-    assert_prefix_contiguity(response_of(session("s", 1.0, trace())))
-    read = NeMoGymResponse.model_validate(response_of(session("s", 1.0, trace())))
+    made = response_of(session("s", 1.0, trace(routed_experts=rows())))
+    assert_prefix_contiguity(made)
+    read = NeMoGymResponse.model_validate(made)
+    told = decode_routed_experts(read.output[3].routed_experts)
+    assert told.values == rows().tolist()
     names = [type(item).__name__ for item in read.output]
     assert names == [
         "NeMoGymResponseReasoningItem",

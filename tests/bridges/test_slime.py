@@ -4,8 +4,9 @@ from collections import Counter
 from heapq import heappop, heappush
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from tests.bridges.by_hand import group, session, trace
+from tests.bridges.by_hand import group, rows, session, trace
 from tests.bridges.samples import Sample, Status
 
 from bridle.bridges import slime
@@ -63,6 +64,17 @@ def test_a_session_is_a_list_of_samples_that_share_their_rollout():
     assert first.metadata["session_id"] == "s"
     for sample in (*two, *one):
         sample.validate()
+
+
+def test_experts_are_those_of_all_tokens_but_the_last_or_none():
+    told = [trace(routed_experts=rows()), trace("t1", routed_experts=rows(known=8)), trace("t2")]
+    groups = [group(session("s", 1.0, *told), session("u", None, status="ERROR"))]
+    (((first, second, third), (failed,)),) = samples_of(groups, templates("a"))[0]
+    assert first.rollout_routed_experts.dtype == np.int32
+    assert np.array_equal(first.rollout_routed_experts, rows()[:-1])
+    for sample in (first, second, third, failed):
+        sample.validate()
+        assert sample is first or sample.rollout_routed_experts is None
 
 
 def test_what_must_not_train_is_removed_and_keeps_its_place():

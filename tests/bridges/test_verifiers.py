@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 from tests.bridges.absent import absent
-from tests.bridges.by_hand import DONE, RESULT, session, trace
+from tests.bridges.by_hand import DONE, RESULT, rows, session, trace
 
 from bridle.bridges.verifiers import trace_record, verifiers_trace
 
@@ -53,6 +53,22 @@ def test_messages_and_tools_are_in_their_form():
     assert record["rewards"] == {"bridle": {"score": 1.0}}
 
 
+def test_nodes_have_the_experts_of_their_ids():
+    routed = trace(routed_experts=rows())
+    record = trace_record(session("s", 1.0, routed, trace("t1")), experts=True)
+    branch, other = (path_of(record, leaf) for leaf in leaves(record))
+    told = [node["routed_experts"] for node in branch if node["token_ids"]]
+    assert [len(one) for one in told] == [len(n["token_ids"]) for n in branch if n["token_ids"]]
+    assert np.array_equal(np.concatenate(told), rows()[[*range(9), 8]])
+    assert told[0].dtype == np.uint8
+    assert not any("routed_experts" in node for node in other)
+    partial = session("s", 1.0, trace(routed_experts=rows(known=5)))
+    for record in (trace_record(partial, experts=True), trace_record(session("s", 1.0, routed))):
+        assert not any("routed_experts" in node for node in record["nodes"])
+    wide = trace_record(session("s", 1.0, trace(routed_experts=rows() + 250)), experts=True)
+    assert wide["nodes"][-1]["routed_experts"].dtype == np.uint16
+
+
 def test_a_failed_session_says_so_and_odd_messages_are_read():
     parts = {"role": "assistant", "content": [{"type": "text", "text": "So."}]}
     one = trace(
@@ -77,7 +93,9 @@ def test_a_failed_session_says_so_and_odd_messages_are_read():
 @pytest.mark.filterwarnings("ignore")
 def test_the_package_gives_the_same_branches():
     with absent("prime_sandboxes", "tomli_w", "math_verify"):
-        read = verifiers_trace(session("s", 0.5, trace(), trace("t1")))
+        read = verifiers_trace(session("s", 0.5, trace(routed_experts=rows()), trace("t1")))
+    assert np.array_equal(read.branches[0].routed_experts[:9], rows()[:9])
+    assert read.branches[1].routed_experts is None
     assert read.reward == 0.5
     assert len(read.branches) == 2
     for branch, one in zip(read.branches, [trace(), trace("t1")], strict=True):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.bridges.absent import absent, bare
-from tests.bridges.by_hand import session, trace
+from tests.bridges.by_hand import rows, session, trace
 
 from bridle.bridges.base import Shape
 from bridle.bridges.remote import open_server
@@ -103,6 +103,20 @@ async def test_verls_v1_queue_trains_every_token_of_every_trace(queue):
                 [*pad, *fields["rollout_log_probs"][at].tolist()], [*pad, *extra["token_versions"]],
             ))  # fmt: skip
     trainer_conformance(groups, rows).check(missing={"images": 3})
+
+
+@pytest.mark.train
+@pytest.mark.timeout(180)
+async def test_verls_queue_has_the_experts_of_each_token(queue):
+    worker, put, _ = queue
+    told = session("s", 1.0, trace(routed_experts=rows()), trace("t1"))
+    outputs = outputs_of(told, SHAPE)
+    assert [output.routed_experts is None for output in outputs] == [False, True]
+    await worker._agent_loop_postprocess(outputs[:1], False, uid="u", session_id=0, global_steps=1)
+    ((_, fields, *_),) = put
+    aligned = fields["routed_experts"][0].numpy()
+    assert (aligned.shape, aligned[-1].any()) == ((10, 2, 3), False)
+    assert (aligned[:9] == rows()[:9]).all()
 
 
 @pytest.mark.train

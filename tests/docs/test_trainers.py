@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.bridges.by_hand import session, trace
+from tests.bridges.by_hand import rows, session, trace
 from tests.cli.models import untrained
 
 from bridle.bridges.parquet import write_trajectories
@@ -27,7 +27,8 @@ def blocks(page):
 def parquet_file(tmp_path):
     path = tmp_path / "t.parquet"
     trajectories = [
-        session("a", 1.0, trace("a0"), trace("a1")), session("b", 0.0, trace("b0")),
+        session("a", 1.0, trace("a0", routed_experts=rows()), trace("a1")),
+        session("b", 0.0, trace("b0")),
         session("c", None, trace("c0")),
     ]  # fmt: skip
     write_trajectories(path, trajectories)
@@ -43,6 +44,8 @@ def test_every_recipe_gives_what_its_trainer_takes(parquet_file):
     for one in prime:
         lengths = {len(one[n]) for n in ("token_ids", "mask", "logprobs", "temperatures")}
         assert lengths == {len(one["advantages"])} == {10}
+    assert prime[0]["routed_experts"]["shape"] == [10, 2, 3]
+    assert not any("routed_experts" in one for one in prime[1:])
     assert [max(one["advantages"]) for one in prime] == [1, 1, 0, 0]
     assert min(prime[2]["advantages"]) == -1
     assert skyrl["rewards"] == [1.0, 1.0, 0.0, 0.5]

@@ -29,6 +29,16 @@ HEADS = {
 CONFIGS = {
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, **HEADS, eos_token_id=2),
     "llama": lambda: transformers.LlamaConfig(**SMALL, **HEADS, eos_token_id=2),
+    "mixture": lambda: transformers.Qwen3MoeConfig(
+        **SMALL,
+        **HEADS,
+        eos_token_id=2,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        initializer_range=0.3,
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, eos_token_id=2
     ),
@@ -54,6 +64,8 @@ def save_model(folder: Path, name: str = "qwen3", *, seed: int = 0, scale: float
 
 class Ids:
     """A prompt of given ids."""
+
+    kept = 0
 
     def __init__(self, ids: Iterable[int]) -> None:
         self._ids = np.array(list(ids), dtype=np.int32)

@@ -31,6 +31,7 @@ def loaded(folder, **options):
     [
         ("qwen3", "slots"),
         ("llama", "slots"),
+        ("mixture", "slots"),
         ("gpt2", "slots"),
         ("mistral", "slots"),
         ("gemma2", "slots"),
@@ -38,7 +39,7 @@ def loaded(folder, **options):
     ],
 )
 def test_each_architecture_is_computed_the_best_way_that_is_right(name, way, folders):
-    assert set(CONFIGS) == {"qwen3", "llama", "gpt2", "mistral", "gemma2", "mamba"}
+    assert set(CONFIGS) == {"qwen3", "llama", "mixture", "gpt2", "mistral", "gemma2", "mamba"}
     assert loaded(folders[name]).decoder.name == way
 
 

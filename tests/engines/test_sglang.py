@@ -1,6 +1,9 @@
 import asyncio
+import base64
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from aiohttp import web
 from tests.engines.sglang_server import SglangServer
@@ -10,6 +13,7 @@ from tests.engines.stub import Stub
 from bridle.engines import open_engine
 from bridle.engines.sglang import SglangEngine
 from bridle.errors import EngineError
+from bridle.prompting.prompt import PromptIds
 from bridle.testing import RecordingEngine, scripted_engine
 from bridle.types import FinishReason, LogprobMode, Sampling, VersionSpan
 
@@ -223,7 +227,26 @@ async def test_extras_are_asked_for_and_carried(opened):
     stub, engine = await opened(generate=generate, options={"extras": ["return_routed_experts"]})
     (chunk,) = await collect(engine, request())
     assert stub.bodies[-1]["return_routed_experts"]
-    assert chunk.extra == {"routed_experts": "AAAA"}
+    assert "config.json" in chunk.extra["routed_experts_dropped"]
+
+
+async def test_experts_are_asked_for_from_the_first_new_token(opened, tmp_path):
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2, "num_experts_per_tok": 1}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    parent = PromptIds.root(np.arange(3, dtype=np.int32))
+    prompt = parent.extend(np.array([3], np.int32), np.array([4], np.int32))
+    numbers = np.arange(6 * 2, dtype=np.int32)
+    told = base64.b64encode(numbers[3 * 2 :].tobytes()).decode()
+    generate = honest(routed_experts=told)
+    about = {"model_path": str(tmp_path), "weight_version": "default"}
+    options = {"extras": ["return_routed_experts"]}
+    stub, engine = await opened(generate=generate, options=options, model_info=about)
+    (chunk,) = await collect(engine, replace(request(), prompt=prompt))
+    assert stub.bodies[-1]["routed_experts_start_len"] == 3
+    tokens = len(prompt) + len(chunk.output_ids)
+    experts = chunk.extra["routed_experts"]
+    assert (experts.start, tokens - 1) == (3, 3 + len(experts.rows))
+    assert experts.rows[:, 1, 0].tolist() == [7, 9, 11]
 
 
 async def test_new_weights_are_loaded_while_the_server_is_held(opened):

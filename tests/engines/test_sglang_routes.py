@@ -1,3 +1,4 @@
+import base64
 import json
 
 import numpy as np
@@ -6,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.shapes import PROMPT, request
 
-from bridle.engines.sglang_routes import Ask, Reading, SglangRoute, call_body
+from bridle.engines.base import GarbledError
+from bridle.engines.sglang_routes import Ask, Reading, SglangRoute, call_body, experts_shape
 from bridle.errors import EngineError
 from bridle.types import FinishReason, Reply, Sampling, ToolCall, VersionSpan
 
@@ -251,7 +253,9 @@ def test_a_stop_string_is_told_a_stop_token_is_not():
 
 @pytest.mark.parametrize("incremental", [False, True])
 def test_extras_are_carried_whole_in_either_form(incremental):
-    read = reading()
+    rows = np.arange(2 * (len(PROMPT) + 2), dtype=np.int32).reshape(-1, 2, 1)
+    told_experts = base64.b64encode(rows[1:].tobytes()).decode()
+    read = reading(experts_from=1, experts_shape=(2, 1))
     masks = [[5, 6], [6, 7], [7, 8]]
     read.read(piece([5], 1, output_token_sampling_mask=masks[:1]))
     told = masks[1:2] if incremental else masks[:2]
@@ -259,8 +263,25 @@ def test_extras_are_carried_whole_in_either_form(incremental):
     assert middle.extra == {}
     told = masks[2:] if incremental else masks
     last = read.read(piece([7] if incremental else [5, 6, 7], 3, output_token_sampling_mask=told,
-                           routed_experts="AAAA", **DONE))  # fmt: skip
-    assert last.extra == {"sampling_mask": masks, "routed_experts": "AAAA"}
+                           routed_experts=told_experts, **DONE))  # fmt: skip
+    assert last.extra["sampling_mask"] == masks
+    experts = last.extra["routed_experts"]
+    assert (experts.start, experts.rows.tolist()) == (1, rows[1:].tolist())
+
+
+@pytest.mark.parametrize(
+    ("experts", "fault"), [("AAA", "Incorrect padding"), ("AAAAAAAAAAAAAAAA", "cannot reshape")]
+)
+def test_experts_that_are_no_rows_are_refused(experts, fault):
+    with pytest.raises(GarbledError, match=fault):
+        reading(experts_shape=(2, 1)).read(piece([5], 1, routed_experts=experts, **DONE))
+
+
+def test_the_shape_of_experts_is_the_models():
+    assert experts_shape({"num_hidden_layers": 3, "num_experts_per_tok": 2}) == (3, 2)
+    nested = {"text_config": {"num_hidden_layers": 4, "num_experts_per_tok": 1}}
+    assert experts_shape(nested) == (4, 1)
+    assert experts_shape({"num_hidden_layers": 3}) is None
 
 
 def test_a_chat_reply_is_read_as_the_server_parsed_it():

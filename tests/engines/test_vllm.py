@@ -1,9 +1,10 @@
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.engines.stub import events, honest, sampled
+from tests.engines.stub import Stub, events, honest, sampled
 from tests.engines.test_hostile import Proxy, without
 
 from bridle.engines.base import CutError, GenerateRequest, Versioned
@@ -11,6 +12,8 @@ from bridle.engines.ids import ArrayIds
 from bridle.engines.vllm import VllmEngine
 from bridle.engines.vllm_routes import VllmRoute
 from bridle.errors import ContextOverflowError, EngineError
+from bridle.experts import KEY, Experts, npy_text
+from bridle.prompting.prompt import PromptIds
 from bridle.scripted.engine import scripted_logprobs
 from bridle.scripted.server import EngineServer
 from bridle.scripted.tokenizer import load_tokenizer
@@ -35,6 +38,56 @@ async def collect(engine, made):
 
 
 # ---- round trips through the real server
+
+
+class Routing:
+    """An engine that tells, for each token, its position and its id as its experts."""
+
+    def __init__(self):
+        self.inside = scripted_engine([TURN])
+
+    def __getattr__(self, name):
+        return getattr(self.inside, name)
+
+    async def generate(self, asked):
+        async for chunk in self.inside.generate(asked):
+            ids = np.concatenate([asked.prompt.array(), chunk.output_ids])[:-1] % 1000
+            rows = np.stack([np.arange(len(ids)), ids], axis=1).astype(np.int16)[:, :, None]
+            yield replace(chunk, extra={KEY: Experts(0, rows)})
+
+
+@pytest.mark.parametrize("route", VllmRoute)
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_experts_of_new_tokens_come_over_http(connected, route, at_once):
+    outside = await connected(Routing(), route=route)
+    assert outside.tells_experts
+    root = PromptIds.root(np.asarray(PROMPT, np.int32)[:3])
+    prompt = root.extend(np.asarray(PROMPT, np.int32)[3:5], np.asarray(PROMPT, np.int32)[5:])
+    asked = replace(request(), prompt=prompt)
+    if at_once:
+        await outside.begin(asked)
+        chunk = outside.arrived(asked)
+        outside.end(asked)
+    else:
+        (chunk,) = await collect(outside, asked)
+    experts = chunk.extra[KEY]
+    ids = np.concatenate([prompt.array(), chunk.output_ids])
+    assert experts.start == 4
+    assert experts.rows[:, 0, 0].tolist() == [*range(4, len(ids) - 1)]
+    assert experts.rows[:, 1, 0].tolist() == (ids[4:-1] % 1000).tolist()
+
+
+async def test_only_new_experts_are_asked_for_and_others_are_dropped(connected):
+    rows = np.zeros((len(PROMPT), 2, 1), np.int16)
+    async with Stub(**{CHAT: honest(routed_experts=npy_text(rows))}) as stub:
+        outside = await connected(stub.url, start=False)
+        prompt = PromptIds.root(np.asarray(PROMPT, np.int32))
+        first, after = PromptIds.root(prompt.array()), prompt.extend(np.array([5]), np.array([6]))
+        for one, start in ((first, None), (after, len(PROMPT))):
+            (chunk,) = await collect(outside, replace(request(), prompt=one))
+            assert stub.bodies[-1].get("routed_experts_prompt_start") == start
+        assert KEY not in chunk.extra
+        assert str(len(PROMPT)) in chunk.extra[KEY + "_dropped"]
 
 
 @pytest.mark.parametrize("route", VllmRoute)

@@ -1,6 +1,7 @@
 import json
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,14 +10,16 @@ from hypothesis import strategies as st
 from tests.engines.fakes import Fake
 from tests.engines.stub import sampled
 
-from bridle.engines.base import GenerateRequest, Picture
+from bridle.engines.base import GarbledError, GenerateRequest, Picture
 from bridle.engines.ids import ArrayIds
 from bridle.engines.pool_replica import Replica, RoutedCall
 from bridle.engines.vllm_routes import MessageText, VllmRoute, call_body, read_answer, read_answers
 from bridle.errors import EngineError
+from bridle.experts import npy_text
 from bridle.types import FinishReason, Reply, Sampling, ToolCall, VersionSpan
 
 PROMPT = [5, 6, 7]
+ROWS = np.arange(8, dtype=np.int16).reshape(4, 2, 1)
 SAMPLING = Sampling(
     temperature=1.0, top_p=1.0, top_k=-1, max_tokens=9, stop=("a",), stop_token_ids=(3,), seed=4
 )
@@ -208,15 +211,23 @@ def test_tokens_of_weights_without_a_version_carry_the_one_that_is_known():
     assert read_answer(told, unnamed=8).spans == (VersionSpan(8, 0, 1), VersionSpan(9, 1, 2))
 
 
+def test_experts_that_are_no_rows_are_refused():
+    halves: Any = ROWS * 0.5
+    for text in ("AAA", npy_text(ROWS.reshape(4, 2)), npy_text(halves), npy_text(ROWS - 9)):
+        with pytest.raises(GarbledError, match="routed experts"):
+            read_answer(json.dumps(sampled(PROMPT, routed_experts=text)).encode())
+
+
 def test_versions_stop_strings_extras_and_cache_hits_are_read():
-    told = sampled(PROMPT, stop_reason="END", routed_experts="AAA", sampling_mask=[[1]],
+    told = sampled(PROMPT, stop_reason="END", routed_experts=npy_text(ROWS), sampling_mask=[[1]],
                    weight_versions=[{"version": "3", "start": 0, "end": 2}])  # fmt: skip
     told["usage"]["prompt_tokens_details"] = {"cached_tokens": 2}
     read = read_answer(json.dumps(told).encode())
     assert read.chunk is not None
     assert read.spans == (VersionSpan(3, 0, 2),)
     assert read.chunk.stop_text == "END"
-    assert read.chunk.extra == {"routed_experts": "AAA", "sampling_mask": [[1]]}
+    assert read.chunk.extra["sampling_mask"] == [[1]]
+    assert read.chunk.extra["routed_experts"].tolist() == ROWS.tolist()
     assert read.cached_tokens == 2
 
 
@@ -275,7 +286,7 @@ OTHERS = (
     event([]),
     event([6], finish_reason="stop", weight_versions=[{"version": "3", "start": 0, "end": 1}]),
     event([6], finish_reason="unknown"),
-    event([7], routed_experts="abc"),
+    event([7], routed_experts=npy_text(ROWS)),
     event([7], delta={"content": "x"}),
     event([7], prompt_token_ids=[1, 2]),
 )
@@ -310,7 +321,8 @@ def read_all(reads):
                 if told is None:
                     continue
                 if told.finish_reason or told.extra or told.prompt_ids_json:
-                    others.append((len(ids), told.finish_reason, told.extra, told.prompt_ids_json))
+                    extra = {name: str(value) for name, value in told.extra.items()}
+                    others.append((len(ids), told.finish_reason, extra, told.prompt_ids_json))
                 if len(told.output_ids) or told.finish_reason:
                     routed.took(told, replica)
                 ids += told.output_ids.tolist()

@@ -1,13 +1,19 @@
 """A finished call as the facts that capture keeps."""
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.gateway.house import served
 
 from bridle.capture.records import no_ids
 from bridle.dialects import DIALECTS
 from bridle.dialects.json_reader import content_digest
-from bridle.engines.base import GenerateChunk
+from bridle.engines.base import CutError, GenerateChunk, GenerateRequest
+from bridle.experts import KEY, Experts, told, unpack
 from bridle.gateway.call import Asked, Call, Question, SpanList
 from bridle.gateway.recording import (
     Finished,
@@ -17,7 +23,7 @@ from bridle.gateway.recording import (
     new_bodies,
     reasoning_restored,
 )
-from bridle.gateway.sampling import Sample
+from bridle.gateway.sampling import Sample, Sampler
 from bridle.prompting.canonical import canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
@@ -207,3 +213,67 @@ def test_every_id_that_we_made_is_issued():
 def test_a_reply_over_a_change_of_weights_says_that_its_versions_are_mixed():
     assert exchange_record(finished(mixed=True), 0).extra["versions"] == "mixed"
     assert "versions" not in exchange_record(finished(), 0).extra
+
+
+def rows_of(tokens):
+    """Experts that name their token: its position and its id."""
+    return np.stack([np.arange(len(tokens)), tokens], axis=1).astype(np.int16)[:, :, None]
+
+
+class Routed:
+    """An engine that gives a call up, or is lost, after so many tokens, and tells experts."""
+
+    def __init__(self, *tries):
+        self.tries = list(tries)
+
+    async def abort(self, request_id):
+        """Nothing waits here."""
+
+    async def generate(self, request):
+        size, fate = self.tries.pop(0)
+        before = request.prompt.array()
+        sampled = (np.arange(size) + len(before) + 50).astype(np.int32)
+        if fate == "lost":
+            yield GenerateChunk(sampled, -np.ones(size, np.float32))
+            raise CutError("gone")
+        whole = np.concatenate([before, sampled])
+        rows = rows_of(whole)[request.experts_from : -1]
+        extra = (
+            {} if fate == "silent" else told(rows, asked=request.experts_from, tokens=len(whole))
+        )
+        finish = FinishReason.STOP if not self.tries else FinishReason.ABORT
+        yield GenerateChunk(sampled, -np.ones(size, np.float32), finish, extra=extra)
+
+
+FATES = st.sampled_from(["told", "silent", "lost"])
+TRIES = st.lists(st.tuples(st.integers(1, 4), FATES), max_size=3)
+
+
+@given(TRIES, st.integers(1, 4), st.booleans())
+async def test_experts_stand_at_their_tokens_over_any_seams(tries, last, extends):
+    parent = a_parent() if extends else None
+    done = finished(parent=parent)
+    prompt = done.prompted.prompt
+    engine: Any = Routed(*tries, (last, "told"))
+    sampler = Sampler(engine, mode=LogprobMode.RAW, version=lambda: 1, decode=str)
+    request = GenerateRequest("r", prompt, Sampling())
+    sample = await sampler.sample(request, prompt, heard=lambda _: None)
+    exchange = exchange_record(dataclasses.replace(done, sample=sample), 0)
+    experts = unpack(exchange.experts or b"")
+    assert experts.start == max(0, exchange.kept - 1) == (2 if extends else 0)
+    tokens = np.concatenate([prompt.array(), sample.output_ids])
+    assert experts.rows.tolist() == rows_of(tokens)[experts.start : -1].tolist()
+    assert "engine" not in exchange.extra
+    assert "engine_before" not in exchange.extra
+
+
+def test_an_exchange_without_experts_has_no_column():
+    assert exchange_record(finished(), 0).experts is None
+    assert exchange_record(finished(extra={"mask": [1, 2]}), 0).experts is None
+
+
+def test_experts_of_a_try_that_was_cut_are_cut_with_it():
+    rows = Experts(0, rows_of(np.arange(9)))
+    exchange = exchange_record(finished(extra={KEY: rows, "mask": [1, 2]}), 0)
+    assert len(unpack(exchange.experts or b"").rows) == 3 + 2 - 1
+    assert exchange.extra["engine"] == {"mask": [1, 2]}

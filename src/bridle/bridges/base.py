@@ -267,18 +267,7 @@ def fit(trace: Trace, shape: Shape) -> Trace | None:
     if shape.overlong == "drop":
         return None
     end = response if shape.max_response is None else min(response, shape.max_response)
-    rewards = trace.token_rewards
-    cut = dataclasses.replace(
-        trace,
-        prompt_ids=trace.prompt_ids[max(0, prompt - most) :],
-        response_ids=trace.response_ids[:end],
-        loss_mask=trace.loss_mask[:end],
-        response_logprobs=trace.response_logprobs[:end],
-        versions=trace.versions[:end],
-        reasons=trace.reasons[:end],
-        turn_ends=tuple(min(at, end) for at in trace.turn_ends),
-        token_rewards=None if rewards is None else rewards[:end],
-    )
+    cut = trace.cut(end, max(0, prompt - most))
     # A token behind a cut prompt was sampled under another context.
     return untrained(cut) if long_prompt or shape.overlong == "mask" else cut
 

@@ -8,10 +8,14 @@ the reply counts the tokens of the others.
 
 A call of which not every token trains has no token fields of its own: its tokens stand in the
 prompt of the next call.
+
+Routed experts go in the envelope of NeMo Gym 0.7.0 (`token_id_capture/staging/routes.py`), which
+NeMo RL reads at commit 00420a1.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,7 +61,17 @@ def _tokens(trace: Trace, turn: Turn) -> JSON:
         "prompt_token_ids": given.tolist(),
         "generation_token_ids": trace.response_ids[turn.start : turn.end].tolist(),
         "generation_log_probs": trace.response_logprobs[turn.start : turn.end].tolist(),
+        **_experts(trace, turn),
     }
+
+
+def _experts(trace: Trace, turn: Turn) -> JSON:
+    """Rows of the call's prompt and output in NeMo Gym's envelope; -1 has the trainer choose."""
+    if trace.routed_experts is None:
+        return {}
+    rows = trace.routed_experts[: len(trace.prompt_ids) + turn.end]
+    text = base64.b64encode(rows.astype("<i2").tobytes()).decode()
+    return {"routed_experts": f"nrlre1:int16:{'x'.join(map(str, rows.shape))}:{text}"}
 
 
 def _given(message: JSON) -> JSON:

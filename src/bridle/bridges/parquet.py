@@ -21,6 +21,9 @@ Any reader of Parquet can use the file (pyarrow, pandas, polars, `datasets`). Co
 | metadata | string | JSON |
 | token_rewards | list<float> | reward of each response id; null = none given |
 | media | string | JSON: images on the path with their placeholders |
+| routed_experts | struct<shape: list<int32>, values: list<int16>> | experts of all ids, see below |
+
+`routed_experts` has the shape (ids, layers, top_k), row after row; -1 = not known, null = none.
 
 A session without any trace has no row; it stands, as its JSON, in the file's metadata under
 `sessions_without_traces`, so that reading gives back every trajectory that was written.
@@ -83,6 +86,12 @@ SCHEMA = pa.schema(
     + [(name, pa.string()) for name in _JSON[:3]]
     + [("reward", pa.float64()), ("metadata", pa.string())]
     + [("token_rewards", pa.list_(pa.float32())), ("media", pa.string())]
+    + [
+        (
+            "routed_experts",
+            pa.struct({"shape": pa.list_(pa.int32()), "values": pa.list_(pa.int16())}),
+        )
+    ]
 )
 
 
@@ -254,10 +263,15 @@ def _table(rows: Sequence[tuple[Trajectory, Trace]]) -> pa.Table:
         columns[name] = [None if value is None else encode([*value]).decode() for value in values]
     columns["token_rewards"] = [trace.token_rewards for trace in traces]
     columns["media"] = [encode([*trace.media]).decode() for trace in traces]
+    columns["routed_experts"] = [_shaped(trace.routed_experts) for trace in traces]
     for name, kind in _ARRAYS.items():
         columns[name] = _lists([getattr(trace, name) for trace in traces], kind)
     arrays = [pa.array(columns[field.name], type=field.type) for field in SCHEMA]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def _shaped(rows: npt.NDArray[np.int16] | None) -> JSON | None:
+    return None if rows is None else {"shape": rows.shape, "values": rows.reshape(-1)}
 
 
 def _lists(arrays: Sequence[npt.NDArray[Any]], kind: pa.DataType) -> pa.Array:
@@ -311,4 +325,8 @@ def _trace(values: dict[str, Any]) -> Trace:
         rewards = values["token_rewards"].as_py()
         given = None if rewards is None else np.array(rewards, dtype=np.float32)
         fields |= {"token_rewards": given, "media": orjson.loads(values["media"].as_py())}
+    if "routed_experts" in values and values["routed_experts"].is_valid:
+        shape, flat = (values["routed_experts"][name].values for name in ("shape", "values"))
+        rows = flat.to_numpy(zero_copy_only=False).reshape(shape.to_pylist())
+        fields["routed_experts"] = rows
     return Trace(**fields)

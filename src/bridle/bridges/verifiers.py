@@ -9,20 +9,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from bridle.bridges.base import Turn, turns_of, warn_of_own_rewards
+from bridle.experts import whole
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON, SessionStatus
 
 
-def trace_record(trajectory: Trajectory) -> JSON:
+def trace_record(trajectory: Trajectory, *, experts: bool = False) -> JSON:
     """A session in the fields of `verifiers.v1.trace.WireTrace`, as its `model_validate` takes.
 
-    It has one reward per session: a warning names a session whose traces have their own.
+    It has one reward per session: a warning names a session whose traces have their own. With
+    `experts` nodes have their routed experts, which are arrays; without, all is plain JSON.
     """
     warn_of_own_rewards("verifiers", trajectory)
     nodes: list[JSON] = []
     for trace in trajectory.traces:
+        first = len(nodes)
         _add(trace, nodes)
+        if experts:
+            _add_experts(trace, nodes[first:])
     done = trajectory.status == SessionStatus.COMPLETED
     reward = None if trajectory.reward is None else {"score": trajectory.reward}
     error = {"type": str(trajectory.status), "message": trajectory.error or ""}
@@ -45,7 +52,23 @@ def verifiers_trace(trajectory: Trajectory) -> Any:  # noqa: ANN401 - verifiers'
     """A session as verifiers' own `WireTrace`."""
     from verifiers.v1.trace import WireTrace
 
-    return WireTrace.model_validate(trace_record(trajectory))
+    return WireTrace.model_validate(trace_record(trajectory, experts=True))
+
+
+def _add_experts(trace: Trace, nodes: list[JSON]) -> None:
+    """Give each node the rows of its ids, the last id those before it: it needs some.
+
+    None where one is not known, as verifiers does (0.4.0, `v1/graph.py`).
+    """
+    rows = whole(trace.routed_experts)
+    if rows is None or not len(rows):
+        return
+    kind = np.uint8 if int(rows.max()) < 256 else np.uint16
+    left = np.concatenate([rows, rows[-1:]]).astype(kind)
+    for node in nodes:
+        size = len(node["token_ids"])
+        if size:
+            node["routed_experts"], left = left[:size], left[size:]
 
 
 def _add(trace: Trace, nodes: list[JSON]) -> None:

@@ -26,6 +26,8 @@ import structlog
 from bridle.bridges.base import Group, Row, Shape, refuse_images, rows_of, warn_of_own_rewards
 from bridle.bridges.remote import ServerSessions, open_server
 from bridle.errors import ConfigError
+from bridle.experts import KEY as EXPERTS
+from bridle.experts import whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,9 +65,16 @@ def outputs_of(session: Trajectory, shape: Shape) -> list[Any]:
             num_turns=len(row.trace.turn_ends),
             metrics=AgentLoopMetrics(),
             extra_fields=_extra(row),
+            **_experts(row),
         )
         for row in rows
     ]
+
+
+def _experts(row: Row) -> dict[str, Any]:
+    """Rows of all tokens but the last, which verl fills; nothing where one is not known."""
+    rows = whole(row.trace.routed_experts)
+    return {} if rows is None else {EXPERTS: rows}
 
 
 def _extra(row: Row) -> dict[str, Any]:

@@ -68,7 +68,7 @@ CREATE TABLE exchanges (
     finish_reason TEXT NOT NULL, sampling TEXT NOT NULL, constrained INTEGER NOT NULL,
     head BLOB NOT NULL, base TEXT, kept_spans INTEGER NOT NULL, spans BLOB NOT NULL, tools BLOB,
     started_at REAL NOT NULL, first_token_s REAL, duration_s REAL NOT NULL, extra TEXT NOT NULL,
-    texts BLOB NOT NULL);
+    texts BLOB NOT NULL, experts BLOB);
 CREATE INDEX exchanges_of ON exchanges (session);
 CREATE TABLE deliveries (
     session INTEGER NOT NULL, n INTEGER NOT NULL, exchange_id TEXT NOT NULL, state TEXT NOT NULL,
@@ -81,7 +81,7 @@ CREATE TABLE outcomes (
 
 INSERT_EXCHANGE = (
     "INSERT INTO exchanges VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?,"
-    " ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 """Takes an `exchange_row`."""
 
@@ -119,8 +119,19 @@ def _record_scores(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE sessions ADD COLUMN scores TEXT")
 
 
+def _record_experts(connection: sqlite3.Connection) -> None:
+    """From 4: an exchange of a model with experts has those of its tokens."""
+    connection.execute("ALTER TABLE exchanges ADD COLUMN experts BLOB")
+
+
 CURRENT = FileFormat(
-    version=4, converters={1: _keep_data_apart, 2: _record_joins, 3: _record_scores}
+    version=5,
+    converters={
+        1: _keep_data_apart,
+        2: _record_joins,
+        3: _record_scores,
+        4: _record_experts,
+    },
 )
 
 
@@ -325,6 +336,7 @@ def exchange_row(session: int, exchange: Exchange, texts: bytes, head: bytes) ->
         exchange.duration_s,
         _json(exchange.extra),
         texts,
+        exchange.experts,
     )
 
 
@@ -425,6 +437,7 @@ def _exchange_of(
         row[26],
         row[27],
         _of_json(row[28]) if row[28] != "{}" else {},
+        row[30],
     )
 
 

@@ -125,6 +125,9 @@ class Exchange:
     """Applied rules, `reasoning_restored`, retries, engine id... Trajectories read `drift` (class
     of the difference between the sampled turn and the harness's copy of it; missing = exact) and
     `break` (`{"position", "reason"}` if the engine used a different prompt)."""
+    experts: bytes | None = None
+    """`bridle.experts.pack` of the rows that are new with it: from the last id that its parent has,
+    or the first at a root; `None` = the engine told none."""
 
     def __post_init__(self) -> None:
         """Check the alignment that everything later relies on."""

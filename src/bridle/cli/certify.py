@@ -129,7 +129,7 @@ def _recomputed(model: Path, traces: Sequence[Trace]) -> tuple[list[Recomputed],
     )
     notes.print(f"computing {sum(int(t.loss_mask.sum()) for t in traces)} logprobs")
     answers = list(recompute(learner.model, traces, temperature=temperature))
-    return answers, facts_of(learner.model, known)
+    return answers, facts_of(learner.model, known, traces)
 
 
 def _show(found: Certificate) -> None:

@@ -15,9 +15,11 @@ import numpy as np
 
 from bridle.engines.base import GenerateChunk
 from bridle.errors import EngineError
-from bridle.types import FinishReason, Sampling, VersionSpan
+from bridle.experts import KEY, Experts
+from bridle.types import JSON, FinishReason, Sampling, VersionSpan
 
 if TYPE_CHECKING:
+    from bridle.experts import Rows
     from bridle.types import Ids
 
 Decode = Callable[[list[int]], str]
@@ -108,6 +110,7 @@ class BatchedCall:
         stop_ids: frozenset[int],
         decode: Decode,
         mailbox: Mailbox | None,
+        experts_from: int = 0,
     ) -> None:
         self.request_id = request_id
         self.mailbox = mailbox
@@ -120,6 +123,8 @@ class BatchedCall:
         self.ids[: len(prompt)] = prompt
         self._logprobs = np.empty(min(limit, 256), dtype=np.float32)
         self._sent = 0
+        self._experts_from, self._routed = experts_from, 0  # and how many first ids have known ones
+        self._experts: Rows | None = None
         self._spans: list[VersionSpan] = []
 
         self.computed = 0
@@ -194,6 +199,24 @@ class BatchedCall:
         elif self.sampled >= self.limit:
             self.finish = FinishReason.LENGTH
 
+    def routed(self, start: int, rows: Rows) -> None:
+        """Take the experts of the ids from `start` on; what is known of one stays."""
+        end = start + len(rows)
+        if start > self._routed or end <= self._routed:
+            return
+        if self._experts is None or end > len(self._experts):
+            longer = np.empty((2 * end, *rows.shape[1:]), np.int16)
+            if self._experts is not None:
+                longer[: self._routed] = self._experts[: self._routed]
+            self._experts = longer
+        self._experts[self._routed : end] = rows[self._routed - start :]
+        self._routed = end
+
+    @property
+    def experts(self) -> Rows | None:
+        """Return those of the first ids, as far as they are known; `None` = a model without."""
+        return None if self._experts is None else self._experts[: self._routed]
+
     def has_unsent(self) -> bool:
         """Return whether tokens or the end are not yet sent to the caller."""
         return self.finish is not None or self.sampled > self._sent
@@ -209,7 +232,15 @@ class BatchedCall:
             stop_text=self.stop_text,
             versions=() if self.finish is None else self.spans(),
             cached_tokens=self.cached_tokens,
+            extra=self._extra() if self._routed and self.finish is not None else {},
         )
+
+    def _extra(self) -> JSON:
+        """Return the experts that were asked for; the last id was not computed."""
+        assert self._experts is not None
+        end = min(self._routed, self.length - 1)
+        rows = self._experts[self._experts_from : end]
+        return {KEY: Experts(self._experts_from, rows.copy())} if len(rows) else {}
 
     def spans(self) -> tuple[VersionSpan, ...]:
         """Return the weight versions of the output tokens; spans are half-open, without gaps."""

@@ -30,12 +30,14 @@ import numpy as np
 import torch
 
 from bridle.embedded.call import BatchedCall, common_prefix
+from bridle.embedded.routing import routing_of
 from bridle.errors import EngineError
 from bridle.types import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from bridle.experts import Rows
     from bridle.types import Ids
 
 Cache: TypeAlias = Any
@@ -94,6 +96,8 @@ class CachedPrefix:
     cache: Cache
     """Covers exactly `ids`."""
     size_bytes: int
+    experts: Rows | None = None
+    """Of `ids`; `None` = a model without."""
 
 
 class PrefixStore:
@@ -118,7 +122,7 @@ class PrefixStore:
             self._entries.move_to_end(best)
         return best, matched
 
-    def add(self, ids: Ids, cache: Cache, size_bytes: int) -> None:
+    def add(self, ids: Ids, cache: Cache, size_bytes: int, experts: Rows | None = None) -> None:
         """Store `cache` for `ids`, unless it exceeds the whole budget.
 
         An entry that is a prefix of `ids` is dropped.
@@ -128,7 +132,10 @@ class PrefixStore:
         shorter, matched = self.find(ids)
         if shorter is not None and matched == len(shorter.ids):
             self.remove(shorter)
-        entry = CachedPrefix(ids.copy(), cache, size_bytes)
+        if experts is not None:
+            experts = experts[: len(ids)].copy()
+            size_bytes += experts.nbytes
+        entry = CachedPrefix(ids.copy(), cache, size_bytes, experts)
         self._entries[entry] = None
         self.size_bytes += size_bytes
         while self.size_bytes > self._budget_bytes:
@@ -244,12 +251,17 @@ class SlotDecoder:
         slot = len(self._calls)
         if not self._reserve(slot + 1, max(matched, 1)):
             return False
+        known: Rows | None = None
         if giver is not None:
             self._copy(giver, slot, matched)
+            known = self._calls[giver].experts
         elif entry is not None:
+            known = entry.experts
             for layer, pair in self._cache.layers.items():
                 for tensor, kept in zip(pair, entry.cache[layer], strict=True):
                     tensor[slot, :, :matched] = kept[:, :matched]
+        if known is not None:
+            call.routed(0, known[:matched])
         self._calls.append(call)
         call.computed = matched
         call.cache_version = version
@@ -268,7 +280,8 @@ class SlotDecoder:
                 layer: [tensor[slot, :, : call.computed].clone() for tensor in pair]
                 for layer, pair in self._cache.layers.items()
             }
-            self.prefixes.add(ids, cache, self._cache.token_bytes() * call.computed)
+            size_bytes = self._cache.token_bytes() * call.computed
+            self.prefixes.add(ids, cache, size_bytes, call.experts)
         last = self._calls.pop()
         if last is not call:
             self._copy(len(self._calls), slot, last.computed)
@@ -310,25 +323,30 @@ class SlotDecoder:
             # Calls that do not decode now take part as well: their next token is computed again.
             ends = [call.computed for call in self._calls]
             ids = [call.ids[end] for call, end in zip(self._calls, ends, strict=True)]
-            logits = self._run(0, _column(ids), _column(ends))
+            logits, routed = self._run(0, _column(ids), _column(ends))
             for call in decoding:
                 rows[call] = logits[slots[call]]
+                if routed is not None:
+                    call.routed(call.computed, routed[slots[call]][None])
                 call.computed += 1
         for call, count in work:
             if call not in rows:
                 start, end = call.computed, call.computed + count
                 at = np.arange(start, end, dtype=np.int32)
-                logits = self._run(slots[call], call.ids[None, start:end], at[None])
+                logits, routed = self._run(slots[call], call.ids[None, start:end], at[None])
                 call.computed = end
+                if routed is not None:
+                    call.routed(start, routed)
                 if call.pending == 0:
                     rows[call] = logits[0]
         ready = [rows[call] for call, _ in work if call in rows]
         return torch.stack(ready) if ready else torch.empty(0)
 
-    def _run(self, first: int, ids: Ids, positions: Ids) -> torch.Tensor:
+    def _run(self, first: int, ids: Ids, positions: Ids) -> tuple[torch.Tensor, Rows | None]:
         """Run the model over ids of consecutive slots, shape (B, N).
 
-        Returns the logits after each slot's last id, shape (B, vocabulary).
+        Returns the logits after each slot's last id, shape (B, vocabulary), and the experts of
+        all ids, slot after slot.
         """
         device, cache = self._model.device, self._cache
         end = int(positions.max()) + 1
@@ -336,7 +354,8 @@ class SlotDecoder:
         cache.rows = torch.arange(first, first + len(ids), device=device)
         cache.positions = at
         cache.view = slice(first, first + len(ids)), slice(None), slice(end)
-        output = self._model(
+        output, routed = _routed(
+            self._model,
             input_ids=torch.from_numpy(ids).long().to(device),
             position_ids=at,
             attention_mask=self._mask(at, end),
@@ -344,8 +363,7 @@ class SlotDecoder:
             use_cache=True,
             **self._options,
         )
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
+        return output.logits[:, -1], routed
 
     def _mask(self, positions: torch.Tensor, end: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """Return the additive mask, shape (B, 1, N, end), or one for each type of layer."""
@@ -408,6 +426,8 @@ class SingleDecoder:
             self.prefixes.remove(entry)
             call.state = entry.cache
             call.computed = matched
+            if entry.experts is not None:
+                call.routed(0, entry.experts)
         return True
 
     def reserve(self, work: Sequence[tuple[BatchedCall, int]]) -> bool:  # noqa: ARG002 - see `limit`
@@ -416,7 +436,8 @@ class SingleDecoder:
     def release(self, call: BatchedCall, *, keep: bool) -> None:
         if keep and call.state is not None and self._feeding is not Feeding.ANEW:
             ids = call.ids[: call.computed]
-            self.prefixes.add(ids, call.state, sum(_tensor_bytes(call.state.layers)))
+            size_bytes = sum(_tensor_bytes(call.state.layers))
+            self.prefixes.add(ids, call.state, size_bytes, call.experts)
         call.state = None
         call.computed = 0
         call.cache_version = -1
@@ -435,18 +456,25 @@ class SingleDecoder:
     def _advance(self, call: BatchedCall, end: int) -> torch.Tensor:
         """Compute ids up to `end`; return the logits after the last one."""
         if self._feeding is Feeding.ANEW:
-            output = self._model(input_ids=self._row(call, 0, end), use_cache=False)
+            output, routed = _routed(
+                self._model, input_ids=self._row(call, 0, end), use_cache=False
+            )
+            if routed is not None:
+                call.routed(0, routed)
             call.computed = end
             last: torch.Tensor = output.logits[0, -1]
             return last
         single = self._feeding is Feeding.TOKENS and call.state is not None
         while call.computed < end:
             until = call.computed + 1 if single else end
-            output = self._model(
+            output, routed = _routed(
+                self._model,
                 input_ids=self._row(call, call.computed, until),
                 use_cache=True,
                 **({} if call.state is None else {self._cache_name: call.state}),
             )
+            if routed is not None:
+                call.routed(call.computed, routed)
             call.state = getattr(output, self._cache_name)
             call.computed = until
             last = output.logits[0, -1]
@@ -455,6 +483,16 @@ class SingleDecoder:
     def _row(self, call: BatchedCall, start: int, end: int) -> torch.Tensor:
         ids = torch.from_numpy(call.ids[start:end].copy()).long()
         return ids.to(self._model.device)[None]
+
+
+def _routed(model: PreTrainedModel, **inputs: Any) -> tuple[Any, Rows | None]:  # noqa: ANN401 - the model's own
+    """Run the model; return its output, and the experts of all its tokens if it has any."""
+    routing = routing_of(model)
+    if routing is None:
+        return model(**inputs), None
+    with routing.recording() as recorded:
+        output = model(**inputs)
+    return output, routing.rows(recorded)
 
 
 def _tensor_bytes(layers: Iterable[Any]) -> Iterable[int]:

@@ -178,6 +178,7 @@ class EmbeddedEngine:
             request.request_id,
             prompt,
             sampling,
+            experts_from=request.experts_from,
             limit=limit,
             stop_ids=frozenset(loaded.eos_token_ids).union(sampling.stop_token_ids),
             decode=loaded.decode,

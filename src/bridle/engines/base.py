@@ -29,6 +29,10 @@ RETRYABLE = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 class Prompt(Protocol):
     """Ids of a prompt. Each form is made only when it is asked for."""
 
+    @property
+    def kept(self) -> int:
+        """Return how many of its first ids an earlier call of the conversation had."""
+
     def __len__(self) -> int:
         """Number of ids."""
 
@@ -86,6 +90,11 @@ class GenerateRequest:
     the call streamed if a whole reply would lose them."""
 
     @property
+    def experts_from(self) -> int:
+        """Return the first position whose experts no earlier call was told."""
+        return max(0, self.prompt.kept - 1)
+
+    @property
     def begins_again(self) -> bool:
         """Return whether a broken call is sampled again from its start instead of being resumed."""
         return self.grammar is not None or self.by_messages
@@ -122,7 +131,8 @@ class GenerateChunk:
     delta: TextDelta | None = None
     """Text of this piece, if the engine parses by itself; `None` = it does not."""
     extra: JSON = field(default_factory=dict)
-    """Opaque per-call extras (expert ids, sampling masks)."""
+    """What the engine told beside the tokens: `bridle.experts.Experts` under `experts.KEY`, the
+    rest as it came (sampling masks)."""
     first: int | None = None
     """Tokens of the first message, if a chunk joins several that arrived together."""
     moved: bool = False

@@ -129,6 +129,7 @@ class TextIds:
     """Prompt that came as JSON text; implements `bridle.engines.base.Prompt`."""
 
     __slots__ = ("__dict__", "_text")
+    kept = 0
 
     def __init__(self, text: bytes) -> None:
         self._text = compact(text)
@@ -168,6 +169,7 @@ class ArrayIds:
     """Prompt that is an array already; implements `bridle.engines.base.Prompt`."""
 
     __slots__ = ("__dict__", "_array")
+    kept = 0
 
     def __init__(self, ids: Ids) -> None:
         self._array = np.ascontiguousarray(ids, dtype=np.int32)

@@ -21,7 +21,13 @@ from uuid import uuid4
 import numpy as np
 
 from bridle.aio import Nursery
-from bridle.engines.adapter import ServerAdapter, ServerOptions, as_version, tokenizer_dir
+from bridle.engines.adapter import (
+    ServerAdapter,
+    ServerOptions,
+    as_version,
+    read_config,
+    tokenizer_dir,
+)
 from bridle.engines.base import (
     CutError,
     EngineInfo,
@@ -33,7 +39,14 @@ from bridle.engines.base import (
 )
 from bridle.engines.http import AbortedError, HttpCall
 from bridle.engines.probe import Finding, probe
-from bridle.engines.sglang_routes import Ask, Reading, SglangRoute, call_body
+from bridle.engines.sglang_routes import (
+    EXPERTS,
+    Ask,
+    Reading,
+    SglangRoute,
+    call_body,
+    experts_shape,
+)
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, VersionSpan
 
@@ -74,6 +87,7 @@ class SglangEngine(ServerAdapter):
         self._held = False
         self._closed = False
         self._probing = False
+        self._experts_shape: tuple[int, int] | None = None
         self._asks_prompt = False
         """Whether the next call requests its prompt's ids at the cost of the prefix cache."""
         self._seeds = True
@@ -105,6 +119,7 @@ class SglangEngine(ServerAdapter):
             self._probing = False
         report = replace(found, findings=(*self._server_findings(about), *found.findings))
         folder = tokenizer_dir(about.get("tokenizer_path")) or tokenizer_dir(about["model_path"])
+        self._experts_shape = experts_shape(read_config(folder))
         info = self._accept(report, folder)
         return replace(info, vocab_size=self.vocab_size or info.vocab_size)
 
@@ -253,7 +268,13 @@ class SglangEngine(ServerAdapter):
         self._calls[request.request_id] = running
         self._idle.clear()
         length = len(request.prompt) if self._token_in and not request.by_messages else None
-        reading = Reading(length, self.version, strict=self._strict)
+        reading = Reading(
+            length,
+            self.version,
+            strict=self._strict,
+            experts_from=request.experts_from if EXPERTS in self._extras else 0,
+            experts_shape=self._experts_shape,
+        )
         ended = False
         try:
             async with aclosing(self._answers(request, running)) as answers:

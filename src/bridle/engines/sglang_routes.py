@@ -10,6 +10,7 @@ is parsed.
 
 from __future__ import annotations
 
+import base64
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -24,6 +25,7 @@ from bridle.engines.adapter import as_version, check_paired
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest
 from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
 from bridle.errors import EngineError
+from bridle.experts import KEY, as_rows, told
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ class SglangRoute(StrEnum):
         return GENERATE if self is SglangRoute.GENERATE else CHAT
 
 
+EXPERTS = "return_routed_experts"
+
 # ---- requests
 
 
@@ -73,6 +77,8 @@ class Ask:
 
 def call_body(route: SglangRoute, request: GenerateRequest, rid: str, ask: Ask) -> bytes:
     head: JSON = {"rid": rid, **dict.fromkeys(ask.extras, True)}
+    if EXPERTS in ask.extras:
+        head["routed_experts_start_len"] = request.experts_from
     if request.session_id is not None:
         head["session_id"] = request.session_id
     if route is SglangRoute.CHAT:
@@ -226,6 +232,10 @@ class Reading:
     version: int
     """Version of weights without a number."""
     strict: bool = True
+    experts_from: int = 0
+    """First position whose experts were asked for."""
+    experts_shape: tuple[int, int] | None = None
+    """Layers and experts per token, which the server does not tell; `None` = not known."""
     count: int = 0
     """Tokens read so far."""
     has_ids: bool = False
@@ -371,11 +381,24 @@ class Reading:
         extra: JSON = {}
         for name, kept in self._lists.items():
             extra[name] = [msgspec.json.decode(one) for one in kept]
-        for name in ("routed_experts", "indexer_topk"):
-            raw: Raw = getattr(meta, name)
-            if raw not in vllm_schemas.ABSENT:
-                extra[name] = msgspec.json.decode(raw)
+        if meta.indexer_topk not in vllm_schemas.ABSENT:
+            extra["indexer_topk"] = msgspec.json.decode(meta.indexer_topk)
+        if meta.routed_experts not in vllm_schemas.ABSENT:
+            extra |= self._experts(msgspec.json.decode(meta.routed_experts, type=str), meta)
         return extra
+
+    def _experts(self, text: str, meta: MetaInfo) -> JSON:
+        """Place the routed experts: base64 of int32 numbers, row after row."""
+        if self.experts_shape is None:
+            why = "the model's config.json, which has their shape, is not on this machine"
+            return {f"{KEY}_dropped": why}
+        try:
+            numbers = np.frombuffer(base64.b64decode(text), "<i4")
+            rows = as_rows(numbers.reshape(-1, *self.experts_shape))
+        except ValueError as error:
+            raise GarbledError(f"the engine's routed experts cannot be read: {error}") from None
+        tokens = (meta.prompt_tokens or self.prompt_tokens or 0) + self.count
+        return told(rows, asked=self.experts_from, tokens=tokens)
 
 
 _PER_TOKEN = ("sampling_mask", "sampling_logprobs")
@@ -436,3 +459,10 @@ def _reply(choice: ChatChoice | None, text: str | None, finish: FinishReason) ->
     ]
     message = choice.message
     return Reply(message.content or "", message.reasoning_content or None, tuple(calls), finish)
+
+
+def experts_shape(config: JSON) -> tuple[int, int] | None:
+    """Return layers and experts per token by a model's configuration; `None` = it has none."""
+    text = config.get("text_config") or config
+    layers, top_k = text.get("num_hidden_layers"), text.get("num_experts_per_tok")
+    return (layers, top_k) if isinstance(layers, int) and isinstance(top_k, int) else None

@@ -51,6 +51,7 @@ from bridle.engines.vllm_routes import (
     read_answers,
 )
 from bridle.errors import ContextOverflowError, EngineError
+from bridle.experts import KEY, told
 from bridle.types import JSON, FinishReason, Sampling, VersionSpan
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class VllmEngine(ServerAdapter, Immediate):
         """Calls that `begin` has sent, until `generate` takes them over."""
         self._route = route or VllmRoute.CHAT
         self._paired: bool | None = None
+        self.tells_experts = False
+        """Whether a reply had routed experts (`--enable-return-routed-experts`)."""
 
     # ---- life
 
@@ -248,13 +251,16 @@ class VllmEngine(ServerAdapter, Immediate):
         begun = self._begun.pop(request.request_id, None)
         call = HttpCall() if begun is None else self._calls[request.request_id]
         self._calls[request.request_id] = call
-        state = _Progress(self)
+        state = _Progress(self, request)
         sent = request.prompt.json() if self._token_in else None
         route = VllmRoute.CHAT if request.by_messages else self._route
         room = self._context_length - length
         body = b""
         if begun is None:
-            body = call_body(route, request, self._model, room=room, token_in=self._token_in)
+            body = call_body(
+                route, request, self._model,
+                room=room, token_in=self._token_in, experts=self.tells_experts,
+            )  # fmt: skip
         try:
             if request.stream:
                 stream = self._client.stream(route.path, body, call, prompt_tokens=length)
@@ -284,7 +290,10 @@ class VllmEngine(ServerAdapter, Immediate):
         if room <= 0:
             return None
         call = HttpCall()
-        body = call_body(self._route, request, self._model, room=room, token_in=True)
+        body = call_body(
+            self._route, request, self._model,
+            room=room, token_in=True, experts=self.tells_experts,
+        )  # fmt: skip
         sent = self._client.begin(self._route.path, body, call)
         if sent is None:
             return None
@@ -313,7 +322,7 @@ class VllmEngine(ServerAdapter, Immediate):
             spans or (),
             prompt_ids_json=chunk.prompt_ids_json,
             cached_tokens=read.cached_tokens,
-            extra=chunk.extra,
+            extra=chunk.extra and self.placed(chunk, request, read.prompt_tokens),
         )
 
     def end(self, request: GenerateRequest) -> None:
@@ -330,6 +339,25 @@ class VllmEngine(ServerAdapter, Immediate):
         if self.gives_text:  # each says a text of its own
             return (read_answer(one, unnamed=self.version, sent=sent) for one in answers)
         return read_answers(answers, unnamed=self.version, sent=sent)
+
+    def placed(
+        self,
+        chunk: GenerateChunk,
+        request: GenerateRequest,
+        prompt_tokens: int | None,
+        count: int | None = None,
+    ) -> JSON:
+        """Return the `extra` of a last chunk, of a reply with `count` tokens, with its routed
+        experts at their positions.
+        """
+        if KEY not in chunk.extra:
+            return chunk.extra
+        tokens = (prompt_tokens or len(request.prompt)) + (
+            len(chunk.output_ids) if count is None else count
+        )
+        self.tells_experts = True
+        others = {name: value for name, value in chunk.extra.items() if name != KEY}
+        return others | told(chunk.extra[KEY], asked=request.experts_from, tokens=tokens)
 
     def check(self, read: Read) -> None:
         """Record whether ids and logprobs were paired; refuse a reply that lacks either."""
@@ -350,8 +378,10 @@ _SAYS_NOTHING = (None, TextDelta())
 class _Progress:
     """State of one reply; holds the last chunk until versions and usage have arrived."""
 
-    def __init__(self, engine: VllmEngine) -> None:
+    def __init__(self, engine: VllmEngine, request: GenerateRequest) -> None:
         self._engine = engine
+        self._request = request
+        self._prompt_tokens: int | None = None
         self._count = 0
         self._cached = 0
         self._spans: tuple[VersionSpan, ...] | None = None
@@ -362,6 +392,7 @@ class _Progress:
         """Add a piece; return the chunk to yield, or `None`."""
         self._cached = max(self._cached, read.cached_tokens)
         self._spans = read.spans or self._spans
+        self._prompt_tokens = read.prompt_tokens or self._prompt_tokens
         if read.chunk is None:
             return None
         self._engine.check(read)
@@ -382,7 +413,13 @@ class _Progress:
         if held is None or held.finish_reason is None:
             raise CutError("the engine closed the stream without a finish reason")
         reply = None if self._parsed is None else self._parsed.reply(held.finish_reason)
-        return replace(held, versions=self._versions(), cached_tokens=self._cached, reply=reply)
+        return replace(
+            held,
+            versions=self._versions(),
+            cached_tokens=self._cached,
+            reply=reply,
+            extra=self._engine.placed(held, self._request, self._prompt_tokens, self._count),
+        )
 
     def aborted(self) -> GenerateChunk:
         """Make the last chunk of an aborted call."""

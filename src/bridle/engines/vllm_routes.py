@@ -25,6 +25,7 @@ from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest, Te
 from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
 from bridle.engines.vllm_images import folded
 from bridle.errors import EngineError
+from bridle.experts import KEY, npy_rows
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
 
 if TYPE_CHECKING:
@@ -59,11 +60,18 @@ class VllmRoute(StrEnum):
 
 
 def call_body(
-    route: VllmRoute, request: GenerateRequest, model: str, *, room: int, token_in: bool
+    route: VllmRoute,
+    request: GenerateRequest,
+    model: str,
+    *,
+    room: int,
+    token_in: bool,
+    experts: bool = False,
 ) -> bytes:
     """Write the JSON of a call. Without `token_in` the messages alone make the prompt.
 
     `room` is the rest of the context, the default budget: two routes would default to 16 tokens.
+    With `experts` the server returns them, and only those of new tokens are asked for.
     """
     stream: JSON = {}
     if request.stream:
@@ -73,15 +81,11 @@ def call_body(
     sampling = _sampling_fields(request.sampling)
     if route is not VllmRoute.CHAT:
         sampling.setdefault("max_tokens", room)
+    if experts:
+        place = sampling if route is VllmRoute.GENERATE else head
+        place["routed_experts_prompt_start"] = request.experts_from
     if route is VllmRoute.GENERATE:
-        if request.grammar is not None:
-            sampling["structured_outputs"] = _structured_outputs(request.grammar)
-        head["sampling_params"] = {**sampling, "logprobs": 0}
-        if not request.pictures:
-            return _with_ids(head, b'"token_ids":', request.prompt.json())
-        head["content_parts"] = [{"type": "image_url", "url": one.url} for one in request.pictures]
-        folded_ids = folded(request.prompt.array(), request.pictures)
-        return _with_ids(head, b'"token_ids":', _ENCODER.encode(folded_ids.tolist()))
+        return _token_body(head, sampling, request)
     head |= {**sampling, "return_tokens_as_token_ids": True, "return_weight_versions": True}
     if request.session_id is not None:
         head["session_id"] = request.session_id
@@ -95,6 +99,17 @@ def call_body(
         return _ENCODER.encode(head)
     ids = b'{"prompt_token_ids":' + request.prompt.json() + b"}"
     return _with_ids(head, b'"kv_transfer_params":', ids)
+
+
+def _token_body(head: JSON, sampling: JSON, request: GenerateRequest) -> bytes:
+    if request.grammar is not None:
+        sampling["structured_outputs"] = _structured_outputs(request.grammar)
+    head["sampling_params"] = {**sampling, "logprobs": 0}
+    if not request.pictures:
+        return _with_ids(head, b'"token_ids":', request.prompt.json())
+    head["content_parts"] = [{"type": "image_url", "url": one.url} for one in request.pictures]
+    folded_ids = folded(request.prompt.array(), request.pictures)
+    return _with_ids(head, b'"token_ids":', _ENCODER.encode(folded_ids.tolist()))
 
 
 def _chat_fields(request: GenerateRequest) -> JSON:
@@ -158,6 +173,7 @@ class Read:
     text: str | None
     has_ids: bool
     """Whether the reply has a field for sampled ids; it may be empty."""
+    prompt_tokens: int | None = None
 
 
 def read_answer(body: bytes, *, unnamed: int = 0, sent: bytes | None = None) -> Read:
@@ -250,7 +266,8 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
     details = usage.prompt_tokens_details if usage is not None else None
     cached = (details.cached_tokens or 0) if details is not None else 0
     if not answer.choices:
-        return Read(None, cached, None, None, None, None, has_ids=False)
+        prompt_tokens = None if usage is None else usage.prompt_tokens
+        return Read(None, cached, None, None, None, None, False, prompt_tokens)  # noqa: FBT003
     choice = answer.choices[0]
     has_ids = choice.token_ids not in vllm_schemas.ABSENT
     ids_text = bytes(choice.token_ids) if has_ids else b""
@@ -268,7 +285,8 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
     versions = choice.weight_versions
     spans = tuple([_span(one, unnamed) for one in versions]) if versions else None
     message = choice.message or choice.delta
-    return Read(chunk, cached, spans, paired, message, choice.text, has_ids)
+    prompt_tokens = None if usage is None else usage.prompt_tokens
+    return Read(chunk, cached, spans, paired, message, choice.text, has_ids, prompt_tokens)
 
 
 _NO_IDS: Ids = np.empty(0, np.int32)
@@ -344,7 +362,10 @@ def _span(span: vllm_schemas.Span, unnamed: int) -> VersionSpan:
 def _extra(choice: vllm_schemas.VllmChoice) -> JSON:
     extra: JSON = {}
     if choice.routed_experts is not None:
-        extra["routed_experts"] = choice.routed_experts
+        try:
+            extra[KEY] = npy_rows(choice.routed_experts)
+        except ValueError as error:
+            raise GarbledError(f"the engine's routed experts cannot be read: {error}") from None
     if choice.sampling_mask not in vllm_schemas.ABSENT:
         extra["sampling_mask"] = msgspec.json.decode(choice.sampling_mask)
     return extra

@@ -11,6 +11,7 @@ from bridle.capture.records import Exchange
 from bridle.dialects.media import block_name
 from bridle.dialects.tools import list_digest
 from bridle.engines.base import Picture
+from bridle.experts import KEY, Experts, laid, pack
 from bridle.gateway.call import Call, Question
 from bridle.gateway.constraints import unenforced
 from bridle.gateway.images import Shown, unplaced
@@ -121,7 +122,17 @@ def exchange_record(finished: Finished, index: int, unpaired: int = 0) -> Exchan
         first_token_s=finished.first_token_s,
         duration_s=time.perf_counter() - call.clock_start,
         extra=_extra(finished, unpaired),
+        experts=_experts(sample, prompt.length) if sample.extra or sample.extra_before else None,
     )
+
+
+def _experts(sample: Sample, prompt_length: int) -> bytes | None:
+    """Pack the routed experts that the engine told; a token has those of the first try."""
+    parts = [one[KEY] for one in (*sample.extra_before, sample.extra) if KEY in one]
+    start = min((part.start for part in parts), default=0)
+    moved = [Experts(part.start - start, part.rows) for part in parts]
+    rows = laid(moved, prompt_length + len(sample.output_ids) - 1 - start)
+    return None if rows is None else pack(Experts(start, rows))
 
 
 def sampled_under(prompted: Prompted, sample: Sample) -> tuple[PromptIds, Call | None]:
@@ -191,10 +202,15 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "markers_parted": finished.prompted.parted,
         "noise": list(finished.prompted.noise),
         "cached_tokens": sample.last.cached_tokens,
-        "engine": sample.extra,
-        "engine_before": sample.extra_before,
+        "engine": sample.extra and _others(sample.extra),
+        "engine_before": [one for one in map(_others, sample.extra_before) if len(one) > 1],
     }
     return {name: value for name, value in told.items() if value}
+
+
+def _others(told: JSON) -> JSON:
+    """Return what an engine told without the routed experts, which stand by themselves."""
+    return {name: value for name, value in told.items() if name != KEY}
 
 
 def _malformed(reply: Reply) -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from bridle.capture.records import no_ids, no_logprobs
 from bridle.engines.base import GenerateChunk
 from bridle.errors import ConfigError, RequestError
+from bridle.experts import KEY, unpack
 from bridle.gateway.sampling import Sample
 from bridle.harness_rules.noise import VARYING, differing
 from bridle.trajectory.graph import Node, first_difference, grow, ids
@@ -76,10 +77,14 @@ class Captured:
             engine_prompt=None,
             break_position=None,
             resumed=0,
-            extra=exchange.extra.get("engine", {}),
+            extra=exchange.extra.get("engine", {}) | _experts(exchange),
             replayed=exchange.exchange_id,
             call_ids=self.call_ids,
         )
+
+
+def _experts(exchange: Exchange) -> JSON:
+    return {} if exchange.experts is None else {KEY: unpack(exchange.experts)}
 
 
 class Replay:

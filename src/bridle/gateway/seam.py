@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridle.capture.records import no_ids
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.gateway.budgets import derived_seed
 from bridle.gateway.extras import first_of
@@ -47,7 +46,7 @@ def rest(request: GenerateRequest, prompt: PromptIds, sofar: Ids, tries: int) ->
     return replace(
         request,
         request_id=f"{request.request_id}-{tries}",
-        prompt=prompt.extend(sofar, no_ids()) if len(sofar) else prompt,
+        prompt=prompt.behind(sofar) if len(sofar) else prompt,
         sampling=replace(
             sampling,
             max_tokens=None if most is None else most - len(sofar),

@@ -21,6 +21,7 @@ import orjson
 
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.ids import ids_json
+from bridle.experts import KEY, npy_text
 from bridle.scripted.script import CALL, CALL_END, THINK, THINK_END
 from bridle.scripted.tokenizer import ChatTokenizer, TextStream
 from bridle.types import JSON, FinishReason, one_line
@@ -177,6 +178,8 @@ class ReplyWriter(ABC):
                     {"version": str(span.version), "start": span.start, "end": span.end}
                     for span in last.versions
                 ]
+            if KEY in last.extra:
+                choice[KEY] = npy_text(last.extra[KEY].rows)
         return choice
 
     def _stop_reason(self, ids: Ids, last: GenerateChunk) -> str | int | None:

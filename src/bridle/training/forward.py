@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bridle.embedded.routing import routing_of
 from bridle.errors import TrainingError
 from bridle.training.samples import Sample
 from bridle.trajectory.packing import Packed, block_mask, pack
@@ -28,6 +29,7 @@ from bridle.trajectory.sample import Trajectory
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
+    from bridle.experts import Rows as Rows16
     from bridle.types import Ids
 
 
@@ -88,27 +90,52 @@ class Rows:
         lengths = [_length(sample) for sample in self.samples]
         return [max(lengths) - length for length in lengths]
 
-    def logprobs(self, model: PreTrainedModel, temperature: float) -> torch.Tensor:
-        """Logprob of each of `tokens`, shape (N,), float32."""
-        return _chosen(*self.logits(model), temperature)
+    def logprobs(
+        self, model: PreTrainedModel, temperature: float, *, replay: bool = True
+    ) -> torch.Tensor:
+        """Logprob of each of `tokens`, shape (N,), float32; `replay` as in `logits`."""
+        return _chosen(*self.logits(model, replay=replay), temperature)
 
-    def logits(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits that predict each of `tokens`, shape (N, vocabulary), and their ids."""
+    def logits(
+        self, model: PreTrainedModel, *, replay: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits that predict each of `tokens`, shape (N, vocabulary), and their ids.
+
+        With `replay` tokens go to the experts that they were sampled with, as far as these are
+        known.
+        """
         longest = max(_length(sample) for sample in self.samples)
         ids = np.stack([_padded(_ids(s), longest) for s in self.samples])
         masks = np.stack([_padded(_mask(s), longest, 0) for s in self.samples])
         row = torch.from_numpy(ids).long().to(model.device)
         trained = torch.from_numpy(masks[:, self.prefix + 1 :]).to(model.device)
+        experts = self._experts(longest) if replay else None
         extra: dict[str, object] = {"use_cache": False}
         if self.prefix:
-            shared = shared_prefix(model, row[:1, : self.prefix], len(self.samples))
+            with replayed(model, None if experts is None else experts[0, : self.prefix]):
+                shared = shared_prefix(model, row[:1, : self.prefix], len(self.samples))
             extra = {"use_cache": True, "past_key_values": shared}
         if takes_positions(model):
             extra["logits_to_keep"] = trained
-        logits = model(input_ids=row[:, self.prefix : -1], **extra).logits
+        rest = None if experts is None else np.concatenate([*experts[:, self.prefix : -1]])
+        with replayed(model, rest):
+            logits = model(input_ids=row[:, self.prefix : -1], **extra).logits
         if logits.ndim == 3:
             logits = logits[trained]
         return logits, row[:, self.prefix + 1 :][trained]
+
+    def _experts(self, longest: int) -> Rows16 | None:
+        """Return the experts of all ids, shape (B, T, layers, top_k); `None` = none are known."""
+        shapes = {r.shape[1:] for s in self.samples if (r := s.trace.routed_experts) is not None}
+        if not shapes:
+            return None
+        if len(shapes) > 1:
+            raise TrainingError(f"traces have experts of several models: {sorted(shapes)}")
+        found = np.full((len(self.samples), longest, *shapes.pop()), -1, np.int16)
+        for row, sample in zip(found, self.samples, strict=True):
+            if sample.trace.routed_experts is not None:
+                row[: _length(sample)] = sample.trace.routed_experts
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,8 +178,10 @@ class Tree:
         """Tokens of padding behind each sample: there are none."""
         return [0] * len(self.samples)
 
-    def logprobs(self, model: PreTrainedModel, temperature: float) -> torch.Tensor:
-        """Logprob of each of `tokens`, shape (N,), float32."""
+    def logprobs(
+        self, model: PreTrainedModel, temperature: float, *, replay: bool = True
+    ) -> torch.Tensor:
+        """Logprob of each of `tokens`, shape (N,), float32; `replay` as in `Rows.logits`."""
         packed, trained = self.packed, self._trained()
         device = model.device
         sees = torch.from_numpy(block_mask(packed)).to(device)
@@ -161,13 +190,14 @@ class Tree:
         at, place = np.unique(packed.parents[trained], return_inverse=True)
         kept = torch.from_numpy(at.astype(np.int64)).to(device)
         extra = {"logits_to_keep": kept} if takes_positions(model) else {}
-        logits = model(
-            input_ids=torch.from_numpy(packed.ids).long().to(device)[None],
-            attention_mask=mask[None, None],
-            position_ids=torch.from_numpy(packed.position_ids).long().to(device)[None],
-            use_cache=False,
-            **extra,
-        ).logits[0]
+        with replayed(model, packed.routed_experts() if replay else None):
+            logits = model(
+                input_ids=torch.from_numpy(packed.ids).long().to(device)[None],
+                attention_mask=mask[None, None],
+                position_ids=torch.from_numpy(packed.position_ids).long().to(device)[None],
+                use_cache=False,
+                **extra,
+            ).logits[0]
         if not extra:
             logits = logits[kept]
         rows = torch.from_numpy(place.astype(np.int64)).to(device)
@@ -279,6 +309,12 @@ def shared_prefix(model: PreTrainedModel, row: torch.Tensor, copies: int) -> Dyn
         layer.keys = layer.keys.expand(copies, -1, -1, -1)
         layer.values = layer.values.expand(copies, -1, -1, -1)
     return cache
+
+
+def replayed(model: PreTrainedModel, rows: Rows16 | None) -> AbstractContextManager[None]:
+    """Have the tokens of a forward pass inside go to these experts; `None` = to the model's own."""
+    routing = routing_of(model)
+    return nullcontext() if routing is None else routing.replaying(rows)
 
 
 @contextmanager

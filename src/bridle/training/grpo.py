@@ -277,7 +277,9 @@ class Learner:
             logprobs = piece.logprobs(self.model, settings.temperature)
             with torch.no_grad():
                 reference, teacher = (
-                    None if model is None else piece.logprobs(model, settings.temperature)
+                    None
+                    if model is None
+                    else piece.logprobs(model, settings.temperature, replay=False)
                     for model in (self.reference, self.teacher)
                 )
             start = None if starts is None else starts[number]

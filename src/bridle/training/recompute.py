@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from bridle.experts import whole
 from bridle.training.forward import Piece, check_ids, rows_of
 from bridle.training.samples import Sample, trains
 from bridle.trajectory.fidelity import Certificate, Facts, Recomputed, certify
@@ -34,8 +35,12 @@ def recompute(
     *,
     temperature: float = 1.0,
     batch_tokens: int = 16384,
+    replay: bool = True,
 ) -> Iterator[Recomputed]:
     """Yield the logprobs and entropies of all tokens that train, under the model's weights.
+
+    Tokens go to the experts that they were sampled with, where these are known; without `replay`
+    they go where the model's own routers send them.
 
     `batch_tokens` bounds what is computed at once, padding included. Raises `TrainingError` for an
     id that the model does not have.
@@ -44,7 +49,7 @@ def recompute(
     check_ids(samples, model)
     for piece in rows_of(samples, batch_tokens, share=False):
         with torch.inference_mode():
-            logits, wanted = piece.logits(model)
+            logits, wanted = piece.logits(model, replay=replay)
             spread = torch.log_softmax(logits.float() / temperature, -1)
             chosen = spread.gather(1, wanted[:, None])[:, 0]
             entropies = -(spread.exp() * spread).sum(-1)
@@ -66,19 +71,24 @@ def certify_pieces(
         traces += [sample.trace for sample in piece.samples]
     if not any(len(answer.positions) for answer in answers):
         return None
-    return certify(traces, answers, facts_of(model, facts))
+    return certify(traces, answers, facts_of(model, facts, traces))
 
 
-def facts_of(model: PreTrainedModel, known: Facts) -> Facts:
-    """The facts that the model itself shows, behind those that are known."""
+def facts_of(model: PreTrainedModel, known: Facts, traces: Iterable[Trace] = ()) -> Facts:
+    """The facts that the model itself shows, behind those that are known.
+
+    `traces` were replayed; where all of their experts are known, the trainer had no choice.
+    """
     config = model.config.get_text_config()
+    has_experts = any(getattr(config, name, None) for name in EXPERTS)
+    replayed = {whole(trace.routed_experts) is not None for trace in traces} == {True}
     shown: JSON = {
         "dtype": str(model.dtype).removeprefix("torch."),
         "processors": "none",
         "padding": "right",
         "attention": getattr(config, "_attn_implementation", None),
         "positions": str(getattr(config, "rope_parameters", None) or "default"),
-        "experts": "routed" if any(getattr(config, name, None) for name in EXPERTS) else "dense",
+        "experts": ("replayed" if replayed else "routed") if has_experts else "dense",
     }
     return Facts(**{name: one for name, one in shown.items() if one is not None} | known.json())
 

@@ -258,24 +258,10 @@ def _fitting(
         if settings.overlong == "truncate":
             end = max(0, settings.max_length - len(trace.prompt_ids))
             shorter = advantage[:end] if isinstance(advantage, np.ndarray) else advantage
-            kept.append((_cut(trace, end), shorter))
+            kept.append((trace.cut(end), shorter))
         elif settings.overlong == "mask":
             kept.append((replace(trace, loss_mask=trace.loss_mask * 0), advantage))
     return kept
-
-
-def _cut(trace: Trace, end: int) -> Trace:
-    """A trace with the first `end` tokens of its response."""
-    rewards = trace.token_rewards
-    return replace(
-        trace,
-        response_ids=trace.response_ids[:end],
-        loss_mask=trace.loss_mask[:end],
-        response_logprobs=trace.response_logprobs[:end],
-        versions=trace.versions[:end],
-        reasons=trace.reasons[:end],
-        token_rewards=None if rewards is None else rewards[:end],
-    )
 
 
 def check_sampling(session: Trajectory, temperature: float) -> None:

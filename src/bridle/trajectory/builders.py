@@ -18,11 +18,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from bridle.experts import Experts, laid, unpack
 from bridle.trajectory.graph import Graph, Node, Piece, order_of, pieces
 from bridle.trajectory.masks import Marks
 from bridle.trajectory.sample import MaskReason, Trace
@@ -201,7 +203,40 @@ def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
         turn_ends=tuple(turn_ends),
         finish_reason=leaf.exchange.finish_reason,
         logprob_mode=modes.pop() if len(modes) == 1 else "mixed",
+        routed_experts=_experts(path, ids),
     )
+
+
+def _experts(path: Sequence[Piece], ids: Ids) -> npt.NDArray[np.int16] | None:
+    """Rows of experts of a path; a token has those of the first exchange that told them.
+
+    That is the one that brought it, or, for the last token of a reply, the one after it.
+    """
+    nodes = [*dict.fromkeys(piece.node for piece in path)]
+    parts: list[Experts] = []
+    for node, after in zip(nodes, [*nodes[1:], None], strict=True):
+        if node.exchange.experts is None:
+            continue
+        with suppress(ValueError):  # damaged: not known
+            told = unpack(node.exchange.experts)
+            moved = node.prompt_length - node.exchange.prompt_length
+            first = max(told.start + moved, _seen_from(node, moved, ids))
+            end = len(ids) if after is None else after.kept
+            rows = told.rows[first - told.start - moved : max(0, end - told.start - moved)]
+            parts.append(Experts(first, rows))
+    return laid(parts, len(ids))
+
+
+def _seen_from(node: Node, moved: int, ids: Ids) -> int:
+    """First position of a path that an exchange's own prompt has as the path has it.
+
+    Where drift joined it, what it saw in place of the turn before is no part of the path.
+    """
+    if node.parent is None or node.exchange.kept:
+        return 0
+    last = node.kept - 1 - moved
+    same = last >= 0 and node.exchange.suffix_ids[last] == ids[node.kept - 1]
+    return node.kept - int(same)
 
 
 def _first_sampled(path: Sequence[Piece]) -> int:
@@ -235,12 +270,7 @@ def shorten(trace: Trace, max_tokens: int) -> Trace | None:
         start, end = starts[turn], trace.turn_ends[turn]
         if end <= room and trace.loss_mask[start:end].any():
             return dataclasses.replace(
-                trace,
-                response_ids=trace.response_ids[:end],
-                loss_mask=trace.loss_mask[:end],
-                response_logprobs=trace.response_logprobs[:end],
-                versions=trace.versions[:end],
-                reasons=trace.reasons[:end],
+                trace.cut(end),
                 exchange_ids=trace.exchange_ids[: turn + 1],
                 turn_ends=trace.turn_ends[: turn + 1],
                 finish_reason=FinishReason.LENGTH,

@@ -361,7 +361,7 @@ def _patterns(scored: Scored, left: Flags, trainer: Told, rollout: Told) -> list
         middle < NOISE
         and tail > 4
         and rollout["experts"] != "dense"
-        and trainer["experts"] != "dense"
+        and trainer["experts"] not in {"dense", "replayed"}
     ):
         few = abs(apart) > 2 * size
         say = (

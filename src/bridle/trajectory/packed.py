@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bridle.experts import npy_text
 from bridle.trajectory.result import trace_json, trajectory_json, trajectory_of
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON
@@ -51,7 +52,10 @@ def _without_traces(trajectory: Trajectory) -> JSON:
 def _packed(trace: Trace) -> JSON:
     light = {name: np.empty(0, dtype=kind) for name, kind in ARRAYS.items()}
     values = {name: getattr(trace, name) for name in Trace.__slots__}
+    rows = values.pop("routed_experts")
     plain = trace_json(Trace(**values | light))
+    if rows is not None:
+        plain["routed_experts"] = npy_text(rows)
     return plain | {name: _array(values[name], kind) for name, kind in ARRAYS.items()}
 
 

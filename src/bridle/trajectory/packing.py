@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bridle.experts import is_known
 from bridle.trajectory.sample import Trace, Trajectory
 
 if TYPE_CHECKING:
@@ -70,6 +71,19 @@ class Packed:
             segment = int(self.segment_parents[segment])
             end = int(starts[segment + 1])
         return np.concatenate(runs[::-1])
+
+    def routed_experts(self) -> npt.NDArray[np.int16] | None:
+        """Return the rows of experts of all tokens, as `Trace.routed_experts`; `None` = none."""
+        found: npt.NDArray[np.int16] | None = None
+        for number, trace in enumerate(self.traces):
+            rows = trace.routed_experts
+            if rows is None or not len(rows):
+                continue
+            if found is None:
+                found = np.full((len(self.ids), *rows.shape[1:]), -1, np.int16)
+            own = self.path(number)
+            found[own] = np.where(is_known(rows)[:, None, None], rows, found[own])
+        return found
 
 
 def pack(trajectories: Iterable[Trajectory]) -> Packed:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
+from bridle.experts import npy_rows, npy_text
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.trajectory.transcript import Messages
 from bridle.types import JSON, one_line
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 def trace_json(trace: Trace) -> JSON:
     """One trace as plain JSON values."""
+    rows = trace.routed_experts
     return {
         "prompt_ids": trace.prompt_ids.tolist(),
         "response_ids": trace.response_ids.tolist(),
@@ -42,6 +44,7 @@ def trace_json(trace: Trace) -> JSON:
         "logprob_mode": str(trace.logprob_mode),
         "token_rewards": None if trace.token_rewards is None else _shortest(trace.token_rewards),
         "media": [*trace.media],
+        **({} if rows is None else {"routed_experts": npy_text(rows)}),
     }
 
 
@@ -83,7 +86,7 @@ def trajectory_of(value: JSON) -> Trajectory:
 
 def _trace_of(value: JSON) -> Trace:
     mask = np.asarray(value["loss_mask"], dtype=np.uint8)
-    rewards = value.get("token_rewards")
+    rewards, experts = value.get("token_rewards"), value.get("routed_experts")
     sampled = np.where(mask == 1, MaskReason.TRAINED, MaskReason.PROMPT)
     return Trace(
         trace_id=value.get("trace_id") or "",
@@ -104,6 +107,7 @@ def _trace_of(value: JSON) -> Trace:
         metadata=value["metadata"],
         token_rewards=None if rewards is None else np.asarray(rewards, dtype=np.float32),
         media=value.get("media") or (),
+        routed_experts=None if experts is None else npy_rows(experts),
     )
 
 

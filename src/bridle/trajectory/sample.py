@@ -7,7 +7,7 @@ are exactly ids that the engine was given and sampled (law 1).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -106,6 +106,10 @@ class Trace:
     """`None` = none were sent."""
     reward: float | None = None
     metadata: JSON = field(default_factory=dict)
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """Experts that each token went to in each layer, of all ids; shape (P + R, layers, top_k), -1
+    where not known, as at the last token; `None` = a model without, or an engine that told none
+    (`bridle.experts`)."""
     token_rewards: npt.NDArray[np.float32] | None = None
     """Reward of each response token, where an evaluator gave them; shape (R,)."""
     media: Sequence[JSON] = ()
@@ -126,6 +130,28 @@ class Trace:
         if len(lengths) != 1:
             message = f"trace {self.trace_id}: response arrays of different lengths {lengths}"
             raise ValueError(message)
+        tokens = len(self.prompt_ids) + len(self.response_ids)
+        if self.routed_experts is not None and len(self.routed_experts) != tokens:
+            rows = len(self.routed_experts)
+            raise ValueError(f"trace {self.trace_id}: {rows} rows of experts for {tokens} ids")
+
+    def cut(self, end: int, begin: int = 0) -> Trace:
+        """Return the trace with the first `end` tokens of its response, and without the first
+        `begin` of its prompt. Turns that end later end there.
+        """
+        rewards, rows = self.token_rewards, self.routed_experts
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids[begin:],
+            response_ids=self.response_ids[:end],
+            loss_mask=self.loss_mask[:end],
+            response_logprobs=self.response_logprobs[:end],
+            versions=self.versions[:end],
+            reasons=self.reasons[:end],
+            turn_ends=tuple(min(at, end) for at in self.turn_ends),
+            routed_experts=None if rows is None else rows[begin : len(self.prompt_ids) + end],
+            token_rewards=None if rewards is None else rewards[:end],
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

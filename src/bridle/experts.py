@@ -1,0 +1,138 @@
+"""Routed experts: for each token that went through a mixture-of-experts model, who computed it.
+
+A row belongs to a position: the experts that the token at that position went to, in each layer with
+experts, shape (layers, top_k). The last token of a reply never goes through the model, so its row
+comes with the next call, as the row before that call's new ids. Engines give rows from a position
+on; a trainer that replays them computes what the engine computed, even where its own router would
+choose others.
+
+A reply has its rows as `Experts`, a capture as the bytes of `pack`, a trace as one array over all
+its tokens (`laid`), in which -1 stands where nothing is known.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from bridle.types import JSON
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Rows: TypeAlias = npt.NDArray[np.int16]
+    """Shape (tokens, layers, top_k), int16; -1 = not known."""
+
+KEY = "routed_experts"
+"""Name of `Experts` in `GenerateChunk.extra`."""
+
+_HEAD = struct.Struct("<IIHHB")
+"""Start, rows, layers, top_k, bytes of a number."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """Rows of consecutive positions of a prompt and its output."""
+
+    start: int
+    """Position of the first row."""
+    rows: Rows
+
+
+def as_rows(values: npt.NDArray[np.integer]) -> Rows:
+    """Return an engine's numbers as rows. `ValueError` unless they are rows of expert numbers."""
+    if values.ndim != 3 or values.dtype.kind not in "iu":
+        raise ValueError(
+            f"experts of shape {values.shape}, {values.dtype}: not (tokens, layers, k)"
+        )
+    if values.size and not -1 <= int(values.min()) <= int(values.max()) < 1 << 15:
+        raise ValueError(f"experts from {values.min()} to {values.max()}: not -1 to 32767")
+    return values.astype(np.int16, copy=False)
+
+
+def npy_rows(text: str) -> Rows:
+    """Read base64 of a `.npy` file, as vLLM sends it. `ValueError` for anything else."""
+    return as_rows(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False))
+
+
+def npy_text(rows: Rows) -> str:
+    """Write rows as vLLM does."""
+    file = io.BytesIO()
+    np.save(file, rows, allow_pickle=False)
+    return base64.b64encode(file.getbuffer()).decode()
+
+
+def told(rows: Rows, *, asked: int, tokens: int) -> JSON:
+    """Make the `extra` of a reply whose prompt and output have `tokens` ids.
+
+    The rows end before its last token; they begin where that was `asked`, or, where the server has
+    no such setting, at the first token. Other numbers of rows cannot be placed: they are dropped,
+    and `routed_experts_dropped` tells so.
+    """
+    start = tokens - 1 - len(rows)
+    if start not in {0, asked}:
+        return {f"{KEY}_dropped": f"{len(rows)} rows for the tokens {asked} to {tokens - 1}"}
+    return {KEY: Experts(asked, rows[asked - start :])}
+
+
+def laid(parts: Iterable[Experts], tokens: int) -> Rows | None:
+    """Lay parts over `tokens` positions: the first that has a row counts. `None` without any.
+
+    Rows behind the last position, and parts of another shape than the first, are left out.
+    """
+    found: Rows | None = None
+    known = np.zeros(tokens, np.bool_)
+    for part in parts:
+        if found is None:
+            found = np.full((tokens, *part.rows.shape[1:]), -1, np.int16)
+        if part.rows.shape[1:] != found.shape[1:]:
+            continue
+        rows = part.rows[max(0, -part.start) : max(0, tokens - part.start)]
+        at = slice(max(0, part.start), max(0, part.start) + len(rows))
+        new = ~known[at]
+        found[at][new] = rows[new]
+        known[at][new & is_known(rows)] = True
+    return found
+
+
+def is_known(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Return for each token whether anything is known of it, shape (tokens,)."""
+    known: npt.NDArray[np.bool_] = np.logical_or.reduce(rows >= 0, axis=(1, 2))
+    return known
+
+
+def whole(rows: Rows | None) -> Rows | None:
+    """Return the rows of all tokens but the last, for a trainer that cannot do without any.
+
+    `None` if one is not known.
+    """
+    if rows is None or not is_known(rows[:-1]).all():
+        return None
+    return rows[:-1]
+
+
+def pack(experts: Experts) -> bytes:
+    """Write as few bytes as the numbers allow; `unpack` reads them."""
+    rows = experts.rows
+    small = not rows.size or (int(rows.min()) >= 0 and int(rows.max()) < 256)
+    size = 1 if small else 2
+    head = _HEAD.pack(experts.start, *rows.shape, size)
+    return head + zlib.compress(rows.astype(f"<i{size}" if size == 2 else "u1").tobytes(), 1)
+
+
+def unpack(packed: bytes) -> Experts:
+    """Read what `pack` wrote. `ValueError` for anything else."""
+    try:
+        start, *shape, size = _HEAD.unpack_from(packed)
+        plain = zlib.decompress(packed[_HEAD.size :])
+    except (struct.error, zlib.error) as error:
+        raise ValueError(f"no packed experts: {error}") from None
+    kind = {1: "u1", 2: "<i2"}[size]
+    return Experts(start, np.frombuffer(plain, kind).reshape(shape).astype(np.int16))

@@ -1,0 +1,106 @@
+"""Rows of experts keep their places through every form that they take."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridle.experts import (
+    KEY,
+    Experts,
+    as_rows,
+    laid,
+    npy_rows,
+    npy_text,
+    pack,
+    told,
+    unpack,
+    whole,
+)
+
+
+def rows_of(tokens, most=200, seed=0):
+    drawn = np.random.default_rng(seed).integers(0, most, (tokens, 3, 2))
+    return drawn.astype(np.int16)
+
+
+@given(
+    st.integers(0, 9), st.integers(0, 1000), st.sampled_from([8, 256, 257, 32_768]), st.booleans()
+)
+def test_packed_rows_come_back(tokens, start, most, gaps):
+    rows = rows_of(tokens, most, start)
+    if gaps:
+        rows[::2] = -1
+    for again in (unpack(pack(Experts(start, rows))), Experts(start, npy_rows(npy_text(rows)))):
+        assert again.start == start
+        assert again.rows.dtype == np.int16
+        assert np.array_equal(again.rows, rows)
+
+
+def test_few_experts_take_a_byte_or_less():
+    assert len(pack(Experts(0, rows_of(1000)))) < 1000 * 6 * 1.01
+    assert len(pack(Experts(0, rows_of(1000, 8)))) < 1000 * 6 * 0.6
+
+
+@pytest.mark.parametrize("packed", [b"", b"x", pack(Experts(0, rows_of(4)))[:-2]])
+def test_what_is_no_rows_is_refused(packed):
+    with pytest.raises(ValueError, match="no packed experts"):
+        unpack(packed)
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        (np.zeros((2, 3), np.int16), "not \\(tokens, layers, k\\)"),
+        (np.zeros((2, 3, 1)), "not \\(tokens, layers, k\\)"),
+        (np.full((1, 1, 1), 40_000), "from 40000 to 40000"),
+        (np.full((1, 1, 1), -2), "from -2 to -2"),
+    ],
+)
+def test_numbers_that_name_no_experts_are_refused(values, fault):
+    with pytest.raises(ValueError, match=fault):
+        as_rows(values)
+
+
+PARTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 8)), max_size=5)
+
+
+@given(PARTS, st.integers(0, 15))
+def test_the_first_part_that_knows_a_token_counts(spans, tokens):
+    parts = [Experts(start, rows_of(size, seed=n)) for n, (start, size) in enumerate(spans)]
+    found: Any = laid(parts, tokens)
+    assert (found is None) is (not parts)
+    for at in range(tokens if parts else 0):
+        known = [p.rows[at - p.start] for p in parts if p.start <= at < p.start + len(p.rows)]
+        assert np.array_equal(found[at], known[0] if known else np.full((3, 2), -1))
+
+
+def test_a_row_that_a_part_does_not_know_is_taken_from_the_next():
+    first = rows_of(3)
+    first[1] = -1
+    found: Any = laid([Experts(0, first), Experts(0, rows_of(3, seed=1))], 3)
+    assert np.array_equal(found[1], rows_of(3, seed=1)[1])
+    assert np.array_equal(found[[0, 2]], rows_of(3)[[0, 2]])
+
+
+def test_rows_are_placed_by_the_end_of_the_reply():
+    rows = rows_of(9)
+    asked = told(rows[4:], asked=4, tokens=10)[KEY]
+    ignored = told(rows, asked=4, tokens=10)[KEY]
+    for experts in (asked, ignored):
+        assert experts.start == 4
+        assert np.array_equal(experts.rows, rows[4:])
+    for wrong in (rows[5:], rows[:-1], rows[:0]):
+        assert list(told(wrong, asked=4, tokens=10)) == [f"{KEY}_dropped"]
+
+
+def test_a_trainer_that_needs_all_rows_gets_all_or_none():
+    rows = rows_of(4)
+    rows[-1] = -1
+    known: Any = whole(rows)
+    assert np.array_equal(known, rows[:-1])
+    rows[1] = -1
+    assert whole(rows) is None
+    assert whole(None) is None

@@ -1,0 +1,107 @@
+"""A trainer that replays the rollout's experts computes what the rollout computed."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.training.made import group, session
+from tests.training.mixture import difference, flipped, off, played, save_mixture
+
+from bridle.errors import TrainingError
+from bridle.experts import whole
+from bridle.training.forward import rows_of
+from bridle.training.grpo import Learner
+from bridle.training.recompute import facts_of
+from bridle.training.samples import Sample, make_batch
+from bridle.training.settings import GrpoSettings
+from bridle.trajectory.fidelity import Facts
+
+pytestmark = pytest.mark.timeout(120)  # 8 s of a core of one's own
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_mixture(tmp_path_factory.mktemp("mixture"), ties=True)
+
+
+@pytest.fixture(scope="module")
+def rolled(folder):
+    """Traces of sessions of three turns, through a gateway."""
+    import asyncio
+
+    found = asyncio.run(played(folder, sessions=2, turns=3))
+    assert [len(one.traces) for one in found] == [1, 1]
+    return [trace for one in found for trace in one.traces]
+
+
+def test_a_conversation_knows_the_experts_of_all_its_tokens(rolled):
+    for trace in rolled:
+        assert len(trace.exchange_ids) == 3
+        assert trace.metadata["cached_tokens"][1] > 0
+        assert whole(trace.routed_experts) is not None
+        assert (trace.routed_experts[-1] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("setting", "with_replay"),
+    [({}, 1e-11), ({"noise": 3e-6}, 1e-9), ({"dtype": torch.bfloat16}, 1e-4)],
+)
+def test_the_kl_is_that_of_the_arithmetic_alone_with_replay_and_far_larger_without(
+    folder, rolled, setting, with_replay
+):
+    model = off(folder, **setting)
+    replayed, largest = difference(model, rolled, replay=True)
+    alone, _ = difference(model, rolled, replay=False)
+    assert replayed < with_replay
+    if setting:
+        assert flipped(model, rolled) > 0.1
+        assert alone > 1000 * replayed
+        assert alone > 0.01
+    else:
+        assert largest < 1e-4
+
+
+@pytest.mark.parametrize("packing", ["rows", "tree"])
+def test_an_update_replays_in_either_layout(folder, rolled, packing):
+    errors: Any = {}
+    for name in ("replayed", "alone"):
+        traces = [
+            one if name == "replayed" else dataclasses.replace(one, routed_experts=None)
+            for one in rolled
+        ]
+        learner = Learner(off(folder, noise=3e-6), GrpoSettings(packing=packing))
+        sessions = [session(float(n), one, name=f"s{n}") for n, one in enumerate(traces)]
+        batch = make_batch([group(*sessions)], learner.settings, version=0)
+        errors[name] = learner.update(batch).logprob_error
+    assert errors["replayed"] < 1e-2
+    assert errors["alone"] > 0.1
+
+
+def test_a_shared_beginning_is_replayed_once(folder, rolled):
+    model = off(folder, noise=3e-6)
+    first = rolled[0]
+    shorter = first.cut(first.turn_ends[1])
+    samples = [Sample(one, 0, 1.0, 1.0) for one in (first, shorter)]
+    (piece,) = rows_of(samples, 1 << 20, share=True)
+    assert piece.prefix > 1
+    with torch.no_grad():
+        ours = piece.logprobs(model, 1.0).numpy()
+    assert np.abs(ours - piece.tokens().old).max() < 1e-2
+
+
+def test_the_facts_say_that_experts_were_replayed_where_all_are_known(folder, rolled):
+    model = off(folder)
+    assert facts_of(model, Facts()).experts == "routed"
+    assert facts_of(model, Facts(), rolled).experts == "replayed"
+    unknown = dataclasses.replace(rolled[0], routed_experts=None)
+    assert facts_of(model, Facts(), [rolled[1], unknown]).experts == "routed"
+
+
+def test_traces_of_several_models_are_not_computed_together(folder, rolled):
+    other = dataclasses.replace(rolled[1], routed_experts=rolled[1].routed_experts[:, :2])
+    samples = [Sample(one, 0, 1.0, 1.0) for one in (rolled[0], other)]
+    (piece,) = rows_of(samples, 1 << 20, share=False)
+    with pytest.raises(TrainingError, match="experts of several models"):
+        piece.logprobs(off(folder), 1.0)
