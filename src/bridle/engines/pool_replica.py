@@ -296,7 +296,8 @@ class RoutedCall:
         replica.prompt_tokens += len(self.request.prompt)
         replica.cached_tokens += self.cached
         if chunk.versions:
-            replica.version = max(replica.version, chunk.versions[-1].version)
+            if not self.pinned:
+                replica.version = max(replica.version, chunk.versions[-1].version)
             if len(chunk.versions) > 1 or not (self.mixed or len(self.spans) > 1):
                 return chunk
         if not self.spans:
