@@ -15,13 +15,12 @@ from bridle.training.grpo import Learner
 from bridle.training.settings import GrpoSettings, LoraSettings
 
 from .checks import CLOSE, opened_gateway, plain_logprobs, sampling_of, until
-from .conftest import PROCESSED
 from .learning import check_learning
 from .serving import VllmServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-FLAGS = (*PROCESSED, "--enable-lora", "--max-loras", "4", "--max-lora-rank", "16")
+FLAGS = ("--max-model-len", "4096", "--enable-lora", "--max-loras", "4", "--max-lora-rank", "16")
 LORA = LoraSettings(rank=8, alpha=16)
 TOKENS = 250
 GENERATED = "vllm:generation_tokens_total"
