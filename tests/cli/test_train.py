@@ -119,6 +119,29 @@ def test_a_training_runs_and_goes_on_where_it_ended(say, lookup_file, tmp_path):
     assert [(one["status"], one["exchanges"]) for one in played] == [("COMPLETED", 1)] * 4
 
 
+@pytest.mark.timeout(180)
+def test_an_adapter_is_trained_and_resumed_as_one(say, lookup_file, tmp_path):
+    model, out = untrained(tmp_path / "model"), tmp_path / "out"
+    path = config(tmp_path, "[lora]\nrank = 2\n")
+    flags = [
+        *("train", "--model", model, "--tasks", lookup_file, "--held-out", lookup_file),
+        *("--out", out, "--samples", 2, "--groups", 1, "--json"),
+    ]
+
+    first = say(*flags, path, "--lora", "--steps", 1)
+    full = say(*flags, "--steps", 2, "--resume")
+    wider = say(*flags, "--lora", "--steps", 2, "--resume")
+    more = say(*flags, path, "--steps", 2, "--resume")
+
+    assert (first.code, full.code, wider.code, more.code) == (0, 2, 2, 0), first.err + more.err
+    assert "holds a training of an adapter: give --lora" in full.err
+    assert "'rank': 2" in wider.err
+    saved = out / "checkpoints" / "step-000002"
+    assert json.loads((saved / "adapter_config.json").read_text())["r"] == 2
+    assert not (saved / "model.safetensors").exists()
+    assert [one["step"] for one in more.json["evaluations"]] == [0, 1, 2]
+
+
 def test_success_with_each_harness_is_a_table():
     course = Course(
         evaluations=[

@@ -30,6 +30,7 @@ from bridle.cli.training import (
     with_other_harnesses,
 )
 from bridle.config import AgentSpec, FieldPolicy, SamplingPolicy, Task
+from bridle.engines.base import is_adapter
 from bridle.errors import ConfigError, EngineError
 from bridle.training.checkpoint import checkpoints, read_state
 from bridle.training.grpo import Learner
@@ -229,7 +230,8 @@ def steps_of(course):
 
 @pytest.mark.train
 @pytest.mark.timeout(400)
-def test_a_trainer_that_is_killed_again_and_again_trains_on_every_group_once(tmp_path):
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_trainer_that_is_killed_again_and_again_trains_on_every_group_once(tmp_path, adapter):
     from examples.demo.model import demo_model
 
     model, files, out = demo_model(), tmp_path / "files", tmp_path / "out"
@@ -244,7 +246,7 @@ def test_a_trainer_that_is_killed_again_and_again_trains_on_every_group_once(tmp
         train = [
             *("train", config, "--model", model, "--tasks", task_file, "--server", url),
             *("--out", out, "--samples", 4, "--groups", 2, "--steps", 5, "--resume", "--json"),
-            *("--learning-rate", "1e-4"),
+            *("--learning-rate", "1e-4", *(["--lora"] if adapter else [])),
         ]
         for killed_at in (1, 3):
             with process(*train) as trainer:
@@ -255,10 +257,39 @@ def test_a_trainer_that_is_killed_again_and_again_trains_on_every_group_once(tmp
             _, said = trainer.communicate()
             assert trainer.returncode == 0, said
 
-    state = read_state(checkpoints(out / "checkpoints")[-1])
+    saved = checkpoints(out / "checkpoints")[-1]
+    assert is_adapter(saved) == adapter
+    state = read_state(saved)
     assert [one["step"] for one in state["course"]["steps"]] == [1, 2, 3, 4, 5]
     assert state["cursor"] == {"next": 10, "open": []}
     assert {record["groups"] for record in state["history"].values()} == {1}
     assert len(state["history"]) == 10
     updates = [one["update"] for one in state["course"]["steps"] if one["update"]]
     assert max(one["logprob_error"] or 0 for one in updates) < 1e-4
+
+
+@pytest.mark.train
+@pytest.mark.timeout(600)
+async def test_an_adapter_learns_on_the_embedded_engine(tmp_path):
+    from examples.demo.model import demo_model
+    from tests.vllm.learning import GROUPS, SAMPLES, SEED, STEPS, UNTRAINED, easy
+
+    made = [easy(one, tmp_path / "tasks") for one in lookups(STEPS * GROUPS, seed=SEED)]
+    settings = {
+        "model": str(demo_model()),
+        "tasks": "easy lookups",
+        "out": str(tmp_path / "out"),
+        "samples": SAMPLES,
+        "concurrency": 16,
+        "grpo": {"learning_rate": 8e-3},
+        "loop": {"steps": STEPS, "groups_per_step": GROUPS, "checkpoint_every": 0},
+        "lora": {"rank": 8, "alpha": 16},
+    }
+    trained = await train_here(TrainSettings.model_validate(settings), made)
+
+    rewards = [one["reward"] for one in trained.course.steps]
+    assert max(sum(rewards[at : at + 2]) / 2 for at in range(2, STEPS - 1)) > UNTRAINED + 0.1
+    updates = [one["update"] for one in trained.course.steps if one["update"]]
+    assert len(updates) > 2
+    assert max(one["logprob_error"] or 0 for one in updates) < 1e-4
+    assert is_adapter(trained.checkpoint)

@@ -62,6 +62,21 @@ def save_model(folder: Path, name: str = "qwen3", *, seed: int = 0, scale: float
     return folder
 
 
+def adapt(base: Path, folder: Path, *, rank: int) -> None:
+    """Write a LoRA adapter of random weights for the model in `base`."""
+    import peft
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    model.add_adapter(peft.LoraConfig(r=rank, target_modules="all-linear"))
+    torch.manual_seed(rank)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if ".lora_" in name:
+                one.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+
+
 class Ids:
     """A prompt of given ids."""
 

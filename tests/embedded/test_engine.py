@@ -14,6 +14,7 @@ from tests.embedded.models import (
     Ids,
     Oracle,
     Stop,
+    adapt,
     answer,
     prompt_of,
     request,
@@ -313,6 +314,22 @@ async def test_nothing_computed_under_old_weights_serves_a_later_call(folder, op
         later = await answer(engine, request(prompt))
     assert beside.cached == 0
     assert beside.ids == later.ids == new.greedy(prompt, len(later.ids))
+
+
+@pytest.mark.timeout(120)  # peft is slow where it is imported for the first time
+async def test_an_adapter_is_sampled_with_as_if_it_were_merged(folder, opened, tmp_path):
+    adapt(folder, tmp_path, rank=4)
+    new = Oracle(tmp_path)
+    async with opened(folder) as engine:
+        before = await answer(engine, request(prompt_of(30), temperature=1.0, seed=1))
+        await engine.update_weights(tmp_path, 1)
+        after = await answer(engine, request(prompt_of(30), temperature=1.0, seed=1))
+    async with opened(tmp_path) as engine:
+        opened_with = await answer(engine, request(prompt_of(30), temperature=1.0, seed=1))
+    expected = new.logprobs(prompt_of(30), after.ids)
+    assert before.ids != after.ids == opened_with.ids
+    assert after.last.versions == (VersionSpan(1, 0, len(after.ids)),)
+    assert np.abs(np.array(after.logprobs) - expected).max() < 1e-4
 
 
 async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(folder, oracle, opened):

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 from tests.engines.fakes import INFO, Fake, call, chunk, lost, one_running, pooled, said, until
 
-from bridle.engines.base import WeightsLostError
+from bridle.engines.base import ADAPTER, WeightsLostError
 from bridle.engines.pool_replica import Replica, ReplicaState, RoutedCall, RoutingSettings
 from bridle.engines.pool_replica import make_replica as made
 from bridle.errors import EngineError
@@ -153,6 +153,19 @@ class Trained(Fake):
         await self.loading.wait()
         self.loaded.append((source, version, len(self.asked)))
         self.info = replace(self.info, version=version)
+
+
+class Adapted(Trained):
+    """Takes adapters: a call keeps the one that it began with, and its version."""
+
+    async def load_adapter(self, folder, version):
+        await self.update_weights(folder, version)
+
+    async def generate(self, request):
+        version = self.info.version
+        async for one in super().generate(request):
+            told = one.finish_reason is FinishReason.STOP
+            yield replace(one, versions=(VersionSpan(version, 0, self.tokens),) if told else ())
 
 
 class Held(Trained):
@@ -431,3 +444,63 @@ async def test_after_an_update_calls_are_streamed_unless_replies_tell_their_vers
             pool.remember("folder", 3)
         await said(pool, call(keeps=True))
         assert [request.stream for request in a.asked] == [not tells]
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """A folder that holds an adapter."""
+    (tmp_path / ADAPTER).touch()
+    return tmp_path
+
+
+async def test_an_adapter_is_loaded_beside_running_calls_which_keep_their_version(adapter):
+    a = Adapted()
+    async with pooled(a) as pool:
+        await pool.update_weights(adapter, 1)
+        async with one_running(pool, a) as running:
+            await pool.update_weights(adapter, 2)
+            assert pool.held is None
+            assert a.loaded[-1] == (adapter, 2, 1)
+        ids, last = running.result()
+        assert ids == [0, 1, 2, 3]
+        assert last.versions == (VersionSpan(1, 0, 4),)
+        assert not last.mixed_versions
+        assert pool.replicas()[0]["version"] == 2
+        assert (await said(pool))[1].versions == (VersionSpan(2, 0, 4),)
+
+
+async def test_a_call_that_is_two_adapters_behind_is_ended_to_be_resumed(adapter):
+    a = Adapted()
+    async with pooled(a) as pool:
+        await pool.update_weights(adapter, 1)
+        async with one_running(pool, a) as running:
+            await pool.update_weights(adapter, 2)
+            assert not a.aborted
+            await pool.update_weights(adapter, 3)
+            assert a.aborted == {"r"}
+        last = running.result()[1]
+        assert last.finish_reason is FinishReason.ABORT
+        assert last.moved
+
+
+async def test_where_an_engine_cannot_keep_calls_an_adapter_is_loaded_under_a_hold(adapter):
+    a, b = Adapted(), Trained()
+    async with pooled(a, b) as pool, asyncio.TaskGroup() as group:
+        b.loading.clear()
+        updating = group.create_task(pool.update_weights(adapter, 1))
+        await until(lambda: pool.held)
+        b.loading.set()
+        await updating
+        assert [one["version"] for one in pool.replicas()] == [1, 1]
+    async with pooled(Fake()) as pool:
+        with pytest.raises(EngineError, match="takes no weights"):
+            await pool.update_weights(adapter, 1)
+
+
+async def test_a_replica_that_joins_loads_the_newest_adapter(adapter):
+    late = Adapted()
+    async with pooled(Adapted()) as pool:
+        await pool.update_weights(adapter, 4)
+        await pool.add(Replica("late", late))
+        assert late.loaded == [(adapter, 4, 0)]
+        assert pool.replicas()[1]["version"] == 4

@@ -11,6 +11,7 @@ from tests.engines.shapes import PROMPT, collect, ids_of, request
 from tests.engines.stub import Stub
 
 from bridle.engines import open_engine
+from bridle.engines.base import ADAPTER
 from bridle.engines.sglang import SglangEngine
 from bridle.errors import EngineError
 from bridle.prompting.prompt import PromptIds
@@ -268,6 +269,15 @@ async def test_new_weights_are_loaded_while_the_server_is_held(opened):
     with pytest.raises(EngineError, match="no such"):
         await engine.update_weights("/m", 8)
     assert engine.version == 7
+
+
+async def test_an_adapter_is_refused_before_anything_is_held(opened, tmp_path):
+    stub, engine = await opened(pause_generation=b"{}", update_weights_from_disk={"success": True})
+    (tmp_path / ADAPTER).touch()
+    asked = len(stub.bodies)
+    with pytest.raises(EngineError, match=r"is a LoRA adapter.*sample with vLLM or the embedded"):
+        await engine.update_weights(tmp_path, 1)
+    assert len(stub.bodies) == asked
 
 
 async def test_a_server_without_control_routes_cannot_be_held(opened):

@@ -18,7 +18,7 @@ from examples.demo.policy import lookup_task
 from bridle.capture.records import SessionCapture
 from bridle.cli.runs import sessions
 from bridle.cli.training import TrainSettings, train_here
-from bridle.training.settings import GrpoSettings, LoopSettings
+from bridle.training.settings import GrpoSettings, LoopSettings, LoraSettings
 
 from .checks import plain_logprobs, prompts
 
@@ -38,8 +38,10 @@ def easy(lookup, folder):
     return task.model_copy(update={"num_samples": SAMPLES, "evaluator": evaluator})
 
 
-async def check_learning(engine: str, model: Path, folder: Path) -> int:
-    """Train `model` on a server of it, into `folder`; the number of updates.
+async def check_learning(
+    engine: str, model: Path, folder: Path, lora: LoraSettings | None = None, rate: float = 8e-4
+) -> int:
+    """Train `model`, or an adapter of it, on a server of it, into `folder`; the number of updates.
 
     Two steps in a row are well above the untrained model; each token of each session has the
     logprob that the weights give it which its version names.
@@ -49,7 +51,7 @@ async def check_learning(engine: str, model: Path, folder: Path) -> int:
 
     def keep(_: Any) -> None:
         """The weights of each version as they were written for the server."""
-        (written,) = (folder / "out" / "weights").iterdir()
+        written = max((folder / "out" / "weights").iterdir())
         if (version := int(written.name)) not in kept:
             kept[version] = shutil.copytree(written, folder / "kept" / written.name)
 
@@ -60,7 +62,8 @@ async def check_learning(engine: str, model: Path, folder: Path) -> int:
         engines=(engine,),
         samples=SAMPLES,
         concurrency=16,
-        grpo=GrpoSettings(learning_rate=8e-4),
+        grpo=GrpoSettings(learning_rate=rate),
+        lora=lora,
         loop=LoopSettings(steps=STEPS, groups_per_step=GROUPS, max_lag=1, checkpoint_every=0),
     )
     trained = await train_here(settings, tasks, tell=keep)

@@ -43,6 +43,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
     "TORCHDYNAMO_DISABLE": "1",  # else the first call compiles one function, for 20 s
     "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{HERE}",
 }

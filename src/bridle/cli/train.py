@@ -50,6 +50,9 @@ def train(  # noqa: PLR0913 - one parameter per flag
     groups: Annotated[int | None, typer.Option(min=1, help="Groups per update. [8]")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Updates in total. [40]")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate. [1e-6]")] = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="Train a LoRA adapter instead of all weights.")
+    ] = False,
     max_lag: Annotated[
         int | None,
         typer.Option(min=0, help="Most updates between sampling and training (staleness). [1]"),
@@ -81,6 +84,7 @@ def train(  # noqa: PLR0913 - one parameter per flag
         "samples": samples,
         "concurrency": concurrency,
         "grpo": {"learning_rate": learning_rate},
+        "lora": {} if lora else None,
         "loop": {"steps": steps, "groups_per_step": groups, "max_lag": max_lag},
     }
     settings = load_settings(config, flags)

@@ -27,6 +27,7 @@ from bridle.cli.process import long_running
 from bridle.client import AsyncClient
 from bridle.config import AgentSpec, Settings, Task
 from bridle.credentials import split_token
+from bridle.engines.base import is_adapter
 from bridle.errors import ConfigError
 from bridle.gateway.app import Gateway
 from bridle.node.batch import LocalExecutor
@@ -34,7 +35,7 @@ from bridle.node.events import Events
 from bridle.node.local import LocalNode, NodeSettings, check
 from bridle.node.run_folder import RunFolder
 from bridle.training.groups import LABEL, Curriculum
-from bridle.training.settings import GrpoSettings, LoopSettings
+from bridle.training.settings import GrpoSettings, LoopSettings, LoraSettings
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class TrainSettings(Settings):
     """Seed of the task order."""
     grpo: GrpoSettings = GrpoSettings()
     loop: LoopSettings = LoopSettings()
+    lora: LoraSettings | None = None
+    """Train an adapter of the model; `None` = all its weights."""
     telemetry: tuple[str, ...] = ()
     """As in the config file of `bridle run`."""
 
@@ -149,14 +152,18 @@ class WeightFolders:
         from bridle.training.checkpoint import load_tokenizer, write_model
 
         folder = (self.folder / f"{learner.version:06d}").resolve()
+        shutil.rmtree(folder, ignore_errors=True)
         write_model(folder, learner, load_tokenizer(self.model))
         return folder
 
     def remove_others(self, folder: Path) -> None:
-        """Remove all folders but `folder`: no engine reads them any more."""
-        for old in self.folder.iterdir():
-            if old.resolve() != folder:
-                shutil.rmtree(old)
+        """Remove all folders that no engine reads any more: all but `folder`, and of adapters the
+        one before it, with which calls are still in flight.
+        """
+        others = (one for one in self.folder.iterdir() if one.resolve() != folder)
+        by_age = sorted(others, key=lambda one: one.stat().st_mtime_ns)
+        for old in by_age[:-1] if is_adapter(folder) else by_age:
+            shutil.rmtree(old)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +201,8 @@ class LocalBackend:
 
     async def publish(self, learner: Learner) -> None:
         if self.embedded:
-            state = learner.model.state_dict()
-            await self.gateway.update_weights(state, learner.version, timeout_s=PUBLISH_S)
+            weights = await asyncio.to_thread(learner.weights)
+            await self.gateway.update_weights(weights, learner.version, timeout_s=PUBLISH_S)
             return
         folder = await asyncio.to_thread(self.weights.write, learner)
         await self.gateway.update_weights(folder, learner.version, timeout_s=PUBLISH_S)
@@ -400,7 +407,8 @@ async def train_here(
 def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path, JSON]:
     """Load the learner from the last checkpoint or the initial model.
 
-    Returns the folder of its weights and the checkpoint's state too; {} = a new training.
+    Returns the folder of the weights that the engine begins with, the initial model's for an
+    adapter, and the checkpoint's state too; {} = a new training.
     """
     from bridle.training.checkpoint import checkpoints, restore
     from bridle.training.grpo import Learner
@@ -409,10 +417,16 @@ def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path
     if found and not resume:
         message = f"{settings.out} holds a training; resume it with --resume, or give another"
         raise ConfigError(f"{message} folder with --out")
-    model = found[-1] if found else Path(settings.model)
-    reference = Path(settings.model) if settings.grpo.kl else None
-    learner = Learner.load(model, settings.grpo, reference)
-    return learner, model, restore(learner, model) if found else {}
+    last = found[-1] if found else None
+    if last is not None and is_adapter(last) != (settings.lora is not None):
+        held = "an adapter: give --lora" if is_adapter(last) else "all weights: give no [lora]"
+        message = f"{settings.out} holds a training of {held}, or another folder with --out"
+        raise ConfigError(message)
+    initial = Path(settings.model)
+    adapter, model = (last, initial) if settings.lora else (None, last or initial)
+    reference = initial if settings.grpo.kl else None
+    learner = Learner.load(model, settings.grpo, reference, lora=settings.lora, adapter=adapter)
+    return learner, model, restore(learner, last) if last else {}
 
 
 def _check_sampling(tasks: Sequence[Task], temperature: float) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from bridle.embedded.decoders import Decoder, proved_decoder
-from bridle.errors import EngineError
+from bridle.engines.adapter import read_config
+from bridle.engines.base import ADAPTER, is_adapter
+from bridle.errors import EngineError, install_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -105,8 +108,25 @@ def load(
     )
 
 
+def base_of(folder: Path) -> Path:
+    """Return the model folder that a LoRA adapter in `folder` is for; `folder` if it holds none.
+
+    Raises `EngineError` for an adapter whose model is not named.
+    """
+    if not is_adapter(folder):
+        return folder
+    base = read_config(folder, ADAPTER).get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise EngineError(f"{folder / ADAPTER} names no base_model_name_or_path")
+    return Path(base)
+
+
 def check_folder(folder: Path) -> None:
-    """Raise `EngineError` unless the folder's config is one of a causal language model."""
+    """Raise `EngineError` unless the folder's config is one of a causal language model.
+
+    A LoRA adapter is one of its model's.
+    """
+    folder = base_of(folder)
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -141,25 +161,63 @@ def load_model(folder: Path, *, dtype: str, device: torch.device) -> PreTrainedM
     """Load the causal language model of a folder, in evaluation mode, on `device`.
 
     `dtype` `auto` is float32 on a CPU and the checkpoint's own elsewhere. Raises `EngineError` if
-    the folder holds no causal language model, or not all of its weights.
+    the folder holds no causal language model, or not all of its weights. A LoRA adapter is merged
+    into its model.
     """
     from transformers import AutoModelForCausalLM
+
+    base = base_of(folder)
 
     if dtype == "auto" and device.type == "cpu":
         dtype = "float32"
     try:
         with _no_progress_bar():
             model, report = AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, dtype=dtype, output_loading_info=True
+                base, local_files_only=True, dtype=dtype, output_loading_info=True
             )
     except Exception as error:
         raise EngineError(f"the model in {folder} cannot be loaded: {error}") from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise EngineError(
-            f"{folder} lacks {len(missing)} of the model's weights, {missing[0]!r} first"
+            f"{base} lacks {len(missing)} of the model's weights, {missing[0]!r} first"
         )
+    if base is not folder:
+        load_adapter(model, folder)
+        _merge(model)
     return model.eval().to(device)
+
+
+def load_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Put the LoRA adapter of a folder into its model, whose parameters are then those of it.
+
+    Raises `EngineError` if `peft` is missing or the adapter does not fit.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise EngineError(f"{folder} is a LoRA adapter: run {install_extra('lora')}")
+    import peft
+
+    try:
+        model.add_adapter(peft.PeftConfig.from_pretrained(folder))
+        weights = peft.load_peft_weights(folder, device="cpu")
+        plain = {name.removeprefix("base_model.model."): one for name, one in weights.items()}
+        unknown = peft.set_peft_model_state_dict(model, plain).unexpected_keys
+    except Exception as error:
+        raise EngineError(f"the LoRA adapter in {folder} cannot be loaded: {error}") from error
+    if unknown:
+        raise EngineError(f"the LoRA adapter in {folder} is of another model: {unknown[0]}")
+
+
+def _merge(model: PreTrainedModel) -> None:
+    """Add the adapter in a model to its weights; it is a plain model then."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoraLayer):
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
+    del model.peft_config
+    model._hf_peft_config_loaded = False  # noqa: SLF001 - else it would save no weights
 
 
 @contextmanager

@@ -365,6 +365,27 @@ class Updatable(Protocol):
         """
 
 
+ADAPTER = "adapter_config.json"
+"""File by which a folder is a LoRA adapter, as the package `peft` writes it."""
+
+
+def is_adapter(source: Weights) -> bool:
+    """Return whether `source` is a folder on this machine that holds a LoRA adapter."""
+    return not isinstance(source, Mapping) and (Path(source) / ADAPTER).is_file()
+
+
+@runtime_checkable
+class Adaptable(Protocol):
+    """Engine that samples with LoRA adapters, each call with the one that it began with."""
+
+    async def load_adapter(self, folder: str | Path, version: int) -> None:
+        """Load a LoRA adapter; calls that begin from then on use it and carry `version`.
+
+        Calls in flight keep their adapter and its version. Raises `EngineError` if the earlier
+        adapter is still the newest.
+        """
+
+
 class WeightsLostError(EngineError):
     """A weight update failed half-way: the engine must be restarted."""
 

@@ -45,7 +45,9 @@ class AbortedError(Exception):
 class HttpCall:
     """Running call. `abort` ends each wait that `watch` registers."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: int | None = None) -> None:
+        self.version = version
+        """Version of the adapter that it samples with; `None` = the engine's weights alone."""
         self._aborted = False
         self._reply: asyncio.Future[HttpReply] | None = None
 

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.engines.base import (
+    Adaptable,
     Engine,
     EngineInfo,
     GenerateChunk,
@@ -28,6 +29,7 @@ from bridle.engines.base import (
     Updatable,
     Weights,
     WeightsLostError,
+    is_adapter,
 )
 from bridle.errors import EngineError, boundary
 from bridle.types import JSON, FinishReason, VersionSpan, without_user_info
@@ -154,7 +156,7 @@ class Replica:
         """Register a call that it runs."""
         self.calls += 1
         self.running[call.request.request_id] = call
-        call.version, call.moved = self.version, False
+        call.version, call.moved, call.pinned = self.version, False, False
         self.idle.clear()
 
     def end(self, call: RoutedCall) -> None:
@@ -260,6 +262,8 @@ class RoutedCall:
     """The replica's version when the last chunk came or the call began; `None` = not begun."""
     mixed: bool = False
     """Whether the weights changed during some chunk."""
+    pinned: bool = False
+    """Whether it keeps its adapter, while calls begin with a newer one."""
 
     @property
     def changed(self) -> asyncio.Event:
@@ -276,13 +280,14 @@ class RoutedCall:
         """
         count = len(chunk.output_ids)
         version = replica.version if self.version is None else self.version
+        now = version if self.pinned else replica.version
         if count:
             first = count if chunk.first is None else chunk.first
-            self.mixed |= version != replica.version
+            self.mixed |= version != now
             self._sampled(first, version)
             if first < count:
-                self._sampled(count - first, replica.version)
-        self.version = replica.version
+                self._sampled(count - first, now)
+        self.version = now
         self.cached = max(self.cached, chunk.cached_tokens)
         if chunk.finish_reason is None:
             return chunk
@@ -291,7 +296,8 @@ class RoutedCall:
         replica.prompt_tokens += len(self.request.prompt)
         replica.cached_tokens += self.cached
         if chunk.versions:
-            replica.version = max(replica.version, chunk.versions[-1].version)
+            if not self.pinned:
+                replica.version = max(replica.version, chunk.versions[-1].version)
             if len(chunk.versions) > 1 or not (self.mixed or len(self.spans) > 1):
                 return chunk
         if not self.spans:
@@ -422,7 +428,9 @@ class WeightUpdates(ABC):
 
         Sessions continue. All replicas are updated at once under a `hold` of `mode`, or under the
         hold that is already there; with `rolling`, one after the other, while the rest samples
-        under the old weights. Raises `EngineError` naming the replicas that failed.
+        under the old weights. Engines that are `Adaptable` take an adapter without a hold; calls
+        that are two adapters behind then are ended and resumed. Raises `EngineError` naming the
+        replicas that failed.
         """
         if not self._up():
             raise EngineError("no live replica can take weights", retryable=True)
@@ -462,7 +470,7 @@ class WeightUpdates(ABC):
         if info.version >= version or isinstance(source, Mapping):
             return info
         if isinstance(engine, Updatable):
-            await engine.update_weights(source, version)
+            await _put(engine, source, version)
             return replace(info, version=version)
         return info
 
@@ -487,7 +495,7 @@ class WeightUpdates(ABC):
         timeout_s: float,
     ) -> list[str]:
         """Load the weights into all while nothing samples; return the errors."""
-        holds = self.held is None
+        holds = self.held is None and not all(_keeps_calls(one, source) for one in replicas)
         if holds:
             await self.hold(mode, timeout_s=timeout_s)
         try:
@@ -523,14 +531,33 @@ class WeightUpdates(ABC):
             return [f"{one.name} takes no weights from a folder"]
         if isinstance(source, Mapping) and one.reopen is not None:
             return [f"{one.name} is in another process and takes weights from a folder"]
+        adapts = _keeps_calls(one, source)
         try:
             with boundary(EngineError, "loading"):
-                await one.engine.update_weights(source, version)
+                for request_id in [name for name, call in one.running.items() if call.pinned]:
+                    await one.abort(request_id)
+                await _put(one.engine, source, version)
         except EngineError as error:
             if isinstance(error, WeightsLostError):
                 self.lost(one, error)
             return [f"{one.name}: {error}"]
+        for call in one.running.values():
+            call.pinned = adapts
         one.version = version
         self._latest = source, version
         self.published(version)
         return []
+
+
+def _keeps_calls(one: Replica, source: Weights) -> bool:
+    """Return whether a replica takes `source` beside what its running calls sample with."""
+    return is_adapter(source) and isinstance(one.engine, Adaptable)
+
+
+async def _put(engine: Updatable, source: Weights, version: int) -> None:
+    """Load weights, or an adapter beside those that running calls have, if the engine can."""
+    if isinstance(engine, Adaptable) and is_adapter(source):
+        assert not isinstance(source, Mapping)
+        await engine.load_adapter(source, version)
+    else:
+        await engine.update_weights(source, version)

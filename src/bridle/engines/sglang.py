@@ -35,6 +35,7 @@ from bridle.engines.base import (
     GenerateChunk,
     GenerateRequest,
     PauseMode,
+    is_adapter,
     joined,
 )
 from bridle.engines.http import AbortedError, HttpCall
@@ -243,6 +244,11 @@ class SglangEngine(ServerAdapter):
 
         It is held meanwhile, unless it already is. Raises `EngineError` if it refuses them.
         """
+        if is_adapter(source):
+            raise EngineError(
+                f"{source} is a LoRA adapter, and Bridle loads none into SGLang: sample with vLLM "
+                "or the embedded engine, or train all weights"
+            )
         held = self._held or not await self.pause("keep")
         body = {"model_path": str(source), "weight_version": str(version)}
         try:

@@ -42,6 +42,7 @@ from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
 from bridle.engines.vllm_images import SAMPLE, ImageRenderer, of_images
+from bridle.engines.vllm_lora import LoraAdapters
 from bridle.engines.vllm_routes import (
     MessageText,
     Read,
@@ -67,7 +68,8 @@ reports the version of each token (vLLM 0.32.0)."""
 
 
 class VllmEngine(ServerAdapter, Immediate):
-    """Adapter for one vLLM server; an `Engine`, `Versioned`, `Pausable`, `Updatable`.
+    """Adapter for one vLLM server; an `Engine`, `Versioned`, `Pausable`, `Updatable`,
+    `Adaptable`.
 
     `route` None takes the first of `ROUTES` (`VERSIONED_ROUTES` of a server whose weights can be
     changed) that gives all that training needs.
@@ -78,6 +80,7 @@ class VllmEngine(ServerAdapter, Immediate):
     ) -> None:
         super().__init__(base_url, **options)
         self._images = ImageRenderer(self._client)
+        self._adapters = LoraAdapters(self._client)
         self._served: Path | None = None
         """The folder of the server's model, if that is on this machine."""
         self._takes_weights = False
@@ -167,12 +170,19 @@ class VllmEngine(ServerAdapter, Immediate):
         Hold it first: vLLM gives tokens that are sampled during the update no version.
         """
         await load_weights(self._client, source, version, served=self._served)
+        await self._adapters.unload_all()
+        self.version = version
+
+    async def load_adapter(self, folder: str | Path, version: int) -> None:
+        """Have the server load a LoRA adapter under a name of its own; see `Adaptable`."""
+        await self._adapters.load(folder, self._model, version)
         self.version = version
 
     async def aclose(self) -> None:
-        """End all calls and close all connections."""
+        """End all calls, unload the adapters, and close all connections."""
         for call in list(self._calls.values()):
             call.abort()
+        await self._adapters.unload_all()
         await self._client.aclose()
 
     async def abort(self, request_id: str) -> None:
@@ -249,16 +259,16 @@ class VllmEngine(ServerAdapter, Immediate):
         if 0 < self._context_length <= length:
             raise ContextOverflowError(length, self._context_length, request.sampling.max_tokens)
         begun = self._begun.pop(request.request_id, None)
-        call = HttpCall() if begun is None else self._calls[request.request_id]
+        call = self._new_call(request) if begun is None else self._calls[request.request_id]
         self._calls[request.request_id] = call
-        state = _Progress(self, request)
+        state = _Progress(self, request, call.version)
         sent = request.prompt.json() if self._token_in else None
         route = VllmRoute.CHAT if request.by_messages else self._route
         room = self._context_length - length
         body = b""
         if begun is None:
             body = call_body(
-                route, request, self._model,
+                route, request, self._adapters.newest or self._model,
                 room=room, token_in=self._token_in, experts=self.tells_experts,
             )  # fmt: skip
         try:
@@ -280,6 +290,10 @@ class VllmEngine(ServerAdapter, Immediate):
         finally:
             del self._calls[request.request_id]
 
+    def _new_call(self, request: GenerateRequest) -> HttpCall:
+        adapted = self._adapters.newest is not None and request.model is None
+        return HttpCall(self.version if adapted else None)
+
     # ---- outside of a task
 
     def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
@@ -289,9 +303,9 @@ class VllmEngine(ServerAdapter, Immediate):
         room = self._context_length - len(request.prompt)
         if room <= 0:
             return None
-        call = HttpCall()
+        call = self._new_call(request)
         body = call_body(
-            self._route, request, self._model,
+            self._route, request, self._adapters.newest or self._model,
             room=room, token_in=True, experts=self.tells_experts,
         )  # fmt: skip
         sent = self._client.begin(self._route.path, body, call)
@@ -311,15 +325,15 @@ class VllmEngine(ServerAdapter, Immediate):
         chunk = read.chunk
         if chunk is None or chunk.finish_reason is None:
             return None
-        spans = read.spans
-        if spans is None and (count := chunk.output_ids.size):
-            spans = (VersionSpan(self.version, 0, count),)
+        spans, version = read.spans, self._calls[request.request_id].version
+        if version is not None or spans is None:
+            spans = spans_of(self.version if version is None else version, chunk.output_ids.size)
         return GenerateChunk(
             chunk.output_ids,
             chunk.logprobs,
             chunk.finish_reason,
             chunk.stop_text,
-            spans or (),
+            spans,
             prompt_ids_json=chunk.prompt_ids_json,
             cached_tokens=read.cached_tokens,
             extra=chunk.extra and self.placed(chunk, request, read.prompt_tokens),
@@ -372,15 +386,22 @@ class VllmEngine(ServerAdapter, Immediate):
             raise GarbledError("the engine's reply has no token ids")
 
 
+def spans_of(version: int, count: int) -> tuple[VersionSpan, ...]:
+    """Return the spans of `count` tokens of one version."""
+    return (VersionSpan(version, 0, count),) if count else ()
+
+
 _SAYS_NOTHING = (None, TextDelta())
 
 
 class _Progress:
     """State of one reply; holds the last chunk until versions and usage have arrived."""
 
-    def __init__(self, engine: VllmEngine, request: GenerateRequest) -> None:
+    def __init__(self, engine: VllmEngine, request: GenerateRequest, version: int | None) -> None:
+        """`version` = that of the call's adapter, whatever the engine reports of its weights."""
         self._engine = engine
         self._request = request
+        self._version = version
         self._prompt_tokens: int | None = None
         self._count = 0
         self._cached = 0
@@ -426,10 +447,11 @@ class _Progress:
         return GenerateChunk.aborted(self._versions(), self._cached)
 
     def _versions(self) -> tuple[VersionSpan, ...]:
+        if self._version is not None:
+            return spans_of(self._version, self._count)
         if self._spans is not None:
             return self._spans
-        version = self._engine.version
-        return (VersionSpan(version, 0, self._count),) if self._count else ()
+        return spans_of(self._engine.version, self._count)
 
 
 _TOOL: JSON = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}}

@@ -34,8 +34,9 @@ import torch
 
 from bridle.errors import ConfigError, TrainingError
 from bridle.training.forward import Piece, Tokens, check_ids, rows_of, threads, trees_of
+from bridle.training.lora import add_adapter, policy_weights
 from bridle.training.samples import Batch, nothing_left
-from bridle.training.settings import GrpoSettings
+from bridle.training.settings import GrpoSettings, LoraSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -175,7 +176,7 @@ class Learner:
             self.reference = held.eval().requires_grad_(requires_grad=False)
         self.teacher = teacher and teacher.eval().requires_grad_(requires_grad=False)
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
+            [one for one in model.parameters() if one.requires_grad],
             lr=settings.learning_rate,
             betas=(0.9, 0.95),
             weight_decay=settings.weight_decay,
@@ -183,11 +184,20 @@ class Learner:
         )
 
     @classmethod
-    def load(cls, folder: Path, settings: GrpoSettings, reference: Path | None = None) -> Learner:
+    def load(
+        cls,
+        folder: Path,
+        settings: GrpoSettings,
+        reference: Path | None = None,
+        *,
+        lora: LoraSettings | None = None,
+        adapter: Path | None = None,
+    ) -> Learner:
         """A learner in float32 on the model in `folder`, on the GPU when there is one.
 
+        With `lora` an adapter of it is trained, the one in the folder `adapter` or a new one.
         `EngineError` if a folder holds no causal language model, `ConfigError` if the teacher has
-        another tokenizer.
+        another tokenizer, and what `add_adapter` raises.
         """
         from bridle.embedded.model import check_folder, load_model, load_tokenizer
 
@@ -201,11 +211,17 @@ class Learner:
 
         check_folder(folder)
         model = load_model(folder, dtype="float32", device=device)
+        if lora is not None:
+            add_adapter(model, lora, folder, adapter, seed=settings.seed)
         above = None if settings.teacher is None else Path(settings.teacher)
         teacher = loaded(above)
         if above and load_tokenizer(above).get_vocab() != load_tokenizer(folder).get_vocab():
             raise ConfigError(f"[grpo] teacher: {above} has another tokenizer than {folder}")
         return cls(model, settings, reference=loaded(reference), teacher=teacher)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the policy's weights by the names of the initial model."""
+        return policy_weights(self.model)
 
     def update(self, batch: Batch) -> Update:
         """Train on one batch; the weights that come out are the next version.

@@ -74,6 +74,17 @@ class GrpoSettings(Settings):
         return self
 
 
+class LoraSettings(Settings):
+    """Form of a policy that is a LoRA adapter."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: int = Field(default=32, ge=1)
+    """The adapter's part is multiplied by `alpha / rank`."""
+    targets: tuple[str, ...] = ()
+    """Names of the modules that are adapted (`["q_proj", "v_proj"]`); empty = every linear layer
+    but the output layer."""
+
+
 class LoopSettings(Settings):
     """Schedule of rollouts and updates."""
 
