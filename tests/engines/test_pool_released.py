@@ -76,7 +76,7 @@ async def test_nothing_touches_a_released_engine_and_no_token_is_lost_over_cycle
                 for one in engines:
                     one.awake = True
                 await pool.set_version(version)
-                pool.take_back()
+                await pool.take_back()
                 await until(lambda before=before: whole > before)
             ended.set()
     assert [one.touched for one in engines] == [0, 0]
@@ -90,7 +90,7 @@ async def test_a_call_waits_for_released_engines_longer_than_for_dead_ones():
             waiting = group.create_task(said(pool))
             await asyncio.sleep(0.05)
             assert not waiting.done()
-            pool.take_back()
+            await pool.take_back()
         assert waiting.result()[0] == [0, 1, 2, 3]
 
 
@@ -142,7 +142,7 @@ async def test_a_replica_that_is_being_drained_is_not_taken_back():
         async with asyncio.TaskGroup() as group, one_running(pool, a) as running:
             draining = group.create_task(pool.drain("a", timeout_s=15))
             await until(lambda: state(pool, "a") == "draining")
-            pool.take_back()
+            await pool.take_back()
             assert state(pool, "a") == "draining"
             a.gate.set()
             await draining
@@ -159,6 +159,6 @@ async def test_a_dead_replica_that_was_released_is_probed_when_it_is_taken_back(
         await asyncio.sleep(0.05)
         assert (a.touched, a.started) == (0, before)
         a.awake = True
-        pool.take_back()
+        await pool.take_back()
         await until(lambda: state(pool, "a") == "live")
         assert a.started > before

@@ -213,6 +213,8 @@ class ClusterRunner(Fleet):
         member.epoch, member.after, member.policy = shake.epoch, 0, shake.policy
         member.heard, member.error = self._clock(), None
         async with asyncio.timeout(self._timeouts.open_s):
+            for release in self.released:
+                member.policy = await member.node.set_policy(release)
             if self.common is not None:
                 member.policy = await member.node.set_policy(self.common)
             for engine in self.replicas:
