@@ -28,8 +28,11 @@ class Marked(ScriptedEngine):
 
     weights = 0
 
-    async def update_weights(self, source, version):
+    async def set_version(self, version):
         self.weights = version
+        await super().set_version(version)
+
+    async def update_weights(self, _source, version):
         await self.set_version(version)
 
     async def generate(self, request):
@@ -75,7 +78,7 @@ class Sleeper:
 
     async def wake(self, version):
         """Have new weights, loaded by the trainer, and serve again."""
-        await self._engine.update_weights("", version)
+        await self._engine.set_version(version)
         self.asleep = False
 
 

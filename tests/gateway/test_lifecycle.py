@@ -175,6 +175,7 @@ async def test_an_engine_that_serves_is_resumed_under_no_other_version(kind):
 async def test_weights_for_a_released_engine_are_refused_and_those_it_missed_are_loaded(
     kind, tmp_path
 ):
+    (tmp_path / "model.safetensors").touch()
     async with asleep_servers(kind, TURN) as servers:
         async with house(engine=pool_of(kind, servers)) as home:
             first, second = ids_of(servers)
