@@ -42,8 +42,8 @@ class Marked(ScriptedEngine):
             yield chunk if probed else replace(chunk, logprobs=told)
 
 
-class Sleeper:
-    """A server that its trainer can put to sleep; mixed into a server class."""
+class Sleeper(EngineServer):
+    """A server that its trainer can put to sleep."""
 
     asleep = dead = False
     running = 0
@@ -78,11 +78,12 @@ class Sleeper:
 
     async def wake(self, version):
         """Have new weights, loaded by the trainer, and serve again."""
+        assert isinstance(self._engine, Marked)
         await self._engine.set_version(version)
         self.asleep = False
 
 
-class VllmSleeper(Sleeper, EngineServer):
+class VllmSleeper(Sleeper):
     async def sleep(self):
         self.asleep = True
         for _ in range(100):

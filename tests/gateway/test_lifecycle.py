@@ -5,15 +5,21 @@ weights that sampled it (its logprob tells).
 """
 
 import asyncio
+import os
 import random
 import re
+import signal
+import sys
 from contextlib import asynccontextmanager
 
+import aiohttp
 import pytest
-from tests.engines.sleepers import KINDS, asleep_servers, pool_of, sampled_under, spec
-from tests.gateway.house import house, user
+from tests.engines.sleepers import KINDS, QUICK, asleep_servers, pool_of, sampled_under, spec
+from tests.gateway.house import TOKEN, house, user
 
 from bridle.capture.store import MemoryStore
+from bridle.gateway.settings import GatewaySettings
+from bridle.gateway.workers import Supervisor
 
 TEXT = "one two three four five six seven eight nine ten"
 TURN = {"content": TEXT, "pace_s": 0.001}
@@ -307,3 +313,35 @@ async def test_an_engine_that_does_not_answer_its_resume_is_down_until_it_does(k
         server.dead = False
         await server.wake(2)
         assert await said(home) == TEXT
+
+
+@pytest.mark.timeout(120)
+async def test_every_worker_of_a_gateway_leaves_a_released_engine_alone(kind, tmp_path):
+    async with asleep_servers(kind, TURN, count=1) as (server,):
+        config = {"engines": [spec(kind, server.url)], "tokenizer": "builtin", "routing": QUICK}
+        supervisor = Supervisor(
+            settings=GatewaySettings(data_dir=tmp_path, control_token=TOKEN),
+            data=tmp_path,
+            workers=2,
+            command=(sys.executable, "-m", "bridle.cli.gateway"),
+            spec={"config": config, "fsync": False},
+        )
+        async with supervisor as gateway, aiohttp.ClientSession() as client:
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+
+            async def engines(**body):
+                url = f"{gateway.control_url}/engines/all"
+                async with client.post(url, json=body, headers=headers) as answer:
+                    return [one["state"] for one in (await answer.json())["engines"]]
+
+            assert await engines(state="released", by="t") == ["released"]
+            await server.sleep()
+            worker = gateway.workers[1]
+            os.kill(worker.pid or 0, signal.SIGKILL)
+            async with asyncio.timeout(60):
+                while not (worker.restarts and worker.ready.is_set()):  # noqa: ASYNC110 - no event
+                    await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)  # health checks would be due
+            assert server.touches == []
+            await server.wake(3)
+            assert await engines(state="resumed", version=3, by="t") == ["serving"]

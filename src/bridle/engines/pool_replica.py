@@ -167,8 +167,8 @@ class Replica:
 
     @property
     def id(self) -> str:
-        """Name in the path of `POST /engines/{id}`: host and port of a server."""
-        return self.name.partition("://")[2].partition("/")[0] or self.name
+        """Short name for `POST /engines/{id}`: host and port of a server."""
+        return engine_id(self.name)
 
     def named_in(self, names: Collection[str] | None) -> bool:
         """Return whether `names` has its name or its id; `None` = all names."""
@@ -390,6 +390,11 @@ def check_fit(name: str, its: EngineInfo | None, ours: EngineInfo | None) -> Non
             f"replica {name} has a context of {its.context_length} tokens, the others "
             f"{ours.context_length}"
         )
+
+
+def engine_id(name: str) -> str:
+    """Return what a replica of this name is called in `POST /engines/{id}`."""
+    return name.partition("://")[2].partition("/")[0] or name
 
 
 def make_replica(spec: str, make: Callable[[str], Engine]) -> Replica:

@@ -14,7 +14,8 @@ from typing import Final
 import structlog
 from pydantic import ValidationError
 
-from bridle.errors import BridleError, EngineError, NodeLostError, StoreError
+from bridle.engines.pool_replica import engine_id
+from bridle.errors import BridleError, ConfigError, EngineError, NodeLostError, StoreError
 from bridle.gateway.steering import SLACK_S, update
 from bridle.gateway.weights import AddReplica, SetPolicy
 from bridle.node.scheduling import Member
@@ -99,6 +100,20 @@ class Fleet:
         self.released = [one for one in self.released if one not in ended]
         self.released += [wanted] if wanted.released else []
 
+    async def release_on(self, member: Member) -> None:
+        """Have a node that has just connected leave released engines alone."""
+        for release in self.released:
+            with suppress(ConfigError, EngineError):  # it has no such engine
+                member.policy = await member.node.set_policy(release)
+
+    def has_released(self, engine: str) -> bool:
+        """Return whether a trainer has this engine, so that no node may probe it."""
+        name = without_user_info(engine)
+        return any(
+            one.replicas is None or not {name, engine_id(name)}.isdisjoint(one.replicas)
+            for one in self.released
+        )
+
     async def add_replica(self, engine: str) -> JSON:
         """Add a server on every node. `EngineError` names the nodes that failed, and why."""
 
@@ -134,6 +149,8 @@ class Fleet:
             if without_user_info(engine) not in member.policy.get("replicas", ())
         }
         for engine in sorted(set(wanted) - self._followed | lacking & set(wanted)):
+            if self.has_released(engine):
+                continue
             try:
                 await self.add_replica(AddReplica(engine=engine).engine)
                 self._followed.add(engine)
