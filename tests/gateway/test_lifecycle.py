@@ -262,6 +262,15 @@ async def test_a_gateway_that_starts_again_leaves_released_engines_alone(kind, t
         async with house(engine=pool_of(kind, servers), data_dir=tmp_path) as home:
             _, answer = await home.control("GET", "/engines")
             assert [one["state"] for one in answer["engines"]] == ["serving", "released"]
+            name = spec(kind, servers[1].url)  # a list of engines leaves it out for a while
+            assert (await home.control("DELETE", f"/replicas?name={name}"))[0] == 200
+            _, answer = await home.control("POST", "/replicas", body)
+            assert [one["state"] for one in answer["replicas"]] == ["live", "released"]
+            await servers[1].wake(0)
+            await home.control("DELETE", f"/replicas?name={name}")
+            await told(home, ids_of(servers)[1], state="resumed", by="trainer")
+            _, answer = await home.control("POST", "/replicas", body)
+            assert [one["state"] for one in answer["replicas"]] == ["live", "live"]
         assert [one.touches for one in servers] == [[], []]
 
 

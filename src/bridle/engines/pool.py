@@ -547,6 +547,7 @@ class EnginePool(EngineHandover):
         if len(self._replicas) == 1:
             raise ConfigError(f"{name!r} is the only replica; add another one first")
         await self.drain(name, timeout_s=timeout_s)
+        self._absent |= {one: kept for one, kept in self.released().items() if one == name}
         del self._replicas[name]
         one.wake.set()
         self._router.drop(one)

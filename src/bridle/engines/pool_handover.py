@@ -15,7 +15,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from bridle.engines.base import EngineInfo, Settling, Versioned, Weights
-from bridle.engines.pool_replica import Replica, ReplicaState, RoutingSettings, WeightUpdates
+from bridle.engines.pool_replica import (
+    Replica,
+    ReplicaState,
+    RoutingSettings,
+    WeightUpdates,
+    engine_id,
+)
 from bridle.errors import ConfigError, EngineError
 
 
@@ -40,7 +46,7 @@ class EngineHandover(WeightUpdates):
     _turns: asyncio.Lock
     """Held while replicas are released or resumed: trainers take turns."""
     _absent: dict[str, Release]
-    """Released servers that are not in the pool yet."""
+    """Released servers that are not in the pool, now or yet."""
 
     @abstractmethod
     def _refresh(self) -> None:
@@ -117,6 +123,11 @@ class EngineHandover(WeightUpdates):
         async with self._turns:
             chosen = self._named(names)
             _check_owner(chosen, by)
+            self._absent = {
+                name: kept
+                for name, kept in self._absent.items()
+                if kept.by != by or not (names is None or {name, engine_id(name)} & set(names))
+            }
             back = [one for one in chosen if one.state is ReplicaState.RELEASED]
             for one in chosen:
                 other = version not in {None, one.version}
@@ -192,7 +203,8 @@ class EngineHandover(WeightUpdates):
         return any(one.state.away for one in self._replicas.values())
 
     def _named(self, names: Collection[str] | None) -> list[Replica]:
-        known = {name for one in self._replicas.values() for name in (one.name, one.id)}
+        there = (*self._replicas, *self._absent)
+        known = {*there, *(engine_id(name) for name in there)}
         if unknown := set(names or ()) - known:
             raise ConfigError(f"no replica {min(unknown)!r}; there are: {sorted(self._replicas)}")
         return [one for one in self._replicas.values() if one.named_in(names)]

@@ -22,7 +22,7 @@ from uuid import uuid4
 import numpy as np
 
 from bridle.aio import Nursery
-from bridle.engines.adapter import ServerAdapter, ServerOptions, as_version, tokenizer_dir
+from bridle.engines.adapter import ROUTER, ServerAdapter, ServerOptions, as_version, tokenizer_dir
 from bridle.engines.base import (
     CutError,
     EngineInfo,
@@ -89,8 +89,7 @@ class SglangEngine(ServerAdapter):
         about = await self._first("/model_info", "/get_model_info")
         if "model_path" not in about:
             raise EngineError(
-                f"{self._client.base_url} has no /model_info: is this SGLang? A router in front "
-                "hides what training needs: give the address of a worker"
+                f"{self._client.base_url} has no /model_info: is this SGLang, or {ROUTER}"
             )
         for self._health_path in ("/server_info", "/get_server_info", "/model_info"):
             if served := await self._client.get(self._health_path, optional=True):
