@@ -1,10 +1,13 @@
 """A released engine belongs to its trainer: anything that is sent to it is its end."""
 
 import asyncio
+from contextlib import suppress
 
+import numpy as np
 import pytest
 from tests.engines.fakes import QUICK, Fake, call, one_running, pooled, said, state, until
 
+from bridle.engines.pool_replica import Replica
 from bridle.errors import ConfigError, EngineError
 from bridle.types import FinishReason
 
@@ -16,6 +19,10 @@ class Sleeper(Fake):
 
     awake = True
     touched = 0
+    slow_s = 0.0
+    """How long its server takes for a command."""
+    settles_s = 0.0
+    """For how long something of calls that have ended is sent to it."""
 
     def touch(self):
         self.touched += not self.awake
@@ -39,6 +46,32 @@ class Sleeper(Fake):
     async def abort(self, request_id):
         self.touch()
         await super().abort(request_id)
+        await asyncio.sleep(self.slow_s)
+        self.touch()
+
+    async def update_weights(self, source, version):
+        self.touch()
+        await asyncio.sleep(self.slow_s)
+        self.touch()
+
+    async def template(self, messages, tools, arguments):
+        self.touch()
+        await asyncio.sleep(self.slow_s)
+        self.touch()
+        return np.arange(3)
+
+    async def pause(self, mode):
+        self.touch()
+        await asyncio.sleep(self.slow_s)
+        self.touch()
+        return True
+
+    async def resume(self):
+        self.touch()
+
+    async def settled(self):
+        await asyncio.sleep(self.settles_s)
+        self.touch()
 
 
 @pytest.mark.parametrize("cycles", [20, pytest.param(1000, marks=pytest.mark.long)])
@@ -104,6 +137,72 @@ async def test_calls_of_a_released_replica_go_on_elsewhere_and_weights_pass_it_o
         await pool.hold("abort")
         await pool.release()
         assert (len(a.asked), a.touched, len(b.asked)) == (0, 0, 4)
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda pool: pool.update_weights("dir", 1),
+        lambda pool: pool.template([], None, {}),
+        lambda pool: pool.hold("abort"),
+        lambda pool: pool.abort("r"),
+        lambda pool: pool._replicas["a"].abort("r"),
+    ],
+    ids=["weights", "template", "hold", "abort", "move"],
+)
+async def test_a_release_waits_for_whatever_is_being_sent(send):
+    a = Sleeper(tokens=100)
+    a.slow_s = 0.05
+    async with pooled(a) as pool, asyncio.TaskGroup() as group:
+        group.create_task(said(pool))
+        await until(lambda: a.asked)
+
+        async def sending():
+            with suppress(EngineError):  # an update says that the engine was released meanwhile
+                await send(pool)
+
+        group.create_task(sending())
+        await asyncio.sleep(0)
+        await pool.give_up(["a"])
+        a.awake = False
+        await asyncio.sleep(0.1)
+        assert a.touched == 0
+        a.awake = True
+        await pool.release()
+        await pool.take_back()
+
+
+async def test_a_release_waits_for_what_calls_that_have_ended_still_send():
+    a = Sleeper()
+    a.settles_s = 0.05
+    async with pooled(a) as pool:
+        await pool.give_up()
+        a.awake = False
+        await asyncio.sleep(0.1)
+        assert a.touched == 0
+
+
+async def test_a_replica_that_joins_while_all_are_released_serves_none_but_its_trainer():
+    a, b = Sleeper(), Sleeper()
+    b.gate.clear()
+    async with pooled(a) as pool, asyncio.TaskGroup() as group:
+        b.start = slow(b.start)
+        group.create_task(pool.add(Replica("b", b)))
+        await asyncio.sleep(0)
+        await pool.give_up()
+        a.awake = b.awake = False
+        assert (state(pool, "a"), state(pool, "b")) == ("released", "released")
+        await asyncio.sleep(0.1)
+        assert (a.touched, b.touched) == (0, 0)
+        a.awake = b.awake = True
+
+
+def slow(start):
+    async def started():
+        await asyncio.sleep(0.05)
+        return await start()
+
+    return started
 
 
 async def test_a_release_that_takes_too_long_releases_nothing():
