@@ -21,8 +21,8 @@ class Sleeper(Fake):
     touched = 0
     slow_s = 0.0
     """How long its server takes for a command."""
-    settles_s = 0.0
-    """For how long something of calls that have ended is sent to it."""
+    late: asyncio.Task[None] | None = None
+    """What a call that has ended still sends to it."""
 
     def touch(self):
         self.touched += not self.awake
@@ -70,7 +70,11 @@ class Sleeper(Fake):
         self.touch()
 
     async def settled(self):
-        await asyncio.sleep(self.settles_s)
+        if self.late is not None:
+            await self.late
+
+    async def touch_late(self):
+        await asyncio.sleep(0.05)
         self.touch()
 
 
@@ -163,7 +167,7 @@ async def test_a_release_waits_for_whatever_is_being_sent(send):
 
         group.create_task(sending())
         await asyncio.sleep(0)
-        await pool.give_up(["a"])
+        await pool.give_up(["a"], abort=False)
         a.awake = False
         await asyncio.sleep(0.1)
         assert a.touched == 0
@@ -174,8 +178,8 @@ async def test_a_release_waits_for_whatever_is_being_sent(send):
 
 async def test_a_release_waits_for_what_calls_that_have_ended_still_send():
     a = Sleeper()
-    a.settles_s = 0.05
-    async with pooled(a) as pool:
+    async with pooled(a) as pool, asyncio.TaskGroup() as group:
+        a.late = group.create_task(a.touch_late())
         await pool.give_up()
         a.awake = False
         await asyncio.sleep(0.1)
