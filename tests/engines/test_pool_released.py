@@ -187,10 +187,8 @@ async def test_a_release_waits_for_what_calls_that_have_ended_still_send():
 
 
 async def test_a_replica_that_joins_while_all_are_released_serves_none_but_its_trainer():
-    a, b = Sleeper(), Sleeper()
-    b.gate.clear()
+    a, b = Sleeper(), SlowStart()
     async with pooled(a) as pool, asyncio.TaskGroup() as group:
-        b.start = slow(b.start)
         group.create_task(pool.add(Replica("b", b)))
         await asyncio.sleep(0)
         await pool.give_up()
@@ -201,12 +199,10 @@ async def test_a_replica_that_joins_while_all_are_released_serves_none_but_its_t
         a.awake = b.awake = True
 
 
-def slow(start):
-    async def started():
+class SlowStart(Sleeper):
+    async def start(self):
         await asyncio.sleep(0.05)
-        return await start()
-
-    return started
+        return await super().start()
 
 
 async def test_a_release_that_takes_too_long_releases_nothing():
