@@ -84,6 +84,11 @@ class Nursery:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.on_error(error)
 
+    async def ended(self) -> None:
+        """Wait until nothing runs."""
+        while tasks := list(self._tasks):
+            await asyncio.wait(tasks)
+
     async def cancel(self) -> None:
         """Cancel what still runs and wait until all of it has ended."""
         while tasks := list(self._tasks):

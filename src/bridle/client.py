@@ -29,6 +29,7 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -295,6 +296,17 @@ class AsyncClient:
         """Change the policy: fields of `bridle.gateway.weights.SetPolicy`."""
         return await self._json("POST", "/policy", changes)
 
+    async def engines(self) -> list[JSON]:
+        """Return the engines, their states (`serving`, `released`...) and versions."""
+        found: list[JSON] = (await self._json("GET", "/engines"))["engines"]
+        return found
+
+    async def set_engine(self, engine: str, /, **changes: object) -> list[JSON]:
+        """Release or resume an engine, by its id; `all` = all. Fields of `weights.SetEngine`."""
+        path = f"/engines/{quote(engine, safe='')}"
+        found: list[JSON] = (await self._json("POST", path, changes))["engines"]
+        return found
+
     async def pause(self) -> JSON:
         """Start no further session."""
         return await self._json("POST", "/v1/pause")
@@ -493,6 +505,8 @@ class Client:
     nodes = _blocking(AsyncClient.nodes)
     policy = _blocking(AsyncClient.policy)
     set_policy = _blocking(AsyncClient.set_policy)
+    engines = _blocking(AsyncClient.engines)
+    set_engine = _blocking(AsyncClient.set_engine)
     pause = _blocking(AsyncClient.pause)
     drain = _blocking(AsyncClient.drain)
     resume = _blocking(AsyncClient.resume)

@@ -1,10 +1,13 @@
 """A released engine belongs to its trainer: anything that is sent to it is its end."""
 
 import asyncio
+from contextlib import suppress
 
+import numpy as np
 import pytest
 from tests.engines.fakes import QUICK, Fake, call, one_running, pooled, said, state, until
 
+from bridle.engines.pool_replica import Replica
 from bridle.errors import ConfigError, EngineError
 from bridle.types import FinishReason
 
@@ -16,6 +19,10 @@ class Sleeper(Fake):
 
     awake = True
     touched = 0
+    slow_s = 0.0
+    """How long its server takes for a command."""
+    late: asyncio.Task[None] | None = None
+    """What a call that has ended still sends to it."""
 
     def touch(self):
         self.touched += not self.awake
@@ -39,6 +46,36 @@ class Sleeper(Fake):
     async def abort(self, request_id):
         self.touch()
         await super().abort(request_id)
+        await asyncio.sleep(self.slow_s)
+        self.touch()
+
+    async def update_weights(self, source, version):
+        self.touch()
+        await asyncio.sleep(self.slow_s)
+        self.touch()
+
+    async def template(self, messages, tools, arguments):
+        self.touch()
+        await asyncio.sleep(self.slow_s)
+        self.touch()
+        return np.arange(3)
+
+    async def pause(self, mode):
+        self.touch()
+        await asyncio.sleep(self.slow_s)
+        self.touch()
+        return True
+
+    async def resume(self):
+        self.touch()
+
+    async def settled(self):
+        if self.late is not None:
+            await self.late
+
+    async def touch_late(self):
+        await asyncio.sleep(0.05)
+        self.touch()
 
 
 @pytest.mark.parametrize("cycles", [20, pytest.param(1000, marks=pytest.mark.long)])
@@ -76,7 +113,7 @@ async def test_nothing_touches_a_released_engine_and_no_token_is_lost_over_cycle
                 for one in engines:
                     one.awake = True
                 await pool.set_version(version)
-                pool.take_back()
+                await pool.take_back()
                 await until(lambda before=before: whole > before)
             ended.set()
     assert [one.touched for one in engines] == [0, 0]
@@ -90,7 +127,7 @@ async def test_a_call_waits_for_released_engines_longer_than_for_dead_ones():
             waiting = group.create_task(said(pool))
             await asyncio.sleep(0.05)
             assert not waiting.done()
-            pool.take_back()
+            await pool.take_back()
         assert waiting.result()[0] == [0, 1, 2, 3]
 
 
@@ -104,6 +141,68 @@ async def test_calls_of_a_released_replica_go_on_elsewhere_and_weights_pass_it_o
         await pool.hold("abort")
         await pool.release()
         assert (len(a.asked), a.touched, len(b.asked)) == (0, 0, 4)
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda pool: pool.update_weights("dir", 1),
+        lambda pool: pool.template([], None, {}),
+        lambda pool: pool.hold("abort"),
+        lambda pool: pool.abort("r"),
+        lambda pool: pool._replicas["a"].abort("r"),
+    ],
+    ids=["weights", "template", "hold", "abort", "move"],
+)
+async def test_a_release_waits_for_whatever_is_being_sent(send):
+    a = Sleeper(tokens=100)
+    a.slow_s = 0.05
+    async with pooled(a) as pool, asyncio.TaskGroup() as group:
+        group.create_task(said(pool))
+        await until(lambda: a.asked)
+
+        async def sending():
+            with suppress(EngineError):  # an update says that the engine was released meanwhile
+                await send(pool)
+
+        group.create_task(sending())
+        await asyncio.sleep(0)
+        await pool.give_up(["a"], abort=False)
+        a.awake = False
+        await asyncio.sleep(0.1)
+        assert a.touched == 0
+        a.awake = True
+        await pool.release()
+        await pool.take_back()
+
+
+async def test_a_release_waits_for_what_calls_that_have_ended_still_send():
+    a = Sleeper()
+    async with pooled(a) as pool, asyncio.TaskGroup() as group:
+        a.late = group.create_task(a.touch_late())
+        await pool.give_up()
+        a.awake = False
+        await asyncio.sleep(0.1)
+        assert a.touched == 0
+
+
+async def test_a_replica_that_joins_while_all_are_released_serves_none_but_its_trainer():
+    a, b = Sleeper(), SlowStart()
+    async with pooled(a) as pool, asyncio.TaskGroup() as group:
+        group.create_task(pool.add(Replica("b", b)))
+        await asyncio.sleep(0)
+        await pool.give_up()
+        a.awake = b.awake = False
+        assert (state(pool, "a"), state(pool, "b")) == ("released", "released")
+        await asyncio.sleep(0.1)
+        assert (a.touched, b.touched) == (0, 0)
+        a.awake = b.awake = True
+
+
+class SlowStart(Sleeper):
+    async def start(self):
+        await asyncio.sleep(0.05)
+        return await super().start()
 
 
 async def test_a_release_that_takes_too_long_releases_nothing():
@@ -142,7 +241,7 @@ async def test_a_replica_that_is_being_drained_is_not_taken_back():
         async with asyncio.TaskGroup() as group, one_running(pool, a) as running:
             draining = group.create_task(pool.drain("a", timeout_s=15))
             await until(lambda: state(pool, "a") == "draining")
-            pool.take_back()
+            await pool.take_back()
             assert state(pool, "a") == "draining"
             a.gate.set()
             await draining
@@ -159,6 +258,6 @@ async def test_a_dead_replica_that_was_released_is_probed_when_it_is_taken_back(
         await asyncio.sleep(0.05)
         assert (a.touched, a.started) == (0, before)
         a.awake = True
-        pool.take_back()
+        await pool.take_back()
         await until(lambda: state(pool, "a") == "live")
         assert a.started > before

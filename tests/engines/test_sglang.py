@@ -216,9 +216,12 @@ async def test_no_id_of_a_call_begins_another_ones(opened):
 
 
 async def test_a_health_check_does_not_sample(opened):
-    stub, engine = await opened(health=b"", health_generate=503)  # its weights are released
+    info = {"incremental_streaming_output": True}
+    stub, engine = await opened(server_info=info, health=503, health_generate=503)  # both sample
+    before = len(stub.bodies)
     await engine.health()
-    stub.replies["/health"] = 503
+    assert len(stub.bodies) == before
+    stub.replies["/server_info"] = 503
     with pytest.raises(EngineError):
         await engine.health()
 

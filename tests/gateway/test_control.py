@@ -306,13 +306,16 @@ async def test_engines_are_released_and_taken_back_under_the_version_that_is_nam
         status, told = await home.control("POST", "/policy", {"released": True, "replicas": ["z"]})
         assert (status, "no replica 'z'" in told["error"]["message"]) == (400, True)
         status, told = await home.control("POST", "/policy", {**serving, "weights": "/w"})
-        assert (status, "two requests" in told["error"]["message"]) == (400, True)
+        assert (status, "only a released engine" in told["error"]["message"]) == (400, True)
+        status, told = await home.control("POST", "/policy", {**serving, "released": True})
+        assert (status, "at the resume" in told["error"]["message"]) == (400, True)
 
 
 async def test_the_policy_is_told_and_set():
     async with house({"content": "a"}) as home:
         _, policy = await home.control("GET", "/policy")
         assert policy.pop("replicas") == ["engine"]
+        assert [one["state"] for one in policy.pop("engines")] == ["serving"]
         assert policy == {"version": 0, "paused": False, "hold": None, "model": "scripted"}
         _, policy = await home.control("POST", "/policy", {"version": 3, "paused": True})
         assert (policy["version"], policy["paused"]) == (3, True)

@@ -2,6 +2,7 @@ import pytest
 from tests.node.nodes import a_runner, remote_nodes
 
 from bridle.errors import EngineError
+from bridle.gateway.weights import SetPolicy
 from bridle.node.fleet import all_of
 
 A, B = "http://a", "http://name:secret@b"
@@ -46,6 +47,21 @@ async def test_a_node_opens_without_a_dead_engine_and_gets_it_when_it_is_back():
         await runner.follow_engines([A], drain_s=0)
         assert late.gateway.replicas == ["http://engine", A]
         assert remotes[0].gateway.replicas == ["http://engine", A]
+
+
+async def test_a_node_that_joins_late_leaves_released_engines_alone():
+    async with remote_nodes("x", "late") as remotes, a_runner(remotes[0]) as runner:
+        await runner.add_replica(A)
+        await runner.set_policy(SetPolicy(released=True, replicas=("a",), by="t"))
+        runner.join(late := remotes[1])
+        await runner.first_heard()
+        assert late.gateway.replicas == ["http://engine"]  # a new one would be probed
+        assert (late.gateway.asked[0].released, late.gateway.asked[0].by) == (True, "t")
+        await runner.set_policy(SetPolicy(released=False, weights="/w", version=3, by="t"))
+        asked = [remote.gateway.asked[-1] for remote in remotes]
+        assert [(one.released, one.version) for one in asked] == [(False, 3)] * 2
+        assert [one.weights for one in asked] == ["/w", None]  # loaded once
+        assert runner.released == []
 
 
 async def test_every_failed_call_is_named():

@@ -42,6 +42,15 @@ def test_lines_json_and_prometheus_name_engines(text, engines):
     assert engines_in(text) == engines
 
 
+async def test_a_routers_list_of_workers_names_servers_of_the_kind_before_it(tmp_path):
+    workers = tmp_path / "list_workers"
+    workers.write_text('{"urls": ["http://a:1", "sglang:http://b:2", "openai:http://c:3#m"]}')
+    engines = ["sglang:http://a:1", "sglang:http://b:2", "openai:http://c:3#m"]
+    assert await named(f"sglang:{workers}") == engines
+    workers.write_text('{"workers": [{"id": "x", "url": "http://a:1", "is_healthy": true}]}')
+    assert await named(f"sglang:{workers}") == ["sglang:http://a:1"]
+
+
 @pytest.mark.parametrize("text", ["a" * 100_000, "-a" * 50_000, "http:" * 20_000, "[:" * 50_000])
 def test_a_text_that_names_no_engine_is_read_in_linear_time(text):
     began = time.thread_time()

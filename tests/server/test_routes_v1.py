@@ -334,6 +334,24 @@ async def test_pause_and_policy_are_changed(tmp_path):
         assert (await http.get("/v1/status")).json()["policy"]["version"] == 7
 
 
+async def test_an_engine_is_released_and_resumed(tmp_path):
+    workers = FakeWorkers()
+    async with an_app(tmp_path, workers) as http:
+        body = {"state": "released", "mode": "cut", "by": "t"}
+        assert (await http.post("/engines/h:1", json=body)).json() == {"engines": []}
+        asked = workers.asked[-1]
+        assert (asked.released, asked.cut, asked.by, asked.replicas) == (True, True, "t", ("h:1",))
+        resumed = {"state": "resumed", "version": 3, "by": "t"}
+        assert (await http.post("/engines/http://h:1", json=resumed)).status_code == 200
+        asked = workers.asked[-1]
+        assert (asked.released, asked.version, asked.replicas) == (False, 3, ("http://h:1",))
+        assert (await http.post("/engines/all", json={"state": "released"})).status_code == 200
+        assert workers.asked[-1].replicas is None
+        for wrong in ({}, {"state": "asleep"}, {"state": "released", "version": 3}):
+            assert (await http.post("/engines/all", json=wrong)).status_code == 422
+        assert len(workers.asked) == 3
+
+
 @pytest.mark.parametrize(
     "wrong", [{"version": "x"}, {"hold": "maybe"}, {"weights": "/w"}, {"a": 1}]
 )

@@ -199,6 +199,13 @@ UNNAMED = "default"
 """vLLM's name for weights of unknown version (0.32.0, `config/model.py`)."""
 
 
+ROUTER: Final = (
+    "is there a router in front? It hides what training needs: give each server behind it, or its "
+    "list of them (--engines-from http://ROUTER/list_workers, sglang:http://... for SGLang)"
+)
+"""What to do about an answer that a server gives, and a router in front of it does not."""
+
+
 def as_version(given: int | str, *, unnamed: int | None = None) -> int:
     """Parse a policy version; vLLM's may be any text.
 

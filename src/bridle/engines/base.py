@@ -349,6 +349,14 @@ class Pausable(Protocol):
     async def resume(self) -> None: ...
 
 
+@runtime_checkable
+class Settling(Protocol):
+    """Engine that may still be sent something after a call has ended."""
+
+    async def settled(self) -> None:
+        """Return when nothing of the calls that have ended is on its way to the server."""
+
+
 Weights: TypeAlias = str | Path | Mapping[str, Any]
 """A model folder as the engine sees it; or a state dict, for an engine in this process."""
 

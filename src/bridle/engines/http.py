@@ -60,6 +60,7 @@ class HttpCall:
     def watch(self, reply: asyncio.Future[HttpReply]) -> None:
         """Register the future that is awaited next."""
         if self._aborted:
+            reply.cancel()
             raise AbortedError
         self._reply = reply
 

@@ -11,12 +11,13 @@ replica are sent elsewhere; `pool_routing` finds the call that killed it.
 Replicas are polled for their health. A failed one is checked again with growing waits; a server
 that was gone is probed anew before it gets calls, because it may be another one. Replicas can be
 added and removed at run time. `hold` stops all sampling for a weight update.
+`pool_handover` leaves replicas to their trainer and takes them back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,12 +38,12 @@ from bridle.engines.base import (
     Templating,
     Versioned,
 )
+from bridle.engines.pool_handover import EngineHandover, Release
 from bridle.engines.pool_replica import (
     Replica,
     ReplicaState,
     RoutedCall,
     RoutingSettings,
-    WeightUpdates,
     check_fit,
 )
 from bridle.engines.pool_routing import FailureTracker, ReplicaRouter, RoutingReason
@@ -59,7 +60,7 @@ BUSY = 429
 """Status of a live replica that is overloaded."""
 
 
-class EnginePool(WeightUpdates):
+class EnginePool(EngineHandover):
     """Pool of replicas of one model, an `Engine` and `Versioned`; `add` and `remove` change it."""
 
     def __init__(
@@ -93,12 +94,13 @@ class EnginePool(WeightUpdates):
         self._version = 0
         self._info: EngineInfo | None = None
         self._nursery = Nursery(_log_lost)
+        self._turns = asyncio.Lock()
+        self._absent: dict[str, Release] = {}
 
     def _know(self, one: Replica) -> None:
         if one.name in self._replicas:
             raise ConfigError(f"two replicas are named {one.name!r}")
         self._replicas[one.name] = one
-        one.idle.set()
 
     # ---- life
 
@@ -110,8 +112,9 @@ class EnginePool(WeightUpdates):
         """
         if self._info is None:
             replicas = list(self._replicas.values())
+            ours = [one for one in replicas if one.state is not ReplicaState.RELEASED]
             async with asyncio.TaskGroup() as group:
-                begun = [group.create_task(self._begun(one)) for one in replicas]
+                begun = [group.create_task(self._begun(one)) for one in ours]
             errors = [error for task in begun if (error := task.result()) is not None]
             infos = [one.info for one in replicas if one.info is not None]
             fatal = [error for error in errors if not error.retryable]
@@ -132,26 +135,32 @@ class EnginePool(WeightUpdates):
                 await self.aclose()
                 raise
             for one in replicas:
-                one.enter(ReplicaState.DOWN if one.info is None else ReplicaState.LIVE)
+                if one in ours:
+                    one.enter(ReplicaState.DOWN if one.info is None else ReplicaState.LIVE)
                 self._nursery.start(self._watch(one), name=f"replica {one.name}")
             self._refresh()
         return replace(self._info, version=self._version)
 
-    async def _begun(self, one: Replica) -> EngineError | None:
+    async def _begun(self, one: Replica, version: int | None = None) -> EngineError | None:
         """Start a replica; return the error if that failed."""
         try:
-            await self._begin(one)
+            await self._begin(one, version)
         except EngineError as error:
             one.error = str(error)
             return error
         return None
 
-    async def _begin(self, one: Replica) -> None:
-        """Start or probe a replica's engine, with a fresh adapter if it was gone."""
+    async def _begin(self, one: Replica, version: int | None = None) -> None:
+        """Start or probe a replica's engine, with a fresh adapter if it was gone.
+
+        `version` is the version of its weights if it does not tell it; `None` = 0.
+        """
         engine = one.reopen() if one.gone and one.reopen is not None else one.engine
         try:
             with boundary(EngineError, f"starting {one.name}"):
                 async with asyncio.timeout(self.settings.start_timeout_s):
+                    if version is not None and isinstance(engine, Versioned):
+                        await engine.set_version(version)
                     info = await engine.start()
                     if self.vouch is not None:
                         await self.vouch(engine, info)
@@ -305,8 +314,10 @@ class EnginePool(WeightUpdates):
                     return one
                 if self._ready and call.refusal is not None:
                     raise call.refusal
-            away = self._held is not None or self._released()
+            away = self._held is not None or self._away()
             limit = self.settings.hold_patience_s if away else self.settings.patience_s
+            if self._held is None and any(one.cut for one in self._replicas.values()):
+                limit = 0.0
             if waiting != limit:
                 waiting, since = limit, asyncio.get_running_loop().time()
             try:
@@ -321,10 +332,14 @@ class EnginePool(WeightUpdates):
         if self._held is not None:
             return f"the weights are still being updated after {waited_s:g} s"
         replicas = "; ".join(
-            f"{one.name} is {one.state}: {one.error or 'its weights are too old'}"
-            for one in self._replicas.values()
+            f"{one.name} is {one.state}: {self._reason(one)}" for one in self._replicas.values()
         )
         return f"no engine was available within {waited_s:g} s: {replicas}"
+
+    def _reason(self, one: Replica) -> str:
+        if one.state is ReplicaState.RELEASED:
+            return f"{one.released_by or 'its trainer'} has not resumed it"
+        return one.error or "its weights are too old"
 
     async def _judge(self, one: Replica, call: RoutedCall, error: EngineError) -> None:
         """Handle a replica's failure; return if the call may be retried.
@@ -365,7 +380,8 @@ class EnginePool(WeightUpdates):
         call.changed.set()
         for one in self._replicas.values():
             if one.running.get(request_id) is call:
-                await one.engine.abort(request_id)
+                with one.touching():
+                    await one.engine.abort(request_id)
 
     # ---- health
 
@@ -380,7 +396,7 @@ class EnginePool(WeightUpdates):
                 if (error := await one.well(self.settings.health_timeout_s)) is None:
                     return
                 one.error = str(error)
-        if self._released():
+        if self._away():
             return
         raise EngineError(self._nobody(0), retryable=True)
 
@@ -397,6 +413,8 @@ class EnginePool(WeightUpdates):
             except TimeoutError:
                 pass
             one.wake.clear()
+            if self._held is not None and not one.state.out:
+                continue  # its trainer may be loading weights, which can take long
             if one.state is ReplicaState.QUARANTINED and not out:
                 continue  # its first look waits as well: its health was good just now
             if one.state.out:
@@ -447,19 +465,25 @@ class EnginePool(WeightUpdates):
             error = await self._begun(one)
         elif error is None:
             error = await self.catch_up(one)
+        return await self._serving(one, error)
+
+    async def _serving(self, one: Replica, error: EngineError | None) -> bool:
+        """Implement `EngineHandover._serving`."""
+        if error is None and one.paused and self._held is None:
+            error = await one.release()
         if error is not None:
             one.gone, one.error = True, str(error)
             return False
-        if one.state.out:
+        if one.state.out or one.state is ReplicaState.LOADING:
             log.info("replica_up", replica=one.name, version=one.version, policy=self._version)
-            one.gone = False
+            one.gone, one.unwell, one.error = False, 0, None
             one.suspects.clear()
-            one.enter(ReplicaState.LIVE)
+            one.enter(ReplicaState.LIVE if one.leaving is None else ReplicaState.DRAINING)
             self._refresh()
         return True
 
     def _refresh(self) -> None:
-        """Recompute which replicas may get calls, and wake waiting calls."""
+        """Implement `EngineHandover._refresh`."""
         lag = self.settings.max_version_lag
         self._ready = [
             one
@@ -476,12 +500,14 @@ class EnginePool(WeightUpdates):
         """Add a replica. Raises `ConfigError` for a taken name, `EngineError` if it fails."""
         self._know(one)
         try:
-            await self._begin(one)
+            async with one.checking:
+                if not self._stays_released(one):
+                    await self._begin(one)
+                    one.enter(ReplicaState.LIVE if one.leaving is None else ReplicaState.DRAINING)
         except BaseException:
             del self._replicas[one.name]
             await one.engine.aclose()
             raise
-        one.enter(ReplicaState.LIVE)
         self._nursery.start(self._watch(one), name=f"replica {one.name}")
         self._refresh()
 
@@ -492,6 +518,8 @@ class EnginePool(WeightUpdates):
         `KeyError` for an unknown name.
         """
         one = self._replicas[name]
+        if one.state.away:
+            return
         one.enter(ReplicaState.DRAINING)
         self._refresh()
         try:
@@ -504,62 +532,11 @@ class EnginePool(WeightUpdates):
     def readmit(self, name: str) -> None:
         """Give a drained replica calls again. Raises `KeyError` for an unknown name."""
         one = self._replicas[name]
-        if one.state is ReplicaState.DRAINING:
+        if one.leaving is not None:
+            one.leaving = ReplicaState.LIVE
+        elif one.state is ReplicaState.DRAINING:
             one.enter(ReplicaState.LIVE)
             self._refresh()
-
-    async def give_up(
-        self, names: Collection[str] | None = None, *, abort: bool = True, timeout_s: float = 60.0
-    ) -> None:
-        """Release replicas (`None` = all) to their trainer: from here on nothing is sent to them.
-
-        With `abort`, running calls are ended and continue after `take_back` or on another replica;
-        otherwise they are awaited. Raises `EngineError` after `timeout_s` and `ConfigError` for an
-        unknown name; nothing changes then, nor if the caller is cancelled.
-        """
-        chosen = self._named(names)
-        before = [(one, one.state) for one in chosen]
-        for one in chosen:
-            if one.state is ReplicaState.LIVE:
-                one.enter(ReplicaState.DRAINING)
-        self._refresh()
-        try:
-            async with asyncio.timeout(timeout_s):
-                for one in chosen:
-                    if abort:
-                        await one.abort_all()
-                    await one.idle.wait()
-                    async with one.checking:
-                        one.enter(ReplicaState.RELEASED)
-        except BaseException as error:
-            for one, state in before:
-                if one.state in {ReplicaState.DRAINING, ReplicaState.RELEASED} - {state}:
-                    one.enter(state)
-                    one.wake.set()
-            self._refresh()
-            if not isinstance(error, TimeoutError):
-                raise
-            raise EngineError(
-                f"calls were still running after {timeout_s:g} s; no replica was released"
-            ) from None
-
-    def take_back(self, names: Collection[str] | None = None) -> None:
-        """Send calls to released replicas (`None` = all) again; one that had failed is probed."""
-        for one in self._named(names):
-            if one.state is ReplicaState.RELEASED:
-                fresh = one.info is None or one.gone
-                one.unwell = 0
-                one.enter(ReplicaState.DOWN if fresh else ReplicaState.LIVE)
-                one.wake.set()
-        self._refresh()
-
-    def _named(self, names: Collection[str] | None) -> list[Replica]:
-        if unknown := set(names or ()) - set(self._replicas):
-            raise ConfigError(f"no replica {min(unknown)!r}; there are: {sorted(self._replicas)}")
-        return [one for one in self._replicas.values() if names is None or one.name in names]
-
-    def _released(self) -> bool:
-        return any(one.state is ReplicaState.RELEASED for one in self._replicas.values())
 
     async def remove(self, name: str, *, timeout_s: float | None = 0) -> None:
         """Remove a replica; its calls continue elsewhere after `timeout_s`.
@@ -570,6 +547,7 @@ class EnginePool(WeightUpdates):
         if len(self._replicas) == 1:
             raise ConfigError(f"{name!r} is the only replica; add another one first")
         await self.drain(name, timeout_s=timeout_s)
+        self._absent |= {one: kept for one, kept in self.released().items() if one == name}
         del self._replicas[name]
         one.wake.set()
         self._router.drop(one)
@@ -617,7 +595,8 @@ class EnginePool(WeightUpdates):
             if not isinstance(one.engine, Seeing):
                 return None
             if one.state is ReplicaState.LIVE:
-                return await one.engine.see(messages, tools, arguments)
+                with one.touching():
+                    return await one.engine.see(messages, tools, arguments)
         raise EngineError("no replica is ready", retryable=True)
 
     async def template(
@@ -629,7 +608,8 @@ class EnginePool(WeightUpdates):
             if one.state is not ReplicaState.LIVE or not isinstance(one.engine, Templating):
                 continue
             try:
-                return await one.engine.template(messages, tools, arguments)
+                with one.touching():
+                    return await one.engine.template(messages, tools, arguments)
             except EngineError as error:
                 if not error.retryable:
                     raise
@@ -639,6 +619,7 @@ class EnginePool(WeightUpdates):
     def published(self, version: int) -> None:
         """Record that some replica has weights `version`."""
         self._version = max(self._version, version)
+        self._updated = True
         self._refresh()
 
     def lost(self, one: Replica, error: EngineError) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -52,7 +53,7 @@ class RoutingSettings(Settings):
     patience_s: float = Field(default=60, ge=0)
     """How long a call waits while no replica is available; then it fails."""
     hold_patience_s: float = Field(default=600, ge=0)
-    """How long a call waits for the end of a weight update."""
+    """How long a call waits for the end of a weight update, or for a released engine."""
     attempts: int = Field(default=5, ge=1)
     """Failures, or deaths of replicas, after which a call fails; a prompt that kills engines ends
     here."""
@@ -87,6 +88,14 @@ class ReplicaState(StrEnum):
     """It gets no new calls; running ones continue."""
     RELEASED = "released"
     """Its trainer uses its memory: nothing is sent to it, no health check either."""
+    LOADING = "loading"
+    """Its trainer has given it back: it is checked, and gets the weights that it lacks, before it
+    gets calls."""
+
+    @property
+    def away(self) -> bool:
+        """Return whether its trainer has it, or is giving it back."""
+        return self in {ReplicaState.RELEASED, ReplicaState.LOADING}
 
     @property
     def out(self) -> bool:
@@ -119,6 +128,18 @@ class Replica:
     """Set to have it checked now."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while it has no calls."""
+    touches: int = 0
+    """Commands and questions that are being sent to it."""
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while nothing is sent to it, health checks and starts apart."""
+    paused: bool = False
+    """Whether its server was told to sample nothing, and not yet to go on."""
+    leaving: ReplicaState | None = None
+    """Its state before a release that is under way; `None` = none is."""
+    released_by: str = ""
+    """Name of the trainer that has it; empty = it gave none."""
+    cut: bool = False
+    """Whether calls fail while it is released, instead of waiting for it."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a health check or a start."""
     since: float = field(default_factory=time.monotonic)
@@ -143,6 +164,18 @@ class Replica:
     cached_tokens: int = 0
     """Those of them that came from its prefix cache."""
 
+    def __post_init__(self) -> None:
+        self._rest()
+
+    @property
+    def id(self) -> str:
+        """Short name for `POST /engines/{id}`: host and port of a server."""
+        return engine_id(self.name)
+
+    def named_in(self, names: Collection[str] | None) -> bool:
+        """Return whether `names` has its name or its id; `None` = all names."""
+        return names is None or self.name in names or self.id in names
+
     @property
     def load(self) -> int:
         return len(self.running)
@@ -158,12 +191,31 @@ class Replica:
         self.running[call.request.request_id] = call
         call.version, call.moved, call.pinned = self.version, False, False
         self.idle.clear()
+        self.quiet.clear()
 
     def end(self, call: RoutedCall) -> None:
         """Remove a call that it no longer runs."""
         self.running.pop(call.request.request_id, None)
+        self._rest()
+
+    def _rest(self) -> None:
         if not self.running:
             self.idle.set()
+            if not self.touches:
+                self.quiet.set()
+
+    @contextmanager
+    def touching(self) -> Iterator[None]:
+        """Keep it from being released meanwhile. Raises `EngineError` if it is released."""
+        if self.state is ReplicaState.RELEASED:
+            raise EngineError(f"{self.name} is released to its trainer", retryable=True)
+        self.touches += 1
+        self.quiet.clear()
+        try:
+            yield
+        finally:
+            self.touches -= 1
+            self._rest()
 
     async def abort(self, request_id: str) -> None:
         """Have the engine end a call that its caller did not abort; errors are logged."""
@@ -172,7 +224,7 @@ class Replica:
         if (call := self.running.get(request_id)) is not None:
             call.moved = True
         try:
-            with boundary(EngineError, "ending a call"):
+            with boundary(EngineError, "ending a call"), self.touching():
                 await self.engine.abort(request_id)
         except EngineError as error:
             log.warning("abort_failed", replica=self.name, error=str(error))
@@ -193,11 +245,16 @@ class Replica:
 
     async def hold(self, mode: PauseMode) -> None:
         """Return when it samples nothing; see `EnginePool.hold`."""
+        if self.state is ReplicaState.RELEASED:
+            return
         if mode == "abort":
             for call in self.running.values():
                 call.moved = True
-        if isinstance(self.engine, Pausable) and await self.engine.pause(mode):
-            return
+        if isinstance(self.engine, Pausable):
+            with self.touching():
+                self.paused = await self.engine.pause(mode)
+            if self.paused:
+                return
         if mode == "abort":
             await self.abort_all()
         if mode != "keep":
@@ -205,11 +262,12 @@ class Replica:
 
     async def release(self) -> EngineError | None:
         """Resume it; return the error if that failed."""
-        if isinstance(self.engine, Pausable):
+        if isinstance(self.engine, Pausable) and self.state is not ReplicaState.RELEASED:
             try:
-                with boundary(EngineError, f"resuming {self.name}"):
+                with boundary(EngineError, f"resuming {self.name}"), self.touching():
                     async with asyncio.timeout(RESUME_S):
                         await self.engine.resume()
+                self.paused = False
             except EngineError as error:
                 return error
         return None
@@ -218,6 +276,7 @@ class Replica:
         """Return a snapshot for operators; `sessions` = how many live there."""
         return {
             "name": self.name,
+            "id": self.id,
             "state": self.state.value,
             "for_s": round(time.monotonic() - self.since, 3),
             "version": self.version,
@@ -230,6 +289,7 @@ class Replica:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "error": self.error,
+            "released_by": self.released_by,
         }
 
 
@@ -338,6 +398,11 @@ def check_fit(name: str, its: EngineInfo | None, ours: EngineInfo | None) -> Non
         )
 
 
+def engine_id(name: str) -> str:
+    """Return what a replica of this name is called in `POST /engines/{id}`."""
+    return name.partition("://")[2].partition("/")[0] or name
+
+
 def make_replica(spec: str, make: Callable[[str], Engine]) -> Replica:
     """Make the replica that `spec` names, as `make` opens it; only servers are ever reopened."""
     served = "://" in spec
@@ -432,7 +497,11 @@ class WeightUpdates(ABC):
         that are two adapters behind then are ended and resumed. Raises `EngineError` naming the
         replicas that failed.
         """
-        if not self._up():
+        released = [one for one in self.each() if one.state is ReplicaState.RELEASED]
+        for one in released:
+            if only is not None and one.named_in(only):
+                raise EngineError(f"{one.name} is released: it loads weights when it is resumed")
+        if not self._up() and not (only_older and released):
             raise EngineError("no live replica can take weights", retryable=True)
         failed: list[str] = []
         logged: set[str] = set()
@@ -441,7 +510,7 @@ class WeightUpdates(ABC):
             one
             for one in self._up()
             if one.name not in logged
-            and (only is None or one.name in only)
+            and one.named_in(only)
             and not (only_older and one.version >= version)
         ]:
             logged.update(one.name for one in todo)
@@ -533,7 +602,7 @@ class WeightUpdates(ABC):
             return [f"{one.name} is in another process and takes weights from a folder"]
         adapts = _keeps_calls(one, source)
         try:
-            with boundary(EngineError, "loading"):
+            with boundary(EngineError, "loading"), one.touching():
                 for request_id in [name for name, call in one.running.items() if call.pinned]:
                     await one.abort(request_id)
                 await _put(one.engine, source, version)

@@ -3,8 +3,9 @@
 The features of a server are found by asking it: its routes, its vocabulary, whether it knows seeds,
 whether its streams repeat themselves. Prompts are checked against the vocabulary before they are
 sent, because an id beyond it kills the server (0.5.23). Routes and replies are in `sglang_routes`.
-For `/health` SGLang samples one token, unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION is false
-(slime sets it).
+
+Its health is asked at `/server_info`, which its scheduler answers: for `/health` SGLang samples a
+token, unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION is false.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 from bridle.aio import Nursery
 from bridle.engines.adapter import (
+    ROUTER,
     ServerAdapter,
     ServerOptions,
     as_version,
@@ -93,6 +95,7 @@ class SglangEngine(ServerAdapter):
         """Whether the next call requests its prompt's ids at the cost of the prefix cache."""
         self._seeds = True
         self._incremental = False
+        self._health_path = "/server_info"
         self.vocab_size: int | None = None
         """Number of ids that the server takes; `None` = not reported."""
 
@@ -102,10 +105,11 @@ class SglangEngine(ServerAdapter):
         about = await self._first("/model_info", "/get_model_info")
         if "model_path" not in about:
             raise EngineError(
-                f"{self._client.base_url} has no /model_info: is this SGLang? A router in front "
-                "hides what training needs: give the address of a worker"
+                f"{self._client.base_url} has no /model_info: is this SGLang, or {ROUTER}"
             )
-        served = await self._first("/server_info", "/get_server_info")
+        for self._health_path in ("/server_info", "/get_server_info", "/model_info"):
+            if served := await self._client.get(self._health_path, optional=True):
+                break
         self.server_version = served.get("version")
         self._incremental = bool(
             served.get("incremental_streaming_output") or served.get("stream_output")
@@ -188,6 +192,14 @@ class SglangEngine(ServerAdapter):
             ),
             Finding.note("parsers", "reasoning {}, tools {}".format(*parsers)),
         )  # fmt: skip
+
+    async def health(self) -> None:
+        """Ask the server's scheduler; raises `EngineError`. Nothing is sampled for it."""
+        await self._client.get(self._health_path)
+
+    async def settled(self) -> None:
+        """Wait for the aborts of calls whose callers went away; see `Settling`."""
+        await self._nursery.ended()
 
     async def aclose(self) -> None:
         """End all calls and close all connections."""

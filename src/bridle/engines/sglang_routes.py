@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Raw
 
 from bridle.engines import vllm_schemas
-from bridle.engines.adapter import as_version, check_paired
+from bridle.engines.adapter import ROUTER, as_version, check_paired
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest
 from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
 from bridle.errors import EngineError
@@ -260,9 +260,7 @@ class Reading:
         choice = answer.choices[0] if answer.choices else None
         meta = answer.meta_info if choice is None else choice.meta_info
         if meta is None:
-            raise EngineError(
-                "the engine's reply has no `meta_info`: is there a router in between?"
-            )
+            raise EngineError(f"the engine's reply has no `meta_info`: {ROUTER}")
         finish = _finish(meta.finish_reason)
         raw = answer.output_ids if choice is None else choice.response_token_ids
         repeats = self._repeats(raw, meta)

@@ -18,6 +18,7 @@ import msgspec
 
 from bridle.engines import vllm_schemas
 from bridle.engines.adapter import (
+    ROUTER,
     ServerAdapter,
     ServerOptions,
     as_version,
@@ -101,7 +102,8 @@ class VllmEngine(ServerAdapter, Immediate):
         length = model.get("max_model_len")
         if not isinstance(length, int):
             raise EngineError(
-                f"{self._client.base_url}/v1/models reports no max_model_len; is this vLLM?"
+                f"{self._client.base_url}/v1/models reports no max_model_len: is this vLLM, or "
+                f"{ROUTER}"
             )
         self._context_length = length
         self.server_version = (await self._client.get("/version", optional=True)).get("version")

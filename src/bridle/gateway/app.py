@@ -60,6 +60,7 @@ from bridle.gateway.weights import (
     AddReplica,
     SetPolicy,
     add_replica,
+    kept_releases,
     kept_weights,
     policy_json,
     remove_replica,
@@ -152,6 +153,7 @@ class Gateway:
         kept = await asyncio.to_thread(kept_weights, folder)
         if kept is not None:
             self._engine.remember(*kept)
+        self._engine.start_released(await asyncio.to_thread(kept_releases, folder))
         try:
             self.info = await self._engine.start()
         except EngineError as error:

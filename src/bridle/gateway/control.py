@@ -48,8 +48,10 @@ from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.weights import (
     AddReplica,
     Policy,
+    SetEngine,
     SetPolicy,
     add_replica,
+    engines_json,
     policy_json,
     remove_replica,
     set_policy,
@@ -141,7 +143,7 @@ class Asked:
 
     http: web.BaseRequest
     session_id: str
-    """Where the path names one."""
+    """Where the path names one; or an engine."""
     query: str
 
 
@@ -220,6 +222,8 @@ class ControlPlane:
             ("GET", "metrics"): self._show_metrics,
             ("GET", "policy"): self._show_policy,
             ("POST", "policy"): self._set_policy,
+            ("GET", "engines"): self._show_engines,
+            ("POST", "engines", ID): self._set_engine,
             ("GET", "replicas"): self._show_replicas,
             ("POST", "replicas"): self._add_replica,
             ("DELETE", "replicas"): self._remove_replica,
@@ -255,7 +259,10 @@ class ControlPlane:
         if words == ["health"] and http.method in {"GET", "HEAD"}:
             return await self._health()
         self._check_token(http)
-        pattern = tuple(ID if i == 1 and words[0] == "sessions" else w for i, w in enumerate(words))
+        if words[0] == "engines" and len(words) > 1:
+            words = ["engines", target.path.lstrip("/").removeprefix("engines/")]
+        named = words[0] in {"sessions", "engines"}
+        pattern = tuple(ID if i == 1 and named else word for i, word in enumerate(words))
         answer = self._routes.get((http.method, *pattern))
         if answer is None:
             raise Refusal(404, f"no such route: {http.method} /{'/'.join(words)}")
@@ -284,6 +291,18 @@ class ControlPlane:
     async def _set_policy(self, asked: Asked) -> web.StreamResponse:
         await set_policy(await _body(asked.http, SetPolicy), self._policy, self._engine)
         return await self._show_policy(asked)
+
+    async def _show_engines(self, _: Asked) -> web.StreamResponse:
+        return _json({"engines": engines_json(self._engine.replicas())})
+
+    async def _set_engine(self, asked: Asked) -> web.StreamResponse:
+        wanted = await _body(asked.http, SetEngine)
+        try:
+            policy = wanted.policy(asked.session_id)
+        except ValidationError as error:
+            raise explain(error, "the request's body") from error
+        await set_policy(policy, self._policy, self._engine)
+        return await self._show_engines(asked)
 
     async def _show_replicas(self, _: Asked) -> web.StreamResponse:
         return _json({"replicas": self._engine.replicas()})

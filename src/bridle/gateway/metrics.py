@@ -184,6 +184,7 @@ class _Replicas(Collector):
             for told in pool.replicas():
                 place = (model, told["name"])
                 gauges["up"].add_metric(place, told["state"] == "live")
+                gauges["released"].add_metric(place, told["state"] == "released")
                 for name in ("calls_in_flight", "sessions", "version"):
                     gauges[name].add_metric(place, told[name])
                 for name, counter in counters.items():
@@ -195,6 +196,7 @@ class _Replicas(Collector):
 
 _GAUGES = {
     "up": "Whether a replica gets calls.",
+    "released": "Whether a trainer has a replica's memory, so that nothing is sent to it.",
     "calls_in_flight": "Calls that run on a replica now.",
     "sessions": "Sessions that live on a replica.",
     "version": "Policy version of a replica's weights, as far as is known.",
@@ -210,6 +212,7 @@ _COUNTERS = {
 
 _WORST = {
     "bridle_replica_up": min,
+    "bridle_replica_released": max,
     "bridle_replica_version": max,
     "bridle_data_free_bytes": min,
 }

@@ -18,7 +18,9 @@ from bridle.harness_rules.base import KindRule
 from bridle.harness_rules.kinds import kind_of
 from bridle.types import ModelRequest
 
-CONTROL_ROUTES: Final = frozenset({"sessions", "policy", "replicas", "metrics", "health"})
+CONTROL_ROUTES: Final = frozenset(
+    {"sessions", "policy", "replicas", "engines", "metrics", "health"}
+)
 """First words of the paths that belong to those who run sessions."""
 
 

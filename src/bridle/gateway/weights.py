@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from bridle.config import Settings
 from bridle.engines.pool import EnginePool
+from bridle.engines.pool_handover import Release
 from bridle.engines.pool_replica import make_replica
 from bridle.errors import ConfigError, StoreError, boundary
 from bridle.folders import private_file, private_folder
@@ -25,6 +27,11 @@ from bridle.types import JSON, without_user_info
 
 WEIGHTS_FILE: Final = "weights.json"
 """In the gateway's data folder: the folder that its engines have loaded, and its version."""
+
+RELEASED_FILE: Final = "released.json"
+"""In the same folder: the servers that trainers have, which the next process must not touch."""
+
+_RELEASES: Final = TypeAdapter(dict[str, Release])
 
 
 @dataclass(slots=True)
@@ -59,7 +66,11 @@ class SetPolicy(Settings):
     """How sampling is held while `weights` are loaded."""
     released: bool | None = None
     """`true` = drain `replicas` by `mode`, and send nothing to them, no health check either: their
-    trainer has their memory. `false` = they serve again, under `version`."""
+    trainer has their memory. `false` = they serve again, under `version` or with `weights`."""
+    cut: bool = False
+    """Have calls fail while `released` lasts; otherwise they wait."""
+    by: str = Field(default="", max_length=200)
+    """Name of the trainer, which alone can have them serve again; empty = it has none."""
     rolling: bool = False
     """Load `weights` into one replica after the other; the rest goes on under the old ones."""
     replicas: tuple[str, ...] | None = None
@@ -74,10 +85,52 @@ class SetPolicy(Settings):
         if self.weights is not None and (self.version is None or self.hold is not None):
             message = "`weights` needs `version`, and holds by itself"
             raise ValueError(message)
-        if self.released is not None and self.weights is not None:
-            message = "`released` and `weights` are two requests: released engines load nothing"
+        if self.released and not (self.version is None and self.weights is None):
+            message = "released engines load nothing: give `version` and `weights` at the resume"
             raise ValueError(message)
         return self
+
+
+class SetEngine(Settings):
+    """Body of `POST /engines/{id}`."""
+
+    state: Literal["released", "resumed"] | None = None
+    """`released` = nothing is sent to it any more when this is answered. `resumed` = it is awake:
+    it is looked at, loads what it lacks, and serves."""
+    version: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    """Version of its weights when it is `resumed`, or of `weights`."""
+    weights: str | None = None
+    """Folder, as the engine sees it, that it loads."""
+    mode: Literal["abort", "wait", "cut"] = "abort"
+    """What a release does to running calls: they end and go on later (`abort`), are awaited
+    (`wait`), or fail, as new ones do (`cut`)."""
+    by: str = Field(default="", max_length=200)
+    """Name of the trainer; an engine that was released by a name is resumed by that name only."""
+    timeout_s: float = Field(default=60, gt=0)
+    """How long a release may take; then nothing is released."""
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        if self.state is None and self.weights is None:
+            message = "give `state` (released, resumed) or `weights`"
+            raise ValueError(message)
+        return self
+
+    def policy(self, engine: str) -> SetPolicy:
+        """Return the same as a request for the replica `engine`, its name or id; `all` = all.
+
+        `ValidationError` if its fields do not go together.
+        """
+        return SetPolicy(
+            released=None if self.state is None else self.state == "released",
+            version=self.version,
+            weights=self.weights,
+            mode="abort" if self.mode == "cut" else self.mode,
+            cut=self.mode == "cut",
+            by=self.by,
+            timeout_s=self.timeout_s,
+            replicas=None if engine == "all" else (engine,),
+        )
 
 
 class AddReplica(Settings):
@@ -93,7 +146,9 @@ async def set_policy(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> 
     `EngineError` if the engines did not do their part, `StoreError` if they did and what they
     loaded could not be written down for the gateway's next life: the same may be asked again.
     """
-    if wanted.weights is not None and wanted.version is not None:
+    if wanted.released is not None:
+        await _hand_over(wanted, policy, engines)
+    elif wanted.weights is not None and wanted.version is not None:
         await engines.update_weights(
             wanted.weights,
             wanted.version,
@@ -114,13 +169,46 @@ async def set_policy(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> 
             await asyncio.to_thread(_forget, policy.file, wanted.version)
         if wanted.hold is False:
             await engines.release()
-        if wanted.released:
-            abort = wanted.mode != "wait"
-            await engines.give_up(wanted.replicas, abort=abort, timeout_s=wanted.timeout_s)
-        elif wanted.released is False:
-            engines.take_back(wanted.replicas)
     if wanted.paused is not None:
         policy.paused = wanted.paused
+
+
+async def _hand_over(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> None:
+    """Release replicas or have them serve again, and write down which are released."""
+    try:
+        if wanted.released:
+            await engines.give_up(
+                wanted.replicas,
+                abort=wanted.mode != "wait",
+                cut=wanted.cut,
+                by=wanted.by,
+                timeout_s=wanted.timeout_s,
+            )
+        else:
+            await engines.take_back(
+                wanted.replicas, version=wanted.version, weights=wanted.weights, by=wanted.by
+            )
+    finally:
+        if policy.file is not None:
+            content = _RELEASES.dump_json(engines.released())
+            await asyncio.to_thread(_write, policy.file.with_name(RELEASED_FILE), content)
+    if wanted.version is not None:
+        policy.version = max(policy.version, wanted.version)
+        if wanted.weights is not None:
+            await asyncio.to_thread(_keep, policy.file, wanted.weights, wanted.version)
+        else:
+            await asyncio.to_thread(_forget, policy.file, wanted.version)
+
+
+def kept_releases(data_dir: Path | None) -> dict[str, Release]:
+    """The servers that trainers had when the last process of a gateway ended.
+
+    `ConfigError` if what it left cannot be read.
+    """
+    if data_dir is None or not (path := data_dir / RELEASED_FILE).exists():
+        return {}
+    with boundary(ConfigError, f"{path}: cannot be read"):
+        return _RELEASES.validate_json(path.read_bytes())
 
 
 def kept_weights(data_dir: Path | None) -> tuple[str, int] | None:
@@ -136,13 +224,16 @@ def kept_weights(data_dir: Path | None) -> tuple[str, int] | None:
 
 
 def _keep(path: Path | None, weights: str, version: int) -> None:
-    if path is None:
-        return
+    if path is not None:
+        _write(path, json.dumps({"weights": weights, "version": version}).encode())
+
+
+def _write(path: Path, content: bytes) -> None:
     with boundary(StoreError, f"{path}: cannot be written"):
         private_folder(path.parent)
         aside = path.with_name(f"{path.name}.part")
-        with private_file(aside).open("w") as file:
-            json.dump({"weights": weights, "version": version}, file)
+        with private_file(aside).open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -163,7 +254,17 @@ def policy_json(policy: Policy, engines: EnginePool, model: str) -> JSON:
         "hold": engines.held,
         "model": model,
         "replicas": [one["name"] for one in engines.replicas()],
+        "engines": engines_json(engines.replicas()),
     }
+
+
+_SHOWN: Final = ("id", "name", "state", "for_s", "version", "released_by", "error")
+
+
+def engines_json(replicas: Sequence[JSON]) -> list[JSON]:
+    """Return the list of `GET /engines`, of what `GET /replicas` shows."""
+    shown = [{name: one[name] for name in _SHOWN} for one in replicas]
+    return [one | ({"state": "serving"} if one["state"] == "live" else {}) for one in shown]
 
 
 async def add_replica(wanted: AddReplica, engines: EnginePool) -> None:

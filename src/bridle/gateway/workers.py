@@ -17,12 +17,13 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Final, Self, TypeAlias
-from urllib.parse import parse_qs, quote
+from urllib.parse import parse_qs, quote, unquote
 
 import aiohttp
 import orjson
 import structlog
 from aiohttp import web
+from pydantic import ValidationError
 from yarl import URL
 
 from bridle.aio import Nursery
@@ -38,6 +39,7 @@ from bridle.gateway.registry import STORED_AS, new_session_id
 from bridle.gateway.relay import json_response, refusal
 from bridle.gateway.routing import split_target
 from bridle.gateway.settings import GatewaySettings
+from bridle.gateway.weights import SetEngine, engines_json
 from bridle.gateway.worker import Worker
 from bridle.types import JSON
 
@@ -257,6 +259,8 @@ class Supervisor:
                 return _failure(answers) or _newest(answers)
             case "POST", "policy":
                 return await self._set_policy(body)
+            case (("GET" | "POST"), "engines", *_):
+                return await self._engines(method, path, body)
             case (("GET" | "POST" | "DELETE"), "replicas"):
                 return await self._change_replicas(method, path, body)
         return await self._ask(self.workers[0], method, path, body)  # refused there
@@ -348,7 +352,12 @@ class Supervisor:
         if wanted is None:
             return await self._ask(self.workers[0], "POST", "/policy", body)  # refused there
         if wanted.get("weights") is not None:
-            return await self._load_weights(wanted)
+            if wanted.get("released") is None:
+                return await self._load_weights(wanted)
+            first = await self._ask(self.workers[0], "POST", "/policy", body)
+            if first[0] != 200:
+                return first
+            body = orjson.dumps({**wanted, "weights": None})  # they are in place for the others
         before = self._policy
         given = {name: wanted.get(name) for name in ("version", "paused", "hold")}
         self._policy = before | {name: one for name, one in given.items() if one is not None}
@@ -359,6 +368,24 @@ class Supervisor:
                 return failed
             undo.pop_all()
         return _newest(answers)
+
+    async def _engines(self, method: str, path: str, body: bytes) -> Answer:
+        """List the engines, after a release or resume on all workers if it is a `POST`."""
+        if method == "POST":
+            try:
+                wanted = SetEngine.model_validate_json(body or b"{}")
+                policy = wanted.policy(unquote(path.removeprefix("/engines/")))
+            except ValidationError:
+                return await self._ask(self.workers[0], method, path, body)  # refused there
+            changes = policy.model_dump(mode="json", exclude_none=True)
+            answer = await self._set_policy(orjson.dumps(changes))
+            if answer[0] != 200:
+                return answer
+        answers = await self._ask_all("GET", "/replicas")
+        if failed := _failure(answers):
+            return failed
+        replicas = [orjson.loads(answer)["replicas"] for _, answer in answers]
+        return 200, orjson.dumps({"engines": engines_json(merged_replicas(replicas))})
 
     async def _take_back(self, before: JSON, *, hold: bool) -> None:
         self._policy = before

@@ -213,9 +213,12 @@ class ClusterRunner(Fleet):
         member.epoch, member.after, member.policy = shake.epoch, 0, shake.policy
         member.heard, member.error = self._clock(), None
         async with asyncio.timeout(self._timeouts.open_s):
+            await self.release_on(member)
             if self.common is not None:
                 member.policy = await member.node.set_policy(self.common)
             for engine in self.replicas:
+                if self.has_released(engine):
+                    continue
                 try:
                     member.policy = await member.node.add_replica(engine)
                 except EngineError as error:  # it may be gone; the others are there

@@ -6,7 +6,7 @@ Nodes that join later get the same policy and the same engines.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -14,7 +14,8 @@ from typing import Final
 import structlog
 from pydantic import ValidationError
 
-from bridle.errors import BridleError, EngineError, NodeLostError, StoreError
+from bridle.engines.pool_replica import engine_id
+from bridle.errors import BridleError, ConfigError, EngineError, NodeLostError, StoreError
 from bridle.gateway.steering import SLACK_S, update
 from bridle.gateway.weights import AddReplica, SetPolicy
 from bridle.node.scheduling import Member
@@ -36,6 +37,8 @@ class Fleet:
         """The policy that every node gets before its first run, those that join late too."""
         self.replicas: list[str] = []
         """Engines that joined at run time, as `AddReplica.engine`."""
+        self.released: list[SetPolicy] = []
+        """Releases that have not ended, for nodes that join late."""
         self._followed = set[str]()
 
     def members(self) -> list[Member]:
@@ -58,6 +61,7 @@ class Fleet:
             "paused": any(one["paused"] for one in known),
             "hold": next((one["hold"] for one in known if one["hold"]), None),
             "model": known[0]["model"] if known else None,
+            "engines": _merged(engine for one in known for engine in one.get("engines", ())),
         }
 
     async def set_policy(self, wanted: SetPolicy) -> JSON:
@@ -68,7 +72,9 @@ class Fleet:
         nodes = [SteeredNode(member) for member in self.live()]
         if not nodes:
             raise EngineError("there is no node whose policy could be set", retryable=True)
-        if wanted.weights is None or wanted.version is None or wanted.rolling:
+        if wanted.released is not None:
+            await self._hand_over(nodes, wanted)
+        elif wanted.weights is None or wanted.version is None or wanted.rolling:
             await _steer_all(nodes, wanted)
         else:
             await update(
@@ -82,6 +88,31 @@ class Fleet:
             changes |= {"weights": wanted.weights, "only_older": wanted.weights is not None}
         self.common = (self.common or SetPolicy()).model_copy(update=changes)
         return self.policy()
+
+    async def _hand_over(self, nodes: list[SteeredNode], wanted: SetPolicy) -> None:
+        """Release engines on all nodes, or resume them; one node has them load their weights."""
+        if wanted.weights is not None:
+            await nodes[0].steer(wanted)
+            nodes, wanted = nodes[1:], wanted.model_copy(update={"weights": None})
+        await _steer_all(nodes, wanted)
+        replicas = wanted.replicas
+        ended = [one for one in self.released if replicas is None or one.replicas == replicas]
+        self.released = [one for one in self.released if one not in ended]
+        self.released += [wanted] if wanted.released else []
+
+    async def release_on(self, member: Member) -> None:
+        """Have a node that has just connected leave released engines alone."""
+        for release in self.released:
+            with suppress(ConfigError, EngineError):  # it has no such engine
+                member.policy = await member.node.set_policy(release)
+
+    def has_released(self, engine: str) -> bool:
+        """Return whether a trainer has this engine, so that no node may probe it."""
+        name = without_user_info(engine)
+        return any(
+            one.replicas is None or not {name, engine_id(name)}.isdisjoint(one.replicas)
+            for one in self.released
+        )
 
     async def add_replica(self, engine: str) -> JSON:
         """Add a server on every node. `EngineError` names the nodes that failed, and why."""
@@ -118,6 +149,8 @@ class Fleet:
             if without_user_info(engine) not in member.policy.get("replicas", ())
         }
         for engine in sorted(set(wanted) - self._followed | lacking & set(wanted)):
+            if self.has_released(engine):
+                continue
             try:
                 await self.add_replica(AddReplica(engine=engine).engine)
                 self._followed.add(engine)
@@ -190,6 +223,16 @@ class SteeredNode:
         except (NodeLostError, TimeoutError) as error:
             raise EngineError(f"it does not answer: {error}") from error
         return dict(self._member.policy)
+
+
+def _merged(engines: Iterable[JSON]) -> list[JSON]:
+    """Return each engine once; of what nodes say of one, what is not `serving` counts."""
+    merged: dict[str, JSON] = {}
+    for one in engines:
+        known = merged.setdefault(one["name"], one)
+        if known["state"] == "serving":
+            merged[one["name"]] = one
+    return list(merged.values())
 
 
 async def _steer_all(nodes: Collection[SteeredNode], wanted: SetPolicy) -> None:

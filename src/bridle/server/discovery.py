@@ -1,6 +1,7 @@
 """Engines that a file or a URL names, which join and leave while the server runs.
 
-The source has lines, JSON, or the Prometheus file that verl writes for its servers.
+The source has lines, JSON, the Prometheus file that verl writes for its servers, or is a router's
+list of its workers. `KIND:` before it is the kind of servers that it names without one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ ENGINE = re.compile(
     r"|(?<![\w./:-])(?:\[[0-9a-fA-F:]+\]|\w[\w.-]*):\d{1,5}(?![\w:])"
 )
 
+KIND = re.compile(r"sglang:(?=https?://|/|\.)")
+"""Kind of a source's servers; `http://` alone means vLLM."""
+
 
 def engines_in(text: str) -> list[str]:
     """The engines that a text names, each once, as `--engine` takes them."""
@@ -44,6 +48,9 @@ def engines_in(text: str) -> list[str]:
 
 async def named(source: str) -> list[str]:
     """The engines that a file or an `http(s)://` URL names now; none where it cannot be read."""
+    if kind := KIND.match(source):
+        found = await named(source[kind.end() :])
+        return [kind[0] + one if one.startswith("http") else one for one in found]
     try:
         if "://" not in source:
             return engines_in(await asyncio.to_thread(_read, Path(source)))

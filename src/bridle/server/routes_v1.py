@@ -19,7 +19,7 @@ from starlette.responses import FileResponse, Response
 from bridle.capture.reader import SqliteReader
 from bridle.config import ForkSpec, Task
 from bridle.errors import ConfigError, StoreError
-from bridle.gateway.weights import AddReplica, SetPolicy
+from bridle.gateway.weights import AddReplica, SetEngine, SetPolicy
 from bridle.node.session import read_replay
 from bridle.server import results
 from bridle.server.auth import Caller, TokenRole
@@ -510,6 +510,27 @@ async def set_policy(request: ApiRequest) -> Response:
     """Set a policy version, pause or hold sampling, or load weights."""
     await request.service.set_policy(await request.body(SetPolicy))
     return await show_policy(request)
+
+
+@ROUTES.add("GET", "/engines", TokenRole.READ)
+async def show_engines(request: ApiRequest) -> Response:
+    """List the engines with their states and versions, as the nodes last reported them."""
+    return reply({"engines": request.service.workers.policy().get("engines", [])})
+
+
+@ROUTES.add("POST", "/engines/{name:path}", TokenRole.ADMIN, body=SetEngine)
+async def set_engine(request: ApiRequest) -> Response:
+    """Release an engine to its trainer, or resume it, on every node.
+
+    `name` is its id or its name; `all` = all engines.
+    """
+    wanted = await request.body(SetEngine)
+    try:
+        policy = wanted.policy(request.path("name"))
+    except ValidationError as error:
+        raise invalid(error, "the request's body") from error
+    await request.service.set_policy(policy)
+    return await show_engines(request)
 
 
 @ROUTES.add("GET", "/v1/nodes", TokenRole.READ)
