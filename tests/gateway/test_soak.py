@@ -148,5 +148,5 @@ async def test_counters_are_exact_and_ended_sessions_leave_no_objects():
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 async def test_counters_are_exact_and_memory_is_flat_over_50000_calls():
-    # 0.2 KiB are the hashes of ended keys, which are bounded; fragments of the heap make 0.6 to 1.1.
+    # 0.2 KiB are the hashes of ended keys, which are bounded; with the heap's fragments 0.6 to 1.1.
     assert await soak(seed=1, calls=50_000) < 2

@@ -50,18 +50,14 @@ def train(  # noqa: PLR0913 - one parameter per flag
     groups: Annotated[int | None, typer.Option(min=1, help="Groups per update. [8]")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Updates in total. [40]")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate. [1e-6]")] = None,
-    lora: Annotated[
-        bool, typer.Option("--lora", help="Train a LoRA adapter instead of all weights.")
-    ] = False,
+    lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter alone.")] = False,
     max_lag: Annotated[
         int | None,
         typer.Option(min=0, help="Most updates between sampling and training (staleness). [1]"),
     ] = None,
     concurrency: ConcurrencyOption = None,
     telemetry: TelemetryOption = None,
-    out: Annotated[
-        str | None, typer.Option(help="Folder of the training; default: runs/train.")
-    ] = None,
+    out: Annotated[str | None, typer.Option(help="Folder of the training. [runs/train]")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the last checkpoint in the folder.")
     ] = False,
