@@ -1,5 +1,7 @@
 """Rows of experts keep their places through every form that they take."""
 
+import base64
+import io
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from bridle.experts import (
     npy_rows,
     npy_text,
     pack,
-    told,
+    reply_extra,
     unpack,
     whole,
 )
@@ -64,6 +66,22 @@ def test_numbers_that_name_no_experts_are_refused(values, fault):
         as_rows(values)
 
 
+def header(*shape):
+    """Base64 of a `.npy` file that claims a shape and has no data."""
+    file = io.BytesIO()
+    fields = {"descr": "<i2", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, fields)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "AAAA", "!", header(3, 1, 1), header(10**12, 4, 2), header(10**18, 9, 9)]
+)
+def test_a_file_that_holds_no_rows_is_refused_whatever_shape_it_claims(text):
+    with pytest.raises(ValueError, match=r"."):
+        npy_rows(text)
+
+
 PARTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 8)), max_size=5)
 
 
@@ -87,13 +105,13 @@ def test_a_row_that_a_part_does_not_know_is_taken_from_the_next():
 
 def test_rows_are_placed_by_the_end_of_the_reply():
     rows = rows_of(9)
-    asked = told(rows[4:], asked=4, tokens=10)[KEY]
-    ignored = told(rows, asked=4, tokens=10)[KEY]
+    asked = reply_extra(rows[4:], asked=4, tokens=10)[KEY]
+    ignored = reply_extra(rows, asked=4, tokens=10)[KEY]
     for experts in (asked, ignored):
         assert experts.start == 4
         assert np.array_equal(experts.rows, rows[4:])
     for wrong in (rows[5:], rows[:-1], rows[:0]):
-        assert list(told(wrong, asked=4, tokens=10)) == [f"{KEY}_dropped"]
+        assert list(reply_extra(wrong, asked=4, tokens=10)) == [f"{KEY}_dropped"]
 
 
 def test_a_trainer_that_needs_all_rows_gets_all_or_none():

@@ -59,7 +59,10 @@ def as_rows(values: npt.NDArray[np.integer]) -> Rows:
 
 def npy_rows(text: str) -> Rows:
     """Read base64 of a `.npy` file, as vLLM sends it. `ValueError` for anything else."""
-    return as_rows(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False))
+    try:
+        return as_rows(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False))
+    except (EOFError, MemoryError) as error:  # a header may claim any shape
+        raise ValueError(f"no .npy file of experts: {error}") from None
 
 
 def npy_text(rows: Rows) -> str:
@@ -69,12 +72,12 @@ def npy_text(rows: Rows) -> str:
     return base64.b64encode(file.getbuffer()).decode()
 
 
-def told(rows: Rows, *, asked: int, tokens: int) -> JSON:
+def reply_extra(rows: Rows, *, asked: int, tokens: int) -> JSON:
     """Make the `extra` of a reply whose prompt and output have `tokens` ids.
 
     The rows end before its last token; they begin where that was `asked`, or, where the server has
     no such setting, at the first token. Other numbers of rows cannot be placed: they are dropped,
-    and `routed_experts_dropped` tells so.
+    and `routed_experts_dropped` says so.
     """
     start = tokens - 1 - len(rows)
     if start not in {0, asked}:

@@ -42,6 +42,8 @@ def test_an_agent_in_a_virtual_environment_works_in_the_sandbox_at_once(say, pro
     said = say("init", "mine", "--agent", "project/my_agent.py")
     assert said.code == 0, said.out + said.err
     assert "proved: 1 scripted model call(s) answered" in said.out
+    made = sorted(path.name for path in (project.parent / "mine" / "hello").iterdir())
+    assert made == ["score.py", "script.json", "task.toml"]
     command = said.out.splitlines()[-1].split()
     ran = say(*command[1:], "--out", "run", "--json")
     assert [line["reward"] for line in ran.json["sessions"]] == [1.0]

@@ -53,7 +53,7 @@ def test_secrets_have_no_default(compose):
 def test_the_engine_is_started_as_the_probe_wants_it(compose):
     command = compose["services"]["engine"]["command"]
     page = (DEPLOY.parent / "docs" / "guides" / "engines.md").read_text()
-    [line] = re.findall(r"vllm serve MODEL (.*)", page)
+    [line] = re.findall(r"DEV_MODE=1 vllm serve MODEL (.*)", page)
     asked = line.replace("--logprobs-mode ", "--logprobs-mode=").split()
     assert {word for word in asked if word.startswith("--")} <= {*command}
 

@@ -176,6 +176,28 @@ async def test_a_release_waits_for_whatever_is_being_sent(send):
         await pool.take_back()
 
 
+async def test_a_command_that_begins_during_the_last_health_check_delays_a_release():
+    a = Sleeper()
+    a.slow_s = 0.05
+    async with pooled(a) as pool, asyncio.TaskGroup() as group:
+        replica = pool._replicas["a"]
+        async with replica.checking:
+            giving = group.create_task(pool.give_up())
+            await until(lambda: state(pool, "a") == "draining")
+            await asyncio.sleep(0.01)
+            touching = group.create_task(replica_touched(replica, a))
+            await until(lambda: replica.touches)
+        await giving
+        assert touching.done()
+        await pool.take_back()
+
+
+async def replica_touched(replica, engine):
+    """A command that takes its time."""
+    with replica.touching():
+        await asyncio.sleep(engine.slow_s)
+
+
 async def test_a_release_waits_for_what_calls_that_have_ended_still_send():
     a = Sleeper()
     async with pooled(a) as pool, asyncio.TaskGroup() as group:

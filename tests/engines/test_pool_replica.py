@@ -158,8 +158,17 @@ class Trained(Fake):
 class Adapted(Trained):
     """Takes adapters: a call keeps the one that it began with, and its version."""
 
+    loaded_at_abort = 0
+
     async def load_adapter(self, folder, version):
         await self.update_weights(folder, version)
+
+    async def abort(self, request_id):
+        self.loaded_at_abort = len(self.loaded)
+        await super().abort(request_id)
+
+    def forget_adapters(self):
+        self.loaded.clear()
 
     async def generate(self, request):
         version = self.info.version
@@ -478,6 +487,7 @@ async def test_a_call_that_is_two_adapters_behind_is_ended_to_be_resumed(adapter
             assert not a.aborted
             await pool.update_weights(adapter, 3)
             assert a.aborted == {"r"}
+            assert a.loaded_at_abort == 3  # resumed earlier, it would be under the second one
         last = running.result()[1]
         assert last.finish_reason is FinishReason.ABORT
         assert last.moved

@@ -8,6 +8,8 @@ from tests.engines.shapes import collect, request
 from tests.engines.stub import honest
 
 from bridle.engines.base import ADAPTER, is_adapter
+from bridle.engines.pool import EnginePool
+from bridle.engines.pool_replica import Replica
 from bridle.errors import EngineError
 from bridle.types import VersionSpan
 
@@ -79,6 +81,17 @@ async def test_adapters_before_the_last_two_are_unloaded_and_all_at_the_end(taki
     assert taker.told[2:] == [("unload", first), ("load", third, "/b")]
     await engine.aclose()
     assert taker.told[4:] == [("unload", third), ("unload", second)]
+
+
+async def test_a_pool_that_ends_unloads_no_adapter_from_a_released_server(taking, tmp_path):
+    taker, _, engine = taking
+    (tmp_path / ADAPTER).touch()
+    pool = EnginePool([Replica("a", engine)])
+    await pool.start()
+    await pool.update_weights(tmp_path, 1)
+    await pool.give_up()
+    await pool.aclose()
+    assert [one[0] for one in taker.told] == ["load"]
 
 
 async def test_the_old_adapter_stays_where_the_new_one_is_refused(taking):

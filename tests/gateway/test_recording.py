@@ -13,7 +13,7 @@ from bridle.capture.records import no_ids
 from bridle.dialects import DIALECTS
 from bridle.dialects.json_reader import content_digest
 from bridle.engines.base import CutError, GenerateChunk, GenerateRequest
-from bridle.experts import KEY, Experts, told, unpack
+from bridle.experts import KEY, Experts, reply_extra, unpack
 from bridle.gateway.call import Asked, Call, Question, SpanList
 from bridle.gateway.recording import (
     Finished,
@@ -239,7 +239,9 @@ class Routed:
         whole = np.concatenate([before, sampled])
         rows = rows_of(whole)[request.experts_from : -1]
         extra = (
-            {} if fate == "silent" else told(rows, asked=request.experts_from, tokens=len(whole))
+            {}
+            if fate == "silent"
+            else reply_extra(rows, asked=request.experts_from, tokens=len(whole))
         )
         finish = FinishReason.STOP if not self.tries else FinishReason.ABORT
         yield GenerateChunk(sampled, -np.ones(size, np.float32), finish, extra=extra)

@@ -101,7 +101,9 @@ async def test_every_node_is_steered_and_one_that_refuses_is_named():
     async with remote_nodes("a", "b") as remotes, a_runner(*remotes) as runner:
         await runner.set_policy(SetPolicy(version=3, paused=False))
         assert [remote.gateway.version for remote in remotes] == [3, 3]
-        assert runner.policy() == {"version": 3, "paused": False, "hold": None, "model": "m"}
+        assert runner.policy() == {
+            "version": 3, "paused": False, "hold": None, "model": "m", "engines": [],
+        }  # fmt: skip
         remotes[1].gateway.refuses = "no such folder"
         with pytest.raises(EngineError, match="node id-b: no such folder"):
             await runner.set_policy(SetPolicy(version=4))

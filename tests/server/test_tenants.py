@@ -66,13 +66,14 @@ OPERATORS = {
     "POST /v1/drain",
     "POST /v1/resume",
     "POST /policy",
+    "POST /engines/{name:path}",
     "POST /v1/nodes/{name}/drain",
     "POST /v1/replicas",
     "DELETE /v1/replicas",
 }
 """Routes for the operator's tokens; a tenant's gets 403."""
 
-SHARED = {"GET /policy", "GET /v1/nodes", "GET /health", "GET /openapi.json"}
+SHARED = {"GET /policy", "GET /engines", "GET /v1/nodes", "GET /health", "GET /openapi.json"}
 """Routes that answer every tenant the same and name no task."""
 
 

@@ -165,7 +165,7 @@ def test_the_learning_rate_grows_and_then_follows_its_schedule(schedule, middle,
 
 
 def test_training_leaves_torch_as_it_was_and_tells_every_step():
-    learner, threads, told = model(), torch.get_num_threads(), []
+    learner, told = model(), []
     before = torch.get_rng_state()
 
     train(
@@ -173,8 +173,22 @@ def test_training_leaves_torch_as_it_was_and_tells_every_step():
     )
 
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.get_num_threads() == threads
     assert [(d.step, d.steps, d.tokens) for d in told] == [(1, 3, 1), (2, 3, 2), (3, 3, 3)]
+
+
+@pytest.mark.parametrize(("asked", "used"), [(None, 1), (2, 2)])
+def test_a_very_small_model_trains_on_one_thread_unless_others_are_asked_for(asked, used):
+    settings = FAST.model_copy(update={"max_steps": 1, "threads": asked})
+    seen, before = [], torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        train(
+            model(), [example([2, 3])], settings,
+            progress=lambda _: seen.append(torch.get_num_threads()),
+        )  # fmt: skip
+        assert (seen, torch.get_num_threads()) == ([used], 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mamba"])

@@ -23,6 +23,7 @@ from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.vllm import VllmEngine
 from bridle.engines.vllm_images import ImageRenderer
+from bridle.engines.vllm_lora import LoraAdapters
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
@@ -116,6 +117,7 @@ class RecordingVllm(VllmEngine):
         super().__init__(base_url, **options)
         self._client = Recorder(base_url, self.answers)
         self._images = ImageRenderer(self._client)
+        self._adapters = LoraAdapters(self._client)
 
     @classmethod
     def said(cls, request_id: str) -> Said:

@@ -9,12 +9,14 @@ import torch
 from tests.gateway.sdk_agents import openai_client
 
 from bridle.embedded.model import load_model
+from bridle.engines.pool import EnginePool
+from bridle.engines.pool_replica import Replica, RoutingSettings
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
 from bridle.training.grpo import Learner
 from bridle.training.settings import GrpoSettings, LoraSettings
 
-from .checks import CLOSE, opened_gateway, plain_logprobs, sampling_of, until
+from .checks import CLOSE, RecordingVllm, opened_gateway, plain_logprobs, sampling_of, until
 from .learning import check_learning
 from .serving import VllmServer
 
@@ -22,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 FLAGS = ("--max-model-len", "4096", "--enable-lora", "--max-loras", "4", "--max-lora-rank", "16")
 LORA = LoraSettings(rank=8, alpha=16)
-TOKENS = 250
+TOKENS = 800
 GENERATED = "vllm:generation_tokens_total"
 
 
@@ -128,7 +130,9 @@ async def test_two_policies_on_one_engine_and_calls_that_keep_their_adapter(
 
 async def test_a_call_that_is_two_adapters_behind_goes_on_under_the_newest(adapted, adapters):
     first, second, third, _ = adapters
-    async with opened_gateway(adapted) as (gateway, store):
+    replica = Replica("vllm", RecordingVllm(adapted.url))
+    pool = EnginePool([replica], settings=RoutingSettings(keep_tokens=True))
+    async with opened_gateway(adapted, engine=pool) as (gateway, store):
         await gateway.update_weights(first, 1)
         async with talking(adapted, gateway, stream=True) as session:
             await gateway.update_weights(second, 2)

@@ -161,6 +161,7 @@ def _proved(folder: Path) -> bool:
     from bridle.datasets.jsonl import load_tasks
 
     (proof,) = prove(load_tasks(folder / "hello"))
+    shutil.rmtree(folder / "hello" / "__pycache__", ignore_errors=True)  # of the scorer's import
     if proof.ok and proof.error is None:
         _say(f"proved: {proof.calls} scripted model call(s) answered, reward {proof.reward}")
         return True

@@ -393,6 +393,9 @@ class Adaptable(Protocol):
         adapter is still the newest.
         """
 
+    def forget_adapters(self) -> None:
+        """Unload none of them at the end: the server's trainer has it."""
+
 
 class WeightsLostError(EngineError):
     """A weight update failed half-way: the engine must be restarted."""

@@ -26,6 +26,7 @@ import structlog
 from bridle.aio import Nursery
 from bridle.engines.adapter import ReplyCheck
 from bridle.engines.base import (
+    Adaptable,
     Engine,
     EngineInfo,
     GarbledError,
@@ -184,6 +185,8 @@ class EnginePool(EngineHandover):
             call.changed.set()
         async with asyncio.TaskGroup() as group:
             for one in self._replicas.values():
+                if one.state is ReplicaState.RELEASED and isinstance(one.engine, Adaptable):
+                    one.engine.forget_adapters()
                 group.create_task(one.engine.aclose())
 
     # ---- sampling

@@ -603,8 +603,7 @@ class WeightUpdates(ABC):
         adapts = _keeps_calls(one, source)
         try:
             with boundary(EngineError, "loading"), one.touching():
-                for request_id in [name for name, call in one.running.items() if call.pinned]:
-                    await one.abort(request_id)
+                behind = [name for name, call in one.running.items() if call.pinned]
                 await _put(one.engine, source, version)
         except EngineError as error:
             if isinstance(error, WeightsLostError):
@@ -615,6 +614,8 @@ class WeightUpdates(ABC):
         one.version = version
         self._latest = source, version
         self.published(version)
+        for request_id in behind:  # now, so that they are resumed under what was loaded
+            await one.abort(request_id)
         return []
 
 

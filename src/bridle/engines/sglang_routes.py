@@ -25,7 +25,7 @@ from bridle.engines.adapter import ROUTER, as_version, check_paired
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest
 from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
 from bridle.errors import EngineError
-from bridle.experts import KEY, as_rows, told
+from bridle.experts import KEY, as_rows, reply_extra
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
 
 if TYPE_CHECKING:
@@ -396,7 +396,7 @@ class Reading:
         except ValueError as error:
             raise GarbledError(f"the engine's routed experts cannot be read: {error}") from None
         tokens = (meta.prompt_tokens or self.prompt_tokens or 0) + self.count
-        return told(rows, asked=self.experts_from, tokens=tokens)
+        return reply_extra(rows, asked=self.experts_from, tokens=tokens)
 
 
 _PER_TOKEN = ("sampling_mask", "sampling_logprobs")

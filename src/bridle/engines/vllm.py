@@ -53,7 +53,7 @@ from bridle.engines.vllm_routes import (
     read_answers,
 )
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.experts import KEY, told
+from bridle.experts import KEY, reply_extra
 from bridle.types import JSON, FinishReason, Sampling, VersionSpan
 
 if TYPE_CHECKING:
@@ -179,6 +179,9 @@ class VllmEngine(ServerAdapter, Immediate):
         """Have the server load a LoRA adapter under a name of its own; see `Adaptable`."""
         await self._adapters.load(folder, self._model, version)
         self.version = version
+
+    def forget_adapters(self) -> None:
+        self._adapters.forget()
 
     async def aclose(self) -> None:
         """End all calls, unload the adapters, and close all connections."""
@@ -373,7 +376,7 @@ class VllmEngine(ServerAdapter, Immediate):
         )
         self.tells_experts = True
         others = {name: value for name, value in chunk.extra.items() if name != KEY}
-        return others | told(chunk.extra[KEY], asked=request.experts_from, tokens=tokens)
+        return others | reply_extra(chunk.extra[KEY], asked=request.experts_from, tokens=tokens)
 
     def check(self, read: Read) -> None:
         """Record whether ids and logprobs were paired; refuse a reply that lacks either."""

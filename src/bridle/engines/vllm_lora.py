@@ -56,6 +56,10 @@ class LoraAdapters:
             )
         self._names.append(name)
 
+    def forget(self) -> None:
+        """Leave the adapters as they are on the server."""
+        self._names.clear()
+
     async def unload_all(self) -> None:
         """Unload what was loaded, as far as the server answers."""
         with suppress(EngineError, TimeoutError):

@@ -78,7 +78,7 @@ class Handed:
         self.deliveries.left(self.session, self.call, partly=False)
 
 
-class Known:
+class KnownHead:
     """A head that was authenticated, and what the requests with it have in common."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Line:
     def __init__(self, path: PlainPath, connection: Connection) -> None:
         self._path = path
         self.connection = connection
-        self.known: Known | None = None
+        self.known: KnownHead | None = None
         """The head of its last request, if that is known."""
         self.flight: Flight | None = None
         """The call that its client waits for."""
@@ -157,7 +157,7 @@ class Line:
             return False
         return self._begun(known, data, end + len(known.after), int(data[at:end]))
 
-    def _begun(self, known: Known, data: bytes, start: int, size: int) -> bool:
+    def _begun(self, known: KnownHead, data: bytes, start: int, size: int) -> bool:
         """Take the beginning of a request whose body has this `size`, or all of it."""
         missing = size + start - len(data)
         if missing < 0 or size > self._path.admission.max_body_bytes:
@@ -234,7 +234,7 @@ class PlainPath:
         self.responses = responses
         self.settings = settings
         self.metrics = metrics
-        self._known: WeakValueDictionary[tuple[bytes, bytes], Known] = WeakValueDictionary()
+        self._known: WeakValueDictionary[tuple[bytes, bytes], KnownHead] = WeakValueDictionary()
         """By their bytes; each is kept by its session."""
         self.admission = admission
         self.is_open = True
@@ -268,12 +268,12 @@ class PlainPath:
         parts = raw[: lengths[0].start(1)], raw[lengths[0].end(1) :]
         line.known = self._known.get(parts)
         if line.known is None:
-            line.known = self._known[parts] = Known(
+            line.known = self._known[parts] = KnownHead(
                 connection, session, headers, route, wire, parts
             )
             session.in_hand.heads.append(line.known)
 
-    def find(self, data: bytes) -> Known | None:
+    def find(self, data: bytes) -> KnownHead | None:
         """The known head that `data` begins with."""
         end = data.find(b"\r\n\r\n", 0, MOST_KEPT) + 4
         length = _LENGTH.search(data, 0, end) if self._known and end > 4 else None

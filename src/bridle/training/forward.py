@@ -318,10 +318,16 @@ def replayed(model: PreTrainedModel, rows: Rows16 | None) -> AbstractContextMana
 
 
 @contextmanager
-def threads(count: int | None) -> Iterator[None]:
-    """Meanwhile torch computes an operation on so many CPU threads; `None` = as it is set."""
+def threads(count: int | None, model: PreTrainedModel) -> Iterator[None]:
+    """Meanwhile torch computes an operation on so many CPU threads.
+
+    `None` = one for a very small model (see `SMALL_MODEL`), else as torch is set.
+    """
+    from bridle.embedded.model import SMALL_MODEL
+
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    small = model.device.type == "cpu" and model.num_parameters() < SMALL_MODEL
+    torch.set_num_threads(count or (1 if small else before))
     try:
         yield
     finally:

@@ -168,7 +168,6 @@ class Learner:
         """Of the weights in `model`."""
         self.steps = 0
         """Optimiser steps so far."""
-        self._threads = settings.threads or _fastest(model)
         self.reference: PreTrainedModel | None = None
         """What `kl` pulls to."""
         if settings.kl:
@@ -234,7 +233,7 @@ class Learner:
         if not batch.tokens:
             raise TrainingError(nothing_left(batch))
         check_ids(batch.samples, self.model)
-        with threads(self._threads):
+        with threads(self.settings.threads, self.model):
             pieces = list(self._pieces(batch))
             first = self._pass(pieces, batch, None)
             if self.settings.most_mismatch is not None:
@@ -354,14 +353,6 @@ def _align(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if parameter.data_ptr() % 64:
             parameter.data = parameter.data.clone()
-
-
-def _fastest(model: PreTrainedModel) -> int | None:
-    """CPU threads for a model where nothing is said: see `SMALL_MODEL`; `None` = torch's own."""
-    from bridle.embedded.model import SMALL_MODEL
-
-    small = model.device.type == "cpu" and model.num_parameters() < SMALL_MODEL
-    return 1 if small else None
 
 
 def _largest(

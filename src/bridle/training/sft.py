@@ -78,8 +78,8 @@ class SftSettings(Settings):
     batch. The gradients are the same; only for models whose cache is of keys and values."""
     seed: int = 0
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of one operation while training; `None` = as torch is set. One gives the same
-    bits on any number of cores, and is the fastest for a very small model on a busy machine."""
+    """CPU threads of one operation while training; `None` = one for a very small model, else as
+    torch is set. One gives the same bits on any number of cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def train(
     prefix = _common_prefix(examples) if settings.share_prefix else 0
     batches = list(_all_batches(examples, prefix, settings))[: settings.max_steps]
     devices = [] if model.device.type == "cpu" else [model.device]
-    with torch.random.fork_rng(devices=devices), threads(settings.threads):
+    with torch.random.fork_rng(devices=devices), threads(settings.threads, model):
         torch.manual_seed(settings.seed)
         model.train()
         try:
