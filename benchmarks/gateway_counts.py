@@ -60,9 +60,19 @@ async def count_calls(
     found: Counter[str] = Counter()
     totals = []
     path: list[str] = []
+    skipped: list[FrameType] = []
+    """The benchmark's function that runs, with all that it calls."""
 
     def seen(frame: FrameType, event: str, called: Any) -> None:  # noqa: ANN401 - a builtin, or none
-        if event not in {"call", "c_call"} or frame.f_code.co_filename.startswith(OURS):
+        if skipped:
+            if event == "return" and frame is skipped[0]:
+                skipped.clear()
+            return
+        if event not in {"call", "c_call"}:
+            return
+        if frame.f_code.co_filename.startswith(OURS):
+            if event == "call":
+                skipped.append(frame)
             return
         if event == "c_call":
             found[f"{getattr(called, '__module__', '')}.{called.__qualname__}"] += 1
