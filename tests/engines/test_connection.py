@@ -31,6 +31,30 @@ def test_a_reply_is_the_same_wherever_its_bytes_are_split(wire, cuts):
     assert (reply.status, reply.body) == (200, b"hello")
 
 
+@given(
+    before=st.sampled_from([LENGTH, CHUNKED, LENGTH.replace(b"OK", b"Fine")]),
+    size=st.integers(0, 12),
+    cuts=st.lists(st.integers(0, 60), max_size=3),
+    wire=st.sampled_from(
+        [LENGTH, CHUNKED, INTERIM, LENGTH.replace(b" 5", b"5  "), LENGTH.replace(b"200", b"503")]
+    ),
+)
+def test_a_reply_is_the_same_after_any_other_one(before, wire, size, cuts):
+    earlier = HttpReply()
+    earlier.feed(before)
+    body = b"hello" if wire is CHUNKED else b"h" * size
+    wire = wire.replace(b"hello", body).replace(b"h: 5", b"h: %d" % size)
+    wire = wire.replace(b"h:5", b"h:%d" % size)
+    alone, after = HttpReply(), HttpReply(earlier.head)
+    places = sorted({min(cut, len(wire)) for cut in cuts} | {0, len(wire)})
+    for piece in [wire[a:b] for a, b in itertools.pairwise(places)]:
+        assert after.feed(piece) is alone.feed(piece)
+    for reply in (alone, after):
+        assert (reply.body, reply.is_whole) == (body, False)
+    told = ("status", "keeps", "content_type", "retry_after")
+    assert [getattr(after, name) for name in told] == [getattr(alone, name) for name in told]
+
+
 @pytest.mark.parametrize("wire", [LENGTH[:-1], CHUNKED[:-3], CHUNKED[:50], LENGTH[:10]])
 def test_a_reply_whose_end_is_missing_is_never_whole(wire):
     reply = HttpReply()
@@ -272,7 +296,7 @@ async def test_a_stream_that_breaks_between_two_reads_says_so_at_the_next():
     ):
         assert await more() == b"he"
         async with asyncio.timeout(15):
-            while any(one.open for one in made._busy):  # noqa: ASYNC110 - nothing tells of it
+            while any(one.open for one in made._made):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
         with pytest.raises(CutReplyError):
             await more()

@@ -50,10 +50,25 @@ class CutReplyError(ConnectionError):
     """The connection ended in mid-reply."""
 
 
-class HttpReply:
-    """Parser of a reply from bytes, without I/O. Raises `ConnectionError` for other protocols."""
+@dataclass(slots=True, eq=False)
+class _Head:
+    """Head of a whole reply, around the number of its body's bytes."""
 
-    def __init__(self) -> None:
+    before: bytes
+    after: bytes
+    keeps: bool
+    content_type: bytes
+
+
+class HttpReply:
+    """Parser of a reply from bytes, without I/O. Raises `ConnectionError` for other protocols.
+
+    `head` is that of an earlier reply of the same server: one that differs in its length alone is
+    compared, not read.
+    """
+
+    def __init__(self, head: _Head | None = None) -> None:
+        self.head = head
         self.status = 0
         """0 = the head is incomplete."""
         self.keeps = True
@@ -93,6 +108,8 @@ class HttpReply:
 
     def feed(self, data: bytes) -> bool:
         """Add bytes; return whether the reply is whole."""
+        if not self.status and self.head and not self._pieces and self._begins_alike(data):
+            return self._length <= self._size
         self._pieces.append(data)
         self._size += len(data)
         if self._size > MOST_BYTES:
@@ -102,6 +119,23 @@ class HttpReply:
         if self._chunked:
             return self._read_chunks()
         return 0 <= self._length <= self._size
+
+    def _begins_alike(self, data: bytes) -> bool:
+        """Read a head that differs from `head` in its length alone."""
+        known = self.head
+        assert known is not None, "there was a reply before"
+        if not data.startswith(known.before):
+            return False
+        at = len(known.before)
+        end = data.find(b"\r", at, at + 20)
+        if not data[at:end].isdigit() or not data.startswith(known.after, end):
+            return False
+        self._bound(int(data[at:end]))
+        self.status, self.keeps, self._length = 200, known.keeps, int(data[at:end])
+        self._content_type = known.content_type
+        self._pieces = [data[end + len(known.after) :]]
+        self._size = len(self._pieces[0])
+        return True
 
     def ended(self) -> bool:
         """Handle the end of the connection; return whether the reply is whole."""
@@ -130,10 +164,17 @@ class HttpReply:
             return self._read_head()
         self.status = status
         self.keeps = first[1] != b"0"
-        for name, value in _READ.findall(text, 0, end):
-            self._take(name.lower(), value)
+        lengths = []
+        for match in _READ.finditer(text, 0, end):
+            self._take(match[1].lower(), match[2])
+            if match[1].lower() == b"content-length":
+                lengths.append(match)
         if status in {204, 304}:
             self._length = 0
+        elif status == 200 and len(lengths) == 1 and not self._chunked and not self.retry_after:
+            start = lengths[0].end() - len(lengths[0][2].lstrip())
+            after = text[start : end + 4].lstrip(b"0123456789")
+            self.head = _Head(text[:start], after, self.keeps, self._content_type)
         return True
 
     def _take(self, name: bytes, told: bytes) -> None:
@@ -190,10 +231,14 @@ class HttpReply:
 class _Connection(asyncio.Protocol):
     """Connection for one call at a time."""
 
-    def __init__(self, silent_s: float) -> None:
+    def __init__(self, silent_s: float, made: set[_Connection]) -> None:
+        """`made` holds it until it is lost."""
         self._silent_s = silent_s
+        self._made = made
         self._loop = asyncio.get_running_loop()
         self._reply: HttpReply | None = None
+        self._head: _Head | None = None
+        """That of the last reply, if it was a whole one."""
         self._waiting: asyncio.Future[HttpReply] | None = None
         self._streams = False
         """Whether the caller wants each part of the reply as it arrives."""
@@ -208,13 +253,20 @@ class _Connection(asyncio.Protocol):
         """Return whether the connection can send a call."""
         return self._transport is not None and not self._transport.is_closing()
 
+    def is_fresh(self, keepalive_s: float) -> bool:
+        """Return whether it is open, and was not idle for so long."""
+        if self._transport is None or self._transport.is_closing():
+            return False
+        return self._loop.time() - self.idle_since < keepalive_s
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._made.add(self)
 
     def call(self, head: bytes, body: bytes, *, streams: bool = False) -> asyncio.Future[HttpReply]:
         """Send a request; return a future of its reply, or of its head if it `streams`."""
         assert self._transport is not None
-        self._reply, self._streams = HttpReply(), streams
+        self._reply, self._streams = HttpReply(self._head), streams
         self._waiting = self._loop.create_future()
         self._heard = self._loop.time()
         if self._timer is None:
@@ -259,12 +311,14 @@ class _Connection(asyncio.Protocol):
         reply, self._reply = self._reply, None
         self.idle_since = self._heard
         assert reply is not None
+        self._head = reply.head
         reply.is_whole = True
         if not reply.keeps:
             self.close()
         self._wake(reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._made.discard(self)
         if self._reply is not None and self._reply.ended():
             self._reply.keeps = False
             self._done()
@@ -337,7 +391,8 @@ class Connections:
         self._heads: dict[str, bytes] = {}
         self._idle: deque[_Connection] = deque()
         """Ordered by last use, the latest last."""
-        self._busy: set[_Connection] = set()
+        self._made: set[_Connection] = set()
+        """Those that are not lost."""
 
     async def post(
         self, path: str, body: bytes, watch: Callable[[asyncio.Future[HttpReply]], None]
@@ -356,7 +411,6 @@ class Connections:
         return None if connection is None else self._send(connection, path, body)
 
     def _send(self, connection: _Connection, path: str, body: bytes) -> Sent:
-        self._busy.add(connection)
         return Sent(connection, connection.call(self._head(path, body), body))
 
     async def reply(
@@ -375,12 +429,10 @@ class Connections:
         """End a call: its connection is closed, at which the server ends it, too."""
         sent.waiting.cancel()
         sent.connection.close()
-        self._busy.discard(sent.connection)
 
     def take(self, sent: Sent) -> HttpReply:
         """Return a reply that has arrived; its connection is kept for the next call."""
         reply = sent.waiting.result()
-        self._busy.discard(sent.connection)
         self._keep(sent.connection, reply)
         return reply
 
@@ -393,7 +445,6 @@ class Connections:
         That function returns an empty part at the end. Failures are those of `post`.
         """
         connection = await self._take()
-        self._busy.add(connection)
         try:
             waiting = connection.call(self._head(path, body), body, streams=True)
             watch(waiting)
@@ -406,8 +457,6 @@ class Connections:
         except BaseException:
             connection.close()
             raise
-        finally:
-            self._busy.discard(connection)
 
     def _head(self, path: str, body: bytes) -> bytes:
         head = self._heads.get(path)
@@ -427,10 +476,9 @@ class Connections:
             self._idle.popleft().close()
 
     def _idle_one(self) -> _Connection | None:
-        now = asyncio.get_running_loop().time()
         while self._idle:
             connection = self._idle.pop()
-            if connection.open and now - connection.idle_since < self._keepalive_s:
+            if connection.is_fresh(self._keepalive_s):
                 return connection
             connection.close()
         return None
@@ -447,7 +495,7 @@ class Connections:
         secure = ssl.create_default_context() if self._url.scheme == "https" else None
         async with asyncio.timeout(CONNECT_S):
             _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: _Connection(self._silent_s),
+                lambda: _Connection(self._silent_s, self._made),
                 str(self._url.host),
                 self._url.port or 80,
                 ssl=secure,
@@ -456,7 +504,7 @@ class Connections:
 
     async def aclose(self) -> None:
         """Drop all connections; running calls end with `ConnectionError`."""
-        for connection in (*self._idle, *self._busy):
+        for connection in tuple(self._made):
             connection.close()
         self._idle.clear()
         await asyncio.sleep(0)  # the transports close their sockets in the loop's next round
