@@ -80,8 +80,6 @@ class Room:
         return call
 
     async def recorded(self, call: Call) -> DeliveryState | None:
-        while self.session.writing:
-            await asyncio.wait(self.session.writing)
         record = self.store.deliveries("s").get(call.exchange_id)
         assert (None if record is None else record.state) is call.delivery
         return call.delivery

@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -131,20 +132,27 @@ class SqliteStore:
         size = len(exchange.reply)
         for digest in bodies:
             size += len(bodies[digest])
-        return self._write_now(lambda writer: writer.commit(exchange, bodies), size=size)
+        work = partial(_Writer.commit, exchange=exchange, bodies=bodies)
+        return self._write_now(work, size=size)
 
     async def deliver(self, delivery: Delivery) -> None:
-        await self.deliver_soon(delivery)
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._writer.give_later(Job(partial(_Writer.deliver, delivery=delivery), loop, done))
+        await done
 
-    def deliver_soon(self, delivery: Delivery) -> asyncio.Future[None]:
+    def deliver_soon(self, delivery: Delivery, failed: Callable[[StoreError], object]) -> None:
         """Record the state of a reply; readers in this process see it at once.
 
         It is written with the next exchange, or soon; no reply waits for it.
         """
-        job = self._job(lambda writer: writer.deliver(delivery))
-        if not job.done.done():
+        work = partial(_Writer.deliver, delivery=delivery)
+        job = Job(work, asyncio.get_running_loop(), failed=failed)
+        if self._closed:
+            job.finish(self._closed_error())
+        else:
             self._writer.give_later(job)
-        return job.done
 
     async def close_session(self, outcome: Outcome) -> None:
         await self._write(lambda writer: writer.close_session(outcome))
@@ -155,6 +163,11 @@ class SqliteStore:
     async def forget(self, session_id: str) -> None:
         """Remove all of a session; freed pages are reused, the file does not shrink."""
         await self._write(lambda writer: writer.forget(session_id), size=sys.maxsize)
+
+    async def written(self) -> None:
+        """Return when all earlier records were written, or failed."""
+        with suppress(StoreError):  # which was told whoever gave the record
+            await self._write(lambda _: None)
 
     async def flush(self) -> None:
         """Return when all earlier records are synced to the disk."""
@@ -203,15 +216,10 @@ class SqliteStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreError(f"{self.path}: the store is closed")
+            raise self._closed_error()
 
-    def _job(self, work: Work) -> Job:
-        """Make a job of this loop; if the store is closed, it already has the error."""
-        loop = asyncio.get_running_loop()
-        job = Job(work, loop, loop.create_future())
-        if self._closed:
-            job.done.set_exception(StoreError(f"{self.path}: the store is closed"))
-        return job
+    def _closed_error(self) -> StoreError:
+        return StoreError(f"{self.path}: the store is closed")
 
     async def _write(self, work: Work, *, size: int = 0) -> None:
         """Run `work` and wait for it; see `_write_now`."""
@@ -332,20 +340,22 @@ class _Writer:
 
     def _transact_with_later(self, work: Work | None) -> None:
         """Write `work` and the deferred jobs in one transaction; if it fails, each in its own."""
-        works = [] if work is None else [work]
         later = self._jobs.take_left()
+        works = [job.work for job in later]
+        if work is not None:
+            works += (work,)
         try:
-            self._transact([job.work for job in later] + works if later else works)
+            self._transact(works)
         except StoreError:
             if not later:
                 raise
             self._jobs.give(*later)
-            if works:
-                self._transact(works)
+            if work is not None:
+                self._transact((work,))
         else:
-            loop = asyncio.get_running_loop()
             for job in later:
-                job.finish(None, loop)
+                if job.done is not None:
+                    job.finish(None, asyncio.get_running_loop())
 
     def wait_until_written(self) -> None:
         """Block until every earlier job has been tried."""
@@ -559,25 +569,30 @@ class Job:
     work: Callable[[Any], None]
     """Called with the writer, inside a transaction."""
     loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[None]
+    done: asyncio.Future[None] | None = None
+    """`None` = nobody waits."""
+    failed: Callable[[StoreError], object] | None = None
+    """Told of an error that nobody waits for."""
 
     def finish(
         self, error: StoreError | None, here: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        """Resolve the caller's future, whose loop may be closed; `here` is this thread's loop."""
-
-        def resolve() -> None:
-            if self.done.done():
-                return
-            if error is None:
-                self.done.set_result(None)
-            else:
-                self.done.set_exception(error)
-
+        """Tell the caller, whose loop may be closed; `here` is this thread's loop."""
         if self.loop is here:
-            resolve()
+            self._tell(error)
         elif not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(resolve)
+            self.loop.call_soon_threadsafe(self._tell, error)
+
+    def _tell(self, error: StoreError | None) -> None:
+        if self.done is None:
+            if error is not None and self.failed is not None:
+                self.failed(error)
+        elif self.done.done():
+            pass
+        elif error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
 
 
 class Jobs:

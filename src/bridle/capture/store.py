@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 from bridle.capture.records import (
@@ -45,8 +44,8 @@ class Store(Protocol):
     async def deliver(self, delivery: Delivery) -> None:
         """Record the state of a reply; readers in this process see it at once."""
 
-    def deliver_soon(self, delivery: Delivery) -> asyncio.Future[None]:
-        """Record as `deliver` does; the future gets the completion or the `StoreError`."""
+    def deliver_soon(self, delivery: Delivery, failed: Callable[[StoreError], object]) -> None:
+        """Record as `deliver` does, without a wait; `failed` is told the error, if it fails."""
 
     async def close_session(self, outcome: Outcome) -> None:
         """Record the end of a session; a second outcome of the same session is an error."""
@@ -56,6 +55,9 @@ class Store(Protocol):
 
     async def forget(self, session_id: str) -> None:
         """Remove all records of a session; an unknown one is ignored."""
+
+    async def written(self) -> None:
+        """Return when all earlier records were written, or failed; never raises."""
 
     async def flush(self) -> None:
         """Return when all earlier records are durable."""
@@ -131,10 +133,13 @@ class MemoryStore:
             session.bodies.setdefault(digest, body)
 
     async def deliver(self, delivery: Delivery) -> None:
-        await self.deliver_soon(delivery)
+        self._deliver(delivery)
 
-    def deliver_soon(self, delivery: Delivery) -> asyncio.Future[None]:
-        return _tried(partial(self._deliver, delivery))
+    def deliver_soon(self, delivery: Delivery, failed: Callable[[StoreError], object]) -> None:
+        try:
+            self._deliver(delivery)
+        except StoreError as error:
+            asyncio.get_running_loop().call_soon(failed, error)
 
     def _deliver(self, delivery: Delivery) -> None:
         self._session(delivery.session_id).deliveries[delivery.exchange_id] = delivery
@@ -151,6 +156,9 @@ class MemoryStore:
     async def forget(self, session_id: str) -> None:
         self._check_open()
         self._sessions.pop(session_id, None)
+
+    async def written(self) -> None:
+        """Do nothing: all is written."""
 
     async def flush(self) -> None:
         """Do nothing: memory is as durable as it gets."""
@@ -211,15 +219,3 @@ class MemoryStore:
         if session is None:
             raise StoreError(f"memory: session {session_id!r} was never opened")
         return session
-
-
-def _tried(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Return a finished future with the result of `work`."""
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    try:
-        work()
-    except StoreError as error:
-        done.set_exception(error)
-    else:
-        done.set_result(None)
-    return done

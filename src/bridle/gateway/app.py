@@ -391,8 +391,7 @@ class Gateway:
             await asyncio.wait(writing, timeout=REPLYING_S)
         for call in session.calls.values():
             self._deliveries.close(session, call)
-        if session.writing:
-            await asyncio.wait(session.writing)
+        await self._store.written()
 
     def facts(self, session_id: str) -> SessionFacts:
         """Return the results of a session so far. `KeyError` if no session has that id."""

@@ -134,8 +134,6 @@ class Session:
         """Those of them that are neither committed nor failed."""
         self.replying: dict[asyncio.Task[Any], Call] = {}
         """Handlers that wait for a call or write its reply."""
-        self.writing: set[asyncio.Future[None]] = set()
-        """Deliveries on their way to the store."""
         self.counted = True
         """False until the facts of an old session are read from the store."""
         self.replay: Replay | None = None

@@ -158,8 +158,6 @@ class Responses:
         """
         exchange_id = session.shelf.exchange_of(response_id) or ""
         session.shelf.forget(response_id)
-        if session.writing:
-            await asyncio.wait(session.writing)
         known = self._store.deliveries(session.session_id).get(exchange_id) or Delivery(
             exchange_id, session.session_id, DeliveryState.DELIVERED, time.time()
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from functools import partial
 
 from bridle.aio import Nursery
 from bridle.capture.records import Delivery
@@ -185,14 +184,7 @@ class Deliveries:
             detail=detail,
             joined_by=call.joined_by,
         )
-        written = self._store.deliver_soon(delivery)
-        session.writing.add(written)
-        written.add_done_callback(partial(self._written, session))
-
-    def _written(self, session: Session, written: asyncio.Future[None]) -> None:
-        session.writing.discard(written)
-        if not written.cancelled() and (error := written.exception()) is not None:
-            self._nursery.on_error(error)
+        self._store.deliver_soon(delivery, self._nursery.on_error)
 
     def _release(self, call: Call) -> None:
         """Drop what nobody can ask for any more."""
