@@ -60,6 +60,8 @@ class ServerAdapter(ABC):
         self._assumed_mode = options.get("logprob_mode")
         self._allow_untokenized = options.get("allow_untokenized", False)
         self._context_length = 0
+        self._gives_ids = False
+        """Whether it was started, and samples under ids."""
         self._info: EngineInfo | None = None
         """Capabilities found at the start; `None` = not yet started."""
         self._strict = False
@@ -123,6 +125,7 @@ class ServerAdapter(ABC):
         """Connect and probe. Raises `EngineError` saying what is missing and how to get it."""
         if self._info is None:
             self._info = await self._connect()
+            self._gives_ids = self._info.token_in and self._strict
         return replace(self._info, version=self.version)
 
     async def health(self) -> None:
@@ -291,19 +294,27 @@ class ReplyCheck:
                 "replaced, or is there a proxy in between?"
             )
         self._count += count
-        most = self._request.sampling.max_tokens
-        if most is not None and self._count > most:
+        room = self._request.sampling.max_tokens
+        if room is not None and self._count > room:
             raise GarbledError(
-                f"the engine sampled {self._count} tokens or more, but max_tokens was {most}"
+                f"the engine sampled {self._count} tokens or more, but max_tokens was {room}"
             )
-        self._check_range("sampled", *_least_and_most(chunk.output_ids))
-        values = chunk.logprobs
+        ids, values = chunk.output_ids, chunk.logprobs
+        if count == 1:  # streams have a piece per token
+            least = most = ids[0]
+        else:
+            least, most = _least(ids), _most(ids)
+        if least < 0 or (self._limit is not None and most >= self._limit):
+            self._check_range("sampled", least, most)
         found = values.size
         if found != count and (found or self._needs_logprobs):
             raise GarbledError(f"the engine gave {count} ids, but {found} logprobs")
         if not found:
             return
-        low, high = _least_and_most(values)
+        if found == 1:
+            low = high = values[0]
+        else:
+            low, high = _least(values), _most(values)
         if not (high <= ROUNDING and low > -np.inf):  # a comparison with NaN is false
             raise GarbledError(
                 f"the engine gave logprobs between {low} and {high}: finite numbers not above 0 "
@@ -333,12 +344,6 @@ def check_paired(ids: Ids, named: Ids | npt.NDArray[np.integer]) -> None:
             f"the engine's logprobs belong to other ids: at {wrong} it sampled {int(ids[wrong])} "
             f"and gives the logprob of {int(named[wrong])}"
         )
-
-
-def _least_and_most(values: Ids | Logprobs) -> tuple[Any, Any]:
-    if values.shape == (1,):  # streams have a piece per token
-        return values[0], values[0]
-    return _least(values), _most(values)
 
 
 _least, _most = np.minimum.reduce, np.maximum.reduce

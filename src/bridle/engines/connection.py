@@ -433,7 +433,8 @@ class Connections:
     def take(self, sent: Sent) -> HttpReply:
         """Return a reply that has arrived; its connection is kept for the next call."""
         reply = sent.waiting.result()
-        self._keep(sent.connection, reply)
+        if reply.keeps:
+            self._keep(sent.connection)
         return reply
 
     @asynccontextmanager
@@ -450,10 +451,10 @@ class Connections:
             watch(waiting)
             reply = await waiting
             yield reply, partial(connection.more, reply, watch)
-            if reply.is_whole:
-                self._keep(connection, reply)
-            else:
+            if not reply.is_whole:
                 connection.close()
+            elif reply.keeps:
+                self._keep(connection)
         except BaseException:
             connection.close()
             raise
@@ -466,10 +467,8 @@ class Connections:
             self._heads[path] = head
         return head + b"%d\r\n\r\n" % len(body)
 
-    def _keep(self, connection: _Connection, reply: HttpReply) -> None:
+    def _keep(self, connection: _Connection) -> None:
         """Keep a connection for the next call, and close those idle for too long."""
-        if not reply.keeps:
-            return
         self._idle.append(connection)
         since = connection.idle_since - self._keepalive_s
         while self._idle[0].idle_since < since:

@@ -32,7 +32,6 @@ from bridle.engines.base import (
     GarbledError,
     GenerateChunk,
     GenerateRequest,
-    Immediate,
     PauseMode,
     Seeing,
     Seen,
@@ -171,7 +170,8 @@ class EnginePool(EngineHandover):
             if engine is not one.engine:
                 await engine.aclose()
             raise
-        before, one.engine = one.engine, engine
+        before = one.engine
+        one.use(engine)
         one.info, one.version = info, info.version
         if before is not engine:
             await before.aclose()
@@ -198,10 +198,8 @@ class EnginePool(EngineHandover):
         if self._failures.watches(request.session_id):
             return None
         one, how = self._router.pick(request.session_id, self._ready)
-        engine = one.engine
-        if not isinstance(engine, Immediate):
-            return None
-        if (waiting := engine.begin(request)) is None:
+        engine = one.immediate
+        if engine is None or (waiting := engine.begin(request)) is None:
             return None
         self.routed[how] += 1
         call = RoutedCall(request, begun=(one, engine))
@@ -288,10 +286,10 @@ class EnginePool(EngineHandover):
 
     def _must_stream(self, request: GenerateRequest) -> bool:
         """Return whether an unstreamed reply of this call could lose tokens or their versions."""
-        if request.begins_again:
+        if not request.keeps and not self.settings.keep_tokens:
             return False
-        if self.settings.keep_tokens or not request.keeps:
-            return self.settings.keep_tokens
+        if request.begins_again or self.settings.keep_tokens:
+            return not request.begins_again
         infos = [one.info for one in self._replicas.values()]
         info = infos[0] if len(infos) == 1 else None
         if info is None or not info.remote:
@@ -527,10 +525,10 @@ class EnginePool(EngineHandover):
         self._refresh()
         try:
             async with asyncio.timeout(timeout_s):
-                await one.idle.wait()
+                await one.without_calls()
         except TimeoutError:
             await one.abort_all()
-            await one.idle.wait()
+            await one.without_calls()
 
     def readmit(self, name: str) -> None:
         """Give a drained replica calls again. Raises `KeyError` for an unknown name."""

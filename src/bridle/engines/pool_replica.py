@@ -110,6 +110,8 @@ class Replica:
     name: str
     """Unique in the pool; the URL of a server."""
     engine: Engine
+    immediate: Immediate | None = field(init=False)
+    """The same, if it can be called without a task."""
     reopen: Callable[[], Engine] | None = None
     """Makes a fresh adapter, because a server that was gone may be another one; `None` = the engine
     runs in this process."""
@@ -126,12 +128,10 @@ class Replica:
     """Whether it has not answered since it failed, so that it may have been restarted."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have it checked now."""
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while it has no calls."""
     touches: int = 0
     """Commands and questions that are being sent to it."""
-    quiet: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while nothing is sent to it, health checks and starts apart."""
+    _ended: asyncio.Event | None = None
+    """Set, and dropped, when a call or a command ends; made by the first who waits."""
     paused: bool = False
     """Whether its server was told to sample nothing, and not yet to go on."""
     leaving: ReplicaState | None = None
@@ -165,7 +165,12 @@ class Replica:
     """Those of them that came from its prefix cache."""
 
     def __post_init__(self) -> None:
-        self._rest()
+        self.use(self.engine)
+
+    def use(self, engine: Engine) -> None:
+        """Give its calls to this engine from now on."""
+        self.engine = engine
+        self.immediate = engine if isinstance(engine, Immediate) else None
 
     @property
     def id(self) -> str:
@@ -190,19 +195,36 @@ class Replica:
         self.calls += 1
         self.running[call.request.request_id] = call
         call.version, call.moved, call.pinned = self.version, False, False
-        self.idle.clear()
-        self.quiet.clear()
 
     def end(self, call: RoutedCall) -> None:
         """Remove a call that it no longer runs."""
         self.running.pop(call.request.request_id, None)
-        self._rest()
+        if self._ended is not None:
+            self._tell_end()
 
-    def _rest(self) -> None:
-        if not self.running:
-            self.idle.set()
-            if not self.touches:
-                self.quiet.set()
+    def _tell_end(self) -> None:
+        if self._ended is not None:
+            self._ended.set()
+            self._ended = None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Return whether nothing is sent to it, health checks and starts apart."""
+        return not self.running and not self.touches
+
+    async def without_calls(self) -> None:
+        """Return when it has no calls."""
+        while self.running:
+            await self._an_end()
+
+    async def quiet(self) -> None:
+        """Return when `is_quiet`."""
+        while not self.is_quiet:
+            await self._an_end()
+
+    async def _an_end(self) -> None:
+        self._ended = self._ended or asyncio.Event()
+        await self._ended.wait()
 
     @contextmanager
     def touching(self) -> Iterator[None]:
@@ -210,12 +232,11 @@ class Replica:
         if self.state is ReplicaState.RELEASED:
             raise EngineError(f"{self.name} is released to its trainer", retryable=True)
         self.touches += 1
-        self.quiet.clear()
         try:
             yield
         finally:
             self.touches -= 1
-            self._rest()
+            self._tell_end()
 
     async def abort(self, request_id: str) -> None:
         """Have the engine end a call that its caller did not abort; errors are logged."""
@@ -258,7 +279,7 @@ class Replica:
         if mode == "abort":
             await self.abort_all()
         if mode != "keep":
-            await self.idle.wait()
+            await self.without_calls()
 
     async def release(self) -> EngineError | None:
         """Resume it; return the error if that failed."""

@@ -273,9 +273,11 @@ class FailureTracker:
     def served(self, one: Replica, call: RoutedCall) -> None:
         """Record a call that ended well."""
         self._served += 1
-        self._records.pop(call.request.session_id or "", None)
-        one.broke.clear()
-        one.breaks = one.quarantines = 0
+        if self._records:
+            self._records.pop(call.request.session_id or "", None)
+        if one.breaks or one.quarantines:
+            one.broke.clear()
+            one.breaks = one.quarantines = 0
 
     def broke(self, one: Replica, call: RoutedCall, error: EngineError) -> bool:
         """Count a failure that its replica survived; return whether to quarantine the replica."""

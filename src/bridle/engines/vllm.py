@@ -264,7 +264,8 @@ class VllmEngine(ServerAdapter, Immediate):
         if 0 < self._context_length <= length:
             raise ContextOverflowError(length, self._context_length, request.sampling.max_tokens)
         begun = self._begun.pop(request.request_id, None)
-        call = self._new_call(request) if begun is None else self._calls[request.request_id]
+        adapter = self._adapters.newest
+        call = self._calls[request.request_id] if begun else self._new_call(request, adapter)
         self._calls[request.request_id] = call
         state = _Progress(self, request, call.version)
         sent = request.prompt.json() if self._token_in else None
@@ -273,7 +274,7 @@ class VllmEngine(ServerAdapter, Immediate):
         body = b""
         if begun is None:
             body = call_body(
-                route, request, self._adapters.newest or self._model,
+                route, request, adapter or self._model,
                 room=room, token_in=self._token_in, experts=self.tells_experts,
             )  # fmt: skip
         try:
@@ -295,22 +296,23 @@ class VllmEngine(ServerAdapter, Immediate):
         finally:
             del self._calls[request.request_id]
 
-    def _new_call(self, request: GenerateRequest) -> HttpCall:
-        adapted = self._adapters.newest is not None and request.model is None
+    def _new_call(self, request: GenerateRequest, adapter: str | None) -> HttpCall:
+        adapted = adapter is not None and request.model is None
         return HttpCall(self.version if adapted else None)
 
     # ---- outside of a task
 
     def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
         """See `Immediate`; a stream, messages and the server's own text are `generate`'s."""
-        if request.stream or request.by_messages or self.gives_text or not self._token_in:
+        if request.stream or request.by_messages or not self._gives_ids:
             return None
         room = self._context_length - len(request.prompt)
         if room <= 0:
             return None
-        call = self._new_call(request)
+        adapter = self._adapters.newest
+        call = self._new_call(request, adapter)
         body = call_body(
-            self._route, request, self._adapters.newest or self._model,
+            self._route, request, adapter or self._model,
             room=room, token_in=True, experts=self.tells_experts,
         )  # fmt: skip
         sent = self._client.begin(self._route.path, body, call)
@@ -330,19 +332,13 @@ class VllmEngine(ServerAdapter, Immediate):
         chunk = read.chunk
         if chunk is None or chunk.finish_reason is None:
             return None
-        spans, version = read.spans, self._calls[request.request_id].version
-        if version is not None or spans is None:
-            spans = spans_of(self.version if version is None else version, chunk.output_ids.size)
-        return GenerateChunk(
-            chunk.output_ids,
-            chunk.logprobs,
-            chunk.finish_reason,
-            chunk.stop_text,
-            spans,
-            prompt_ids_json=chunk.prompt_ids_json,
-            cached_tokens=read.cached_tokens,
-            extra=chunk.extra and self.placed(chunk, request, read.prompt_tokens),
-        )
+        version = self._calls[request.request_id].version
+        if version is not None or not chunk.versions:
+            version = self.version if version is None else version
+            chunk = replace(chunk, versions=spans_of(version, chunk.output_ids.size))
+        if chunk.extra:
+            chunk = replace(chunk, extra=self.placed(chunk, request, read.prompt_tokens))
+        return chunk
 
     def end(self, request: GenerateRequest) -> None:
         """See `Immediate`."""

@@ -44,19 +44,21 @@ _MISSING = -9998.0
 class VllmRoute(StrEnum):
     """Route for sampling."""
 
-    CHAT = "chat"
-    """Chat completions with `kv_transfer_params.prompt_token_ids`."""
-    GENERATE = "generate"
-    """`/inference/v1/generate`: reports policy versions per token; needs --enable-scale-out."""
-    COMPLETIONS = "completions"
-    """Completions with ids for a prompt; every vLLM has it."""
+    path: str
+    """Below the base URL."""
 
-    @property
-    def path(self) -> str:
-        """Return the path below the base URL."""
-        if self is VllmRoute.CHAT:
-            return vllm_schemas.CHAT
-        return vllm_schemas.GENERATE if self is VllmRoute.GENERATE else vllm_schemas.COMPLETIONS
+    def __new__(cls, name: str, path: str) -> VllmRoute:
+        """Make the member `name`."""
+        route = str.__new__(cls, name)
+        route._value_, route.path = name, path
+        return route
+
+    CHAT = "chat", vllm_schemas.CHAT
+    """Chat completions with `kv_transfer_params.prompt_token_ids`."""
+    GENERATE = "generate", vllm_schemas.GENERATE
+    """`/inference/v1/generate`: reports policy versions per token; needs --enable-scale-out."""
+    COMPLETIONS = "completions", vllm_schemas.COMPLETIONS
+    """Completions with ids for a prompt; every vLLM has it."""
 
 
 def call_body(
@@ -79,8 +81,8 @@ def call_body(
     head: JSON = {"model": request.model or model, "request_id": request.request_id, **stream}
     head |= {"return_token_ids": True}
     sampling = _sampling_fields(request.sampling)
-    if route is not VllmRoute.CHAT:
-        sampling.setdefault("max_tokens", room)
+    if route is not VllmRoute.CHAT and request.sampling.max_tokens is None:
+        sampling["max_tokens"] = room
     if experts:
         place = sampling if route is VllmRoute.GENERATE else head
         place["routed_experts_prompt_start"] = request.experts_from
@@ -269,6 +271,9 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
         prompt_tokens = None if usage is None else usage.prompt_tokens
         return Read(None, cached, None, None, None, None, False, prompt_tokens)  # noqa: FBT003
     choice = answer.choices[0]
+    versions = choice.weight_versions
+    spans = tuple([_span(one, unnamed) for one in versions]) if versions else None
+    beside = choice.routed_experts is not None or choice.sampling_mask not in vllm_schemas.ABSENT
     has_ids = choice.token_ids not in vllm_schemas.ABSENT
     ids_text = bytes(choice.token_ids) if has_ids else b""
     ids = parse_ids(ids_text) if ids_text else _NO_IDS
@@ -278,12 +283,11 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
         logprobs=logprobs,
         finish_reason=None if choice.finish_reason is None else _finish(choice.finish_reason),
         stop_text=choice.stop_reason if type(choice.stop_reason) is str else None,
+        versions=spans or (),
         prompt_ids_json=prompt_text or _prompt_text(answer, choice),
         cached_tokens=cached,
-        extra=_extra(choice),
+        extra=_extra(choice) if beside else {},
     )
-    versions = choice.weight_versions
-    spans = tuple([_span(one, unnamed) for one in versions]) if versions else None
     message = choice.message or choice.delta
     prompt_tokens = None if usage is None else usage.prompt_tokens
     return Read(chunk, cached, spans, paired, message, choice.text, has_ids, prompt_tokens)
