@@ -51,12 +51,13 @@ REFUSED_BYTES: Final = 1 << 24
 class Taken:
     """A request's part of its session's share, while entered. `RequestError` beyond the share."""
 
-    __slots__ = ("_admission", "_size", "session")
+    __slots__ = ("_admission", "session", "size")
 
     def __init__(self, admission: Admission, session: Session) -> None:
         self._admission = admission
         self.session = session
-        self._size = 0
+        self.size = 0
+        """Bytes."""
 
     def __enter__(self) -> Self:
         """Take a place among the session's requests."""
@@ -71,8 +72,8 @@ class Taken:
     def __exit__(self, *_: object) -> None:
         """Give back what was taken."""
         self.session.in_hand.requests -= 1
-        self.session.in_hand.size -= self._size
-        self._admission.bytes_in_hand -= self._size
+        self.session.in_hand.size -= self.size
+        self._admission.bytes_in_hand -= self.size
 
     def grow(self, size: int) -> None:
         """Take so many bytes more."""
@@ -81,7 +82,7 @@ class Taken:
             raise _too_many("this session has too many large requests at the moment", 429)
         if self._admission.bytes_in_hand + size > GATEWAY_BODIES * most:
             raise _too_many("there are too many large requests at the moment", 503)
-        self._size += size
+        self.size += size
         self.session.in_hand.size += size
         self._admission.bytes_in_hand += size
 

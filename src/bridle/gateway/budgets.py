@@ -102,8 +102,10 @@ def output_budget(
     left = context_length - prompt_tokens
     if left < minimum:
         raise faults.overflow(prompt_tokens, context_length)
-    allowed = [amount for amount in (asked, task) if amount is not None]
-    return min((left, *allowed))
+    for amount in (asked, task):
+        if amount is not None and amount < left:
+            left = amount
+    return left
 
 
 def reached_limit(limits: Limits, *, turns: int, tokens: int, seconds: float) -> str | None:

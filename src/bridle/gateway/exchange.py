@@ -168,8 +168,9 @@ class Exchanges:
         key = canonical(request, session.atoms)
         template_args = served.template_args(request)
         placement = session.conversation.place(request, key, template_args=template_args)
-        placement = origins.after_summary(session, request, placement)
-        parent = _parent(session, placement)
+        if placement.kind is PlacementKind.ROOT:
+            placement = origins.after_summary(session, request, placement)
+        parent = session.calls.get(placement.parent or "")
         if parent is not None and parent.other != served.other:
             placement = replace(placement, reason="other_model", extend=False)
         asked_for = question_key(request, key, template_args)
@@ -181,6 +182,8 @@ class Exchanges:
             raise faults.shutting_down()
         if self.policy.paused:
             raise faults.paused()
+        if not session.is_limited:
+            return
         in_flight = len(session.running)
         limit = budgets.reached_limit(
             session.limits,
@@ -480,8 +483,9 @@ class Exchanges:
         """The facts of a call whose reply is whole; it is COMMITTING then."""
         question = call.posed()
         request, wire, served = question.request, question.wire, question.served
-        prompt, extended = sampled_under(prompted, sampled)
-        call.turns = call.turns if extended else lineage.turns_under(session, call, prompt)
+        prompt, parent = sampled_under(prompted, sampled)
+        if parent is None:
+            call.turns = lineage.turns_under(session, call, prompt)
         reply = None
         if request.prefill is not None:
             reply = served.prompts.plain_reply(request, prompt, sampled)
@@ -510,7 +514,8 @@ class Exchanges:
             constrained=call.grammar is not None,
         )
         call.prompt, call.output_ids, call.finish = prompt, sampled.output_ids, sampled.finish
-        call.images = images_of(finished)
+        if prompted.shown is not None or prompted.images:
+            call.images = images_of(finished)
         call.reasoned = bool(shown.reasoning)
         call.answer = Answer(shown, usage, body)
         call.enter(Stage.COMMITTING)
@@ -565,7 +570,8 @@ class Exchanges:
             tokens=len(finished.sample.output_ids),
             kind=finished.call.asked.kind,
         )
-        unpaired = session.new_unpaired(question.canonical)
+        pairs = question.canonical.pairing
+        unpaired = session.new_unpaired(question.canonical) if pairs.calls else 0
         exchange = exchange_record(finished, session.next_index, unpaired)
         bodies = new_bodies(finished, session.stored)
         session.next_index += 1
@@ -577,8 +583,9 @@ class Exchanges:
         session.tokens += usage.completion_tokens
         sample = finished.sample
         if sample.replayed is None and finished.call.other is None:
-            policy, version = self.policy, sample.versions[-1].version
-            policy.version = max(policy.version, version)
+            version = sample.versions[-1].version
+            if version > self.policy.version:
+                self.policy.version = version
         seconds = time.perf_counter() - finished.call.clock_start
         self._metrics.committed(usage, seconds, replayed=sample.replayed is not None)
         if sample.break_position is not None:

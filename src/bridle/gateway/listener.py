@@ -181,8 +181,10 @@ class Connection(RequestHandler):
     def head_arrived(self) -> None:
         """A request is whole but for its body."""
         self.was_served = True
-        self._let_go()
-        self._end_deadline()
+        if self._unfinished:
+            self._let_go()
+        if self._deadline is not None:
+            self._end_deadline()
 
     async def linger(self) -> None:
         """Discard what the client still sends, until it closes (cancellation) or `LINGER_S` later.

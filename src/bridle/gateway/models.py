@@ -66,7 +66,8 @@ class Served:
 
     def template_args(self, request: ModelRequest) -> Hashable:
         """Return what shapes a prompt besides messages and tools; never equal for two engines."""
-        return template_args(self.other, self.renderer, request)
+        args = self.renderer.template_args(request)
+        return args if self.other is None else (self.other, args)
 
 
 @dataclass(slots=True)
@@ -136,7 +137,8 @@ class Models:
 
     def template_args_of(self, other: str | None, request: ModelRequest) -> Hashable:
         """`Served.template_args` as they were for an engine that may be gone."""
-        return template_args(other, self.of(other).renderer, request)
+        args = self.of(other).renderer.template_args(request)
+        return args if other is None else (other, args)
 
     def names(self) -> list[str]:
         """Model names to be listed: the policy's, then every exact name of the table."""
@@ -145,11 +147,6 @@ class Models:
             *(name for entry in self._entries for name in entry.names),
         ]
         return list(dict.fromkeys(listed))
-
-
-def template_args(other: str | None, renderer: PromptRenderer, request: ModelRequest) -> Hashable:
-    args = renderer.template_args(request)
-    return args if other is None else (other, args)
 
 
 def make_policy(

@@ -22,9 +22,7 @@ SUMMARISED: Final = "summarised"
 
 
 def after_summary(session: Session, request: ModelRequest, placement: Placement) -> Placement:
-    """A root whose text holds a summary of ours continues the exchange that wrote it."""
-    if placement.kind is not PlacementKind.ROOT:
-        return placement
+    """A root (`placement`) whose text holds a summary of ours continues what wrote it."""
     parent = session.lineage.summarised_by(request.messages)
     if parent not in session.calls:
         return placement

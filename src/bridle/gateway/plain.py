@@ -37,7 +37,7 @@ from bridle.gateway.exchange import Exchanges
 from bridle.gateway.faults import trace_of
 from bridle.gateway.listener import MOST_KEPT, Connection
 from bridle.gateway.metrics import Metrics
-from bridle.gateway.models import Served
+from bridle.gateway.models import Models, Served
 from bridle.gateway.prompts import engine_request
 from bridle.gateway.recording import Prompted
 from bridle.gateway.registry import Session
@@ -49,7 +49,14 @@ from bridle.gateway.sampling import Sample
 from bridle.gateway.settings import GatewaySettings
 from bridle.harness_rules.kinds import decided_by_head
 from bridle.prompting.conversation import PlacementKind
-from bridle.types import DeliveryState, FinishReason, ModelRequest, Sampling, VersionSpan
+from bridle.types import (
+    DeliveryState,
+    Dialect,
+    FinishReason,
+    ModelRequest,
+    Sampling,
+    VersionSpan,
+)
 
 log = structlog.get_logger()
 
@@ -92,23 +99,27 @@ class KnownHead:
     ) -> None:
         """`raw` is the head's bytes before and behind the length of the body."""
         self.before, self.after = raw
+        self.size = len(self.before) + len(self.after)
         self.head = connection.head
         self.session = ref(session)  # which may end before its connections
         self.headers = headers
         self.route = route
         self.wire = wire
-        self._said: tuple[object, Asked] | None = None
-        """What all requests with this `extra` say besides their messages; `None` = not known."""
+        self._said: tuple[object, str, Asked, Served] | None = None
+        """What all requests with this `extra` and model say besides their messages, and who
+        answers them; `None` = not known."""
 
-    def said(self, session: Session, request: ModelRequest) -> Asked:
-        """Read what a request says besides its messages."""
-        if self._said is not None and self._said[0] is request.extra:
-            return self._said[1]
+    def said(self, session: Session, request: ModelRequest, models: Models) -> tuple[Asked, Served]:
+        """Read what a request says besides its messages, and find who answers it."""
+        known = self._said
+        if known is not None and known[0] is request.extra and known[1] == request.model:
+            return known[2], known[3]
         harness, rules = session.record.metadata.get("harness"), session.kind_rules
         said = asked(self.headers, request, harness, rules)
+        served = models.find(request.model, said.kind)
         if decided_by_head(self.headers, harness, rules):
-            self._said = request.extra, said
-        return said
+            self._said = request.extra, request.model, said, served
+        return said, served
 
 
 class Line:
@@ -153,9 +164,10 @@ class Line:
             return False
         at = len(known.before)
         end = data.find(b"\r\n", at, at + 20)
-        if not data[at:end].isdigit() or not data.startswith(known.after, end):
+        length = data[at:end]
+        if not length.isdigit() or not data.startswith(known.after, end):
             return False
-        return self._begun(known, data, end + len(known.after), int(data[at:end]))
+        return self._begun(known, data, end - at + known.size, int(length))
 
     def _begun(self, known: KnownHead, data: bytes, start: int, size: int) -> bool:
         """Take the beginning of a request whose body has this `size`, or all of it."""
@@ -170,17 +182,11 @@ class Line:
         self.connection.is_known = True
         self.connection.head_arrived()
         if not missing:
-            return self._take(data, start, taken)
+            return self._path.take(self, data, start, taken)
         self._parts, self._missing, self._start, self._taken = [data], missing, start, taken
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(GATHER_S, self._give_up)
         return True
-
-    def _take(self, data: bytes, start: int, taken: Taken) -> bool:
-        if self._path.take(self, data, start, taken):
-            return True
-        taken.__exit__()
-        return False
 
     def _whole(self) -> tuple[bytes, Taken]:
         """Hand out what has arrived; it is the caller's now."""
@@ -194,9 +200,9 @@ class Line:
     def _gathered(self) -> None:
         surplus = self._missing < 0
         data, taken = self._whole()
-        if surplus or not self._take(data, self._start, taken):
-            if surplus:
-                taken.__exit__()
+        if surplus:
+            taken.__exit__()
+        if surplus or not self._path.take(self, data, self._start, taken):
             self.connection.pass_on(data)
 
     def _give_up(self) -> None:
@@ -296,15 +302,18 @@ class PlainPath:
         return taken
 
     def take(self, line: Line, data: bytes, start: int, taken: Taken) -> bool:
-        """Begin the call of a whole request, its body behind `start`; `False` = nothing is done."""
+        """Begin the call of a whole request, its body behind `start`; `False` = nothing is done,
+        and what was taken is given back.
+        """
+        linear = None
         try:
-            linear = self._linear(line, taken.session, data[start:])
-        except BridleError:  # the general path says so
-            return False
+            linear = self._linear(line, taken, data[start:])
+        except BridleError:
+            pass  # the general path says so
         except Exception as error:  # noqa: BLE001 - the top of a served request
             log.error("plain_path_failed", trace=trace_of(error))  # noqa: TRY400 - no variables
-            return False
         if linear is None:
+            taken.__exit__()
             return False
         taken.session.requests += 1
         call = self.exchanges.begun(taken.session, linear.question, linear.said)
@@ -316,20 +325,23 @@ class PlainPath:
             flight.hand_over(_failing(error))
         return True
 
-    def _linear(self, line: Line, session: Session, body: bytes) -> Linear | None:
+    def _linear(self, line: Line, taken: Taken, body: bytes) -> Linear | None:
         """Read a request; `None` = it is not linear. `BridleError` where it is to be refused."""
-        exchanges, responses, known = self.exchanges, self.responses, line.known
+        exchanges, known, session = self.exchanges, line.known, taken.session
         assert known is not None, "its head was found"
-        route, wire = known.route, known.wire
-        body = responses.resolved(session, wire.dialect, body)
-        is_long = len(body) > LONG_BYTES and session.messages.news(body) > LONG_BYTES
-        if is_long or not self.is_open or session.sealed or session.replay is not None:
+        if not self.is_open or session.sealed or session.replay is not None:
+            return None
+        route, wire, size = known.route, known.wire, taken.size
+        if wire.dialect is Dialect.OPENAI_RESPONSES:
+            body = self.responses.resolved(session, wire.dialect, body)
+            size = len(body)
+        if size > LONG_BYTES and session.messages.news(body) > LONG_BYTES:
             return None
         request = wire.parse(route, body, session.messages)
-        request = responses.whole(session, route, body, request)
+        if "previous" in request.extra:
+            request = self.responses.whole(session, route, body, request)
         is_live = request.stream and self.settings.stream != "whole"
-        said = known.said(session, request)
-        served = exchanges.models.find(request.model, said.kind)
+        said, served = known.said(session, request, exchanges.models)
         if (
             is_live
             or not isinstance(served.engine, EnginePool)
@@ -342,7 +354,7 @@ class PlainPath:
             return None
         session.check(question.canonical)
         exchanges.refuse_if_spent(session)
-        prompted = served.prompts.extended_now(question, parent)
+        prompted = served.prompts.extended_now(question, parent, size)
         if prompted is None:
             return None
         budget = exchanges.budget(session, question, prompted.prompt.length)
@@ -435,7 +447,8 @@ class Flight:
         call, session, exchanges = self.call, self.taken.session, self.path.exchanges
         if call.flight is not self:
             return  # a task goes on with it
-        self._stop_alarm()
+        if self.alarm is not None:
+            self.alarm.cancel()
         try:
             chunk = self.linear.pool.arrived(self.request)
         except EngineError:  # the task is told the same
@@ -517,15 +530,12 @@ class Flight:
     def _start_task(self, work: Coroutine[None, None, None] | None) -> None:
         exchanges, session, call = self.path.exchanges, self.taken.session, self.call
         call.flight = None
-        self._stop_alarm()
+        if self.alarm is not None:
+            self.alarm.cancel()
         work = work or exchanges.resumed(session, call, self.linear.prompted, self.effective)
         exchanges.start(session, call, work)
         assert call.task is not None
         call.task.add_done_callback(lambda _: self.linear.pool.drop(call.exchange_id))
-
-    def _stop_alarm(self) -> None:
-        if self.alarm is not None:
-            self.alarm.cancel()
 
     def to_relay(self) -> None:
         """Have the general path answer the client, as if it had read the request."""

@@ -148,13 +148,13 @@ class Prompts:
             before, output_ids, parent.finish, new, request.tools, thinking=request.thinking
         )
 
-    def extended_now(self, question: Question, parent: Call) -> Prompted | None:
+    def extended_now(self, question: Question, parent: Call, size: int) -> Prompted | None:
         """The parent's prompt extended, as `prompted` does; `None` = that is to be asked.
 
-        Only where it takes little time. `RenderError`.
+        Only where it takes little time. `size`: of the request, bytes. `RenderError`.
         """
         new = messages_after(question.request.messages, question.placement.new_from)
-        if len(new) > MANY or characters(new, None) > LONG_CHARS:
+        if len(new) > MANY or (size > LONG_CHARS and characters(new, None) > LONG_CHARS):
             return None
         suffix = self._extended(question, parent, new)
         if suffix is None:

@@ -114,6 +114,7 @@ class Session:
         self.record = record
         self.session_id = record.session_id
         self.limits = limits
+        self.is_limited = limits != Limits()
         self.kind_rules = _kind_rules(record.metadata.get("kind_rules", ()))
         self.plan = SamplingPlan(sampling)
         self.account = TokenAccount(limits.max_tokens)
@@ -196,8 +197,6 @@ class Session:
 
     def new_unpaired(self, asked: Canonical) -> int:
         """Count the calls without a result in `asked` that no committed request showed before."""
-        if not asked.pairing.calls:
-            return 0
         before = len(self._unpaired)
         self._unpaired.update(asked.pairing.unpaired)
         return len(self._unpaired) - before
