@@ -13,7 +13,7 @@ import re
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
@@ -44,6 +44,10 @@ _READ: Final = re.compile(
     re.IGNORECASE,
 )
 """Headers that are read from a reply."""
+
+
+_SMALL_BYTES: Final = 1 << 12
+"""Bytes of an unfinished chunk up to which it is read again with what comes behind it."""
 
 
 class CutReplyError(ConnectionError):
@@ -199,10 +203,15 @@ class HttpReply:
     def _read_chunks(self) -> bool:
         """Decode the chunked body into `body`; return whether the last chunk has arrived."""
         rest = self._rest
-        for piece in self._pieces:
-            rest += piece
-        self._pieces.clear()
         at = 0
+        if len(rest) < _SMALL_BYTES:  # else what has come of a large chunk would be read again
+            data = b"".join((rest, *self._pieces))
+            chunks, at = _first_chunks(data)
+            self._chunks += chunks
+            rest[:] = data
+        else:
+            rest += b"".join(self._pieces)
+        self._pieces.clear()
         while (end := rest.find(b"\r\n", at, at + _HEAD_BYTES)) >= 0:
             size_text = rest[at:end].partition(b";")[0].strip()
             if not size_text.isalnum():
@@ -226,6 +235,25 @@ class HttpReply:
                 raise ConnectionError("no HTTP reply")
         del rest[:at]
         return False
+
+
+def _first_chunks(data: bytes) -> tuple[list[bytes], int]:
+    """Return the whole chunks that `data` begins with, and where they end.
+
+    Only those before the last one and before one that holds a line's end.
+    """
+    parts = data.split(b"\r\n")
+    sizes, chunks = parts[:-2:2], parts[1:-1:2]
+    found = end = 0
+    with suppress(ValueError):
+        for size, digits, length in zip(sizes, map(len, sizes), map(len, chunks), strict=True):
+            if not length or int(size, 16) != length:
+                break
+            found += 1
+            end += digits + length + 4
+    if not b"".join(sizes[:found]).isalnum():  # `int` takes more than digits
+        return [], 0
+    return chunks[:found], end
 
 
 class _Connection(asyncio.Protocol):

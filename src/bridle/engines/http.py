@@ -334,6 +334,14 @@ def _cut(error: Exception) -> CutError:
     )
 
 
+def _plain_events(text: bytes) -> list[bytes] | None:
+    """Return the data of events that `text` is, each one line of data; `None` = it is others."""
+    if text[:6] != b"data: " or text[-2:] != b"\n\n" or b"\r" in text:
+        return None
+    events = text[6:-2].split(b"\n\ndata: ")
+    return events if text.count(b"\n") == 2 * len(events) else None
+
+
 class EventDecoder:
     """Incremental parser of server-sent events."""
 
@@ -347,6 +355,9 @@ class EventDecoder:
         if b"\n" not in piece:  # a line may be long: its pieces are joined once
             return []
         joined = piece if len(self._pieces) == 1 else b"".join(self._pieces)
+        if not self._lines and (events := _plain_events(joined)):
+            self._pieces = []
+            return events
         *whole, rest = joined.split(b"\n")
         self._pieces = [rest] if rest else []
         found, lines = list[bytes](), self._lines
