@@ -297,7 +297,7 @@ class Exchanges:
         plan = served.plan or session.plan
         call.grammar = grammar_of(request, plan, served.info, served.renderer)
         if captured is None and request.stream and self._settings.stream != "whole":
-            call.live = self._live(session, call, prompted, effective)
+            call.live = self.live(session, call, prompted, effective)
         call.enter(Stage.SAMPLING)
         if captured is not None:
             sampled = captured.sample(served.sampler.decode)
@@ -313,7 +313,7 @@ class Exchanges:
         call.head = ReplyHead(head.reply_id, head.model, head.created, prompted.prompt.length)
         call.turns = lineage.turns_shown(session, question, prompted.parent)
 
-    def _live(
+    def live(
         self, session: Session, call: Call, prompted: Prompted, effective: Sampling
     ) -> LiveReply | None:
         """The reply to be, if it leaves while it is sampled; `None` = it leaves whole.

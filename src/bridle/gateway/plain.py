@@ -340,13 +340,8 @@ class PlainPath:
         request = wire.parse(route, body, session.messages)
         if "previous" in request.extra:
             request = self.responses.whole(session, route, body, request)
-        is_live = request.stream and self.settings.stream != "whole"
         said, served = known.said(session, request, exchanges.models)
-        if (
-            is_live
-            or not isinstance(served.engine, EnginePool)
-            or not _is_whole(request, said, served)
-        ):
+        if not isinstance(served.engine, EnginePool) or not _is_whole(request, said, served):
             return None
         question = exchanges.place(session, wire, request, served)
         parent = session.calls.get(question.placement.parent or "")
@@ -431,7 +426,12 @@ class Flight:
         exchanges.link(session, call, question, self.linear.parent)
         self.effective = exchanges.sampling(session, question, call.reserved)
         exchanges.know(session, call, prompted)
+        if question.request.stream and self.path.settings.stream != "whole":
+            call.live = exchanges.live(session, call, prompted, self.effective)
         call.enter(Stage.SAMPLING)
+        if call.live is not None:  # it leaves while a task samples it
+            self.hand_over()
+            return
         self.request = engine_request(call, question, prompted, self.effective)
         waiting = self.linear.pool.begin(self.request)
         if waiting is None:
