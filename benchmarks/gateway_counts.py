@@ -53,35 +53,39 @@ class Counts(NamedTuple):
         )
 
 
+class Profile:
+    """What is called, but for the benchmark's own functions and all that they call."""
+
+    def __init__(self) -> None:
+        self.names: Counter[str] = Counter()
+        self.path: list[str] = []
+        """Bridle's functions in the order of their calls."""
+        self._skipped: FrameType | None = None
+        """The benchmark's function that runs."""
+
+    def saw(self, frame: FrameType, event: str, called: Any) -> None:  # noqa: ANN401 - a builtin, or none
+        """Take an event of `sys.setprofile`."""
+        if self._skipped is not None:
+            if event == "return" and frame is self._skipped:
+                self._skipped = None
+        elif event == "call" and frame.f_code.co_filename.startswith(OURS):
+            self._skipped = frame
+        elif event == "call":
+            name = f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}"
+            self.names[name] += 1
+            if name.startswith(BRIDLE):
+                self.path.append(name)
+        elif event == "c_call" and not frame.f_code.co_filename.startswith(OURS):
+            self.names[f"{getattr(called, '__module__', '')}.{called.__qualname__}"] += 1
+
+
 async def count_calls(
     way: Way, folder: str, *, context: int = 2_000, tools: int = 0, paced: bool = False
 ) -> Counts:
     """Count the calls of linear turns."""
-    found: Counter[str] = Counter()
     totals = []
-    path: list[str] = []
-    skipped: list[FrameType] = []
-    """The benchmark's function that runs, with all that it calls."""
-
-    def seen(frame: FrameType, event: str, called: Any) -> None:  # noqa: ANN401 - a builtin, or none
-        if skipped:
-            if event == "return" and frame is skipped[0]:
-                skipped.clear()
-            return
-        if event not in {"call", "c_call"}:
-            return
-        if frame.f_code.co_filename.startswith(OURS):
-            if event == "call":
-                skipped.append(frame)
-            return
-        if event == "c_call":
-            found[f"{getattr(called, '__module__', '')}.{called.__qualname__}"] += 1
-        else:
-            name = f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}"
-            found[name] += 1
-            if name.startswith(BRIDLE):
-                path.append(name)
-
+    profile = Profile()
+    found = profile.names
     async with (
         parts.instant_engine(paced=paced) as engine,
         parts.gateway(engine, folder, stream="live" if way.reply == "live" else "whole") as served,
@@ -89,7 +93,7 @@ async def count_calls(
     ):
         for _ in range(WARM):
             await player.turn()
-        sys.setprofile(seen)
+        sys.setprofile(profile.saw)
         try:
             for _ in range(COUNTED):
                 before = found.total()
@@ -100,7 +104,7 @@ async def count_calls(
         for _ in range(TURNS - WARM - COUNTED):
             await player.turn()
         await asyncio.to_thread(parts.check_extended, served.url, str(served.control_token), TURNS)
-    return Counts(round(statistics.median(totals)), found, path)
+    return Counts(round(statistics.median(totals)), found, profile.path)
 
 
 def calls_a_turn(way: Way, *, context: int = 2_000, tools: int = 0, paced: bool = False) -> Counts:

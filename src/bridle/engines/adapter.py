@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack
 
 import msgspec
 import numpy as np
@@ -309,17 +309,8 @@ class ReplyCheck:
         found = values.size
         if found != count and (found or self._needs_logprobs):
             raise GarbledError(f"the engine gave {count} ids, but {found} logprobs")
-        if not found:
-            return
-        if found == 1:
-            low = high = values[0]
-        else:
-            low, high = _least(values), _most(values)
-        if not (high <= ROUNDING and low > -np.inf):  # a comparison with NaN is false
-            raise GarbledError(
-                f"the engine gave logprobs between {low} and {high}: finite numbers not above 0 "
-                "are expected"
-            )
+        if found:
+            _check_logprobs(values)
 
     def _check_prompt(self, reported: bytes) -> None:
         try:
@@ -343,6 +334,18 @@ def check_paired(ids: Ids, named: Ids | npt.NDArray[np.integer]) -> None:
         raise GarbledError(
             f"the engine's logprobs belong to other ids: at {wrong} it sampled {int(ids[wrong])} "
             f"and gives the logprob of {int(named[wrong])}"
+        )
+
+
+def _check_logprobs(values: Logprobs) -> None:
+    if values.size == 1:
+        low = high = values[0]
+    else:
+        low, high = _least(values), _most(values)
+    if not (high <= ROUNDING and low > -np.inf):  # a comparison with NaN is false
+        raise GarbledError(
+            f"the engine gave logprobs between {low} and {high}: finite numbers not above 0 "
+            "are expected"
         )
 
 

@@ -12,8 +12,7 @@ import base64
 import re
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
@@ -26,6 +25,9 @@ KEEPALIVE_S: Final = 4.0
 """Idle connections are dropped before uvicorn's 5 s, so none is used while its server closes it."""
 
 CONNECT_S: Final = 10.0
+
+END_S: Final = 1.0
+"""Time in which a stream that has told its last event ends, so that its connection is kept."""
 
 FIRST_WAIT_S: Final = 0.5
 """Wait before a failed connect is tried again; doubles."""
@@ -56,12 +58,13 @@ class CutReplyError(ConnectionError):
 
 @dataclass(slots=True, eq=False)
 class _Head:
-    """Head of a whole reply, around the number of its body's bytes."""
+    """Head of a reply, around the number of its body's bytes; one in chunks tells no number."""
 
     before: bytes
     after: bytes
     keeps: bool
     content_type: bytes
+    chunked: bool
 
 
 class HttpReply:
@@ -105,23 +108,27 @@ class HttpReply:
 
     def take(self) -> bytes:
         """Return the part of the body that arrived since the last call; needs the head."""
-        pieces = self._chunks if self._chunked else self._pieces
-        taken = b"".join(pieces)
-        pieces.clear()
-        return taken
+        if self._chunked:
+            taken, self._chunks = self._chunks, []
+        else:
+            taken, self._pieces = self._pieces, []
+        return b"".join(taken)
 
     def feed(self, data: bytes) -> bool:
         """Add bytes; return whether the reply is whole."""
-        if not self.status and self.head and not self._pieces and self._begins_alike(data):
-            return self._length <= self._size
-        self._pieces.append(data)
         self._size += len(data)
         if self._size > MOST_BYTES:
             self._bound(self._size)
-        if not self.status and not self._read_head():
-            return False
+        if self.status:
+            if self._chunked:
+                return self._read_chunks(data)
+            self._pieces.append(data)
+        elif self._pieces or self.head is None or not self._begins_alike(data):
+            self._pieces.append(data)
+            if not self._read_head():
+                return False
         if self._chunked:
-            return self._read_chunks()
+            return self._read_chunks(self._pieces.pop())
         return 0 <= self._length <= self._size
 
     def _begins_alike(self, data: bytes) -> bool:
@@ -130,15 +137,19 @@ class HttpReply:
         assert known is not None, "there was a reply before"
         if not data.startswith(known.before):
             return False
-        at = len(known.before)
-        end = data.find(b"\r", at, at + 20)
-        if not data[at:end].isdigit() or not data.startswith(known.after, end):
-            return False
-        self._bound(int(data[at:end]))
-        self.status, self.keeps, self._length = 200, known.keeps, int(data[at:end])
+        start = len(known.before)
+        if not known.chunked:
+            end = data.find(b"\r", start, start + 20)
+            length = data[start:end]
+            if not length.isdigit() or not data.startswith(known.after, end):
+                return False
+            self._length = int(length)
+            self._bound(self._length)
+            start = end + len(known.after)
+        self.status, self.keeps, self._chunked = 200, known.keeps, known.chunked
         self._content_type = known.content_type
-        self._pieces = [data[end + len(known.after) :]]
-        self._size = len(self._pieces[0])
+        self._pieces = [data[start:]]
+        self._size -= start
         return True
 
     def ended(self) -> bool:
@@ -175,10 +186,11 @@ class HttpReply:
                 lengths.append(match)
         if status in {204, 304}:
             self._length = 0
-        elif status == 200 and len(lengths) == 1 and not self._chunked and not self.retry_after:
-            start = lengths[0].end() - len(lengths[0][2].lstrip())
+        elif status == 200 and len(lengths) == (not self._chunked) and not self.retry_after:
+            start = lengths[0].end() - len(lengths[0][2].lstrip()) if lengths else end + 4
             after = text[start : end + 4].lstrip(b"0123456789")
-            self.head = _Head(text[:start], after, self.keeps, self._content_type)
+            head = _Head(text[:start], after, self.keeps, self._content_type, self._chunked)
+            self.head = head
         return True
 
     def _take(self, name: bytes, told: bytes) -> None:
@@ -200,18 +212,16 @@ class HttpReply:
                     self.keeps and value.lower() != b"close"
                 )
 
-    def _read_chunks(self) -> bool:
-        """Decode the chunked body into `body`; return whether the last chunk has arrived."""
-        rest = self._rest
-        at = 0
-        if len(rest) < _SMALL_BYTES:  # else what has come of a large chunk would be read again
-            data = b"".join((rest, *self._pieces))
-            chunks, at = _first_chunks(data)
+    def _read_chunks(self, data: bytes) -> bool:
+        """Decode more of the chunked body; return whether the last chunk has arrived."""
+        rest, at = self._rest, 0
+        if not rest or len(rest) < _SMALL_BYTES:  # else a large chunk would be read again and again
+            chunks, data = _first_chunks(bytes(rest) + data)
             self._chunks += chunks
-            rest[:] = data
-        else:
-            rest += b"".join(self._pieces)
-        self._pieces.clear()
+            rest.clear()
+            if not data:
+                return False
+        rest += data
         while (end := rest.find(b"\r\n", at, at + _HEAD_BYTES)) >= 0:
             size_text = rest[at:end].partition(b";")[0].strip()
             if not size_text.isalnum():
@@ -237,23 +247,25 @@ class HttpReply:
         return False
 
 
-def _first_chunks(data: bytes) -> tuple[list[bytes], int]:
-    """Return the whole chunks that `data` begins with, and where they end.
+def _first_chunks(data: bytes) -> tuple[list[bytes], bytes]:
+    """Return the whole chunks that `data` begins with, and the rest.
 
     Only those before the last one and before one that holds a line's end.
     """
     parts = data.split(b"\r\n")
     sizes, chunks = parts[:-2:2], parts[1:-1:2]
     found = end = 0
-    with suppress(ValueError):
+    try:
         for size, digits, length in zip(sizes, map(len, sizes), map(len, chunks), strict=True):
             if not length or int(size, 16) != length:
                 break
             found += 1
             end += digits + length + 4
+    except ValueError:  # what follows is read by itself
+        pass
     if not b"".join(sizes[:found]).isalnum():  # `int` takes more than digits
-        return [], 0
-    return chunks[:found], end
+        return [], data
+    return chunks[:found], data[end:]
 
 
 class _Connection(asyncio.Protocol):
@@ -273,6 +285,8 @@ class _Connection(asyncio.Protocol):
         self._heard = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
+        self._keep: Callable[[_Connection], None] | None = None
+        """Takes it when a reply that nobody waits for is whole; `None` = somebody does."""
         self.idle_since = 0.0
         """Time of the loop at the end of the last reply."""
 
@@ -343,7 +357,19 @@ class _Connection(asyncio.Protocol):
         reply.is_whole = True
         if not reply.keeps:
             self.close()
+        elif self._keep is not None:
+            self._keep(self)
+        self._keep = None
         self._wake(reply)
+
+    def end_within(self, seconds: float, keep: Callable[[_Connection], None]) -> None:
+        """Have it kept once the reply that nobody reads any more is whole, or close it."""
+        self._keep = keep
+        self._loop.call_later(seconds, self._end_now)
+
+    def _end_now(self) -> None:
+        if self._keep is not None:
+            self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._made.discard(self)
@@ -389,6 +415,36 @@ class Sent:
 
     connection: _Connection
     waiting: asyncio.Future[HttpReply]
+
+
+class Streamed:
+    """A POST, while entered; gives the head of its reply, and a function for more of its body.
+
+    That function awaits the next part; an empty one is the end.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        path: str,
+        body: bytes,
+        watch: Callable[[asyncio.Future[HttpReply]], None],
+    ) -> None:
+        self._connections = connections
+        self._asked = path, body, watch
+        self.ends = False
+        """Whether what its reader wanted has come, and only the reply's end may be missing."""
+
+    async def __aenter__(self) -> tuple[HttpReply, Callable[[], Awaitable[bytes]]]:
+        path, body, watch = self._asked
+        self._connection, self._reply = await self._connections.open(path, body, watch)
+        return self._reply, partial(self._connection.more, self._reply, watch)
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._connections.leave(self._connection, self._reply, ends=self.ends)
+        else:
+            self._connection.close()
 
 
 class Connections:
@@ -465,27 +521,34 @@ class Connections:
             self._keep(sent.connection)
         return reply
 
-    @asynccontextmanager
-    async def stream(
+    def stream(
         self, path: str, body: bytes, watch: Callable[[asyncio.Future[HttpReply]], None]
-    ) -> AsyncIterator[tuple[HttpReply, Callable[[], Awaitable[bytes]]]]:
-        """Send a POST; yield the head of its reply, and a function that awaits more of its body.
+    ) -> Streamed:
+        """Make a POST whose reply is read as it comes. Failures are those of `post`."""
+        return Streamed(self, path, body, watch)
 
-        That function returns an empty part at the end. Failures are those of `post`.
-        """
+    async def open(
+        self, path: str, body: bytes, watch: Callable[[asyncio.Future[HttpReply]], None]
+    ) -> tuple[_Connection, HttpReply]:
+        """Send a POST; return the head of its reply, and its connection."""
         connection = await self._take()
         try:
             waiting = connection.call(self._head(path, body), body, streams=True)
             watch(waiting)
-            reply = await waiting
-            yield reply, partial(connection.more, reply, watch)
-            if not reply.is_whole:
-                connection.close()
-            elif reply.keeps:
-                self._keep(connection)
+            return connection, await waiting
         except BaseException:
             connection.close()
             raise
+
+    def leave(self, connection: _Connection, reply: HttpReply, *, ends: bool) -> None:
+        """Keep the connection of a reply that is whole, or `ends` and then soon is; drop others."""
+        if reply.is_whole:
+            if reply.keeps:
+                self._keep(connection)
+        elif ends:
+            connection.end_within(END_S, self._keep)
+        else:
+            connection.close()
 
     def _head(self, path: str, body: bytes) -> bytes:
         head = self._heads.get(path)

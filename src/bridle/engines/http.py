@@ -205,7 +205,8 @@ class EngineClient:
         """
         decoder, begun = EventDecoder(), False
         try:
-            async with self._connections.stream(path, body, call.watch) as (reply, more):
+            stream = self._connections.stream(path, body, call.watch)
+            async with stream as (reply, more):
                 begun = reply.status == 200 and reply.content_type == b"text/event-stream"
                 if not begun:
                     raise await self._refused(path, reply, more, prompt_tokens)
@@ -214,6 +215,7 @@ class EngineClient:
                     if b"[DONE]" in several:
                         if before := several[: several.index(b"[DONE]")]:
                             yield before
+                        stream.ends = True
                         return
                     if several:
                         yield several
@@ -351,13 +353,12 @@ class EventDecoder:
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Return the data of each event that ends in `piece`."""
+        if not self._pieces and not self._lines and (events := _plain_events(piece)):
+            return events
         self._pieces.append(piece)
         if b"\n" not in piece:  # a line may be long: its pieces are joined once
             return []
         joined = piece if len(self._pieces) == 1 else b"".join(self._pieces)
-        if not self._lines and (events := _plain_events(joined)):
-            self._pieces = []
-            return events
         *whole, rest = joined.split(b"\n")
         self._pieces = [rest] if rest else []
         found, lines = list[bytes](), self._lines

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import chain, groupby, repeat
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import numpy as np
@@ -47,7 +47,7 @@ class VllmRoute(StrEnum):
     path: str
     """Below the base URL."""
 
-    def __new__(cls, name: str, path: str) -> VllmRoute:
+    def __new__(cls, name: str, path: str) -> Self:
         """Make the member `name`."""
         route = str.__new__(cls, name)
         route._value_, route.path = name, path

@@ -584,8 +584,7 @@ class Exchanges:
         sample = finished.sample
         if sample.replayed is None and finished.call.other is None:
             version = sample.versions[-1].version
-            if version > self.policy.version:
-                self.policy.version = version
+            self.policy.version = max(self.policy.version, version)
         seconds = time.perf_counter() - finished.call.clock_start
         self._metrics.committed(usage, seconds, replayed=sample.replayed is not None)
         if sample.break_position is not None:

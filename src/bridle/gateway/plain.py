@@ -349,14 +349,12 @@ class PlainPath:
             return None
         session.check(question.canonical)
         exchanges.refuse_if_spent(session)
-        prompted = served.prompts.extended_now(question, parent, size)
-        if prompted is None:
-            return None
-        budget = exchanges.budget(session, question, prompted.prompt.length)
-        reserved = session.account.take(budget, lambda: session.tokens)
-        if reserved is None:
-            return None
-        return Linear(route, question, said, parent, prompted, reserved, served.engine)
+        if (prompted := served.prompts.extended_now(question, parent, size)) is not None:
+            budget = exchanges.budget(session, question, prompted.prompt.length)
+            reserved = session.account.take(budget, lambda: session.tokens)
+            if reserved is not None:
+                return Linear(route, question, said, parent, prompted, reserved, served.engine)
+        return None
 
 
 def _is_whole(request: ModelRequest, said: Asked, served: Served) -> bool:

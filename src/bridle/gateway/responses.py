@@ -13,7 +13,6 @@ An id means something to the session that it was made for and to no other (law 7
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
