@@ -43,10 +43,6 @@ def json_response(
     )
 
 
-def _stream_headers(route: Route) -> dict[str, str]:
-    return SSE_HEADERS if route.sse else {"Content-Type": JSON_TYPE}
-
-
 def refusal(wire: WireFormat, error: RequestError) -> web.Response:
     """An error in the provider's shape."""
     status, headers, body = wire.error(error)
@@ -115,7 +111,7 @@ class Relay:
     ) -> web.StreamResponse:
         if call.error is not None and not wire.refuses_in_stream(call.error):
             return refusal(wire, call.error)
-        await writer.start(_stream_headers(route))
+        await writer.start(route)
         encoder = wire.stream(request, call.reply_head())
         opening = await self._until_done(writer, call, encoder)
         if call.error is not None:
@@ -269,59 +265,74 @@ _WRITTEN: Final = _Written()
 
 
 class _Writer:
-    """One response, and whether some of the reply has left."""
+    """One response, and whether some of the reply has left.
+
+    Over a connection that stays its bytes are written here; aiohttp writes all others.
+    """
 
     def __init__(self, http: web.BaseRequest, timeout_s: float) -> None:
         self._http = http
         self._timeout_s = timeout_s
-        self._response: web.StreamResponse
-        """A stream's; there from `start` on."""
-        self._in_chunks = False
-        """Whether the stream's head has left, and pieces of it are chunks."""
+        self._stays = http.keep_alive and http.version == HttpVersion11
+        self._response: web.StreamResponse = _WRITTEN
+        """A stream's, if aiohttp writes it; there from `start` on."""
+        self._head = b""
+        """That of a stream, until it has left."""
         self.began_reply = False
 
     async def whole(self, body: bytes) -> web.StreamResponse:
         """Write a whole reply; returns when the connection has accepted all of it."""
-        self.began_reply, http = True, self._http
-        at_once = takes_at_once(http.transport, len(body))
-        if at_once and http.keep_alive and http.version == HttpVersion11:
-            assert http.transport is not None
-            whole = whole_reply(body)
-            http.transport.write(whole)
-            http.writer.output_size += len(whole)  # what fails from here on finds a begun reply
+        self.began_reply = True
+        if self._stays and takes_at_once(self._http.transport, len(body)):
+            self._put(whole_reply(body))
             return _WRITTEN
         response = json_response(body)
         async with asyncio.timeout(self._timeout_s):
-            await response.prepare(http)
+            await response.prepare(self._http)
             await response.write_eof()
         return response
 
-    async def start(self, headers: dict[str, str]) -> None:
+    async def start(self, route: Route) -> None:
         """Begin a stream; its headers leave with the first bytes."""
+        if self._stays:
+            self._head = _STREAM_HEADS[route.sse] % rfc822_formatted_time().encode()
+            return
+        headers = SSE_HEADERS if route.sse else {"Content-Type": JSON_TYPE}
         self._response = web.StreamResponse(headers=headers)
         await self._response.prepare(self._http)
 
     @property
     def has_room(self) -> bool:
         """True if `write_now` can be used: the head has left, and nothing waits after it."""
-        return self._in_chunks and takes_at_once(self._http.transport, 0)
+        return self._stays and not self._head and takes_at_once(self._http.transport, 0)
 
     def write_now(self, data: bytes) -> None:
         """Write a part of a stream over a connection that has room."""
-        assert self._http.transport is not None
-        self._http.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._put(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _put(self, data: bytes) -> None:
+        transport, self._head = self._http.transport, b""
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has gone")
+        transport.write(data)
+        self._http.writer.output_size += len(data)  # what fails from here on finds a begun reply
 
     async def write(self, data: bytes) -> None:
         """Write what is not yet the reply: the opening, a keep-alive."""
-        if not takes_at_once(self._http.transport, len(data)):
-            async with asyncio.timeout(self._timeout_s):
-                await self._response.write(data)
-        elif data and self._in_chunks:
-            self.write_now(data)
-        else:
+        if self._stays:
+            if data:
+                await self._taken(b"%b%x\r\n%b\r\n" % (self._head, len(data), data))
+            return
+        async with asyncio.timeout(self._timeout_s):
             await self._response.write(data)
-        if data:  # the head leaves with the first bytes
-            self._in_chunks = self._http.version == HttpVersion11
+
+    async def _taken(self, data: bytes) -> None:
+        """Write to a connection that stays; returns when it has room again."""
+        at_once = takes_at_once(self._http.transport, len(data))
+        self._put(data)
+        if not at_once:
+            async with asyncio.timeout(self._timeout_s):
+                await self._http.writer.drain()
 
     async def write_reply(self, data: bytes) -> None:
         """Write a part of the reply."""
@@ -329,8 +340,11 @@ class _Writer:
         await self.write(data)
 
     async def finish(self, data: bytes) -> web.StreamResponse:
-        """Write the reply and end the stream."""
+        """Write the reply's end, which is not empty, and end the stream."""
         self.began_reply = True
+        if self._stays:
+            await self._taken(b"%b%x\r\n%b\r\n0\r\n\r\n" % (self._head, len(data), data))
+            return _WRITTEN
         async with asyncio.timeout(self._timeout_s):
             await self._response.write_eof(data)
         return self._response
