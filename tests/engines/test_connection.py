@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
+from bridle.engines import connection
 from bridle.engines.connection import MOST_BYTES, Connections, CutReplyError, HttpReply
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
@@ -53,6 +54,29 @@ def test_a_reply_is_the_same_after_any_other_one(before, wire, size, cuts):
         assert (reply.body, reply.is_whole) == (body, False)
     told = ("status", "keeps", "content_type", "retry_after")
     assert [getattr(after, name) for name in told] == [getattr(alone, name) for name in told]
+
+
+@given(
+    chunks=st.lists(
+        st.one_of(
+            st.sampled_from([b"data: 1\n\n", b"a\r\nb", b"3\r\nabc\r\n", b"\r\n", b"x" * 5000]),
+            st.binary(min_size=1, max_size=9),
+        ),
+        max_size=9,
+    ),
+    cuts=st.lists(st.integers(0, 9000), max_size=8),
+)
+def test_chunks_are_the_same_wherever_they_are_split(chunks, cuts):
+    framed = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in chunks)
+    wire = CHUNKED.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" + framed + b"0\r\n\r\n"
+    reply, taken = HttpReply(), b""
+    places = sorted({min(cut, len(wire)) for cut in cuts} | {0, len(wire)})
+    for piece in [wire[a:b] for a, b in itertools.pairwise(places)]:
+        assert not reply.is_whole
+        whole = reply.feed(piece)
+        taken += reply.take() if reply.status else b""
+    assert whole
+    assert taken == b"".join(chunks)
 
 
 @pytest.mark.parametrize("wire", [LENGTH[:-1], CHUNKED[:-3], CHUNKED[:50], LENGTH[:10]])
@@ -256,6 +280,66 @@ async def test_closing_ends_calls_under_way():
             while not any(seen):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
         await made.aclose()
+
+
+async def test_a_call_that_finds_no_idle_connection_begins_all_the_same():
+    async with serving([LENGTH], [LENGTH], [0.01, LENGTH]) as (made, seen):
+        sent = made.begin("/x", b"body")
+        assert (await made.reply(sent, nothing)).body == b"hello"
+        for _ in range(2):
+            await made.reply(made.begin("/x", b""), nothing)
+    assert len(seen) == 1
+    assert b"\r\n\r\nbody" in seen[0]
+
+
+async def test_a_call_that_begins_before_its_connection_fails_as_any_other(unused_tcp_port):
+    made = Connections(URL(f"http://127.0.0.1:{unused_tcp_port}"), {}, silent_s=9)
+    with pytest.raises(OSError, match="Connect call failed"):
+        await made.reply(made.begin("/", b""), nothing)
+    await made.aclose()
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+async def test_a_call_that_ends_before_its_connection_is_made_asks_nothing(dropped):
+    async with serving([LENGTH], [LENGTH]) as (made, seen):
+        sent = made.begin("/", b"body")
+        if dropped:
+            made.drop(sent)
+            assert (await made.post("/", b"other", nothing)).body == b"hello"
+        await made.aclose()
+        with pytest.raises((ConnectionError, asyncio.CancelledError)):
+            sent.waiting.result()
+    assert b"body" not in b"".join(seen)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_stream_that_has_only_its_end_left_leaves_its_connection(ends):
+    head, body = CHUNKED.split(b"\r\n\r\n", 1)
+    parts = [head + b"\r\n\r\n" + body[:-5], 0.02, body[-5:]]
+    async with serving(parts, [LENGTH]) as (made, seen):
+        stream = made.stream("/", b"", nothing)
+        async with stream as (reply, more):
+            assert await more() == b"hello"
+            assert not reply.is_whole
+            stream.ends = ends
+        async with asyncio.timeout(9):
+            while ends and not made._idle:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
+        assert (await made.post("/", b"", nothing)).body == b"hello"
+    assert len(seen) == 2 - ends
+
+
+async def test_a_stream_that_never_ends_is_dropped_in_time(monkeypatch):
+    monkeypatch.setattr(connection, "END_S", 0.02)
+    head, body = CHUNKED.split(b"\r\n\r\n", 1)
+    async with serving([head + b"\r\n\r\n" + body[:-5], 30]) as (made, _):
+        stream = made.stream("/", b"", nothing)
+        async with stream as (_, more):
+            await more()
+            stream.ends = True
+        async with asyncio.timeout(9):
+            while made._made:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
 
 
 async def parts_of(made, *, most=99):

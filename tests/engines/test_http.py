@@ -186,7 +186,8 @@ async def test_events_of_one_write_arrive_as_one_list(client):
 @given(st.data())
 def test_events_are_the_same_however_their_bytes_are_split(data):
     told = data.draw(st.lists(st.binary().map(lambda one: one.hex().encode()), max_size=6))
-    text = b"".join(b"data: " + one + b"\r\n\n" for one in told)
+    ends = data.draw(st.sampled_from([b"\n\n", b"\r\n\n", b"\n\n: note\n\n", b"\nid: 1\n\n"]))
+    text = b"".join(b"data: " + one + ends for one in told)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     decoder = EventDecoder()
     pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]

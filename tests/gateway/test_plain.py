@@ -123,13 +123,17 @@ def numbers_of(home: House) -> dict[str, float]:
     return found
 
 
-async def play(seed: int, name: str, *, streams: bool, plain: bool) -> tuple[Any, int]:
-    """Play a seed's traffic; all that can be seen of it, and the calls of the plain path."""
+async def play(seed: int, name: str, reply: str, *, plain: bool) -> tuple[Any, int]:
+    """Play a seed's traffic; all that can be seen of it, and the calls that the plain path began."""
+    begun = []
     choose = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         # Ids are drawn alike, so that digests of what holds them are alike.
         patch.setattr(exchange_file, "os", SimpleNamespace(urandom=random.Random(seed).randbytes))
-        async with played(*choose.sample(list(TURNS), 5), plain=plain) as home:
+        how = {"stream": "live"} if reply == "live" else {}
+        async with played(*choose.sample(list(TURNS), 5), plain=plain, **how) as home:
+            begins = plain_file.Flight.begin
+            patch.setattr(plain_file.Flight, "begin", lambda flight: begun.append(begins(flight)))
             limits = Limits(
                 max_turns=choose.choice([None, 12]), max_tokens=choose.choice([None, 400])
             )
@@ -139,6 +143,7 @@ async def play(seed: int, name: str, *, streams: bool, plain: bool) -> tuple[Any
             )
             caller = await home.session("s", limits=limits, sampling=policy)
             speech = SPEECHES[name]
+            streams = reply != "json"
             harness = Harness(caller, speech, "You are an agent.", choose, streams=streams)
             for _ in range(12):
                 await harness.step()
@@ -149,19 +154,19 @@ async def play(seed: int, name: str, *, streams: bool, plain: bool) -> tuple[Any
                 numbers_of(home),
                 (facts.calls, facts.turns, facts.delivered, facts.tokens, facts.limit),
                 (facts.failed_last, facts.last_error, facts.last_error_code),
-            ), home.gateway.plain.served
+            ), len(begun)
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["json", "stream"])
+@pytest.mark.parametrize("reply", ["json", "whole", "live"])
 @pytest.mark.parametrize("name", SPEECHES)
 @pytest.mark.parametrize("seed", range(6))
-async def test_both_paths_store_count_and_answer_alike(seed, name, streams):
-    general, none = await play(seed, name, streams=streams, plain=False)
-    plain, served = await play(seed, name, streams=streams, plain=True)
+async def test_both_paths_store_count_and_answer_alike(seed, name, reply):
+    general, none = await play(seed, name, reply, plain=False)
+    plain, begun = await play(seed, name, reply, plain=True)
     for one, other in zip(plain, general, strict=True):
         assert one == other
     assert none == 0
-    assert served > 1, "the plain path was not taken"
+    assert begun > 1, "the plain path was not taken"
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -436,7 +441,27 @@ async def test_a_stream_that_has_left_is_not_handed_over_later():
         assert flight.alarm.cancelled()
 
 
-async def test_a_stream_that_leaves_as_it_is_sampled_is_the_general_path_s():
+async def test_an_engine_s_connection_that_was_idle_for_long_costs_no_task(linear):
+    async with linear() as (home, _, caller, messages, _):
+        (replica,) = home.gateway._engine._replicas.values()
+        replica.engine._client._connections._keepalive_s = 0
+        assert (await caller.ask(messages))["content"] == "a"
+        assert home.gateway.plain.served == 2
+
+
+async def test_an_engine_that_has_gone_is_told_as_by_the_general_path(linear):
+    async with linear() as (home, _, caller, messages, _):
+        (replica,) = home.gateway._engine._replicas.values()
+        connections = replica.engine._client._connections
+        pool = home.gateway._engine
+        pool.settings = pool.settings.model_copy(update={"patience_s": 0.1})
+        connections._keepalive_s, connections._url = 0, connections._url.with_port(9)
+        status, told = await caller.post({"model": "m", "messages": messages})
+        assert (status, home.gateway.plain.served) == (503, 1)
+        assert len(caller.exchanges) == 2
+
+
+async def test_a_stream_that_leaves_as_it_is_sampled_is_answered_by_the_general_path():
     async with played({"content": "a"}, stream="live") as home:
         caller = Streaming(home, (await home.session("s")).handle)
         messages: list[Any] = [user("go")]

@@ -71,10 +71,9 @@ class Recorder(EngineClient):
         self._answers = answers
         self._bodies: dict[Sent, bytes] = {}
 
-    def begin(self, path: str, body: bytes, call: HttpCall) -> Sent | None:
+    def begin(self, path: str, body: bytes, call: HttpCall) -> Sent:
         sent = super().begin(path, body, call)
-        if sent is not None:
-            self._bodies[sent] = body
+        self._bodies[sent] = body
         return sent
 
     def end(self, sent: Sent) -> None:

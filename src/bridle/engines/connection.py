@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
 
+import structlog
 from yarl import URL
 
-from bridle.aio import retry
+from bridle.aio import Nursery, retry
+
+log = structlog.get_logger()
 
 KEEPALIVE_S: Final = 4.0
 """Idle connections are dropped before uvicorn's 5 s, so none is used while its server closes it."""
@@ -285,6 +288,9 @@ class _Connection(asyncio.Protocol):
         self._heard = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
+        self._first: tuple[bytes, ...] = ()
+        """What is to be sent once it is made."""
+        self._is_closed = False
         self._keep: Callable[[_Connection], None] | None = None
         """Takes it when a reply that nobody waits for is whole; `None` = somebody does."""
         self.idle_since = 0.0
@@ -304,17 +310,27 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._made.add(self)
+        if self._is_closed:
+            self._transport.abort()
+        elif self._first:
+            self._transport.writelines(self._first)
+            self._first = ()
 
     def call(self, head: bytes, body: bytes, *, streams: bool = False) -> asyncio.Future[HttpReply]:
-        """Send a request; return a future of its reply, or of its head if it `streams`."""
-        assert self._transport is not None
+        """Send a request, at once or when it is made; return a future of its reply, or of its head
+        if it `streams`.
+        """
         self._reply, self._streams = HttpReply(self._head), streams
         self._waiting = self._loop.create_future()
         self._heard = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_later(self._silent_s, self._look)
         # asyncio of Python 3.12 and 3.13 would try to send an empty part for ever, and never close.
-        self._transport.writelines((head, body) if body else (head,))
+        parts = (head, body) if body else (head,)
+        if self._transport is None:
+            self._first = parts
+        else:
+            self._transport.writelines(parts)
         return self._waiting
 
     def data_received(self, data: bytes) -> None:
@@ -325,7 +341,7 @@ class _Connection(asyncio.Protocol):
         try:
             whole = self._reply.feed(data)
         except ConnectionError as error:
-            self._end(error)
+            self.fail(error)
             return
         if whole:
             self._done()
@@ -378,7 +394,7 @@ class _Connection(asyncio.Protocol):
             self._done()
         begun = self._reply is not None and self._reply.status
         kind = CutReplyError if begun else ConnectionError
-        self._end(kind(str(exc) if exc else "Server disconnected"))
+        self.fail(kind(str(exc) if exc else "Server disconnected"))
 
     def _look(self) -> None:
         """Fail the call if the server has been silent too long."""
@@ -389,9 +405,10 @@ class _Connection(asyncio.Protocol):
         if left > 0:
             self._timer = self._loop.call_later(left, self._look)
         else:
-            self._end(TimeoutError())
+            self.fail(TimeoutError())
 
-    def _end(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """End the call with an error, and the connection."""
         waiting, reply = self._waiting, self._reply
         self._waiting = self._reply = None
         if reply is not None:
@@ -402,11 +419,22 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Drop the connection, at which the server aborts the running call."""
+        self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._transport is not None:
             self._transport.abort()
+
+
+def _reached(connection: _Connection, reaching: asyncio.Future[None]) -> None:
+    """Fail the call of a connection that is not made any more."""
+    if reaching.cancelled():
+        connection.fail(ConnectionError("the client is closed"))
+
+
+def _log_bug(error: BaseException) -> None:
+    log.error("connect_failed", error=f"{type(error).__name__}: {error}")
 
 
 @dataclass(slots=True, eq=False)
@@ -477,6 +505,7 @@ class Connections:
         """Ordered by last use, the latest last."""
         self._made: set[_Connection] = set()
         """Those that are not lost."""
+        self._connecting = Nursery(_log_bug)
 
     async def post(
         self, path: str, body: bytes, watch: Callable[[asyncio.Future[HttpReply]], None]
@@ -489,10 +518,21 @@ class Connections:
         """
         return await self.reply(self._send(await self._take(), path, body), watch)
 
-    def begin(self, path: str, body: bytes) -> Sent | None:
-        """Send a POST at once; `None` = no connection is idle. `reply` or `take` ends it."""
+    def begin(self, path: str, body: bytes) -> Sent:
+        """Send a POST at once, or once a new connection is made. `reply` or `take` ends it."""
         connection = self._idle_one()
-        return None if connection is None else self._send(connection, path, body)
+        if connection is None:
+            connection = _Connection(self._silent_s, self._made)
+            reaching = self._connecting.start(self._reach(connection), name="connect")
+            reaching.add_done_callback(partial(_reached, connection))
+        return self._send(connection, path, body)
+
+    async def _reach(self, connection: _Connection) -> None:
+        """Make a connection that has a call already; a failure is told to that."""
+        try:
+            await self._connect(connection)
+        except (OSError, TimeoutError) as error:
+            connection.fail(error)
 
     def _send(self, connection: _Connection, path: str, body: bytes) -> Sent:
         return Sent(connection, connection.call(self._head(path, body), body))
@@ -581,19 +621,21 @@ class Connections:
             self._connect, attempts=self._attempts, backoff_s=FIRST_WAIT_S, retry_on=(OSError,)
         )
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self, connection: _Connection | None = None) -> _Connection:
+        """Make a connection, or this one."""
         secure = ssl.create_default_context() if self._url.scheme == "https" else None
         async with asyncio.timeout(CONNECT_S):
-            _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: _Connection(self._silent_s, self._made),
+            _, made = await asyncio.get_running_loop().create_connection(
+                lambda: connection or _Connection(self._silent_s, self._made),
                 str(self._url.host),
                 self._url.port or 80,
                 ssl=secure,
             )
-        return connection
+        return made
 
     async def aclose(self) -> None:
         """Drop all connections; running calls end with `ConnectionError`."""
+        await self._connecting.cancel()
         for connection in tuple(self._made):
             connection.close()
         self._idle.clear()

@@ -136,11 +136,10 @@ class EngineClient:
             raise failure(response.status, answer, self._url(path))
         return True
 
-    def begin(self, path: str, body: bytes, call: HttpCall) -> Sent | None:
-        """Send a POST at once; `None` = no connection is idle. `post` or `end` ends it."""
+    def begin(self, path: str, body: bytes, call: HttpCall) -> Sent:
+        """Send a POST; no answer is waited for. `post` or `end` ends it."""
         sent = self._connections.begin(path, body)
-        if sent is not None:
-            call.watch(sent.waiting)
+        call.watch(sent.waiting)
         return sent
 
     def arrived(self, sent: Sent) -> bytes | None:

@@ -316,8 +316,6 @@ class VllmEngine(ServerAdapter, Immediate):
             room=room, token_in=True, experts=self.tells_experts,
         )  # fmt: skip
         sent = self._client.begin(self._route.path, body, call)
-        if sent is None:
-            return None
         self._calls[request.request_id] = call
         self._begun[request.request_id] = sent
         return sent.waiting
