@@ -359,7 +359,7 @@ class RoutedCall:
         The engine's own versions count unless weights changed during the call: an engine that knows
         only its last version would report that for all tokens.
         """
-        count = len(chunk.output_ids)
+        count = chunk.output_ids.size
         version = replica.version if self.version is None else self.version
         now = version if self.pinned else replica.version
         if count:

@@ -419,7 +419,7 @@ class _Progress:
         chunk = read.chunk
         if self._parsed is not None:
             chunk = replace(chunk, delta=self._parsed.add(read))
-        count = len(chunk.output_ids)
+        count = chunk.output_ids.size
         self._count += count
         if chunk.finish_reason is not None:
             self._held = chunk

@@ -283,7 +283,8 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
     has_ids = choice.token_ids not in vllm_schemas.ABSENT
     ids_text = bytes(choice.token_ids) if has_ids else b""
     ids = parse_ids(ids_text) if ids_text else _NO_IDS
-    logprobs, paired = _logprobs(choice.logprobs, ids, ids_text)
+    one = _one_logprob(choice.logprobs, ids) if ids.size == 1 else None
+    logprobs, paired = _logprobs(choice.logprobs, ids, ids_text) if one is None else (one, True)
     chunk = GenerateChunk(
         output_ids=ids,
         logprobs=logprobs,
@@ -344,6 +345,17 @@ def _logprobs(
         raise GarbledError(f"the engine gave no logprob for token {missing} of a reply")
     # Not by `np.array`, which warns of overflow: `reported` refuses an infinite one.
     return np.frombuffer(array("f", values), np.float32), paired
+
+
+def _one_logprob(given: vllm_schemas.Logprobs | None, ids: Ids) -> Logprobs | None:
+    """Return the logprob of one token that is plainly told for it; `None` = look closer."""
+    if given is None or given.content is None or len(given.content) != 1:
+        return None
+    entry, id_ = given.content[0], ids[0]
+    named = entry.token == f"token_id:{id_}" if entry.token_id is None else entry.token_id == id_
+    if not named or entry.logprob is None or entry.logprob <= _MISSING:
+        return None
+    return np.frombuffer(array("f", (entry.logprob,)), np.float32)
 
 
 def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | None:

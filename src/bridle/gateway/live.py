@@ -103,14 +103,17 @@ class LiveReply:
             piece = replace(piece, reasoning="")
         if not piece:
             return
-        end = self._end
-        self._reasoning.write(piece.reasoning)
-        self._text.write(piece.text)
-        self._calls += piece.calls
-        self._end = Mark(
-            end.reasoning + len(piece.reasoning), end.text + len(piece.text), len(self._calls)
-        )
-        self.wake()
+        reasoning, text, calls = self._end.reasoning, self._end.text, self._end.calls
+        if piece.reasoning:
+            reasoning += self._reasoning.write(piece.reasoning)
+        if piece.text:
+            text += self._text.write(piece.text)
+        if piece.calls:
+            self._calls += piece.calls
+            calls += len(piece.calls)
+        self._end = Mark(reasoning, text, calls)
+        for follower in self.followers:
+            follower()
 
     def wake(self) -> None:
         """Let all followers look again."""
@@ -119,19 +122,16 @@ class LiveReply:
 
     def after(self, mark: Mark, encoder: StreamEncoder) -> tuple[bytes, Mark]:
         """The events of what lies behind `mark`, and where that ends."""
-        end = self._end
-        if encoder.calls_at_end:
+        end, events = self._end, b""
+        if encoder.calls_at_end and end.calls != mark.calls:
             end = Mark(end.reasoning, end.text, mark.calls)
-        if mark == end:
-            return b"", mark
-        pieces: list[bytes] = []
         if end.reasoning > mark.reasoning:
-            pieces.append(encoder.reasoning(_from(self._reasoning, mark.reasoning)))
+            events = encoder.reasoning(_from(self._reasoning, mark.reasoning))
         if end.text > mark.text:
-            pieces.append(encoder.text(_from(self._text, mark.text)))
+            events += encoder.text(_from(self._text, mark.text))
         for index, call in enumerate(self._calls[mark.calls : end.calls], mark.calls):
-            pieces.append(encoder.tool_call(index, call.id or "", call.name, call.arguments))
-        return b"".join(pieces), end
+            events += encoder.tool_call(index, call.id or "", call.name, call.arguments)
+        return events, end
 
     def note(self, mark: Mark) -> None:
         """A client was written the reply up to `mark`."""

@@ -187,14 +187,15 @@ class _Follower:
 
     def _flush(self) -> None:
         self._flushing = None
-        if self._call.done.is_set() or not self._writer.has_room:
+        transport = self._writer.free() if self._call.in_flight else None
+        if transport is None:
             self._stop()
             return
         pieces, self._mark = self._live.after(self._mark, self._encoder)
         if pieces:
             self._live.note(self._mark)
             self._writer.began_reply = True
-            self._writer.write_now(pieces)
+            transport.write(b"%x\r\n%b\r\n" % (len(pieces), pieces))
             self._silent_until = self._loop.time() + self._silence_s
 
     def _ring(self) -> None:
@@ -301,14 +302,14 @@ class _Writer:
         self._response = web.StreamResponse(headers=headers)
         await self._response.prepare(self._http)
 
-    @property
-    def has_room(self) -> bool:
-        """True if `write_now` can be used: the head has left, and nothing waits after it."""
-        return self._stays and not self._head and takes_at_once(self._http.transport, 0)
+    def free(self) -> asyncio.WriteTransport | None:
+        """Return a stream's connection, if its head has left, and nothing waits after it.
 
-    def write_now(self, data: bytes) -> None:
-        """Write a part of a stream over a connection that has room."""
-        self._put(b"%x\r\n%b\r\n" % (len(data), data))
+        What is written to it is a chunk.
+        """
+        transport = self._http.transport
+        free = self._stays and not self._head and takes_at_once(transport, 0)
+        return transport if free else None
 
     def _put(self, data: bytes) -> None:
         transport, self._head = self._http.transport, b""
