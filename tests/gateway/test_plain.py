@@ -124,13 +124,13 @@ def numbers_of(home: House) -> dict[str, float]:
 
 
 async def play(seed: int, name: str, reply: str, *, plain: bool) -> tuple[Any, int]:
-    """Play a seed's traffic; all that can be seen of it, and the calls that the plain path began."""
+    """Play a seed's traffic; all that can be seen of it, and how often the plain path began."""
     begun = []
     choose = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         # Ids are drawn alike, so that digests of what holds them are alike.
         patch.setattr(exchange_file, "os", SimpleNamespace(urandom=random.Random(seed).randbytes))
-        how = {"stream": "live"} if reply == "live" else {}
+        how: Any = {"stream": "live"} if reply == "live" else {}
         async with played(*choose.sample(list(TURNS), 5), plain=plain, **how) as home:
             begins = plain_file.Flight.begin
             patch.setattr(plain_file.Flight, "begin", lambda flight: begun.append(begins(flight)))
@@ -456,7 +456,7 @@ async def test_an_engine_that_has_gone_is_told_as_by_the_general_path(linear):
         pool = home.gateway._engine
         pool.settings = pool.settings.model_copy(update={"patience_s": 0.1})
         connections._keepalive_s, connections._url = 0, connections._url.with_port(9)
-        status, told = await caller.post({"model": "m", "messages": messages})
+        status, _ = await caller.post({"model": "m", "messages": messages})
         assert (status, home.gateway.plain.served) == (503, 1)
         assert len(caller.exchanges) == 2
 

@@ -476,7 +476,8 @@ class _Writer:
         row = formats.exchange_row(state.number, exchange, pack(entries), head)
         self._connection.execute(formats.INSERT_EXCHANGE, row)
         state.exchange_ids.add(exchange.exchange_id)
-        state.heads.add(head)
+        if head not in state.heads:
+            state.heads.add(head)
         state.bodies |= new
 
     def deliver(self, delivery: Delivery) -> None:

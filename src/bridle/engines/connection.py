@@ -147,7 +147,8 @@ class HttpReply:
             if not length.isdigit() or not data.startswith(known.after, end):
                 return False
             self._length = int(length)
-            self._bound(self._length)
+            if self._length > MOST_BYTES:
+                self._bound(self._length)
             start = end + len(known.after)
         self.status, self.keeps, self._chunked = 200, known.keeps, known.chunked
         self._content_type = known.content_type

@@ -1,0 +1,223 @@
+"""The plain path under what a network, a client or a trainer may do at the worst moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+import pytest
+from tests.gateway.house import Caller, House, user
+from tests.gateway.test_plain import Streaming, played
+
+from bridle.engines.vllm import VllmEngine
+from bridle.gateway import plain as plain_file
+from bridle.types import DeliveryState
+
+WAYS = {"json": (Caller, "whole"), "whole": (Streaming, "whole"), "live": (Streaming, "live")}
+TURN = {"content": "one two three"}
+SLOW: dict[str, Any] = {"content": "one two three four five six seven eight", "pace_s": 0.02}
+
+
+@asynccontextmanager
+async def dripping() -> AsyncIterator[Any]:
+    """A way to an engine whose answers arrive byte by byte; gives what makes its adapter."""
+    target = ""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        url = urlsplit(target)
+        there, back = await asyncio.open_connection(url.hostname, url.port)
+
+        async def ask() -> None:
+            while data := await reader.read(1 << 16):
+                back.write(data)
+            back.close()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(ask())
+            with suppress(ConnectionError):
+                while data := await there.read(1 << 16):
+                    for at in range(len(data)):
+                        writer.write(data[at : at + 1])
+                        await asyncio.sleep(0)
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+
+    def adapter(url: str) -> VllmEngine:
+        nonlocal target
+        target = url
+        return VllmEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+    async with server:
+        yield adapter
+
+
+async def turns(home: House, way: str, count: int = 3) -> tuple[Caller, list[Any]]:
+    """A caller after so many turns, and the messages of its next one."""
+    caller = WAYS[way][0](home, (await home.session("s")).handle)
+    messages: list[Any] = [user("go")]
+    for _ in range(count):
+        messages += [await caller.ask(messages), user("and then")]
+    return caller, messages
+
+
+def begun(monkeypatch: pytest.MonkeyPatch, then: Any = lambda: None) -> list[Any]:
+    """The calls that the plain path begins from now on; `then` runs behind each."""
+    seen: list[Any] = []
+    begins = plain_file.Flight.begin
+
+    def begin(flight: Any) -> None:
+        begins(flight)
+        seen.append(flight)
+        then()
+
+    monkeypatch.setattr(plain_file.Flight, "begin", begin)
+    return seen
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_an_engine_s_reply_may_arrive_byte_by_byte(monkeypatch, way):
+    seen = begun(monkeypatch)
+    async with (
+        dripping() as adapter,
+        played(TURN, adapter=adapter, stream=WAYS[way][1]) as home,
+    ):
+        caller, messages = await turns(home, way)
+        assert [one["content"] for one in messages[1::2]] == [TURN["content"]] * 3
+        assert len(seen) == 2
+        sampled = [one.output_ids.tolist() for one in caller.exchanges]
+        assert sampled[0] == sampled[1] == sampled[2]
+        assert [caller.delivery(at) for at in range(3)] == [DeliveryState.DELIVERED] * 3
+
+
+async def said(home: House, caller: Caller, messages: list[Any], leave: Any, way: str) -> bytes:
+    """What a raw client is told that leaves in its own manner once it has sent all."""
+    url = urlsplit(caller.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    body = orjson.dumps({"model": "m", "messages": messages, "stream": way != "json"})
+    head = "".join(f"{name}: {value}\r\n" for name, value in caller.headers.items())
+    writer.write(
+        f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\n{head}"
+        f"Content-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
+    return await leave(reader, writer)
+
+
+async def patient(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """Read all of the reply."""
+    told = b""
+    while b'"usage"' not in told and b"[DONE]" not in told:  # which end it
+        told += await reader.read(1 << 16)
+    await asyncio.sleep(0.1)
+    writer.close()
+    return told
+
+
+async def half_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """Tell that nothing more is sent, and read on."""
+    writer.write_eof()
+    told = await reader.read()
+    writer.close()
+    return told
+
+
+async def gone_in_the_middle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """Go when a part of the reply has come."""
+    told = b""
+    while told.count(b"data: ") < 3:
+        told += await reader.read(1 << 16)
+    writer.transport.abort()
+    return told
+
+
+def over(session: Any) -> bool:
+    """Return whether no call of a session runs or is answered."""
+    return not session.running and not session.replying
+
+
+@pytest.mark.parametrize(
+    ("leave", "way"),
+    [
+        (half_closed, "json"),
+        (half_closed, "whole"),
+        (half_closed, "live"),
+        (gone_in_the_middle, "live"),
+    ],
+)
+async def test_a_client_that_leaves_is_treated_alike_by_both_paths(monkeypatch, leave, way):
+    found = []
+    for plain in (True, False):
+        async with played(SLOW, plain=plain, stream=WAYS[way][1], retry_grace_s=0) as home:
+            caller, messages = await turns(home, way, 2)
+            await said(home, caller, messages, patient, way)  # its head is known from here on
+            messages += [{"role": "assistant", "content": SLOW["content"]}, user("once more")]
+            session: Any = home.gateway._registry.get("s")
+            with monkeypatch.context() as patch:
+                seen = begun(patch)
+                told = await said(home, caller, messages, leave, way)
+                await caller.until(partial(over, session))
+                assert len(seen) == plain
+            states = [caller.delivery(at) for at in range(len(caller.exchanges))]
+            kept = [(one.finish_reason, one.output_ids.size > 0) for one in caller.exchanges]
+            found.append((told[:12], states, kept, caller.facts.turns))
+            assert (session.in_hand.requests, session.in_hand.size) == (0, 0)
+            assert not home.gateway._engine._calls
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("connected", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+async def test_an_update_may_begin_between_placing_and_sampling(monkeypatch, way, connected):
+    async with played(TURN, stream=WAYS[way][1]) as home, asyncio.TaskGroup() as group:
+        caller, messages = await turns(home, way, 2)
+        pool = home.gateway._engine
+        (replica,) = pool._replicas.values()
+        engine: Any = replica.engine
+        if not connected:
+            engine._client._connections._keepalive_s = 0
+        updates = []
+
+        async def update() -> None:
+            await pool.hold("abort")
+            await pool.release()
+
+        seen = begun(monkeypatch, lambda: updates.append(group.create_task(update())))
+        assert (await caller.ask(messages))["content"] == TURN["content"]
+        await updates[0]
+        assert len(seen) == len(updates) == 1
+        assert len(caller.exchanges) == 3
+        assert caller.delivery(2) is DeliveryState.DELIVERED
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_two_equal_tips_are_told_apart_alike_by_both_paths(way):
+    found = []
+    for plain in (True, False):
+        async with played(TURN, plain=plain, stream=WAYS[way][1]) as home:
+            caller, messages = await turns(home, way, 2)
+            twin = [caller.ask(messages), caller.ask(messages)]
+            first, second = [await one for one in twin]
+            assert first["content"] == second["content"]
+            for _ in range(2):
+                messages += [first, user("go on")]
+                first = await caller.ask(messages)
+            exchanges = caller.exchanges
+            ids = [one.exchange_id for one in exchanges]
+            found.append(
+                [
+                    (
+                        None if one.parent_id is None else ids.index(one.parent_id),
+                        one.extra.get("tie"),
+                        len(one.extra.get("repeats", ())),
+                        caller.delivery(at),
+                    )
+                    for at, one in enumerate(exchanges)
+                ]
+            )
+    assert found[0] == found[1]
