@@ -433,11 +433,16 @@ class _Progress:
         if held is None or held.finish_reason is None:
             raise CutError("the engine closed the stream without a finish reason")
         reply = None if self._parsed is None else self._parsed.reply(held.finish_reason)
-        return replace(
-            held,
-            versions=self._versions(),
+        return GenerateChunk(
+            held.output_ids,
+            held.logprobs,
+            held.finish_reason,
+            held.stop_text,
+            self._versions(),
+            prompt_ids_json=held.prompt_ids_json,
             cached_tokens=self._cached,
             reply=reply,
+            delta=held.delta,
             extra=self._engine.placed(held, self._request, self._prompt_tokens, self._count),
         )
 
