@@ -6,7 +6,8 @@ brought its last byte; its sample is parsed, made durable and answered in the ca
 the engine's last byte. Nothing is kept for this: what is known of a session is the same on both
 paths, so they may alternate as they like.
 
-Any doubt before the engine was asked leaves the request to the general path, as if it had not been
+A stream that leaves while it is sampled begins here as well; a task samples it, and the general
+path answers its client. Any doubt before the engine was asked leaves the request to the general path, as if it had not been
 looked at. From then on the call is the session's as any other, in the stage SAMPLING, and a
 `Flight` carries it. Whatever is not plain there (an error, an abort, another prompt, a client that
 goes, a seal, a store that is busy) hands it over: a task goes on with the engine's call under way,
