@@ -166,8 +166,9 @@ class SqliteStore:
 
     async def written(self) -> None:
         """Return when all earlier records were written, or failed."""
-        with suppress(StoreError):  # which was told whoever gave the record
-            await self._write(lambda _: None)
+        for _ in range(2):  # what failed beside others is tried once more, alone
+            with suppress(StoreError):  # which was told whoever gave the record
+                await self._write(lambda _: None)
 
     async def flush(self) -> None:
         """Return when all earlier records are synced to the disk."""
@@ -354,7 +355,7 @@ class _Writer:
                 self._transact((work,))
         else:
             for job in later:
-                if job.done is not None:
+                if job.done is not None:  # somebody waits
                     job.finish(None, asyncio.get_running_loop())
 
     def wait_until_written(self) -> None:
@@ -579,6 +580,8 @@ class Job:
         self, error: StoreError | None, here: asyncio.AbstractEventLoop | None = None
     ) -> None:
         """Tell the caller, whose loop may be closed; `here` is this thread's loop."""
+        if self.done is None and error is None:
+            return
         if self.loop is here:
             self._tell(error)
         elif not self.loop.is_closed():

@@ -7,9 +7,9 @@ the engine's last byte. Nothing is kept for this: what is known of a session is 
 paths, so they may alternate as they like.
 
 A stream that leaves while it is sampled begins here as well; a task samples it, and the general
-path answers its client. Any doubt before the engine was asked leaves the request to the general path, as if it had not been
-looked at. From then on the call is the session's as any other, in the stage SAMPLING, and a
-`Flight` carries it. Whatever is not plain there (an error, an abort, another prompt, a client that
+path answers its client. Any doubt before the engine was asked leaves the request to the general
+path, as if it had not been looked at. From then on the call is the session's as any other, in the
+stage SAMPLING, and a `Flight` carries it. Whatever is not plain there (an error, an abort, another prompt, a client that
 goes, a seal, a store that is busy) hands it over: a task goes on with the engine's call under way,
 or with the sample in hand, and nothing is sampled twice. `tests/gateway/test_plain.py` plays the
 same traffic with and without this file.
