@@ -99,7 +99,7 @@ def test_any_body_comes_back_whole(pieces):
 
 def test_words_are_no_data_however_long():
     body = b'{"role":"user","content":"%s"}' % (b"many words " * 1000)
-    assert body_entries(b"", body) == [TextEntry(BODY, b"", body)]
+    assert [*body_entries(b"", body)] == [(BODY, b"", body)]
 
 
 def test_a_body_whose_data_are_damaged_is_missing_and_no_other():

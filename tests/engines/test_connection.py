@@ -263,7 +263,7 @@ async def test_bytes_that_nobody_asked_for_close_the_connection():
     async with serving([LENGTH, 0.01, b"more"], [LENGTH]) as (made, seen):
         await made.post("/", b"", nothing)
         async with asyncio.timeout(15):
-            while made._idle[0].open:  # noqa: ASYNC110 - nothing tells of it
+            while made._idle[0].is_fresh(15):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
         await made.post("/", b"", nothing)
     assert len(seen) == 2
@@ -317,11 +317,10 @@ async def test_a_stream_that_has_only_its_end_left_leaves_its_connection(ends):
     head, body = CHUNKED.split(b"\r\n\r\n", 1)
     parts = [head + b"\r\n\r\n" + body[:-5], 0.02, body[-5:]]
     async with serving(parts, [LENGTH]) as (made, seen):
-        stream = made.stream("/", b"", nothing)
-        async with stream as (reply, more):
+        async with made.stream("/", b"", nothing) as (reply, more):
             assert await more() == b"hello"
             assert not reply.is_whole
-            stream.ends = ends
+            reply.ends = ends
         async with asyncio.timeout(9):
             while ends and not made._idle:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
@@ -333,10 +332,9 @@ async def test_a_stream_that_never_ends_is_dropped_in_time(monkeypatch):
     monkeypatch.setattr(connection, "END_S", 0.02)
     head, body = CHUNKED.split(b"\r\n\r\n", 1)
     async with serving([head + b"\r\n\r\n" + body[:-5], 30]) as (made, _):
-        stream = made.stream("/", b"", nothing)
-        async with stream as (_, more):
+        async with made.stream("/", b"", nothing) as (reply, more):
             await more()
-            stream.ends = True
+            reply.ends = True
         async with asyncio.timeout(9):
             while made._made:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
@@ -380,7 +378,7 @@ async def test_a_stream_that_breaks_between_two_reads_says_so_at_the_next():
     ):
         assert await more() == b"he"
         async with asyncio.timeout(15):
-            while any(one.open for one in made._made):  # noqa: ASYNC110 - nothing tells of it
+            while made._made:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
         with pytest.raises(CutReplyError):
             await more()

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack
 
 import msgspec
 import numpy as np
@@ -294,23 +294,24 @@ class ReplyCheck:
                 "replaced, or is there a proxy in between?"
             )
         self._count += count
-        room = self._request.sampling.max_tokens
-        if room is not None and self._count > room:
+        most = self._request.sampling.max_tokens
+        if most is not None and self._count > most:
             raise GarbledError(
-                f"the engine sampled {self._count} tokens or more, but max_tokens was {room}"
+                f"the engine sampled {self._count} tokens or more, but max_tokens was {most}"
             )
-        ids, values = chunk.output_ids, chunk.logprobs
-        if count == 1:  # streams have a piece per token
-            least = most = ids[0]
-        else:
-            least, most = _least(ids), _most(ids)
-        if least < 0 or (self._limit is not None and most >= self._limit):
-            self._check_range("sampled", least, most)
+        self._check_range("sampled", *_least_and_most(chunk.output_ids))
+        values = chunk.logprobs
         found = values.size
         if found != count and (found or self._needs_logprobs):
             raise GarbledError(f"the engine gave {count} ids, but {found} logprobs")
-        if found:
-            _check_logprobs(values)
+        if not found:
+            return
+        low, high = _least_and_most(values)
+        if not (high <= ROUNDING and low > -np.inf):  # a comparison with NaN is false
+            raise GarbledError(
+                f"the engine gave logprobs between {low} and {high}: finite numbers not above 0 "
+                "are expected"
+            )
 
     def _check_prompt(self, reported: bytes) -> None:
         try:
@@ -337,16 +338,10 @@ def check_paired(ids: Ids, named: Ids | npt.NDArray[np.integer]) -> None:
         )
 
 
-def _check_logprobs(values: Logprobs) -> None:
-    if values.size == 1:
-        low = high = values[0]
-    else:
-        low, high = _least(values), _most(values)
-    if not (high <= ROUNDING and low > -np.inf):  # a comparison with NaN is false
-        raise GarbledError(
-            f"the engine gave logprobs between {low} and {high}: finite numbers not above 0 "
-            "are expected"
-        )
+def _least_and_most(values: Ids | Logprobs) -> tuple[Any, Any]:
+    if values.shape == (1,):  # streams have a piece per token
+        return values[0], values[0]
+    return _least(values), _most(values)
 
 
 _least, _most = np.minimum.reduce, np.maximum.reduce

@@ -12,17 +12,15 @@ import base64
 import re
 import ssl
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, cast
+from typing import Final, TypeAlias, cast
 
-import structlog
 from yarl import URL
 
 from bridle.aio import Nursery, retry
-
-log = structlog.get_logger()
 
 KEEPALIVE_S: Final = 4.0
 """Idle connections are dropped before uvicorn's 5 s, so none is used while its server closes it."""
@@ -59,26 +57,16 @@ class CutReplyError(ConnectionError):
     """The connection ended in mid-reply."""
 
 
-@dataclass(slots=True, eq=False)
-class _Head:
-    """Head of a reply, around the number of its body's bytes; one in chunks tells no number."""
-
-    before: bytes
-    after: bytes
-    keeps: bool
-    content_type: bytes
-    chunked: bool
+_Head: TypeAlias = tuple[bytes, bytes, bool, bytes]
+"""A head before and behind its `Content-Length`; whether the connection stays; the type."""
 
 
 class HttpReply:
-    """Parser of a reply from bytes, without I/O. Raises `ConnectionError` for other protocols.
-
-    `head` is that of an earlier reply of the same server: one that differs in its length alone is
-    compared, not read.
-    """
+    """Parser of a reply from bytes, without I/O. Raises `ConnectionError` for other protocols."""
 
     def __init__(self, head: _Head | None = None) -> None:
         self.head = head
+        """That of an earlier reply; one that differs in its length alone need not be read."""
         self.status = 0
         """0 = the head is incomplete."""
         self.keeps = True
@@ -86,9 +74,11 @@ class HttpReply:
         self.retry_after: str | None = None
         """Its `Retry-After`."""
         self._content_type = b""
+        self.ends = False
+        """Whether its reader has all it wanted, and only its end may be missing."""
         self.is_whole = False
         """Whether the whole reply has arrived."""
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         """The failure that ended it, if any."""
         self._pieces: list[bytes] = []
         self._size = 0
@@ -126,7 +116,7 @@ class HttpReply:
             if self._chunked:
                 return self._read_chunks(data)
             self._pieces.append(data)
-        elif self._pieces or self.head is None or not self._begins_alike(data):
+        elif self._pieces or self.head is None or not self._begins_alike(data, self.head):
             self._pieces.append(data)
             if not self._read_head():
                 return False
@@ -134,26 +124,19 @@ class HttpReply:
             return self._read_chunks(self._pieces.pop())
         return 0 <= self._length <= self._size
 
-    def _begins_alike(self, data: bytes) -> bool:
-        """Read a head that differs from `head` in its length alone."""
-        known = self.head
-        assert known is not None, "there was a reply before"
-        if not data.startswith(known.before):
+    def _begins_alike(self, data: bytes, known: _Head) -> bool:
+        """Read a head that differs from a known one in its length alone."""
+        before, after, keeps, content_type = known
+        start = len(before)
+        end = data.find(b"\r", start, start + 20)
+        length = data[start:end]
+        if not (data.startswith(before) and length.isdigit() and data.startswith(after, end)):
             return False
-        start = len(known.before)
-        if not known.chunked:
-            end = data.find(b"\r", start, start + 20)
-            length = data[start:end]
-            if not length.isdigit() or not data.startswith(known.after, end):
-                return False
-            self._length = int(length)
-            if self._length > MOST_BYTES:
-                self._bound(self._length)
-            start = end + len(known.after)
-        self.status, self.keeps, self._chunked = 200, known.keeps, known.chunked
-        self._content_type = known.content_type
-        self._pieces = [data[start:]]
-        self._size -= start
+        self.status, self.keeps, self._content_type = 200, keeps, content_type
+        self._length = int(length)
+        self._bound(self._length)
+        self._pieces = [data[end + len(after) :]]
+        self._size = len(self._pieces[0])
         return True
 
     def ended(self) -> bool:
@@ -187,14 +170,12 @@ class HttpReply:
         for match in _READ.finditer(text, 0, end):
             self._take(match[1].lower(), match[2])
             if match[1].lower() == b"content-length":
-                lengths.append(match)
+                lengths.append(match.end() - len(match[2].lstrip()))
         if status in {204, 304}:
             self._length = 0
-        elif status == 200 and len(lengths) == (not self._chunked) and not self.retry_after:
-            start = lengths[0].end() - len(lengths[0][2].lstrip()) if lengths else end + 4
-            after = text[start : end + 4].lstrip(b"0123456789")
-            head = _Head(text[:start], after, self.keeps, self._content_type, self._chunked)
-            self.head = head
+        elif status == 200 and len(lengths) == 1 and not self._chunked and not self.retry_after:
+            after = text[lengths[0] : end + 4].lstrip(b"0123456789")
+            self.head = text[: lengths[0]], after, self.keeps, self._content_type
         return True
 
     def _take(self, name: bytes, told: bytes) -> None:
@@ -252,10 +233,7 @@ class HttpReply:
 
 
 def _first_chunks(data: bytes) -> tuple[list[bytes], bytes]:
-    """Return the whole chunks that `data` begins with, and the rest.
-
-    Only those before the last one and before one that holds a line's end.
-    """
+    """Return whole chunks that `data` begins with, up to one that holds a line's end; the rest."""
     parts = data.split(b"\r\n")
     sizes, chunks = parts[:-2:2], parts[1:-1:2]
     found = end = 0
@@ -297,13 +275,8 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
         """Time of the loop at the end of the last reply."""
 
-    @property
-    def open(self) -> bool:
-        """Return whether the connection can send a call."""
-        return self._transport is not None and not self._transport.is_closing()
-
     def is_fresh(self, keepalive_s: float) -> bool:
-        """Return whether it is open, and was not idle for so long."""
+        """Return whether it can send a call, and was not idle for so long."""
         if self._transport is None or self._transport.is_closing():
             return False
         return self._loop.time() - self.idle_since < keepalive_s
@@ -318,9 +291,7 @@ class _Connection(asyncio.Protocol):
             self._first = ()
 
     def call(self, head: bytes, body: bytes, *, streams: bool = False) -> asyncio.Future[HttpReply]:
-        """Send a request, at once or when it is made; return a future of its reply, or of its head
-        if it `streams`.
-        """
+        """Send a request, once it is made; return a future of its reply, or its head (`streams`)."""
         self._reply, self._streams = HttpReply(self._head), streams
         self._waiting = self._loop.create_future()
         self._heard = self._loop.time()
@@ -408,7 +379,14 @@ class _Connection(asyncio.Protocol):
         else:
             self.fail(TimeoutError())
 
-    def fail(self, error: Exception) -> None:
+    def connected(self, connecting: asyncio.Future[_Connection]) -> None:
+        """Fail the call if the connection could not be made."""
+        if connecting.cancelled():
+            self.fail(ConnectionError("the client is closed"))
+        elif (error := connecting.exception()) is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
         """End the call with an error, and the connection."""
         waiting, reply = self._waiting, self._reply
         self._waiting = self._reply = None
@@ -428,52 +406,12 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
 
-def _reached(connection: _Connection, reaching: asyncio.Future[None]) -> None:
-    """Fail the call of a connection that is not made any more."""
-    if reaching.cancelled():
-        connection.fail(ConnectionError("the client is closed"))
-
-
-def _log_bug(error: BaseException) -> None:
-    log.error("connect_failed", error=f"{type(error).__name__}: {error}")
-
-
 @dataclass(slots=True, eq=False)
 class Sent:
     """A POST that was sent, and its reply to be."""
 
     connection: _Connection
     waiting: asyncio.Future[HttpReply]
-
-
-class Streamed:
-    """A POST, while entered; gives the head of its reply, and a function for more of its body.
-
-    That function awaits the next part; an empty one is the end.
-    """
-
-    def __init__(
-        self,
-        connections: Connections,
-        path: str,
-        body: bytes,
-        watch: Callable[[asyncio.Future[HttpReply]], None],
-    ) -> None:
-        self._connections = connections
-        self._asked = path, body, watch
-        self.ends = False
-        """Whether what its reader wanted has come, and only the reply's end may be missing."""
-
-    async def __aenter__(self) -> tuple[HttpReply, Callable[[], Awaitable[bytes]]]:
-        path, body, watch = self._asked
-        self._connection, self._reply = await self._connections.open(path, body, watch)
-        return self._reply, partial(self._connection.more, self._reply, watch)
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._connections.leave(self._connection, self._reply, ends=self.ends)
-        else:
-            self._connection.close()
 
 
 class Connections:
@@ -506,7 +444,7 @@ class Connections:
         """Ordered by last use, the latest last."""
         self._made: set[_Connection] = set()
         """Those that are not lost."""
-        self._connecting = Nursery(_log_bug)
+        self._connecting = Nursery(lambda _: None)  # a failure is the call's
 
     async def post(
         self, path: str, body: bytes, watch: Callable[[asyncio.Future[HttpReply]], None]
@@ -524,16 +462,9 @@ class Connections:
         connection = self._idle_one()
         if connection is None:
             connection = _Connection(self._silent_s, self._made)
-            reaching = self._connecting.start(self._reach(connection), name="connect")
-            reaching.add_done_callback(partial(_reached, connection))
+            connecting = self._connecting.start(self._connect(connection), name="connect")
+            connecting.add_done_callback(connection.connected)
         return self._send(connection, path, body)
-
-    async def _reach(self, connection: _Connection) -> None:
-        """Make a connection that has a call already; a failure is told to that."""
-        try:
-            await self._connect(connection)
-        except (OSError, TimeoutError) as error:
-            connection.fail(error)
 
     def _send(self, connection: _Connection, path: str, body: bytes) -> Sent:
         return Sent(connection, connection.call(self._head(path, body), body))
@@ -562,34 +493,29 @@ class Connections:
             self._keep(sent.connection)
         return reply
 
-    def stream(
+    @asynccontextmanager
+    async def stream(
         self, path: str, body: bytes, watch: Callable[[asyncio.Future[HttpReply]], None]
-    ) -> Streamed:
-        """Make a POST whose reply is read as it comes. Failures are those of `post`."""
-        return Streamed(self, path, body, watch)
+    ) -> AsyncIterator[tuple[HttpReply, Callable[[], Awaitable[bytes]]]]:
+        """Send a POST; yield the head of its reply, and a function that awaits more of its body.
 
-    async def open(
-        self, path: str, body: bytes, watch: Callable[[asyncio.Future[HttpReply]], None]
-    ) -> tuple[_Connection, HttpReply]:
-        """Send a POST; return the head of its reply, and its connection."""
+        That function returns an empty part at the end. Failures are those of `post`.
+        """
         connection = await self._take()
         try:
             waiting = connection.call(self._head(path, body), body, streams=True)
             watch(waiting)
-            return connection, await waiting
+            reply = await waiting
+            yield reply, partial(connection.more, reply, watch)
         except BaseException:
             connection.close()
             raise
-
-    def leave(self, connection: _Connection, reply: HttpReply, *, ends: bool) -> None:
-        """Keep the connection of a reply that is whole, or `ends` and then soon is; drop others."""
-        if reply.is_whole:
-            if reply.keeps:
-                self._keep(connection)
-        elif ends:
+        if not reply.is_whole and reply.ends:
             connection.end_within(END_S, self._keep)
-        else:
+        elif not reply.is_whole:
             connection.close()
+        elif reply.keeps:
+            self._keep(connection)
 
     def _head(self, path: str, body: bytes) -> bytes:
         head = self._heads.get(path)

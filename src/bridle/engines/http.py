@@ -204,8 +204,7 @@ class EngineClient:
         """
         decoder, begun = EventDecoder(), False
         try:
-            stream = self._connections.stream(path, body, call.watch)
-            async with stream as (reply, more):
+            async with self._connections.stream(path, body, call.watch) as (reply, more):
                 begun = reply.status == 200 and reply.content_type == b"text/event-stream"
                 if not begun:
                     raise await self._refused(path, reply, more, prompt_tokens)
@@ -214,7 +213,7 @@ class EngineClient:
                     if b"[DONE]" in several:
                         if before := several[: several.index(b"[DONE]")]:
                             yield before
-                        stream.ends = True
+                        reply.ends = True
                         return
                     if several:
                         yield several

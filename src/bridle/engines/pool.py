@@ -525,10 +525,10 @@ class EnginePool(EngineHandover):
         self._refresh()
         try:
             async with asyncio.timeout(timeout_s):
-                await one.without_calls()
+                await one.idle.wait()
         except TimeoutError:
             await one.abort_all()
-            await one.without_calls()
+            await one.idle.wait()
 
     def readmit(self, name: str) -> None:
         """Give a drained replica calls again. Raises `KeyError` for an unknown name."""

@@ -128,10 +128,12 @@ class Replica:
     """Whether it has not answered since it failed, so that it may have been restarted."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have it checked now."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while it has no calls."""
     touches: int = 0
     """Commands and questions that are being sent to it."""
-    _ended: asyncio.Event | None = None
-    """Set, and dropped, when a call or a command ends; made by the first who waits."""
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while nothing is sent to it, health checks and starts apart."""
     paused: bool = False
     """Whether its server was told to sample nothing, and not yet to go on."""
     leaving: ReplicaState | None = None
@@ -166,6 +168,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.use(self.engine)
+        self._rest()
 
     def use(self, engine: Engine) -> None:
         """Give its calls to this engine from now on."""
@@ -195,36 +198,19 @@ class Replica:
         self.calls += 1
         self.running[call.request.request_id] = call
         call.version, call.moved, call.pinned = self.version, False, False
+        self.idle.clear()
+        self.quiet.clear()
 
     def end(self, call: RoutedCall) -> None:
         """Remove a call that it no longer runs."""
         self.running.pop(call.request.request_id, None)
-        if self._ended is not None:
-            self._tell_end()
+        self._rest()
 
-    def _tell_end(self) -> None:
-        if self._ended is not None:
-            self._ended.set()
-            self._ended = None
-
-    @property
-    def is_quiet(self) -> bool:
-        """Return whether nothing is sent to it, health checks and starts apart."""
-        return not self.running and not self.touches
-
-    async def without_calls(self) -> None:
-        """Return when it has no calls."""
-        while self.running:
-            await self._an_end()
-
-    async def quiet(self) -> None:
-        """Return when `is_quiet`."""
-        while not self.is_quiet:
-            await self._an_end()
-
-    async def _an_end(self) -> None:
-        self._ended = self._ended or asyncio.Event()
-        await self._ended.wait()
+    def _rest(self) -> None:
+        if not self.running:
+            self.idle.set()
+            if not self.touches:
+                self.quiet.set()
 
     @contextmanager
     def touching(self) -> Iterator[None]:
@@ -232,11 +218,12 @@ class Replica:
         if self.state is ReplicaState.RELEASED:
             raise EngineError(f"{self.name} is released to its trainer", retryable=True)
         self.touches += 1
+        self.quiet.clear()
         try:
             yield
         finally:
             self.touches -= 1
-            self._tell_end()
+            self._rest()
 
     async def abort(self, request_id: str) -> None:
         """Have the engine end a call that its caller did not abort; errors are logged."""
@@ -279,7 +266,7 @@ class Replica:
         if mode == "abort":
             await self.abort_all()
         if mode != "keep":
-            await self.without_calls()
+            await self.idle.wait()
 
     async def release(self) -> EngineError | None:
         """Resume it; return the error if that failed."""

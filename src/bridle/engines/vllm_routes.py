@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import chain, groupby, repeat
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -44,21 +44,19 @@ _MISSING = -9998.0
 class VllmRoute(StrEnum):
     """Route for sampling."""
 
-    path: str
-    """Below the base URL."""
-
-    def __new__(cls, name: str, path: str) -> Self:
-        """Make the member `name`."""
-        route = str.__new__(cls, name)
-        route._value_, route.path = name, path
-        return route
-
-    CHAT = "chat", vllm_schemas.CHAT
+    CHAT = "chat"
     """Chat completions with `kv_transfer_params.prompt_token_ids`."""
-    GENERATE = "generate", vllm_schemas.GENERATE
+    GENERATE = "generate"
     """`/inference/v1/generate`: reports policy versions per token; needs --enable-scale-out."""
-    COMPLETIONS = "completions", vllm_schemas.COMPLETIONS
+    COMPLETIONS = "completions"
     """Completions with ids for a prompt; every vLLM has it."""
+
+    @property
+    def path(self) -> str:
+        """Return the path below the base URL."""
+        if self is VllmRoute.CHAT:
+            return vllm_schemas.CHAT
+        return vllm_schemas.GENERATE if self is VllmRoute.GENERATE else vllm_schemas.COMPLETIONS
 
 
 def call_body(
@@ -230,10 +228,7 @@ def _decoded(bodies: list[bytes]) -> Sequence[vllm_schemas.VllmReply | None]:
 
 
 def _only_tokens(answers: Sequence[vllm_schemas.VllmReply | None]) -> list[bool]:
-    """Return of each stream chunk whether it has ids, logprobs, and no other field that is used.
-
-    One pass without a call for each: a reply has thousands.
-    """
+    """Return of each stream chunk whether it has ids, logprobs, and no other field that is used."""
     absent = vllm_schemas.ABSENT
     return [
         answer is not None
@@ -283,8 +278,7 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
     has_ids = choice.token_ids not in vllm_schemas.ABSENT
     ids_text = bytes(choice.token_ids) if has_ids else b""
     ids = parse_ids(ids_text) if ids_text else _NO_IDS
-    one = _one_logprob(choice.logprobs, ids) if ids.size == 1 else None
-    logprobs, paired = _logprobs(choice.logprobs, ids, ids_text) if one is None else (one, True)
+    logprobs, paired = _logprobs(choice.logprobs, ids, ids_text)
     chunk = GenerateChunk(
         output_ids=ids,
         logprobs=logprobs,
@@ -345,17 +339,6 @@ def _logprobs(
         raise GarbledError(f"the engine gave no logprob for token {missing} of a reply")
     # Not by `np.array`, which warns of overflow: `reported` refuses an infinite one.
     return np.frombuffer(array("f", values), np.float32), paired
-
-
-def _one_logprob(given: vllm_schemas.Logprobs | None, ids: Ids) -> Logprobs | None:
-    """Return the logprob of one token that is plainly told for it; `None` = look closer."""
-    if given is None or given.content is None or len(given.content) != 1:
-        return None
-    entry, id_ = given.content[0], ids[0]
-    named = entry.token == f"token_id:{id_}" if entry.token_id is None else entry.token_id == id_
-    if not named or entry.logprob is None or entry.logprob <= _MISSING:
-        return None
-    return np.frombuffer(array("f", (entry.logprob,)), np.float32)
 
 
 def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | None:

@@ -483,9 +483,8 @@ class Exchanges:
         """The facts of a call whose reply is whole; it is COMMITTING then."""
         question = call.posed()
         request, wire, served = question.request, question.wire, question.served
-        prompt, parent = sampled_under(prompted, sampled)
-        if parent is None:
-            call.turns = lineage.turns_under(session, call, prompt)
+        prompt, extended = sampled_under(prompted, sampled)
+        call.turns = call.turns if extended else lineage.turns_under(session, call, prompt)
         reply = None
         if request.prefill is not None:
             reply = served.prompts.plain_reply(request, prompt, sampled)

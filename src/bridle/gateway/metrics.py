@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-import time
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from bridle.engines.pool import EnginePool
 from bridle.types import Usage
@@ -55,29 +45,6 @@ class Tally:
         family = kind(self._name, self._text, labels=self._labels)
         for of, value in self.values.items():
             family.add_metric(list(map(str, of)), value)
-        return family
-
-
-class Durations:
-    """Seconds by buckets, that the gateway's loop alone changes; see `Tally`."""
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
-        """`bounds` are the buckets' upper ones, the last is infinite."""
-        self._name, self._text, self._bounds = name, text, bounds
-        self._counts = [0] * len(bounds)
-        self._sum = 0.0
-        self._created = time.time()
-
-    def observe(self, seconds: float) -> None:
-        """Count one more duration."""
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._sum += seconds
-
-    def family(self) -> Metric:
-        upto = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)
-        family = HistogramMetricFamily(self._name, self._text)
-        family.add_metric([], buckets=[*upto], sum_value=self._sum)
-        family.add_sample(f"{self._name}_created", {}, self._created)
         return family
 
 
@@ -118,12 +85,13 @@ class Metrics:
         )
         self.in_flight = Tally("bridle_calls_in_flight", "Model calls now.", sinks=True)
         self.sessions = Tally("bridle_sessions_open", "Living sessions.", sinks=True)
-        self.duration = Durations(
+        self.duration = Histogram(
             "bridle_call_seconds",
             "Seconds from a request's last byte to its commit.",
-            (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, math.inf),
+            buckets=(0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600),
+            registry=self._registry,
         )
-        tallies = [kept for kept in vars(self).values() if isinstance(kept, Tally | Durations)]
+        tallies = [kept for kept in vars(self).values() if isinstance(kept, Tally)]
         self._registry.register(_Tallies(tallies))
 
     def request(self, dialect: str, route: str, status: int) -> None:
@@ -166,7 +134,7 @@ class Metrics:
 class _Tallies(Collector):
     """Reads tallies."""
 
-    def __init__(self, tallies: Sequence[Tally | Durations]) -> None:
+    def __init__(self, tallies: Sequence[Tally]) -> None:
         self._tallies = tallies
 
     def collect(self) -> Iterator[Metric]:

@@ -9,10 +9,10 @@ paths, so they may alternate as they like.
 A stream that leaves while it is sampled begins here as well; a task samples it, and the general
 path answers its client. Any doubt before the engine was asked leaves the request to the general
 path, as if it had not been looked at. From then on the call is the session's as any other, in the
-stage SAMPLING, and a `Flight` carries it. Whatever is not plain there (an error, an abort, another prompt, a client that
-goes, a seal, a store that is busy) hands it over: a task goes on with the engine's call under way,
-or with the sample in hand, and nothing is sampled twice. `tests/gateway/test_plain.py` plays the
-same traffic with and without this file.
+stage SAMPLING, and a `Flight` carries it. Whatever is not plain there (an error, an abort, another
+prompt, a client that goes, a seal, a store that is busy) hands it over: a task goes on with the
+engine's call under way, or with the sample in hand, and nothing is sampled twice.
+`tests/gateway/test_plain.py` plays the same traffic with and without this file.
 """
 
 from __future__ import annotations
@@ -50,14 +50,7 @@ from bridle.gateway.sampling import Sample
 from bridle.gateway.settings import GatewaySettings
 from bridle.harness_rules.kinds import decided_by_head
 from bridle.prompting.conversation import PlacementKind
-from bridle.types import (
-    DeliveryState,
-    Dialect,
-    FinishReason,
-    ModelRequest,
-    Sampling,
-    VersionSpan,
-)
+from bridle.types import DeliveryState, Dialect, FinishReason, ModelRequest, Sampling
 
 log = structlog.get_logger()
 
@@ -492,10 +485,8 @@ class Flight:
 
     def _sample(self, chunk: GenerateChunk) -> Sample:
         assert chunk.finish_reason is not None
-        versions: tuple[VersionSpan, ...] = chunk.versions
-        return Sample(
-            chunk.output_ids, chunk.logprobs, chunk.finish_reason, versions, chunk, None, None, 0
-        )
+        sampled = chunk.output_ids, chunk.logprobs, chunk.finish_reason, chunk.versions
+        return Sample(*sampled, chunk, None, None, 0)
 
     def _reply(self) -> None:
         """Write the committed reply, if the connection takes it at once."""

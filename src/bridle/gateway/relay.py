@@ -266,17 +266,13 @@ _WRITTEN: Final = _Written()
 
 
 class _Writer:
-    """One response, and whether some of the reply has left.
-
-    Over a connection that stays its bytes are written here; aiohttp writes all others.
-    """
+    """One response; aiohttp writes those whose connection does not stay."""
 
     def __init__(self, http: web.BaseRequest, timeout_s: float) -> None:
         self._http = http
         self._timeout_s = timeout_s
         self._stays = http.keep_alive and http.version == HttpVersion11
         self._response: web.StreamResponse = _WRITTEN
-        """A stream's, if aiohttp writes it; there from `start` on."""
         self._head = b""
         """That of a stream, until it has left."""
         self.began_reply = False
@@ -303,10 +299,7 @@ class _Writer:
         await self._response.prepare(self._http)
 
     def free(self) -> asyncio.WriteTransport | None:
-        """Return a stream's connection, if its head has left, and nothing waits after it.
-
-        What is written to it is a chunk.
-        """
+        """Return the connection for a stream's next chunk; `None` = more is to leave before."""
         transport = self._http.transport
         free = self._stays and not self._head and takes_at_once(transport, 0)
         return transport if free else None
