@@ -291,7 +291,7 @@ class _Connection(asyncio.Protocol):
             self._first = ()
 
     def call(self, head: bytes, body: bytes, *, streams: bool = False) -> asyncio.Future[HttpReply]:
-        """Send a request, once it is made; return a future of its reply, or its head (`streams`)."""
+        """Send a request, once it is made; return a future of its reply, or head (`streams`)."""
         self._reply, self._streams = HttpReply(self._head), streams
         self._waiting = self._loop.create_future()
         self._heard = self._loop.time()
