@@ -54,7 +54,7 @@ class Counts(NamedTuple):
 
 
 class Profile:
-    """What is called, but for the benchmark's own functions and all that they call."""
+    """Calls by name, but for those of the benchmark's own functions and all that they call."""
 
     def __init__(self) -> None:
         self.names: Counter[str] = Counter()

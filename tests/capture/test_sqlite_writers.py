@@ -127,14 +127,15 @@ async def test_the_time_of_a_delivery_that_went_with_an_exchange_writes_no_other
     async with await SqliteStore.open(path) as store:
         await store.open_session(made.record)
         loop, writer = asyncio.get_running_loop(), store._writer
-        gone, left = (Job(lambda _: None, loop, loop.create_future()) for _ in range(2))
+        first, second = loop.create_future(), loop.create_future()
+        gone, left = (Job(lambda _: None, loop, done) for done in (first, second))
         writer.give_later(gone)
         await store.commit(made.exchanges[0], made.bodies)
-        assert gone.done.done()
+        assert first.done()
         writer.give_later(left)
         writer._write_later(gone)
         assert writer._jobs.is_left(left)
-        await left.done
+        await second
 
 
 async def test_a_delivery_that_cannot_be_written_costs_the_next_exchange_nothing(path):

@@ -278,7 +278,7 @@ async def test_a_client_that_keeps_no_connection_gets_a_whole_reply_and_its_end(
 class LosesDeliveries(MemoryStore):
     """A store that fails when it is told of a delivery."""
 
-    def deliver_soon(self, delivery):
+    def deliver_soon(self, delivery, failed):
         raise RuntimeError(delivery.exchange_id)
 
 

@@ -96,7 +96,7 @@ async def test_an_engine_s_reply_may_arrive_byte_by_byte(monkeypatch, way):
 
 
 async def said(home: House, caller: Caller, messages: list[Any], leave: Any, way: str) -> bytes:
-    """What a raw client is told that leaves in its own manner once it has sent all."""
+    """Send all of a request and leave in some manner; return what was told until then."""
     url = urlsplit(caller.url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     body = orjson.dumps({"model": "m", "messages": messages, "stream": way != "json"})
