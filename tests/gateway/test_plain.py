@@ -37,7 +37,7 @@ from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
 from bridle.gateway import exchange as exchange_file
 from bridle.gateway import plain as plain_file
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
 from bridle.scripted.server import EngineServer
@@ -70,7 +70,7 @@ async def played(
     """A gateway before an engine server; ids of calls are counted."""
     numbers = itertools.count()
     async with EngineServer(server or scripted(*turns)) as engine:
-        gateway = Gateway(
+        gateway = GatewayServer(
             engine=adapter(engine.url),
             renderer=load_renderer("builtin", new_call_id=lambda: f"call_{next(numbers):030}"),
             store=store or MemoryStore(),
@@ -132,8 +132,10 @@ async def play(seed: int, name: str, reply: str, *, plain: bool) -> tuple[Any, i
         patch.setattr(exchange_file, "os", SimpleNamespace(urandom=random.Random(seed).randbytes))
         how: Any = {"stream": "live"} if reply == "live" else {}
         async with played(*choose.sample(list(TURNS), 5), plain=plain, **how) as home:
-            begins = plain_file.Flight.begin
-            patch.setattr(plain_file.Flight, "begin", lambda flight: begun.append(begins(flight)))
+            begins = plain_file.PlainCall.begin
+            patch.setattr(
+                plain_file.PlainCall, "begin", lambda flight: begun.append(begins(flight))
+            )
             limits = Limits(
                 max_turns=choose.choice([None, 12]), max_tokens=choose.choice([None, 400])
             )

@@ -69,14 +69,14 @@ async def turns(home: House, way: str, count: int = 3) -> tuple[Caller, list[Any
 def begun(monkeypatch: pytest.MonkeyPatch, then: Any = lambda: None) -> list[Any]:
     """The calls that the plain path begins from now on; `then` runs behind each."""
     seen: list[Any] = []
-    begins = plain_file.Flight.begin
+    begins = plain_file.PlainCall.begin
 
     def begin(flight: Any) -> None:
         begins(flight)
         seen.append(flight)
         then()
 
-    monkeypatch.setattr(plain_file.Flight, "begin", begin)
+    monkeypatch.setattr(plain_file.PlainCall, "begin", begin)
     return seen
 
 
