@@ -11,6 +11,7 @@ from bridle.bridges.logprobs import read_logprobs, write_logprobs
 from bridle.bridges.parquet import write_trajectories
 from bridle.cli.runs import sessions
 from bridle.node.results import trajectory_of
+from bridle.training.checkpoint import load_tokenizer, save_checkpoint
 from bridle.training.grpo import Learner
 from bridle.training.recompute import recompute
 from bridle.training.settings import GrpoSettings
@@ -80,6 +81,22 @@ def test_the_reference_trainer_computes_the_logprobs_of_a_run(say, finished_run,
         assert np.allclose(answer.logprobs, expected[answer.trace_id].logprobs, atol=1e-5)
     again = say("certify", finished_run, tmp_path / "l.parquet", "--json").json
     assert again["tokens"] == sum(len(answer.positions) for answer in answers)
+
+
+def test_a_checkpoint_is_computed_in_the_precision_that_it_trains_in(say, finished_run, tmp_path):
+    plain = untrained(tmp_path / "model")
+    learner = Learner.load(plain, GrpoSettings(dtype="bfloat16"))
+    saved = save_checkpoint(tmp_path, learner, load_tokenizer(plain), {"step": 1}, keep=1)
+    found = []
+    for model in (plain, saved):
+        file = tmp_path / "l.parquet"
+        assert say("certify", finished_run, "--model", model, "--write", file).code == 1
+        found.append(read_logprobs(file))
+    (answers, facts), (rough, others) = found
+    assert (facts.dtype, others.dtype, others.version) == ("float32", "bfloat16", 0)
+    pairs = zip(answers, rough, strict=True)
+    apart = np.concatenate([one.logprobs - two.logprobs for one, two in pairs])
+    assert 1e-5 < np.abs(apart).max() < 0.1
 
 
 def test_what_was_given_wrong_is_said(say, files, tmp_path):

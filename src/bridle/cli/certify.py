@@ -118,17 +118,21 @@ def _recomputed(model: Path, traces: Sequence[Trace]) -> tuple[list[Recomputed],
         among = ", ".join(f"{one:g}" for one in sorted(temperatures))
         raise ConfigError(f"the sessions were sampled at temperatures {among}, and one is needed")
     temperature = temperatures.pop()
-    learner = Learner.load(model, GrpoSettings())
+    state = read_state(model) if (model / STATE).is_file() else {}
+    settings = GrpoSettings(dtype=state.get("dtype", "float32"))
+    learner = Learner.load(model, settings)
     template = getattr(load_tokenizer(model), "chat_template", None)
     digest = hashlib.sha256(str(template).encode()).hexdigest() if template else None
     known = Facts(
         weights=digest_of_weights(learner.model),
-        version=read_state(model)["version"] if (model / STATE).is_file() else None,
+        version=state.get("version"),
         template=digest,
         temperature=temperature,
+        dtype=settings.dtype,
     )
     notes.print(f"computing {sum(int(t.loss_mask.sum()) for t in traces)} logprobs")
-    answers = list(recompute(learner.model, traces, temperature=temperature))
+    with learner.computing():
+        answers = list(recompute(learner.model, traces, temperature=temperature))
     return answers, facts_of(learner.model, known, traces)
 
 
