@@ -180,7 +180,7 @@ async def rollouts(folder: Path, vocabulary: int, context: int) -> tuple[list[Tr
 
 async def sample(engine: EmbeddedEngine, name: str, prompt: Ids, count: int) -> Trace:
     """One call as a trace."""
-    sampling = Sampling(temperature=1.0, max_tokens=count)
+    sampling = Sampling(temperature=1.0, max_tokens=count, seed=0)
     request = GenerateRequest(name, Prompt(prompt), sampling)
     chunks = [chunk async for chunk in engine.generate(request)]
     ids = np.concatenate([chunk.output_ids for chunk in chunks])

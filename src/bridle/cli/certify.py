@@ -64,6 +64,7 @@ def certify(
     if write is not None:
         write_logprobs(write, answers, trainer)
     found = fidelity.certify(traces, answers, trainer, rollout)
+    _keep(target, found, model or logprobs)
     if json:
         print_json(found.json())
     else:
@@ -134,6 +135,26 @@ def _recomputed(model: Path, traces: Sequence[Trace]) -> tuple[list[Recomputed],
     with learner.computing():
         answers = list(recompute(learner.model, traces, temperature=temperature))
     return answers, facts_of(learner.model, known, traces)
+
+
+def _keep(target: Path, found: Certificate, trainer: Path | None) -> None:
+    """Write the certificate into the run folder, for the dashboard."""
+    import time
+
+    import orjson
+
+    from bridle.cli.runs import capture_files
+    from bridle.folders import private_file
+    from bridle.node.run_folder import CERTIFICATE
+
+    if target.suffix == ".parquet":
+        return
+    content = orjson.dumps({"made_at": time.time(), "trainer": str(trainer), **found.json()})
+    for path in capture_files(target):
+        try:
+            private_file(path.with_name(CERTIFICATE)).write_bytes(content)
+        except OSError as error:
+            notes.print(f"the dashboard will not show this: {error}")
 
 
 def _show(found: Certificate) -> None:
