@@ -180,6 +180,9 @@ class VllmEngine(ServerAdapter, Immediate):
         await self._adapters.load(folder, self._model, version)
         self.version = version
 
+    def adapted(self) -> bool:
+        return self._adapters.newest is not None
+
     def forget_adapters(self) -> None:
         self._adapters.forget()
 
@@ -296,7 +299,7 @@ class VllmEngine(ServerAdapter, Immediate):
             del self._calls[request.request_id]
 
     def _new_call(self, request: GenerateRequest) -> HttpCall:
-        adapted = self._adapters.newest is not None and request.model is None
+        adapted = self.adapted() and request.model is None
         return HttpCall(self.version if adapted else None)
 
     # ---- outside of a task
