@@ -338,7 +338,7 @@ def measure(size: str, context: int) -> dict[str, Any]:
 
 
 def device_name() -> str:
-    """What the machine calls its GPU, or `CPU`."""
+    """The machine's name for its GPU, or `CPU`."""
     return str(torch.cuda.get_device_name()) if ON_GPU else "CPU"
 
 

@@ -45,7 +45,7 @@ def made(name):
 
 
 def update_alone(**settings):
-    """What an update in a process of its own reports (`tests/training/memory.py`)."""
+    """The report of an update in a process of its own (`tests/training/memory.py`)."""
     command = [sys.executable, "-m", "tests.training.memory", json.dumps(settings)]
     given = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)

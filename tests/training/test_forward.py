@@ -1,5 +1,7 @@
 """All layouts give every trained token the logprob that one plain forward pass gives it."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -154,11 +156,12 @@ def test_gradients_are_those_of_separate_passes(packing):
     samples = [Sample(trace([2, 3, 4], [n, 6, n]), 0, 1.0, 1.0) for n in (7, 8, 9)]
     if packing == "sequence":
         pack_attention(model)
-    [piece] = {
+    layouts: dict[str, Any] = {
         "rows": rows_of(samples, 100, share=True),
         "sequence": lines_of(samples, 100),
         "tree": trees_of(samples, 100),
-    }[packing]
+    }
+    [piece] = layouts[packing]
 
     piece.logprobs(model, 1.0).sum().backward()
     together = [parameter.grad.clone() for parameter in model.parameters()]

@@ -1,4 +1,4 @@
-"""How a model computes an update: precision, gradient checkpointing, attention of packed traces.
+"""Ways to compute an update: precision, gradient checkpointing, attention of packed traces.
 
 Each is the same code on a CPU and a GPU, and changes neither the model's class nor what a
 checkpoint holds.
