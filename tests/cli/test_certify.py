@@ -1,6 +1,9 @@
 """`bridle certify`: exit codes, tables and JSON for a trainer that agrees and one that does not."""
 
-from dataclasses import replace
+import json
+import shutil
+from contextlib import closing
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -10,7 +13,9 @@ from tests.trajectory.planted import PLANTED, run
 from bridle.bridges.logprobs import read_logprobs, write_logprobs
 from bridle.bridges.parquet import write_trajectories
 from bridle.cli.runs import sessions
+from bridle.dashboard.folder import FolderSource
 from bridle.node.results import trajectory_of
+from bridle.training.checkpoint import load_tokenizer, save_checkpoint
 from bridle.training.grpo import Learner
 from bridle.training.recompute import recompute
 from bridle.training.settings import GrpoSettings
@@ -30,6 +35,12 @@ def files(tmp_path):
         return [name if name.startswith("-") else tmp_path / name for name in names]
 
     return written
+
+
+@pytest.fixture
+def played(finished_run, tmp_path):
+    """A run of one's own: its certificate is written into it."""
+    return shutil.copytree(finished_run, tmp_path / "run")
 
 
 def test_a_trainer_that_agrees_is_certified(say, files):
@@ -64,22 +75,43 @@ def test_tokens_without_a_logprob_are_told(say, files, tmp_path):
     assert "have no logprob of the trainer" in say("certify", *arguments).out
 
 
-def test_the_reference_trainer_computes_the_logprobs_of_a_run(say, finished_run, tmp_path):
+def test_the_reference_trainer_computes_the_logprobs_of_a_run(say, played, tmp_path):
     """The scripted engine's logprobs are no model's, so the two disagree."""
     model = untrained(tmp_path / "model")
-    said = say("certify", finished_run, "--model", model, "--write", tmp_path / "l.parquet")
+    said = say("certify", played, "--model", model, "--write", tmp_path / "l.parquet")
     assert said.code == 1, said.err
     answers, facts = read_logprobs(tmp_path / "l.parquet")
     assert (facts.dtype, facts.padding, facts.temperature) == ("float32", "right", 1.0)
     assert [len(one or "") for one in (facts.weights, facts.template)] == [64, 64]
-    traces = [t for one in map(trajectory_of, sessions(finished_run)) for t in one.traces]
+    traces = [t for one in map(trajectory_of, sessions(played)) for t in one.traces]
     expected = {
         one.trace_id: one for one in recompute(Learner.load(model, GrpoSettings()).model, traces)
     }
     for answer in answers:
         assert np.allclose(answer.logprobs, expected[answer.trace_id].logprobs, atol=1e-5)
-    again = say("certify", finished_run, tmp_path / "l.parquet", "--json").json
+    again = say("certify", played, tmp_path / "l.parquet", "--json").json
     assert again["tokens"] == sum(len(answer.positions) for answer in answers)
+    with closing(FolderSource(played)) as source:
+        shown = source.certificate("")
+    assert shown is not None
+    assert shown.trainer == str(tmp_path / "l.parquet")
+    assert json.loads(json.dumps(asdict(shown))) | again == asdict(shown)
+
+
+def test_a_checkpoint_is_computed_in_the_precision_that_it_trains_in(say, played, tmp_path):
+    plain = untrained(tmp_path / "model")
+    learner = Learner.load(plain, GrpoSettings(dtype="bfloat16"))
+    saved = save_checkpoint(tmp_path, learner, load_tokenizer(plain), {"step": 1}, keep=1)
+    found = []
+    for model in (plain, saved):
+        file = tmp_path / "l.parquet"
+        assert say("certify", played, "--model", model, "--write", file).code == 1
+        found.append(read_logprobs(file))
+    (answers, facts), (rough, others) = found
+    assert (facts.dtype, others.dtype, others.version) == ("float32", "bfloat16", 0)
+    pairs = zip(answers, rough, strict=True)
+    apart = np.concatenate([one.logprobs - two.logprobs for one, two in pairs])
+    assert 1e-5 < np.abs(apart).max() < 0.1
 
 
 def test_what_was_given_wrong_is_said(say, files, tmp_path):

@@ -108,6 +108,25 @@ async def captured(folder, *, rewards=(1.0, 0.0, None)):
     return names
 
 
+def certified(text, turns=(("one.0", "x"),)):
+    """The certificate of a mismatch whose texts are all somebody else's."""
+    cause = {"cause": text, "score": 0.9, "evidence": text}
+    shares = {"token_share": 0.5, "kl_share": 1.0}
+    return {
+        "made_at": 1.7e9,
+        "trainer": text,
+        "faithful": False,
+        "tokens": 90, "missing": 3, "kl": 0.2, "rms": 0.4, "tolerance": 2e-4,
+        "facts": [{"name": text, "rollout": text, "trainer": [text], "same": False}],
+        "mismatches": [{"causes": [cause, cause], **shares}],
+        "turns": [
+            {"trace_id": f"{session}/prefix_merging/0", "exchange_id": exchange, "tokens": 9,
+             "kl": None, "largest": 3.0, "causes": [text], **shares}
+            for session, exchange in turns
+        ],
+    }  # fmt: skip
+
+
 def task(task_id, samples):
     return {"task_id": task_id, "num_samples": samples, "instruction": f"Fix it. {HOSTILE}"}
 
@@ -207,6 +226,7 @@ async def shown(folder):
     ]
     say = {"turns": [*turns, {"content": "The header is not counted any more; the test passes."}]}
     (folder / "run").mkdir()
+    (folder / "run" / "certificate.json").write_text(json.dumps(certified(FOUND[1])))
     store = await SqliteStore.open(folder / "run" / "capture.sqlite")
     async with store, house(store=store, engine=_engine({"conversations": [say]})) as made:
         for index, reward in enumerate((1.0, 0.0, 1.0, 1.0, 0.0, None)):

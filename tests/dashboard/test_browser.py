@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
-from tests.dashboard.house import captured, shown
+from tests.dashboard.house import HOSTILE, captured, certified, shown
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 
@@ -198,6 +198,15 @@ def test_tokens_are_coloured_in_both_schemes(browser, url, scheme):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
+def test_a_certificate_is_read_from_the_first_page(browser, url):
+    browser.get(url)
+    one(browser, "a[href*='/certificate?']").click()
+    until(lambda: every(browser, "tr.differs"), "the certificate")
+
+    assert "trainer and rollout disagree" in one(browser, "main .law").text
+    picture(browser, "certificate")
+
+
 def test_without_scripts_every_page_tells_the_same(browser, url):
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
@@ -226,7 +235,8 @@ def test_a_list_is_sorted_and_two_samples_are_compared_by_clicks(browser, url):
 
 
 PAGES = (
-    *("", "sessions", "tasks", "a[data-row][href*='/task?']", "a[href*='/compare?']"),
+    *("", "a[href*='/certificate?']"),
+    *("sessions", "tasks", "a[data-row][href*='/task?']", "a[href*='/compare?']"),
     *("a[data-row][href*='/session/']", "a.turn", "a[href*='/trace/']"),
 )
 """Pages of a tour: a path, or the link to click on the page before."""
@@ -245,8 +255,8 @@ def test_no_page_is_wider_than_a_telephone(browser, url):
             wide = browser.execute_script("return document.documentElement.scrollWidth")
             assert wide <= 390, browser.current_url
         browser.get(f"{url}/tasks")
-        browser.get(one(browser, PAGES[3]).get_attribute("href"))
-        browser.get(one(browser, PAGES[4]).get_attribute("href"))
+        for page in PAGES[4:6]:
+            browser.get(one(browser, page).get_attribute("href"))
         picture(browser, "compare-390")
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
@@ -270,7 +280,9 @@ def test_hostile_text_runs_and_loads_nothing(browser, tmp_path_factory):
         assert len(links) > 5
         assert sum("/file/" in link for link in links) == 3
         hostile = quote('"><script>document.title = "ran"</script>', safe="")
+        (folder / "certificate.json").write_text(json.dumps(certified(HOSTILE)))
         asked = {f"/session/{hostile}", f"/task?id={hostile}", f"/sessions?text={hostile}"}
+        asked |= {"/certificate", f"/certificate?run={hostile}"}
         for address in sorted(links | {f"{where}{path}" for path in asked}):
             browser.get(address)
             assert browser.title != "ran"

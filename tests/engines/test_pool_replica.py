@@ -167,6 +167,9 @@ class Adapted(Trained):
         self.loaded_at_abort = len(self.loaded)
         await super().abort(request_id)
 
+    def adapted(self):
+        return bool(self.loaded)
+
     def forget_adapters(self):
         self.loaded.clear()
 

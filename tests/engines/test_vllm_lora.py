@@ -10,7 +10,8 @@ from tests.engines.stub import honest
 from bridle.engines.base import ADAPTER, is_adapter
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica
-from bridle.errors import EngineError
+from bridle.errors import ConfigError, EngineError
+from bridle.gateway.weights import Policy, SetPolicy, set_policy
 from bridle.types import VersionSpan
 
 CHAT = "v1/chat/completions"
@@ -40,7 +41,8 @@ class Taker:
 @pytest.fixture
 async def taking(stub, connected):
     taker = Taker()
-    server = await stub(**{CHAT: honest(), LOAD: taker.load, UNLOAD: taker.unload})
+    routes = {CHAT: honest(), LOAD: taker.load, UNLOAD: taker.unload, "health": b"{}"}
+    server = await stub(**routes)
     engine = await connected(server.url)
     return taker, server, engine
 
@@ -92,6 +94,47 @@ async def test_a_pool_that_ends_unloads_no_adapter_from_a_released_server(taking
     await pool.give_up()
     await pool.aclose()
     assert [one[0] for one in taker.told] == ["load"]
+
+
+async def test_a_version_alone_is_refused_while_calls_use_an_adapter(taking, tmp_path):
+    """They would go on with the adapter of version 1 and carry version 2."""
+    taker, _, engine = taking
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / ADAPTER).touch()
+    pool, policy = EnginePool([Replica("a", engine)]), Policy(1)
+    await pool.start()
+    await pool.update_weights(folders[0], 1)
+    refused = r"a samples with the LoRA adapter of version 1.*version 2 as `weights`"
+    for wanted in (SetPolicy(version=2), SetPolicy(version=2, hold="abort")):
+        with pytest.raises(ConfigError, match=refused):
+            await set_policy(wanted, policy, pool)
+    assert (pool.held, policy.version) == (None, 1)
+    await set_policy(SetPolicy(version=1), policy, pool)
+
+    await set_policy(SetPolicy(released=True), policy, pool)
+    with pytest.raises(ConfigError, match=refused):
+        await set_policy(SetPolicy(released=False, version=2), policy, pool)
+    assert pool.replicas()[0]["state"] == "released"
+    await set_policy(SetPolicy(released=False, version=2, weights=str(folders[1])), policy, pool)
+    (chunk,) = await collect(pool, request())
+    assert chunk.versions == (VersionSpan(2, 0, 2),)
+    assert len(taker.names) == 2
+    await pool.aclose()
+
+
+async def test_a_version_alone_is_taken_once_the_models_own_weights_sample(taking, tmp_path):
+    _, _, engine = taking
+    (tmp_path / ADAPTER).touch()
+    pool = EnginePool([Replica("a", engine)])
+    await pool.start()
+    await pool.update_weights(tmp_path, 1)
+    await engine._adapters.unload_all()  # as `update_weights` of the engine does
+    await pool.set_version(2)
+    (chunk,) = await collect(pool, request())
+    assert chunk.versions == (VersionSpan(2, 0, 2),)
+    await pool.aclose()
 
 
 async def test_the_old_adapter_stays_where_the_new_one_is_refused(taking):

@@ -18,6 +18,7 @@ NAME = Path(SPEC["gateway"]["data_dir"]).name
 OWN = SPEC.get(NAME, {})
 TOKEN = f"Bearer {SPEC['gateway']['control_token']}"
 POLICY = {"version": 0, "paused": False, "hold": None, "model": "small", **SPEC["policy"]}
+POLICY.setdefault("weights", None)
 REPLICAS = ["http://first", *(name for change, name in SPEC["replicas"] if change == "add")]
 SESSIONS: dict[str, str] = {}
 

@@ -189,6 +189,21 @@ async def test_weights_are_loaded_by_one_worker_while_the_others_hold(tmp_path):
         assert (status, said["error"]["message"]) == (400, "rolling: not with several workers")
 
 
+@pytest.mark.parametrize("more", [{}, {"released": False}])
+async def test_an_adapter_is_loaded_by_every_worker(tmp_path, more):
+    """A worker's calls name the adapters that it has loaded itself."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
+    wanted = {"weights": str(tmp_path / "adapter"), "version": 5, **more}
+    async with stand(tmp_path) as it:
+        status, said = await it.ask("POST", "/policy", wanted)
+        assert (status, said["version"]) == (200, 5)
+        for worker in it.gateway.workers:
+            port = worker.sockets[1].getsockname()[1]
+            _, policy = await it.ask("GET", f"http://127.0.0.1:{port}/policy")
+            assert (policy["weights"], policy["hold"]) == (wanted["weights"], None)
+
+
 async def test_a_hold_outlasts_the_weights_that_are_loaded_within_it(tmp_path):
     async with stand(tmp_path) as it:
         await it.ask("POST", "/policy", {"hold": "wait"})

@@ -1,4 +1,6 @@
-"""Both layouts give every trained token the logprob that one plain forward pass gives it."""
+"""All layouts give every trained token the logprob that one plain forward pass gives it."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,10 +10,12 @@ from hypothesis import strategies as st
 from tests.training.made import VOCABULARY, group, plain_logprobs, session, tiny_model, trace
 
 from bridle.errors import TrainingError
-from bridle.training.forward import check_ids, rows_of, sharing_saves, trees_of
+from bridle.training.compute import pack_attention
+from bridle.training.forward import check_ids, packed_of, rows_of, sharing_saves, trees_of
 from bridle.training.samples import Sample
 
-MODEL = tiny_model()
+MODEL, PACKED = tiny_model(), tiny_model()
+pack_attention(PACKED)
 
 ids = st.integers(2, VOCABULARY - 1)
 
@@ -41,12 +45,12 @@ def expected(samples):
     return sorted(found)
 
 
-def computed(pieces):
+def computed(pieces, model=MODEL):
     found = []
     for piece in pieces:
         tokens = piece.tokens()
         with torch.no_grad():
-            logprobs = piece.logprobs(MODEL, 1.0)
+            logprobs = piece.logprobs(model, 1.0)
         assert len(logprobs) == len(tokens.old) == len(tokens.versions) == len(tokens.weights)
         assert tokens.versions.tolist() == tokens.advantages.astype(int).tolist()
         assert np.allclose(tokens.weights, 1 / (tokens.versions + 1))
@@ -54,12 +58,13 @@ def computed(pieces):
     return sorted(found)
 
 
-def test_an_advantage_per_token_stays_with_its_token_in_both_layouts():
+def test_an_advantage_per_token_stays_with_its_token_in_all_layouts():
     samples = [
         Sample(trace([2, 3], [4, 5, n], [1, 0, 1]), 0, np.array([n, n + 0.5, -n]), 1.0)
         for n in (7, 8)
     ]
-    for pieces in (rows_of(samples, 100, share=True), trees_of(samples, 100)):
+    rows, lines = rows_of(samples, 100, share=True), packed_of(samples, 100)
+    for pieces in (rows, lines, trees_of(samples, 100)):
         found = np.concatenate([piece.tokens().advantages for piece in pieces])
         assert sorted(found.tolist()) == [-8, -7, 7, 8]
 
@@ -73,12 +78,32 @@ def test_rows_give_each_token_its_own_logprob(samples, batch_tokens, share):
 
 
 @given(many_samples(), st.integers(1, 40))
+def test_lines_give_each_token_its_own_logprob(samples, batch_tokens):
+    pieces = list(packed_of(samples, batch_tokens))
+
+    assert np.allclose(computed(pieces, PACKED), expected(samples), atol=1e-5)
+    assert all(p.computed <= batch_tokens or len(p.samples) == 1 for p in pieces)
+    assert sum(p.computed for p in pieces) == sum(
+        len(s.trace.prompt_ids) + len(s.trace.response_ids) - 1 for s in samples
+    )
+
+
+@given(many_samples(), st.integers(1, 40))
 def test_trees_give_each_token_its_own_logprob(samples, batch_tokens):
     pieces = list(trees_of(samples, batch_tokens))
 
     assert np.allclose(computed(pieces), expected(samples), atol=1e-5)
     assert all(p.computed <= batch_tokens or len(p.samples) == 1 for p in pieces)
     assert all(len({sample.group for sample in piece.samples}) == 1 for piece in pieces)
+
+
+def test_a_model_for_packed_traces_refuses_another_layout():
+    sample = Sample(trace([2, 3], [4, 5]), 0, 1.0, 1.0)
+    [tree] = trees_of([sample], 100)
+    [rows] = rows_of([sample, sample], 100, share=True)
+    for piece in (tree, rows):
+        with pytest.raises(TrainingError, match="takes traces end to end"):
+            piece.logprobs(PACKED, 1.0)
 
 
 def test_rows_compute_what_all_begin_with_once_and_trees_every_token():
@@ -125,12 +150,18 @@ def test_the_temperature_divides_the_logits():
         assert torch.allclose(tree.logprobs(MODEL, 0.5), wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("packing", ["rows", "tree"])
+@pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
 def test_gradients_are_those_of_separate_passes(packing):
     model = tiny_model()
     samples = [Sample(trace([2, 3, 4], [n, 6, n]), 0, 1.0, 1.0) for n in (7, 8, 9)]
-    rows = rows_of(samples, 100, share=True)
-    [piece] = rows if packing == "rows" else trees_of(samples, 100)
+    if packing == "sequence":
+        pack_attention(model)
+    layouts: dict[str, Any] = {
+        "rows": rows_of(samples, 100, share=True),
+        "sequence": packed_of(samples, 100),
+        "tree": trees_of(samples, 100),
+    }
+    [piece] = layouts[packing]
 
     piece.logprobs(model, 1.0).sum().backward()
     together = [parameter.grad.clone() for parameter in model.parameters()]

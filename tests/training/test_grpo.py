@@ -119,7 +119,7 @@ def a_batch(model, settings, version=0):
     return make_batch(groups, settings, version=version)
 
 
-@pytest.mark.parametrize("packing", ["rows", "tree"])
+@pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
 @pytest.mark.parametrize("batch_tokens", [1, 1000])
 def test_an_updates_gradient_is_that_of_the_plain_policy_gradient(packing, batch_tokens):
     """At the start of a batch the objective's gradient is -sum(weight * A * grad logprob)."""

@@ -131,11 +131,16 @@ async def test_a_policy_learns_and_its_course_is_told(tmp_path):
     assert sum(record.sessions for record in made.history.records.values()) == 12 * 4 * 12
 
 
-async def test_interrupted_and_resumed_is_uninterrupted(tmp_path):
-    whole = learner()
+ON_GPU = {"packing": "sequence", "dtype": "bfloat16", "gradient_checkpointing": True}
+"""What the guide recommends there."""
+
+
+@pytest.mark.parametrize("settings", [{}, ON_GPU], ids=["plain", "as on a GPU"])
+async def test_interrupted_and_resumed_is_uninterrupted(tmp_path, settings):
+    whole = learner(**settings)
     await loop(tmp_path / "whole", whole, Player(whole.model)).run()
 
-    first = learner()
+    first = learner(**settings)
     await loop(tmp_path / "parts", first, Player(first.model), steps=3).run()
     [saved] = checkpoints(tmp_path / "parts")
     model = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)

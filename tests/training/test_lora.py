@@ -42,7 +42,7 @@ def split(model):
     return mine, {name: one for name, one in copies.items() if name not in mine}
 
 
-@pytest.mark.parametrize("packing", ["rows", "tree"])
+@pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
 def test_an_update_changes_the_adapter_and_nothing_else(base, packing):
     policy = learner(base, packing=packing)
     ours, models = split(policy.model)

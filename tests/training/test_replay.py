@@ -63,8 +63,8 @@ def test_the_kl_is_that_of_the_arithmetic_alone_with_replay_and_far_larger_witho
         assert largest < 1e-4
 
 
-@pytest.mark.parametrize("packing", ["rows", "tree"])
-def test_an_update_replays_in_either_layout(folder, rolled, packing):
+@pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
+def test_an_update_replays_in_every_layout(folder, rolled, packing):
     errors: Any = {}
     for name in ("replayed", "alone"):
         traces = [
@@ -77,6 +77,19 @@ def test_an_update_replays_in_either_layout(folder, rolled, packing):
         errors[name] = learner.update(batch).logprob_error
     assert errors["replayed"] < 1e-2
     assert errors["alone"] > 0.1
+
+
+@pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
+def test_layers_that_are_computed_again_replay_the_same_experts(folder, rolled, packing):
+    found = []
+    for again in (False, True):
+        settings = GrpoSettings(packing=packing, gradient_checkpointing=again, clip_norm=1e9)
+        learner = Learner(off(folder, noise=3e-6), settings)
+        sessions = [session(float(n), one, name=f"s{n}") for n, one in enumerate(rolled)]
+        learner.update(make_batch([group(*sessions)], settings, version=0))
+        gradients = [one.grad.flatten() for one in learner.model.parameters()]
+        found.append(torch.cat(gradients))
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-4
 
 
 def test_a_shared_beginning_is_replayed_once(folder, rolled):

@@ -64,6 +64,7 @@ def certify(
     if write is not None:
         write_logprobs(write, answers, trainer)
     found = fidelity.certify(traces, answers, trainer, rollout)
+    _keep(target, found, model or logprobs)
     if json:
         print_json(found.json())
     else:
@@ -118,18 +119,42 @@ def _recomputed(model: Path, traces: Sequence[Trace]) -> tuple[list[Recomputed],
         among = ", ".join(f"{one:g}" for one in sorted(temperatures))
         raise ConfigError(f"the sessions were sampled at temperatures {among}, and one is needed")
     temperature = temperatures.pop()
-    learner = Learner.load(model, GrpoSettings())
+    state = read_state(model) if (model / STATE).is_file() else {}
+    settings = GrpoSettings(dtype=state.get("dtype", "float32"))
+    learner = Learner.load(model, settings)
     template = getattr(load_tokenizer(model), "chat_template", None)
     digest = hashlib.sha256(str(template).encode()).hexdigest() if template else None
     known = Facts(
         weights=digest_of_weights(learner.model),
-        version=read_state(model)["version"] if (model / STATE).is_file() else None,
+        version=state.get("version"),
         template=digest,
         temperature=temperature,
+        dtype=settings.dtype,
     )
     notes.print(f"computing {sum(int(t.loss_mask.sum()) for t in traces)} logprobs")
-    answers = list(recompute(learner.model, traces, temperature=temperature))
+    with learner.computing():
+        answers = list(recompute(learner.model, traces, temperature=temperature))
     return answers, facts_of(learner.model, known, traces)
+
+
+def _keep(target: Path, found: Certificate, trainer: Path | None) -> None:
+    """Write the certificate into the run folder, for the dashboard."""
+    import time
+
+    import orjson
+
+    from bridle.cli.runs import capture_files
+    from bridle.folders import private_file
+    from bridle.node.run_folder import CERTIFICATE
+
+    if target.suffix == ".parquet":
+        return
+    content = orjson.dumps({"made_at": time.time(), "trainer": str(trainer), **found.json()})
+    for path in capture_files(target):
+        try:
+            private_file(path.with_name(CERTIFICATE)).write_bytes(content)
+        except OSError as error:
+            notes.print(f"the dashboard will not show this: {error}")
 
 
 def _show(found: Certificate) -> None:

@@ -175,6 +175,7 @@ def make_app(
         ("/tasks", pages.tasks),
         ("/task", pages.task),
         ("/compare", pages.compare),
+        ("/certificate", pages.certificate),
         ("/session/{session_id}", pages.session),
         ("/session/{session_id}/exchange/{exchange_id}", pages.session),
         ("/session/{session_id}/exchange/{exchange_id}/{part}.json", pages.raw),
@@ -267,6 +268,17 @@ class _Pages:
             request, "compare.html", group=group, pair=pair, difference=difference,
             lengths=[len(messages) for messages in conversations],
         )  # fmt: skip
+
+    def certificate(self, request: Request) -> Response:
+        """Render what `bridle certify` found in a run, with a page of its turns."""
+        run, at = request.query_params.get("run", ""), _number(request, "at")
+        found = self._source(request).certificate(run)
+        if found is None:
+            raise HTTPException(404, f"no certificate of the run {run[:200]!r}")
+        turns = found.worst[at : at + LIST]
+        return self._page(
+            request, "certificate.html", found=found, run=run, turns=turns, at=at, step=LIST
+        )
 
     def _group(self, request: Request) -> SampleGroup:
         query = request.query_params

@@ -23,6 +23,7 @@ import orjson
 
 from bridle.capture.reader import SqliteReader
 from bridle.capture.records import Outcome, SessionRecord, Totals
+from bridle.dashboard.certificate import RunCertificate, certificate_of
 from bridle.dashboard.session import CapturedSession
 from bridle.dashboard.source import SessionPage, SessionView
 from bridle.dashboard.summaries import (
@@ -43,7 +44,7 @@ from bridle.dashboard.summaries import (
 )
 from bridle.errors import BridleError, ConfigError
 from bridle.node.results import result_of, trajectory_of
-from bridle.node.run_folder import CAPTURE, RUN, SESSIONS, SUMMARY
+from bridle.node.run_folder import CAPTURE, CERTIFICATE, RUN, SESSIONS, SUMMARY
 from bridle.types import JSON
 
 COURSE = "course.json"
@@ -94,7 +95,7 @@ class CapturedRun:
         self._lock = threading.RLock()
         self._reader: SqliteReader | None = None
         self._file: tuple[int, int] | None = None
-        self._settings_read: tuple[tuple[int, int], JSON] | None = None
+        self._files: dict[str, tuple[tuple[int, int], JSON]] = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -125,7 +126,7 @@ class CapturedRun:
         """Read the run's settings and state from its folder; missing files leave fields at
         `None`.
         """
-        settings = self._settings()
+        settings = self._json(RUN)
         config = settings.get("config") if isinstance(settings.get("config"), dict) else {}
         tasks = config.get("tasks")  # type: ignore[union-attr]  # a dict
         expected = None
@@ -136,20 +137,26 @@ class CapturedRun:
             for one in config.get("engines") or ()  # type: ignore[union-attr]  # a dict
         ]
         finished = (self.folder / SUMMARY).is_file()
-        return RunFacts(self.name, finished, expected, tuple(engines), self.fault())
+        certificate = self.certificate()
+        certified = None if certificate is None else certificate.faithful
+        return RunFacts(self.name, finished, expected, tuple(engines), self.fault(), certified)
 
-    def _settings(self) -> JSON:
-        """Return the settings, parsed again only after a change: with many tasks they are large."""
-        path = self.folder / RUN
+    def certificate(self) -> RunCertificate | None:
+        """Return what `bridle certify` found last; `None` = nothing that can be read."""
+        return certificate_of(self._json(CERTIFICATE))
+
+    def _json(self, name: str) -> JSON:
+        """Return a file of the folder, parsed again only after a change: it may be large."""
+        path = self.folder / name
         try:
             facts = path.stat()
         except OSError:
             return {}
         stamp = (facts.st_mtime_ns, facts.st_size)
         with self._lock:
-            if self._settings_read is None or self._settings_read[0] != stamp:
-                self._settings_read = (stamp, read_json(path) or {})
-            return self._settings_read[1]
+            if name not in self._files or self._files[name][0] != stamp:
+                self._files[name] = (stamp, read_json(path) or {})
+            return self._files[name][1]
 
     def fault(self) -> str | None:
         """Return why the file cannot be read; `None` = it can."""
@@ -411,6 +418,10 @@ class FolderSource:
             known = {name: value for name, value in facts.items() if value is not None}
             return SessionView(line, found.trajectory, found, result.logs, known)
         return None
+
+    def certificate(self, run: str) -> RunCertificate | None:
+        found = (one.certificate() for one in self._look() if run in ("", one.name))
+        return next((one for one in found if one is not None), None)
 
     def known(self, session_ids: Iterable[str]) -> dict[str, SessionRow]:
         """Return the rows, with trajectory facts, of those sessions that are in the folder."""

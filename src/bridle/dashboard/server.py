@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from bridle.dashboard.certificate import RunCertificate
 from bridle.dashboard.folder import FolderSource
 from bridle.dashboard.source import SessionPage, SessionView
 from bridle.dashboard.summaries import (
@@ -137,6 +138,9 @@ class ServerSource:
             measured=measured,
         )
         return SessionView(line, trajectory, None, logs, known)
+
+    def certificate(self, run: str) -> RunCertificate | None:  # noqa: ARG002 - it has no runs
+        return None
 
     def file(self, session_id: str, run: str, name: str) -> Path | bytes | None:
         shown = self.session(session_id, run)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from bridle.dashboard.certificate import RunCertificate
 from bridle.dashboard.session import CapturedSession
 from bridle.dashboard.summaries import Overview, SampleGroup, SessionFilter, SessionRow
 from bridle.trajectory.sample import Trajectory
@@ -59,6 +60,9 @@ class DataSource(Protocol):
 
     def session(self, session_id: str, run: str) -> SessionView | None:
         """Return a session; an empty `run` = of whichever run has it."""
+
+    def certificate(self, run: str) -> RunCertificate | None:
+        """Return the certificate of a run; an empty `run` = of the first that has one."""
 
     def file(self, session_id: str, run: str, name: str) -> Path | bytes | None:
         """Return a log or kept file of a session, by a name of `SessionView.logs`."""

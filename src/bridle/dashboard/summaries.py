@@ -306,6 +306,8 @@ class RunFacts:
     engines: tuple[str, ...] = ()
     error: str | None = None
     """The reason why the run cannot be read."""
+    certified: bool | None = None
+    """Whether its certificate says that trainer and rollout agree; `None` = it has none."""
 
 
 Number = float | int | None

@@ -393,6 +393,9 @@ class Adaptable(Protocol):
         adapter is still the newest.
         """
 
+    def adapted(self) -> bool:
+        """Return whether calls that begin now use an adapter."""
+
     def forget_adapters(self) -> None:
         """Unload none of them at the end: the server's trainer has it."""
 

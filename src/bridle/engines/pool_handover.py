@@ -20,6 +20,7 @@ from bridle.engines.pool_replica import (
     ReplicaState,
     RoutingSettings,
     WeightUpdates,
+    check_version,
     engine_id,
 )
 from bridle.errors import ConfigError, EngineError
@@ -116,13 +117,15 @@ class EngineHandover(WeightUpdates):
 
         Their weights are `version`, which they load from `weights` if that is given; without
         `version` they load what they lack. One that was gone is probed anew. Raises `ConfigError`
-        for an unknown name, a replica that another trainer has, or one that serves another version,
-        and `EngineError` if none came back; a replica that did not is down, and is checked until it
-        answers.
+        for an unknown name, a replica that another trainer has, one that serves another version,
+        and one that has an adapter of another version where `weights` are not given; `EngineError`
+        if none came back. A replica that did not is down, and is checked until it answers.
         """
         async with self._turns:
             chosen = self._named(names)
             _check_owner(chosen, by)
+            if weights is None:
+                check_version(chosen, version)
             self._absent = {
                 name: kept
                 for name, kept in self._absent.items()

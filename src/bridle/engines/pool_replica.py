@@ -32,7 +32,7 @@ from bridle.engines.base import (
     WeightsLostError,
     is_adapter,
 )
-from bridle.errors import EngineError, boundary
+from bridle.errors import ConfigError, EngineError, boundary
 from bridle.types import JSON, FinishReason, VersionSpan, without_user_info
 
 log = structlog.get_logger()
@@ -625,6 +625,19 @@ class WeightUpdates(ABC):
         for request_id in behind:  # now, so that they are resumed under what was loaded
             await one.abort(request_id)
         return []
+
+
+def check_version(replicas: Collection[Replica], version: int | None) -> None:
+    """Raise `ConfigError` if calls would carry `version` and use the adapter of another one."""
+    for one in replicas:
+        engine = one.engine
+        if one.gone or version in {None, one.version} or not isinstance(engine, Adaptable):
+            continue
+        if engine.adapted():
+            raise ConfigError(
+                f"{one.name} samples with the LoRA adapter of version {one.version}, and a version "
+                f"alone changes no adapter: give the folder of version {version} as `weights`"
+            )
 
 
 def _keeps_calls(one: Replica, source: Weights) -> bool:

@@ -180,6 +180,9 @@ class VllmEngine(ServerAdapter, Immediate):
         await self._adapters.load(folder, self._model, version)
         self.version = version
 
+    def adapted(self) -> bool:
+        return self._adapters.newest is not None
+
     def forget_adapters(self) -> None:
         self._adapters.forget()
 

@@ -53,7 +53,8 @@ class SetPolicy(Settings):
     """Body of `POST /policy`; what is absent stays."""
 
     version: int | None = Field(default=None, ge=0, le=2**31 - 1)
-    """Policy version from here on, of tokens whose engine does not tell it."""
+    """Policy version from here on, of tokens whose engine does not tell it. Refused without
+    `weights` where an engine samples with a LoRA adapter of another version."""
     paused: bool | None = None
     """New calls are refused while paused; those in flight go on."""
     hold: Literal["abort", "wait", "keep", False] | None = None
@@ -143,8 +144,9 @@ class AddReplica(Settings):
 async def set_policy(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> None:
     """Do what `POST /policy` asks for.
 
-    `EngineError` if the engines did not do their part, `StoreError` if they did and what they
-    loaded could not be written down for the gateway's next life: the same may be asked again.
+    `ConfigError` for a mistake, after which nothing has changed; `EngineError` if the engines did
+    not do their part, `StoreError` if they did and what they loaded could not be written down for
+    the gateway's next life: the same may be asked again.
     """
     if wanted.released is not None:
         await _hand_over(wanted, policy, engines)
@@ -161,6 +163,7 @@ async def set_policy(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> 
         policy.version = wanted.version
         await asyncio.to_thread(_keep, policy.file, wanted.weights, wanted.version)
     else:
+        engines.check_version(wanted.version)
         if wanted.hold:
             await engines.hold(wanted.hold, timeout_s=wanted.timeout_s)
         if wanted.version is not None:

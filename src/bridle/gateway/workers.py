@@ -30,6 +30,7 @@ from bridle.aio import Nursery
 from bridle.capture.sqlite import SqliteReader
 from bridle.dialects import DIALECTS, recognise
 from bridle.dialects.base import caller
+from bridle.engines.base import is_adapter
 from bridle.errors import BridleError, ConfigError, RequestError
 from bridle.folders import FolderLock, private_folder
 from bridle.gateway.control import Refusal, TokenCheck, control_token, read_body
@@ -351,7 +352,8 @@ class Supervisor:
         wanted = _object(body)
         if wanted is None:
             return await self._ask(self.workers[0], "POST", "/policy", body)  # refused there
-        if wanted.get("weights") is not None:
+        # An adapter goes to each worker: calls name those that their own process has loaded.
+        if wanted.get("weights") is not None and not is_adapter(str(wanted["weights"])):
             if wanted.get("released") is None:
                 return await self._load_weights(wanted)
             first = await self._ask(self.workers[0], "POST", "/policy", body)

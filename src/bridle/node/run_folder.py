@@ -7,6 +7,7 @@ RUN/run.json              configuration and versions
     trajectories.parquet  the same, as arrays (written by the command line)
     summary.json          one entry per session, and totals
     sessions/<id>/        logs and kept files of each session
+    certificate.json      what `bridle certify` found last
 ```
 
 Results are appended as sessions end, so SIGKILL takes none of those. `finish` puts the lines into
@@ -38,6 +39,7 @@ CAPTURE = "capture.sqlite"
 TRAJECTORIES = "trajectories.jsonl"
 TRAJECTORIES_PARQUET = "trajectories.parquet"
 SUMMARY = "summary.json"
+CERTIFICATE = "certificate.json"
 SESSIONS = "sessions"
 
 

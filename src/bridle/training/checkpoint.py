@@ -53,7 +53,11 @@ def save_checkpoint(
     write_model(aside, learner, tokenizer)
     save_file(_moments(learner), aside / OPTIMIZER)
     save_file({"torch": torch.get_rng_state()}, aside / RANDOM)
-    known = {"version": learner.version, "optimizer_steps": learner.steps}
+    known = {
+        "version": learner.version,
+        "optimizer_steps": learner.steps,
+        "dtype": learner.settings.dtype,
+    }
     (aside / STATE).write_text(json.dumps({**state, **known}, indent=1) + "\n")
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
@@ -90,7 +94,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_state(checkpoint: Path) -> JSON:
-    """Return the state that `save_checkpoint` was given, with `version` and `optimizer_steps`."""
+    """Return the state that `save_checkpoint` was given, with the learner's own facts."""
     try:
         state: JSON = json.loads((checkpoint / STATE).read_text())
     except (OSError, ValueError) as error:

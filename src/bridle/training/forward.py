@@ -1,10 +1,10 @@
 """Logprobs of the tokens that train, under a model's weights, with gradients.
 
-Two layouts of the same numbers. *Batch*: traces side by side, padded at the end, where no trained
-token can see it; what all of them begin with is computed once. *Tree*: `trajectory.packing` lays
-traces out so that each token stands once, and a dense mask says who sees whom. Logits are made at
-the positions that predict a trained token and nowhere else, because with a large vocabulary they
-are most of the memory.
+Three layouts of the same numbers. *Batch*: traces side by side, padded at the end, where no trained
+token can see it; what all of them begin with is computed once. *Packed*: traces end to end, without
+padding, whatever their lengths. *Tree*: `trajectory.packing` lays traces out so that each token
+stands once, and a dense mask says who sees whom. Logits are made at the positions that predict a
+trained token and nowhere else, because with a large vocabulary they are most of the memory.
 """
 
 from __future__ import annotations
@@ -139,6 +139,52 @@ class TraceBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PackedTraces(TraceBatch):
+    """Traces end to end, for a model that `compute.pack_attention` has prepared.
+
+    The last id of a trace predicts nothing and is left out.
+    """
+
+    prefix: int = 0
+
+    @property
+    def computed(self) -> int:
+        """Tokens that go through the model."""
+        return sum(_length(sample) - 1 for sample in self.samples)
+
+    def padding(self) -> list[int]:
+        """Tokens of padding behind each sample: there are none."""
+        return [0] * len(self.samples)
+
+    def logits(
+        self, model: PreTrainedModel, *, replay: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TraceBatch.logits`."""
+        device = model.device
+        lengths = [_length(sample) - 1 for sample in self.samples]
+        ids = np.concatenate([_ids(sample)[:-1] for sample in self.samples])
+        wanted = np.concatenate([_ids(s)[1:][_mask(s)[1:]] for s in self.samples])
+        at = np.flatnonzero(np.concatenate([_mask(sample)[1:] for sample in self.samples]))
+        kept = torch.from_numpy(at).to(device)
+        extra = {"logits_to_keep": kept} if takes_positions(model) else {}
+        experts = self._experts(max(lengths) + 1) if replay else None
+        if experts is not None:
+            rows = zip(experts, lengths, strict=True)
+            experts = np.concatenate([row[:length] for row, length in rows])
+        with replayed(model, experts):
+            logits = model(
+                input_ids=torch.from_numpy(ids).long().to(device)[None],
+                position_ids=torch.cat([torch.arange(n, device=device) for n in lengths])[None],
+                lengths=lengths,
+                use_cache=False,
+                **extra,
+            ).logits[0]
+        if not extra:
+            logits = logits[kept]
+        return logits, torch.from_numpy(wanted).long().to(device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Tree:
     """Traces as one tree, each token once."""
 
@@ -233,6 +279,22 @@ def rows_of(
         filled += own
     if piece:
         yield TraceBatch(tuple(piece), prefix)
+
+
+def packed_of(samples: Sequence[Sample], batch_tokens: int) -> Iterator[PackedTraces]:
+    """Samples in as few pieces of at most `batch_tokens` computed tokens as first fit finds."""
+    pieces: list[list[Sample]] = []
+    room: list[int] = []
+    for sample in sorted(samples, key=_length, reverse=True):
+        own = _length(sample) - 1
+        place = next((n for n, left in enumerate(room) if own <= left), len(room))
+        if place == len(room):
+            pieces.append([])
+            room.append(batch_tokens)
+        pieces[place].append(sample)
+        room[place] -= own
+    for piece in pieces:
+        yield PackedTraces(tuple(piece))
 
 
 def sharing_saves(lengths: Sequence[int], prefix: int, width: int) -> bool:

@@ -25,6 +25,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +34,8 @@ import numpy as np
 import torch
 
 from bridle.errors import ConfigError, TrainingError
-from bridle.training.forward import Piece, Tokens, check_ids, rows_of, threads, trees_of
+from bridle.training.compute import computing, pack_attention, recompute_layers
+from bridle.training.forward import Piece, Tokens, check_ids, packed_of, rows_of, threads, trees_of
 from bridle.training.lora import add_adapter, policy_weights
 from bridle.training.samples import Batch, nothing_left
 from bridle.training.settings import GrpoSettings, LoraSettings
@@ -181,6 +183,11 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+        if settings.packing == "sequence":
+            for one in filter(None, (self.model, self.reference, self.teacher)):
+                pack_attention(one)
+        if settings.gradient_checkpointing:
+            recompute_layers(self.model)
 
     @classmethod
     def load(
@@ -221,6 +228,10 @@ class Learner:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the policy's weights by the names of the initial model."""
         return policy_weights(self.model)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return a context in which passes compute in the precision of the settings."""
+        return computing(self.model.device, self.settings.dtype)
 
     def update(self, batch: Batch) -> Update:
         """Train on one batch; the weights that come out are the next version.
@@ -271,15 +282,18 @@ class Learner:
         samples = [s for s in batch.samples if np.any(s.advantage) or pulled]
         if settings.packing == "tree":
             yield from trees_of(samples, settings.batch_tokens)
+        elif settings.packing == "sequence":
+            yield from packed_of(samples, settings.batch_tokens)
         else:
             width = int(self.model.config.get_text_config().hidden_size)
             yield from rows_of(samples, settings.batch_tokens, share=self._shares(), width=width)
 
     def _shares(self) -> bool:
         """Return whether the model's cache holds only keys and values, so that a prefix can be
-        shared.
+        shared; a layer that is computed twice would write into it twice.
         """
-        return bool(getattr(self.model, "_supports_attention_backend", False))
+        shares = bool(getattr(self.model, "_supports_attention_backend", False))
+        return shares and not self.settings.gradient_checkpointing
 
     def _pass(
         self, pieces: Sequence[Piece], batch: Batch, starts: Sequence[torch.Tensor] | None
@@ -289,8 +303,9 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         for number, piece in enumerate(pieces):
             tokens = piece.tokens()
-            logprobs = piece.logprobs(self.model, settings.temperature)
-            with torch.no_grad():
+            with self.computing():
+                logprobs = piece.logprobs(self.model, settings.temperature)
+            with torch.no_grad(), self.computing():
                 reference, teacher = (
                     None
                     if model is None
@@ -317,7 +332,8 @@ class Learner:
         from bridle.training.recompute import certify_pieces
         from bridle.trajectory.fidelity import Facts
 
-        facts = Facts(version=version, temperature=self.settings.temperature)
+        settings = self.settings
+        facts = Facts(version=version, temperature=settings.temperature, dtype=settings.dtype)
         found = certify_pieces(zip(pieces, logprobs, strict=True), self.model, facts)
         if found is not None and not found.faithful and found.kl > most:
             raise TrainingError(

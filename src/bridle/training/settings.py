@@ -46,9 +46,14 @@ class GrpoSettings(Settings):
     flat_groups: Literal["drop", "refill", "keep"] = "drop"
     """Groups whose rewards do not vary: left out, replaced by another group, or kept with advantage
     0 (they dilute a step and, with `kl`, still pull)."""
-    packing: Literal["rows", "tree"] = "rows"
-    """How traces go through the model: padded rows that share their common beginning, or one tree
-    per group in which each token stands once, under a dense mask."""
+    packing: Literal["rows", "sequence", "tree"] = "rows"
+    """How traces go through the model: padded rows that share their common beginning; end to end in
+    one sequence; or one tree per group in which each token stands once, under a dense mask."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of matrix products; the weights, their gradients and the optimiser stay float32."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass, which computes the layer again. Rows
+    do not share their beginning then."""
     max_length: int | None = Field(default=None, ge=2)
     """Longest trace, prompt and response together."""
     overlong: Literal["mask", "truncate", "drop", "refuse"] = "mask"

@@ -1,0 +1,409 @@
+"""The reference trainer on this machine's GPU: rollouts, updates, their agreement, and TRL.
+
+Models of Qwen3's shapes with random weights; nothing is downloaded, the tokenizer is Bridle's own.
+The embedded engine samples one group of sequences of up to `--context` tokens each, of which the
+last 1/32 is sampled. The reference trainer then updates a fresh copy of the weights with that group
+under each of several settings, twice; the second update counts. Before, it computes the rollout's
+logprobs again under the same setting: fidelity, as `bridle certify` has it. Where TRL is installed,
+its `GRPOTrainer` takes the same group, twice as well. Tokens/s of an update are the tokens of the
+traces, prompts included and padding not, by its seconds.
+
+MFU is the share of the device's peak in bfloat16, for the arithmetic that a model needs (three
+times the forward pass; what checkpointing computes again does not count). It is `None` where the
+peak is not known, and in float32.
+
+The GPU is found; without one the run is of toy size, on the CPU, and says so. A table comes first,
+and one line of JSON last.
+
+    python -m benchmarks.gpu [--sizes 0.6b 1.7b 4b] [--context 32768]
+
+A machine without a network needs the wheels of `requirements/embedded.txt` and torch's, and of
+`requirements/trl.txt` for the comparison. docs/guides/training.md has the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import importlib.util
+import json
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+
+from bridle.config import builtin_tokenizer_dir
+from bridle.embedded import EmbeddedEngine
+from bridle.engines.base import GenerateRequest
+from bridle.training.grpo import Learner
+from bridle.training.recompute import facts_of, recompute
+from bridle.training.samples import Group, make_batch
+from bridle.training.settings import GrpoSettings
+from bridle.trajectory.fidelity import Facts, certify
+from bridle.trajectory.sample import MaskReason, Trace, Trajectory
+from bridle.types import Sampling
+
+if TYPE_CHECKING:
+    from bridle.types import Ids
+
+GROUP = 8
+"""Sequences of the batch."""
+
+SIZES = {
+    "toy": (64, 128, 2, 4, 2, 16),
+    "0.6b": (1024, 3072, 28, 16, 8, 128),
+    "1.7b": (2048, 6144, 28, 16, 8, 128),
+    "4b": (2560, 9728, 36, 32, 8, 128),
+}
+"""Hidden size, that of the feed-forward part, layers, heads, heads of keys, head size: Qwen3's."""
+
+PEAKS = {
+    "H100 PCIe": 756e12,  # NVIDIA's data sheets of the H100, H200, A100 and L40S, without sparsity
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+"""Operations per second in bfloat16, by what the device's name contains; the first that fits."""
+
+SETTINGS: list[dict[str, Any]] = [
+    {"packing": "rows", "dtype": "bfloat16", "gradient_checkpointing": True},
+    {"packing": "sequence", "dtype": "bfloat16", "gradient_checkpointing": True},
+    {"packing": "sequence", "dtype": "bfloat16", "gradient_checkpointing": False},
+    {"packing": "sequence", "dtype": "float32", "gradient_checkpointing": True},
+]
+"""Of the reference trainer; TRL's are its nearest to the first."""
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+
+class Prompt:
+    """Ids for an engine in process."""
+
+    kept = 0
+
+    def __init__(self, ids: Ids) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def array(self) -> Ids:
+        """The ids."""
+        return self.ids
+
+    def json(self) -> bytes:
+        """Never asked for in process."""
+        raise NotImplementedError
+
+
+def peak_of(name: str) -> float | None:
+    """Peak of a device in bfloat16; `None` = not known."""
+    return next((peak for known, peak in PEAKS.items() if known in name), None)
+
+
+def make_model(folder: Path, size: str, context: int) -> transformers.PretrainedConfig:
+    """Write a model of random weights, whose choices are not all alike, and that never stops."""
+    hidden, inner, layers, heads, key_heads, head = SIZES[size]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(builtin_tokenizer_dir(), eos_token=None)
+    config = transformers.Qwen3Config(
+        vocab_size=len(tokenizer) if size == "toy" else 151936,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=head,
+        tie_word_embeddings=True,
+        max_position_embeddings=context,
+        initializer_range=0.64 / hidden**0.5,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with DEVICE:
+        model = transformers.Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(4.7)  # logits of a standard deviation of 3
+    model.to(torch.bfloat16 if ON_GPU else torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return config
+
+
+def operations(config: transformers.PretrainedConfig, traces: Sequence[Trace]) -> float:
+    """Arithmetic of a forward and a backward pass over the traces."""
+    wide = config.num_attention_heads * config.head_dim
+    narrow = config.num_key_value_heads * config.head_dim
+    layer = config.hidden_size * (2 * wide + 2 * narrow + 3 * config.intermediate_size)
+    found = 0.0
+    for trace in traces:
+        length, sampled = len(trace.prompt_ids) + len(trace.response_ids), len(trace.response_ids)
+        attention = 2 * wide * length**2  # two products, of which the causal half is needed
+        found += config.num_hidden_layers * (2 * layer * length + attention)
+        found += 2 * config.hidden_size * config.vocab_size * sampled
+    return 3 * found
+
+
+async def rollouts(folder: Path, vocabulary: int, context: int) -> tuple[list[Trace], float]:
+    """Traces of one group by the embedded engine, and the seconds that they took."""
+    random = np.random.default_rng(0)
+    sampled = max(8, context // 32)
+    lengths = np.linspace(context // 2, context - sampled, GROUP).astype(int)
+    prompts = [random.integers(0, vocabulary, n).astype(np.int32) for n in lengths]
+    engine = EmbeddedEngine(folder)
+    await engine.start()
+    began = time.perf_counter()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(sample(engine, f"t{n}", prompt, sampled))
+                for n, prompt in enumerate(prompts)
+            ]
+    finally:
+        seconds = time.perf_counter() - began
+        await engine.aclose()
+    return [task.result() for task in tasks], seconds
+
+
+async def sample(engine: EmbeddedEngine, name: str, prompt: Ids, count: int) -> Trace:
+    """One call as a trace."""
+    sampling = Sampling(temperature=1.0, max_tokens=count, seed=0)
+    request = GenerateRequest(name, Prompt(prompt), sampling)
+    chunks = [chunk async for chunk in engine.generate(request)]
+    ids = np.concatenate([chunk.output_ids for chunk in chunks])
+    return Trace(
+        trace_id=name,
+        prompt_ids=prompt,
+        response_ids=ids,
+        loss_mask=np.ones(len(ids), np.uint8),
+        response_logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
+        versions=np.zeros(len(ids), np.int32),
+        reasons=np.full(len(ids), MaskReason.TRAINED, np.uint8),
+        exchange_ids=(name,),
+        turn_ends=(len(ids),),
+        finish_reason="length",
+        logprob_mode="processed",
+    )
+
+
+@contextlib.contextmanager
+def measured(into: dict[str, Any]) -> Iterator[None]:
+    """Note the most memory that a GPU held, or that there was not enough of it."""
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        into["error"] = "out of memory"
+    into["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None
+
+
+def freed() -> None:
+    """Have what nothing refers to leave the device's memory."""
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+
+
+def updates(folder: Path, traces: Sequence[Trace], context: int, **chosen: Any) -> dict[str, Any]:  # noqa: ANN401
+    """One setting of the reference trainer: fidelity first, then two updates."""
+    settings = GrpoSettings(learning_rate=1e-9, batch_tokens=context, **chosen)
+    found: dict[str, Any] = {"trainer": "bridle", **chosen}
+    with measured(found):
+        learner = Learner.load(folder, settings)
+        with learner.computing():
+            answers = list(recompute(learner.model, traces, batch_tokens=context))
+        trainer = facts_of(learner.model, Facts(dtype=settings.dtype, temperature=1.0))
+        rollout = Facts(dtype="bfloat16" if ON_GPU else "float32")
+        fidelity = certify(traces, answers, trainer, rollout)
+        found["fidelity"] = {
+            "faithful": fidelity.faithful,
+            "kl": fidelity.kl,
+            "rms": fidelity.rms,
+            "tolerance": fidelity.tolerance,
+        }
+        sessions = [
+            Trajectory(one.trace_id, "COMPLETED", (one,), float(n % 2), None, {})
+            for n, one in enumerate(traces)
+        ]
+        batch = make_batch([Group(0, "task", tuple(sessions))], settings, version=0)
+        reports = [learner.update(batch) for _ in range(2)]
+        found |= {"seconds": reports[1].seconds, "computed": reports[1].computed}
+        found["logprob_error"] = reports[0].logprob_error
+    return found
+
+
+def trl_updates(folder: Path, traces: Sequence[Trace]) -> dict[str, Any]:
+    """The same group through TRL's `GRPOTrainer`, sequence by sequence."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    from datasets import Dataset
+
+    found: dict[str, Any] = {"trainer": "trl", "packing": "rows", "gradient_checkpointing": True}
+    found["dtype"] = "bfloat16" if ON_GPU else "float32"
+    times: list[float] = []
+
+    class Clock(transformers.TrainerCallback):  # type: ignore[misc]
+        """Times of the steps' beginnings and ends."""
+
+        def on_step_begin(self, *_: object, **__: object) -> None:
+            """Note it."""
+            times.append(time.perf_counter())
+
+        def on_step_end(self, *_: object, **__: object) -> None:
+            """Note it, when the device is done."""
+            if ON_GPU:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter())
+
+    def played(prompts: Sequence[str], trainer: object) -> dict[str, list[Any]]:
+        del prompts, trainer
+        return {
+            "prompt_ids": [one.prompt_ids.tolist() for one in traces],
+            "completion_ids": [one.response_ids.tolist() for one in traces],
+            "logprobs": [one.response_logprobs.tolist() for one in traces],
+        }
+
+    with measured(found), tempfile.TemporaryDirectory(prefix="bridle-") as out:
+        trainer = GRPOTrainer(
+            model=str(folder),
+            args=GRPOConfig(
+                output_dir=out,
+                per_device_train_batch_size=1,
+                gradient_accumulation_steps=GROUP,
+                num_generations=GROUP,
+                max_completion_length=max(len(one.response_ids) for one in traces),
+                max_steps=2,
+                learning_rate=1e-9,
+                beta=0.0,
+                bf16=ON_GPU,
+                use_cpu=not ON_GPU,
+                gradient_checkpointing=True,
+                model_init_kwargs={"dtype": "float32"},
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_list([{"prompt": "one"}] * 2),
+            reward_funcs=lambda prompts, **_: [float(n % 2) for n in range(len(prompts))],
+            rollout_func=played,
+            callbacks=[Clock()],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        found["seconds"] = times[-1] - times[-2]
+    return found
+
+
+def measure(size: str, context: int) -> dict[str, Any]:
+    """All numbers of one model."""
+    with tempfile.TemporaryDirectory(prefix="bridle-") as made:
+        folder = Path(made)
+        config = make_model(folder, size, context)
+        freed()
+        traces, seconds = asyncio.run(rollouts(folder, config.vocab_size, context))
+        freed()
+        tokens = sum(len(one.prompt_ids) + len(one.response_ids) for one in traces)
+        sampled = sum(len(one.response_ids) for one in traces)
+        rolled = {"seconds": seconds, "sampled": sampled, "tokens": tokens}
+        rows = []
+        for chosen in SETTINGS:
+            rows.append(updates(folder, traces, context, **chosen))
+            freed()
+        if importlib.util.find_spec("trl") is not None:
+            rows.append(trl_updates(folder, traces))
+            freed()
+    peak, needed = peak_of(device_name()), operations(config, traces)
+    for row in rows:
+        done = row.get("seconds")
+        row["tokens_s"] = None if done is None else tokens / done
+        row["mfu"] = None
+        if done is not None and peak is not None and row["dtype"] == "bfloat16":
+            row["mfu"] = needed / done / peak
+    rolled["sampled_s"] = sampled / seconds
+    return {"size": size, "operations": needed, "rollouts": rolled, "updates": rows}
+
+
+def device_name() -> str:
+    """The machine's name for its GPU, or `CPU`."""
+    return str(torch.cuda.get_device_name()) if ON_GPU else "CPU"
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print a Markdown table for each model."""
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    beside = "" if report["trl"] else "; TRL is not installed"
+    console.print(f"device: {report['device']}; context {report['context']}{beside}")
+    for model in report["models"]:
+        rolled = model["rollouts"]
+        console.print(
+            f"\n{model['size']}: {GROUP} sequences, {rolled['tokens']} tokens, of which "
+            f"{rolled['sampled']} were sampled in {rolled['seconds']:.1f} s: "
+            f"{rolled['sampled_s']:.0f} tokens/s of rollouts, prompts computed beside\n"
+        )
+        head = ("trainer", "packing", "dtype", "checkpointing", "update, s", "tokens/s", "MFU",
+                "peak GiB", "KL, nats", "rms / tolerance")  # fmt: skip
+        console.print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
+        for row in model["updates"]:
+            console.print(f"| {' | '.join(cells(row))} |")
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One line of a table; `-` = not known."""
+
+    def told(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    seen = row.get("fidelity")
+    return [
+        row["trainer"],
+        row["packing"],
+        row["dtype"],
+        "yes" if row["gradient_checkpointing"] else "no",
+        row.get("error") or told(row.get("seconds"), ".2f"),
+        told(row["tokens_s"], ".0f"),
+        told(row["mfu"], ".1%"),
+        told(row["peak_gib"], ".1f"),
+        "-" if seen is None else f"{seen['kl']:.1e}",
+        "-" if seen is None else f"{seen['rms']:.1e} / {seen['tolerance']:g}",
+    ]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    sizes = ["0.6b", "1.7b", "4b"] if ON_GPU else ["toy"]
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=sizes)
+    parser.add_argument("--context", type=int, default=32768 if ON_GPU else 256)
+    given = parser.parse_args()
+    if not ON_GPU:
+        torch.set_num_threads(1)  # the fastest for models of toy size
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")  # TRL and accelerate warn about this and that
+    transformers.utils.logging.disable_progress_bar()
+    report = {
+        "device": device_name(),
+        "context": given.context,
+        "torch": torch.__version__,
+        "trl": importlib.util.find_spec("trl") is not None,
+        "models": [measure(size, given.context) for size in given.sizes],
+    }
+    show(report)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
