@@ -19,12 +19,13 @@ from pathlib import Path
 HEAD = "10.77.0.1"
 MACHINES = {"node1": "10.77.0.11", "node2": "10.77.0.12"}
 CPUS = 2
+SLURMD_PORT = 6818
 
 CONFIG = """
 ClusterName=test
 SlurmctldHost=head({head})
 SlurmctldPort=6817
-SlurmdPort=6818
+SlurmdPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -111,7 +112,7 @@ def cluster(folder: Path) -> Iterator[Slurm]:
         (folder / "state").mkdir()
         names = [f"NodeName={name} NodeAddr={at} CPUs={CPUS}" for name, at in MACHINES.items()]
         config = folder / "slurm.conf"
-        config.write_text(CONFIG.format(head=HEAD, folder=folder, nodes="\n".join(names)))
+        config.write_text(CONFIG.format(head=HEAD, port=SLURMD_PORT, folder=folder, nodes="\n".join(names)))
         os.environ["SLURM_CONF"] = str(config)
         stack.callback(os.environ.pop, "SLURM_CONF")
         files = {"key": "key", "socket": "socket", "pid": "pid", "seed": "seed", "log": "log"}

@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from tests.deploy.slurm import MACHINES, cluster
 from tests.cluster.test_batch import until_live
+from tests.deploy.slurm import MACHINES, SLURMD_PORT, cluster
 
 from bridle.client import AsyncClient
 
@@ -53,6 +54,12 @@ def submitted(slurm, config, *options, **env):
     return slurm.submit(SCRIPT, *OPTIONS, *options, **given)
 
 
+def of_ray_or_bridle():
+    """Command lines of what runs on any of the machines."""
+    lines = [path.read_bytes().replace(b"\0", b" ") for path in Path("/proc").glob("[0-9]*/cmdline")]
+    return [line for line in lines if re.search(rb"raylet|gcs_server|bridle serve", line)]
+
+
 async def test_a_job_serves_tasks_on_all_its_machines_until_slurm_announces_its_end(slurm, config):
     job = submitted(slurm, config)
     task = {
@@ -67,11 +74,27 @@ async def test_a_job_serves_tasks_on_all_its_machines_until_slurm_announces_its_
         await until_live(client, len(MACHINES))
         await client.submit(task)
         group = await anext(client.groups(quiet_s=120))
-        ended = [(one.status, one.error) for one in group.results]
-        print(await client.nodes()); print([one.raw for one in group.results])
-        assert ended == [("COMPLETED", None)] * SESSIONS
-        assert len({one.raw["node_id"] for one in group.results}) == len(MACHINES)
+    ended = [(one.status, one.error) for one in group.results]
+    assert ended == [("COMPLETED", None)] * SESSIONS
+    assert len({one.raw["node_id"] for one in group.results}) == len(MACHINES)
+    assert of_ray_or_bridle() != []
     slurm.announce_end(job)
-    told = slurm.ended(job, within_s=120)
-    print(slurm.output(job))
-    assert (told["JobState"], told["ExitCode"]) == ("COMPLETED", "0:0")
+    told = slurm.ended(job, within_s=100)
+    assert (told["JobState"], told["ExitCode"]) == ("COMPLETED", "0:0"), slurm.output(job)
+    assert of_ray_or_bridle() == []
+
+
+def test_a_job_whose_server_refuses_its_config_fails_with_its_exit_code(slurm, config):
+    config.write_text("nonsense = 1\n")
+    told = slurm.ended(job := submitted(slurm, config), within_s=100)
+    assert (told["JobState"], told["ExitCode"]) == ("FAILED", "2:0"), slurm.output(job)
+    assert "nonsense" in slurm.output(job)
+    assert of_ray_or_bridle() == []
+
+
+def test_a_job_whose_ray_does_not_start_fails(slurm, config):
+    job = submitted(slurm, config, "--nodes=1", BRIDLE_RAY_PORT=str(SLURMD_PORT))
+    told = slurm.ended(job, within_s=100)
+    assert (told["JobState"], told["ExitCode"]) == ("FAILED", "1:0"), slurm.output(job)
+    assert "Ray did not start on node" in slurm.output(job)
+    assert of_ray_or_bridle() == []
