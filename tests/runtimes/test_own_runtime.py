@@ -1,0 +1,99 @@
+"""The example of a runtime of one's own, on the service that it is written for."""
+
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bridle.config import RuntimeSpec
+from bridle.errors import ConfigError, RuntimeFailure
+from bridle.runtimes import conformance, make_runtime, runtime_class
+from bridle.runtimes.conformance import CHECKS, run_check
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own-runtime"
+BACKEND = "hosted:HostedRuntime"
+
+
+@pytest.fixture(scope="module")
+def service():
+    """The service in a process of its own: the `kwargs` of a runtime on it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    token = secrets.token_hex(8)
+    process = subprocess.Popen([sys.executable, EXAMPLE / "service.py", str(port), token])
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            break
+        except OSError:
+            assert process.poll() is None, "the service ended"
+            time.sleep(0.05)
+    url = f"http://127.0.0.1:{port}"
+    yield {"deployment": {"type": "remote", "url": url, "token": token}}
+    process.terminate()
+    process.wait(timeout=30)
+
+
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE)
+
+
+def check_on(check, service, tmp_path):
+    return run_check(check, runtime_class(BACKEND), tmp_path, RuntimeSpec(kwargs=service))
+
+
+def test_it_has_at_most_a_hundred_lines():
+    assert len((EXAMPLE / "hosted.py").read_text().splitlines()) <= 100
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        conformance.exit_codes_are_true,
+        conformance.files_and_folders_go_in_with_their_modes,
+        conformance.stop_can_be_repeated_and_is_the_end,
+    ],
+    ids=lambda each: each.__name__,
+)
+async def test_it_conforms(check, service, tmp_path):
+    await check_on(check, service, tmp_path)
+
+
+@pytest.mark.sandbox
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_it_passes_the_whole_suite(check, service, tmp_path):
+    await check_on(check, service, tmp_path)
+
+
+def test_what_a_deployment_lacks_is_named(tmp_path):
+    spec = RuntimeSpec(backend=BACKEND, kwargs={"deployment": {"type": "remote", "url": "http://x"}})
+    with pytest.raises(ConfigError, match=r"needs url and token, not \['url'\]"):
+        make_runtime(spec, "s-1", tmp_path)
+
+
+async def test_a_service_that_refuses_fails_the_start_and_what_was_opened_is_closed(
+    service, tmp_path
+):
+    deployment = service["deployment"] | {"token": "another"}
+    spec = RuntimeSpec(backend=BACKEND, kwargs={"deployment": deployment})
+    runtime = make_runtime(spec, "s-1", tmp_path)
+    with pytest.raises(RuntimeFailure, match="cannot start the host of session s-1: .*401"):
+        await runtime.start()
+    await runtime.stop()
+
+
+async def test_a_command_that_fails_on_the_host_says_what_it_said(service):
+    host = runtime_class(BACKEND).open_host(None, service["deployment"])
+    await host.start()
+    try:
+        with pytest.raises(OSError, match="ls: exit code 2: .*nowhere"):
+            await host.execute(["ls", "/nowhere"])
+    finally:
+        await host.stop()
