@@ -39,12 +39,14 @@ def docker(*words: str | Path, within_s: float = 60) -> str:
     done = subprocess.run(
         ["docker", *words], check=False, capture_output=True, text=True, timeout=within_s
     )
-    assert done.returncode == 0, (words, done.stdout[-2000:], done.stderr[-2000:])
+    assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
     return done.stdout
 
 
 def make_base() -> None:
-    """Import the Debian that `scripts/test-deploy` made."""
+    """Import the Debian that `scripts/test-deploy` made, if the daemon does not have it."""
+    if docker("images", "-q", BASE):
+        return
     pip = "ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt"
     docker("import", "--change", pip, ROOT / ".cache/debian/base.tar", BASE, within_s=300)
 

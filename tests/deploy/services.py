@@ -6,6 +6,7 @@ nor `systempaths`. What a service says that is not read here is an error.
 
 import json
 import re
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,17 @@ def running(
             words = ["--name", names[name], "--network", project, "--network-alias", name]
             stack.callback(docker, "rm", "-f", "-v", names[name])
             docker("run", "-d", *words, *_options(service, project, env))
-        yield names
+        try:
+            yield names
+        except BaseException as error:
+            error.add_note("\n".join(_said(name) for name in names.values()))
+            raise
+
+
+def _said(container: str) -> str:
+    words = ["docker", "logs", "--tail", "20", container]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)
+    return f"{container}:\n{done.stdout}{done.stderr}"
 
 
 def _in_order(services: Mapping[str, Any]) -> list[str]:
@@ -76,7 +87,7 @@ def _options(service: Mapping[str, Any], project: str, env: Mapping[str, str]) -
 
 
 def _filled(value: str, env: Mapping[str, str]) -> str:
-    return re.sub(r"\$\{(\w+)(:\?)?\}", lambda found: env[found[1]], value)
+    return re.sub(r"\$\{(\w+)(?::\?|:-[^}]*)?\}", lambda found: env[found[1]], value)
 
 
 def _healthy(name: str) -> None:

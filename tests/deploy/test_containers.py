@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import urllib.error
 import urllib.request
@@ -15,7 +16,8 @@ from tests.deploy.services import running
 from bridle.client import AsyncClient
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-SECRETS = {"BRIDLE_SERVER_TOKEN": "the-operator", "POSTGRES_PASSWORD": "the-database"}
+TOKEN = "a-token-of-the-test"  # noqa: S105 - of this test alone
+GIVEN = {"MODEL": "builtin", "BRIDLE_SERVER_TOKEN": TOKEN, "POSTGRES_PASSWORD": "the-database"}
 SCRIPT = {"conversations": [{"turns": [{"content": "It is done."}]}]}
 ASK = """
 import json, os, urllib.request
@@ -25,6 +27,14 @@ headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 print(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read())
 """
 """An agent: one call of the model."""
+FIRST = {
+    "task_id": "first",
+    "instruction": "Do it.",
+    "num_samples": 2,
+    "max_attempts": 1,
+    "runtime": {"backend": "bubblewrap"},
+    "agent": {"harness": "command", "command": f"python3 -c '{ASK}'"},
+}
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
@@ -37,11 +47,16 @@ def images(tmp_path_factory):
 
 
 @pytest.fixture
-def compose(tmp_path):
+def script(tmp_path):
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps(SCRIPT))
+    return path
+
+
+@pytest.fixture
+def compose(script):
     """The services, with a scripted engine in place of the one for GPUs, on a free port."""
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    script = tmp_path / "script.json"
-    script.write_text(json.dumps(SCRIPT))
     for name in ("server", "node"):
         services[name]["image"] = BRIDLE
     services["postgres"]["image"] = POSTGRES
@@ -79,30 +94,68 @@ def test_sandboxes_contain_in_a_container_as_the_file_says(compose):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.fixture
+def as_the_page_says(script):
+    """Starts a container by the command of the page; all of them share its volume."""
+    page = (DEPLOY.parent / "docs" / "guides" / "deploy.md").read_text()
+    [line] = re.findall(r"^docker run .*?[^\\]$", page, re.DOTALL | re.MULTILINE)
+    words = shlex.split(line.replace("\\\n", " "))
+    for shown, given in (
+        ("bridle", BRIDLE),  # the image; the next one is the command
+        ("http://ENGINE:8000", "scripted:/script.json"),
+        ("127.0.0.1:8080:8080", "127.0.0.1:0:8080"),
+        ("bridle:/var/lib/bridle", "bridle-test-data:/var/lib/bridle"),
+        ("BRIDLE_SERVER_TOKEN=...", f"BRIDLE_SERVER_TOKEN={TOKEN}"),
+    ):
+        words[words.index(shown)] = given
+    started = []
+
+    def start():
+        more = ["-d", f"--volume={script}:/script.json:ro"]
+        started.append(docker(*words[1:2], *more, *words[2:]).strip())
+        return started[-1]
+
+    yield start
+    for each in started:
+        docker("rm", "-f", each)
+    docker("volume", "rm", "bridle-test-data")
+
+
+async def test_one_container_serves_tasks_and_its_volume_keeps_them(as_the_page_says):
+    container = as_the_page_says()
+    url = published(container)
+    async with AsyncClient(url, token=TOKEN, patience_s=60) as client:
+        await client.submit(FIRST)
+        await completed(client)
+    assert b"ok" in fetched(f"{url}/health")
+    docker("stop", "--time", "30", container)
+    assert json.loads(docker("inspect", container))[0]["State"]["ExitCode"] == 0
+    async with AsyncClient(published(as_the_page_says()), token=TOKEN) as client:
+        assert await client.submit(FIRST) is False
+        await completed(client)
+
+
+async def completed(client):
+    """Wait for the task, whose sessions ran in sandboxes."""
+    group = await anext(client.groups(quiet_s=120))
+    assert [(one.status, one.error) for one in group.results] == [("COMPLETED", None)] * 2
+    assert all(one.trajectory.traces for one in group.results)
+
+
 async def test_the_first_day_by_compose_ends_with_a_task_in_postgresql(compose):
-    task = {
-        "task_id": "first",
-        "instruction": "Do it.",
-        "num_samples": 2,
-        "max_attempts": 1,
-        "agent": {"harness": "command", "command": f"python3 -c '{ASK}'"},
-    }
-    with running(compose, "bridle-test", SECRETS) as names:
+    with running(compose, "bridle-test", GIVEN) as names:
         url = published(names["server"])
-        async with AsyncClient(url, token="the-operator", patience_s=180) as client:  # noqa: S106
-            await client.submit(task)
-            group = await anext(client.groups(quiet_s=180))
-        ended = [(one.status, one.error) for one in group.results]
-        assert ended == [("COMPLETED", None)] * 2
-        assert all(one.trajectory.traces for one in group.results)
-        assert {one.raw["metadata"]["runtime"] for one in group.results} == {"bubblewrap"}
+        async with AsyncClient(url, token=TOKEN, patience_s=100) as client:
+            await client.submit(FIRST)
+            await completed(client)
         assert b"ok" in fetched(f"{url}/health")
-        metrics = fetched(f"{url}/metrics", "the-operator").decode()
-        assert 'bridle_server_sessions{state="completed"} 2' in metrics
+        metrics = fetched(f"{url}/metrics", TOKEN).decode()
+        assert 'bridle_server_sessions{state="ended"} 2.0' in metrics
         with pytest.raises(urllib.error.HTTPError, match="401"):
             fetched(f"{url}/metrics")
         query = ["psql", "-U", "bridle", "-t", "-A", "-c", "select count(*) from sessions"]
         assert docker("exec", names["postgres"], *query) == "2\n"
+        assert "The object store is using" not in docker("logs", names["node"])  # a disk, slowly
         # Data outlives the container: the volume belongs to the image's user.
         owner = docker("exec", names["server"], "stat", "-c", "%U", "/var/lib/bridle/server.token")
         assert owner == "bridle\n"

@@ -1,5 +1,7 @@
 """The example of a runtime of one's own, on the service that it is written for."""
 
+import os
+import re
 import secrets
 import socket
 import subprocess
@@ -14,7 +16,8 @@ from bridle.errors import ConfigError, RuntimeFailure
 from bridle.runtimes import conformance, make_runtime, runtime_class
 from bridle.runtimes.conformance import CHECKS, run_check
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own-runtime"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "own-runtime"
 BACKEND = "hosted:HostedRuntime"
 
 
@@ -44,10 +47,6 @@ def on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLE)
 
 
-def check_on(check, service, tmp_path):
-    return run_check(check, runtime_class(BACKEND), tmp_path, RuntimeSpec(kwargs=service))
-
-
 def test_it_has_at_most_a_hundred_lines():
     assert len((EXAMPLE / "hosted.py").read_text().splitlines()) <= 100
 
@@ -62,14 +61,30 @@ def test_it_has_at_most_a_hundred_lines():
     ids=lambda each: each.__name__,
 )
 async def test_it_conforms(check, service, tmp_path):
-    await check_on(check, service, tmp_path)
+    await run_check(check, runtime_class(BACKEND), tmp_path, RuntimeSpec(kwargs=service))
 
 
 @pytest.mark.sandbox
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_it_passes_the_whole_suite(check, service, tmp_path):
-    await check_on(check, service, tmp_path)
+@pytest.mark.timeout(600)
+def test_the_program_of_the_page_holds_it_against_the_whole_suite(service, tmp_path):
+    page = (ROOT / "docs" / "guides" / "remote-sandboxes.md").read_text()
+    [program] = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    at = service["deployment"]
+    for shown, given in (("http://127.0.0.1:8900", at["url"]), ("secret", at["token"])):
+        assert shown in program
+        program = program.replace(shown, given)
+    (tmp_path / "test_mine.py").write_text(program)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:schemathesis"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert f"{len(CHECKS)} passed" in done.stdout
 
 
 def test_what_a_deployment_lacks_is_named(tmp_path):
