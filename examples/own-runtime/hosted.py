@@ -1,7 +1,7 @@
 """A runtime of your own: sessions in the sandboxes of a service that is spoken to over HTTP.
 
-Four methods are all that differs between services. This one's API is that of `service.py` beside this
-file; put the client of E2B, Daytona, Modal or your cluster in its place.
+Four methods are all that differs between services. This one's API is that of `service.py` beside
+this file; put the client of E2B, Daytona, Modal or your cluster in its place.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from bridle.runtimes.remote import Host, RemoteRuntime
 
 
 class HostedRuntime(RemoteRuntime):
-    """`runtime.backend = "hosted:HostedRuntime"`, or a name of the entry points `bridle.runtimes`."""
+    """A runtime that a task names: `runtime.backend = "hosted:HostedRuntime"`."""
 
     def open_host(self, deployment: dict[str, Any]) -> Host:
         """Return the sandbox of one session; `deployment` is `runtime.kwargs.deployment`."""

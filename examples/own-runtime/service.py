@@ -1,4 +1,4 @@
-"""A sandbox service as small as can be: it runs commands on its own machine, for trying `hosted.py`.
+"""A sandbox service as small as can be, for trying `hosted.py`: it runs commands on its machine.
 
     python service.py PORT TOKEN
 

@@ -29,7 +29,9 @@ def running(
     with ExitStack() as stack:
         docker("network", "create", project)
         stack.callback(docker, "network", "rm", project)
-        volumes = {one.split(":")[0] for each in services.values() for one in each.get("volumes", ())}
+        volumes = {
+            one.split(":")[0] for each in services.values() for one in each.get("volumes", ())
+        }
         for volume in volumes:
             if not volume.startswith("/"):
                 stack.callback(docker, "volume", "rm", f"{project}-{volume}")
@@ -58,7 +60,11 @@ def _said(container: str) -> str:
 def _in_order(services: Mapping[str, Any]) -> list[str]:
     done: list[str] = []
     while len(done) < len(services):
-        ready = (n for n, s in services.items() if n not in done and {*s.get("depends_on", ())} <= {*done})
+        ready = (
+            n
+            for n, s in services.items()
+            if n not in done and {*s.get("depends_on", ())} <= {*done}
+        )
         done.append(next(ready))
     return done
 
@@ -92,6 +98,8 @@ def _filled(value: str, env: Mapping[str, str]) -> str:
 
 def _healthy(name: str) -> None:
     until = time.monotonic() + 90
-    while (state := json.loads(docker("inspect", name))[0]["State"])["Health"]["Status"] != "healthy":
+    while (state := json.loads(docker("inspect", name))[0]["State"])["Health"][
+        "Status"
+    ] != "healthy":
         assert time.monotonic() < until, (state, docker("logs", name))
         time.sleep(0.5)

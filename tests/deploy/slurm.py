@@ -12,7 +12,7 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -47,7 +47,7 @@ MailProg=/bin/true
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-DISKS = ("/tmp/ray", "/var/lib/bridle")  # noqa: S108 - where Ray and our nodes write
+DISKS = ("/tmp/ray", "/var/lib/bridle")
 """Folders that each machine has for itself; the rest of the file system is one for all."""
 MACHINE = """
 set -e
@@ -80,7 +80,7 @@ class Slurm:
         return path.read_text() if path.exists() else ""
 
     def job(self, job: int) -> dict[str, str]:
-        """What `scontrol` says of a job."""
+        """Return what `scontrol` says of a job."""
         return dict(re.findall(r"(\S+?)=(\S*)", _said(["scontrol", "show", "job", str(job)])))
 
     def ended(self, job: int, *, within_s: float) -> dict[str, str]:
@@ -112,17 +112,19 @@ def cluster(folder: Path) -> Iterator[Slurm]:
         (folder / "state").mkdir()
         names = [f"NodeName={name} NodeAddr={at} CPUs={CPUS}" for name, at in MACHINES.items()]
         config = folder / "slurm.conf"
-        config.write_text(CONFIG.format(head=HEAD, port=SLURMD_PORT, folder=folder, nodes="\n".join(names)))
+        config.write_text(
+            CONFIG.format(head=HEAD, port=SLURMD_PORT, folder=folder, nodes="\n".join(names))
+        )
         os.environ["SLURM_CONF"] = str(config)
         stack.callback(os.environ.pop, "SLURM_CONF")
         files = {"key": "key", "socket": "socket", "pid": "pid", "seed": "seed", "log": "log"}
         places = [f"--{name}-file={munge / file}" for name, file in files.items()]
         places[1] = f"--socket={munge / 'socket'}"
         stack.enter_context(_running(folder, "munged", "--foreground", "--force", *places))
-        _until(lambda: (munge / "socket").exists(), folder)
+        _until((munge / "socket").exists, folder)
         stack.enter_context(_running(folder, "slurmctld", "-D"))
-        for number, (name, at) in enumerate(MACHINES.items()):
-            stack.enter_context(_machine(folder, number, name, at))
+        for name, at in MACHINES.items():
+            stack.enter_context(_machine(folder, name, at))
         _until(lambda: _idle() == len(MACHINES), folder)
         yield Slurm(folder)
 
@@ -131,20 +133,21 @@ def _bridge(folder: Path) -> None:
     """Make the network that the machines are put in, and their names."""
     hosts = {"localhost": "127.0.0.1", "head": HEAD, **MACHINES}
     (folder / "hosts").write_text("".join(f"{at} {name}\n" for name, at in hosts.items()))
-    for words in (
+    commands: list[list[str | Path]] = [
         ["mount", "--bind", folder / "hosts", "/etc/hosts"],
         ["ip", "link", "add", "machines", "type", "bridge"],
         ["ip", "addr", "add", f"{HEAD}/24", "dev", "machines"],
         ["ip", "link", "set", "machines", "up"],
-    ):
+    ]
+    for words in commands:
         _said(words)
 
 
 @contextmanager
-def _machine(folder: Path, number: int, name: str, at: str) -> Iterator[None]:
+def _machine(folder: Path, name: str, at: str) -> Iterator[None]:
     apart = ["--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child"]
     script = MACHINE.format(disks=" ".join(DISKS))
-    start = ["bash", "-c", script, "bash", name, folder / f"{name}-disk", at]
+    start: list[str | Path] = ["bash", "-c", script, "bash", name, folder / f"{name}-disk", at]
     with _running(folder, "unshare", *apart, "--mount-proc", *start, log=name) as process:
         inside = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         _until(lambda: inside.read_text().split(), folder)
@@ -172,7 +175,7 @@ def _idle() -> int:
     return _said(["sinfo", "--noheader", "--Node", "--format=%t"]).split().count("idle")
 
 
-def _until(condition, folder: Path) -> None:  # type: ignore[no-untyped-def]
+def _until(condition: Callable[[], object], folder: Path) -> None:
     until = time.monotonic() + 60
     while not condition():
         logs = {path.name: path.read_text()[-2000:] for path in folder.glob("*.log")}
@@ -180,7 +183,7 @@ def _until(condition, folder: Path) -> None:  # type: ignore[no-untyped-def]
         time.sleep(0.1)
 
 
-def _said(words: list[str | Path] | list[str], env: dict[str, str] | None = None) -> str:
+def _said(words: Sequence[str | Path], env: dict[str, str] | None = None) -> str:
     done = subprocess.run(words, env=env, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, (words, done.stderr)
     return done.stdout

@@ -16,7 +16,7 @@ from tests.deploy.services import running
 from bridle.client import AsyncClient
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-TOKEN = "a-token-of-the-test"  # noqa: S105 - of this test alone
+TOKEN = "a-token-of-the-test"
 GIVEN = {"MODEL": "builtin", "BRIDLE_SERVER_TOKEN": TOKEN, "POSTGRES_PASSWORD": "the-database"}
 SCRIPT = {"conversations": [{"turns": [{"content": "It is done."}]}]}
 ASK = """
@@ -24,7 +24,8 @@ import json, os, urllib.request
 body = {"model": os.environ["MODEL"], "messages": [{"role": "user", "content": "Do it."}]}
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-print(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read())
+asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
+print(urllib.request.urlopen(asked).read())
 """
 """An agent: one call of the model."""
 FIRST = {
@@ -150,7 +151,7 @@ async def test_the_first_day_by_compose_ends_with_a_task_in_postgresql(compose):
             await completed(client)
         assert b"ok" in fetched(f"{url}/health")
         metrics = fetched(f"{url}/metrics", TOKEN).decode()
-        assert 'bridle_server_sessions{state="ended"} 2.0' in metrics
+        assert 'bridle_server_sessions{state="COMPLETED"} 2.0' in metrics
         with pytest.raises(urllib.error.HTTPError, match="401"):
             fetched(f"{url}/metrics")
         query = ["psql", "-U", "bridle", "-t", "-A", "-c", "select count(*) from sessions"]

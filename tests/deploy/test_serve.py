@@ -69,7 +69,11 @@ def test_a_wrong_configuration_is_not_tried_again(serve, tmp_path):
 
 def test_it_waits_for_ray_and_says_where_things_are(serve, tmp_path):
     ray = '[ -e "$AT/asked" ] && exit 0; touch "$AT/asked"; exit 1'
-    env = {"BRIDLE_CONFIG": "b.toml", "BRIDLE_DATABASE": "postgresql://db/x y", "BRIDLE_TOKENIZER": "a b"}
+    env = {
+        "BRIDLE_CONFIG": "b.toml",
+        "BRIDLE_DATABASE": "postgresql://db/x y",
+        "BRIDLE_TOKENIZER": "a b",
+    }
     process = serve('test -e "$AT/asked"; echo $? "$RAY_ADDRESS" "$@"', ray=ray, **env)
     out, _ = process.communicate(timeout=45)
     told = "serve --config b.toml --database postgresql://db/x y --tokenizer a b"

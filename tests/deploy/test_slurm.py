@@ -66,7 +66,7 @@ def test_a_dry_run_prints_what_a_run_runs(job, tmp_path):
     code, dry, _ = said(job(BRIDLE_DRY_RUN="1", **env))
     assert code == 0
     until_all_ran = "until [ $(wc -l < $AT/ran) = 3 ]; do :; done"
-    code, _, _ = said(job(f'{SAYS} env | grep ^RAY_ADDRESS >> $AT/address; {until_all_ran}', **env))
+    code, _, _ = said(job(f"{SAYS} env | grep ^RAY_ADDRESS >> $AT/address; {until_all_ran}", **env))
     ran = (tmp_path / "ran").read_text()
     assert code == 0
     assert words_of(ran, "ray") == words_of(dry, "ray")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "deploy" / "slurm" / "bridle.sbatch"
 AGENT = ROOT / "tests" / "node" / "agent.py"
 OPTIONS = ("--nodes=2", "--cpus-per-task=2", "--time=20")
-TOKEN = "a-token-of-the-test"  # noqa: S105 - of this test alone
+TOKEN = "a-token-of-the-test"
 SESSIONS = 8
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
@@ -56,7 +56,9 @@ def submitted(slurm, config, *options, **env):
 
 def of_ray_or_bridle():
     """Command lines of what runs on any of the machines."""
-    lines = [path.read_bytes().replace(b"\0", b" ") for path in Path("/proc").glob("[0-9]*/cmdline")]
+    lines = [
+        path.read_bytes().replace(b"\0", b" ") for path in Path("/proc").glob("[0-9]*/cmdline")
+    ]
     return [line for line in lines if re.search(rb"raylet|gcs_server|bridle serve", line)]
 
 

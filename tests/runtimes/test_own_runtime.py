@@ -13,6 +13,7 @@ import pytest
 
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure
+from bridle.plugins import load
 from bridle.runtimes import conformance, make_runtime, runtime_class
 from bridle.runtimes.conformance import CHECKS, run_check
 
@@ -88,7 +89,9 @@ def test_the_program_of_the_page_holds_it_against_the_whole_suite(service, tmp_p
 
 
 def test_what_a_deployment_lacks_is_named(tmp_path):
-    spec = RuntimeSpec(backend=BACKEND, kwargs={"deployment": {"type": "remote", "url": "http://x"}})
+    spec = RuntimeSpec(
+        backend=BACKEND, kwargs={"deployment": {"type": "remote", "url": "http://x"}}
+    )
     with pytest.raises(ConfigError, match=r"needs url and token, not \['url'\]"):
         make_runtime(spec, "s-1", tmp_path)
 
@@ -99,16 +102,16 @@ async def test_a_service_that_refuses_fails_the_start_and_what_was_opened_is_clo
     deployment = service["deployment"] | {"token": "another"}
     spec = RuntimeSpec(backend=BACKEND, kwargs={"deployment": deployment})
     runtime = make_runtime(spec, "s-1", tmp_path)
-    with pytest.raises(RuntimeFailure, match="cannot start the host of session s-1: .*401"):
+    with pytest.raises(RuntimeFailure, match=r"cannot start the host of session s-1: .*401"):
         await runtime.start()
     await runtime.stop()
 
 
 async def test_a_command_that_fails_on_the_host_says_what_it_said(service):
-    host = runtime_class(BACKEND).open_host(None, service["deployment"])
+    host = load(BACKEND, {}, what="runtime").open_host(None, service["deployment"])
     await host.start()
     try:
-        with pytest.raises(OSError, match="ls: exit code 2: .*nowhere"):
+        with pytest.raises(OSError, match=r"ls: exit code 2: .*nowhere"):
             await host.execute(["ls", "/nowhere"])
     finally:
         await host.stop()
