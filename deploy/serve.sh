@@ -3,6 +3,7 @@
 # that is started again finds its nodes and their sessions as they are.
 #
 # BRIDLE_CONFIG (/etc/bridle/bridle.toml), BRIDLE_DATABASE (postgresql://...; else SQLite),
+# BRIDLE_TOKENIZER (a folder or hub id; else the config's),
 # BRIDLE_SERVER_TOKEN, RAY_HEAD (127.0.0.1:6379), BRIDLE_RESTART_S (2: seconds between two tries).
 set -u
 config=${BRIDLE_CONFIG:-/etc/bridle/bridle.toml}
@@ -20,7 +21,8 @@ until [ -n "$told" ] || ray health-check --address "$head" >/dev/null 2>&1; do s
 
 while [ -z "$told" ]; do
   RAY_ADDRESS=$head bridle serve --config "$config" \
-    ${BRIDLE_DATABASE:+--database "$BRIDLE_DATABASE"} &
+    ${BRIDLE_DATABASE:+--database "$BRIDLE_DATABASE"} \
+    ${BRIDLE_TOKENIZER:+--tokenizer "$BRIDLE_TOKENIZER"} &
   server=$!
   [ "$told" != early ] || end_server
   # Not `wait` at once: bash loses the status of a child that ends while a signal interrupts `wait`.

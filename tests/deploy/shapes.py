@@ -36,7 +36,9 @@ CONTAINER = {
         "privileged": bool,
         "runAsUser": int,
         "capabilities": {"add": [str], "drop": [str]},
+        "procMount": ("Default", "Unmasked"),
         "seccompProfile": {"type!": ("RuntimeDefault", "Unconfined", "Localhost")},
+        "appArmorProfile": {"type!": ("RuntimeDefault", "Unconfined", "Localhost")},
     },
     "volumeMounts": [{"name!": NAME, "mountPath!": str, "readOnly": bool, "subPath": str}],
 }
@@ -49,6 +51,8 @@ POD = {
         "nodeSelector": STRINGS,
         "tolerations": [ANY],
         "hostUsers": bool,
+        "shareProcessNamespace": bool,
+        "securityContext": {"fsGroup": int, "runAsUser": int, "runAsNonRoot": bool},
         "volumes": [
             {
                 "name!": NAME,

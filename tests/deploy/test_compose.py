@@ -35,6 +35,9 @@ def test_what_services_name_of_each_other_exists(compose):
     for engine in config.engines:
         _, host, port = re.split(r"://|:(?=\d)", engine)
         assert f"--port={port}" in services[host]["command"]
+        [model] = re.findall(r"--model=(\S+)", " ".join(services[host]["command"]))
+        assert services["server"]["environment"]["BRIDLE_TOKENIZER"] == model
+        assert model == f"${{MODEL:-{config.tokenizer}}}"
     node = services["node"]["command"]
     assert "--address=server:6379" in node
     [resources] = [word for word in node if word.startswith("--resources=")]
@@ -47,7 +50,7 @@ def test_secrets_have_no_default(compose):
     text = (DEPLOY / "compose.yaml").read_text()
     for name in ("POSTGRES_PASSWORD", "BRIDLE_SERVER_TOKEN"):
         assert f"{name}: ${{{name}:?}}" in text
-    assert not re.search(r"(PASSWORD|TOKEN)[^\n]*:-", text)
+    assert not re.search(r"(PASSWORD|TOKEN)\b[^\n]*:-", text)
 
 
 def test_the_engine_is_started_as_the_probe_wants_it(compose):

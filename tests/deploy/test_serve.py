@@ -69,10 +69,14 @@ def test_a_wrong_configuration_is_not_tried_again(serve, tmp_path):
 
 def test_it_waits_for_ray_and_says_where_things_are(serve, tmp_path):
     ray = '[ -e "$AT/asked" ] && exit 0; touch "$AT/asked"; exit 1'
-    env = {"BRIDLE_CONFIG": "b.toml", "BRIDLE_DATABASE": "postgresql://db/x y"}
+    env = {
+        "BRIDLE_CONFIG": "b.toml",
+        "BRIDLE_DATABASE": "postgresql://db/x y",
+        "BRIDLE_TOKENIZER": "a b",
+    }
     process = serve('test -e "$AT/asked"; echo $? "$RAY_ADDRESS" "$@"', ray=ray, **env)
     out, _ = process.communicate(timeout=45)
-    told = "serve --config b.toml --database postgresql://db/x y"
+    told = "serve --config b.toml --database postgresql://db/x y --tokenizer a b"
     assert out == f"0 127.0.0.1:6379 {told}\n"
 
 

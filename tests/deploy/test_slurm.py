@@ -1,4 +1,7 @@
-"""The Slurm script with a `srun`, `scontrol` and `ray` that only say what they were given."""
+"""The Slurm script with a Slurm, a `ray` and a `bridle` that only say what they were given.
+
+What a real Slurm makes of it: `test_slurm_jobs`.
+"""
 
 import shlex
 import signal
@@ -12,20 +15,30 @@ from bridle.cli.app import app
 
 SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "slurm" / "bridle.sbatch"
 SLEEP = "sleep 30 >/dev/null 2>&1 &"
-HOSTS = "echo node07; echo node08; echo node09"
+SAYS = 'printf "%q " "${0##*/}" "$@" >> $AT/ran; echo >> $AT/ran;'
+UNTIL_TOLD = f"trap 'kill $!; exit' TERM; {SLEEP} wait"
+PROGRAMS = {
+    "scontrol": "echo node07; echo node08; echo node09",
+    "getent": "[ $2 = node07 ] || exit; echo 10.0.0.7 STREAM; echo 10.0.0.7 DGRAM",
+    "scancel": f"{SAYS} kill $(<$AT/srun.$PPID)",
+    "srun": f"{SAYS} echo $$ > $AT/srun.$PPID; {UNTIL_TOLD}",
+    "ray": f'[ "$1" = start ] || exit 0; {SAYS} {UNTIL_TOLD}',
+}
 
 
 @pytest.fixture
-def job(script):
-    """Runs the script in a job of three machines; `srun` is given as a shell script."""
+def job(script, tmp_path):
+    """Runs the script in a job of three machines; `bridle` is given as a shell script."""
 
-    def run(srun='echo "$@"', **env):
+    def run(bridle="exit 0", programs=(), **env):
         given = {
+            "SLURM_JOB_ID": "5",
             "SLURM_JOB_NODELIST": "node[07-09]",
             "SLURM_JOB_NUM_NODES": "3",
             "SLURM_CPUS_PER_TASK": "8",
+            "AT": str(tmp_path),
         }
-        return script(SCRIPT, {"scontrol": HOSTS, "srun": srun}, **given, **env)
+        return script(SCRIPT, PROGRAMS | {"bridle": bridle} | dict(programs), **(given | env))
 
     return run
 
@@ -42,28 +55,53 @@ def test_it_is_bash_and_its_options_are_slurm_s():
     assert options == {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "time", "signal"}
 
 
-def test_a_dry_run_prints_what_a_run_runs(job):
+def words_of(lines, first):
+    """The only command of `first`."""
+    [found] = [words for words in map(shlex.split, lines.splitlines()) if words[0] == first]
+    return found
+
+
+def test_a_dry_run_prints_what_a_run_runs(job, tmp_path):
     env = {"BRIDLE_CONFIG": "my bridle.toml", "BRIDLE_DATABASE": "postgresql://db/x"}
     code, dry, _ = said(job(BRIDLE_DRY_RUN="1", **env))
     assert code == 0
-    code, ran, _ = said(job(srun='printf "%q " srun "$@"; echo', **env))
-    assert (code, shlex.split(ran)) == (0, shlex.split(dry))
+    until_all_ran = "until [ $(wc -l < $AT/ran) = 3 ]; do :; done"
+    code, _, _ = said(job(f"{SAYS} env | grep ^RAY_ADDRESS >> $AT/address; {until_all_ran}", **env))
+    ran = (tmp_path / "ran").read_text()
+    assert code == 0
+    assert words_of(ran, "ray") == words_of(dry, "ray")
+    assert words_of(ran, "srun") == words_of(dry, "srun")
+    server = words_of(dry, "env")
+    assert words_of(ran, "bridle") == server[2:]
+    assert (tmp_path / "address").read_text() == f"{server[1]}\n"
+    assert words_of(ran, "scancel") == ["scancel", "--signal=TERM", "5.0"]
 
 
-def test_ray_s_own_command_takes_its_options_and_the_server_its_own(job):
+def test_every_machine_joins_the_ray_of_the_first_one_where_the_server_is(job):
     _, dry, _ = said(job(BRIDLE_DRY_RUN="1", BRIDLE_CONFIG="b.toml"))
-    words = shlex.split(dry)
-    at, end = words.index("ray"), words.index("--")
-    assert words[at : at + 2] == ["ray", "symmetric-run"]
-    assert words[words.index("--address") + 1] == "node07:6379"
-    assert words[words.index("--min-nodes") + 1] == "3"
-    assert words[words.index("--resources") + 1] == '{"bridle_node": 1}'
-    # What `symmetric-run` sets itself may not be given.
-    assert not {"--head", "--node-ip-address", "--port", "--block"} & {*words[at:end]}
-    server = words[end + 1 :]
-    assert server == ["bridle", "serve", "--config", "b.toml", "--executor", "ray"]
-    told = CliRunner().invoke(app, [*server[1:], "--help"])
-    assert told.exit_code == 0
+    head, others, server = (words_of(dry, name) for name in ("ray", "srun", "env"))
+    at = others.index("ray")
+    assert [*head[:2], "--head"] == [*others[at : at + 2], head[head.index("--head")]]
+    assert head[head.index("--node-ip-address") :] == [
+        *("--node-ip-address", "10.0.0.7", "--port", "6379"),
+    ]
+    assert others[-2:] == ["--address", "10.0.0.7:6379"]
+    assert {"--nodes=2", "--ntasks=2", "--exclude=node07"} <= {*others[:at]}
+    for words in (head, others[at:]):
+        assert words[words.index("--resources") + 1] == '{"bridle_node": 1}'
+        assert words[words.index("--num-cpus") + 1] == "8"
+        assert "--block" in words
+    assert server[1] == "RAY_ADDRESS=10.0.0.7:6379"
+    assert server[2:] == ["bridle", "serve", "--config", "b.toml", "--executor", "ray"]
+    assert CliRunner().invoke(app, [*server[3:], "--help"]).exit_code == 0
+
+
+def test_a_job_of_one_machine_has_no_others(job, tmp_path):
+    env = {"BRIDLE_CONFIG": "b.toml", "SLURM_JOB_NUM_NODES": "1"}
+    _, dry, _ = said(job(BRIDLE_DRY_RUN="1", **env))
+    assert "srun" not in dry
+    assert said(job(**env))[0] == 0
+    assert "srun" not in (tmp_path / "ran").read_text()
 
 
 def test_without_a_config_it_says_so(job):
@@ -73,8 +111,8 @@ def test_without_a_config_it_says_so(job):
 
 
 def test_the_end_that_slurm_announces_reaches_the_server_which_may_finish(job, tmp_path):
-    srun = f"trap 'sleep 0.1; echo drained; kill $!; exit' TERM; {SLEEP} touch {tmp_path}/up; wait"
-    process = job(srun=srun, BRIDLE_CONFIG="b.toml")
+    bridle = f"trap 'sleep 0.1; echo drained; kill $!; exit' TERM; {SLEEP} touch $AT/up; wait"
+    process = job(bridle, BRIDLE_CONFIG="b.toml")
     while not (tmp_path / "up").exists():
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
@@ -83,28 +121,28 @@ def test_the_end_that_slurm_announces_reaches_the_server_which_may_finish(job, t
 
 
 def test_a_server_that_fails_fails_the_job(job):
-    assert said(job(srun="exit 3", BRIDLE_CONFIG="b.toml"))[0] == 3
+    assert said(job("exit 3", BRIDLE_CONFIG="b.toml"))[0] == 3
 
 
 def test_a_server_that_fails_before_it_is_waited_for_fails_the_job(job, ended_first):
-    code, _, _ = said(job(srun="exit 3", BRIDLE_CONFIG="b.toml", **ended_first("step")))
+    code, _, _ = said(job("exit 3", BRIDLE_CONFIG="b.toml", **ended_first("serving")))
     assert code == 3
 
 
 def test_a_server_that_fails_at_once_fails_the_job_each_time(job):
-    jobs = [job(srun="exit 3", BRIDLE_CONFIG="b.toml") for _ in range(50)]
+    jobs = [job("exit 3", BRIDLE_CONFIG="b.toml") for _ in range(50)]
     assert [said(one)[0] for one in jobs] == [3] * 50
 
 
 def test_a_server_that_ends_when_the_job_is_told_to_keeps_its_status(job):
-    srun = "trap '' TERM; kill -TERM $PPID; exit 3"
-    jobs = [job(srun=srun, BRIDLE_CONFIG="b.toml") for _ in range(50)]
+    bridle = "trap '' TERM; kill -TERM $PPID; exit 3"
+    jobs = [job(bridle, BRIDLE_CONFIG="b.toml") for _ in range(50)]
     assert [said(one)[0] for one in jobs] == [3] * 50
 
 
 def test_a_server_that_fails_when_told_to_end_fails_the_job(job, tmp_path):
-    srun = f"trap 'kill $!; exit 4' TERM; {SLEEP} touch {tmp_path}/up; wait"
-    process = job(srun=srun, BRIDLE_CONFIG="b.toml")
+    bridle = f"trap 'kill $!; exit 4' TERM; {SLEEP} touch $AT/up; wait"
+    process = job(bridle, BRIDLE_CONFIG="b.toml")
     while not (tmp_path / "up").exists():
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
@@ -115,11 +153,27 @@ def test_a_server_that_drains_is_waited_for_through_a_second_signal(job, tmp_pat
     drain = f"touch {tmp_path}/told$((++n)); [ $n = 2 ] && kill $child && echo drained && exit 5"
     start = "n=0; sleep 30 >/dev/null 2>&1 & child=$!"
     wait = "while kill -0 $child 2>/dev/null; do wait $child; done"
-    srun = f"{start}; trap '{drain}' TERM; touch {tmp_path}/told0; {wait}"
-    process = job(srun=srun, BRIDLE_CONFIG="b.toml")
+    bridle = f"{start}; trap '{drain}' TERM; touch {tmp_path}/told0; {wait}"
+    process = job(bridle, BRIDLE_CONFIG="b.toml")
     for name in ("told0", "told1"):
         while not (tmp_path / name).exists():
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
     code, out, _ = said(process)
     assert (code, out) == (5, "drained\n")
+
+
+def test_a_ray_that_does_not_start_fails_the_job(job):
+    ray = "sleep 0.2; exit 1"
+    code, _, err = said(job(programs={"ray": ray}, BRIDLE_CONFIG="b.toml"))
+    assert (code, err) == (1, "bridle.sbatch: Ray did not start on node07\n")
+
+
+def test_told_to_end_before_ray_is_up_it_starts_no_server(job, tmp_path):
+    ray = f'[ "$1" = start ] || {{ touch $AT/up; exit 1; }}; {UNTIL_TOLD}'
+    process = job("touch $AT/served", programs={"ray": ray}, BRIDLE_CONFIG="b.toml")
+    while not (tmp_path / "up").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert said(process)[0] == 0
+    assert not (tmp_path / "served").exists()

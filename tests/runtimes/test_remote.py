@@ -40,7 +40,7 @@ class ThisMachine:
 
 
 class Remote(RemoteRuntime):
-    def _open_host(self, deployment):
+    def open_host(self, deployment):
         return ThisMachine()
 
 

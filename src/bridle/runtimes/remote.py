@@ -1,8 +1,9 @@
 """The `remote` runtime: a session on a host elsewhere, through SWE-ReX.
 
-SWE-ReX's `execute` answers only after the end of a command, one at a time. So `RUN` starts a
-command on the host in the background, with files for its output, and `LOOK` is executed until the
-command has ended.
+A `Host` runs short commands and takes files; a class that opens another one than SWE-ReX's is a
+runtime of your own (`docs/guides/remote-sandboxes.md`). `execute` answers only after the end of a
+command, one at a time. So `RUN` starts a command on the host in the background, with files for its
+output, and `LOOK` is executed until the command has ended.
 
 A session cannot reach a gateway that listens on this machine's loopback: `kwargs.gateway` is its
 address on the host. The sandbox, the limits and the network are the host's; `contains` says only
@@ -20,7 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import Field, ValidationError
@@ -104,11 +105,30 @@ find "$1" ! -type l ! -perm -400 -exec chmod u+rwX {} ';' || true
 REMOVE = 'chmod -R u+rwx -- "$1" 2>/dev/null; rm -rf -- "$1"'
 
 
+class Host(Protocol):
+    """A machine or sandbox elsewhere. What its methods raise becomes a `RuntimeFailure`."""
+
+    async def start(self) -> None:
+        """Start it, or connect to it."""
+
+    async def stop(self) -> None:
+        """Give it back, also where `start` failed."""
+
+    async def execute(self, argv: Sequence[str]) -> str:
+        """Run a short command and return its stdout; raise with its stderr if it fails. Calls
+        overlap.
+        """
+
+    async def upload(self, source: Path, path: str) -> None:
+        """Copy a file of this machine to an absolute path on the host."""
+
+
 class RemoteSettings(Settings):
     """`RuntimeSpec.kwargs` of runtime `remote`; all of it is the operator's to set."""
 
     deployment: JSON = Field(default_factory=lambda: {"type": "local"})
-    """SWE-ReX's configuration: a `type` and that deployment's fields."""
+    """A `type` (any but `SHARED` = a host of the session's own), and the fields of the host that
+    `open_host` opens: SWE-ReX's."""
     gateway: str | None = None
     """The gateway's address on the host; `None` = its own, on a host that shares this machine's
     loopback."""
@@ -140,7 +160,7 @@ class RemoteRuntime(Archived):
     ) -> None:
         self._settings = settings = _settings_of(spec)
         super().__init__(spec, session_id, scratch, mounts)
-        self._host = self._open_host(settings.deployment)
+        self._host = self.open_host(settings.deployment)
         self._is_local = settings.deployment.get("type") == "local"
         self.contains = settings.deployment.get("type") not in SHARED
         self._root = str(scratch / "remote") if self._is_local else "/"
@@ -148,7 +168,8 @@ class RemoteRuntime(Archived):
         self._count = 0
         self._started = False
 
-    def _open_host(self, deployment: JSON) -> RexHost:
+    def open_host(self, deployment: JSON) -> Host:
+        """Return the host of a session, not started. `ConfigError` names what is wrong."""
         return RexHost(deployment)
 
     async def start(self) -> None:
@@ -395,7 +416,7 @@ SAID_CHARS = 500
 
 
 class RexHost:
-    """A deployment of SWE-ReX (package `swe-rex`), started and stopped with its session.
+    """A deployment of SWE-ReX (package `swe-rex`); implements `Host`.
 
     SWE-ReX's calls may block their event loop and leave tasks open, so each call gets a thread and
     a loop of its own.
@@ -406,16 +427,12 @@ class RexHost:
         self._deployment: AbstractDeployment = _open(deployment)
 
     async def start(self) -> None:
-        """Start it; its own errors escape."""
         await _aside(self._deployment.start)
 
     async def stop(self) -> None:
         await _aside(self._deployment.stop)
 
     async def execute(self, argv: Sequence[str]) -> str:
-        """Run a short command and return its stdout. `RuntimeFailure` carries its output if it
-        fails.
-        """
         from swerex.runtime.abstract import Command as RexCommand
 
         command = RexCommand(command=list(argv))
@@ -426,7 +443,6 @@ class RexHost:
         return str(answer.stdout)
 
     async def upload(self, source: Path, path: str) -> None:
-        """Copy a file to the host."""
         from swerex.runtime.abstract import UploadRequest
 
         request = UploadRequest(source_path=str(source), target_path=path)

@@ -1,0 +1,169 @@
+"""The image and the services of `deploy/` in a real Docker daemon (`make test-deploy`)."""
+
+import json
+import re
+import shlex
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]  # it ships no types
+from tests.deploy.images import BRIDLE, POSTGRES, docker, make_base, make_bridle, make_postgres
+from tests.deploy.services import running
+
+from bridle.client import AsyncClient
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+TOKEN = "a-token-of-the-test"
+GIVEN = {"MODEL": "builtin", "BRIDLE_SERVER_TOKEN": TOKEN, "POSTGRES_PASSWORD": "the-database"}
+SCRIPT = {"conversations": [{"turns": [{"content": "It is done."}]}]}
+ASK = """
+import json, os, urllib.request
+body = {"model": os.environ["MODEL"], "messages": [{"role": "user", "content": "Do it."}]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
+print(urllib.request.urlopen(asked).read())
+"""
+"""An agent: one call of the model."""
+FIRST = {
+    "task_id": "first",
+    "instruction": "Do it.",
+    "num_samples": 2,
+    "max_attempts": 1,
+    "runtime": {"backend": "bubblewrap"},
+    "agent": {"harness": "command", "command": f"python3 -c '{ASK}'"},
+}
+
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def images(tmp_path_factory):
+    make_base()
+    make_bridle()
+    make_postgres(tmp_path_factory.mktemp("postgres"))
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps(SCRIPT))
+    return path
+
+
+@pytest.fixture
+def compose(script):
+    """The services, with a scripted engine in place of the one for GPUs, on a free port."""
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    for name in ("server", "node"):
+        services[name]["image"] = BRIDLE
+    services["postgres"]["image"] = POSTGRES
+    services["server"]["ports"] = ["127.0.0.1:0:8080"]
+    services["engine"] = {
+        "image": BRIDLE,
+        "restart": "no",
+        "volumes": [f"{script}:/script.json:ro"],
+        "command": ["bridle", "engine", "scripted:/script.json", "--host", "0.0.0.0"],
+    }
+    return services
+
+
+def published(container):
+    """URL of a container's port 8080 on this machine."""
+    return "http://" + docker("port", container, "8080").split()[0]
+
+
+def test_the_image_has_the_command_and_a_user_without_rights():
+    said = docker("run", "--rm", BRIDLE, "bridle", "--version")
+    assert re.fullmatch(r"bridle \d\S+\n", said)
+    assert docker("run", "--rm", BRIDLE, "id", "-un") == "bridle\n"
+    config = json.loads(docker("inspect", BRIDLE))[0]["Config"]
+    assert (config["User"], list(config["Volumes"])) == ("bridle", ["/var/lib/bridle"])
+
+
+def test_sandboxes_contain_in_a_container_as_the_file_says(compose):
+    options = [f"--security-opt={each}" for each in compose["node"]["security_opt"]]
+    done = subprocess.run(
+        ["docker", "run", "--rm", *options, BRIDLE, "bridle", "doctor", "--runtime", "bubblewrap"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def as_the_page_says(script):
+    """Starts a container by the command of the page; all of them share its volume."""
+    page = (DEPLOY.parent / "docs" / "guides" / "deploy.md").read_text()
+    [line] = re.findall(r"^docker run .*?[^\\]$", page, re.DOTALL | re.MULTILINE)
+    words = shlex.split(line.replace("\\\n", " "))
+    for shown, given in (
+        ("bridle", BRIDLE),  # the image; the next one is the command
+        ("http://ENGINE:8000", "scripted:/script.json"),
+        ("127.0.0.1:8080:8080", "127.0.0.1:0:8080"),
+        ("bridle:/var/lib/bridle", "bridle-test-data:/var/lib/bridle"),
+        ("BRIDLE_SERVER_TOKEN=...", f"BRIDLE_SERVER_TOKEN={TOKEN}"),
+    ):
+        words[words.index(shown)] = given
+    started = []
+
+    def start():
+        more = ["-d", f"--volume={script}:/script.json:ro"]
+        started.append(docker(*words[1:2], *more, *words[2:]).strip())
+        return started[-1]
+
+    yield start
+    for each in started:
+        docker("rm", "-f", each)
+    docker("volume", "rm", "bridle-test-data")
+
+
+async def test_one_container_serves_tasks_and_its_volume_keeps_them(as_the_page_says):
+    container = as_the_page_says()
+    url = published(container)
+    async with AsyncClient(url, token=TOKEN, patience_s=60) as client:
+        await client.submit(FIRST)
+        await completed(client)
+    assert b"ok" in fetched(f"{url}/health")
+    docker("stop", "--time", "30", container)
+    assert json.loads(docker("inspect", container))[0]["State"]["ExitCode"] == 0
+    async with AsyncClient(published(as_the_page_says()), token=TOKEN) as client:
+        assert await client.submit(FIRST) is False
+        await completed(client)
+
+
+async def completed(client):
+    """Wait for the task, whose sessions ran in sandboxes."""
+    group = await anext(client.groups(quiet_s=120))
+    assert [(one.status, one.error) for one in group.results] == [("COMPLETED", None)] * 2
+    assert all(one.trajectory.traces for one in group.results)
+
+
+async def test_the_first_day_by_compose_ends_with_a_task_in_postgresql(compose):
+    with running(compose, "bridle-test", GIVEN) as names:
+        url = published(names["server"])
+        async with AsyncClient(url, token=TOKEN, patience_s=100) as client:
+            await client.submit(FIRST)
+            await completed(client)
+        assert b"ok" in fetched(f"{url}/health")
+        metrics = fetched(f"{url}/metrics", TOKEN).decode()
+        assert 'bridle_server_sessions{state="COMPLETED"} 2.0' in metrics
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            fetched(f"{url}/metrics")
+        query = ["psql", "-U", "bridle", "-t", "-A", "-c", "select count(*) from sessions"]
+        assert docker("exec", names["postgres"], *query) == "2\n"
+        assert "The object store is using" not in docker("logs", names["node"])  # a disk, slowly
+        # Data outlives the container: the volume belongs to the image's user.
+        owner = docker("exec", names["server"], "stat", "-c", "%U", "/var/lib/bridle/server.token")
+        assert owner == "bridle\n"
+
+
+def fetched(url, token=None):
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - loopback
+    with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310 - loopback
+        return answer.read()
