@@ -28,7 +28,7 @@ from bridle.node.results import SessionResult
 from bridle.training.loop import Course
 from bridle.types import JSON
 
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Two-sided 95 % quantiles of Student's t for a mean over so many seeds."""
 
 
@@ -118,7 +118,7 @@ class Results:
         self.path = path
         self.runs: list[JSON] = []
         if path.exists():
-            self.runs = [json.loads(line) for line in path.open()]
+            self.runs = [json.loads(line) for line in path.read_text().splitlines()]
 
     def of(self, **key: object) -> list[JSON]:
         """The runs with these values."""

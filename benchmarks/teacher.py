@@ -13,6 +13,7 @@ A run that is in `OUT/teacher.jsonl` is not done again, so it can be stopped and
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import statistics
 import tempfile
@@ -127,7 +128,8 @@ def table(results: Results) -> Iterator[str]:
     yield "|---|---|---|---|"
     for seed in sorted(set(spent["grpo"]) & set(spent["distill"])):
         alone, taught = (spent[way][seed] for way in WAYS)
-        yield f"| {seed} | {alone:,.0f} | {taught:,.0f} | {taught / alone:.2f} |"
+        share = f"{taught / alone:.2f}" if 0 < alone < math.inf else "-"
+        yield f"| {seed} | {alone:,.0f} | {taught:,.0f} | {share} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

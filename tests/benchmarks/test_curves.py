@@ -51,7 +51,7 @@ def test_a_teacher_teaches_and_the_table_has_both_ways(tmp_path, capsys):
         f"--seeds 0 --steps 1 --every 1 --teacher-steps 1 --taught-steps 1 --fresh 2 "
         f"--groups 1 --model {model} --out {tmp_path}".split()
     )
-    runs = [json.loads(line) for line in (tmp_path / "teacher.jsonl").open()]
+    runs = [json.loads(line) for line in (tmp_path / "teacher.jsonl").read_text().splitlines()]
     assert [run["way"] for run in runs] == ["teacher", "grpo", "distill"]
     for run in runs:
         first, last = run["points"]
@@ -88,7 +88,7 @@ def test_trees_and_flat_groups_are_trained_and_tabled(tmp_path, capsys):
         f"--seeds 0 --ways flat decisive --steps 1 --every 1 --fresh 1 --groups 1 "
         f"--demonstrations 2 --sft-steps 1 1 --out {tmp_path}".split()
     )
-    runs = [json.loads(line) for line in (tmp_path / "trees.jsonl").open()]
+    runs = [json.loads(line) for line in (tmp_path / "trees.jsonl").read_text().splitlines()]
     assert [run["way"] for run in runs] == ["model", "flat", "decisive"]
     assert runs[0]["examples"] == 2
     assert all(run["points"][-1]["sampled"] > 0 for run in runs[1:])
