@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import uvloop
@@ -25,6 +26,7 @@ from bridle.cli.training import LocalBackend, TrainSettings, local_backend, trai
 from bridle.config import Task
 from bridle.node.batch import Executor
 from bridle.node.results import SessionResult
+from bridle.training.groups import Evaluation
 from bridle.training.loop import Course
 from bridle.types import JSON
 
@@ -36,6 +38,10 @@ def cpu_seconds() -> float:
     """Of this process and of all harnesses that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+NOTHING: JSON = {"sampled": 0, "cpu_s": 0.0, "wall_s": 0.0}
+"""The cost before the first step."""
 
 
 @dataclass
@@ -51,6 +57,9 @@ class Meter:
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no held-out task runs."""
     points: list[JSON] = field(default_factory=list)
+    """Success on held-out tasks."""
+    played: list[JSON] = field(default_factory=list)
+    """Mean reward of the sessions of each step."""
     costs: dict[int, JSON] = field(default_factory=dict)
     """By step."""
 
@@ -81,20 +90,32 @@ class Meter:
             yield result
 
     def tell(self, course: Course) -> None:
-        """Note the cost of a step when it is done, and the success of an evaluation."""
+        """Note the cost of a step when it is done, and the success of an evaluation.
+
+        A step's sessions were sampled by the policy of the step before.
+        """
         cost = {
             "sampled": self.sampled,
             "cpu_s": round(self.cpu_s + cpu_seconds(), 1),
             "wall_s": round(self.wall_s + time.monotonic(), 1),
         }
+        if course.steps and course.step not in self.costs:
+            before = self.costs.get(course.step - 1, NOTHING)
+            reward = course.steps[-1]["reward"]
+            self.played.append({"step": course.step - 1, **before, "success": reward})
         self.costs.setdefault(course.step, cost)
         if course.evaluations and course.evaluations[-1]["step"] == course.step:
             success = course.evaluations[-1]["reward"]
             self.points.append({"step": course.step, **self.costs[course.step], "success": success})
 
 
-def measured(settings: TrainSettings, tasks: Sequence[Task], held_out: Sequence[Task]) -> list[JSON]:
-    """Train once; the points of the curve, each after so many steps."""
+def measured(
+    settings: TrainSettings,
+    tasks: Sequence[Task],
+    held_out: Sequence[Task],
+    before: Evaluation | None = None,
+) -> JSON:
+    """Train once; `points` on held-out tasks and `played` of each step, as in `Meter`."""
     meters: list[Meter] = []
 
     @asynccontextmanager
@@ -107,8 +128,9 @@ def measured(settings: TrainSettings, tasks: Sequence[Task], held_out: Sequence[
     def tell(course: Course) -> None:
         meters[0].tell(course)
 
-    uvloop.run(train_here(settings, tasks, held_out, tell=tell, opener=opener))
-    return meters[0].points
+    training = train_here(settings, tasks, held_out, before=before, tell=tell, opener=opener)
+    uvloop.run(training)
+    return {"points": meters[0].points, "played": meters[0].played}
 
 
 class Results:
@@ -136,9 +158,17 @@ class Results:
         print(json.dumps(run), flush=True)
 
 
+def smooth(points: Sequence[JSON]) -> list[JSON]:
+    """The points with the mean success of each and its two neighbours."""
+    values = [point["success"] for point in points]
+    around = [values[max(0, place - 1) : place + 2] for place in range(len(values))]
+    means = map(statistics.mean, around)
+    return [{**point, "success": mean} for point, mean in zip(points, means, strict=True)]
+
+
 def reached(points: Sequence[JSON], success: float, cost: str) -> float:
     """What a curve cost until it first had this success, between points in a line; inf = never."""
-    for before, after in zip(points, points[1:], strict=False):
+    for before, after in pairwise(points):
         if after["success"] >= success:
             rise = after["success"] - before["success"]
             share = (success - before["success"]) / rise if rise > 0 else 0.0
@@ -148,7 +178,7 @@ def reached(points: Sequence[JSON], success: float, cost: str) -> float:
 
 def at_cost(points: Sequence[JSON], spent: float, cost: str) -> float:
     """The success of a curve when so much was spent, between points in a line; its last after."""
-    for before, after in zip(points, points[1:], strict=False):
+    for before, after in pairwise(points):
         if after[cost] >= spent:
             share = (spent - before[cost]) / (after[cost] - before[cost])
             return float(before["success"] + share * (after["success"] - before["success"]))

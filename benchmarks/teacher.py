@@ -1,4 +1,4 @@
-"""On-policy distillation against GRPO: sampled tokens until a weak policy is as good as its teacher.
+"""On-policy distillation against GRPO: tokens until a weak policy is as good as its teacher.
 
 The policy is the demo model, which succeeds in one lookup of six through the light script harness.
 The teacher is that model after a longer training by GRPO on tasks of its own. Each seed draws its
@@ -17,8 +17,8 @@ import math
 import shutil
 import statistics
 import tempfile
-from itertools import product
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 from benchmarks.curves import Results, interval, measured, reached
@@ -65,8 +65,8 @@ def tasks_of(folder: Path, name: str, count: int, seed: int) -> list[Task]:
     return [task.model_copy(update={"task_id": f"{name}-{task.task_id}"}) for task in made]
 
 
-def train(way: str, seed: int, options: argparse.Namespace, keep: Path | None = None) -> list[JSON]:
-    """Train the demo model once; the points of its curve. `keep` gets the model that comes out."""
+def train(way: str, seed: int, options: argparse.Namespace, keep: Path | None = None) -> JSON:
+    """Train the demo model once; its curve. `keep` gets the model that comes out."""
     grpo, loop, samples = settings_of(way, options)
     if keep is not None:
         loop = loop.model_copy(update={"steps": options.teacher_steps, "evaluate_every": 0})
@@ -87,17 +87,17 @@ def train(way: str, seed: int, options: argparse.Namespace, keep: Path | None = 
         )
         fresh = tasks_of(folder, "fresh", options.fresh, FRESH_SEED)
         several = [task.model_copy(update={"num_samples": samples}) for task in drawn]
-        points = measured(settings, several, fresh)
+        curve = measured(settings, several, fresh)
         if keep is not None:
             shutil.copytree(checkpoints(folder / "run" / "checkpoints")[-1], keep)
-    return points
+    return curve
 
 
 def teach(options: argparse.Namespace) -> JSON:
     """Make the teacher; its success before and after, and what it cost."""
     folder = options.out / "teacher"
     shutil.rmtree(folder, ignore_errors=True)
-    return {"points": train("grpo", TEACHER_SEED, options, keep=folder)}
+    return train("grpo", TEACHER_SEED, options, keep=folder)
 
 
 def table(results: Results) -> Iterator[str]:
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.seeds:
         results.once({"way": "teacher"}, lambda: teach(options))
     for seed, way in product(options.seeds, options.ways):
-        results.once({"way": way, "seed": seed}, lambda: {"points": train(way, seed, options)})  # noqa: B023 - called at once
+        results.once({"way": way, "seed": seed}, lambda: train(way, seed, options))  # noqa: B023 - called at once
     print("\n".join(table(results)))
 
 

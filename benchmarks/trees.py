@@ -7,6 +7,10 @@ seen demonstrations of someone who takes any door. Three ways train it by GRPO w
 sampled tokens in each update: `flat` groups of eight sessions, trees that fork at the decisive
 turn (`decisive`), and trees that fork at every other turn and know nothing of it (`every`).
 
+No task comes twice, so the mean reward of each step's sessions is the policy's success on tasks
+that it has not seen; a fork goes on by the same policy from where that policy came, so forks count
+too. At the end the success on held-out tasks is measured by itself.
+
 A run that is in `OUT/trees.jsonl` is not done again, so it can be stopped and goes on.
 
     python -m benchmarks.trees --seeds 0 1 2 3 4
@@ -21,12 +25,12 @@ import shutil
 import statistics
 import sys
 import tempfile
-from itertools import product
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
-from benchmarks.curves import Results, at_cost, interval, measured, reached
+from benchmarks.curves import Results, at_cost, interval, measured, reached, smooth
 from examples.demo.lookups import THINGS
 from examples.demo.recipe import make_demo_model
 
@@ -36,6 +40,7 @@ from bridle.cli.batch import TaskBatch, run_batch
 from bridle.cli.runs import sessions
 from bridle.cli.training import TrainSettings
 from bridle.config import Task
+from bridle.training.groups import Evaluation
 from bridle.training.settings import GrpoSettings, LoopSettings
 from bridle.training.sft import SftSettings
 from bridle.trajectory import rebuild
@@ -133,8 +138,9 @@ def demonstration(walk: Walk, rng: random.Random) -> JSON:
     return {"when": when, "turns": [*turns, {"content": "there"}]}
 
 
-def make_model(folder: Path, count: int, steps: tuple[int, int]) -> JSON:
-    """Make the model from `count` demonstrations, in so many steps without and with the schema."""
+def make_model(folder: Path, options: argparse.Namespace) -> JSON:
+    """Make the model from demonstrations; its success on held-out tasks."""
+    count, steps = options.demonstrations, options.sft_steps
     rng = random.Random(DEMO_SEED)  # noqa: S311
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
@@ -148,21 +154,27 @@ def make_model(folder: Path, count: int, steps: tuple[int, int]) -> JSON:
         written = write_sft(place / "sft.jsonl", examples)
         short, whole = (
             SftSettings(
-                epochs=1000, max_steps=most, batch_tokens=2048, learning_rate=rate, share_prefix=share
+                epochs=1000,
+                max_steps=most,
+                batch_tokens=2048,
+                learning_rate=rate,
+                share_prefix=share,
             )
             for most, rate, share in zip(steps, (1.5e-3, 1e-3), (False, True), strict=True)
         )
         make_demo_model(place / "sft.jsonl", folder, short=short, whole=whole)
-    return {"examples": written.examples, "tokens": written.tokens}
+        fresh = [one.task(place / "files", "fresh") for one in walks(options.fresh, FRESH_SEED)]
+        batch = TaskBatch(fresh, f"embedded:{folder}", place / "fresh", AT_ONCE, "before")
+        rewards = [line["reward"] for line in run_batch(batch)]
+    return {"examples": written.examples, "success": statistics.mean(rewards)}
 
 
-def train(way: Way, seed: int, options: argparse.Namespace) -> list[JSON]:
-    """Train the model once; the points of its curve."""
+def train(way: Way, seed: int, options: argparse.Namespace, before: float) -> JSON:
+    """Train the model once; its curve. `before` = its success on held-out tasks."""
     groups = options.groups or way.groups
     loop = LoopSettings(
         steps=options.steps,
         groups_per_step=groups,
-        evaluate_every=options.every,
         max_lag=0,
         checkpoint_every=0,
         keep_checkpoints=1,
@@ -182,28 +194,32 @@ def train(way: Way, seed: int, options: argparse.Namespace) -> list[JSON]:
         drawn = walks(options.steps * groups, TRAIN_SEED + seed)
         tasks = [one.task(folder / "files", "train", **grown) for one in drawn]
         fresh = [one.task(folder / "files", "fresh") for one in walks(options.fresh, FRESH_SEED)]
-        return measured(settings, tasks, fresh)
+        return measured(settings, tasks, fresh, Evaluation(before, len(fresh), 0, {}))
 
 
 def table(results: Results, goal: float) -> Iterator[str]:
     """A line per way, and the curves."""
-    ways = {name: [run["points"] for run in results.of(way=name)] for name in WAYS}
-    ways = {name: curves for name, curves in ways.items() if curves}
+    runs = {name: results.of(way=name) for name in WAYS if results.of(way=name)}
+    ways = {name: [smooth(run["played"]) for run in of] for name, of in runs.items()}
+    ends = {name: [run["points"][-1]["success"] for run in of] for name, of in runs.items()}
     spent = {
         cost: min(curve[-1][cost] for curves in ways.values() for curve in curves)
         for cost in ("sampled", "cpu_s")
     }
     yield (
-        f"| way | seeds | before | success at {spent['sampled']:,} sampled tokens | success at "
-        f"{spent['cpu_s']:.0f} s of CPU | tokens to {goal:.2f} | CPU to {goal:.2f}, s |"
+        f"| way | seeds | success at {spent['sampled']:,} sampled tokens | success at "
+        f"{spent['cpu_s']:.0f} s of CPU | tokens to {goal:.2f} | CPU to {goal:.2f}, s "
+        "| at the end, on held-out tasks | tokens in all | CPU in all, s |"
     )
-    yield "|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for name, curves in ways.items():
         alike = [interval([at_cost(one, spent[cost], cost) for one in curves]) for cost in spent]
         tokens, cpu = ([reached(one, goal, cost) for one in curves] for cost in spent)
+        total = [statistics.mean(run["points"][-1][cost] for run in runs[name]) for cost in spent]
         yield (
-            f"| `{name}` | {len(curves)} | {interval([one[0]['success'] for one in curves])} "
-            f"| {alike[0]} | {alike[1]} | {interval(tokens, ',.0f')} | {interval(cpu, '.0f')} |"
+            f"| `{name}` | {len(curves)} | {alike[0]} | {alike[1]} | {interval(tokens, ',.0f')} "
+            f"| {interval(cpu, '.0f')} | {interval(ends[name])} | {total[0]:,.0f} "
+            f"| {total[1]:.0f} |"
         )
     marks = [share * spent["sampled"] / 6 for share in range(7)]
     yield "\n| sampled tokens | " + " | ".join(f"{mark:,.0f}" for mark in marks) + " |"
@@ -219,7 +235,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[])
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--every", type=int, default=2, help="steps between evaluations")
     parser.add_argument("--rate", type=float, default=4e-4, help="learning rate")
     parser.add_argument("--groups", type=int, help="of an update, in place of the way's own")
     parser.add_argument("--fresh", type=int, default=64)
@@ -233,13 +248,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = options.out / "walker"
         if not results.of(way="model"):
             shutil.rmtree(folder, ignore_errors=True)
-        results.once(
-            {"way": "model"}, lambda: make_model(folder, options.demonstrations, options.sft_steps)
-        )
+        results.once({"way": "model"}, lambda: make_model(folder, options))
+        (model,) = results.of(way="model")
     for seed, name in product(options.seeds, options.ways):
         results.once(
             {"way": name, "seed": seed},
-            lambda: {"points": train(WAYS[name], seed, options)},  # noqa: B023 - called at once
+            lambda: train(WAYS[name], seed, options, model["success"]),  # noqa: B023 - at once
         )
     print("\n".join(table(results, options.goal)))
 

@@ -5,8 +5,10 @@ import math
 import random
 
 import pytest
-from benchmarks import teacher, trees
 from benchmarks.curves import Results, at_cost, interval, reached
+from benchmarks.teacher import main as teach
+from benchmarks.trees import DECISIVE, TURNS, WAYS, demonstration, walks
+from benchmarks.trees import main as grow_trees
 from tests.cli.models import untrained
 
 from bridle.cli.batch import TaskBatch, run_batch
@@ -47,7 +49,7 @@ def test_a_run_that_is_there_is_not_done_again(tmp_path):
 @pytest.mark.timeout(120)
 def test_a_teacher_teaches_and_the_table_has_both_ways(tmp_path, capsys):
     model = untrained(tmp_path / "model")
-    teacher.main(
+    teach(
         f"--seeds 0 --steps 1 --every 1 --teacher-steps 1 --taught-steps 1 --fresh 2 "
         f"--groups 1 --model {model} --out {tmp_path}".split()
     )
@@ -65,31 +67,34 @@ def test_a_teacher_teaches_and_the_table_has_both_ways(tmp_path, capsys):
 
 @pytest.mark.timeout(120)
 def test_a_walk_that_forks_at_its_decisive_turn_samples_the_rest_alone(tmp_path):
-    [walk] = trees.walks(1, seed=4)
+    [walk] = walks(1, seed=4)
     script = tmp_path / "script.json"
-    turns = trees.demonstration(walk, random.Random(0))
+    turns = demonstration(walk, random.Random(0))
     script.write_text(json.dumps({"conversations": [turns]}))
-    task = walk.task(tmp_path / "files", "t", branching=trees.WAYS["decisive"].branching)
+    task = walk.task(tmp_path / "files", "t", branching=WAYS["decisive"].branching)
     lines = run_batch(TaskBatch([task], f"scripted:{script}", tmp_path / "run", 4, "walk"))
     root, *forks = sorted(lines, key=lambda line: "fork" in line and line["fork"] is not None)
-    assert len(forks) == trees.WAYS["decisive"].branching["samples"]
-    assert root["exchanges"] == trees.TURNS + 1
-    right = json.loads(json.dumps(turns))["turns"][trees.DECISIVE - 1]["tool_calls"][0]
+    assert len(forks) == WAYS["decisive"].branching["samples"]
+    assert root["exchanges"] == TURNS + 1
+    right = json.loads(json.dumps(turns))["turns"][DECISIVE - 1]["tool_calls"][0]
     assert root["reward"] == float(right["arguments"]["command"] == f"sh go {walk.thing}")
     for fork in forks:
         assert fork["fork"]["verdict"] == "exact"
-        assert fork["fork"]["replayed"] == trees.DECISIVE - 1
+        assert fork["fork"]["replayed"] == DECISIVE - 1
         assert fork["reward"] == root["reward"]
 
 
 @pytest.mark.timeout(120)
 def test_trees_and_flat_groups_are_trained_and_tabled(tmp_path, capsys):
-    trees.main(
-        f"--seeds 0 --ways flat decisive --steps 1 --every 1 --fresh 1 --groups 1 "
+    grow_trees(
+        f"--seeds 0 --ways flat decisive --steps 2 --fresh 1 --groups 1 "
         f"--demonstrations 2 --sft-steps 1 1 --out {tmp_path}".split()
     )
     runs = [json.loads(line) for line in (tmp_path / "trees.jsonl").read_text().splitlines()]
     assert [run["way"] for run in runs] == ["model", "flat", "decisive"]
     assert runs[0]["examples"] == 2
-    assert all(run["points"][-1]["sampled"] > 0 for run in runs[1:])
+    for run in runs[1:]:
+        first, last = run["played"]
+        assert (first["step"], first["sampled"], last["step"]) == (0, 0, 1)
+        assert 0 < last["sampled"] < run["points"][-1]["sampled"]
     assert "| `decisive` | 1 |" in capsys.readouterr().out
