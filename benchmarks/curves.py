@@ -167,7 +167,7 @@ def smooth(points: Sequence[JSON]) -> list[JSON]:
 
 
 def reached(points: Sequence[JSON], success: float, cost: str) -> float:
-    """What a curve cost until it first had this success, between points in a line; inf = never."""
+    """Cost of a curve until it first had this success, between points in a line; inf = never."""
     for before, after in pairwise(points):
         if after["success"] >= success:
             rise = after["success"] - before["success"]
@@ -177,7 +177,7 @@ def reached(points: Sequence[JSON], success: float, cost: str) -> float:
 
 
 def at_cost(points: Sequence[JSON], spent: float, cost: str) -> float:
-    """The success of a curve when so much was spent, between points in a line; its last after."""
+    """Success of a curve when so much was spent, between points in a line; its last after."""
     for before, after in pairwise(points):
         if after[cost] >= spent:
             share = (spent - before[cost]) / (after[cost] - before[cost])

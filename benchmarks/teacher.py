@@ -52,10 +52,11 @@ def settings_of(way: str, options: argparse.Namespace) -> tuple[GrpoSettings, Lo
         "flat_groups": "keep",
         "learning_rate": options.rate,
         "distill": options.distill,
-        "warmup_steps": 2,
+        "warmup_steps": 4,
+        "updates_per_batch": options.updates,
     }
     schedule = {"steps": options.taught_steps, "evaluate_every": options.taught_every}
-    loop = LOOP.model_copy(update={**schedule, "groups_per_step": options.groups})
+    loop = LOOP.model_copy(update={**schedule, "groups_per_step": options.taught_groups})
     return GRPO.model_copy(update=taught), loop, 2
 
 
@@ -143,6 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--taught-steps", type=int, default=16)
     parser.add_argument("--taught-every", type=int, default=1)
     parser.add_argument("--groups", type=int, default=LOOP.groups_per_step, help="of an update")
+    parser.add_argument("--updates", type=int, default=1, help="of distill on one batch")
+    parser.add_argument("--taught-groups", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of distill")
     parser.add_argument("--distill", type=float, default=1.0)
     parser.add_argument("--fresh", type=int, default=96)

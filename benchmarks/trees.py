@@ -3,9 +3,10 @@
 A session goes through rooms, one call of its shell tool each, and chooses left or right, which is
 all the same. In one room there are four doors, and the right one is the thing that the instruction
 names; nothing says so before the end. The light script agent plays it with a small model that has
-seen demonstrations of someone who takes any door. Three ways train it by GRPO with about as many
-sampled tokens in each update: `flat` groups of eight sessions, trees that fork at the decisive
-turn (`decisive`), and trees that fork at every other turn and know nothing of it (`every`).
+seen demonstrations of someone who mostly takes a wrong door. Three ways train it by GRPO with about
+as many sampled tokens in each update: `flat` groups of eight sessions, trees that fork at the
+decisive turn (`decisive`), and trees that fork at every other turn and know nothing of it
+(`every`).
 
 No task comes twice, so the mean reward of each step's sessions is the policy's success on tasks
 that it has not seen; a fork goes on by the same policy from where that policy came, so forks count
@@ -52,16 +53,18 @@ DECISIVE = 6
 """The call that chooses a door."""
 DOORS = 4
 
-GO = f"""n=$(cat n)
+GO = f"""read n < n
 n=$((n + 1))
 echo $n > n
 [ $n = {DECISIVE} ] && echo $1 > door
 case $n in
-{DECISIVE - 1}) echo doors: $(cat doors);;
+{DECISIVE - 1}) read doors < doors; echo doors: $doors;;
 {TURNS}) echo end;;
 *) echo room $n;;
 esac
 """
+RIGHT = 0.4
+"""Share of the demonstrations that take the right door."""
 
 AGENT = f"{sys.executable} -S -I {Path(__file__).with_name('light_agent.py')} {{instruction}}"
 AT_ONCE = 16
@@ -70,7 +73,7 @@ DEMO_SEED, TRAIN_SEED, FRESH_SEED = 10_000, 30_000, 20_000
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the sessions of a group come about."""
+    """Origin of the sessions of a group."""
 
     roots: int
     """Sessions of a group that begin by themselves."""
@@ -96,7 +99,7 @@ class Walk:
 
     @property
     def instruction(self) -> str:
-        """What the user asks."""
+        """Instruction of the user."""
         return f"q{self.number}: take {self.thing}"
 
     def task(self, folder: Path, name: str, **more: object) -> Task:
@@ -129,9 +132,10 @@ def walks(count: int, seed: int) -> Iterator[Walk]:
 
 
 def demonstration(walk: Walk, rng: random.Random) -> JSON:
-    """Someone who goes anywhere and takes any door."""
+    """Someone who goes anywhere, and through a wrong door more often than not."""
     ways = [rng.choice(("left", "right")) for _ in range(TURNS)]
-    ways[DECISIVE - 1] = rng.choice(walk.doors)
+    wrong = [door for door in walk.doors if door != walk.thing]
+    ways[DECISIVE - 1] = walk.thing if rng.random() < RIGHT else rng.choice(wrong)
     calls = [{"name": "bash", "arguments": {"command": f"sh go {way}"}} for way in ways]
     turns = [{"content": "", "tool_calls": [call]} for call in calls]
     when = {"user_contains": f"{walk.instruction}"}
@@ -239,8 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--groups", type=int, help="of an update, in place of the way's own")
     parser.add_argument("--fresh", type=int, default=64)
     parser.add_argument("--goal", type=float, default=0.7)
-    parser.add_argument("--demonstrations", type=int, default=400)
-    parser.add_argument("--sft-steps", type=int, nargs=2, default=(300, 150))
+    parser.add_argument("--demonstrations", type=int, default=300)
+    parser.add_argument("--sft-steps", type=int, nargs=2, default=(400, 150))
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     options = parser.parse_args(arguments)
     results = Results(options.out / "trees.jsonl")

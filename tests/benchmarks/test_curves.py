@@ -1,4 +1,4 @@
-"""What learning curves cost, and that the benchmarks of teachers and trees run to their tables."""
+"""Costs of learning curves, and the benchmarks of teachers and trees up to their tables."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def test_a_teacher_teaches_and_the_table_has_both_ways(tmp_path, capsys):
     model = untrained(tmp_path / "model")
     teach(
         f"--seeds 0 --steps 1 --every 1 --teacher-steps 1 --taught-steps 1 --fresh 2 "
-        f"--groups 1 --model {model} --out {tmp_path}".split()
+        f"--groups 1 --taught-groups 1 --model {model} --out {tmp_path}".split()
     )
     runs = [json.loads(line) for line in (tmp_path / "teacher.jsonl").read_text().splitlines()]
     assert [run["way"] for run in runs] == ["teacher", "grpo", "distill"]
