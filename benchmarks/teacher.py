@@ -51,9 +51,7 @@ def settings_of(way: str, options: argparse.Namespace) -> tuple[GrpoSettings, Lo
         "teacher": str(options.out / "teacher"),
         "flat_groups": "keep",
         "learning_rate": options.rate,
-        "distill": options.distill,
         "warmup_steps": 4,
-        "updates_per_batch": options.updates,
     }
     schedule = {"steps": options.taught_steps, "evaluate_every": options.taught_every}
     loop = LOOP.model_copy(update={**schedule, "groups_per_step": options.taught_groups})
@@ -139,16 +137,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[])
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--every", type=int, default=4, help="steps of grpo between evaluations")
+    parser.add_argument("--every", type=int, default=8, help="steps of grpo between evaluations")
     parser.add_argument("--teacher-steps", type=int, default=40)
-    parser.add_argument("--taught-steps", type=int, default=16)
-    parser.add_argument("--taught-every", type=int, default=1)
+    parser.add_argument("--taught-steps", type=int, default=60)
+    parser.add_argument("--taught-every", type=int, default=12)
     parser.add_argument("--groups", type=int, default=LOOP.groups_per_step, help="of an update")
-    parser.add_argument("--updates", type=int, default=1, help="of distill on one batch")
-    parser.add_argument("--taught-groups", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of distill")
-    parser.add_argument("--distill", type=float, default=1.0)
-    parser.add_argument("--fresh", type=int, default=96)
+    parser.add_argument("--taught-groups", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate of distill")
+    parser.add_argument("--fresh", type=int, default=64)
     parser.add_argument("--model", type=Path, help="another policy than the demo model")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     options = parser.parse_args(arguments)
