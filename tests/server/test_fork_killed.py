@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cluster.machines import Served, config_in, runs_in
+from tests.cluster.machines import Served, config_in
 
 from bridle.capture.sqlite import SqliteReader
 from bridle.client import AsyncClient
