@@ -112,7 +112,7 @@ def table(results: Results) -> Iterator[str]:
     )
     yield "|---|---|---|---|---|---|---|"
     spent = {}
-    for way in WAYS:
+    for way in filter(lambda way: results.of(way=way), WAYS):
         of = sorted(results.of(way=way), key=lambda run: int(run["seed"]))
         curves = [run["points"] for run in of]
         spent[way] = {run["seed"]: reached(run["points"], goal, "sampled") for run in of}
@@ -125,7 +125,7 @@ def table(results: Results) -> Iterator[str]:
         )
     yield "\n| seed | `grpo`, tokens | `distill`, tokens | of `grpo` |"
     yield "|---|---|---|---|"
-    for seed in sorted(set(spent["grpo"]) & set(spent["distill"])):
+    for seed in sorted(set(spent.get("grpo", ())) & set(spent.get("distill", ()))):
         alone, taught = (spent[way][seed] for way in WAYS)
         share = f"{taught / alone:.2f}" if 0 < alone < math.inf else "-"
         yield f"| {seed} | {alone:,.0f} | {taught:,.0f} | {share} |"

@@ -4,7 +4,7 @@ A session goes through rooms, one call of its shell tool each, and chooses left 
 all the same. In one room there are four doors, and the right one is the thing that the instruction
 names; nothing says so before the end. The light script agent plays it with a small model that has
 seen demonstrations of someone who mostly takes a wrong door. Three ways train it by GRPO with about
-as many sampled tokens in each update: `flat` groups of eight sessions, trees that fork at the
+as many sampled tokens in each update: `flat` groups of four sessions, trees that fork at the
 decisive turn (`decisive`), and trees that fork at every other turn and know nothing of it
 (`every`).
 
@@ -83,9 +83,9 @@ class Way:
 
 
 WAYS = {
-    "flat": Way(8, 4),
-    "decisive": Way(1, 9, {"at": [DECISIVE - 1], "samples": 7}),
-    "every": Way(2, 5, {"at": "every:2", "samples": 1}),
+    "flat": Way(4, 6),
+    "decisive": Way(1, 9, {"at": [DECISIVE - 1], "samples": 4}),
+    "every": Way(2, 4, {"at": "every:2", "samples": 1}),
 }
 
 
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[])
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--rate", type=float, default=4e-4, help="learning rate")
+    parser.add_argument("--rate", type=float, default=5e-4, help="learning rate")
     parser.add_argument("--groups", type=int, help="of an update, in place of the way's own")
     parser.add_argument("--fresh", type=int, default=64)
     parser.add_argument("--goal", type=float, default=0.7)
