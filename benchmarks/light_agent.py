@@ -1,9 +1,13 @@
-"""A light agent: OpenAI Chat over a bare socket, with a shell tool; 5 MiB of its own."""
+"""A light agent: OpenAI Chat over a bare socket, with a shell tool; 5 MiB of its own.
+
+Its argument is the instruction.
+"""
 
 import json
 import os
 import socket
 import subprocess
+import sys
 
 TOOL = {"name": "bash", "parameters": {"properties": {"command": {"type": "string"}}}}
 
@@ -26,7 +30,7 @@ def ask(messages: list[dict]) -> dict:
     return json.loads(content)["choices"][0]["message"]
 
 
-messages = [{"role": "user", "content": "Write done to out.txt."}]
+messages = [{"role": "user", "content": (sys.argv[1:] or ["Write done to out.txt."])[0]}]
 while calls := (message := ask(messages)).get("tool_calls"):
     messages.append(message)
     for call in calls:

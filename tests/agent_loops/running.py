@@ -12,6 +12,8 @@ from tests.agent_loops.loops import Facts, Loop
 from tests.gateway.house import house, scripted
 from tests.gateway.test_images import Sighted
 
+from bridle.capture.records import SessionCapture
+from bridle.gateway.replay import Replay
 from bridle.harnesses.bundles import bundles_dir, ensure
 from bridle.harnesses.installers import NODE, PYTHON, node_recipe, python_recipe
 
@@ -42,7 +44,11 @@ class Run:
     code: int
     output: str
     stats: dict[str, Any]
-    exchanges: list[Any]
+    capture: SessionCapture
+
+    @property
+    def exchanges(self) -> list[Any]:
+        return list(self.capture.exchanges)
 
     def facts(self) -> Facts:
         """The facts that a row of the table states."""
@@ -65,12 +71,14 @@ class Run:
         )
 
 
-async def run_program(argv: Sequence[str], home: Path, loop: Loop) -> Run:
+async def run_program(
+    argv: Sequence[str], home: Path, loop: Loop, replay: Replay | None = None
+) -> Run:
     """Run `argv` to its end with the URLs and the key of a new session in its environment."""
     turns = loop.script[0]["turns"]
     engine = Sighted(*turns) if loop.sees else scripted(conversations=loop.script)
     async with house(engine=engine) as place:
-        caller = await place.session(metadata={"harness": loop.harness})
+        caller = await place.session(metadata={"harness": loop.harness}, replay=replay)
         urls = caller.handle.base_urls
         environment = {
             "PATH": os.environ["PATH"],
@@ -92,4 +100,5 @@ async def run_program(argv: Sequence[str], home: Path, loop: Loop) -> Run:
         status, trajectory = await place.control("GET", f"/sessions/{caller.session_id}/trajectory")
         assert status == 200, (trajectory, output.decode())
         stats = trajectory["metadata"]["stats"]
-        return Run(process.returncode or 0, output.decode(), stats, list(caller.exchanges))
+        capture = place.store.read(caller.session_id)
+        return Run(process.returncode or 0, output.decode(), stats, capture)

@@ -15,6 +15,7 @@ from bridle.capture.records import no_logprobs
 from bridle.capture.store import MemoryStore
 from bridle.errors import ConfigError, StoreError
 from bridle.gateway.replay import replay_of
+from bridle.gateway.weights import SetPolicy
 from bridle.harness_rules.base import Varying
 from bridle.scripted.engine import ScriptedEngine
 from bridle.scripted.script import make_script
@@ -312,3 +313,67 @@ async def test_a_session_is_forked_after_its_compaction():
             await compacting(fork)
             assert replay.facts()["verdict"] == "exact"
             assert replay.facts()["replayed"] == at
+
+
+async def test_a_session_is_forked_inside_its_sub_agents_that_ran_beside_each_other():
+    rules = [{"name": "worker", "kind": "subagent", "system_contains": "You are a worker"}]
+
+    async def worker(caller, number):
+        messages = [{"role": "system", "content": "You are a worker."}, user(f"part {number}")]
+        for turn in range(2):
+            messages.append(await caller.ask(messages, tools=[SHELL_TOOL]))
+            messages += [tool_result(one, f"{turn}") for one in messages[-1].get("tool_calls", ())]
+        return messages[-1]["content"]
+
+    async def leading(caller):
+        said = await played(None, caller, calls=1)
+        async with asyncio.TaskGroup() as group:
+            parts = [group.create_task(worker(caller, number)) for number in range(3)]
+        found = user(", ".join(part.result() for part in parts))
+        await caller.ask([*said, found], tools=[SHELL_TOOL])
+
+    async with house(RUNS, {"content": "Found."}) as home:
+        first = await home.session(metadata={"kind_rules": rules})
+        await leading(first)
+        original = await captured(home, first)
+    assert [one.kind for one in original.exchanges].count(Kind.SUBAGENT) == 6
+    for at in range(1, 9):
+        async with house(RUNS, {"content": "Found."}) as home:
+            replay = replay_of(original, at)
+            fork = await home.session(replay=replay, metadata={"kind_rules": rules})
+            await leading(fork)
+            again = await captured(home, fork)
+        assert replay.facts() == {"replayed": at, "left": 0, "verdict": "exact", "noise": []}
+        given_again = {one.extra["replayed"] for one in again.exchanges if "replayed" in one.extra}
+        assert given_again == {one.exchange_id for one in original.exchanges[:at]}
+        stats = rebuild(again).metadata["stats"]
+        old = sum(len(one.output_ids) for one in original.exchanges[:at])
+        assert stats["tokens_excluded"].get("replayed", 0) == old
+        assert stats["tokens_trained"] + old == stats["tokens_captured"]
+
+
+async def test_a_fork_across_a_weight_update_trains_what_the_new_weights_sampled_alone():
+    async with house(RUNS) as home:
+        first = await home.session()
+        messages = [user("go")]
+        for version in (1, 2):
+            await home.gateway.set_policy(SetPolicy(version=version))
+            messages.append(await first.ask(messages, tools=[SHELL_TOOL]))
+            messages += [tool_result(one, "done") for one in messages[-1].get("tool_calls", ())]
+            messages.append(user("more"))
+        await first.ask(messages, tools=[SHELL_TOOL])
+        original = await captured(home, first)
+        await home.gateway.set_policy(SetPolicy(version=3))
+        fork = await home.session(replay=replay_of(original, 2))
+        await fork.ask([user("go")], tools=[SHELL_TOOL])
+        await fork.ask(messages[:4], tools=[SHELL_TOOL])
+        await fork.ask(messages, tools=[SHELL_TOOL])
+        again = await captured(home, fork)
+    of_session, of_fork = (
+        [one.versions[0].version for one in capture.exchanges] for capture in (original, again)
+    )
+    assert (of_session, of_fork) == ([1, 2, 2], [1, 2, 3])
+    (trace,) = rebuild(again).traces
+    trained = trace.loss_mask == 1
+    assert set(trace.versions[trained]) == {3}
+    assert set(trace.versions) >= {1, 2, 3}
