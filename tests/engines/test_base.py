@@ -3,11 +3,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engines.fakes import chunk
+from tests.engines.recording import InstantEngine, chunk
 
 from bridle.engines.base import RETRYABLE, CutError, Versioned, joined
 from bridle.errors import EngineError
-from bridle.testing import instant_engine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import FinishReason
 
 
@@ -20,7 +20,7 @@ def test_a_cut_is_an_engine_error_that_can_be_tried_again():
 
 def test_who_can_be_told_a_version_is_seen_by_its_method():
     assert isinstance(scripted_engine([{}]), Versioned)
-    assert not isinstance(instant_engine(), Versioned)
+    assert not isinstance(InstantEngine(), Versioned)
 
 
 def test_a_refused_call_is_not_tried_again_and_an_overloaded_one_is():

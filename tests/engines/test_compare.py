@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.engines.recording import RecordingEngine
 from tests.engines.shapes import PROMPT, SHAPES, TOKENIZER
 
 from bridle.engines.base import Tokenizing
@@ -15,7 +16,7 @@ from bridle.engines.compare import (
 )
 from bridle.errors import EngineError, RenderError
 from bridle.scripted.engine import scripted_logprobs
-from bridle.testing import RecordingEngine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import LogprobMode
 
 SERVED = ("vllm chat", "sglang")

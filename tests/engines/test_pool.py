@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.fakes import INFO, QUICK, Fake, call, lost, pooled, said, state, until
+from tests.loops import JumpingLoop
 
 from bridle.engines.base import CutError, Seeing, Seen, Templating
 from bridle.engines.ids import ArrayIds
@@ -16,7 +17,6 @@ from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica, ReplicaState, RoutingSettings
 from bridle.engines.pool_routing import RoutingReason
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
-from bridle.testing import JumpingLoop
 from bridle.types import FinishReason, LogprobMode, VersionSpan
 
 STOP, ABORT = FinishReason.STOP, FinishReason.ABORT

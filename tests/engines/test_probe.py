@@ -2,12 +2,13 @@ import math
 
 import numpy as np
 import pytest
+from tests.engines.recording import InstantEngine, RecordingEngine
 
 from bridle.engines.base import GenerateChunk
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
 from bridle.errors import EngineError
-from bridle.testing import RecordingEngine, instant_engine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import FinishReason, LogprobMode
 
 
@@ -15,7 +16,7 @@ class Softmax(RecordingEngine):
     """Samples from one distribution over ten tokens, with logprobs of a chosen kind."""
 
     def __init__(self, mode, logits):
-        super().__init__(instant_engine())
+        super().__init__(InstantEngine())
         self.mode, self.logits = mode, np.array(logits, dtype=float)
 
     def spread(self, temperature, top_k):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from aiohttp import web
+from tests.engines.recording import RecordingEngine
 from tests.engines.sglang_server import SglangServer
 from tests.engines.shapes import PROMPT, collect, ids_of, request
 from tests.engines.stub import Stub
@@ -15,7 +16,7 @@ from bridle.engines.base import ADAPTER
 from bridle.engines.sglang import SglangEngine
 from bridle.errors import EngineError
 from bridle.prompting.prompt import PromptIds
-from bridle.testing import RecordingEngine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import FinishReason, LogprobMode, Sampling, VersionSpan
 
 TURN = {"content": "Hello, world."}

@@ -4,10 +4,11 @@ import json
 
 import aiohttp
 import pytest
+from tests.engines.recording import RecordingEngine
 from tests.engines.sglang_server import SglangServer
 from tests.scripted.api import BASH, PROMPT, USER, Api
 
-from bridle.testing import RecordingEngine, scripted_engine
+from bridle.testing import scripted_engine
 
 TURN = {"reasoning": "hm", "content": "Hello, world.",
         "tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}  # fmt: skip

@@ -4,12 +4,13 @@ import asyncio
 
 import numpy as np
 import pytest
+from tests.engines.recording import InstantEngine, RecordingEngine
 from tests.engines.shapes import PROMPT, SHAPES, TOKENIZER, collect, ids_of, logprobs_of, request
 
 from bridle.engines.base import CutError, Pausable, Updatable, Versioned
 from bridle.engines.ids import ArrayIds
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.testing import RecordingEngine, instant_engine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import FinishReason, LogprobMode, Sampling, VersionSpan
 
 TURN = {"reasoning": "hm", "content": "Hello, world, and all who live in it."}
@@ -54,7 +55,7 @@ async def test_it_says_what_the_server_is(shape):
 
 
 async def test_long_prompts_go_as_they_are(shape):
-    inside = instant_engine()
+    inside = InstantEngine()
     engine = RecordingEngine(inside)
     prompt = np.arange(20_000, dtype=np.int32) % 2000
     async with shape.over(engine) as outside:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from tests.conformance.memory import MemoryStore
 from tests.node.house import a_node, checked, nothing_lives, statuses, task
 
-from bridle.capture.store import MemoryStore
 from bridle.config import Action, Limits, RuntimeSpec
 from bridle.errors import StoreError
 from bridle.node.batch import LocalExecutor

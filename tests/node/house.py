@@ -5,7 +5,8 @@ from contextlib import asynccontextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from bridle.capture.store import MemoryStore
+from tests.conformance.memory import MemoryStore
+
 from bridle.config import AgentSpec, Budgets, EvaluatorSpec, Task
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings

@@ -2,10 +2,10 @@ import json
 
 import pytest
 from tests.capture.made import MadeSession
+from tests.conformance.memory import MemoryStore
 from tests.node.house import task
 
 from bridle.capture.records import Outcome, SessionRecord
-from bridle.capture.store import MemoryStore
 from bridle.config import AgentSpec, Task
 from bridle.errors import ConfigError, StoreError
 from bridle.harnesses import open_harness

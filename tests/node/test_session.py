@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.conformance.memory import MemoryStore
 from tests.node.house import AGENT, BEAT, WORK, a_node, checked, nothing_lives, statuses, task
 from tests.node.test_ending import known
 
-from bridle.capture.store import MemoryStore
 from bridle.config import Action, Limits, RuntimeSpec
 from bridle.errors import StoreError
 from bridle.evaluators.base import Evaluation

@@ -4,6 +4,7 @@ import json
 import aiohttp
 import numpy as np
 import pytest
+from tests.engines.recording import InstantEngine, RecordingEngine
 
 from bridle.engines.adapter import as_version
 from bridle.engines.base import GenerateRequest
@@ -11,7 +12,7 @@ from bridle.engines.ids import ArrayIds
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
 from bridle.scripted.server import Control, EngineServer
-from bridle.testing import RecordingEngine, instant_engine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import FinishReason, Sampling
 
 
@@ -173,7 +174,7 @@ async def test_the_weight_version_is_told_and_set(served):
 
 
 async def test_an_engine_without_a_version_of_ours_says_so(served):
-    _, ask = await served(instant_engine())
+    _, ask = await served(InstantEngine())
     assert (await ask("/update_weight_version", {"new_version": 1}))[0] == 501
 
 

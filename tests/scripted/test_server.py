@@ -5,13 +5,14 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from tests.engines.recording import InstantEngine, RecordingEngine
 from tests.scripted.api import BASH, IDS, PROMPT, TOKENIZER, USER, joined
 
 from bridle.engines.base import GenerateChunk
 from bridle.errors import ConfigError, EngineError
 from bridle.scripted.engine import scripted_logprobs
 from bridle.scripted.server import EngineServer
-from bridle.testing import RecordingEngine, instant_engine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import FinishReason
 
 # ---- ids in, ids out
@@ -232,7 +233,7 @@ async def test_health_asks_the_engine(api):
     one = await api(FailingEngine(EngineError("dead")))
     async with one.session.get(one.url + "/health") as response:
         assert response.status == 503
-    well = await api(instant_engine())
+    well = await api(InstantEngine())
     async with well.session.get(well.url + "/health") as response:
         assert response.status == 200
 
@@ -289,15 +290,15 @@ async def test_leaving_ends_calls_that_are_under_way():
 
 
 async def test_a_port_in_use_is_named(api):
-    one = await api(instant_engine())
+    one = await api(InstantEngine())
     port = int(one.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*in use"):
-        async with EngineServer(instant_engine(), port=port):
+        async with EngineServer(InstantEngine(), port=port):
             pass
 
 
 async def test_a_key_guards_all_but_health(api):
-    one = await api(instant_engine(), api_key="s3cret")
+    one = await api(InstantEngine(), api_key="s3cret")
     assert (await one.error("/v1/chat/completions", {"messages": USER}))[0] == 401
     headers = {"Authorization": "Bearer s3cret"}
     status, _ = await one.post("/v1/chat/completions", {"messages": USER}, headers=headers)
@@ -307,7 +308,7 @@ async def test_a_key_guards_all_but_health(api):
 
 
 async def test_long_prompts_pass_unparsed(api):
-    engine = RecordingEngine(instant_engine(tokens=4))
+    engine = RecordingEngine(InstantEngine(tokens=4))
     one = await api(engine)
     ids = np.resize(np.array(PROMPT), 300_000).tolist()
     body = {"messages": USER, "return_token_ids": True,
@@ -322,7 +323,7 @@ async def test_long_prompts_pass_unparsed(api):
 
 
 async def test_tokenize_gives_the_tokenizers_ids(api):
-    one = await api(instant_engine())
+    one = await api(InstantEngine())
     told = await one.json("/tokenize", {"prompt": "hi there"})
     assert told["tokens"] == TOKENIZER.encode("hi there").tolist()
     assert told["count"] == len(told["tokens"])
