@@ -55,7 +55,7 @@ async def run_shielded(
 class Nursery:
     """Owns tasks that outlive the call that starts them; leaving it cancels and awaits them all.
 
-    `on_error` is told of a task's exception (not of its cancellation).
+    `on_error` is called with a task's exception (not with its cancellation).
     """
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
@@ -124,7 +124,7 @@ class Checkup:
 class LoopClock:
     """Seconds in which the event loop ran, for judging the silence of others by.
 
-    While the loop stands still (it computes, the machine swaps) nobody can be heard. Such a pause
+    While the loop stands still (it computes, the machine swaps) no message arrives. Such a pause
     counts as at most `most_s`. `run` has to run for as long as the clock is read.
     """
 

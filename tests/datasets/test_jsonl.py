@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.datasets.jsonl import load_tasks, merge
+from bridle.config import merged
+from bridle.datasets.jsonl import load_tasks
 from bridle.errors import ConfigError
 
 ONE = {"task_id": "a", "instruction": "do a"}
@@ -164,7 +165,7 @@ trees = st.recursive(numbers, lambda inner: st.dictionaries(st.sampled_from("abc
 
 @given(trees, trees)
 def test_what_lies_over_wins_and_nothing_else_is_lost(under, over):
-    both = merge(under, over)
+    both = merged(under, over)
     assert both.keys() == under.keys() | over.keys()
     for name in both:
         if name not in under:
@@ -172,7 +173,7 @@ def test_what_lies_over_wins_and_nothing_else_is_lost(under, over):
         elif name not in over:
             assert both[name] == under[name]
         elif isinstance(under[name], dict) and isinstance(over[name], dict):
-            assert both[name] == merge(under[name], over[name])
+            assert both[name] == merged(under[name], over[name])
         else:
             assert both[name] == over[name]
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import httpx2
+from tests.dialects.sse import SseEvent, SseParser
 
 from bridle.dialects import DIALECTS, recognise
 from bridle.dialects.base import ReplyHead, RouteKind, StreamEncoder
-from bridle.dialects.sse import SseEvent, SseParser
 from bridle.errors import RequestError
 from bridle.types import Dialect, FinishReason, ModelRequest, Reply, ToolCall, Usage
 

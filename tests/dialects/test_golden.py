@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from tests.dialects.exchange import HEAD, USAGE, live, synthetic
 from tests.dialects.golden import FOLDERS, GOLDEN, dialect_of, reply_of, request_of
+from tests.dialects.sse import SseParser
 
 from bridle.dialects import DIALECTS
-from bridle.dialects.sse import SseParser
 from bridle.prompting.canonical import canonical
 from bridle.types import Dialect, ModelRequest
 

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.dialects.exchange import HEAD, events, live
+from tests.dialects.sse import SseEvent, SseParser
 
 from bridle.dialects.anthropic_write import MessagesStream
+from bridle.dialects.base import DONE, event_bytes
 from bridle.dialects.google_write import ContentStream
 from bridle.dialects.openai_chat_write import ChatStream
 from bridle.dialects.openai_responses_write import Dress, ResponsesStream
-from bridle.dialects.sse import DONE, SseEvent, SseParser, event_bytes
 from bridle.types import FinishReason, Reply, ToolCall
 
 STREAM = (

@@ -7,7 +7,7 @@ import numpy as np
 from bridle.engines.base import Engine, EngineInfo, GenerateChunk, GenerateRequest
 from bridle.scripted.engine import scripted_logprobs
 from bridle.scripted.tokenizer import load_tokenizer
-from bridle.types import FinishReason, Ids, LogprobMode, VersionSpan
+from bridle.types import FinishReason, LogprobMode, VersionSpan
 
 
 class InstantEngine:
@@ -24,7 +24,7 @@ class InstantEngine:
         self._context_length = context_length
         word = self._tokenizer.encode(" word")
         body = np.resize(word, tokens - 1)
-        self.output_ids: Ids = np.append(body, np.int32(self._tokenizer.end_id)).astype(np.int32)
+        self.output_ids = np.append(body, np.int32(self._tokenizer.end_id)).astype(np.int32)
         self._logprobs = scripted_logprobs(self.output_ids)
 
     async def start(self) -> EngineInfo:

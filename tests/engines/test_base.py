@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engines.recording import InstantEngine, chunk
+from tests.engines.fakes import chunk
+from tests.engines.recording import InstantEngine
 
 from bridle.engines.base import RETRYABLE, CutError, Versioned, joined
 from bridle.errors import EngineError

@@ -9,8 +9,7 @@ import pytest
 from tests.server.house import FakeWorkers, an_app, body, ended, failure, submission, until
 
 from bridle.bridges import parquet
-from bridle.trajectory.packed import from_packed
-from bridle.trajectory.result import trajectory_json
+from bridle.trajectory.result import from_packed, trajectory_json
 
 
 async def submit(http, *bodies):

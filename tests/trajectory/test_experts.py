@@ -17,9 +17,8 @@ from bridle.bridges.parquet import unpack as from_parquet
 from bridle.config import BuilderSpec
 from bridle.experts import Experts, is_known, pack
 from bridle.trajectory import build
-from bridle.trajectory.packed import from_packed, packed_json
 from bridle.trajectory.packing import pack as tree_of
-from bridle.trajectory.result import trajectory_json, trajectory_of
+from bridle.trajectory.result import from_packed, packed_json, trajectory_json, trajectory_of
 from bridle.types import Kind
 
 

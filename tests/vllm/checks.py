@@ -22,9 +22,8 @@ from bridle.engines.base import Engine, GenerateRequest
 from bridle.engines.connection import Sent
 from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
-from bridle.engines.vllm import VllmEngine
+from bridle.engines.vllm import LoraAdapters, VllmEngine
 from bridle.engines.vllm_images import ImageRenderer
-from bridle.engines.vllm_lora import LoraAdapters
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer

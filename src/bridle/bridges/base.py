@@ -78,7 +78,7 @@ class Row:
     """The trace's own (the sum of its token rewards, if it has any), else the session's; where the
     session's is not known, the mean of the group's others."""
     known: bool
-    """Whether that is its own reward."""
+    """True if that is its own reward."""
     weight: float
     """By its tokens that train, so that all rows of a session together weigh 1."""
 
@@ -132,7 +132,7 @@ class RowCounts:
     sessions: int = 0
     rows: int = 0
     tokens: int = 0
-    """That train."""
+    """Tokens that train."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Reason -> sessions (`unknown`, `empty`) or rows (`overlong`)."""
 
@@ -308,16 +308,16 @@ class Turn:
     end: int
     exchange_id: str
     given: tuple[JSON, ...]
-    """Messages since the turn before, or since the prompt; none where they cannot be told."""
+    """Messages since the turn before, or since the prompt; none if they cannot be identified."""
     said: tuple[JSON, ...]
-    """The model's messages: one, as a rule; none where they cannot be told."""
+    """The model's messages: one, as a rule; none if they cannot be identified."""
 
 
 def turns_of(trace: Trace) -> list[Turn]:
     """The turns along a trace with their messages.
 
-    The messages can be told where there are as many runs of model messages as turns. (A harness may
-    write model messages of its own.)
+    The messages can be identified where there are as many runs of model messages as turns. (A
+    harness may write model messages of its own.)
     """
     spans = []
     before = 0

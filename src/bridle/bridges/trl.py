@@ -69,10 +69,10 @@ SUM_OF_ROWS = frozenset({"dr_grpo", "luspo"})
 tokens of the batch."""
 
 STOP_S = 60.0
-"""How long `stop` waits for sessions that run."""
+"""Time that `stop` waits for sessions that run."""
 
 GIVE_UP = 64
-"""Groups in a row without a row after which the trainer is told what became of them."""
+"""Groups in a row without a row after which the trainer gets an error with the reasons."""
 
 
 class TrainedSessions(Sessions, Protocol):
@@ -392,7 +392,7 @@ class TrlAsyncRollouts:
                 self._count(played, made)
                 for row in made:
                     self._put(row)
-        except BaseException as error:  # noqa: BLE001 - told to the trainer's thread
+        except BaseException as error:  # noqa: BLE001 - raised in the trainer's thread
             self._failure = error
 
     def _count(self, played: Sequence[Trajectory], made: Sequence[AsyncRow]) -> None:

@@ -79,7 +79,7 @@ class Wheel:
     """Its metadata without the description."""
     entry_points: str
     files: frozenset[str]
-    """What it installs into site-packages."""
+    """Files that it installs into site-packages."""
 
     def needs(self, *extras: str) -> list[str]:
         """Its requirements with some of its extras, for this Python, as pip takes them."""

@@ -30,7 +30,7 @@ from bridle.errors import ConfigError
 from bridle.types import JSON
 
 GRADED = ("image", "eval_script", "log_parser", "eval_type")
-"""What `swebench.harness.utils.make_test_spec` (5.0) needs beside names of tests."""
+"""Fields that `swebench.harness.utils.make_test_spec` (5.0) needs besides names of tests."""
 SPECS = Path(__file__).with_name("swe_specs.json")
 NOT_GRADED = {
     "expected_output_json": "R2E-Gym: its hidden tests lie in the image that the agent gets",

@@ -385,7 +385,7 @@ _ECHOED: dict[str, Any] = {
     "top_p": None,
     "truncation": "disabled",
 }
-"""What a response repeats of its request, and what it says where the request said nothing."""
+"""Request fields that a response repeats, each with its default."""
 
 
 def _dress(
@@ -417,7 +417,7 @@ COMPACTION_PROMPT = (
     "summary alone: the user's aims and wishes, what was done and found out, which files and "
     "commands matter, what is left to do. Answer with the summary only."
 )
-"""What the model is asked where a client leaves the wording to the provider."""
+"""Instruction for the model where a client leaves the wording to the provider."""
 
 _ENVELOPE = ("type", "id", "call_id", "output")
 """Keys of a result item that say what it is, not what came out."""

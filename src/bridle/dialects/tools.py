@@ -26,7 +26,8 @@ from bridle.errors import RequestError
 from bridle.types import JSON, ToolCall, ToolSpec
 
 KEPT_LISTS = 64
-"""How many distinct tool lists are remembered; harnesses have a handful each, of some 30 kB."""
+"""Number of distinct tool lists that are remembered; harnesses have a handful each, of some 30
+kB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class ToolList:
     deferred: Mapping[str, ToolSpec] = field(default_factory=dict)
     """Tools that the model is shown only where a tool result refers to them."""
     removed: Mapping[str, list[str]] = field(default_factory=dict)
-    """What rules took away: rule name -> tools."""
+    """Tools that rules removed: rule name -> tools."""
 
     def plus(self, other: ToolList) -> ToolList:
         """Both lists, this one first."""

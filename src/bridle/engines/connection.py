@@ -57,12 +57,12 @@ class HttpReply:
         self.status = 0
         """0 = the head is incomplete."""
         self.keeps = True
-        """Whether the connection can be reused."""
+        """True if the connection can be reused."""
         self.retry_after: str | None = None
         """Its `Retry-After`."""
         self._content_type = b""
         self.is_whole = False
-        """Whether the whole reply has arrived."""
+        """True if the whole reply has arrived."""
         self.error: Exception | None = None
         """The failure that ended it, if any."""
         self._pieces: list[bytes] = []
@@ -136,8 +136,8 @@ class HttpReply:
             self._length = 0
         return True
 
-    def _take(self, name: bytes, told: bytes) -> None:
-        value = told.strip()
+    def _take(self, name: bytes, raw: bytes) -> None:
+        value = raw.strip()
         match name:
             case b"content-length" if value.isdigit():
                 self._length = int(value)
@@ -196,7 +196,7 @@ class _Connection(asyncio.Protocol):
         self._reply: HttpReply | None = None
         self._waiting: asyncio.Future[HttpReply] | None = None
         self._streams = False
-        """Whether the caller wants each part of the reply as it arrives."""
+        """True if the caller wants each part of the reply as it arrives."""
         self._heard = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None

@@ -91,7 +91,7 @@ class EnginePool(EngineHandover):
         self._failures = FailureTracker(self.settings.attempts)
         self._held: PauseMode | None = None
         self._updated = False
-        """Whether weights were updated, or sampling was held for an update."""
+        """True if weights were updated, or sampling was held for an update."""
         self._version = 0
         self._info: EngineInfo | None = None
         self._nursery = Nursery(_log_lost)

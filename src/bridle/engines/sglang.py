@@ -92,7 +92,7 @@ class SglangEngine(ServerAdapter):
         self._probing = False
         self._experts_shape: tuple[int, int] | None = None
         self._asks_prompt = False
-        """Whether the next call requests its prompt's ids at the cost of the prefix cache."""
+        """True if the next call requests its prompt's ids at the cost of the prefix cache."""
         self._seeds = True
         self._incremental = False
         self._health_path = "/server_info"

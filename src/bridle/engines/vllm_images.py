@@ -95,7 +95,7 @@ class ImageRenderer:
         self._known: OrderedDict[str, JSON] = OrderedDict()
         """Hash of an image -> its sizes; empty = not reported."""
         self._renders = True
-        """Whether the server may have the route that renders whole calls."""
+        """True if the server may have the route that renders whole calls."""
 
     async def see(self, body: JSON) -> Seen | None:
         """Render a body with images; `None` = the model takes none."""

@@ -166,13 +166,13 @@ class Read:
     """`None` for a chunk without a choice (usage at the end of a stream)."""
     cached_tokens: int
     spans: tuple[VersionSpan, ...] | None
-    """As reported by the engine; `None` = not reported."""
+    """Value as reported by the engine; `None` = not reported."""
     paired: bool | None
-    """Whether the logprobs name their ids; `None` = there were none."""
+    """True if the logprobs name their ids; `None` = there were none."""
     message: vllm_schemas.ReplyMessage | None
     text: str | None
     has_ids: bool
-    """Whether the reply has a field for sampled ids; it may be empty."""
+    """True if the reply has a field for sampled ids; it may be empty."""
     prompt_tokens: int | None = None
 
 

@@ -139,7 +139,7 @@ class EvaluationContext:
     session_id: str
     places: Places
     harness: ExecResult | None
-    """How the harness ended; `None` = it was not started."""
+    """The end of the harness; `None` = it was not started."""
     trajectory: Trajectory
     logs: Path
     """Host folder for what the evaluator wants kept."""
@@ -149,9 +149,9 @@ class EvaluationContext:
     """For evaluators that ask a model; `None` = there is no gateway."""
     budget_s: float | None = None
     completed: bool = True
-    """Whether the harness ended well; else it crashed, or used up its time or a limit."""
+    """True if the harness ended well; else it crashed, or used up its time or a limit."""
     control: bool = False
-    """Whether nothing of the agent is scored, to see whether the checker answers at all: without
+    """True if nothing of the agent is scored, to see whether the checker answers at all: without
     its files, and with a trajectory without traces."""
 
 

@@ -45,8 +45,8 @@ class CommandSettings(Settings):
     timeout_s: float | None = Field(default=None, gt=0)
     """`None` = the task's evaluate budget."""
     files: tuple[str, ...] | None = None
-    """What of the work folder is taken from the agent; the rest is as the task's prepare steps make
-    it. `None` = all."""
+    """Paths of the work folder that are taken from the agent; the rest is as the task's prepare
+    steps make it. `None` = all."""
     reward_file: str | None = None
     """Relative to the work folder; `None` = the exit code decides."""
     failure_codes: tuple[int, ...] = (126, 127)

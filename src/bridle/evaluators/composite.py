@@ -38,7 +38,7 @@ class Part(Settings):
     strategy: str
     config: JSON = Field(default_factory=dict)
     name: str | None = None
-    """What it is called in the metadata; `None` = its strategy."""
+    """Its name in the metadata; `None` = its strategy."""
     weight: float = Field(default=1.0, ge=0)
     gate: float | None = None
     """The least reward with which the next part is reached; `None` = any."""

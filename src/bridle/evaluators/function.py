@@ -73,7 +73,7 @@ class FunctionSettings(Settings):
     function: str = Field(pattern=r"^([A-Za-z_][\w.]*|[^:\x00]+\.py):[A-Za-z_]\w*$")
     """`package.module:name`, or `file.py:name` relative to the task file."""
     files: tuple[str, ...] = ()
-    """What of the work folder is copied out for it; what is not there is left."""
+    """Paths of the work folder that are copied out for it; missing ones are skipped."""
     timeout_s: float = Field(default=60, gt=0)
     sandbox: bool = False
     """Run it in a sandbox without network, which sees its package and `files` and no other file of
@@ -245,7 +245,7 @@ def _environment() -> dict[str, str]:
 
 
 PYTHON = tuple(Path(each) for each in sorted({sys.prefix, sys.base_prefix} - {"/usr"}))
-"""Where the Python that runs Bridle lies."""
+"""Folders of the Python that runs Bridle."""
 STOP_S = 30.0
 
 

@@ -53,8 +53,8 @@ class HarborSettings(Settings):
     timeout_s: float | None = Field(default=None, gt=0)
     """`None` = the task's evaluate budget."""
     weights: dict[str, float] = Field(default_factory=dict)
-    """Which of several rewards of `reward.json` count, and how much of their sum; none = the one
-    called `reward`, or the only one."""
+    """Weights of the rewards of `reward.json` that count; none = the one called `reward`, or the
+    only one."""
 
 
 class HarborEvaluator(Configured[HarborSettings]):

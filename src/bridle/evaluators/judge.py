@@ -46,11 +46,11 @@ class JudgeSettings(Settings):
     """Config of evaluator `judge`."""
 
     rubric: str = Field(min_length=1)
-    """What is good and what is not, in words."""
+    """The criteria, in words."""
     model: str = Field(min_length=1)
-    """Who judges: a name of the `[models]` table."""
+    """The judge: a name of the `[models]` table."""
     on_failure: Literal["error"] | float
-    """What it means if no answer can be had or read: `"error"`, or a reward."""
+    """The outcome if there is no readable answer: `"error"`, or a reward."""
     mode: Literal["outcome", "process"] = "outcome"
     coefficient: float = 1.0
     """Every score is multiplied by it."""

@@ -19,7 +19,7 @@ from bridle.engines.base import GenerateChunk
 from bridle.errors import ConfigError, RequestError
 from bridle.experts import KEY, unpack
 from bridle.gateway.sampling import SampledReply
-from bridle.harness_rules.noise import VARYING, differing
+from bridle.harness_rules.base import VARYING, differing
 from bridle.trajectory.graph import ExchangeNode, first_difference, grow, ids
 from bridle.trajectory.transcript import Transcript
 from bridle.types import JSON, DeliveryState, FinishReason, Kind, LogprobMode

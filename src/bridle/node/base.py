@@ -67,7 +67,7 @@ class SessionRunner(Node, Protocol):
     events: Events
     """Reports every change of a run."""
     outlive: bool
-    """Whether runs go on when their caller is cancelled, for the server's next process."""
+    """True if runs go on when their caller is cancelled, for the server's next process."""
 
     @property
     def capture(self) -> Path | None:

@@ -131,7 +131,7 @@ class ClusterRunner(Fleet):
         self._report_room()
         await member.node.drain()
 
-    async def first_heard(self) -> None:
+    async def first_contact(self) -> None:
         """Return when every node that has joined is live, or has failed or been lost once.
 
         Raises what opening them raised if none came up.
@@ -211,7 +211,7 @@ class ClusterRunner(Fleet):
                 self._unwanted(member, run_id)
         slots.placed = shake.room.placed
         member.epoch, member.after, member.policy = shake.epoch, 0, shake.policy
-        member.heard, member.error = self._clock(), None
+        member.last_contact, member.error = self._clock(), None
         async with asyncio.timeout(self._timeouts.open_s):
             await self.release_on(member)
             if self.common is not None:
@@ -254,7 +254,7 @@ class ClusterRunner(Fleet):
             run.finish(NodeLostError(f"node {member.slots.node_id}: {why}"))
 
     def _receive(self, member: Member, batch: EventBatch) -> None:
-        member.heard, member.after = self._clock(), batch.at
+        member.last_contact, member.after = self._clock(), batch.at
         self._update_slots(member, batch)
         for event in batch.events:
             if not isinstance(event, SessionChanged):

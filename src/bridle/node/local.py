@@ -92,9 +92,9 @@ class NodeSettings(Settings):
     limit_grace_s: float = Field(default=15, ge=0)
     """Seconds that a harness may go on after its session's limit is reached."""
     keep_logs: Literal["always", "failed", "never"] = "always"
-    """Which sessions' logs and files stay in the run folder."""
+    """Sessions whose logs and files stay in the run folder."""
     bundles: Path | None = None
-    """Where harnesses are installed; `None` = the user's cache."""
+    """Folder of installed harnesses; `None` = the user's cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,9 @@ class SessionPlaces:
     targets: Sequence[str] = ()
     """Targets of `eval_prepare`, relative to the work folder."""
     trusted: bool = False
-    """Whether to score in `agents` itself."""
+    """True to score in `agents` itself."""
     shared: bool = False
-    """Whether processes of the agent may live there."""
+    """True if processes of the agent may live there."""
     prewarmed: Callable[[], Awaitable[Runtime]] | None = None
     """Returns a fresh runtime that was made ready in advance."""
     stayed: list[str] = field(default_factory=list)

@@ -212,7 +212,7 @@ class RayCluster:
         keep_signals()
         try:
             await self._look()
-            await self._runner.first_heard()
+            await self._runner.first_contact()
             self._nursery.start(self._watch(), name="machines")
             if self._settings.engines_from is not None:
                 self._nursery.start(self._follow(self._settings.engines_from), name="engines")

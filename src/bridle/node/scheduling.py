@@ -58,7 +58,7 @@ class NodeSlots:
     capacity: int = 0
     """Sessions that it runs at once."""
     open: bool = False
-    """Whether it takes new sessions."""
+    """True if it takes new sessions."""
     used: dict[str, float] = field(default_factory=dict)
     """The amount of each resource that its sessions use."""
     placed: int = 0
@@ -178,7 +178,7 @@ class Member:
     """Runs that are on the node, or on their way to it."""
     epoch: str = ""
     after: int = 0
-    heard: float = field(init=False)
+    last_contact: float = field(init=False)
     """Time of its last answer, by `clock`."""
     state: str = "opening"
     """`opening`, `live`, `draining`, `away` (it does not answer), `lost`."""
@@ -190,11 +190,11 @@ class Member:
     """Set once it is live, or has failed to open."""
 
     def __post_init__(self) -> None:
-        self.heard = self.clock()
+        self.last_contact = self.clock()
 
     @property
     def silent_s(self) -> float:
-        return self.clock() - self.heard
+        return self.clock() - self.last_contact
 
     @property
     def idle(self) -> bool:
@@ -242,9 +242,9 @@ class PendingRun:
     needs: Mapping[str, float] = field(default_factory=dict)
     member: Member | None = None
     fetching: bool = False
-    """Whether its end is being fetched."""
+    """True if its end is being fetched."""
     ended: bool = False
-    """Whether its node has reported its end."""
+    """True if its node has reported its end."""
 
     def finish(self, end: RunEnd) -> None:
         if not self.done.done():

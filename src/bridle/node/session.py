@@ -140,7 +140,7 @@ class SessionRun:
         """The harness's own end."""
         self._replay: Replay | None = None
         self._trajectory: Trajectory | None = None
-        """As built before evaluation."""
+        """The trajectory as built before evaluation."""
         self._evaluation: Evaluation | None = None
         self._ending: Ending | None = None
         self._outcome: Outcome | None = None

@@ -28,7 +28,7 @@ MAX_DEPTH = 200
 """Values nested deeper keep their text; parsers disagree where they give up."""
 
 _NEEDS_NUMBERS = re.compile(rb"[0-9][.eE]|[0-9]{16}")
-"""Whether serialised JSON may hold a float or a large integer (a match in a string is harmless)."""
+"""Matches JSON text that may hold a float or a large integer (a match in a string is harmless)."""
 
 
 class _TooDeepError(ValueError):

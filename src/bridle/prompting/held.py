@@ -50,7 +50,7 @@ class HeldFamily:
         self._family = family
         self._tokenizer = tokenizer
         self._marked = "</think>" in tokenizer.added
-        """Whether the end of reasoning is a token of its own, not text that must be looked for."""
+        """True if the end of reasoning is a token of its own, not text that must be looked for."""
         self._stops = family.get_stop_token_ids()
         self._open = tokenizer.control_ids - frozenset(self._stops)
         self._layouts = Layouts(tokenizer)

@@ -24,7 +24,7 @@ Suffix: TypeAlias = Callable[[list[int], list[int], list[JSON]], list[int] | Non
 KEPT = 256
 """Shapes that are remembered for each end; for later ones the family is asked."""
 MOST_ENDS = 16
-"""How often the end of a prompt is learned."""
+"""Number of times that the end of a prompt is learned."""
 MOST_MESSAGES = 8
 MOST_MARKS = 32
 """Control tokens of a reply, beyond which its shape is not remembered."""
@@ -101,7 +101,7 @@ class Layouts:
         self._ends: dict[tuple[int, ...], dict[Shape, Layout | None]] = {}
         """For the ids that end a prompt: the layouts by shape; `None` = this shape has none."""
         self._looked = 0
-        """How many times an end was looked for."""
+        """Number of times that an end was looked for."""
         self._fillers = [tokenizer.encode(tokenizer.escape(text)) for text in _SPELLED]
 
     def suffix(

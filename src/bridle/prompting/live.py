@@ -23,7 +23,7 @@ CHARACTER_MOST = 4
 """Most tokens of one character: one for each byte."""
 
 INCOMPLETE_MOST = 64
-"""How many tokens may wait for a character; then the rest of the reply waits for its end."""
+"""Number of tokens that may wait for a character; then the rest of the reply waits for its end."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class LiveReader:
         self._buffer = ""
         """Decoded, but not certain yet."""
         self._fresh = True
-        """Whether nothing of this part was given out."""
+        """True if nothing of this part was given out."""
         self._region: list[int] = []
         """Ids from the first opener on."""
         self.calls: list[ToolCall] = []
@@ -193,7 +193,7 @@ class _Decoder:
         self._ids: list[int] = []
         """The ids of the last piece, as left context, and those whose text is not given out."""
         self._context = 0
-        """How many of them are context."""
+        """Number of them that are context."""
         self._shown = ""
         """Text of the context."""
 

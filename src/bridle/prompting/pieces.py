@@ -33,7 +33,8 @@ AHEAD: Final = 64
 """Characters that must be known behind the end of a piece."""
 
 _END = re.compile(r"(?<=[^\W_])(?=[\s,;:(){}\[\]<>\"=])")
-"""Where a piece may end; no pattern of a pre-tokenizer takes both sides as one word."""
+"""Pattern of places where a piece may end; no pattern of a pre-tokenizer takes both sides as one
+word."""
 
 COUNTED: Final = 2048
 """Characters from which a text counts for an `Allowance`."""

@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from bridle.types import Ids
 
 END = 24
-"""How many of them show the end of a prompt that a layout is known for."""
+"""Number of them that show the end of a prompt that a layout is known for."""
 
 TAIL = 128
-"""How many of the parent's last ids a bridge is given. It looks for what the generation prompt
+"""Number of the parent's last ids that a bridge is given. It looks for what the generation prompt
 opened (a few ids); `test_a_suffix_depends_on_the_parents_tail_only` proves that it looks no
 further."""
 
@@ -71,7 +71,7 @@ class PromptRenderer(Protocol):
     chars_per_token: float
     """The most characters that one token can stand for; infinite = no bound is known."""
     source: str
-    """Where the tokenizer came from: a folder, or `builtin`."""
+    """Source of the tokenizer: a folder, or `builtin`."""
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool | None

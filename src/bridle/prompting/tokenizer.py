@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from bridle.types import Ids
 
 MARK = "\x7f"
-"""The escape character (DEL). `str.strip` leaves it alone, and `json.dumps` too, unless it was told
+"""The escape character (DEL). `str.strip` leaves it alone, and `json.dumps` too, unless it has
 to write ASCII only: that gives `_MARK_ASCII`."""
 
 _MARK_ASCII = "\\u007f"
@@ -57,8 +57,8 @@ _TO_UNESCAPE = re.compile("|".join(map(re.escape, _UNESCAPED)))
 
 
 JOINER = "\N{WORD JOINER}"
-"""What parts a marker in text that somebody else tokenises: it shows nothing, and no normal form of
-Unicode takes it away."""
+"""Separator inside a marker in text that somebody else tokenises: it shows nothing, and no normal
+form of Unicode takes it away."""
 
 SHORT = 32
 """Characters up to which a text counts as scaffold: role names, line breaks, markers."""
@@ -80,7 +80,7 @@ scaffold whose tokens a renderer looks at."""
 
 
 _HELD: ContextVar[list[str] | None] = ContextVar("held", default=None)
-"""Where the long texts of a rendering go; `None` = they are tokenised."""
+"""Long texts of the current rendering; `None` = they are tokenised."""
 
 
 class PromptTokenizer:
@@ -238,7 +238,7 @@ class PromptTokenizer:
         return ids
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: object) -> str:  # noqa: ANN401, FBT001, FBT002 - the shape that is asked for
-        """Text of ids, control tokens shown unless told otherwise."""
+        """Text of ids, control tokens shown unless `skip_special_tokens`."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 

@@ -325,7 +325,7 @@ class RunningSandbox:
     reached: str | None = field(default=None, kw_only=True)
     """The limit that ended it."""
     let_go: bool = field(default=False, kw_only=True)
-    """Whether we kill it, or have killed it."""
+    """True if we kill it, or have killed it."""
 
 
 RunningT = TypeVar("RunningT", bound=RunningSandbox)

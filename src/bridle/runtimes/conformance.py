@@ -177,7 +177,7 @@ async def output_over_the_limit_keeps_head_and_tail(bench: Fixtures) -> None:
     result = await bench.runtime.exec(
         "echo first; head -c 3000000 /dev/zero; echo last", output_limit=1000, timeout_s=30
     )
-    expect(result.truncated, "truncated is not told")
+    expect(result.truncated, "truncated is not set")
     expect(result.stdout.startswith(b"first\n"), result.stdout[:20])
     expect(result.stdout.endswith(b"last\n"), result.stdout[-20:])
     expect(len(result.stdout) < 1200, len(result.stdout))

@@ -11,7 +11,7 @@ that network's own address: other services that listen on every address of the m
 reached too.
 
 What the command line gives for a command that a signal ended is 128 plus the signal's number;
-codes from 129 to 159 are told as signals.
+codes from 129 to 159 are reported as signals.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ MISSING = "Could not find the file"
 EXIT_SEEN_TRIES = 50
 """Looks, 0.1 s apart, for the end of a container that starts no commands any more; one at its
 limit of processes starts none either, and lives."""
-"""How long a container's first process may take to be itself, on a busy machine."""
+"""Time that a container's first process may take to be itself, on a busy machine."""
 DROPPED = ("AUDIT_WRITE", "MKNOD", "NET_RAW", "SETFCAP", "SYS_CHROOT")
 """Powers that Docker leaves to a container's root and that no task needs."""
 ROOT = (None, "", "0", 0, "root")

@@ -217,7 +217,7 @@ class Watched:
     """Processes of the sandbox, by the machine's numbers."""
     folders: tuple[Path, ...]
     bounds: ResourceLimits
-    """What no control group keeps already."""
+    """Limits that no control group keeps already."""
     storage_bytes: int | None
 
 

@@ -96,7 +96,7 @@ class LogFile:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._left = limit
         self.full = False
-        """Whether the limit is reached, so that nothing more is written."""
+        """True if the limit is reached, so that nothing more is written."""
 
     def feed(self, data: bytes) -> None:
         """Append; past the limit only one note is written."""
@@ -161,7 +161,7 @@ EXEC_MARK = "BRIDLE_EXEC"
 PROC = Path("/proc")
 POLL_S = 0.02
 KILL_S = 10.0
-"""How long processes may live on after SIGKILL (uninterruptible I/O) before we say so."""
+"""Time that processes may live on after SIGKILL (uninterruptible I/O) before we say so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from bridle import __version__
 from bridle.errors import cannot_listen
 from bridle.gateway.listener import UNFINISHED_BYTES, most_connections
 from bridle.hosts import Hosts
-from bridle.server import routes_polar, routes_v1
+from bridle.server import polar, routes_v1
 from bridle.server.http import (
     KNOWN,
     ApiRequest,
@@ -127,7 +127,7 @@ class _Config(uvicorn.Config):
     """Bytes of unfinished heads."""
 
 
-ROUTES = RouteTable([*routes_polar.ROUTES, *routes_v1.ROUTES])
+ROUTES = RouteTable([*polar.ROUTES, *routes_v1.ROUTES])
 
 
 @ROUTES.add("GET", "/openapi.json", None)

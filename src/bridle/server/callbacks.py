@@ -61,10 +61,10 @@ from bridle.trajectory.result import encode
 SECRET_ENV: Final = "BRIDLE_CALLBACK_SECRET"  # noqa: S105 - the variable's name
 
 TRY_S: Final = 30.0
-"""How long a receiver may take to answer."""
+"""Time that a receiver may take to answer."""
 
 TAKEN_S: Final = 10 * TRY_S
-"""How long no other server sends a callback that one has claimed; its body is read before it is
+"""Time that no other server sends a callback that one has claimed; its body is read before it is
 sent. The callbacks of a server that is known to be dead are released sooner."""
 
 LEAST_TRIES: Final = 5

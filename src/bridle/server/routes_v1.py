@@ -1,6 +1,6 @@
 """The `/v1` routes: tasks, sessions, groups, callbacks, nodes and the policy.
 
-`check` and the other functions that `routes_polar` shares stand at the beginning.
+`check` and the other functions that `polar` shares stand at the beginning.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ from bridle.server.schemas import (
     WaitQuery,
 )
 from bridle.server.tables import Row, run_id
-from bridle.trajectory.packed import packed_json
-from bridle.trajectory.result import encode, trajectory_json
+from bridle.trajectory.result import encode, packed_json, trajectory_json
 from bridle.types import JSON
 
 TASK_BYTES: Final = 4 << 20
@@ -66,7 +65,7 @@ METADATA_BYTES: Final = 64 << 20
 """Largest metadata of all results of a task; cancelling it writes all of them at once."""
 
 POLL_S: Final = 2.0
-"""How often a long poll checks for what other servers ended."""
+"""Interval at which a long poll checks for groups that other servers ended."""
 
 ARTIFACT_HEADERS: Final = {
     "content-disposition": "attachment",

@@ -28,7 +28,7 @@ TEXT: Final = 2_000
 """Characters of a message in a table of samples."""
 
 CLOSE_S: Final = 60.0
-"""How long trackers may take for queued events when a run ends."""
+"""Time that trackers may take for queued events when a run ends."""
 
 SESSIONS_BEHIND: Final = 200
 """Calls that may wait for trackers when a whole session, with its capture, is added to them."""

@@ -67,14 +67,14 @@ class BuilderConfig(Settings):
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest trace, prompt and response together; `None` = any length."""
     overlong: Literal["truncate", "keep", "mask", "drop"] = "truncate"
-    """What becomes of a longer one: its last turns go, it stays, nothing in it trains, or it
+    """Treatment of a longer one: its last turns go, it stays, nothing in it trains, or it
     goes."""
     truncated: Literal["keep", "mask", "drop"] = "keep"
-    """What becomes of the traces of a session that was cut: by its time, by a limit, or its last
+    """Treatment of the traces of a session that was cut: by its time, by a limit, or its last
     reply by its length."""
     on_drift: Literal["fork", "splice"] = "fork"
-    """Where an engine's template wrote a turn anew: fork, or keep the sampled tokens and flag what
-    later turns saw as others (`bridle.trajectory.drift`). `per_request` never splices."""
+    """Treatment of a turn that an engine's template rewrote: fork, or keep the sampled tokens and
+    flag what later turns saw as others (`bridle.trajectory.drift`). `per_request` never splices."""
     close_token_ids: tuple[int, ...] = ()
     """Tokens that end a turn, as sampled or in the template; for `splice`."""
     end_of_turn_token_id: int | None = None

@@ -208,7 +208,7 @@ def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
 
 
 def _experts(path: Sequence[Piece], ids: Ids) -> npt.NDArray[np.int16] | None:
-    """Rows of experts of a path; a token has those of the first exchange that told them.
+    """Rows of experts of a path; a token has those of the first exchange that reported them.
 
     That is the one that brought it, or, for the last token of a reply, the one after it.
     """
@@ -218,11 +218,12 @@ def _experts(path: Sequence[Piece], ids: Ids) -> npt.NDArray[np.int16] | None:
         if node.exchange.experts is None:
             continue
         with suppress(ValueError):  # damaged: not known
-            told = unpack(node.exchange.experts)
+            experts = unpack(node.exchange.experts)
             moved = node.prompt_length - node.exchange.prompt_length
-            first = max(told.start + moved, _seen_from(node, moved, ids))
+            at = experts.start + moved
+            first = max(at, _seen_from(node, moved, ids))
             end = len(ids) if after is None else after.kept
-            rows = told.rows[first - told.start - moved : max(0, end - told.start - moved)]
+            rows = experts.rows[first - at : max(0, end - at)]
             parts.append(Experts(first, rows))
     return laid(parts, len(ids))
 

@@ -79,7 +79,7 @@ class _Found:
     differ: int = 0
     """Last ids of the earlier path that its prompt shows as others."""
     rest: int = 0
-    """Where in its prompt what follows the turn begins."""
+    """Position in its prompt after the turn."""
 
 
 _REWRITTEN = _Found(DriftClass.REWRITTEN)

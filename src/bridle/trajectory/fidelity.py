@@ -46,7 +46,7 @@ LARGEST_DIFFERENCE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts that one side declares about how it computes logprobs; `None` = not told."""
+    """Facts that one side declares about how it computes logprobs; `None` = not declared."""
 
     weights: str | None = None
     """Digest of the weights, by whatever rule both sides share."""
@@ -89,7 +89,7 @@ class Facts:
         return cls(**given)
 
     def json(self) -> JSON:
-        """Return the facts that are told."""
+        """Return the facts that are declared."""
         return {
             name: value for name, value in dataclasses.asdict(self).items() if value is not None
         }
@@ -204,10 +204,10 @@ class Certificate:
         size = f"KL {self.kl:.3g} nats per token over {self.tokens} tokens"
         if self.faithful:
             return f"trainer and rollout agree: {size}"
-        told = "; ".join(
+        causes = "; ".join(
             f"{' or '.join(m.names)} ({m.causes[0].evidence})" for m in self.mismatches
         )
-        return f"trainer and rollout disagree: {size}; {told}"
+        return f"trainer and rollout disagree: {size}; {causes}"
 
 
 def _same(ours: object, theirs: object) -> bool | None:
@@ -300,8 +300,8 @@ def _told(
 
 def _tolerance(trainer: Facts, rollout: Facts) -> float:
     """The least tolerance of the declared dtypes; half precision's if one side is silent."""
-    told = [TOLERANCES[one] for one in (trainer.dtype, rollout.dtype) if one is not None]
-    return min(told) if len(told) == 2 else TOLERANCES["bfloat16"]
+    declared = [TOLERANCES[one] for one in (trainer.dtype, rollout.dtype) if one is not None]
+    return min(declared) if len(declared) == 2 else TOLERANCES["bfloat16"]
 
 
 def _ids(trace: Trace) -> Ids:

@@ -42,11 +42,11 @@ class Break:
 
     exchange: str
     position: int
-    """First differing token position, or 0 where no position can be told."""
+    """First differing token position, or 0 where the position is not known."""
     reason: str
     """A root reason of capture (`tools_changed`...), or one of the checks of `grow`."""
     around: tuple[tuple[int, ...], tuple[int, ...]] | None = field(default=None, compare=False)
-    """Ids from the position on, as they stood and as they came; `None` = they cannot be told."""
+    """Ids from the position on, as they stood and as they came; `None` = they are not known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +57,11 @@ class ExchangeNode:
     parent: ExchangeNode | None
     """Nearest ancestor of whose own ids (suffix or output) the prompt keeps some; `None` = root."""
     kept: int
-    """How many ids of (parent's prompt + output) the prompt begins with; 0 at a root."""
+    """Number of ids of (parent's prompt + output) that the prompt begins with; 0 at a root."""
     path_digest: bytes
     """sha256 of the ids from the root to the end of this output."""
     sound: bool
-    """Whether the prompt is what the engine was given."""
+    """True if the prompt is what the engine was given."""
     prompt_length: int
     """Ids from the root to the start of this output."""
     suffix: Ids
@@ -101,7 +101,7 @@ class Graph:
     lost: tuple[tuple[Exchange, str], ...]
     """Exchanges without a place, with the name of the check that they failed."""
     breaks: tuple[Break, ...]
-    """What the checks found and where conversations were not extended, by time."""
+    """Findings of the checks, and places where conversations were not extended, by time."""
 
     @property
     def roots(self) -> Iterator[ExchangeNode]:

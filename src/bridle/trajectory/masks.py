@@ -55,9 +55,9 @@ class Marks:
     by_token: Mapping[str, npt.NDArray[np.uint8]]
     """`MaskReason` of each output id of every node, shape (output length,), uint8. Read-only."""
     trained: Mapping[str, int]
-    """How many output ids of every node may train."""
+    """Number of output ids of every node that may train."""
     by_reason: Mapping[MaskReason, int]
-    """How many output ids of all nodes have each reason, `TRAINED` too."""
+    """Number of output ids of all nodes with each reason, `TRAINED` too."""
     shown: frozenset[str]
     """Exchanges whose whole reply a later request shows."""
     joins: int

@@ -133,7 +133,7 @@ def explain_fork(
     two: str,
     decode: Callable[[Ids], str] | None = None,
 ) -> list[str]:
-    """Why exchange `two` does not extend exchange `one`, as lines of text.
+    """List the reasons why exchange `two` does not extend exchange `one`, as lines of text.
 
     Says what capture recorded, and the first position at which `two`'s prompt parts from all that
     `one` knew and said, with the ids around it and, given `decode`, their texts. Raises
