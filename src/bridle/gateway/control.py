@@ -143,7 +143,7 @@ class ControlRequest:
 
     http: web.BaseRequest
     session_id: str
-    """Where the path names one; or an engine."""
+    """The session or the engine that the path names; may be empty."""
     query: str
 
 

@@ -54,7 +54,7 @@ from bridle.types import DeliveryState, FinishReason, ModelRequest, Sampling, Ve
 log = structlog.get_logger()
 
 GATHER_S: Final = 1.0
-"""How long the rest of a body may take to arrive; then the general path reads it."""
+"""Time that the rest of a body may take to arrive; then the general path reads it."""
 
 _LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)(?=\r\n)", re.IGNORECASE)
 
@@ -98,7 +98,7 @@ class KnownHead:
         self.route = route
         self.wire = wire
         self._said: tuple[object, Asked] | None = None
-        """What all requests with this `extra` say besides their messages; `None` = not known."""
+        """The part of all requests with this `extra` besides their messages; `None` = not known."""
 
     def said(self, session: GatewaySession, request: ModelRequest) -> Asked:
         """Read what a request says besides its messages."""
@@ -238,7 +238,7 @@ class PlainPath:
         """By their bytes; each is kept by its session."""
         self.admission = admission
         self.is_open = True
-        """Whether requests may take it; tests compare both."""
+        """True if requests may take it; tests compare both."""
         self.served = 0
         """Calls that it answered."""
 

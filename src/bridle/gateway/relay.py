@@ -277,7 +277,7 @@ class _Writer:
         self._response: web.StreamResponse
         """A stream's; there from `start` on."""
         self._in_chunks = False
-        """Whether the stream's head has left, and pieces of it are chunks."""
+        """True if the stream's head has left, and pieces of it are chunks."""
         self.began_reply = False
 
     async def whole(self, body: bytes) -> web.StreamResponse:

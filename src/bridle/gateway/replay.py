@@ -104,7 +104,7 @@ class Replay:
         self._following = tuple(following)
         self._given = 0
         self._forked = False
-        """Whether a call came at the fork point."""
+        """True if a call came at the fork point."""
 
     def take(
         self, prompted: Prompted, kind: Kind, decode: Callable[[Ids], str]

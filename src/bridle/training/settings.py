@@ -19,9 +19,9 @@ class GrpoSettings(Settings):
     clip_norm: float = Field(default=1.0, gt=0)
     """Largest norm of a step's gradient."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """How far a token's probability may fall within one batch before its gradient stops."""
+    """Largest fall of a token's probability within one batch before its gradient stops."""
     clip_high: float = Field(default=0.2, gt=0)
-    """How far it may rise."""
+    """Largest rise, likewise."""
     importance_cap: float = Field(default=2.0, gt=0)
     """Truncated importance sampling: each token weighs its probability under the trainer's weights
     over that under which it was sampled, at most this much."""
@@ -41,13 +41,14 @@ class GrpoSettings(Settings):
     """Against the group's mean, over its deviation (`grpo`) or not and with a constant in place of
     each length (`dr_grpo`); or against the mean of all others (`rloo`)."""
     normalise: Literal["token", "sequence", "batch"] | None = None
-    """What weighs the same: each session, all its tokens alike (`token`) or all its traces alike
-    (`sequence`); or each token of the batch (`batch`). `None` = `token`, or what `dr_grpo` is."""
+    """The units that weigh the same: each session, all its tokens alike (`token`) or all its traces
+    alike (`sequence`); or each token of the batch (`batch`). `None` = `token`, or what `dr_grpo`
+    is."""
     flat_groups: Literal["drop", "refill", "keep"] = "drop"
     """Groups whose rewards do not vary: left out, replaced by another group, or kept with advantage
     0 (they dilute a step and, with `kl`, still pull)."""
     packing: Literal["rows", "tree"] = "rows"
-    """How traces go through the model: padded rows that share their common beginning, or one tree
+    """Layout of traces in the model: padded rows that share their common beginning, or one tree
     per group in which each token stands once, under a dense mask."""
     max_length: int | None = Field(default=None, ge=2)
     """Longest trace, prompt and response together."""
