@@ -1,4 +1,4 @@
-"""The client against a real server with workers that do as they are told."""
+"""The client against a real server with workers whose results a test sets."""
 
 import asyncio
 import sys

@@ -41,7 +41,7 @@ async def collect(
 ) -> SftCounts:
     """Play `count` demonstrations and write `folder/demonstrations.jsonl` (SFT examples).
 
-    `folder` must not hold an earlier capture. `report` is told how many are done.
+    `folder` must not hold an earlier capture. `report` is called with the number that are done.
     """
     tasks = list(lookups(count, seed=seed))
     script = _write_script(tasks, folder, seed)

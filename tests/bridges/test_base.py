@@ -101,12 +101,12 @@ def test_a_session_of_which_nothing_fits_is_still_a_row_where_one_is_wanted():
 
 
 def test_every_token_has_the_temperature_of_its_call():
-    told = trace(metadata={"temperatures": [0.5, None]})
-    rows, _ = rows_of([group(session("s", 1.0, told, trace()))])
+    result = trace(metadata={"temperatures": [0.5, None]})
+    rows, _ = rows_of([group(session("s", 1.0, result, trace()))])
     assert rows[0].temperatures.tolist() == [0.5, 0.5, 1, 1, 1, 1, 1]
     assert rows[1].temperatures.tolist() == [1.0] * 7
     (cut,), _ = rows_of(
-        [group(session("s", 1.0, told))], Shape(max_response=1, overlong="truncate")
+        [group(session("s", 1.0, result))], Shape(max_response=1, overlong="truncate")
     )
     assert cut.temperatures.tolist() == [0.5]
 
@@ -142,6 +142,6 @@ def test_turns_have_their_span_and_their_messages():
     assert second.exchange_id == "e1"
 
 
-def test_messages_that_cannot_be_told_apart_are_none():
+def test_messages_without_known_turns_are_none():
     turns = turns_of(trace(response_messages=[DONE, RESULT, DONE, RESULT, DONE]))
     assert [turn.said for turn in turns] == [(), ()]

@@ -42,7 +42,7 @@ async def test_sessions_come_in_the_order_of_the_tasks_and_groups_are_acknowledg
         assert all(one.traces for one in first)
 
 
-async def test_a_session_that_failed_is_there_and_a_refusal_is_told(tmp_path):
+async def test_a_failed_session_is_returned_and_a_refusal_raises(tmp_path):
     async with (
         a_service(tmp_path, FakeWorkers()) as service,
         serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,

@@ -184,7 +184,7 @@ async def test_a_torn_tail_is_cut_and_never_misread(path):
                 assert len(read) == 3 or end
 
 
-# ---- what is refused, and how it is told
+# ---- refusals and their errors
 
 
 async def test_a_newer_format_is_refused_by_name(path):
@@ -425,7 +425,7 @@ async def test_a_checkpoint_that_fails_costs_nothing_but_a_longer_wal(path):
         store._writer._connection.set_authorizer(None)
 
 
-async def test_a_reader_that_comes_while_the_writer_ends_is_told(path):
+async def test_a_read_while_the_writer_ends_raises(path):
     async with await SqliteStore.open(path) as store:
         store._writer.close()
         with pytest.raises(StoreError, match="the store is closed"):

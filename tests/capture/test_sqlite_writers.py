@@ -111,12 +111,12 @@ async def test_a_delivery_goes_with_the_next_exchange_and_is_read_at_once(path):
         await store.open_session(made.record)
         first, second, _ = made.exchanges
         await store.commit(first, made.bodies)
-        told = group.create_task(store.deliver(made.deliver(first.exchange_id)))
+        result = group.create_task(store.deliver(made.deliver(first.exchange_id)))
         await asyncio.sleep(0)
         assert len(store._writer._jobs.left) == 1
         await store.commit(second, made.bodies)
         assert not store._writer._jobs.left
-        await told
+        await result
         group.create_task(store.deliver(made.deliver(second.exchange_id)))
         await asyncio.sleep(0)
         assert set(store.deliveries("s1")) == {first.exchange_id, second.exchange_id}

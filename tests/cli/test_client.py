@@ -20,7 +20,7 @@ from tests.server.house import (
 from bridle.server.app import serving
 
 
-def test_a_file_that_is_wrong_is_told_before_the_server_is_asked(tmp_path, say):
+def test_a_wrong_file_is_reported_before_the_server_is_called(tmp_path, say):
     file = tmp_path / "tasks.json"
     file.write_text(json.dumps([{"task_id": "a"}]))
     said = say("submit", file, "--server", "http://127.0.0.1:1")

@@ -81,7 +81,7 @@ def test_without_an_engine_it_says_where_one_is_named(say):
     assert "engines = [" in said.err
 
 
-async def test_a_second_gateway_on_a_data_folder_is_refused_and_told_the_first(tmp_path):
+async def test_a_second_gateway_on_a_data_folder_is_refused_and_names_the_first(tmp_path):
     (tmp_path / "s.json").write_text(json.dumps({"conversations": [{"turns": [{"content": "x"}]}]}))
     config = load_config(None, engines=[f"scripted:{tmp_path / 's.json'}"])
     async with opened(config, tmp_path / "data", fsync=False):

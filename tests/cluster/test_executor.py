@@ -97,14 +97,14 @@ async def a_drained_node_leaves(server):
 async def a_process_dies(server, cluster, nodes):
     """Ray starts the node anew; what it was running is run again, on the same folder."""
     async with AsyncClient(server.url, patience_s=120) as client:
-        told = nodes.parent / "told"
-        [again] = bodies(4, first=f"until [ -e {told} ]; do sleep 0.1; done")
+        result = nodes.parent / "result"
+        [again] = bodies(4, first=f"until [ -e {result} ]; do sleep 0.1; done")
         await client.submit_many([again | {"task_id": "u0"}])
         while sum(run_id.startswith("u0") for run_id in runs_in(nodes)) < 4:  # noqa: ASYNC110 - elsewhere
             await asyncio.sleep(0.1)
         [actor] = cluster.actors()
         os.kill(actor, signal.SIGKILL)
-        told.touch()
+        result.touch()
         group = (await taken(client, 2))[-1]  # the last one of before was not acknowledged
     assert group.task_id == "u0"
     assert {one.status for one in group.results} == {"COMPLETED"}

@@ -147,7 +147,7 @@ def test_every_error_names_the_path_the_line_and_the_field(tmp_path, name, conte
         load_tasks(written(tmp_path, name, content))
 
 
-def test_a_path_that_is_no_task_file_is_told(tmp_path):
+def test_a_path_that_is_no_task_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such file or folder"):
         load_tasks(tmp_path / "gone")
     with pytest.raises(ConfigError, match="no tasks in it"):

@@ -62,8 +62,8 @@ def test_ray_s_own_command_takes_its_options_and_the_server_its_own(job):
     assert not {"--head", "--node-ip-address", "--port", "--block"} & {*words[at:end]}
     server = words[end + 1 :]
     assert server == ["bridle", "serve", "--config", "b.toml", "--executor", "ray"]
-    told = CliRunner().invoke(app, [*server[1:], "--help"])
-    assert told.exit_code == 0
+    result = CliRunner().invoke(app, [*server[1:], "--help"])
+    assert result.exit_code == 0
 
 
 def test_without_a_config_it_says_so(job):
@@ -96,13 +96,13 @@ def test_a_server_that_fails_at_once_fails_the_job_each_time(job):
     assert [said(one)[0] for one in jobs] == [3] * 50
 
 
-def test_a_server_that_ends_when_the_job_is_told_to_keeps_its_status(job):
+def test_a_server_that_ends_with_the_job_keeps_its_status(job):
     srun = "trap '' TERM; kill -TERM $PPID; exit 3"
     jobs = [job(srun=srun, BRIDLE_CONFIG="b.toml") for _ in range(50)]
     assert [said(one)[0] for one in jobs] == [3] * 50
 
 
-def test_a_server_that_fails_when_told_to_end_fails_the_job(job, tmp_path):
+def test_a_server_that_fails_at_its_end_fails_the_job(job, tmp_path):
     srun = f"trap 'kill $!; exit 4' TERM; {SLEEP} touch {tmp_path}/up; wait"
     process = job(srun=srun, BRIDLE_CONFIG="b.toml")
     while not (tmp_path / "up").exists():
@@ -112,7 +112,9 @@ def test_a_server_that_fails_when_told_to_end_fails_the_job(job, tmp_path):
 
 
 def test_a_server_that_drains_is_waited_for_through_a_second_signal(job, tmp_path):
-    drain = f"touch {tmp_path}/told$((++n)); [ $n = 2 ] && kill $child && echo drained && exit 5"
+    drain = (
+        f"touch {tmp_path}/signalled$((++n)); [ $n = 2 ] && kill $child && echo drained && exit 5"
+    )
     start = "n=0; sleep 30 >/dev/null 2>&1 & child=$!"
     wait = "while kill -0 $child 2>/dev/null; do wait $child; done"
     srun = f"{start}; trap '{drain}' TERM; touch {tmp_path}/told0; {wait}"

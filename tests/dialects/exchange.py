@@ -87,8 +87,8 @@ class Provider:
             if self.error is not None:
                 raise self.error
         except RequestError as refused:
-            status, told, body = wire.error(refused)
-            return httpx2.Response(status, headers=told, content=body)
+            status, result, body = wire.error(refused)
+            return httpx2.Response(status, headers=result, content=body)
         self.requests.append(parsed)
         if route.kind is RouteKind.COUNT_TOKENS:
             return httpx2.Response(200, headers=json_type, content=wire.token_count(42))

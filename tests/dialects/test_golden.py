@@ -84,7 +84,7 @@ def test_synthetic_stream_equals_live_stream(folder):
         for make in (live, synthetic)
     ]
     if dialect is Dialect.OPENAI_RESPONSES:  # its events are numbered
-        told = [json.loads(event.data)["response"] for [event] in last]
+        parsed = [json.loads(event.data)["response"] for [event] in last]
     else:
-        told = [event.data for event_list in last for event in event_list]
-    assert told[:1] == told[1:]
+        parsed = [event.data for event_list in last for event in event_list]
+    assert parsed[:1] == parsed[1:]

@@ -48,14 +48,14 @@ def test_a_stream_cut_at_any_bytes_gives_the_same_events(cuts):
 @given(stream=st.binary(max_size=80), cut=st.integers(0, 80))
 def test_any_bytes_are_events_or_none(stream, cut):
     parser = SseParser()
-    told = parser.feed(stream[:cut]) + parser.feed(stream[cut:])
-    assert told == SseParser().feed(stream)
+    result = parser.feed(stream[:cut]) + parser.feed(stream[cut:])
+    assert result == SseParser().feed(stream)
 
 
 def test_written_events_are_read_back():
     stream = event_bytes(b'{"a":1}') + event_bytes(b"{}", "ping") + DONE
-    told = SseParser().feed(stream)
-    assert told == [SseEvent('{"a":1}'), SseEvent("{}", "ping"), SseEvent("[DONE]")]
+    result = SseParser().feed(stream)
+    assert result == [SseEvent('{"a":1}'), SseEvent("{}", "ping"), SseEvent("[DONE]")]
 
 
 words = st.text(st.sampled_from('a"\\{}\u2028\u2029\u0085\x0b\x1c\r\n\u00e2\u0080é'), min_size=1)

@@ -71,9 +71,9 @@ def test_a_list_that_is_sent_again_is_the_same_object_and_its_digest_is_known():
 def test_a_choice_is_a_mode_or_a_tool_that_was_sent():
     tools = ToolList((F,))
     assert [check_choice(name, tools, "p") for name in ("auto", "none", "required", "f")]
-    with pytest.raises(RequestError, match="'g' not found") as told:
+    with pytest.raises(RequestError, match="'g' not found") as raised:
         check_choice("g", tools, "p")
-    assert told.value.param == "p"
+    assert raised.value.param == "p"
     with pytest.raises(RequestError, match="required"):
         check_choice("required", ToolList(), "p")
 

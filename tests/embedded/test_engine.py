@@ -362,7 +362,7 @@ async def test_broken_weights_fail_their_calls_and_good_ones_mend_it(folder, ora
     assert got.ids == oracle.greedy(prompt_of(5), len(got.ids))
 
 
-async def test_a_version_can_be_told_without_weights(folder, oracle, opened):
+async def test_a_version_can_be_set_without_weights(folder, oracle, opened):
     async with opened(folder) as engine:
         versioned: Versioned = engine
         await versioned.set_version(9)

@@ -19,7 +19,7 @@ def test_a_cut_is_an_engine_error_that_can_be_tried_again():
     assert caught.value.status is None
 
 
-def test_who_can_be_told_a_version_is_seen_by_its_method():
+def test_an_engine_with_set_version_is_versioned():
     assert isinstance(scripted_engine([{}]), Versioned)
     assert not isinstance(InstantEngine(), Versioned)
 
@@ -51,10 +51,10 @@ def test_joined_chunks_have_the_same_tokens_and_lose_nothing_else(chunks):
         found.extend(joined(broken_after(chunks)))
     for field in ("output_ids", "logprobs"):
         values = [
-            [one for told in side for one in getattr(told, field)] for side in (found, chunks)
+            [one for reply in side for one in getattr(reply, field)] for side in (found, chunks)
         ]
         assert values[0] == values[1]
-    special = [[told for told in side if told.extra or told.prompt_ids_json or told.finish_reason]
+    special = [[one for one in side if one.extra or one.prompt_ids_json or one.finish_reason]
                for side in (found, chunks)]  # fmt: skip
     assert special[0] == special[1]
 

@@ -34,7 +34,7 @@ async def served(request):
         yield engine
 
 
-async def test_a_renderer_that_agrees_is_told_so(served):
+async def test_a_renderer_that_agrees_is_reported_as_equal(served):
     finding = await compare_rendering(served, rendered)
     assert finding.ok, finding
     assert finding.found == f"{len(CASES)} of {len(CASES)} alike"
@@ -141,7 +141,7 @@ async def test_an_engine_tells_the_prompts_that_its_chat_route_makes(shape):
 
 
 class Picky(RecordingEngine):
-    """Its template refuses what it is told to."""
+    """Its template refuses the messages that a test names."""
 
     def __init__(self, *refused):
         super().__init__(scripted_engine([{"content": "x"}]))

@@ -222,12 +222,12 @@ async def test_bytes_that_nobody_asked_for_close_the_connection():
 
 
 async def test_closing_ends_calls_under_way():
-    async def told():
+    async def reply():
         with pytest.raises(ConnectionError):
             await made.post("/", b"", nothing)
 
     async with serving([30]) as (made, seen), asyncio.TaskGroup() as group:
-        group.create_task(told())
+        group.create_task(reply())
         async with asyncio.timeout(15):
             while not any(seen):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)

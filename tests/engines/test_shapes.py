@@ -29,8 +29,8 @@ async def test_ids_logprobs_versions_and_end_are_those_of_the_engine(shape, stre
     assert np.array_equal(ids_of(chunks), expected.output_ids)
     assert logprobs_of(chunks).dtype == np.float32
     assert np.array_equal(logprobs_of(chunks), expected.logprobs)
-    told = [c.prompt_ids_json for c in chunks if c.prompt_ids_json is not None]
-    assert told == ([expected.prompt_ids_json] if shape.tells_prompt or not stream else [])
+    reply = [c.prompt_ids_json for c in chunks if c.prompt_ids_json is not None]
+    assert reply == ([expected.prompt_ids_json] if shape.tells_prompt or not stream else [])
     last = chunks[-1]
     assert last.finish_reason is FinishReason.STOP
     assert last.versions == (VersionSpan(3, 0, len(expected.output_ids)),)

@@ -105,8 +105,8 @@ async def test_over_http_an_engine_is_what_it_is_in_process(connected, route, st
     logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
     assert logprobs.dtype == np.float32
     assert np.array_equal(logprobs, expected.logprobs)
-    told = [c.prompt_ids_json for c in chunks if c.prompt_ids_json is not None]
-    assert told == [expected.prompt_ids_json]
+    reply = [c.prompt_ids_json for c in chunks if c.prompt_ids_json is not None]
+    assert reply == [expected.prompt_ids_json]
     last = chunks[-1]
     assert (last.finish_reason, last.versions) == (
         FinishReason.STOP,

@@ -169,7 +169,7 @@ def test_what_is_too_long_keeps_its_beginning_and_its_end():
 
 
 async def test_a_busy_judge_is_asked_again_when_it_says(tmp_path):
-    told, model = await judged(tmp_path, 429, GOOD)
-    assert told.reward == 0.75
+    result, model = await judged(tmp_path, 429, GOOD)
+    assert result.reward == 0.75
     first, second = model.times
     assert second - first >= 1

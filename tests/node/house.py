@@ -78,7 +78,7 @@ async def a_node(tmp_path, *turns, store=None, settings=None, engine=None, **gat
 
 
 def statuses(node):
-    """The statuses that were told, in order."""
+    """The statuses that were reported, in order."""
     return [str(event.status) for event in node.seen if isinstance(event, SessionChanged)]
 
 

@@ -63,7 +63,7 @@ def test_final_statuses_lead_nowhere_and_every_other_one_to_an_end():
 
 
 async def until(node, status):
-    while status not in statuses(node):  # noqa: ASYNC110 - events are told to plain callbacks
+    while status not in statuses(node):  # noqa: ASYNC110 - events go to plain callbacks
         await asyncio.sleep(0.005)
 
 

@@ -132,7 +132,7 @@ def test_a_prefill_behind_which_nothing_was_said_is_no_turn():
     assert (placement.kind, placement.repeats) == (ROOT, ("p",))
 
 
-def test_2_equal_visible_answers_are_told_apart_by_reasoning():
+def test_2_equal_visible_answers_are_distinguished_by_reasoning():
     talk = Talk()
     for name, thought in (("a", "left"), ("b", "right"), ("c", "left again")):
         talk.exchange(name, TASK, said("ok", reasoning=thought))
@@ -140,7 +140,7 @@ def test_2_equal_visible_answers_are_told_apart_by_reasoning():
     assert (placement.parent, placement.tie) == ("b", "reasoning")
 
 
-def test_2_equal_visible_answers_are_told_apart_by_the_ids_of_their_calls():
+def test_2_equal_visible_answers_are_distinguished_by_the_ids_of_their_calls():
     talk = Talk()
     for name in ("a", "b", "c"):
         talk.exchange(name, TASK, said(calls=[call(f"call_{name}")]))

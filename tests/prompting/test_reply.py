@@ -45,7 +45,7 @@ def parse(tokens, qwen3):
     return parse
 
 
-def test_text_reasoning_and_calls_are_told_apart(parse):
+def test_text_reasoning_and_calls_are_separated(parse):
     reply = parse(f"<think>\nhm\n</think>\n\nI look.\n{CALL}\n{CALL}<|im_end|>")
     assert (reply.reasoning, reply.content) == ("hm", "I look.")
     assert [(c.id, c.name, c.arguments) for c in reply.tool_calls] == [

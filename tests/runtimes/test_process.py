@@ -112,9 +112,9 @@ async def test_a_program_that_stops_reading_does_not_hang_us(tmp_path):
 async def test_input_can_be_a_file_and_output_can_go_to_one(tmp_path):
     (tmp_path / "in").write_bytes(b"x" * 3_000_000)
     result = await run_process(
-        command("cat; echo told >&2", tmp_path, stdin=tmp_path / "in", stdout=tmp_path / "out")
+        command("cat; echo noted >&2", tmp_path, stdin=tmp_path / "in", stdout=tmp_path / "out")
     )
-    assert (result.stdout, result.stderr) == (b"", b"told\n")
+    assert (result.stdout, result.stderr) == (b"", b"noted\n")
     assert (tmp_path / "out").stat().st_size == 3_000_000
 
 

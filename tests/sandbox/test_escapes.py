@@ -184,7 +184,7 @@ async def test_a_task_s_variables_reach_no_program_of_the_machine(place, tmp_pat
     runtime = await place(env=own)
     result = await runtime.exec('echo "$LD_PRELOAD $DOCKER_HOST $BASH_ENV"')
     assert result.stdout.decode().split() == list(own.values())
-    # Only what runs inside was told of the library, and found nothing there.
+    # Only what runs inside got the path of the library, and found nothing there.
     assert result.stderr.decode().count("cannot be preloaded") <= 1
 
 

@@ -33,8 +33,8 @@ async def test_ids_of_a_chat_call_replace_its_messages_and_come_back(api, spaces
     assert TOKENIZER.decode(choice["token_ids"]) == "Hello.<|im_end|>"
     entries = choice["logprobs"]["content"]
     assert [e["token"] for e in entries] == [f"token_id:{i}" for i in choice["token_ids"]]
-    told = np.array([e["logprob"] for e in entries], dtype=np.float32)
-    assert np.array_equal(told, scripted_logprobs(np.array(choice["token_ids"], dtype=np.int32)))
+    result = np.array([e["logprob"] for e in entries], dtype=np.float32)
+    assert np.array_equal(result, scripted_logprobs(np.array(choice["token_ids"], dtype=np.int32)))
 
 
 async def test_messages_are_rendered_and_reach_the_engine_too(api):
@@ -128,7 +128,7 @@ async def test_a_stop_string_is_not_in_the_text_but_in_the_ids(api, stop):
     assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == shown
 
 
-async def test_a_stop_token_other_than_the_end_is_told(api):
+async def test_a_stop_token_other_than_the_end_is_reported(api):
     one = await api(scripted_engine([{"content": "Hello, world."}]))
     third = TOKENIZER.encode("Hello, world.").tolist()[2]
     body = {"messages": USER, "stop_token_ids": [third]}
@@ -195,7 +195,7 @@ async def test_a_prompt_beyond_the_context_is_refused_as_vllm_refuses_it(api):
 
 
 class FailingEngine(RecordingEngine):
-    """Gives one token, then fails as it is told."""
+    """Gives one token, then fails as a test wants."""
 
     def __init__(self, error, before=0):
         super().__init__(scripted_engine([{}]))
@@ -238,7 +238,7 @@ async def test_health_asks_the_engine(api):
         assert response.status == 200
 
 
-async def test_a_late_failure_is_told_in_the_stream(api):
+async def test_a_late_failure_comes_in_the_stream(api):
     one = await api(FailingEngine(EngineError("late", status=503), before=2))
     events = await one.events("/v1/chat/completions", {"messages": USER})
     assert events[-1]["error"]["message"] == "late"
@@ -324,9 +324,9 @@ async def test_long_prompts_pass_unparsed(api):
 
 async def test_tokenize_gives_the_tokenizers_ids(api):
     one = await api(InstantEngine())
-    told = await one.json("/tokenize", {"prompt": "hi there"})
-    assert told["tokens"] == TOKENIZER.encode("hi there").tolist()
-    assert told["count"] == len(told["tokens"])
+    body = await one.json("/tokenize", {"prompt": "hi there"})
+    assert body["tokens"] == TOKENIZER.encode("hi there").tolist()
+    assert body["count"] == len(body["tokens"])
     rendered = await one.json("/tokenize", {"messages": USER, "tools": [BASH]})
     assert rendered["tokens"] == TOKENIZER.encode(TOKENIZER.render(USER, [BASH])).tolist()
 

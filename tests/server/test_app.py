@@ -55,16 +55,16 @@ async def test_unknown_path_gives_an_error_in_the_common_form(tmp_path):
         serving(served(service), host="127.0.0.1", port=0) as url,
         httpx.AsyncClient(base_url=url) as http,
     ):
-        told = await http.get("/nowhere")
-        assert (told.status_code, told.json()["error"]["code"]) == (404, "not_found")
+        response = await http.get("/nowhere")
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
 
 
 async def test_every_route_is_described_and_every_reference_leads_somewhere(tmp_path):
     async with an_app(tmp_path) as http:
-        told = (await http.get("/openapi.json")).json()
-    assert told["openapi"].startswith("3.1")
-    assert {"/rollout/task/submit", "/v1/groups", "/policy"} <= set(told["paths"])
-    schemas = set(told["components"]["schemas"])
+        response = (await http.get("/openapi.json")).json()
+    assert response["openapi"].startswith("3.1")
+    assert {"/rollout/task/submit", "/v1/groups", "/policy"} <= set(response["paths"])
+    schemas = set(response["components"]["schemas"])
 
     def look(value):
         if isinstance(value, dict):
@@ -76,8 +76,8 @@ async def test_every_route_is_described_and_every_reference_leads_somewhere(tmp_
             for inner in value:
                 look(inner)
 
-    look(told)
-    operations = [one for path in told["paths"].values() for one in path.values()]
+    look(response)
+    operations = [one for path in response["paths"].values() for one in path.values()]
     assert len({one["operationId"] for one in operations}) == len(operations)
     assert all(one["summary"] for one in operations)
 

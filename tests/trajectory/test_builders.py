@@ -72,7 +72,7 @@ def test_what_branches_share_trains_on_the_path_with_more_sampled_tokens():
     assert not traces["x2"].response_logprobs[:20].any()
 
 
-def test_equal_paths_are_told_apart_by_the_digest_of_their_ids():
+def test_equal_paths_are_ordered_by_the_digest_of_their_ids():
     owners = set()
     for seed in range(8):
         made = MadeSession(seed=seed)

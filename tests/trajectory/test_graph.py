@@ -153,14 +153,14 @@ def test_an_exchange_of_another_session_is_left_out():
     assert [reason for _, reason in grow("other", made.exchanges).lost] == ["foreign_session"]
 
 
-def test_a_missing_commit_number_is_told():
+def test_a_missing_commit_number_is_reported():
     made = chain(3)
     made.call(None)
     del made.exchanges[2]
     assert grown(made).breaks == (Break("x3", 0, "missing_exchange"),)
 
 
-def test_a_fork_is_told_with_the_first_position_that_differs():
+def test_a_fork_is_reported_with_the_first_position_that_differs():
     made = chain(2)
     same = made.full("x1")[:12]
     made.call(None, new=[*same, -1, -1], continues="x1", root_reason="history_changed")
@@ -174,15 +174,15 @@ def test_a_fork_is_told_with_the_first_position_that_differs():
     )
 
 
-def test_a_prompt_that_the_engine_changed_is_told_as_capture_saw_it():
+def test_a_prompt_that_the_engine_changed_is_reported_as_captured():
     made = chain(1)
-    told = {"position": 3, "reason": "engine_prompt"}
-    made.call(None, continues="x0", root_reason="engine_prompt", extra={"break": told})
-    made.call(None, continues=None, root_reason="engine_prompt", extra={"break": told})
+    result = {"position": 3, "reason": "engine_prompt"}
+    made.call(None, continues="x0", root_reason="engine_prompt", extra={"break": result})
+    made.call(None, continues=None, root_reason="engine_prompt", extra={"break": result})
     assert grown(made).breaks == (Break("x1", 3, "engine_prompt"), Break("x2", 3, "engine_prompt"))
 
 
-def test_a_fork_of_what_was_lost_is_told_without_a_position():
+def test_a_fork_of_a_lost_exchange_is_reported_without_a_position():
     made = chain(1)
     replace(made, 0, parent_id="gone", kept=4, suffix_ids=made.exchanges[0].suffix_ids[4:])
     made.call(None, continues="x0", root_reason="history_changed")

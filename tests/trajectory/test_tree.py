@@ -134,7 +134,7 @@ def test_a_fork_inside_the_prompt_says_so():
     assert "they part at position 1, in x0's prompt" in explained(made, "x0", "x1")
 
 
-def test_an_extension_and_a_prompt_that_ends_early_are_told():
+def test_an_extension_and_a_prompt_that_ends_early_are_reported():
     made = MadeSession()
     made.call()
     made.call("x0")

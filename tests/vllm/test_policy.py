@@ -123,9 +123,7 @@ async def two_turns(handle, together):
                 await together.wait()
 
 
-async def test_an_update_amid_fifty_sessions_of_two_gateways_is_heard_of_by_no_harness(
-    updated, models
-):
+async def test_an_update_amid_fifty_sessions_of_two_gateways_is_seen_by_no_harness(updated, models):
     counted = "vllm:generation_tokens_total"
     async with (
         opened_gateway(updated) as (one, of_one),
