@@ -216,7 +216,7 @@ class Simulation:
         self._at(self.fleet.post_share * self.fleet.mean_s, "reported", index, session)
         self._begin(index)
 
-    def _on_told(self, index: int, session: int) -> None:
+    def _on_reported(self, index: int, session: int) -> None:
         """The server hears of an end; it does one thing at a time."""
         node = self._nodes[index]
         node.in_hand.discard(session)

@@ -442,7 +442,6 @@ class Client:
 
     @property
     def token(self) -> str | None:
-        """See `AsyncClient`."""
         return self._client.token
 
     def __enter__(self) -> Self:

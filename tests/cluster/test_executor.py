@@ -61,7 +61,7 @@ async def test_the_same_config_runs_here_and_on_a_cluster_by_changing_one_line(t
         there = await come_to(server)
         assert here == there
         assert {status for status, *_ in there.values()} == {"COMPLETED"}
-        await an_engine_is_told_of(server, cluster, tmp_path)
+        await an_engine_is_announced(server, cluster, tmp_path)
         await a_process_dies(server, cluster, nodes)
         await a_drained_node_leaves(server)
 
@@ -78,7 +78,7 @@ async def until(condition, server):
     return found
 
 
-async def an_engine_is_told_of(server, cluster, tmp_path):
+async def an_engine_is_announced(server, cluster, tmp_path):
     """An engine that a named actor tells of is used by the nodes."""
     with an_engine(tmp_path / "script.json") as url:
         await asyncio.to_thread(tell_of, cluster.address, url)

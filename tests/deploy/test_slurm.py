@@ -117,9 +117,9 @@ def test_a_server_that_drains_is_waited_for_through_a_second_signal(job, tmp_pat
     )
     start = "n=0; sleep 30 >/dev/null 2>&1 & child=$!"
     wait = "while kill -0 $child 2>/dev/null; do wait $child; done"
-    srun = f"{start}; trap '{drain}' TERM; touch {tmp_path}/told0; {wait}"
+    srun = f"{start}; trap '{drain}' TERM; touch {tmp_path}/signalled0; {wait}"
     process = job(srun=srun, BRIDLE_CONFIG="b.toml")
-    for name in ("told0", "told1"):
+    for name in ("signalled0", "signalled1"):
         while not (tmp_path / name).exists():
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)

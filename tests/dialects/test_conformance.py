@@ -87,7 +87,7 @@ def answered(dialect, body):
     )
 
 
-def is_told(dialect, status, shown, streamed):
+def is_well_formed(dialect, status, shown, streamed):
     """Return whether that is a reply, whole and streamed, or an error in the provider's shape."""
     if status == 200:
         return bool(DIALECTS[dialect].reply_messages(shown)) and bool(streamed)
@@ -123,7 +123,7 @@ def test_a_body_with_anything_anywhere_is_read_or_refused(dialect, data):
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(list(places(body))[1:] or [()]))
         body = with_place(body, path, data.draw(json_values))
-    assert is_told(dialect, *answered(dialect, body))
+    assert is_well_formed(dialect, *answered(dialect, body))
 
 
 @ALL
@@ -150,7 +150,7 @@ def test_deep_nesting_anywhere_is_read_or_refused(dialect, data):
     path = data.draw(st.sampled_from(list(places(body))[1:]))
     where = (*path, "x") if isinstance(at(body, path), dict) else path
     marked = json.dumps(with_place(body, where, "@@")).replace('"@@"', nested)
-    assert is_told(dialect, *answered(dialect, marked.encode()))
+    assert is_well_formed(dialect, *answered(dialect, marked.encode()))
 
 
 def at(value, path):

@@ -336,7 +336,7 @@ def google_config(*, thoughts: bool = True) -> genai_types.GenerateContentConfig
     )
 
 
-def parts_told(responses):
+def parts_of(responses):
     """Texts joined by kind, and calls, over all parts."""
     parts = [part for response in responses for part in response.candidates[0].content.parts]
     texts = "".join(part.text for part in parts if part.text and not part.thought)
@@ -359,8 +359,8 @@ def test_google_gives_the_scripted_parts_streamed_and_whole(reply, thoughts, is_
         (reply.reasoning or "") if thoughts else "",
         [(call.id, json.loads(call.arguments)) for call in reply.tool_calls],
     )
-    assert parts_told([whole])[:3] == wanted
-    assert parts_told(chunks)[:3] == wanted
+    assert parts_of([whole])[:3] == wanted
+    assert parts_of(chunks)[:3] == wanted
     finish = genai_types.FinishReason.MAX_TOKENS if reply is CUT else genai_types.FinishReason.STOP
     for last in (whole, chunks[-1]):
         assert last.candidates[0].finish_reason is finish
@@ -369,8 +369,8 @@ def test_google_gives_the_scripted_parts_streamed_and_whole(reply, thoughts, is_
         assert last.usage_metadata.thoughts_token_count == 3
         assert last.usage_metadata.total_token_count == 18
         assert last.usage_metadata.cached_content_token_count == 4
-    signed = [part.thought_signature for part in parts_told([whole])[3] if part.thought_signature]
-    again = [part.thought_signature for part in parts_told(chunks)[3] if part.thought_signature]
+    signed = [part.thought_signature for part in parts_of([whole])[3] if part.thought_signature]
+    again = [part.thought_signature for part in parts_of(chunks)[3] if part.thought_signature]
     assert signed == again
     assert bool(signed) is (reply is not NOTHING)
 

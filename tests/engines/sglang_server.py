@@ -250,7 +250,7 @@ class SglangServer(EngineServer):
                 request.transport.close()
             return response
         except (EngineError, BadCallError) as error:
-            await response.write(event({"error": _told_failure(error)}))
+            await response.write(event({"error": _failure_json(error)}))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -469,7 +469,7 @@ def _format_grammar(response_format: JSON | None) -> JSON | None:
     return {"json_schema": schema.get("schema", {}) if isinstance(schema, dict) else {}}
 
 
-def _told_failure(error: Exception) -> JSON:
+def _failure_json(error: Exception) -> JSON:
     status = 400
     if isinstance(error, EngineError) and not isinstance(error, ContextOverflowError):
         status = error.status or (503 if error.retryable else 500)

@@ -42,10 +42,10 @@ def leaves(request):
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, leaves):
     """SDK -> what its script printed, and the exchanges that it left, by the reply's id."""
-    return asyncio.run(_told(tmp_path_factory, leaves))
+    return asyncio.run(_played(tmp_path_factory, leaves))
 
 
-async def _told(tmp_path_factory, leaves):
+async def _played(tmp_path_factory, leaves):
     recipe = node_recipe("sdks", "1", size_mb=290, locks=SCRIPTS)
     bundle = await ensure(recipe, bundles_dir(), print)
     result = {}

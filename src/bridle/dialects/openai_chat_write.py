@@ -199,7 +199,6 @@ class ChatStream(StreamEncoder):
         return self._delta({})
 
     def error(self, error: RequestError) -> bytes | None:
-        """None: cut."""
         del error
         return None
 

@@ -471,7 +471,6 @@ class EnginePool(EngineHandover):
         return await self._serving(one, error)
 
     async def _serving(self, one: Replica, error: EngineError | None) -> bool:
-        """Implement `EngineHandover._serving`."""
         if error is None and one.paused and self._held is None:
             error = await one.release()
         if error is not None:
@@ -486,7 +485,6 @@ class EnginePool(EngineHandover):
         return True
 
     def _refresh(self) -> None:
-        """Implement `EngineHandover._refresh`."""
         lag = self.settings.max_version_lag
         self._ready = [
             one

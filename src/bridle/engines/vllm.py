@@ -320,7 +320,6 @@ class VllmEngine(ServerAdapter, Immediate):
         return sent.waiting
 
     def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
-        """See `Immediate`."""
         answer = self._client.arrived(self._begun[request.request_id])
         if answer is None:
             return None
@@ -344,12 +343,10 @@ class VllmEngine(ServerAdapter, Immediate):
         )
 
     def end(self, request: GenerateRequest) -> None:
-        """See `Immediate`."""
         self._client.end(self._begun.pop(request.request_id))
         del self._calls[request.request_id]
 
     def drop(self, request: GenerateRequest) -> None:
-        """See `Immediate`."""
         self._client.drop(self._begun.pop(request.request_id))
         del self._calls[request.request_id]
 

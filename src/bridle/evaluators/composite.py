@@ -117,7 +117,7 @@ class CompositeEvaluator:
             except EvaluatorError as error:
                 raise type(error)(f"part {one.name!r}: {error}") from error
             if one.part.gate is not None and found[one.name].reward < one.part.gate:
-                metadata = {"parts": _told(found), "gate": one.name}
+                metadata = {"parts": _parts_json(found), "gate": one.name}
                 return Evaluation(self._otherwise, metadata=metadata)
         weights = {one.name: one.part.weight for one in self._parts}
         total = sum(weights.values())
@@ -131,8 +131,8 @@ class CompositeEvaluator:
             message = f"parts reward different numbers of traces: {sorted(map(len, traces))}"
             raise EvaluatorError(message)
         added = tuple(map(sum, zip(*traces, strict=True))) if traces else None
-        return Evaluation(reward, added, {"parts": _told(found)})
+        return Evaluation(reward, added, {"parts": _parts_json(found)})
 
 
-def _told(found: dict[str, Evaluation]) -> JSON:
+def _parts_json(found: dict[str, Evaluation]) -> JSON:
     return {name: {"reward": each.reward, **each.metadata} for name, each in found.items()}

@@ -75,7 +75,6 @@ class HeldFamily:
         *,
         tools: list[JSON] | None,
     ) -> Bridged | None:
-        """See `Family`."""
         before = [*previous_prompt_ids, *previous_completion_ids]
         ids = self.suffix(previous_prompt_ids, previous_completion_ids, new_messages, tools)
         return None if ids is None else _Ids(before + ids)

@@ -114,7 +114,7 @@ async def exit_codes_are_true(bench: Fixtures) -> None:
 
 
 @_check
-async def the_signal_that_ended_a_process_is_told(bench: Fixtures) -> None:
+async def the_signal_that_ended_a_process_is_reported(bench: Fixtures) -> None:
     result = await bench.runtime.exec(["bash", "-c", "kill -KILL $$"])
     expect((result.exit_code, result.signal) == (None, signal.SIGKILL), result)
 
@@ -196,7 +196,7 @@ async def a_log_gets_everything(bench: Fixtures) -> None:
 
 
 @_check
-async def commands_run_in_the_workdir_unless_told(bench: Fixtures) -> None:
+async def commands_run_in_the_workdir_by_default(bench: Fixtures) -> None:
     runtime = bench.runtime
     result = await runtime.exec("pwd -P; mkdir sub")
     expect(result.stdout.decode().strip().endswith(runtime.workdir), result)

@@ -140,7 +140,6 @@ class Telemetry:
             self._logged[axis] = len(rows)
 
     def close(self) -> None:
-        """Wait until trackers have logged everything, then close them."""
         if not self._thread.is_alive():
             return
         self._samples()

@@ -246,7 +246,7 @@ def certify(
     if not any(len(answer.positions) for _, answer in pairs):
         raise ConfigError("nothing to compare: the trainer sent no logprob of any trace")
     scored = _scored(pairs)
-    trainer, rollout = _told(pairs, trainer, rollout or Facts())
+    trainer, rollout = _all_facts(pairs, trainer, rollout or Facts())
     tolerance = _tolerance(trainer, rollout)
     mismatches = diagnose(
         scored, dataclasses.asdict(trainer), dataclasses.asdict(rollout), tolerance
@@ -266,7 +266,7 @@ def certify(
     )
 
 
-def _told(
+def _all_facts(
     pairs: Sequence[tuple[Trace, Recomputed]], trainer: Facts, rollout: Facts
 ) -> tuple[Facts, Facts]:
     """The facts of both sides, with those that the traces and the sent ids show."""
