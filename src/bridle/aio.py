@@ -147,10 +147,10 @@ class LoopClock:
 class Turnstile:
     """Lets so many through per round of the event loop, in the order in which they came.
 
-    Where many come in one moment, each with work to do, a loop would take them all one step
-    further before it looks at the network again: the first would be answered when the last is.
-    Behind a turnstile a few go on while the others wait, and what arrives for those few is seen to
-    in between. Who comes when nobody waits goes through at once.
+    Where many come in one moment, each with work to do, a loop would take them all one step further
+    before it looks at the network again: the first would be answered when the last is. Behind a
+    turnstile a few continue while the others wait, and what arrives for those few is seen to in
+    between. Who comes when nobody waits goes through at once.
     """
 
     def __init__(self, per_round: int) -> None:

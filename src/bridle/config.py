@@ -110,7 +110,7 @@ class Limits(Settings):
     max_tokens: int | None = None
     """Sampled tokens over the whole session."""
     max_seconds: float | None = None
-    """Seconds since the first model call; calls begun before go on to their end."""
+    """Seconds since the first model call; calls begun before continue to their end."""
     max_calls_in_flight: int | None = None
 
 

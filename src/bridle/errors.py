@@ -181,7 +181,7 @@ class EvaluatorError(BridleError):
 
 
 class TrainingError(BridleError):
-    """A training cannot begin or go on: nothing to train on, unknown ids, a loss not a number."""
+    """A training cannot begin or continue: no data, unknown ids, a loss that is not a number."""
 
 
 class RequestError(BridleError):

@@ -319,7 +319,7 @@ class ModelRequest:
     tools_span: bytes | None = None
     """Raw JSON of the tool list; `None` = none sent."""
     prefill: str | None = None
-    """Text that begins the answer, as the last message gives it; the reply goes on from it."""
+    """Text that begins the answer, as the last message gives it; the reply continues from it."""
     logprobs: bool = False
     """True if the client wants the logprobs of what was sampled."""
     include_usage: bool = False

@@ -205,7 +205,7 @@ class TaskTable:
 def rows_of(
     groups: Sequence[SessionGroup], shape: Shape | None = None
 ) -> tuple[list[Row], RowCounts]:
-    """The rows of groups, in the order of groups, samples and traces; and what became of them."""
+    """The rows of groups, in the order of groups, samples and traces; and counts of the rest."""
     shape = shape or Shape()
     counts = RowCounts()
     rows: list[Row] = []

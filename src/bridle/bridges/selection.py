@@ -34,7 +34,7 @@ class Rules(Settings):
     """Least number of turns of the model."""
     max_turns: int | None = Field(default=None, ge=1)
     rejected: bool = False
-    """True if replies are taken that the harness read and did not go on from."""
+    """True if replies are taken that the harness read and did not continue from."""
     finish: tuple[str, ...] = ()
     """Finish reasons of the last turn that will do, e.g. `stop`."""
     max_repetition: float | None = Field(default=None, ge=0, le=1)

@@ -374,7 +374,7 @@ class TrlAsyncRollouts:
         self._sessions.update_weights(dict(iterator), self._sent)
 
     def resume(self) -> None:
-        """Nothing: calls that were held went on."""
+        """Nothing: calls that were held continued."""
 
     def destroy(self) -> None:
         """Nothing is held."""

@@ -148,7 +148,9 @@ async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
         with long_running():
             await stop.wait()
             if left := await served.service.drain():
-                what = "go on without it" if ray else "still run; the next server runs them again"
+                what = (
+                    "continue without it" if ray else "still run; the next server runs them again"
+                )
                 notes.print(f"{left} sessions {what}")
 
 

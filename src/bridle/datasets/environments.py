@@ -119,7 +119,7 @@ def safe_backend(wanted: str) -> str:
         backend, reason = default_backend()
         if backend == "local":
             raise ConfigError(
-                "source distributions are strangers' code, and no sandbox can be had for their "
+                "source distributions are strangers' code, and no sandbox is available for their "
                 f"build and tests ({reason}). Install bubblewrap, or accept it: --runtime local"
             )
     if backend not in ("bubblewrap", "local"):

@@ -139,7 +139,7 @@ def _hub_files(name: str, revision: str | None, files: str | None) -> list[Path]
         folder = Path(snapshot_download(name, **terms))
     except (OSError, ValueError, RuntimeError) as error:
         why = str(error).strip().splitlines()[0]
-        raise ConfigError(f"hf://datasets/{name}: cannot be had from the hub: {why}") from error
+        raise ConfigError(f"hf://datasets/{name}: cannot be loaded from the hub: {why}") from error
     names = {each: each.relative_to(folder).as_posix() for each in folder.rglob("*")}
     kept = (each for each, name in names.items() if any(fnmatchcase(name, one) for one in wanted))
     return sorted(each for each in kept if each.is_file())

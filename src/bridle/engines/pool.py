@@ -223,7 +223,7 @@ class EnginePool(EngineHandover):
     def end(self, request: GenerateRequest, chunk: GenerateChunk) -> None:
         """End a call with the reply that `arrived` gave."""
         call = self._calls.pop(request.request_id)
-        assert call.begun is not None, "it goes on in `generate`"
+        assert call.begun is not None, "it continues in `generate`"
         one, engine = call.begun
         engine.end(request)
         one.prompt_tokens += len(request.prompt)
@@ -234,7 +234,7 @@ class EnginePool(EngineHandover):
         one.end(call)
 
     def drop(self, request_id: str) -> None:
-        """End a call that was begun, if nobody goes on with it."""
+        """End a call that was begun, if nobody continues it."""
         call = self._calls.get(request_id)
         if call is not None and call.begun is not None:
             one, engine = call.begun
@@ -243,7 +243,8 @@ class EnginePool(EngineHandover):
             one.end(call)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """Sample one reply on one replica, or go on from what `begin` began; see `Engine.generate`.
+        """Sample one reply on one replica, or continue from what `begin` began; see
+        `Engine.generate`.
 
         A reply whose replica was lost in mid-reply ends with `FinishReason.ABORT`.
         """

@@ -575,7 +575,7 @@ def weights_finding(*, served: Path | None, routes: bool) -> Finding:
         "weights",
         ok=not tied,
         found="taken from a folder while it runs" + (", embeddings are tied" if tied else ""),
-        means="On a CPU vLLM's head would go on with the old ones.",
+        means="On a CPU vLLM's head would continue with the old ones.",
         fix="On a CPU serve an untied copy of the model.",
     )
 

@@ -68,7 +68,7 @@ class ClusterRunner(Fleet):
     ) -> None:
         """`owner` names the owner of the runs, the same in every process of the caller.
 
-        With `outlive`, runs go on when their caller is cancelled, and the caller's next process
+        With `outlive`, runs continue when their caller is cancelled, and the caller's next process
         finds them.
         """
         super().__init__()
@@ -95,7 +95,7 @@ class ClusterRunner(Fleet):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop polling; runs on nodes go on there."""
+        """Stop polling; runs on nodes continue there."""
         await self._nursery.cancel()
 
     # ---- nodes
@@ -117,7 +117,7 @@ class ClusterRunner(Fleet):
             self._lose(member, NodeLostError(f"node {member.slots.node_id or name}: {why}"))
 
     async def drain_node(self, name: str) -> None:
-        """Give a node (by its name or its `node_id`) no further run; its sessions go on.
+        """Give a node (by its name or its `node_id`) no further run; its sessions continue.
 
         `ConfigError` if there is none. `NodeLostError` if it could not be reached; it gets none of
         our runs then, either.
@@ -413,7 +413,7 @@ class ClusterRunner(Fleet):
         self._nursery.start(said, name=f"cancel {run.run_id}")
 
     def _begin(self, run: PendingRun) -> None:
-        """Join a run that goes on somewhere, or wait for a free slot."""
+        """Join a run that continues somewhere, or wait for a free slot."""
         self._expected.discard(run.run_id)
         member = self._found.pop(run.run_id, None)
         if member is None:

@@ -90,7 +90,7 @@ class NodeSettings(Settings):
     reap_s: float = Field(default=300, gt=0)
     """Seconds between two searches for what killed processes left on this machine."""
     limit_grace_s: float = Field(default=15, ge=0)
-    """Seconds that a harness may go on after its session's limit is reached."""
+    """Seconds that a harness may continue after its session's limit is reached."""
     keep_logs: Literal["always", "failed", "never"] = "always"
     """Sessions whose logs and files stay in the run folder."""
     bundles: Path | None = None

@@ -222,7 +222,7 @@ class RayCluster:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Disconnect; actors and their sessions go on."""
+        """Disconnect; actors and their sessions continue."""
         await self._nursery.cancel()
         if self._connected:
             self._connected = False

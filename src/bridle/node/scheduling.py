@@ -148,8 +148,8 @@ class RaySettings(NodeTimeouts):
     """Source of further engines, with a method `engines()` that returns their URLs: the name of an
     actor of the cluster (`NAME`, or `NAMESPACE/NAME`), or `serve:APP`, a Ray Serve application."""
     engines_s: float = Field(default=10, gt=0)
-    """Seconds between two calls of it; the calls of an engine that is listed no more may go on for
-    `engines_drain_s`."""
+    """Seconds between two calls of it; the calls of an engine that is listed no more may continue
+    for `engines_drain_s`."""
     engines_drain_s: float = Field(default=60, ge=0)
     watch_s: float = Field(default=1, gt=0)
     """Seconds between two checks for machines that have joined or left."""

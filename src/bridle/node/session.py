@@ -7,7 +7,7 @@ it raises nothing. However a session ends, its key is revoked, its processes are
 outcome is recorded. The records suffice to build the same result again at any later time.
 
 When a limit is reached, the gateway refuses every further call with the provider's error for an
-exhausted budget; most harnesses then stop. One that goes on is killed after a grace period.
+exhausted budget; most harnesses then stop. One that continues is killed after a grace period.
 """
 
 from __future__ import annotations

@@ -577,7 +577,7 @@ def _only(ids: tuple[str, ...]) -> str | None:
 
 
 KEPT = 4
-"""Requests that are remembered: one per conversation that goes on (agent, sub-agents)."""
+"""Requests that are remembered: one per conversation that continues (agent, sub-agents)."""
 
 
 @dataclass(frozen=True, slots=True)

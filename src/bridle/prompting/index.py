@@ -166,7 +166,7 @@ class Index:
     def mark(
         self, exchange_id: str, state: DeliveryState, *, delivered: Sequence[Atom] | None = None
     ) -> None:
-        """Note what became of a reply.
+        """Note the delivery state of a reply.
 
         `delivered` are the atoms that were written before the connection went, where that is
         known: only they can come back, so only they are indexed. Unknown exchanges are ignored.

@@ -155,7 +155,7 @@ def _any_link(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
 def _is_direct(name: str, folder: str) -> bool:
     """Return whether `name` lies below `folder` and no parent folder on the way is a symbolic link.
 
-    Python's own filter resolves links, and before 3.11.13 and 3.12.11 gives up on paths of more
+    Python's own filter resolves links, and before 3.11.13 and 3.12.11 fails on paths of more
     than 4096 bytes, which then lead anywhere (CVE-2025-4517).
     """
     path = PurePosixPath(name)

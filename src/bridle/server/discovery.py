@@ -27,7 +27,7 @@ READ_EVERY_S = 5.0
 PATIENCE_S = 1800.0
 """Time that a server waits for the first engine: a trainer may load its model first."""
 DRAIN_S = 30.0
-"""Time that the calls of an engine that leaves may go on there."""
+"""Time that the calls of an engine that leaves may continue there."""
 MOST_BYTES = 1 << 20
 """Limit of the file or answer that names engines; a longer one names none."""
 

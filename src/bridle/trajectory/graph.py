@@ -38,7 +38,7 @@ SHOWN = 16
 
 @dataclass(frozen=True, slots=True, order=True)
 class Break:
-    """A place where something that should go on does not."""
+    """A place where something that should continue does not."""
 
     exchange: str
     position: int
@@ -297,7 +297,7 @@ class _Grower:
         return hashlib.sha256(_bytes(ids(parent, kept)))
 
     def note_forks(self, unique: dict[str, Exchange]) -> None:
-        """Note where the messages went on but the ids could not.
+        """Note where the messages continued but the ids could not.
 
         An exchange whose engine used another prompt than ours says itself where they part.
         """

@@ -65,7 +65,7 @@ class MaskReason(IntEnum):
     OTHER_MODEL = 13
     """Sampled by an engine that is not the policy (the gateway's `[models]` table)."""
     REJECTED = 14
-    """Read by the harness, which asked the same again or went on from another answer; only where
+    """Read by the harness, which asked the same again or continued from another answer; only where
     the task says `rejected = "mask"`."""
     REPLAYED = 15
     """Sampled for another session, of which this one is a fork; trains there."""

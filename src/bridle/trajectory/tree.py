@@ -32,7 +32,7 @@ def draw(capture: SessionCapture, train: Collection[Kind]) -> list[tuple[int, st
     """The conversation of a session as `(depth, text)` lines.
 
     Each root begins with a line of its own; then one line per exchange: its id and kind, who spoke
-    in what is new, tokens in and out, what becomes of the sampled tokens, the beginning of the
+    in what is new, tokens in and out, the use of the sampled tokens, the beginning of the
     reply.
     """
     graph = grow(capture.session.session_id, capture.exchanges)
