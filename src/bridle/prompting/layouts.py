@@ -15,7 +15,7 @@ from itertools import count
 from typing import TypeAlias
 
 from bridle.errors import RenderError, boundary
-from bridle.prompting.tokenizer import HELD_CHARS, PromptTokenizer
+from bridle.prompting.tokenizer import PLACEHOLDER_CHARS, PromptTokenizer
 from bridle.types import JSON
 
 Suffix: TypeAlias = Callable[[list[int], list[int], list[JSON]], list[int] | None]
@@ -31,7 +31,7 @@ MOST_MARKS = 32
 
 _FIELDS = ("content", "tool_call_id", "name")
 _SPACE = " \n\t\r\x0b\x0c\x1c\x85\u2003\n "
-_WORDS = "some words about a file, and what stands in it " * (HELD_CHARS // 40)
+_WORDS = "some words about a file, and what stands in it " * (PLACEHOLDER_CHARS // 40)
 _SPELLED = (
     "a few words",
     "<think> <tool_call> <|channel>thought\n",
@@ -241,7 +241,7 @@ class Layouts:
                     text: str = message[field]
                     slots.setdefault(text, _Slot(index, field, stripped=False))
                     slots.setdefault(text.strip(), _Slot(index, field, stripped=True))
-        with self._tokenizer.holding() as texts:
+        with self._tokenizer.placeholders() as texts:
             ids = ask(tail, sampled, probes)
         if ids is None:
             return None

@@ -37,9 +37,9 @@ from bridle.prompting.family import (
     make_family,
     plain_parser,
 )
-from bridle.prompting.held import HeldFamily, held, suffix_of
 from bridle.prompting.live import LiveReader
 from bridle.prompting.messages import chat_messages, chat_tools
+from bridle.prompting.placeholders import PlaceholderFamily, suffix_of, with_placeholders
 from bridle.prompting.plain import FAMILIES as PLAIN_FAMILIES
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.reply import parse_reply, read_calls
@@ -277,7 +277,7 @@ class TokenRenderer:
         family = self._family_for(thinking=on)
         chat = chat_messages(new_messages, self._tokens.escape)
         sampled: list[int] = output_ids.tolist()
-        if isinstance(family, HeldFamily):
+        if isinstance(family, PlaceholderFamily):
             end: list[int] = parent.tail(END).tolist()
             known = family.known_suffix(end, sampled, chat, tools=bool(tools))
             if known is not None:
@@ -390,7 +390,9 @@ class TokenRenderer:
             return None
         if thinking not in self._families:
             made = make_family(self.family, self._tokens, thinking=thinking, history=self._history)
-            self._families[thinking] = held(made, self._tokens, plain=self.family in PLAIN_FAMILIES)
+            self._families[thinking] = with_placeholders(
+                made, self._tokens, plain=self.family in PLAIN_FAMILIES
+            )
         return self._families[thinking]
 
 

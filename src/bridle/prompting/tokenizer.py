@@ -74,12 +74,12 @@ LONG_KEPT_CHARS = 1 << 23
 and about 8 MiB of ids."""
 
 
-HELD_CHARS = 200
-"""Characters from which a text may stand as one id (`PromptTokenizer.holding`): longer than any
-scaffold whose tokens a renderer looks at."""
+PLACEHOLDER_CHARS = 200
+"""Characters from which a text may have one placeholder id (`PromptTokenizer.placeholders`): longer
+than any scaffold whose tokens a renderer looks at."""
 
 
-_HELD: ContextVar[list[str] | None] = ContextVar("held", default=None)
+_LONG_TEXTS: ContextVar[list[str] | None] = ContextVar("long_texts", default=None)
 """Long texts of the current rendering; `None` = they are tokenised."""
 
 
@@ -175,10 +175,10 @@ class PromptTokenizer:
                 if len(self._short) < SHORT_KEPT:
                     self._short[text] = short
             return list(short)
-        held = _HELD.get()
-        if held is not None and len(text) >= HELD_CHARS:
-            held.append(text)
-            return [-len(held)]
+        long_texts = _LONG_TEXTS.get()
+        if long_texts is not None and len(text) >= PLACEHOLDER_CHARS:
+            long_texts.append(text)
+            return [-len(long_texts)]
         if len(text) < LONG:
             return self._encode(text)
         with self._long_lock:
@@ -197,20 +197,18 @@ class PromptTokenizer:
         return ids
 
     @contextmanager
-    def holding(self) -> Iterator[list[str]]:
-        """Meanwhile, in this thread, `encode` gives for the n-th long text, which the list then
-        holds, `[-n]`.
-        """
-        held: list[str] = []
-        token = _HELD.set(held)
+    def placeholders(self) -> Iterator[list[str]]:
+        """Encode the n-th long text of this thread as `[-n]`, and collect it in the list."""
+        long_texts: list[str] = []
+        token = _LONG_TEXTS.set(long_texts)
         try:
-            yield held
+            yield long_texts
         finally:
-            _HELD.reset(token)
+            _LONG_TEXTS.reset(token)
 
     def laid_out(self, lay: Callable[[], list[int] | None]) -> list[int] | None:
         """The ids that `lay` gives, with long texts tokenised when it is done."""
-        with self.holding() as texts:
+        with self.placeholders() as texts:
             ids = lay()
         if ids is None or not texts:
             return ids
