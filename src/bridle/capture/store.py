@@ -1,8 +1,8 @@
-"""The store contract: writing and reading of capture records, and a store in memory.
+"""The store contract: writing and reading of capture records.
 
 `commit` returns when `kill -9` of this process cannot lose the exchange; only then does the gateway
-send the last event of a reply (law 4). Implementations: `MemoryStore` (here) and
-`bridle.capture.sqlite.SqliteStore`; both pass `tests/conformance/stores.py`.
+send the last event of a reply (law 4). `bridle.capture.sqlite.SqliteStore` implements it and passes
+`tests/conformance/stores.py`.
 """
 
 from __future__ import annotations
