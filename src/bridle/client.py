@@ -36,7 +36,7 @@ import msgspec
 import orjson
 
 from bridle.config import Task
-from bridle.credentials import found_token, split_token
+from bridle.credentials import find_token, split_token
 from bridle.errors import ServerError
 from bridle.trajectory.result import from_packed
 from bridle.trajectory.sample import Trajectory
@@ -385,7 +385,7 @@ class AsyncClient:
 
     def _token_header(self) -> dict[str, str]:
         """Return the header with the token; looks again for a server of this user."""
-        if self.token is None and (found := found_token(self.url)) is not None:
+        if self.token is None and (found := find_token(self.url)) is not None:
             self.url, self.token = found
         return {} if self.token is None else {"authorization": f"Bearer {self.token}"}
 

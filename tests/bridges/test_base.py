@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.bridges.by_hand import CALLS, DONE, RESULT, group, session, trace
 
-from bridle.bridges.base import Shape, TaskTable, by_task, fit, play, rows_of, turns_of
+from bridle.bridges.base import Shape, TaskTable, by_task, fit_trace, play, rows_of, turns_of
 from bridle.config import Task
 from bridle.errors import ConfigError
 
@@ -77,7 +77,9 @@ def test_a_session_of_which_nothing_trains_is_a_blank_row_where_one_is_wanted():
     [("mask", [4, 5, 6, 7, 8], 0), ("truncate", [4, 5, 6, 7, 8], 3), ("drop", None, 0)],
 )
 def test_what_is_too_long_is_masked_cut_or_left_out(policy, ids, trained):
-    cut = fit(trace(token_rewards=np.ones(7, np.float32)), Shape(max_response=5, overlong=policy))
+    cut = fit_trace(
+        trace(token_rewards=np.ones(7, np.float32)), Shape(max_response=5, overlong=policy)
+    )
     assert (cut and cut.response_ids.tolist()) == ids
     if cut:
         assert cut.loss_mask.sum() == trained
@@ -87,7 +89,7 @@ def test_what_is_too_long_is_masked_cut_or_left_out(policy, ids, trained):
 
 
 def test_a_prompt_that_is_too_long_is_cut_at_its_beginning_and_never_trains():
-    cut = fit(trace(), Shape(max_prompt=2, overlong="truncate"))
+    cut = fit_trace(trace(), Shape(max_prompt=2, overlong="truncate"))
     assert cut is not None
     assert cut.prompt_ids.tolist() == [2, 3]
     assert not cut.loss_mask.any()

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from tests.capture.made import MadeSession
 
-from bridle.bridges.selection import Rules, chosen, survey
+from bridle.bridges.selection import Rules, select_examples, survey
 from bridle.trajectory import rebuild
 from bridle.types import LogprobMode
 
@@ -119,7 +119,7 @@ def test_a_session_that_has_not_ended_is_an_attempt_without_hours():
 def test_the_chosen_come_back_with_their_examples():
     sessions = [made("a"), made("b", 0.0)]
     found = survey(sessions, Rules(min_reward=1))
-    ((capture, trajectory, examples),) = chosen(sessions, found.accepted)
+    ((capture, trajectory, examples),) = select_examples(sessions, found.accepted)
     assert capture.session.session_id == trajectory.session_id == "a"
     assert [e.trace_id for e in examples] == [trajectory.traces[0].trace_id]
 

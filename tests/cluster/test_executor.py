@@ -10,7 +10,7 @@ from tests.cluster.machines import Served, an_engine, config_in, machines, runs_
 from tests.cluster.test_batch import bodies, taken
 
 from bridle.client import AsyncClient
-from bridle.credentials import found_token
+from bridle.credentials import find_token
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -19,7 +19,7 @@ ONE_LINE = ('kind = "local"', 'kind = "ray"')
 
 def admin_of(server):
     """An HTTP client with the token that the server made for its own user."""
-    found = found_token(server.url)
+    found = find_token(server.url)
     assert found is not None
     url, token = found
     return aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {token}"})

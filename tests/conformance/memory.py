@@ -12,7 +12,7 @@ from bridle.capture.records import (
     Score,
     SessionCapture,
     SessionRecord,
-    scored,
+    with_scores,
 )
 from bridle.errors import StoreError
 
@@ -109,7 +109,7 @@ class MemoryStore:
         session = self._find(session_id)
         if session is None or session.outcome is None:
             return None
-        return scored(session.outcome, session.scores)
+        return with_scores(session.outcome, session.scores)
 
     def read(self, session_id: str) -> SessionCapture:
         session = self._session(session_id)

@@ -5,7 +5,7 @@ import pytest
 from bridle.dialects.openai_responses_tools import (
     call_of_item,
     item_of_call,
-    qualified,
+    qualified_name,
     read_tools,
 )
 from bridle.errors import RequestError
@@ -13,8 +13,8 @@ from bridle.types import ToolCall
 
 
 def test_names_in_a_namespace():
-    assert qualified(None, "f") == qualified("", "f") == "f"
-    assert qualified("ns", "f") == qualified("ns__", "f") == "ns__f"
+    assert qualified_name(None, "f") == qualified_name("", "f") == "f"
+    assert qualified_name("ns", "f") == qualified_name("ns__", "f") == "ns__f"
 
 
 def test_tools_of_every_kind():

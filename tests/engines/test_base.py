@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.engines.fakes import chunk
 from tests.engines.recording import InstantEngine
 
-from bridle.engines.base import RETRYABLE, CutError, Versioned, joined
+from bridle.engines.base import RETRYABLE, CutError, Versioned, join_chunks
 from bridle.errors import EngineError
 from bridle.testing import scripted_engine
 from bridle.types import FinishReason
@@ -48,7 +48,7 @@ SPECIAL = st.sampled_from(
 def test_joined_chunks_have_the_same_tokens_and_lose_nothing_else(chunks):
     found = []
     with pytest.raises(EngineError, match="broken"):
-        found.extend(joined(broken_after(chunks)))
+        found.extend(join_chunks(broken_after(chunks)))
     for field in ("output_ids", "logprobs"):
         values = [
             [one for reply in side for one in getattr(reply, field)] for side in (found, chunks)
@@ -61,6 +61,6 @@ def test_joined_chunks_have_the_same_tokens_and_lose_nothing_else(chunks):
 
 def test_neighbours_with_only_tokens_are_joined():
     last = chunk([4], FinishReason.STOP)
-    found = list(joined([chunk([1]), chunk([2, 3]), last]))
+    found = list(join_chunks([chunk([1]), chunk([2, 3]), last]))
     assert [one.output_ids.tolist() for one in found] == [[1, 2, 3], [4]]
     assert (found[0].first, found[1]) == (1, last)

@@ -10,7 +10,14 @@ from tests.engines.stub import Stub, events
 from yarl import URL
 
 from bridle.engines.base import CutError
-from bridle.engines.http import AbortedError, EngineClient, EventDecoder, HttpCall, failure, seconds
+from bridle.engines.http import (
+    AbortedError,
+    EngineClient,
+    EventDecoder,
+    HttpCall,
+    engine_error,
+    parse_retry_after,
+)
 from bridle.errors import ContextOverflowError, EngineError
 
 HTML = b"\n<!doctype html><title>502</title>"
@@ -115,7 +122,7 @@ async def test_an_optional_path_may_be_missing(client):
     ],
 )
 def test_failures_are_classified(status, body, retryable, says):
-    error = failure(status, body, URL("http://h/p"))
+    error = engine_error(status, body, URL("http://h/p"))
     assert says in str(error)
     assert (error.status, error.retryable) == (status, retryable)
 
@@ -132,7 +139,7 @@ def test_failures_are_classified(status, body, retryable, says):
 )
 def test_an_overflow_is_an_overflow(text):
     body = json.dumps({"error": {"message": text}}).encode()
-    error = failure(400, body, URL("http://h/p"), prompt_tokens=5000)
+    error = engine_error(400, body, URL("http://h/p"), prompt_tokens=5000)
     assert isinstance(error, ContextOverflowError)
     assert (error.prompt_tokens, error.context_length) == (5000, 4096)
 
@@ -275,4 +282,4 @@ async def aborted(work):
     ],
 )
 def test_retry_after_is_seconds_or_a_date(reply, wait_s):
-    assert seconds(reply, 40.0) == wait_s
+    assert parse_retry_after(reply, 40.0) == wait_s

@@ -430,7 +430,7 @@ async def test_a_limit_is_exceeded_when_its_grace_is_over():
     session.POLL_S = 0.01
     try:
         began = asyncio.get_running_loop().time()
-        found = await session.limit_outstayed(
+        found = await session.limit_overrun(
             lambda: facts.pop(0) if len(facts) > 1 else facts[0], grace_s=0.05
         )
     finally:

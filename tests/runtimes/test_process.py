@@ -23,11 +23,11 @@ from bridle.runtimes.process import (
     end_all,
     is_dead,
     is_marked,
-    living,
     members,
     owner_mark,
     run_process,
-    send,
+    running_processes,
+    signal_all,
     started_at,
 )
 
@@ -213,7 +213,7 @@ def test_a_process_without_marks_is_found_by_its_group():
     assert leaders.ended == {process.pid}
     left = members((b"MARK=never",), leaders)
     assert len(left) == 2
-    send(left, signal.SIGKILL)
+    signal_all(left, signal.SIGKILL)
     process.stdout.close()
 
 
@@ -237,7 +237,7 @@ def test_a_reused_pid_is_not_ours(sleeper):
 def test_zombies_are_not_living():
     process = spawn("exit")
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert process.pid not in {each.pid for each in living()}
+    assert process.pid not in {each.pid for each in running_processes()}
     process.wait()
     process.stdout.close()
 
@@ -272,7 +272,7 @@ def test_without_proc_nobody_is_found(tmp_path):
     kept = process.PROC
     process.PROC = tmp_path / "none"
     try:
-        assert living() == []
+        assert running_processes() == []
     finally:
         process.PROC = kept
 

@@ -17,7 +17,7 @@ from tests.server.test_callbacks import Receiver
 
 from bridle.aio import Nursery
 from bridle.bridges import parquet
-from bridle.server.app import serving
+from bridle.server.app import serve_api
 from bridle.server.callbacks import CallbackAddresses, CallbackSender
 from bridle.server.database import Database
 from bridle.server.files import TrajectoryFiles
@@ -96,7 +96,7 @@ async def test_an_unmodified_client_of_polar_works(tmp_path):
         nursery = await enter(Nursery(service.failed))
         deliverer = CallbackSender(service, CallbackAddresses(["127.0.0.0/8"]), b"k")
         nursery.start(deliverer.run(), name="deliverer")
-        url = await enter(serving(served(service), host="127.0.0.1", port=0))
+        url = await enter(serve_api(served(service), host="127.0.0.1", port=0))
         client = PolarClient(with_token(url), await enter(aiohttp.ClientSession()))
 
         task_id = await client.submit(request(receiver.url))

@@ -14,7 +14,7 @@ from tests.server.house import (
     until,
 )
 
-from bridle.server.app import serving
+from bridle.server.app import serve_api
 
 
 def request(task_id="t", **changes):
@@ -147,7 +147,7 @@ async def test_events_are_streamed_as_they_happen(tmp_path):
 
     async with (
         a_service(tmp_path) as service,
-        serving(served(service), host="127.0.0.1", port=0) as url,
+        serve_api(served(service), host="127.0.0.1", port=0) as url,
         httpx.AsyncClient(base_url=url, headers=KNOWN) as http,
         http.stream("GET", "/events") as events,
     ):
@@ -165,7 +165,7 @@ async def test_an_event_with_line_separators_is_one_line(tmp_path):
     task_id = "a\u2028b\u2029c\u0085d"
     async with (
         a_service(tmp_path) as service,
-        serving(served(service), host="127.0.0.1", port=0) as url,
+        serve_api(served(service), host="127.0.0.1", port=0) as url,
         httpx.AsyncClient(base_url=url, headers=KNOWN) as http,
         http.stream("GET", "/events") as events,
     ):

@@ -5,7 +5,7 @@ import pytest
 from tests.capture.made import MadeSession
 
 from bridle.trajectory import DEFAULT_TRAIN
-from bridle.trajectory.builders import assemble, masked, per_request, prefix_merging, shorten
+from bridle.trajectory.builders import assemble, mask_all, per_request, prefix_merging, shorten
 from bridle.trajectory.graph import grow
 from bridle.trajectory.masks import mark
 from bridle.trajectory.sample import MaskReason
@@ -235,7 +235,7 @@ def test_shortening_does_not_end_with_a_turn_that_does_not_train():
 
 def test_masking_a_trace_leaves_its_tokens_and_nothing_to_train():
     trace = built(chain(2))["x1"]
-    left = masked(trace, MaskReason.TRUNCATED)
+    left = mask_all(trace, MaskReason.TRUNCATED)
     assert np.array_equal(left.response_ids, trace.response_ids)
     assert not left.loss_mask.any()
     assert not left.response_logprobs.any()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.capture.made import MadeSession
 from tests.trajectory.conversations import sessions
 
-from bridle.bridges.base import Shape, fit
+from bridle.bridges.base import Shape, fit_trace
 from bridle.bridges.parquet import pack as parquet
 from bridle.bridges.parquet import unpack as from_parquet
 from bridle.config import BuilderSpec
@@ -70,7 +70,7 @@ def test_every_token_but_the_last_has_the_experts_it_was_computed_by(made, strat
         last = trace.routed_experts[-1]
         assert (last == -1).all() or np.array_equal(last, wanted[-1])
         shape = Shape(max_prompt=3, max_response=4)
-        cut: Any = fit(trace, shape)
+        cut: Any = fit_trace(trace, shape)
         begin = max(0, len(trace.prompt_ids) - 3)
         end = len(cut.prompt_ids) + len(cut.response_ids)
         assert np.array_equal(cut.routed_experts, trace.routed_experts[begin : begin + end])

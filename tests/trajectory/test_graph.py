@@ -7,7 +7,7 @@ import pytest
 from tests.capture.made import MadeSession, digest_of
 
 from bridle.capture.records import no_ids
-from bridle.trajectory.graph import Break, first_difference, grow, ids, pieces
+from bridle.trajectory.graph import Break, first_difference, first_ids, grow, pieces
 
 
 def grown(made):
@@ -37,9 +37,9 @@ def test_a_chain_spells_what_was_given_and_sampled():
     assert [node.is_leaf for node in graph.nodes.values()] == [False, False, True]
     for exchange_id, node in graph.nodes.items():
         assert node.sound
-        assert np.array_equal(ids(node, node.length), made.full(exchange_id))
+        assert np.array_equal(first_ids(node, node.length), made.full(exchange_id))
         for take in (0, 1, 9, 10, 14):
-            assert np.array_equal(ids(node, take), made.full(exchange_id)[:take])
+            assert np.array_equal(first_ids(node, take), made.full(exchange_id)[:take])
 
 
 def test_pieces_say_whose_ids_they_are():
@@ -58,7 +58,7 @@ def test_a_child_may_keep_its_parent_in_part(kept):
     graph = grown(made)
     node = graph.nodes["x1"]
     assert node.sound
-    assert np.array_equal(ids(node, node.length), made.full("x1"))
+    assert np.array_equal(first_ids(node, node.length), made.full("x1"))
     assert graph.nodes["x0"].is_leaf is (kept < 15)
     expected = () if kept == 15 else (Break("x1", kept, "parent_kept_in_part"),)
     assert graph.breaks == expected
@@ -70,7 +70,7 @@ def test_a_child_that_keeps_none_of_its_parents_own_ids_hangs_higher():
     graph = grown(made)
     parent = graph.nodes["x3"].parent
     assert parent is graph.nodes["x0"]
-    assert np.array_equal(ids(graph.nodes["x3"], 22), made.prompts["x3"])
+    assert np.array_equal(first_ids(graph.nodes["x3"], 22), made.prompts["x3"])
 
 
 def test_a_prompt_that_is_not_what_the_engine_was_given_is_unsound_and_the_rest_stands():
@@ -194,7 +194,7 @@ def test_an_exchange_without_any_id_is_sound():
     made.call(new=0, output=0, prompt_digest=b"")
     graph = grown(made)
     assert graph.nodes["x0"].sound
-    assert np.array_equal(ids(graph.nodes["x0"], 0), no_ids())
+    assert np.array_equal(first_ids(graph.nodes["x0"], 0), no_ids())
 
 
 def test_the_first_difference_of_arrays():

@@ -217,7 +217,7 @@ def rows_of(
             rows += [
                 Row(
                     place, group.task_id, sample, session,
-                    trace if known else untrained(trace),
+                    trace if known else without_training(trace),
                     trace_reward(trace, session) if known else group.mean,
                     known, weight,
                 )
@@ -237,11 +237,11 @@ def _of_session(session: Trajectory, shape: Shape, counts: RowCounts) -> list[Tr
         counts.left_out["empty"] += 1
     fitting = []
     for trace in trained:
-        fitted = fit(trace, shape)
+        fitted = fit_trace(trace, shape)
         counts.left_out["overlong"] += fitted is not trace
         if fitted is not None:
             fitting.append(fitted)
-    return fitting or ([blank(session)] if shape.blanks else [])
+    return fitting or ([blank_row(session)] if shape.blanks else [])
 
 
 def warn_of_own_rewards(bridge: str, session: Trajectory) -> None:
@@ -259,7 +259,7 @@ def refuse_images(trainer: str, session: Trajectory) -> None:
         )
 
 
-def fit(trace: Trace, shape: Shape) -> Trace | None:
+def fit_trace(trace: Trace, shape: Shape) -> Trace | None:
     """The trace itself if it fits, else what the shape's policy leaves of it; `None` = nothing."""
     prompt, response = len(trace.prompt_ids), len(trace.response_ids)
     most = prompt if shape.max_prompt is None else shape.max_prompt
@@ -271,10 +271,10 @@ def fit(trace: Trace, shape: Shape) -> Trace | None:
     end = response if shape.max_response is None else min(response, shape.max_response)
     cut = trace.cut(end, max(0, prompt - most))
     # A token behind a cut prompt was sampled under another context.
-    return untrained(cut) if long_prompt or shape.overlong == "mask" else cut
+    return without_training(cut) if long_prompt or shape.overlong == "mask" else cut
 
 
-def untrained(trace: Trace) -> Trace:
+def without_training(trace: Trace) -> Trace:
     """The trace with nothing that trains."""
     return dataclasses.replace(
         trace,
@@ -283,7 +283,7 @@ def untrained(trace: Trace) -> Trace:
     )
 
 
-def blank(session: Trajectory) -> Trace:
+def blank_row(session: Trajectory) -> Trace:
     """One given token and one more, neither of which trains."""
     return Trace(
         trace_id=f"{session.session_id}/blank",

@@ -256,7 +256,7 @@ def _by_session(offers: Iterable[_Light]) -> dict[str, list[_Light]]:
     return found
 
 
-def chosen(
+def select_examples(
     sessions: Iterable[tuple[SessionCapture, Trajectory]],
     accepted: Mapping[str, Collection[str]],
 ) -> Iterator[tuple[SessionCapture, Trajectory, list[Example]]]:

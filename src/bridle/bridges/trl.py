@@ -47,7 +47,7 @@ from bridle.bridges.base import (
     Sessions,
     Shape,
     TaskTable,
-    blank,
+    blank_row,
     refuse_images,
     rows_of,
     warn_of_own_rewards,
@@ -131,7 +131,7 @@ class TrlRollouts:
         self.owners = [row.group for row in rows] + [0] * (room - len(rows))
         self.weights = [row.weight for row in rows] + [0.0] * (room - len(rows))
         traces = [row.trace for row in rows]
-        traces += [blank(played[0])] * (room - len(rows)) if played else []
+        traces += [blank_row(played[0])] * (room - len(rows)) if played else []
         return {
             "prompt_ids": [trace.prompt_ids.tolist() for trace in traces],
             "completion_ids": [trace.response_ids.tolist() for trace in traces],

@@ -196,7 +196,7 @@ class Score:
     """Result of the scorer beside the reward."""
 
 
-def scored(outcome: Outcome, scores: Sequence[Score]) -> Outcome:
+def with_scores(outcome: Outcome, scores: Sequence[Score]) -> Outcome:
     """Return the outcome with the last score's reward and with all scores in its metadata.
 
     A session whose evaluator had failed is COMPLETED by a score.

@@ -379,7 +379,7 @@ async def train_here(
 
     async with AsyncExitStack() as stack:
         given = settings.model_dump(mode="json")
-        tracked = stack.enter_context(telemetry.opened(settings.telemetry, out, given))
+        tracked = stack.enter_context(telemetry.open_trackers(settings.telemetry, out, given))
         backend = await stack.enter_async_context(opener(settings, model))
         if backend.events is not None:
             stack.enter_context(backend.events.listening(tracked.on_event))

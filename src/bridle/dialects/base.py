@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import unquote
 
-from bridle.dialects.fields import watched
+from bridle.dialects.fields import watch_members
 from bridle.dialects.json_reader import ReadMessages, SpanMemo, too_deep
 from bridle.dialects.tools import ToolList, ToolMemo
 from bridle.errors import RequestError
@@ -224,7 +224,7 @@ class WireFormat(ABC):
         """Make it with these noise rules on and these readers of the tool list and of one span."""
         self._rules = rules
         self._tools = ToolMemo(read_tools)
-        self._read = watched(self.dialect, read_message)
+        self._read = watch_members(self.dialect, read_message)
 
     @abstractmethod
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:

@@ -82,7 +82,7 @@ _sent: list[tuple[bytes, bytes]] = []
 """Raw lists and their digests, the last sent first."""
 
 
-def sent(raw: msgspec.Raw | None) -> bytes | None:
+def tools_sent(raw: msgspec.Raw | None) -> bytes | None:
     """Return the raw tool list, or `None` where none or an empty one was sent.
 
     A list that was sent before is the very object of then, of which `list_digest` knows: comparing
@@ -105,7 +105,7 @@ def sent(raw: msgspec.Raw | None) -> bytes | None:
 
 
 def list_digest(raw: bytes) -> bytes:
-    """Return the content digest of a raw tool list, from memory if `sent` returned it lately."""
+    """Return the content digest of a raw tool list, cached if `tools_sent` returned it lately."""
     for known, digest in _sent:
         if known is raw:
             return digest

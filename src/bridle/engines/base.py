@@ -148,7 +148,7 @@ class GenerateChunk:
         )
 
 
-def joined(chunks: Iterable[GenerateChunk]) -> Iterator[GenerateChunk]:
+def join_chunks(chunks: Iterable[GenerateChunk]) -> Iterator[GenerateChunk]:
     """Join neighbouring chunks that have only tokens.
 
     If reading `chunks` raises, those before are yielded first.

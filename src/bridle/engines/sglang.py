@@ -38,7 +38,7 @@ from bridle.engines.base import (
     GenerateRequest,
     PauseMode,
     is_adapter,
-    joined,
+    join_chunks,
 )
 from bridle.engines.http import AbortedError, HttpCall
 from bridle.engines.probe import Finding, probe
@@ -297,7 +297,7 @@ class SglangEngine(ServerAdapter):
         try:
             async with aclosing(self._answers(request, running)) as answers:
                 async for several in answers:
-                    for chunk in joined(self._read(several, reading)):
+                    for chunk in join_chunks(self._read(several, reading)):
                         ended = chunk.finish_reason is not None
                         yield chunk
                         if ended:

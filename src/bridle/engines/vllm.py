@@ -42,7 +42,7 @@ from bridle.engines.connection import Sent
 from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
-from bridle.engines.vllm_images import SAMPLE, ImageRenderer, of_images
+from bridle.engines.vllm_images import SAMPLE, ImageRenderer, image_finding
 from bridle.engines.vllm_routes import (
     MessageText,
     Read,
@@ -221,7 +221,7 @@ class VllmEngine(ServerAdapter, Immediate):
         try:
             seen = await self.see([message], None, {})
             taken = seen is not None and await self._takes(seen)
-            found = of_images(seen=seen, ids_taken=taken)
+            found = image_finding(seen=seen, ids_taken=taken)
         except EngineError as error:
             found = Finding.note("images", f"not found out: {error}")
         self.report = replace(report, findings=(*report.findings, found))

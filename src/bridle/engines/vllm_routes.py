@@ -23,7 +23,7 @@ from bridle.engines import vllm_schemas
 from bridle.engines.adapter import as_version, check_paired
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest, TextDelta
 from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
-from bridle.engines.vllm_images import folded
+from bridle.engines.vllm_images import fold_images
 from bridle.errors import EngineError
 from bridle.experts import KEY, npy_rows
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
@@ -108,7 +108,7 @@ def _token_body(head: JSON, sampling: JSON, request: GenerateRequest) -> bytes:
     if not request.pictures:
         return _with_ids(head, b'"token_ids":', request.prompt.json())
     head["content_parts"] = [{"type": "image_url", "url": one.url} for one in request.pictures]
-    folded_ids = folded(request.prompt.array(), request.pictures)
+    folded_ids = fold_images(request.prompt.array(), request.pictures)
     return _with_ids(head, b'"token_ids":', _ENCODER.encode(folded_ids.tolist()))
 
 

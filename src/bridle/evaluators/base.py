@@ -2,11 +2,11 @@
 
 An evaluator's own failure is an exception (classified as `EvaluatorError`), never a reward of 0.
 
-The control run (`controlled`) separates an evaluator that the agent broke from one that is broken:
-an evaluator that fails runs once more, on a work folder that no agent touched. If it answers there,
-or fails in another way, the agent's files made it fail: the session is `Unscorable`, reward 0. If
-it fails in the same way, or the machine is in trouble, there is no reward. The control run follows
-the failure at once and is never cached, so both see the machine in the same state.
+The control run (`evaluate_with_control`) separates an evaluator that the agent broke from one that
+is broken: an evaluator that fails runs once more, on a work folder that no agent touched. If it
+answers there, or fails in another way, the agent's files made it fail: the session is `Unscorable`,
+reward 0. If it fails in the same way, or the machine is in trouble, there is no reward. The control
+run follows the failure at once and is never cached, so both see the machine in the same state.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Evaluator(Protocol):
 
     One with a method `check(task)` is asked before anything is sampled; it raises `ConfigError`.
     One whose failures are never the agent's doing has an attribute `control = "none"`; one that
-    calls `controlled` for its parts has `control = "parts"`.
+    calls `evaluate_with_control` for its parts has `control = "parts"`.
     """
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
@@ -216,7 +216,7 @@ class Configured(Generic[SettingsT]):
         return cls(parse_config(config, cls.settings_class, cls.strategy))
 
 
-async def controlled(evaluator: Evaluator, context: EvaluationContext) -> Evaluation:
+async def evaluate_with_control(evaluator: Evaluator, context: EvaluationContext) -> Evaluation:
     """Evaluate a session within `context.budget_s`; a control run has the same budget again.
 
     Raises `Unscorable` for a failure that the agent caused, another `EvaluatorError` for the

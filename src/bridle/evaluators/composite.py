@@ -26,7 +26,7 @@ from bridle.evaluators.base import (
     EvaluationContext,
     Evaluator,
     check_evaluator,
-    controlled,
+    evaluate_with_control,
     parse_config,
 )
 from bridle.types import JSON
@@ -113,7 +113,9 @@ class CompositeEvaluator:
             spent = time.monotonic() - began
             left = None if context.budget_s is None else max(0.0, context.budget_s - spent)
             try:
-                found[one.name] = await controlled(one.evaluator, replace(context, budget_s=left))
+                found[one.name] = await evaluate_with_control(
+                    one.evaluator, replace(context, budget_s=left)
+                )
             except EvaluatorError as error:
                 raise type(error)(f"part {one.name!r}: {error}") from error
             if one.part.gate is not None and found[one.name].reward < one.part.gate:

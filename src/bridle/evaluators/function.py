@@ -146,7 +146,7 @@ class FunctionEvaluator(Configured[FunctionSettings]):
         function = self._settings.function
         try:
             module = self._located(context.task_dir).rpartition(":")[0]
-            async with confined(module, RUNNER) as place:
+            async with sandboxed(module, RUNNER) as place:
                 inside = place.runtime.workdir
                 await place.runtime.upload(folder, inside)
                 return await place.python(
@@ -225,12 +225,12 @@ def _session(context: EvaluationContext, folder: str | None) -> JSON:
         "exit_code": None if harness is None else harness.exit_code,
         "stdout": "" if harness is None else harness.stdout.decode(errors="replace"),
         "stderr": "" if harness is None else harness.stderr.decode(errors="replace"),
-        "traces": [{"messages": messages} for messages in spoken(context)],
+        "traces": [{"messages": messages} for messages in trace_messages(context)],
         "folder": folder,
     }
 
 
-def spoken(context: EvaluationContext) -> list[list[JSON]]:
+def trace_messages(context: EvaluationContext) -> list[list[JSON]]:
     """The messages of each trace, in the form of OpenAI Chat."""
     return [
         [*trace.prompt_messages, *trace.response_messages] for trace in context.trajectory.traces
@@ -277,7 +277,7 @@ class Confined:
 
 
 @asynccontextmanager
-async def confined(module: str, *files: Path) -> AsyncIterator[Confined]:
+async def sandboxed(module: str, *files: Path) -> AsyncIterator[Confined]:
     """A sandbox inside, with the outermost package of `module` and `files` where they lie here.
 
     `EvaluatorError` where there is no such module, `RuntimeFailure` where there can be no sandbox.

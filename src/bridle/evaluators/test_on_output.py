@@ -117,7 +117,7 @@ class TestOnOutput(Configured[TestOnOutputSettings]):
         settings = self._settings
         async with context.places.fresh() as fresh:
             taken = await take_patch(context, fresh, settings.repo, settings.base)
-            patch = filtered(taken, settings.include, settings.exclude)
+            patch = filter_patch(taken, settings.include, settings.exclude)
             repo = settings.tested or settings.repo
             if patch.text:
                 await apply_patch(fresh, repo, patch.text)
@@ -226,7 +226,7 @@ async def _git(runtime: Runtime, repo: str, *words: str, strip: bool = True) -> 
     return text.strip() if strip else text
 
 
-def filtered(diff: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> Patch:
+def filter_patch(diff: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> Patch:
     """The files of a patch whose paths are included and not excluded; never what test runners obey
     unasked, such as a `conftest.py`.
     """

@@ -11,7 +11,7 @@ from bridle.capture.records import Exchange
 from bridle.dialects.media import block_name
 from bridle.dialects.tools import list_digest
 from bridle.engines.base import Picture
-from bridle.experts import KEY, Experts, laid, pack
+from bridle.experts import KEY, Experts, merge_rows, pack
 from bridle.gateway.call import Call, Question
 from bridle.gateway.constraints import unenforced
 from bridle.gateway.images import Shown, unplaced
@@ -131,7 +131,7 @@ def _experts(sample: SampledReply, prompt_length: int) -> bytes | None:
     parts = [one[KEY] for one in (*sample.extra_before, sample.extra) if KEY in one]
     start = min((part.start for part in parts), default=0)
     moved = [Experts(part.start - start, part.rows) for part in parts]
-    rows = laid(moved, prompt_length + len(sample.output_ids) - 1 - start)
+    rows = merge_rows(moved, prompt_length + len(sample.output_ids) - 1 - start)
     return None if rows is None else pack(Experts(start, rows))
 
 

@@ -91,7 +91,7 @@ class SessionPlaces:
         work = await self.left()
         async with self._opened() as runtime:
             with _checking():
-                self._note(await runtime.put_work(work, kept((*self.targets, *ours), only)))
+                self._note(await runtime.put_work(work, keep_filter((*self.targets, *ours), only)))
                 await self.prepare(runtime)
                 yield runtime
 
@@ -160,7 +160,7 @@ def _checking() -> Iterator[None]:
         raise CheckerFailure("the checker's runtime failed", str(error)) from error
 
 
-def kept(ours: Sequence[str], only: Sequence[str] | None = None) -> Keep:
+def keep_filter(ours: Sequence[str], only: Sequence[str] | None = None) -> Keep:
     """Return the filter for a fresh work folder's own files.
 
     These are `ours`, files that programs obey unasked, and all that is not below one of `only`.

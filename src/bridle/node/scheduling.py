@@ -15,7 +15,7 @@ from bridle.capture.records import Outcome
 from bridle.config import AUTO, RuntimeSpec, Settings, Task
 from bridle.node.base import RemoteNode, RunEnd
 from bridle.node.local import NodeSettings, plan
-from bridle.node.results import SessionResult, unrecorded
+from bridle.node.results import SessionResult, uncaptured_result
 from bridle.types import JSON, Cause, SessionStatus
 
 CPU: Final = "CPU"
@@ -263,4 +263,4 @@ class PendingRun:
             cause=Cause.CANCELLED,
             error="cancelled while it waited for a node",
         )
-        return unrecorded(self.task, self.sample_index, plan(self.task).harness, outcome)
+        return uncaptured_result(self.task, self.sample_index, plan(self.task).harness, outcome)

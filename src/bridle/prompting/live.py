@@ -127,7 +127,7 @@ class LiveReader:
             self._give(min(found), piece)
             self._part = _Part.HELD
         else:
-            self._give(len(self._buffer) - begun(self._buffer, self._held), piece)
+            self._give(len(self._buffer) - marker_prefix_length(self._buffer, self._held), piece)
 
     def _give(self, most: int, piece: ReplyDelta) -> None:
         """Give out at most so many characters, and no white space at the end."""
@@ -226,7 +226,7 @@ class _Decoder:
         return piece
 
 
-def begun(text: str, markers: Sequence[str]) -> int:
+def marker_prefix_length(text: str, markers: Sequence[str]) -> int:
     """Return how many last characters may be the beginning of a marker."""
     size = first = len(text)
     for marker in markers:

@@ -63,7 +63,7 @@ _ALLOWED: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
 
 
 @contextmanager
-def within(allowance: Allowance) -> Iterator[None]:
+def count_against(allowance: Allowance) -> Iterator[None]:
     """Have all long texts that are tokenised meanwhile, in this context, counted."""
     token = _ALLOWED.set(allowance)
     try:

@@ -126,7 +126,10 @@ class PromptTokenizer:
         names_apart = self._to_part or re.compile(r"(?!)")
         self._apart = names_apart if takes_pieces(backend) else None
         quick = quick_encoder(backend)
-        self._encoder, self._bare_encoder = guarded(backend, quick), guarded(self._bare, quick)
+        self._encoder, self._bare_encoder = (
+            safe_encoder(backend, quick),
+            safe_encoder(self._bare, quick),
+        )
         self.chars_per_token = chars_per_token(backend)
         """The most characters that one token can stand for; infinite = no bound is known."""
 
@@ -307,7 +310,7 @@ def quick_encoder(backend: Tokenizer) -> Encode | None:
         return None
 
 
-def guarded(backend: Tokenizer, quick: Encode | None) -> Encode:
+def safe_encoder(backend: Tokenizer, quick: Encode | None) -> Encode:
     """Encode as `backend` does without special tokens, by `quick` wherever that is the same."""
 
     def slow(text: str) -> list[int]:

@@ -44,7 +44,7 @@ from bridle.runtimes.base_runtime import (
     Contained,
     RunningSandbox,
     check_spec,
-    prefixed,
+    prefix_names,
     with_signal,
 )
 from bridle.runtimes.files import Keep, Owner, pack_folder, remove_folders
@@ -380,7 +380,7 @@ class DockerRuntime(Contained[RunningSandbox]):
         marks = self._marks()
         execution = f"{EXEC_MARK}={marks[EXEC_MARK]}"
         base = {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb"}
-        env = prefixed({**base, **self._spec.env, **inside.env})
+        env = prefix_names({**base, **self._spec.env, **inside.env})
         reads = inside.stdin is not None
         words = [program(), "exec", *(["--interactive"] if reads else [])]
         for name in (

@@ -51,7 +51,7 @@ from yarl import URL
 
 from bridle import __version__
 from bridle.aio import Nursery
-from bridle.credentials import kept_token
+from bridle.credentials import load_or_make_token
 from bridle.errors import BridleError
 from bridle.server.database import until_done
 from bridle.server.results import session_result, task_status
@@ -242,7 +242,7 @@ def callback_secret(folder: Path) -> bytes:
     """
     if given := os.environ.get(SECRET_ENV):
         return given.encode()
-    return kept_token(folder / "callback.secret").encode()
+    return load_or_make_token(folder / "callback.secret").encode()
 
 
 def _log_failure(error: BaseException) -> None:

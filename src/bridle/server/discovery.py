@@ -46,10 +46,10 @@ def engines_in(text: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-async def named(source: str) -> list[str]:
+async def engines_named(source: str) -> list[str]:
     """The engines that a file or an `http(s)://` URL names now; none where it cannot be read."""
     if kind := KIND.match(source):
-        found = await named(source[kind.end() :])
+        found = await engines_named(source[kind.end() :])
         return [kind[0] + one if one.startswith("http") else one for one in found]
     try:
         if "://" not in source:
@@ -84,7 +84,7 @@ async def first_named(source: str) -> list[str]:
     try:
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                if found := await named(source):
+                if found := await engines_named(source):
                     return found
                 await asyncio.sleep(READ_EVERY_S)
     except TimeoutError:
@@ -102,7 +102,7 @@ async def follow(
     joined, failing = set(there), set[str]()
     while True:
         await asyncio.sleep(every_s)
-        if not (wanted := await named(source)):
+        if not (wanted := await engines_named(source)):
             continue
         for engine in [one for one in wanted if one not in joined]:
             try:

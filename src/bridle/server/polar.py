@@ -30,10 +30,10 @@ from bridle.config import (
     Settings,
     Task,
 )
-from bridle.datasets.swe import GRADED, swe_task, unpacked
+from bridle.datasets.swe import GRADED, decode_field, swe_task
 from bridle.errors import ConfigError, StateError, StoreError, root_cause
 from bridle.server.auth import TokenRole
-from bridle.server.http import ApiError, ApiRequest, RouteTable, invalid, reply
+from bridle.server.http import ApiError, ApiRequest, RouteTable, reply, validation_error
 from bridle.server.queries import is_final
 from bridle.server.results import polar_task, task_status
 from bridle.server.routes_v1 import check, list_sessions, page_json, submit, task_row
@@ -258,7 +258,7 @@ class PolarTask(GroupOptions):
             if key not in left or strategy not in EVALUATOR_KEYS
         }
         if "expected" in config:
-            config["expected"] = unpacked(config["expected"])
+            config["expected"] = decode_field(config["expected"])
         repos = self._repos(evaluator.config) if "repo_dir" in evaluator.config else None
         if repos is not None:
             repo, tested = repos
@@ -283,7 +283,7 @@ class PolarTask(GroupOptions):
     @staticmethod
     def _instance(config: JSON) -> object:
         """Return a data set's row with its grading. `ConfigError` if it cannot be graded."""
-        row = unpacked(config.get("instance"))
+        row = decode_field(config.get("instance"))
         if not isinstance(row, dict) or all(row.get(name) for name in GRADED):
             return row
         task = swe_task(row, "instance")
@@ -355,7 +355,7 @@ async def submit_task(request: ApiRequest) -> Response:
     try:
         submission = wanted.submission()
     except ValidationError as error:
-        raise invalid(error, "the body") from None
+        raise validation_error(error, "the body") from None
     await submit(request, [check(request, submission)])
     return reply({"task_id": submission.task_id, "status": "running"})
 
@@ -380,7 +380,7 @@ async def cancel_task(request: ApiRequest) -> Response:
                 task_id, owner=caller.name, tenant=caller.tenant is not None
             )
         except ValidationError as error:
-            raise invalid(error, "the task") from None
+            raise validation_error(error, "the task") from None
     await request.service.cancel_task((await task_row(request))["key"])
     return reply(await task_status(request.service, await task_row(request), results=False))
 

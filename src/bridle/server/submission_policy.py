@@ -18,7 +18,7 @@ from bridle.config import Settings, Task
 from bridle.evaluators import EVALUATORS
 from bridle.harnesses import CHECKS, HARNESSES
 from bridle.plugins import installed
-from bridle.runtimes import RUNTIMES, chosen
+from bridle.runtimes import RUNTIMES, resolve_auto
 from bridle.trajectory.builders import BUILDERS
 from bridle.types import JSON
 
@@ -190,7 +190,7 @@ class _PolicyCheck:
     @property
     def runtime(self) -> str:
         """The task's runtime, by its short name if it is one of Bridle's."""
-        return _short(chosen(self.task.runtime).backend, RUNTIMES)
+        return _short(resolve_auto(self.task.runtime).backend, RUNTIMES)
 
     def backend(self, field: str, _: str) -> Refused:
         given, listed = self.runtime, self.policy.runtimes

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from bridle.experts import Experts, laid, unpack
+from bridle.experts import Experts, merge_rows, unpack
 from bridle.trajectory.graph import ExchangeNode, Graph, Piece, order_of, pieces
 from bridle.trajectory.masks import Marks
 from bridle.trajectory.sample import MaskReason, Trace
@@ -225,7 +225,7 @@ def _experts(path: Sequence[Piece], ids: Ids) -> npt.NDArray[np.int16] | None:
             end = len(ids) if after is None else after.kept
             rows = experts.rows[first - at : max(0, end - at)]
             parts.append(Experts(first, rows))
-    return laid(parts, len(ids))
+    return merge_rows(parts, len(ids))
 
 
 def _seen_from(node: ExchangeNode, moved: int, ids: Ids) -> int:
@@ -279,7 +279,7 @@ def shorten(trace: Trace, max_tokens: int) -> Trace | None:
     return None
 
 
-def masked(trace: Trace, reason: MaskReason) -> Trace:
+def mask_all(trace: Trace, reason: MaskReason) -> Trace:
     """The trace with nothing left to train: its trained tokens get `reason`."""
     reasons = trace.reasons.copy()
     reasons[reasons == MaskReason.TRAINED] = reason

@@ -2,7 +2,7 @@
 
 An exchange is a node; its parent is the exchange whose ids its prompt extends. Each node owns only
 the ids that are new with it: the suffix of its prompt and its output. What a path spells is put
-together once per trace (`ids`, `pieces`), never kept per node, so a forest costs what its new
+together once per trace (`first_ids`, `pieces`), never kept per node, so a forest costs what its new
 tokens cost (law 9).
 
 Token identity (law 1) is checked here and nowhere else: the digest of each prompt is computed from
@@ -145,7 +145,7 @@ def pieces(node: ExchangeNode, take: int) -> list[Piece]:
     return found[::-1]
 
 
-def ids(node: ExchangeNode, take: int) -> Ids:
+def first_ids(node: ExchangeNode, take: int) -> Ids:
     """The first `take` ids of a node's path, shape (take,), int32."""
     runs = [piece.ids for piece in pieces(node, take)]
     return np.concatenate(runs) if runs else no_ids()
@@ -294,7 +294,7 @@ class _Grower:
             return after_output.copy()
         if kept == parent.exchange.prompt_length:
             return after_prompt.copy()
-        return hashlib.sha256(_bytes(ids(parent, kept)))
+        return hashlib.sha256(_bytes(first_ids(parent, kept)))
 
     def note_forks(self, unique: dict[str, Exchange]) -> None:
         """Note where the messages continued but the ids could not.
@@ -316,8 +316,8 @@ class _Grower:
             if before not in unique:
                 self.note(exchange, "unknown_continues")
             elif old is not None and new is not None:
-                prompt = ids(new, exchange.prompt_length)
-                position = first_difference(ids(old, old.length), prompt)
+                prompt = first_ids(new, exchange.prompt_length)
+                position = first_difference(first_ids(old, old.length), prompt)
                 self.note(exchange, reason, position, _around(old, new, position))
             else:
                 self.note(exchange, reason)
@@ -337,7 +337,7 @@ def _around(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """`SHOWN` ids of both from where they part."""
     end = position + SHOWN
-    one, two = ids(old, min(old.length, end)), ids(new, min(new.prompt_length, end))
+    one, two = first_ids(old, min(old.length, end)), first_ids(new, min(new.prompt_length, end))
     return tuple(one[position:].tolist()), tuple(two[position:].tolist())
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from bridle.capture.records import Exchange, SessionCapture
 from bridle.errors import StoreError
-from bridle.trajectory.graph import ExchangeNode, Graph, first_difference, grow, ids, order_of
+from bridle.trajectory.graph import ExchangeNode, Graph, first_difference, first_ids, grow, order_of
 from bridle.trajectory.masks import mark
 from bridle.trajectory.sample import MaskReason
 from bridle.trajectory.transcript import Transcript
@@ -141,8 +141,8 @@ def explain_fork(
     """
     graph = grow(capture.session.session_id, capture.exchanges)
     before, after = _node(graph, one), _node(graph, two)
-    old = ids(before, before.length)
-    new = ids(after, after.exchange.prompt_length)
+    old = first_ids(before, before.length)
+    new = first_ids(after, after.exchange.prompt_length)
     sampled, record = len(before.exchange.output_ids), after.exchange
     links = f"parent {record.parent_id}, continues {record.continues}"
     lines = [
