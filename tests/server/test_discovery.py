@@ -137,7 +137,7 @@ async def test_engines_join_and_leave_as_they_are_named(tmp_path, monkeypatch):
         reads.append(found := await engines_named(source))
         return found
 
-    monkeypatch.setattr(discovery, "named", counted)
+    monkeypatch.setattr(discovery, "engines_named", counted)
     workers, source = Late(), tmp_path / "engines"
     workers.replicas.append("http://a:1")
     source.write_text("a:1 late:1")
