@@ -77,7 +77,7 @@ def header(*shape):
 @pytest.mark.parametrize(
     "text", ["", "AAAA", "!", header(3, 1, 1), header(10**12, 4, 2), header(10**18, 9, 9)]
 )
-def test_a_file_that_holds_no_rows_is_refused_whatever_shape_it_claims(text):
+def test_a_file_without_rows_is_refused_with_any_shape(text):
     with pytest.raises(ValueError, match=r"."):
         npy_rows(text)
 

@@ -37,7 +37,7 @@ async def test_the_thread_is_busy_until_it_has_finished_all_that_was_queued():
     assert not jobs.busy
 
 
-async def test_whoever_writes_takes_what_was_left():
+async def test_the_next_writer_takes_the_deferred_jobs():
     jobs, left = Jobs(), job("a")
     jobs.leave(left)
     assert jobs.is_left(left)

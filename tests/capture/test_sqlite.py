@@ -94,7 +94,7 @@ async def test_a_file_is_read_again_after_its_store_is_closed(path):
             assert capture.outcome == reader.outcome(made.session_id) == made.outcome
 
 
-async def test_a_session_goes_on_in_another_store_of_the_same_file(path):
+async def test_a_session_continues_in_another_store_of_the_same_file(path):
     made = MadeSession()
     made.call()
     await written(path, made)

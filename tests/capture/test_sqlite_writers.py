@@ -81,7 +81,7 @@ async def test_a_write_that_the_disk_held_up_sends_those_that_follow_to_the_thre
         assert await written_here(store)
 
 
-async def test_records_keep_their_order_whoever_writes_them(path):
+async def test_records_keep_their_order_with_several_writers(path):
     made = MadeSession()
     for _ in range(40):
         made.call()

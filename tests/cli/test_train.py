@@ -79,7 +79,7 @@ def test_without_a_model_the_command_says_so(say, tmp_path):
 
 
 @pytest.mark.timeout(180)
-def test_a_training_runs_and_goes_on_where_it_ended(say, lookup_file, tmp_path):
+def test_a_training_runs_and_resumes_where_it_ended(say, lookup_file, tmp_path):
     model = untrained(tmp_path / "model")
     (tmp_path / "agent.py").write_text(ANTHROPIC_AGENT)
     command = f"{sys.executable} {tmp_path / 'agent.py'} {{instruction}}"

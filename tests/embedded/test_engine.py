@@ -165,7 +165,7 @@ async def test_chunks_stream_and_the_first_token_does_not_wait(folder, opened):
     assert got.last.versions == (VersionSpan(0, 0, 200),)
 
 
-async def test_an_aborted_call_keeps_what_it_sampled_and_the_others_go_on(folder, oracle, opened):
+async def test_an_aborted_call_keeps_its_tokens_and_the_others_continue(folder, oracle, opened):
     async with opened(folder) as engine:
         doomed = request(prompt_of(9), "doomed", max_tokens=200, min_tokens=200)
         stop = Stop(engine)

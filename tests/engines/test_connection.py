@@ -88,7 +88,7 @@ def test_a_chunk_in_many_pieces_that_look_like_ends_is_read_once():
         (b"HTTP/1.0 204 No Content\r\nConnection: Keep-Alive\r\n", True),
     ],
 )
-def test_a_reply_says_whether_its_connection_goes_on(head, keeps):
+def test_a_reply_says_whether_its_connection_is_kept_alive(head, keeps):
     reply = HttpReply()
     assert reply.feed(head + b"\r\n")
     assert reply.keeps is keeps

@@ -127,7 +127,7 @@ async def test_a_server_that_refuses_is_an_error_of_its_kind(
     assert not adapter._calls
 
 
-async def test_a_server_that_hangs_is_given_up():
+async def test_a_server_that_hangs_times_out():
     async def silence(_request):
         await asyncio.sleep(30)
 

@@ -289,7 +289,7 @@ FAULTS = st.lists(
 
 
 @given(FAULTS, st.integers(1, 2))
-async def test_whatever_fails_wherever_the_replies_in_a_row_are_the_whole_one(faults, apart):
+async def test_failover_at_any_point_gives_the_whole_reply(faults, apart):
     """Two replicas that count, of different versions; a caller that goes on from the tokens."""
     fakes = [Fake(tokens=8, info=replace(INFO, version=apart * number)) for number in (0, 1)]
     for kind, after, number in faults:
@@ -383,7 +383,7 @@ async def test_without_any_replica_there_is_no_start(error):
     assert a.closed
 
 
-async def test_one_that_cannot_serve_is_no_replica_to_go_on_without():
+async def test_a_replica_that_cannot_serve_is_an_error_at_the_start():
     a, b = Fake(), Fake()
     b.sick = EngineError("it gives no logprobs")
     with pytest.raises(EngineError, match="no logprobs"):

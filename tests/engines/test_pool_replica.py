@@ -54,7 +54,7 @@ def test_only_the_first_message_of_a_joined_chunk_has_the_version_before():
 
 
 @pytest.mark.parametrize("pieces", [[[5, 5]], [[5], [5]]], ids=["whole", "streamed"])
-def test_a_reply_over_a_change_of_weights_keeps_its_first_version_whatever_the_engine_says(pieces):
+def test_a_reply_over_a_weight_update_keeps_its_first_version(pieces):
     replica, routed = Replica("a", Fake()), RoutedCall(call())
     replica.version = 7
     replica.begin(routed)
@@ -397,7 +397,7 @@ async def test_an_update_under_a_hold_keeps_the_hold():
         assert a.paused == b.paused == ["keep", "resume"]
 
 
-async def test_a_replica_that_cannot_go_on_is_looked_at():
+async def test_a_replica_that_fails_to_resume_is_down():
     a, b = Held(), Fake()
     async with pooled(a, b) as pool:
         a.resume = failing  # type: ignore[method-assign]  # its server does not answer

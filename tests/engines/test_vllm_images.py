@@ -150,7 +150,7 @@ async def test_any_other_answer_is_an_error(sees, answer, why):
         await sees(**{RENDER: answer})
 
 
-async def test_a_call_by_messages_takes_the_chat_route_whatever_the_route_is(stub, connected):
+async def test_a_call_by_messages_always_takes_the_chat_route(stub, connected):
     server = await stub(**{"v1/completions": 404, CHAT: honest()})
     engine = await connected(server.url, route=VllmRoute.CHAT)
     engine._route = VllmRoute.GENERATE

@@ -115,7 +115,7 @@ async def test_a_judge_that_fails_means_what_the_task_says(tmp_path, answer, why
     assert "judge_failed" in found.metadata
 
 
-async def test_a_judge_that_never_answers_is_given_up(tmp_path):
+async def test_a_judge_that_never_answers_times_out(tmp_path):
     class Silent(Model):
         async def complete(self, request):
             request.transport.close()

@@ -192,7 +192,7 @@ def test_a_task_without_a_test_that_must_pass_is_refused():
         TestOnOutput.from_config({"command": "true", "fail_to_pass": []})
 
 
-def test_a_file_in_a_patch_is_one_part_whatever_its_lines_say():
+def test_a_file_in_a_patch_is_one_part_even_if_its_lines_look_like_headers():
     one = "diff --git a/x y b/x y\n--- a/x y\n+++ b/x y\n@@ -1 +1 @@\n-a\n+diff --git a/q b/q\n"
     two = "diff --git a/t/z b/t/z\nnew file mode 100644\n"
     patch = filter_patch(one + two, ("*",), ("t/*",))

@@ -111,7 +111,7 @@ def test_a_token_stands_for_no_more_characters_than_the_bound(name, text):
     assert len(text) <= chars_per_token(backend) * len(pieces.ids_of(backend, text))
 
 
-def test_a_long_text_is_given_up_where_no_context_holds_it():
+def test_tokenising_stops_for_a_text_longer_than_any_context():
     text = "some words in a row, " * (WHOLE // 16)
     with pytest.raises(ContextOverflowError) as refused, count_against(Allowance(1000)):
         TOKENS.encode(text)

@@ -80,7 +80,7 @@ def test_a_plain_answer_has_neither_reasoning_nor_calls(parse):
     assert parse("<think>\n\n</think>\n\nHello.<|im_end|>").reasoning is None
 
 
-def test_reasoning_that_the_prompt_opened_goes_on(parse):
+def test_reasoning_that_the_prompt_opened_continues(parse):
     reply = parse("hm</think>ok<|im_end|>", tail="<|im_start|>assistant\n<think>\n")
     assert (reply.reasoning, reply.content) == ("hm", "ok")
 

@@ -137,7 +137,7 @@ async def test_the_daemons_message_is_in_the_error(fake):
         await docker(["inspect", "x"])
 
 
-async def test_a_daemon_that_hangs_is_given_up(fake):
+async def test_a_daemon_that_hangs_times_out(fake):
     fake("sleep 60")
     with pytest.raises(RuntimeFailure, match=r"docker ps: did not end within 0.1 s"):
         await docker(["ps"], timeout_s=0.1)

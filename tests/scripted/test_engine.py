@@ -225,7 +225,7 @@ async def test_a_stop_token_ends_the_reply():
     {"reasoning": "think hard", "content": "Answer."}, {"raw": "exact text here"},
     {"content": "to the end", "finish": "length"}, {"token_ids": [5, 6, 7, 8, 9]},
 ])  # fmt: skip
-async def test_a_resumed_reply_goes_on_where_it_was(turn):
+async def test_a_resumed_reply_continues_where_it_was(turn):
     engine = scripted_engine([turn])
     (whole,) = await play(engine, call())
     for count in range(len(whole.output_ids)):
@@ -374,7 +374,7 @@ async def test_each_token_knows_the_version_it_was_sampled_under():
 # ---- what it says of itself
 
 
-async def test_a_probe_is_answered_whatever_the_script_says():
+async def test_a_probe_is_answered_with_every_script():
     engine = scripted_engine([{"fault": 500}])
     request = call(request_id="probe-1", sampling=Sampling(max_tokens=2))
     (chunk,) = await play(engine, request)

@@ -58,7 +58,7 @@ async def test_sessions_of_a_lost_node_are_run_again_elsewhere_at_once(tmp_path)
         assert (await ended(service, "t"))["usable"] == 4
 
 
-async def test_the_next_life_of_a_server_takes_up_what_goes_on_and_runs_nothing_twice(tmp_path):
+async def test_a_restarted_server_joins_running_runs_and_runs_nothing_twice(tmp_path):
     async with remote_nodes("a") as remotes:
         async with (
             a_runner(*remotes, outlive=True) as runner,

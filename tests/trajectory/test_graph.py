@@ -136,7 +136,7 @@ def test_a_parent_of_which_nothing_is_kept_makes_a_root():
     assert list(grown(made).nodes) == ["x1"]
 
 
-def test_the_same_id_twice_counts_once_whatever_the_order():
+def test_the_same_id_twice_counts_once_in_any_order():
     made = chain(2)
     twin = dataclasses.replace(made.exchanges[1], output_ids=made.exchanges[1].output_ids + 1)
     for exchanges in ([*made.exchanges, twin], [twin, *made.exchanges]):

@@ -34,7 +34,7 @@ def test_a_chain_is_flat_and_each_line_tells_the_turn():
     assert lines[2][1].startswith("x1 agent | user -> assistant | 15+10 ids -> 5 sampled")
 
 
-def test_the_longest_branch_goes_on_and_others_go_deeper():
+def test_the_longest_branch_stays_at_its_depth_and_others_are_indented():
     made = MadeSession()
     made.call()
     made.call("x0")

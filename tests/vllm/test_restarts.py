@@ -78,7 +78,7 @@ async def unhealthy(engine):
             await asyncio.sleep(0.2)
 
 
-async def test_a_killed_engine_is_a_clean_error_and_a_restarted_one_goes_on(server):
+async def test_a_killed_engine_is_a_clean_error_and_a_restarted_one_serves(server):
     call = {"name": "look", "arguments": {"page": 1}}
     turns = [{"tool_calls": [call]}, {"content": "The end."}]
     server.say({"conversations": [{"when": {"user_contains": "Read"}, "turns": turns}]})

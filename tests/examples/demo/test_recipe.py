@@ -50,7 +50,7 @@ def test_the_folder_is_a_model_with_tokenizer_template_and_end_token(examples, t
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_the_same_examples_give_the_same_weights_in_whatever_order_they_come(examples, tmp_path):
+def test_the_same_examples_give_the_same_weights_in_any_order(examples, tmp_path):
     weights = []
     for name in ("a", "b"):
         lines = examples.read_text().splitlines(keepends=True)
