@@ -24,7 +24,7 @@ from bridle.dialects.json_reader import content_digest
 from bridle.prompting.canonical import AtomMemo, answer_atoms, canonical
 from bridle.prompting.conversation import Conversation
 from bridle.prompting.prompt import PromptIds
-from bridle.prompting.renderer import TokenRenderer, load_renderer
+from bridle.prompting.renderer import PromptRenderer, load_renderer
 from bridle.types import (
     Dialect,
     FinishReason,
@@ -69,7 +69,7 @@ class Workload:
     """The texts and ids that every row uses."""
 
     def __init__(self) -> None:
-        self.renderer: TokenRenderer = load_renderer("builtin")
+        self.renderer: PromptRenderer = load_renderer("builtin")
         self.output = self._sampled("I look at the file. ", 128 - len(self._ids(CALL)) - 1)
         self.reasoned = self._ids("<think>\n" + "let me see what it says. " * 60 + "</think>\n\nok")
         self.result = Message(Role.TOOL, (TextPart(self._text(800)),), tool_call_id="c")
