@@ -12,6 +12,7 @@ run follows the failure at once and is never cached, so both see the machine in 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -267,3 +268,11 @@ async def _control(
 
 def _way(error: EvaluatorError) -> str:
     return error.way if isinstance(error, CheckerFailure) else str(error)
+
+
+async def read_file(runtime: Runtime, path: str) -> bytes:
+    """Return the content of a file inside. Raises `RuntimeFailure` or `OSError`."""
+    with tempfile.TemporaryDirectory(prefix="bridle-file-") as folder:
+        copy = Path(folder, "file")
+        await runtime.download(path, copy)
+        return await asyncio.to_thread(copy.read_bytes)

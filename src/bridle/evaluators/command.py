@@ -10,11 +10,8 @@ checker could not be run), a signal, a timeout, an unreadable reward. Checkers b
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import tempfile
-from pathlib import Path
 
 from pydantic import Field
 
@@ -27,6 +24,7 @@ from bridle.evaluators.base import (
     Evaluation,
     EvaluationContext,
     Unscorable,
+    read_file,
 )
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.types import JSON
@@ -100,13 +98,10 @@ class CommandEvaluator(Configured[CommandSettings]):
 
     async def _read_reward(self, runtime: Runtime, name: str) -> tuple[float, JSON]:
         await runtime.kill()
-        with tempfile.TemporaryDirectory(prefix="bridle-reward-") as folder:
-            copy = Path(folder, "reward")
-            try:
-                await runtime.download(name, copy)
-                text = await asyncio.to_thread(copy.read_text)
-            except (RuntimeFailure, OSError, UnicodeDecodeError) as error:
-                raise CheckerFailure(f"evaluator command left no {name}", str(error)) from error
+        try:
+            text = (await read_file(runtime, name)).decode()
+        except (RuntimeFailure, OSError, UnicodeDecodeError) as error:
+            raise CheckerFailure(f"evaluator command left no {name}", str(error)) from error
         return parse_reward(text, name)
 
 

@@ -37,6 +37,7 @@ from bridle.evaluators.base import (
     Evaluation,
     EvaluationContext,
     Unscorable,
+    read_file,
 )
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.runtimes.base import ExecResult, Runtime
@@ -270,13 +271,10 @@ async def _apply(runtime: Runtime, repo: str, patch: str) -> None:
 
 
 async def _read(runtime: Runtime, path: str) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="bridle-junit-") as folder:
-        copy = Path(folder, "junit.xml")
-        try:
-            await runtime.download(path, copy)
-            return await asyncio.to_thread(copy.read_bytes)
-        except (RuntimeFailure, OSError) as error:
-            raise CheckerFailure(f"the tests left no {path}", str(error)) from error
+    try:
+        return await read_file(runtime, path)
+    except (RuntimeFailure, OSError) as error:
+        raise CheckerFailure(f"the tests left no {path}", str(error)) from error
 
 
 def from_summary(said: str) -> dict[str, str]:
