@@ -27,7 +27,7 @@ from examples.demo.model import demo_model
 
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
-from bridle.cli.config import open_engine_and_renderer
+from bridle.cli.config import load_config, open_setup
 from bridle.config import BuilderSpec, SamplingPolicy
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
@@ -70,10 +70,11 @@ def ways(batch_tokens: int, threads: int) -> list[Way]:
 
 async def capture(model: Path, folder: Path, sessions: int, turns: int, threads: int) -> float:
     """Play conversations of `turns` calls at once; seconds of the generation."""
-    engine, renderer = open_engine_and_renderer(f"embedded:{model}", None)
+    setup = open_setup(load_config(None, engines=[f"embedded:{model}"]))
     store = await SqliteStore.open(folder / "capture.sqlite")
-    settings = GatewaySettings()
-    gateway = GatewayServer(engine=engine, renderer=renderer, store=store, settings=settings)
+    gateway = GatewayServer(
+        engine=setup.engine, renderer=setup.renderer, store=store, settings=GatewaySettings()
+    )
     async with store, gateway, aiohttp.ClientSession() as http:
         began = clock(threads)
         async with asyncio.TaskGroup() as group:

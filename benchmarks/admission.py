@@ -209,7 +209,7 @@ async def attacked(folder: Path) -> AsyncIterator[tuple[Attacked, asyncio.subpro
         await process.wait()
 
 
-def told(took: list[float], failed: int) -> str:
+def latency_text(took: list[float], failed: int) -> str:
     """The numbers of `/health`."""
     took = sorted(took)
     p50, p99 = took[len(took) // 2], took[int(0.99 * (len(took) - 1))]
@@ -231,7 +231,7 @@ async def measure(attack: Attack, folder: Path, times: int) -> None:
                 await asyncio.sleep(1)
         seconds = time.perf_counter() - begun
         over.set()
-        health = told(*await asyncio.to_thread(answers.get))
+        health = latency_text(*await asyncio.to_thread(answers.get))
         line = f"{attack.__name__:14} {','.join(map(str, found)):16} {seconds:6.1f} {health}"
         print(f"{line} {on.calls:6} {before:7.0f} {on.memory('VmHWM'):7.0f}", flush=True)
 

@@ -12,7 +12,7 @@ and then. Both sides see the same words and ids:
 - `token-in`: what Bridle does; a prompt is its parent's ids, the sampled ids, and what is new;
 - `messages`: each call sends its messages, and the engine's chat template renders the history anew.
 
-One rollout is one session. Breaks are told per 64 rollouts, so that runs of any size compare.
+One rollout is one session. Breaks are reported per 64 rollouts, so that runs of any size compare.
 
     scripts/setup dev; bridle harness install NAME   # once per harness; or make test-harnesses
     python -m benchmarks.breaks [--harness NAME...] [--work hard] [--split 0.005] [--json]
@@ -61,7 +61,7 @@ HARNESSES = {
     "gemini_cli": "google",
 }
 PER: Final = 64
-"""Rollouts that breaks are told for."""
+"""Rollouts that breaks are reported for."""
 
 MARK: Final = re.compile(r"\[work-\d+\]")
 """What a session's instruction ends with."""

@@ -92,8 +92,8 @@ def gateway(engine: str, data: Path, stream: str, options: argparse.Namespace) -
     if options.workers == 1:
         extra = ("--profile", f"{options.profile}.{data.name}") if options.profile else ()
         own = ("--engine", engine, "--data", str(data), "--fsync", options.fsync)
-        with part("gateway", *own, "--stream", stream, *extra) as (told, process):
-            yield Served(told["url"], told["token"], [process.pid])
+        with part("gateway", *own, "--stream", stream, *extra) as (result, process):
+            yield Served(result["url"], result["token"], [process.pid])
         return
     command = [
         *(sys.executable, "-m", "bridle.cli", "gateway", "--port", "0", "--tokenizer", "builtin"),

@@ -63,13 +63,13 @@ def words(count: int, seed: int) -> str:
 
 def tools(count: int) -> list[dict[str, Any]]:
     """So many tools of 1.6 kB each, as OpenAI Chat has them."""
-    told = " ".join([TEXT] * 2)
-    fields = {f"field_{n}": {"type": "string", "description": told} for n in range(3)}
+    result = " ".join([TEXT] * 2)
+    fields = {f"field_{n}": {"type": "string", "description": result} for n in range(3)}
     schema = {"type": "object", "properties": fields, "required": ["field_0"]}
     return [
         {
             "type": "function",
-            "function": {"name": f"tool_{n}", "description": told * 2, "parameters": schema},
+            "function": {"name": f"tool_{n}", "description": result * 2, "parameters": schema},
         }
         for n in range(count)
     ]
@@ -109,7 +109,7 @@ def out_of_chunks(body: bytes) -> bytes:
 
 
 class Framed(asyncio.Protocol):
-    """One connection; whole messages are given to `arrived`: of a told length, or in chunks."""
+    """One connection; whole messages are given to `arrived`: of a given length, or in chunks."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -248,12 +248,12 @@ def check_extended(server: str, token: str, turns: int) -> None:
     headers = {"Authorization": f"Bearer {token}"}
     asked = urllib.request.Request(f"{server}/metrics", headers=headers)  # noqa: S310 - loopback
     with urllib.request.urlopen(asked) as reply:  # noqa: S310 - loopback
-        told = reply.read().decode()
-    numbers = dict(line.rsplit(" ", 1) for line in told.splitlines() if line[:1] != "#")
+        result = reply.read().decode()
+    numbers = dict(line.rsplit(" ", 1) for line in result.splitlines() if line[:1] != "#")
     roots = float(numbers.get('bridle_placements_total{extended="False",kind="root"}', 0))
     extended = float(numbers.get('bridle_placements_total{extended="True",kind="child"}', 0))
     if float(numbers["bridle_prompt_breaks_total"]) or extended != roots * (turns - 1):
-        raise SystemExit(f"not what was to be measured:\n{told}")
+        raise SystemExit(f"not what was to be measured:\n{result}")
 
 
 def cpu_seconds(pid: int) -> float:
@@ -326,9 +326,9 @@ def engine_call(route: VllmRoute, prompt: PromptIds, *, stream: bool = False) ->
     return call_body(route, request, "instant", room=100_000, token_in=True)
 
 
-def say(**told: str) -> None:
+def say(**result: str) -> None:
     """Tell the parent process where this part is."""
-    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
 
 

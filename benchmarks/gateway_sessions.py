@@ -106,8 +106,8 @@ def dialect_bodies(way: Way, context: int, tools: int) -> Bodies:
     before = orjson.dumps(head)[:-1] + b',"' + dialect.messages.encode() + b'":['
     for turn, body in enumerate(growing(before, b"]}", items)):
         reply = yield body
-        told = events(reply) if way.reply != "json" else orjson.loads(reply)
-        items += [orjson.dumps(message) for message in dialect.reply(told)]
+        parsed = events(reply) if way.reply != "json" else orjson.loads(reply)
+        items += [orjson.dumps(message) for message in dialect.reply(parsed)]
         text = f"Turn {turn}." + parts.words(NEW_TOKENS, turn)
         items.append(orjson.dumps(dialect.user(text)))
 
@@ -188,31 +188,31 @@ def google_head(tools: list[JSON]) -> JSON:
     return named({"systemInstruction": {"parts": [{"text": INSTRUCTION}]}}, own)
 
 
-def chat_reply(told: Any) -> list[JSON]:  # noqa: ANN401 - one reply or a list of events
+def chat_reply(result: Any) -> list[JSON]:  # noqa: ANN401 - one reply or a list of events
     """The assistant's message."""
-    if isinstance(told, dict):
-        return [told["choices"][0]["message"]]
-    deltas = [one["choices"][0]["delta"] for one in told if one["choices"]]
+    if isinstance(result, dict):
+        return [result["choices"][0]["message"]]
+    deltas = [one["choices"][0]["delta"] for one in result if one["choices"]]
     return [{"role": "assistant", "content": "".join(one.get("content") or "" for one in deltas)}]
 
 
-def responses_reply(told: Any) -> list[JSON]:  # noqa: ANN401 - one reply or a list of events
+def responses_reply(result: Any) -> list[JSON]:  # noqa: ANN401 - one reply or a list of events
     """The output items."""
-    found: list[JSON] = (told if isinstance(told, dict) else told[-1]["response"])["output"]
+    found: list[JSON] = (result if isinstance(result, dict) else result[-1]["response"])["output"]
     return found
 
 
-def anthropic_reply(told: Any) -> list[JSON]:  # noqa: ANN401 - one reply or a list of events
+def anthropic_reply(result: Any) -> list[JSON]:  # noqa: ANN401 - one reply or a list of events
     """The assistant's message."""
-    if isinstance(told, dict):
-        return [{"role": "assistant", "content": told["content"]}]
-    text = "".join(one["delta"]["text"] for one in told if one["type"] == "content_block_delta")
+    if isinstance(result, dict):
+        return [{"role": "assistant", "content": result["content"]}]
+    text = "".join(one["delta"]["text"] for one in result if one["type"] == "content_block_delta")
     return [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
 
 
-def google_reply(told: Any) -> list[JSON]:  # noqa: ANN401 - one reply or a list of events
+def google_reply(result: Any) -> list[JSON]:  # noqa: ANN401 - one reply or a list of events
     """The model's content; of a stream all parts, one after the other."""
-    several = [told] if isinstance(told, dict) else told
+    several = [result] if isinstance(result, dict) else result
     return [
         {
             "role": "model",

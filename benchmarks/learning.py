@@ -34,14 +34,14 @@ from examples.demo.training import AT_ONCE, GRPO, LOOP, SAMPLES, TRAIN_SEED
 from bridle.cli.config import EngineSetup
 from bridle.cli.training import TrainSettings, local_backend, train_here
 from bridle.config import BuilderSpec, Task
-from bridle.prompting.renderer import TokenRenderer
+from bridle.prompting.renderer import PromptRenderer
 from bridle.training.loop import Course
 from bridle.types import JSON
 
 NAME = "learning.jsonl"
 
 
-class AnewRenderer(TokenRenderer):
+class AnewRenderer(PromptRenderer):
     """Extends nothing: every call is the root of a conversation, rendered from its messages."""
 
     def extend(self, *_: object, **__: object) -> None:

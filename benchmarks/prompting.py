@@ -24,7 +24,7 @@ from bridle.dialects.json_reader import content_digest
 from bridle.prompting.canonical import AtomMemo, answer_atoms, canonical
 from bridle.prompting.conversation import Conversation
 from bridle.prompting.prompt import PromptIds
-from bridle.prompting.renderer import TokenRenderer, load_renderer
+from bridle.prompting.renderer import PromptRenderer, load_renderer
 from bridle.types import (
     Dialect,
     FinishReason,
@@ -69,7 +69,7 @@ class Workload:
     """The texts and ids that every row uses."""
 
     def __init__(self) -> None:
-        self.renderer: TokenRenderer = load_renderer("builtin")
+        self.renderer: PromptRenderer = load_renderer("builtin")
         self.output = self._sampled("I look at the file. ", 128 - len(self._ids(CALL)) - 1)
         self.reasoned = self._ids("<think>\n" + "let me see what it says. " * 60 + "</think>\n\nok")
         self.result = Message(Role.TOOL, (TextPart(self._text(800)),), tool_call_id="c")
@@ -172,7 +172,7 @@ def measure(contexts: Sequence[int], runs: int) -> dict[str, dict[str, float]]:
     """Every row: name -> column -> microseconds."""
     work = Workload()
     prompts = {f"{context // 1000}k": work.grown(context) for context in contexts}
-    told = Message(Role.ASSISTANT, (TextPart("kept"),))
+    result = Message(Role.ASSISTANT, (TextPart("kept"),))
     rows: dict[str, dict[str, float]] = {}
 
     def per_context(name: str, run: Callable[[PromptIds], object], share: int = 1) -> None:
@@ -182,7 +182,7 @@ def measure(contexts: Sequence[int], runs: int) -> dict[str, dict[str, float]]:
         }
 
     per_context("suffix for 800 new ids", lambda p: work.suffix(p, work.result))
-    per_context("suffix by template difference", lambda p: work.suffix(p, told, work.result), 4)
+    per_context("suffix by template difference", lambda p: work.suffix(p, result, work.result), 4)
     suffix = work.suffix(prompts[next(iter(prompts))], work.result)
     per_context("child prompt from output and suffix", lambda p: p.extend(work.output, suffix))
     per_context("child prompt and its JSON", lambda p: p.extend(work.output, suffix).json(), 4)

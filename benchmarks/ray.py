@@ -112,7 +112,7 @@ def main() -> None:
         with machines(given.machines) as address:
             os.environ["RAY_ADDRESS"] = address
             ray = asyncio.run(measure(config("ray", given.slots), folder / "ray", given))
-    told = {
+    result = {
         "local_ms": 1e3 * local[0],
         "ray_ms": 1e3 * ray[0],
         "overhead_ms": 1e3 * (ray[0] - local[0]),
@@ -120,7 +120,7 @@ def main() -> None:
         "ray_per_s": ray[1],
         "throughput": ray[1] / local[1],
     }
-    print(json.dumps({name: round(value, 3) for name, value in told.items()}))
+    print(json.dumps({name: round(value, 3) for name, value in result.items()}))
 
 
 if __name__ == "__main__":

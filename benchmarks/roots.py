@@ -25,8 +25,8 @@ from pathlib import Path
 
 import aiohttp
 from gateway_parts import words
+from tests.conformance.memory import MemoryStore
 
-from bridle.capture.store import MemoryStore
 from bridle.engines.vllm import VllmEngine
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings

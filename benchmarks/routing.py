@@ -37,11 +37,11 @@ from typing import Any
 import aiohttp
 import structlog
 from benchmarks.embedded import make_model
+from tests.conformance.memory import MemoryStore
 from tests.gateway.test_failover import DIALECTS
 from tests.vllm.serving import VllmServer
 from tests.vllm.serving import make_model as make_small_model
 
-from bridle.capture.store import MemoryStore
 from bridle.config import SamplingPolicy
 from bridle.embedded import EmbeddedEngine
 from bridle.engines.pool import EnginePool

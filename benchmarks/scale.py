@@ -106,7 +106,7 @@ class _Node:
         self.alive = True
         self.epoch = 0
         self.in_hand: set[int] = set()
-        self.told: set[int] = set()
+        self.reported: set[int] = set()
         """Sessions whose end the server has and has not acknowledged."""
         self.arrived: deque[int] = deque()
         self.ready: deque[int] = deque()
@@ -176,7 +176,7 @@ class Simulation:
         while open_nodes and self._queue:
             index = open_nodes.popleft()
             node = self._nodes[index]
-            if node.alive and len(node.in_hand) + len(node.told) < self._capacity:
+            if node.alive and len(node.in_hand) + len(node.reported) < self._capacity:
                 session = self._queue.popleft()
                 node.in_hand.add(session)
                 self._at(self.fleet.costs.dispatch_s, "arrived", index, session)
@@ -213,14 +213,14 @@ class Simulation:
         node = self._nodes[index]
         self.seen.useful_s += self._now - node.running.pop(session)
         self._running -= 1
-        self._at(self.fleet.post_share * self.fleet.mean_s, "told", index, session)
+        self._at(self.fleet.post_share * self.fleet.mean_s, "reported", index, session)
         self._begin(index)
 
-    def _on_told(self, index: int, session: int) -> None:
+    def _on_reported(self, index: int, session: int) -> None:
         """The server hears of an end; it does one thing at a time."""
         node = self._nodes[index]
         node.in_hand.discard(session)
-        node.told.add(session)
+        node.reported.add(session)
         cpu_s = self.fleet.costs.session_cpu_s
         begins = max(self._now, self._server_free)
         self.seen.delays.append(begins - self._now)
@@ -230,7 +230,7 @@ class Simulation:
     def _on_ended(self, index: int, session: int) -> None:
         self.seen.made_twice += session in self._done
         self._done.add(session)
-        self._nodes[index].told.discard(session)
+        self._nodes[index].reported.discard(session)
         self._hand_out([index])
 
     # ---- deaths

@@ -35,7 +35,7 @@ from bridle.config import Task
 from bridle.gateway.weights import SetPolicy
 from bridle.node.events import Events
 from bridle.node.results import SessionResult
-from bridle.server.app import serving
+from bridle.server.app import serve_api
 from bridle.server.auth import ApiToken, Auth, TokenRole
 from bridle.server.callbacks import CallbackAddresses
 from bridle.server.database import Database
@@ -176,7 +176,7 @@ async def serve(folder: Path, workers: InstantWorkers) -> None:
         served = ServerContext(
             service, SubmissionPolicy(local=True), Auth([TOKEN]), CallbackAddresses([])
         )
-        url = await stack.enter_async_context(serving(served, host="127.0.0.1", port=0))
+        url = await stack.enter_async_context(serve_api(served, host="127.0.0.1", port=0))
         print(url, flush=True)
         await stop.wait()
     print(json.dumps(spread(workers.empty_s)), flush=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from bridle.config import RuntimeSpec
-from bridle.node.places import kept
+from bridle.node.places import keep_filter
 from bridle.runtimes import make_runtime
 from bridle.runtimes.base import Runtime
 from bridle.runtimes.docker import SESSION_LABEL, docker
@@ -72,8 +72,8 @@ class Bench:
         """One round of our copies."""
         await self.time("left", agents.snapshot(self.place()))
         fresh = await self.started(f"bench-{secrets.token_hex(4)}")
-        await self.time("with_work, empty", fresh.put_work(left, kept([])))
-        await self.time("with_work, full", fresh.put_work(left, kept([])))
+        await self.time("with_work, empty", fresh.put_work(left, keep_filter([])))
+        await self.time("with_work, full", fresh.put_work(left, keep_filter([])))
         await fresh.stop()
         scratch, copies = self.place(), []
         await asyncio.to_thread(scratch.mkdir)

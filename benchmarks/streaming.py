@@ -79,9 +79,9 @@ def gateway(engine: str, data: str, workers: int) -> Iterator[str]:
             process.terminate()
 
 
-def say(**told: str) -> None:
+def say(**result: str) -> None:
     """Tell the client where we are."""
-    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
 
 
@@ -143,8 +143,8 @@ class Client:
         return url, json.dumps({**body, "stream": True}).encode(), headers
 
     def _engine_body(self, asked: str) -> bytes:
-        told = [(Role.USER, asked), (Role.ASSISTANT, "ok"), (Role.USER, "And then?")]
-        messages = [Message(role, (TextPart(text),)) for role, text in told]
+        result = [(Role.USER, asked), (Role.ASSISTANT, "ok"), (Role.USER, "And then?")]
+        messages = [Message(role, (TextPart(text),)) for role, text in result]
         ids = self._renderer.render(messages, (), thinking=None)
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=1000)
         name = f"b-{time.perf_counter_ns()}"

@@ -42,7 +42,7 @@ from bridle.capture.sqlite import SqliteReader, SqliteStore
 from bridle.config import BuilderSpec
 from bridle.trajectory import DEFAULT_TRAIN, rebuild
 from bridle.trajectory import build as build_trajectory
-from bridle.trajectory.graph import grow, ids
+from bridle.trajectory.graph import first_ids, grow
 from bridle.trajectory.packing import pack
 from bridle.trajectory.result import trajectory_bytes
 from bridle.trajectory.sample import Trajectory
@@ -139,7 +139,7 @@ def calls_of(capture: SessionCapture) -> list[tuple[list[int], list[int]]]:
     """Each call's whole prompt and output, as a per-token tree takes them."""
     nodes = grow(capture.session.session_id, capture.exchanges).nodes.values()
     return [
-        (ids(node, node.prompt_length).tolist(), node.exchange.output_ids.tolist())
+        (first_ids(node, node.prompt_length).tolist(), node.exchange.output_ids.tolist())
         for node in nodes
     ]
 

@@ -28,7 +28,7 @@ FOREIGN_PREFIXES = ("BRIDLE_", "OPENAI_", "ANTHROPIC_", "GOOGLE_", "GEMINI_", "C
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 
 GRACE_S = 5.0
-"""How long tasks and processes that were told to end may take to do so on a busy machine."""
+"""How long tasks and processes that were asked to end may take to do so on a busy machine."""
 
 # A busy machine is no finding: no deadline, and slow generation is no failure.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

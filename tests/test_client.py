@@ -1,4 +1,4 @@
-"""The client against a real server with workers that do as they are told."""
+"""The client against a real server with workers whose results a test sets."""
 
 import asyncio
 import sys
@@ -10,7 +10,7 @@ from tests.server.house import FakeWorkers, a_service, body, ended, failure, ser
 from bridle.client import AsyncClient, Client
 from bridle.config import AgentSpec, RuntimeSpec, Task
 from bridle.errors import ServerError
-from bridle.server.app import serving
+from bridle.server.app import serve_api
 from bridle.server.auth import ApiToken, TokenRole
 
 TOKEN = ApiToken(name="admin", token="a-token-of-sixteen", roles=(TokenRole.ADMIN,))
@@ -20,7 +20,7 @@ TOKEN = ApiToken(name="admin", token="a-token-of-sixteen", roles=(TokenRole.ADMI
 async def a_client(tmp_path, workers=None, *, port=0, **settings):
     async with (
         a_service(tmp_path, workers, **settings) as service,
-        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=port) as url,
+        serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=port) as url,
         AsyncClient(url, token=TOKEN.token, patience_s=10) as client,
     ):
         client.service = service  # type: ignore[attr-defined]  # for the tests
@@ -276,7 +276,7 @@ print(next(groups).task_id)
 async def test_a_program_ends_though_it_left_its_client_and_an_iteration_open(tmp_path):
     async with (
         a_service(tmp_path, FakeWorkers()) as service,
-        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+        serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
         AsyncClient(url, token=TOKEN.token) as client,
     ):
         await client.submit(task("a"))

@@ -94,14 +94,14 @@ def test_no_text_installs_bridle_by_a_name_that_is_not_published(where):
 
 
 @pytest.mark.parametrize(
-    ("cause", "told"),
+    ("cause", "result"),
     [
         (OSError(errno.ENOSPC, "x", "/secret/file"), "No space left on device"),
         (sqlite3.OperationalError("database or disk is full"), "database or disk is full"),
         (ValueError("/secret"), "ValueError"),
     ],
 )
-def test_the_cause_of_a_store_error_is_named_without_paths(cause, told):
+def test_the_cause_of_a_store_error_is_named_without_paths(cause, result):
     with pytest.raises(StoreError) as raised, boundary(StoreError, "/secret/file: cannot write"):
         raise cause
-    assert root_cause(raised.value) == told
+    assert root_cause(raised.value) == result

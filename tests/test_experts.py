@@ -13,13 +13,13 @@ from bridle.experts import (
     KEY,
     Experts,
     as_rows,
-    laid,
+    complete_rows,
+    merge_rows,
     npy_rows,
     npy_text,
     pack,
     reply_extra,
     unpack,
-    whole,
 )
 
 
@@ -77,7 +77,7 @@ def header(*shape):
 @pytest.mark.parametrize(
     "text", ["", "AAAA", "!", header(3, 1, 1), header(10**12, 4, 2), header(10**18, 9, 9)]
 )
-def test_a_file_that_holds_no_rows_is_refused_whatever_shape_it_claims(text):
+def test_a_file_without_rows_is_refused_with_any_shape(text):
     with pytest.raises(ValueError, match=r"."):
         npy_rows(text)
 
@@ -88,7 +88,7 @@ PARTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 8)), max_size=5)
 @given(PARTS, st.integers(0, 15))
 def test_the_first_part_that_knows_a_token_counts(spans, tokens):
     parts = [Experts(start, rows_of(size, seed=n)) for n, (start, size) in enumerate(spans)]
-    found: Any = laid(parts, tokens)
+    found: Any = merge_rows(parts, tokens)
     assert (found is None) is (not parts)
     for at in range(tokens if parts else 0):
         known = [p.rows[at - p.start] for p in parts if p.start <= at < p.start + len(p.rows)]
@@ -98,7 +98,7 @@ def test_the_first_part_that_knows_a_token_counts(spans, tokens):
 def test_a_row_that_a_part_does_not_know_is_taken_from_the_next():
     first = rows_of(3)
     first[1] = -1
-    found: Any = laid([Experts(0, first), Experts(0, rows_of(3, seed=1))], 3)
+    found: Any = merge_rows([Experts(0, first), Experts(0, rows_of(3, seed=1))], 3)
     assert np.array_equal(found[1], rows_of(3, seed=1)[1])
     assert np.array_equal(found[[0, 2]], rows_of(3)[[0, 2]])
 
@@ -117,8 +117,8 @@ def test_rows_are_placed_by_the_end_of_the_reply():
 def test_a_trainer_that_needs_all_rows_gets_all_or_none():
     rows = rows_of(4)
     rows[-1] = -1
-    known: Any = whole(rows)
+    known: Any = complete_rows(rows)
     assert np.array_equal(known, rows[:-1])
     rows[1] = -1
-    assert whole(rows) is None
-    assert whole(None) is None
+    assert complete_rows(rows) is None
+    assert complete_rows(None) is None

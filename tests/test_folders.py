@@ -36,7 +36,7 @@ def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_second_owner_of_a_folder_is_told_the_first_and_how_to_continue(tmp_path):
+def test_the_second_owner_of_a_folder_is_refused_with_the_first_and_the_remedy(tmp_path):
     with FolderLock(tmp_path / "data"), pytest.raises(ConfigError) as refused:
         FolderLock(tmp_path / "data")
     expected = rf"data is in use by process {os.getpid()} on \S+ since \d{{4}}-.*: end that process"

@@ -20,7 +20,7 @@ from bridle.bridges.examples import examples_of
 from bridle.bridges.sft import SftCounts, write_sft
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
-from bridle.cli.config import open_engine_and_renderer
+from bridle.cli.config import load_config, open_setup
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.trajectory import rebuild
@@ -41,16 +41,16 @@ async def collect(
 ) -> SftCounts:
     """Play `count` demonstrations and write `folder/demonstrations.jsonl` (SFT examples).
 
-    `folder` must not hold an earlier capture. `report` is told how many are done.
+    `folder` must not hold an earlier capture. `report` is called with the number that are done.
     """
     tasks = list(lookups(count, seed=seed))
     script = _write_script(tasks, folder, seed)
-    engine, renderer = open_engine_and_renderer(f"scripted:{script}", None)
+    setup = open_setup(load_config(None, engines=[f"scripted:{script}"]))
     store = await SqliteStore.open(folder / "capture.sqlite")
     async with (
         store,
         GatewayServer(
-            engine=engine, renderer=renderer, store=store, settings=GatewaySettings()
+            engine=setup.engine, renderer=setup.renderer, store=store, settings=GatewaySettings()
         ) as gateway,
     ):
         with ThreadPoolExecutor(AT_ONCE) as threads:

@@ -79,7 +79,7 @@ def make_demo_model(
 ) -> Path:
     """Train the model on `examples` (`bridle export --format sft`) and write it to `folder`.
 
-    `folder` appears whole or not at all. `report` is told the step's name and where it stands.
+    `folder` appears whole or not at all. `report` is called with the step's name and its progress.
     Raises `TrainingError` for examples that cannot be used.
     """
     import transformers

@@ -336,7 +336,7 @@ def write_task(task: DemoTask, folder: Path) -> Path:
 def demo_script(tasks: list[DemoTask]) -> JSON:
     """A scripted engine's script that solves `tasks` in the tool-using harnesses of the demo.
 
-    pi (told by its `edit` tool) ends by answering; mini-swe-agent ends by its submit command.
+    pi (known by its `edit` tool) ends by answering; mini-swe-agent ends by its submit command.
     """
     submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
     return {"conversations": [c for task in tasks for c in _conversations(task, submit)]}

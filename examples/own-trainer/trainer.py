@@ -54,9 +54,9 @@ class Server:
             request = urllib.request.Request(self.url + path, data, headers, method=method)
             try:
                 with urllib.request.urlopen(request, timeout=90) as answer:
-                    told = answer.read()
+                    result = answer.read()
                     packed = answer.headers["Content-Type"] == "application/msgpack"
-                    return msgspec.msgpack.decode(told) if packed else json.loads(told)
+                    return msgspec.msgpack.decode(result) if packed else json.loads(result)
             except urllib.error.HTTPError as refused:
                 if refused.code not in (429, 503):  # a full queue, a server that starts
                     raise SystemExit(f"{path}: {refused.read().decode()}") from refused

@@ -168,8 +168,8 @@ def verl_command(settings: dict, folder: Path, tasks: list[Task], server: str) -
         f"++{rollout}.custom.bridle_server": server,
         f"++{rollout}.custom.bridle_tasks": folder / "tasks.jsonl",
     }
-    told = [f"{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "verl.trainer.main_ppo", *told]
+    result = [f"{name}={value}" for name, value in options.items()]
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *result]
 
 
 def check(settings: dict, tasks: list[Task], server: Path, *, dry: bool) -> list[str]:

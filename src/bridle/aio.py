@@ -55,7 +55,7 @@ async def run_shielded(
 class Nursery:
     """Owns tasks that outlive the call that starts them; leaving it cancels and awaits them all.
 
-    `on_error` is told of a task's exception (not of its cancellation).
+    `on_error` is called with a task's exception (not with its cancellation).
     """
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
@@ -124,7 +124,7 @@ class Checkup:
 class LoopClock:
     """Seconds in which the event loop ran, for judging the silence of others by.
 
-    While the loop stands still (it computes, the machine swaps) nobody can be heard. Such a pause
+    While the loop stands still (it computes, the machine swaps) no message arrives. Such a pause
     counts as at most `most_s`. `run` has to run for as long as the clock is read.
     """
 
@@ -147,10 +147,10 @@ class LoopClock:
 class Turnstile:
     """Lets so many through per round of the event loop, in the order in which they came.
 
-    Where many come in one moment, each with work to do, a loop would take them all one step
-    further before it looks at the network again: the first would be answered when the last is.
-    Behind a turnstile a few go on while the others wait, and what arrives for those few is seen to
-    in between. Who comes when nobody waits goes through at once.
+    Where many come in one moment, each with work to do, a loop would take them all one step further
+    before it looks at the network again: the first would be answered when the last is. Behind a
+    turnstile a few continue while the others wait, and what arrives for those few is seen to in
+    between. Who comes when nobody waits goes through at once.
     """
 
     def __init__(self, per_round: int) -> None:

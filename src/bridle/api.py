@@ -136,7 +136,7 @@ class Gateway:
             created = RunFolder.create(self.path, config={**kept, **self._facts})
             self.folder = stack.enter_context(created)
             stack.callback(self.folder.discard_if_unused)
-            fed = trackers.opened(config.telemetry, self.path, kept)
+            fed = trackers.open_trackers(config.telemetry, self.path, kept)
             self.telemetry = stack.enter_context(fed)
             opened = await SqliteStore.open(self.folder.capture)
             self.store = await stack.enter_async_context(opened)

@@ -36,9 +36,9 @@ import msgspec
 import orjson
 
 from bridle.config import Task
-from bridle.credentials import found_token, split_token
+from bridle.credentials import find_token, split_token
 from bridle.errors import ServerError
-from bridle.trajectory.packed import from_packed
+from bridle.trajectory.result import from_packed
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
 
@@ -52,7 +52,7 @@ BATCH = 100
 """Tasks of one request of `submit_many`."""
 
 POLL_S = 30
-"""How long one long poll waits."""
+"""Time that one long poll waits."""
 
 Order = Literal["done", "submitted", "priority"]
 
@@ -66,7 +66,7 @@ class Result:
     status: str
     """`COMPLETED`, `TIMEOUT`, `ERROR` or `CANCELLED`."""
     cause: str | None
-    """Why it did not complete (`bridle.types.Cause`); `None` = it did."""
+    """Reason why it did not complete (`bridle.types.Cause`); `None` = it did."""
     error: str | None
     reward: float | None
     """`None` = not known."""
@@ -232,9 +232,9 @@ class AsyncClient:
         `ack`. Ends after `quiet_s` without a further group; `None` = never.
         """
         held: set[str] = set()
-        heard = time.monotonic()
+        last_group_at = time.monotonic()
         while True:
-            left_s = POLL_S if quiet_s is None else quiet_s - (time.monotonic() - heard)
+            left_s = POLL_S if quiet_s is None else quiet_s - (time.monotonic() - last_group_at)
             wait_s = 0 if held else max(0, min(POLL_S, int(left_s)))
             query: JSON = {
                 "cursor": 0 if order == "priority" else cursor,
@@ -254,7 +254,7 @@ class AsyncClient:
                     await self.ack(task_ids=[one["task_id"]])
                 elif order == "priority":
                     held.add(one["task_id"])
-                heard = time.monotonic()
+                last_group_at = time.monotonic()
             if not fresh and left_s <= 0:
                 return
             if not fresh and not wait_s:
@@ -385,7 +385,7 @@ class AsyncClient:
 
     def _token_header(self) -> dict[str, str]:
         """Return the header with the token; looks again for a server of this user."""
-        if self.token is None and (found := found_token(self.url)) is not None:
+        if self.token is None and (found := find_token(self.url)) is not None:
             self.url, self.token = found
         return {} if self.token is None else {"authorization": f"Bearer {self.token}"}
 
@@ -442,7 +442,6 @@ class Client:
 
     @property
     def token(self) -> str | None:
-        """See `AsyncClient`."""
         return self._client.token
 
     def __enter__(self) -> Self:

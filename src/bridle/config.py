@@ -68,9 +68,9 @@ class SamplingPolicy(Settings):
     meaning (`extra.drift` of the exchange names the change). `extend`: the sampled tokens stay;
     `fork`: the turn is rendered as the harness shows it, under a new root."""
     reasoning: Literal["show", "hide"] = "show"
-    """Whether the model's reasoning is sent to the harness. `hide` is for clients that refuse
-    fields which their provider does not have (`reasoning_content` in Chat); the sampled tokens are
-    the same, and train."""
+    """Visibility of the model's reasoning to the harness. `hide` is for clients that refuse fields
+    which their provider does not have (`reasoning_content` in Chat); the sampled tokens are the
+    same, and train."""
 
     @field_validator("logit_bias")
     @classmethod
@@ -110,7 +110,7 @@ class Limits(Settings):
     max_tokens: int | None = None
     """Sampled tokens over the whole session."""
     max_seconds: float | None = None
-    """Seconds since the first model call; calls begun before go on to their end."""
+    """Seconds since the first model call; calls begun before continue to their end."""
     max_calls_in_flight: int | None = None
 
 
@@ -221,7 +221,7 @@ class AgentSpec(Settings):
     """`None` = the version that Bridle is tested with. Any other one is installed without a lock,
     is checked once, and is recorded as `<version> (unlocked)`."""
     model_name: str = "bridle-policy"
-    """The model name the harness is told; one that no harness knows, so none switches protocol."""
+    """The model name that the harness requests; no harness knows it, so none switches protocol."""
     command: str | None = None
     """Command line, for harness `command`; `{instruction}`, `{base_url}`, `{model}` are filled."""
     function: str | None = None
@@ -307,7 +307,7 @@ class ForkSpec(Settings):
     """Its capture file."""
     session: str
     at: int = Field(ge=1)
-    """How many of its replies are given again, in the order in which they were captured."""
+    """Number of its replies that are given again, in the order in which they were captured."""
 
 
 class BranchingSpec(Settings):
@@ -347,7 +347,7 @@ class Task(Settings):
     train: tuple[Kind, ...] = (Kind.AGENT, Kind.SUBAGENT, Kind.COMPACTION)
     """Kinds of call whose tokens train."""
     rejected: Literal["train", "mask"] = "train"
-    """Whether replies train that the harness read and did not go on from (`rejected`)."""
+    """Treatment of replies that the harness read and did not continue from (`rejected`)."""
     rejected_reward: float | None = None
     """The reward of their traces; `None` = the session's, so that a malformed reply of a session
     that succeeded is reinforced with it."""
@@ -384,7 +384,7 @@ def _fields(given: Any) -> dict[str, Any]:  # noqa: ANN401 - not validated yet
 
 
 MOST_FAULTS: Final = 1000
-"""Faults of one value that are told; to list a million takes seconds."""
+"""Faults of one value that are reported; to list a million takes seconds."""
 
 
 def first_fault(error: ValidationError) -> ErrorDetails | None:
@@ -423,6 +423,15 @@ def _model_of(annotation: object) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_of, get_args(annotation))), None)
+
+
+def merged(under: JSON, over: JSON) -> JSON:
+    """Merge `over` into a copy of `under`, objects member by member."""
+    both = {**under, **over}
+    for name in under.keys() & over.keys():
+        if isinstance(under[name], dict) and isinstance(over[name], dict):
+            both[name] = merged(under[name], over[name])
+    return both
 
 
 def load_toml(path: Path) -> dict[str, Any]:

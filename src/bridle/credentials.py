@@ -26,7 +26,7 @@ TRIES = 20
 """At a note's lock, which a client holds for a moment."""
 
 
-def kept_token(path: Path) -> str:
+def load_or_make_token(path: Path) -> str:
     """The token in a file (0600), which is made if it is not there.
 
     `ConfigError` if it cannot be read or written, or is empty.
@@ -57,7 +57,7 @@ def split_token(url: str) -> tuple[str, str | None]:
 
 
 @contextmanager
-def announced(url: str, token_file: Path) -> Iterator[None]:
+def announce_server(url: str, token_file: Path) -> Iterator[None]:
     """Let this user's clients on this machine find the token of the server at `url` inside.
 
     `OSError` if the note cannot be written.
@@ -77,7 +77,7 @@ def announced(url: str, token_file: Path) -> Iterator[None]:
             note.unlink(missing_ok=True)
 
 
-def found_token(url: str) -> tuple[str, str] | None:
+def find_token(url: str) -> tuple[str, str] | None:
     """The token of this user's server at a URL of this machine, and the URL with its address.
 
     `None` = no server of this user's is known there. The address stands for `localhost`, so that

@@ -121,7 +121,7 @@ class EngineError(BridleError):
         self.status = status
         """HTTP status that the engine answered with; `None` = no answer."""
         self.retry_after_s = retry_after_s
-        """When the engine said to come back; `None` = it did not say."""
+        """Seconds after which the engine wants the retry; `None` = it did not say."""
 
 
 class ContextOverflowError(EngineError):
@@ -169,7 +169,7 @@ class NodeLostError(BridleError):
     def __init__(self, message: str, *, may_return: bool = False) -> None:
         super().__init__(message)
         self.may_return = may_return
-        """Whether the same machine may answer again soon, with what it had ended."""
+        """True if the same machine may answer again soon, with its ended sessions."""
 
 
 class HarnessError(BridleError):
@@ -181,7 +181,7 @@ class EvaluatorError(BridleError):
 
 
 class TrainingError(BridleError):
-    """A training cannot begin or go on: nothing to train on, unknown ids, a loss not a number."""
+    """A training cannot begin or continue: no data, unknown ids, a loss that is not a number."""
 
 
 class RequestError(BridleError):
@@ -221,6 +221,14 @@ class RequestError(BridleError):
         return self.code in {"overloaded", "paused", "store_error"} or self.code.startswith(
             "engine_"
         )
+
+
+def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error of a group, which a caller can handle."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def root_cause(error: BaseException) -> str:

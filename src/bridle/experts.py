@@ -7,7 +7,7 @@ on; a trainer that replays them computes what the engine computed, even where it
 choose others.
 
 A reply has its rows as `Experts`, a capture as the bytes of `pack`, a trace as one array over all
-its tokens (`laid`), in which -1 stands where nothing is known.
+its tokens (`merge_rows`), in which -1 stands where nothing is known.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def reply_extra(rows: Rows, *, asked: int, tokens: int) -> JSON:
     return {KEY: Experts(asked, rows[asked - start :])}
 
 
-def laid(parts: Iterable[Experts], tokens: int) -> Rows | None:
+def merge_rows(parts: Iterable[Experts], tokens: int) -> Rows | None:
     """Lay parts over `tokens` positions: the first that has a row counts. `None` without any.
 
     Rows behind the last position, and parts of another shape than the first, are left out.
@@ -111,7 +111,7 @@ def is_known(rows: Rows) -> npt.NDArray[np.bool_]:
     return known
 
 
-def whole(rows: Rows | None) -> Rows | None:
+def complete_rows(rows: Rows | None) -> Rows | None:
     """Return the rows of all tokens but the last, for a trainer that cannot do without any.
 
     `None` if one is not known.

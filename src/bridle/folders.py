@@ -39,7 +39,7 @@ class FolderLock:
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}") from error
         until = time.monotonic() + patience_s
-        while not self._taken():
+        while not try_lock(self._descriptor):
             if time.monotonic() >= until:
                 self.close()
                 message = f"{folder} is in use by {_holder(path)}"
@@ -49,13 +49,6 @@ class FolderLock:
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
-
-    def _taken(self) -> bool:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def close(self) -> None:
         """Give the folder up; idempotent."""
@@ -68,6 +61,15 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file for this process alone; return whether it was free."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _holder(path: Path) -> str:

@@ -32,7 +32,7 @@ class Hosts:
             self._names.add(socket.gethostname().lower())
 
     def refusal(self, sent: Sequence[str]) -> str | None:
-        """Why a request with these `Host` headers is not answered; `None` = it is."""
+        """Reason why a request with these `Host` headers is not answered; `None` = it is."""
         name = name_of(sent[0]) if len(sent) == 1 else ""
         address = _address(name)
         if name and (

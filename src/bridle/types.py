@@ -71,7 +71,7 @@ class Kind(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why sampling ended, as the engine knows it; dialects translate."""
+    """Reasons why sampling ended, as the engine knows them; dialects translate."""
 
     STOP = "stop"
     """The end token, or a stop string or stop token, was sampled."""
@@ -121,7 +121,7 @@ class SessionStatus(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a session did not simply complete (law 5: never folded into a reward)."""
+    """Causes why a session did not complete (law 5: never folded into a reward)."""
 
     INFRASTRUCTURE = "infrastructure"
     """Runtime, engine, store or machine failed; the session may be run again."""
@@ -295,14 +295,14 @@ class ModelRequest:
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     sampling: Sampling
-    """What the harness asked for, not yet what will be used."""
+    """The sampling that the harness requested, before policies apply."""
     stream: bool
     tool_choice: Literal["auto", "none", "required"] | str = "auto"
     """`auto`, `none`, `required`, or the name of the one tool that must be called."""
     response_schema: JSON | None = None
     """JSON schema that the answer must meet; `None` = free text. `{}` = any JSON object."""
     thinking: bool | None = None
-    """Whether the request switches thinking on or off; `None` = it does not say."""
+    """True = the request switches thinking on, false = off; `None` = it does not say."""
     reasoning_effort: str | None = None
     parallel_tool_calls: bool | None = None
     head: bytes = b"{}"
@@ -315,15 +315,16 @@ class ModelRequest:
     """For each span, how many of `messages` it gave, in order; sums to `len(messages)` less the
     leading messages that came from `head` (`head_messages`)."""
     head_messages: int = 0
-    """How many leading messages came from the head (system prompt, instructions)."""
+    """Number of leading messages that came from the head (system prompt, instructions)."""
     tools_span: bytes | None = None
     """Raw JSON of the tool list; `None` = none sent."""
     prefill: str | None = None
-    """Text that begins the answer, as the last message gives it; the reply goes on from it."""
+    """Text that begins the answer, as the last message gives it; the reply continues from it."""
     logprobs: bool = False
-    """Whether the client wants the logprobs of what was sampled."""
+    """True if the client wants the logprobs of what was sampled."""
     include_usage: bool = False
     """OpenAI Chat streams: whether a usage chunk was asked for."""
     extra: JSON = field(default_factory=dict)
-    """What only this dialect's own encoder needs (e.g. custom tool names), and, for the record,
-    `removed`: what `bridle.dialects.noise` rules took away, as `{rule name: [what, ...]}`."""
+    """Data that only this dialect's own encoder needs (e.g. custom tool names), and, for the
+    record, `removed`: what `bridle.dialects.noise` rules took away, as `{rule name: [what,
+    ...]}`."""

@@ -21,7 +21,9 @@ SMALL = Fleet(nodes=4, slots=8, mean_s=100.0, costs=FREE)
     seed=st.integers(0, 99),
 )
 @settings(max_examples=25)
-def test_every_session_ends_once_whatever_dies(nodes, slots, sessions, mtbf_s, cpu_s, seed):
+def test_every_session_ends_once_when_servers_and_nodes_die(
+    nodes, slots, sessions, mtbf_s, cpu_s, seed
+):
     costs = replace(MEASURED, session_cpu_s=cpu_s)
     fleet = Fleet(nodes, slots, mean_s=50.0, node_mtbf_s=mtbf_s, repair_s=60.0, costs=costs)
     seen = Simulation(fleet, sessions, seed=seed).run()

@@ -62,16 +62,16 @@ def odd():
 
 
 def test_a_step_of_the_model_has_its_exact_tokens_and_its_results(tmp_path):
-    told = document(tmp_path, trace())
-    assert (told["schema_version"], told["session_id"], told["trajectory_id"]) == (
+    parsed = document(tmp_path, trace())
+    assert (parsed["schema_version"], parsed["session_id"], parsed["trajectory_id"]) == (
         *(SCHEMA, "s0", "t0"),
     )
-    assert told["agent"] == {
+    assert parsed["agent"] == {
         "name": "pi", "version": "1.2", "model_name": "policy", "tool_definitions": TOOLS,
     }  # fmt: skip
-    assert [step["source"] for step in told["steps"]] == ["system", "user", "agent", "agent"]
-    assert [step["step_id"] for step in told["steps"]] == [1, 2, 3, 4]
-    calls, done = told["steps"][2:]
+    assert [step["source"] for step in parsed["steps"]] == ["system", "user", "agent", "agent"]
+    assert [step["step_id"] for step in parsed["steps"]] == [1, 2, 3, 4]
+    calls, done = parsed["steps"][2:]
     assert calls["metrics"] == {
         "prompt_tokens": 3,
         "completion_tokens": 2,
@@ -85,15 +85,15 @@ def test_a_step_of_the_model_has_its_exact_tokens_and_its_results(tmp_path):
     assert calls["observation"] == {"results": [{"content": "ok", "source_call_id": "c1"}]}
     assert calls["reasoning_content"] == "hm"
     assert done["metrics"]["prompt_token_ids"] == [1, 2, 3, 4, 5, 6, 7]
-    assert told["final_metrics"] == {
+    assert parsed["final_metrics"] == {
         "total_steps": 4, "total_prompt_tokens": 10, "total_completion_tokens": 5,
     }  # fmt: skip
-    assert told["extra"]["reward"] == 1.0
+    assert parsed["extra"]["reward"] == 1.0
 
 
 def test_other_conversations_stand_inside_and_odd_content_is_kept(tmp_path):
-    told = document(tmp_path, trace(), odd())
-    (other,) = told["subagent_trajectories"]
+    parsed = document(tmp_path, trace(), odd())
+    (other,) = parsed["subagent_trajectories"]
     user, given, _, calls, done = other["steps"][1:]
     assert user["message"][1] == {
         "type": "image",
@@ -109,10 +109,10 @@ def test_other_conversations_stand_inside_and_odd_content_is_kept(tmp_path):
     assert done["metrics"]["extra"] == {"loss_mask": [0, 0, 0]}
 
 
-def test_messages_that_cannot_be_told_apart_have_no_metrics(tmp_path):
-    told = document(tmp_path, trace(response_messages=[DONE, RESULT, DONE, RESULT, DONE]))
-    assert not any("metrics" in step for step in told["steps"])
-    assert told["final_metrics"] == {"total_steps": 5}
+def test_messages_without_known_turns_have_no_metrics(tmp_path):
+    parsed = document(tmp_path, trace(response_messages=[DONE, RESULT, DONE, RESULT, DONE]))
+    assert not any("metrics" in step for step in parsed["steps"])
+    assert parsed["final_metrics"] == {"total_steps": 5}
 
 
 def test_a_session_of_text_has_no_tokens(tmp_path):
@@ -124,9 +124,9 @@ def test_a_session_of_text_has_no_tokens(tmp_path):
     path = tmp_path / "a.jsonl"
     taken = [(capture, trajectory, examples_of(trajectory, capture)), (capture, trajectory, [])]
     assert write_atif(path, taken) == 1
-    told = json.loads(path.read_text())
-    assert [step["source"] for step in told["steps"]] == ["system", "user", "agent"]
-    assert told["agent"]["name"] == "unknown"
+    parsed = json.loads(path.read_text())
+    assert [step["source"] for step in parsed["steps"]] == ["system", "user", "agent"]
+    assert parsed["agent"]["name"] == "unknown"
 
 
 @pytest.mark.train

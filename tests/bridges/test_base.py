@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.bridges.by_hand import CALLS, DONE, RESULT, group, session, trace
 
-from bridle.bridges.base import Shape, TaskTable, by_task, fit, play, rows_of, turns_of
+from bridle.bridges.base import Shape, TaskTable, by_task, fit_trace, play, rows_of, turns_of
 from bridle.config import Task
 from bridle.errors import ConfigError
 
@@ -77,7 +77,9 @@ def test_a_session_of_which_nothing_trains_is_a_blank_row_where_one_is_wanted():
     [("mask", [4, 5, 6, 7, 8], 0), ("truncate", [4, 5, 6, 7, 8], 3), ("drop", None, 0)],
 )
 def test_what_is_too_long_is_masked_cut_or_left_out(policy, ids, trained):
-    cut = fit(trace(token_rewards=np.ones(7, np.float32)), Shape(max_response=5, overlong=policy))
+    cut = fit_trace(
+        trace(token_rewards=np.ones(7, np.float32)), Shape(max_response=5, overlong=policy)
+    )
     assert (cut and cut.response_ids.tolist()) == ids
     if cut:
         assert cut.loss_mask.sum() == trained
@@ -87,7 +89,7 @@ def test_what_is_too_long_is_masked_cut_or_left_out(policy, ids, trained):
 
 
 def test_a_prompt_that_is_too_long_is_cut_at_its_beginning_and_never_trains():
-    cut = fit(trace(), Shape(max_prompt=2, overlong="truncate"))
+    cut = fit_trace(trace(), Shape(max_prompt=2, overlong="truncate"))
     assert cut is not None
     assert cut.prompt_ids.tolist() == [2, 3]
     assert not cut.loss_mask.any()
@@ -101,12 +103,12 @@ def test_a_session_of_which_nothing_fits_is_still_a_row_where_one_is_wanted():
 
 
 def test_every_token_has_the_temperature_of_its_call():
-    told = trace(metadata={"temperatures": [0.5, None]})
-    rows, _ = rows_of([group(session("s", 1.0, told, trace()))])
+    result = trace(metadata={"temperatures": [0.5, None]})
+    rows, _ = rows_of([group(session("s", 1.0, result, trace()))])
     assert rows[0].temperatures.tolist() == [0.5, 0.5, 1, 1, 1, 1, 1]
     assert rows[1].temperatures.tolist() == [1.0] * 7
     (cut,), _ = rows_of(
-        [group(session("s", 1.0, told))], Shape(max_response=1, overlong="truncate")
+        [group(session("s", 1.0, result))], Shape(max_response=1, overlong="truncate")
     )
     assert cut.temperatures.tolist() == [0.5]
 
@@ -142,6 +144,6 @@ def test_turns_have_their_span_and_their_messages():
     assert second.exchange_id == "e1"
 
 
-def test_messages_that_cannot_be_told_apart_are_none():
+def test_messages_without_known_turns_are_none():
     turns = turns_of(trace(response_messages=[DONE, RESULT, DONE, RESULT, DONE]))
     assert [turn.said for turn in turns] == [(), ()]

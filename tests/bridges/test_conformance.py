@@ -45,10 +45,10 @@ def our_rows(groups):
 
 def test_rows_train_every_token_and_a_session_weighs_1():
     groups = trainer_sessions()
-    told = trainer_conformance(groups, our_rows(groups))
-    told.check()
-    assert (told.captured, told.trained) == (78, 64)
-    assert told.excluded == {"cut": 2, "broken": 3, "rejected": 2, "unknown": 7}
+    result = trainer_conformance(groups, our_rows(groups))
+    result.check()
+    assert (result.captured, result.trained) == (78, 64)
+    assert result.excluded == {"cut": 2, "broken": 3, "rejected": 2, "unknown": 7}
 
 
 @pytest.mark.parametrize(
@@ -67,17 +67,17 @@ def test_rows_train_every_token_and_a_session_weighs_1():
 def test_a_row_that_is_wrong_in_one_thing_is_found(changes, fault):
     groups = trainer_sessions()
     first, *others = our_rows(groups)
-    told = trainer_conformance(groups, [dataclasses.replace(first, **changes), *others])
-    assert getattr(told, fault)
+    result = trainer_conformance(groups, [dataclasses.replace(first, **changes), *others])
+    assert getattr(result, fault)
     with pytest.raises(AssertionError):
-        told.check()
+        result.check()
 
 
 def test_a_token_that_trains_twice_is_found():
     groups = trainer_sessions()
     rows = [*our_rows(groups)]
-    told = trainer_conformance(groups, [*rows, dataclasses.replace(rows[0], weight=None)])
-    assert told.extra == {"plain": 7}
+    result = trainer_conformance(groups, [*rows, dataclasses.replace(rows[0], weight=None)])
+    assert result.extra == {"plain": 7}
 
 
 def test_slime_and_miles_samples_train_every_token():

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from tests.server.house import FakeWorkers, a_service, body, result, served
 
-from bridle.server.app import serving
+from bridle.server.app import serve_api
 from bridle.server.auth import ApiToken, TokenRole
 from bridle.server.submission_policy import SubmissionPolicy
 from bridle.testing import TrainedRow, trainer_conformance, trainer_sessions
@@ -43,7 +43,7 @@ class Shapes(FakeWorkers):
 async def test_a_trainer_of_ones_own_trains_every_token_of_every_trace(tmp_path):
     async with (
         a_service(tmp_path, Shapes()) as service,
-        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+        serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
     ):
         server = trainer.Server(url, TOKEN.token)
         groups = trainer_sessions()
@@ -96,7 +96,7 @@ async def test_a_trainer_that_is_killed_twice_trains_every_group_once(tmp_path, 
     workers = FakeWorkers(answers={f"task-{n}.0": {"reward": 0.0} for n in range(8)})
     async with (
         a_service(tmp_path, workers) as service,
-        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+        serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
     ):
         arguments = [str(PROGRAM), url, str(tmp_path / "tasks.jsonl"), str(checkpoint)]
         # A step says three lines: the groups left, the groups taken, and that it saved.
@@ -126,7 +126,9 @@ async def test_slimes_loop_that_is_killed_twice_trains_every_group_once(
     permits = SubmissionPolicy(host_paths=(tmp_path,), local=True)
     async with (
         a_service(tmp_path, workers) as service,
-        serving(served(service, permits=permits, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+        serve_api(
+            served(service, permits=permits, tokens=[TOKEN]), host="127.0.0.1", port=0
+        ) as url,
     ):
         program = str(Path(__file__).with_name("slime_loop.py"))
         arguments = [program, url, str(tmp_path / "tasks.jsonl"), str(checkpoint), str(rollouts)]

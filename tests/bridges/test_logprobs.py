@@ -25,8 +25,8 @@ def test_answers_and_facts_come_back_with_what_was_not_sent_as_none(tmp_path):
     least = Recomputed("b", ints(1), floats(-np.inf))
     facts = Facts(version=3, dtype="bfloat16", temperature=0.7)
     write_logprobs(tmp_path / "l.parquet", [whole, least], facts)
-    (first, second), told = read_logprobs(tmp_path / "l.parquet")
-    assert told == facts
+    (first, second), result = read_logprobs(tmp_path / "l.parquet")
+    assert result == facts
     for name in ("trace_id", "positions", "logprobs", "ids", "entropies", "padding"):
         assert np.array_equal(getattr(first, name), getattr(whole, name))
     assert second.logprobs.tolist() == [-np.inf]

@@ -49,25 +49,25 @@ def test_a_call_that_does_not_train_is_context_of_the_next():
     assert only["prompt_token_ids"] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_messages_that_cannot_be_told_apart_are_empty_texts_with_tokens():
-    told = items_of(trace(response_messages=[]))
-    assert [item["content"][0]["text"] for item in told] == ["", ""]
-    assert len(with_tokens(told)) == 2
+def test_messages_without_known_turns_are_empty_texts_with_tokens():
+    result = items_of(trace(response_messages=[]))
+    assert [item["content"][0]["text"] for item in result] == ["", ""]
+    assert len(with_tokens(result)) == 2
 
 
 def test_a_session_is_its_largest_trace_and_the_reply_counts_the_tokens_of_the_others():
     small = trace("small", loss_mask=np.array([1, 1, 0, 0, 0, 0, 0], np.uint8))
-    told = response_of(session("s", 1.0, small, trace()))
-    assert len(with_tokens(told["output"])) == 2
+    result = response_of(session("s", 1.0, small, trace()))
+    assert len(with_tokens(result["output"])) == 2
     assert verify_response(session("s", 1.0, small, trace()), PARAMS)["tokens_left_out"] == 2
     assert response_of(session("s", 1.0))["output"] == []
 
 
 def test_an_unknown_reward_is_a_masked_sample_with_its_cause():
-    told = verify_response(session("s", None, status="TIMEOUT", error="late"), PARAMS)
-    assert (told["reward"], told["mask_sample"]) == (0.0, True)
-    assert told["failure_reason"] == "TIMEOUT: late"
-    assert told["tokens_left_out"] == 0
+    result = verify_response(session("s", None, status="TIMEOUT", error="late"), PARAMS)
+    assert (result["reward"], result["mask_sample"]) == (0.0, True)
+    assert result["failure_reason"] == "TIMEOUT: late"
+    assert result["tokens_left_out"] == 0
     assert verify_response(session("s", 0.5, trace()), PARAMS)["mask_sample"] is False
 
 
@@ -83,8 +83,8 @@ def test_the_package_reads_the_items_as_those_for_training(tmp_path):
     made = response_of(session("s", 1.0, trace(routed_experts=rows())))
     assert_prefix_contiguity(made)
     read = NeMoGymResponse.model_validate(made)
-    told = decode_routed_experts(read.output[3].routed_experts)
-    assert told.values == rows().tolist()
+    result = decode_routed_experts(read.output[3].routed_experts)
+    assert result.values == rows().tolist()
     names = [type(item).__name__ for item in read.output]
     assert names == [
         "NeMoGymResponseReasoningItem",
@@ -122,11 +122,11 @@ async def test_a_real_agent_server_of_gym_drives_sessions(tmp_path):
     agent = agent_class(player, table)(config=config, server_client=client)
     with TestClient(agent.setup_webserver()) as http:
         answer = http.post("/run", json={"responses_create_params": PARAMS, "task_id": "a"})
-    told = answer.json()
-    assert answer.status_code == 200, told
+    result = answer.json()
+    assert answer.status_code == 200, result
     assert player.asked == ["a"]
-    assert told["reward"] == 1.0
-    assert with_tokens(told["response"]["output"])[1]["generation_token_ids"] == [8, 9, 10]
+    assert result["reward"] == 1.0
+    assert with_tokens(result["response"]["output"])[1]["generation_token_ids"] == [8, 9, 10]
 
 
 def test_a_session_whose_traces_have_rewards_of_their_own_is_named_in_a_warning():
@@ -134,5 +134,5 @@ def test_a_session_whose_traces_have_rewards_of_their_own_is_named_in_a_warning(
     with capture_logs() as logs:
         verify_response(rewarded, PARAMS)
         verify_response(session("u", 1.0, trace()), PARAMS)
-    (told,) = logs
-    assert (told["event"], told["session"]) == ("trace_rewards_left_out", "s")
+    (result,) = logs
+    assert (result["event"], result["session"]) == ("trace_rewards_left_out", "s")

@@ -17,9 +17,9 @@ def forked():
 
 
 def test_a_call_is_a_turn_with_its_whole_prompt_and_stands_once():
-    told = training_trace(forked())
-    assert [turn["node_id"] for turn in told["turns"]] == ["e0", "e1", "e2"]
-    first, second, third = told["turns"]
+    result = training_trace(forked())
+    assert [turn["node_id"] for turn in result["turns"]] == ["e0", "e1", "e2"]
+    first, second, third = result["turns"]
     assert first["loss_mask"] == [0, 0, 0, 1, 1]
     assert second["prompt_token_ids"] == [1, 2, 3, 4, 5, 6, 7]
     assert second["completion_token_ids"] == [8, 9, 10]
@@ -29,8 +29,8 @@ def test_a_call_is_a_turn_with_its_whole_prompt_and_stands_once():
 
 def test_a_call_that_trains_in_a_later_trace_is_taken_from_there():
     masked = trace("t0", loss_mask=trace().loss_mask * 0)
-    told = training_trace(session("s", 1.0, masked, trace("t1")))
-    assert [turn["metadata"]["trace_id"] for turn in told["turns"]] == ["t1", "t1"]
+    result = training_trace(session("s", 1.0, masked, trace("t1")))
+    assert [turn["metadata"]["trace_id"] for turn in result["turns"]] == ["t1", "t1"]
 
 
 @pytest.mark.train

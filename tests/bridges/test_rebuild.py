@@ -53,7 +53,7 @@ def test_sessions_come_in_the_order_given(capture):
     assert found == [int(int(name[1:]) % 4 > 0) for name in wanted]
 
 
-def test_what_cannot_be_built_is_told(capture):
+def test_a_session_that_cannot_be_built_is_reported(capture):
     with pytest.raises(ConfigError, match="unknown builder 'best'"):
         list(rebuild_all(capture, SESSIONS, BuilderSpec(strategy="best"), workers=1))
 
@@ -62,7 +62,7 @@ def kill(_graph, _marks):
     os._exit(9)
 
 
-def test_a_process_that_is_killed_is_told(capture):
+def test_a_killed_process_is_reported(capture):
     spec = BuilderSpec(strategy="tests.bridges.test_rebuild:kill")
     with pytest.raises(BridleError, match="a process that rebuilt it ended"):
         list(rebuild_all(capture, SESSIONS, spec, workers=2))

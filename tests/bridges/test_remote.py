@@ -8,7 +8,7 @@ from tests.server.house import FakeWorkers, a_service, served
 from bridle.bridges.remote import ServerSessions
 from bridle.config import AgentSpec, RuntimeSpec, Task
 from bridle.errors import ServerError
-from bridle.server.app import serving
+from bridle.server.app import serve_api
 from bridle.server.auth import ApiToken, TokenRole
 
 TOKEN = ApiToken(name="admin", token="a-token-of-sixteen", roles=(TokenRole.ADMIN,))
@@ -26,7 +26,7 @@ def task(task_id):
 async def test_sessions_come_in_the_order_of_the_tasks_and_groups_are_acknowledged(tmp_path):
     async with (
         a_service(tmp_path, FakeWorkers()) as service,
-        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+        serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
     ):
 
         def work():
@@ -42,10 +42,10 @@ async def test_sessions_come_in_the_order_of_the_tasks_and_groups_are_acknowledg
         assert all(one.traces for one in first)
 
 
-async def test_a_session_that_failed_is_there_and_a_refusal_is_told(tmp_path):
+async def test_a_failed_session_is_returned_and_a_refusal_raises(tmp_path):
     async with (
         a_service(tmp_path, FakeWorkers()) as service,
-        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+        serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
     ):
 
         def work():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from tests.capture.made import MadeSession
 
-from bridle.bridges.selection import Rules, chosen, survey
+from bridle.bridges.selection import Rules, select_examples, survey
 from bridle.trajectory import rebuild
 from bridle.types import LogprobMode
 
@@ -74,14 +74,14 @@ def test_what_says_the_same_is_taken_once_per_task():
 
 def test_statistics_are_of_attempts_per_source_with_turns_tokens_and_hours():
     sessions = [made("a", turns=2), made("b", 0.0), made("c", source="other")]
-    told = survey(sessions, Rules(min_reward=1)).json()
-    assert (told["attempted"], told["accepted"]) == (3, 2)
-    assert told["sources"]["set / pi"] == {
+    result = survey(sessions, Rules(min_reward=1)).json()
+    assert (result["attempted"], result["accepted"]) == (3, 2)
+    assert result["sources"]["set / pi"] == {
         "attempted": 2, "accepted": 1, "acceptance": 0.5, "turns": 2, "turns_mean": 2.0,
         "tokens": 10, "hours": pytest.approx(7 / 3600, abs=1e-3), "engine_s": 0.75,
     }  # fmt: skip
-    assert list(told["sources"]) == ["other / pi", "set / pi"]
-    assert told["hours"] >= told["wall_hours"] > 0
+    assert list(result["sources"]) == ["other / pi", "set / pi"]
+    assert result["hours"] >= result["wall_hours"] > 0
     assert survey([], Rules()).json()["acceptance"] is None
 
 
@@ -119,7 +119,7 @@ def test_a_session_that_has_not_ended_is_an_attempt_without_hours():
 def test_the_chosen_come_back_with_their_examples():
     sessions = [made("a"), made("b", 0.0)]
     found = survey(sessions, Rules(min_reward=1))
-    ((capture, trajectory, examples),) = chosen(sessions, found.accepted)
+    ((capture, trajectory, examples),) = select_examples(sessions, found.accepted)
     assert capture.session.session_id == trajectory.session_id == "a"
     assert [e.trace_id for e in examples] == [trajectory.traces[0].trace_id]
 

@@ -67,8 +67,8 @@ def test_a_session_is_a_list_of_samples_that_share_their_rollout():
 
 
 def test_experts_are_those_of_all_tokens_but_the_last_or_none():
-    told = [trace(routed_experts=rows()), trace("t1", routed_experts=rows(known=8)), trace("t2")]
-    groups = [group(session("s", 1.0, *told), session("u", None, status="ERROR"))]
+    result = [trace(routed_experts=rows()), trace("t1", routed_experts=rows(known=8)), trace("t2")]
+    groups = [group(session("s", 1.0, *result), session("u", None, status="ERROR"))]
     (((first, second, third), (failed,)),) = samples_of(groups, templates("a"))[0]
     assert first.rollout_routed_experts.dtype == np.int32
     assert np.array_equal(first.rollout_routed_experts, rows()[:-1])
@@ -175,8 +175,8 @@ def test_the_asynchronous_function_refuses_engines_that_share_the_trainers_gpus(
 def test_an_evaluation_gives_rewards(opened, function):
     args, sessions = opened
     sessions.play = Player(session("s", 1.0, trace()), session("u", None)).play
-    told = function(args, 5, None, evaluation=True)
-    assert told["bridle"]["rewards"] == [1.0]
+    result = function(args, 5, None, evaluation=True)
+    assert result["bridle"]["rewards"] == [1.0]
 
 
 def test_settings_come_from_the_arguments_or_the_environment(monkeypatch):

@@ -142,14 +142,14 @@ def test_weights_are_of_the_version_that_the_trainer_names_next():
     assert (players.versions, rollouts.version) == ([], 2)
 
 
-def test_the_version_is_told_where_another_backend_moves_the_weights():
+def test_the_version_is_set_where_another_backend_moves_the_weights():
     players = Players()
     rollouts = TrlAsyncRollouts(players, TASKS)
     rollouts.update_model_version(1)
     assert (players.versions, rollouts.version) == ([1], 1)
 
 
-def test_what_breaks_the_play_is_told_when_the_trainer_asks():
+def test_a_failure_of_the_rollout_is_raised_when_the_trainer_fetches():
     players = Players()
     players.fault = EngineError("the engine is gone")
     with playing(players) as rollouts:
@@ -159,17 +159,17 @@ def test_what_breaks_the_play_is_told_when_the_trainer_asks():
 
 
 @pytest.mark.parametrize(
-    ("one", "told"),
+    ("one", "result"),
     [
         (session(None, status="ERROR", error="no such program"), "ERROR.*no such program"),
         (session(0.0), "COMPLETED"),
     ],
 )
-def test_groups_that_give_nothing_end_the_training_saying_what_became_of_them(one, told):
+def test_groups_that_give_nothing_end_the_training_saying_what_became_of_them(one, result):
     players = Players(one, one)
     with playing(players) as rollouts:
         until(lambda: rollouts.counts.groups >= GIVE_UP)
-        with pytest.raises(TrainingError, match=f"groups in a row .*{told}"):
+        with pytest.raises(TrainingError, match=f"groups in a row .*{result}"):
             rollouts.check_health(60)
     with pytest.raises(queue.Empty):
         rollouts.rollout_buffer.get_nowait()
@@ -319,10 +319,10 @@ def test_a_real_async_grpo_trainer_learns_through_a_harness(tmp_path, one_thread
             )
             learning.train()
 
-    told = [one for one in learning.state.log_history if "loss" in one]
-    assert len(told) == steps
+    result = [one for one in learning.state.log_history if "loss" in one]
+    assert len(result) == steps
     assert rollouts.version == steps + 1
-    assert all(abs(one["ratio"] - 1) < 0.2 for one in told)
-    rewards = [one["rollout/reward"] for one in told if one.get("rollout/reward") is not None]
+    assert all(abs(one["ratio"] - 1) < 0.2 for one in result)
+    rewards = [one["rollout/reward"] for one in result if one.get("rollout/reward") is not None]
     first, last = np.mean(rewards[:5]), np.mean(rewards[-5:])
     assert last > first + 0.05, rewards

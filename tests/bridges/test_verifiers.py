@@ -57,10 +57,10 @@ def test_nodes_have_the_experts_of_their_ids():
     routed = trace(routed_experts=rows())
     record = trace_record(session("s", 1.0, routed, trace("t1")), experts=True)
     branch, other = (path_of(record, leaf) for leaf in leaves(record))
-    told = [node["routed_experts"] for node in branch if node["token_ids"]]
-    assert [len(one) for one in told] == [len(n["token_ids"]) for n in branch if n["token_ids"]]
-    assert np.array_equal(np.concatenate(told), rows()[[*range(9), 8]])
-    assert told[0].dtype == np.uint8
+    result = [node["routed_experts"] for node in branch if node["token_ids"]]
+    assert [len(one) for one in result] == [len(n["token_ids"]) for n in branch if n["token_ids"]]
+    assert np.array_equal(np.concatenate(result), rows()[[*range(9), 8]])
+    assert result[0].dtype == np.uint8
     assert not any("routed_experts" in node for node in other)
     partial = session("s", 1.0, trace(routed_experts=rows(known=5)))
     for record in (trace_record(partial, experts=True), trace_record(session("s", 1.0, routed))):
@@ -109,5 +109,5 @@ def test_a_session_whose_traces_have_rewards_of_their_own_is_named_in_a_warning(
     with capture_logs() as logs:
         trace_record(rewarded)
         trace_record(session("u", 1.0, trace()))
-    (told,) = logs
-    assert (told["event"], told["session"]) == ("trace_rewards_left_out", "s")
+    (result,) = logs
+    assert (result["event"], result["session"]) == ("trace_rewards_left_out", "s")

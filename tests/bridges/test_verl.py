@@ -109,8 +109,8 @@ async def test_verls_v1_queue_trains_every_token_of_every_trace(queue):
 @pytest.mark.timeout(180)
 async def test_verls_queue_has_the_experts_of_each_token(queue):
     worker, put, _ = queue
-    told = session("s", 1.0, trace(routed_experts=rows()), trace("t1"))
-    outputs = outputs_of(told, SHAPE)
+    result = session("s", 1.0, trace(routed_experts=rows()), trace("t1"))
+    outputs = outputs_of(result, SHAPE)
     assert [output.routed_experts is None for output in outputs] == [False, True]
     await worker._agent_loop_postprocess(outputs[:1], False, uid="u", session_id=0, global_steps=1)
     ((_, fields, *_),) = put

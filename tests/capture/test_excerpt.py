@@ -27,7 +27,7 @@ async def test_it_has_all_of_its_session_and_nothing_of_others(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if "copy" in path.name] == ["copy.sqlite"]
 
 
-async def test_it_is_of_this_moment_while_the_session_goes_on(tmp_path):
+async def test_an_excerpt_of_a_running_session_is_of_one_moment(tmp_path):
     made = busy("a")
     async with await SqliteStore.open(tmp_path / "capture.sqlite") as store:
         await store.open_session(made.record)

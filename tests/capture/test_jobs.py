@@ -37,7 +37,7 @@ async def test_the_thread_is_busy_until_it_has_finished_all_that_was_queued():
     assert not jobs.busy
 
 
-async def test_whoever_writes_takes_what_was_left():
+async def test_the_next_writer_takes_the_deferred_jobs():
     jobs, left = Jobs(), job("a")
     jobs.leave(left)
     assert jobs.is_left(left)
@@ -57,7 +57,7 @@ async def test_a_mark_comes_after_what_was_left():
     assert jobs.get() is mark
 
 
-async def test_a_caller_is_told_once_at_once_or_from_another_thread():
+async def test_a_caller_is_notified_once_at_once_or_from_another_thread():
     here, there, late = job("a"), job("b"), job("c")
     here.finish(None, asyncio.get_running_loop())
     assert here.done.done()
@@ -69,7 +69,7 @@ async def test_a_caller_is_told_once_at_once_or_from_another_thread():
     assert late.done.cancelled()
 
 
-def test_a_caller_whose_loop_is_gone_is_not_told():
+def test_a_caller_whose_loop_is_gone_is_not_notified():
     async def left():
         return job("a")
 

@@ -94,7 +94,7 @@ async def test_a_file_is_read_again_after_its_store_is_closed(path):
             assert capture.outcome == reader.outcome(made.session_id) == made.outcome
 
 
-async def test_a_session_goes_on_in_another_store_of_the_same_file(path):
+async def test_a_session_continues_in_another_store_of_the_same_file(path):
     made = MadeSession()
     made.call()
     await written(path, made)
@@ -184,7 +184,7 @@ async def test_a_torn_tail_is_cut_and_never_misread(path):
                 assert len(read) == 3 or end
 
 
-# ---- what is refused, and how it is told
+# ---- refusals and their errors
 
 
 async def test_a_newer_format_is_refused_by_name(path):
@@ -425,7 +425,7 @@ async def test_a_checkpoint_that_fails_costs_nothing_but_a_longer_wal(path):
         store._writer._connection.set_authorizer(None)
 
 
-async def test_a_reader_that_comes_while_the_writer_ends_is_told(path):
+async def test_a_read_while_the_writer_ends_raises(path):
     async with await SqliteStore.open(path) as store:
         store._writer.close()
         with pytest.raises(StoreError, match="the store is closed"):

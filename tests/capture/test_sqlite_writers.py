@@ -81,7 +81,7 @@ async def test_a_write_that_the_disk_held_up_sends_those_that_follow_to_the_thre
         assert await written_here(store)
 
 
-async def test_records_keep_their_order_whoever_writes_them(path):
+async def test_records_keep_their_order_with_several_writers(path):
     made = MadeSession()
     for _ in range(40):
         made.call()
@@ -111,12 +111,12 @@ async def test_a_delivery_goes_with_the_next_exchange_and_is_read_at_once(path):
         await store.open_session(made.record)
         first, second, _ = made.exchanges
         await store.commit(first, made.bodies)
-        told = group.create_task(store.deliver(made.deliver(first.exchange_id)))
+        result = group.create_task(store.deliver(made.deliver(first.exchange_id)))
         await asyncio.sleep(0)
         assert len(store._writer._jobs.left) == 1
         await store.commit(second, made.bodies)
         assert not store._writer._jobs.left
-        await told
+        await result
         group.create_task(store.deliver(made.deliver(second.exchange_id)))
         await asyncio.sleep(0)
         assert set(store.deliveries("s1")) == {first.exchange_id, second.exchange_id}

@@ -2,9 +2,8 @@
 
 from contextlib import asynccontextmanager
 
+from tests.conformance.memory import MemoryStore
 from tests.conformance.stores import StoreConformance
-
-from bridle.capture.store import MemoryStore
 
 
 class TestMemoryStore(StoreConformance):

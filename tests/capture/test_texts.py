@@ -112,7 +112,7 @@ def test_a_body_whose_data_are_damaged_is_missing_and_no_other():
     assert content_digest(first) not in texts
 
 
-async def test_an_image_is_stored_once_whatever_message_it_comes_in(tmp_path):
+async def test_an_image_in_several_messages_is_stored_once(tmp_path):
     image = base64.b64encode(random.Random(1).randbytes(60_000))
     made = MadeSession(texts=False)
     for turn in range(6):

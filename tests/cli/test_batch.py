@@ -66,7 +66,7 @@ def written(folder, *tasks):
     return path
 
 
-def test_all_problems_of_a_run_are_told_at_once_and_nothing_is_made(say, tmp_path):
+def test_all_problems_of_a_run_are_reported_at_once_and_nothing_is_made(say, tmp_path):
     scorer = {"strategy": "function", "config": {"function": "gone.py:score"}}
     tasks = written(
         tmp_path,
@@ -101,7 +101,7 @@ def test_all_problems_of_a_run_are_told_at_once_and_nothing_is_made(say, tmp_pat
     assert "Traceback" not in said.err
 
 
-def test_wrong_tasks_and_a_missing_engine_are_told_together(say, tmp_path):
+def test_wrong_tasks_and_a_missing_engine_are_reported_together(say, tmp_path):
     said = say("run", tmp_path / "gone.jsonl", "--out", tmp_path / "out")
     assert said.code == 2
     assert "2 problems; nothing was started" in said.err

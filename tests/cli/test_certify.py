@@ -68,7 +68,7 @@ def test_a_mismatch_ends_with_code_1_its_cause_and_its_turns(say, files):
     assert facts["weights"]["same"] is True
 
 
-def test_tokens_without_a_logprob_are_told(say, files, tmp_path):
+def test_tokens_without_a_logprob_are_reported(say, files, tmp_path):
     arguments = files(run(0))
     answers, facts = read_logprobs(tmp_path / "logprobs.parquet")
     write_logprobs(tmp_path / "logprobs.parquet", answers[1:], facts)

@@ -17,10 +17,10 @@ from tests.server.house import (
     with_token,
 )
 
-from bridle.server.app import serving
+from bridle.server.app import serve_api
 
 
-def test_a_file_that_is_wrong_is_told_before_the_server_is_asked(tmp_path, say):
+def test_a_wrong_file_is_reported_before_the_server_is_called(tmp_path, say):
     file = tmp_path / "tasks.json"
     file.write_text(json.dumps([{"task_id": "a"}]))
     said = say("submit", file, "--server", "http://127.0.0.1:1")
@@ -34,7 +34,7 @@ def test_a_priority_out_of_bounds_is_refused(tmp_path, say):
 async def test_a_server_and_a_task_are_shown_in_counts(tmp_path, say):
     async with (
         a_service(tmp_path) as service,
-        serving(served(service), host="127.0.0.1", port=0) as url,
+        serve_api(served(service), host="127.0.0.1", port=0) as url,
     ):
         await service.submit([submission("a", 2)], owner="o")
         await ended(service, "a")
@@ -53,7 +53,7 @@ async def test_the_exit_code_tells_of_one_that_was_not_completed(tmp_path, say):
     workers = FakeWorkers(answers={"b": failure("harness_crash")})
     async with (
         a_service(tmp_path, workers) as service,
-        serving(served(service), host="127.0.0.1", port=0) as url,
+        serve_api(served(service), host="127.0.0.1", port=0) as url,
     ):
         await service.submit([submission("a"), submission("b")], owner="o")
         for names, code in ((["a"], 0), (["a", "b"], 1)):
@@ -70,7 +70,7 @@ async def test_a_running_task_is_ended(tmp_path, say):
     workers = FakeWorkers(held=True)
     async with (
         a_service(tmp_path, workers) as service,
-        serving(served(service), host="127.0.0.1", port=0) as url,
+        serve_api(served(service), host="127.0.0.1", port=0) as url,
     ):
         await service.submit([submission("a")], owner="o")
         await until(lambda: workers.living)

@@ -11,7 +11,6 @@ import pytest
 from bridle.cli.config import (
     default_tokenizer,
     load_config,
-    open_engine_and_renderer,
     open_replicas,
     open_setup,
 )
@@ -108,16 +107,6 @@ def test_each_engine_has_the_tokenizer_that_goes_with_it():
     assert default_tokenizer("http://127.0.0.1:8000") is None
 
 
-def test_a_served_engine_without_tokenizer_is_refused_with_the_flag_to_give():
-    with pytest.raises(ConfigError, match="--tokenizer"):
-        open_engine_and_renderer("http://127.0.0.1:8000", None)
-
-
-def test_an_unknown_engine_is_named_before_its_tokenizer_is_missed():
-    with pytest.raises(ConfigError, match="unknown engine"):
-        open_engine_and_renderer("magic:thing", None)
-
-
 @pytest.fixture
 def script(tmp_path):
     path = tmp_path / "s.json"
@@ -166,6 +155,11 @@ def test_a_model_that_changes_nothing_is_refused(script, tmp_path):
         open_setup(load_config(file))
 
 
-def test_all_parts_need_a_tokenizer():
+def test_an_unknown_engine_is_refused_by_name():
+    with pytest.raises(ConfigError, match="unknown engine"):
+        open_setup(load_config(None, engines=["magic:thing"]))
+
+
+def test_a_served_engine_without_tokenizer_is_refused_with_the_flag_to_give():
     with pytest.raises(ConfigError, match="--tokenizer"):
         open_setup(load_config(None, engines=["http://127.0.0.1:9"]))

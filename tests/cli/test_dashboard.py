@@ -18,7 +18,7 @@ from tests.cli.test_serve import a_server, script, tasks
 from tests.dashboard.test_app import links_to
 
 from bridle.cli.config import load_config
-from bridle.cli.dashboard import guard_of, may_read
+from bridle.cli.dashboard import access_control, may_read
 from bridle.cli.serve import executor_flags, server_of
 from bridle.client import AsyncClient, Client
 from bridle.errors import ConfigError
@@ -91,9 +91,9 @@ def test_a_folder_that_is_not_there_or_empty_is_refused(say, tmp_path):
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "machine.example"])
 def test_others_may_look_only_with_a_token(host):
     with pytest.raises(ConfigError, match="BRIDLE_DASHBOARD_TOKEN"):
-        guard_of(host, None)
-    assert guard_of(host, "a-token") is not None
-    assert guard_of("127.0.0.2", None) is None
+        access_control(host, None)
+    assert access_control(host, "a-token") is not None
+    assert access_control("127.0.0.2", None) is None
 
 
 TOKENS = """

@@ -96,19 +96,19 @@ def script(tmp_path):
     return f"scripted:{path}"
 
 
-def told(said):
+def reported(said):
     return {finding["what"]: finding for finding in said.json}
 
 
 def test_an_engine_that_renders_nothing_is_well_all_the_same(say, script):
     said = say("doctor", "--engine", script, "--json")
     assert said.code == 0
-    assert "nothing for us to compare" in told(said)["rendering"]["found"]
+    assert "nothing for us to compare" in reported(said)["rendering"]["found"]
 
 
 def test_a_folder_without_a_model_cannot_judge_logprobs(say, script):
     said = say("doctor", "--engine", script, "--logprobs", "--json")
-    finding = told(said)["recomputed logprobs"]
+    finding = reported(said)["recomputed logprobs"]
     assert (said.code, finding["ok"]) == (1, False)
     assert "on this machine" in finding["advice"]
 
@@ -117,7 +117,7 @@ def test_a_folder_without_a_model_cannot_judge_logprobs(say, script):
 def test_the_embedded_engines_logprobs_are_those_of_a_plain_forward_pass(say, tmp_path):
     folder = save_model(tmp_path / "model", "qwen3")
     said = say("doctor", "--engine", f"embedded:{folder}", "--logprobs", "--json")
-    finding = told(said)["recomputed logprobs"]
+    finding = reported(said)["recomputed logprobs"]
     assert finding["ok"], finding
     assert "from a plain forward pass" in finding["found"]
 

@@ -66,7 +66,7 @@ def test_what_is_not_good_enough_is_left_out_and_counted(export):
     assert (len(kept), lines.json["statistics"]["accepted"]) == (3, 3)
 
 
-def test_what_was_left_out_is_told(say, finished_run, tmp_path):
+def test_skipped_sessions_are_reported(say, finished_run, tmp_path):
     said = say(
         "export", finished_run, "--format", "sft", "--out", tmp_path / "s.jsonl",
         "--max-repetition", 0, "--max-tokens", 1,
@@ -155,9 +155,9 @@ def test_one_command_runs_filters_and_writes_with_statistics(generate, tmp_path)
     assert said.code == 0
     assert (said.json["examples"], said.json["rounds"]) == (2, 1)
     assert len(lines(tmp_path)) == 2
-    told = json.loads((tmp_path / "data" / "statistics.json").read_text())
-    assert (told["attempted"], told["accepted"], told["tasks_accepted"]) == (3, 2, 2)
-    assert told["rejected"] == {"reward": 1}
+    parsed = json.loads((tmp_path / "data" / "statistics.json").read_text())
+    assert (parsed["attempted"], parsed["accepted"], parsed["tasks_accepted"]) == (3, 2, 2)
+    assert parsed["rejected"] == {"reward": 1}
 
 
 def test_what_was_run_is_not_run_again(generate, tmp_path):

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from bridle.cli.config import load_config
-from bridle.cli.gateway import opened, worker_config
+from bridle.cli.gateway import open_gateway, worker_config
 from bridle.cli.runs import sessions
 from bridle.config import ModelSpec
 from bridle.errors import ConfigError
@@ -81,14 +81,14 @@ def test_without_an_engine_it_says_where_one_is_named(say):
     assert "engines = [" in said.err
 
 
-async def test_a_second_gateway_on_a_data_folder_is_refused_and_told_the_first(tmp_path):
+async def test_a_second_gateway_on_a_data_folder_is_refused_and_names_the_first(tmp_path):
     (tmp_path / "s.json").write_text(json.dumps({"conversations": [{"turns": [{"content": "x"}]}]}))
     config = load_config(None, engines=[f"scripted:{tmp_path / 's.json'}"])
-    async with opened(config, tmp_path / "data", fsync=False):
+    async with open_gateway(config, tmp_path / "data", fsync=False):
         with pytest.raises(ConfigError, match=f"is in use by process {os.getpid()} on"):
-            async with opened(config, tmp_path / "data", fsync=False):
+            async with open_gateway(config, tmp_path / "data", fsync=False):
                 raise AssertionError
-    async with opened(config, tmp_path / "data", fsync=False):
+    async with open_gateway(config, tmp_path / "data", fsync=False):
         pass
 
 

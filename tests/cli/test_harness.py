@@ -60,7 +60,7 @@ def test_an_unknown_name_is_code_2(say):
     assert "known:" in said.err
 
 
-def test_what_nobody_uses_is_removed_and_told(say, tmp_path, monkeypatch):
+def test_unused_bundles_are_removed_and_listed(say, tmp_path, monkeypatch):
     monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path))
     bundle = tmp_path / "bundles" / "pi-0.1-0123456789ab"
     bundle.mkdir(parents=True)
@@ -88,7 +88,7 @@ def test_a_harness_that_makes_its_tool_call_works(name):
     assert report["unknown to the gateway"] == {}
 
 
-def test_a_changed_history_is_told_with_its_cost():
+def test_a_changed_history_is_reported_with_its_cost():
     line = {"turns_shown": 45, "turns_verbatim": 0, "tokens_rerendered": 300,
             "habits": {"system_changed": 9}}  # fmt: skip
     assert history_of(line) == (

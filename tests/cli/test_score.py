@@ -104,7 +104,7 @@ def test_a_wrong_scorer_or_session_is_refused_before_any_is_scored(
     assert rewards(run) == before
 
 
-def test_a_run_that_still_goes_on_is_not_scored(say, run):
+def test_a_running_run_is_not_scored(say, run):
     with FolderLock(run):
         said = say("score", run, "--reward", "1")
     assert said.code == 2

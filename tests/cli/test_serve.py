@@ -128,7 +128,7 @@ async def test_a_whole_server_is_opened_in_a_process_and_leaves_nothing(tmp_path
             assert readable_by_others(tmp_path / "data") == []
 
 
-async def test_a_second_server_on_a_data_folder_is_refused_and_told_the_first(tmp_path):
+async def test_a_second_server_on_a_data_folder_is_refused_and_names_the_first(tmp_path):
     server = {"port": 0, "data": tmp_path / "data"}
     loaded = load_config(None, engines=[f"scripted:{script(tmp_path)}"], server=server)
     with (
@@ -159,11 +159,11 @@ async def test_a_page_whose_name_was_rebound_to_loopback_gets_nothing(tmp_path):
         token = (tmp_path / "data" / "server.token").read_text().strip()
         for known in ({}, {"authorization": f"Bearer {token}"}):
             sent = {**page, **known}
-            told = [await http.post("/v1/tasks", headers=sent, json={"tasks": tasks(1)})]
+            result = [await http.post("/v1/tasks", headers=sent, json={"tasks": tasks(1)})]
             paths = ("/v1/status", "/health", "/openapi.json", "/metrics", "/ui/", "/nowhere")
-            told += [await http.get(path, headers=sent) for path in paths]
-            assert {one.status_code for one in told} == {421}
-            assert all("--allow-host" in one.text for one in told)
+            result += [await http.get(path, headers=sent) for path in paths]
+            assert {one.status_code for one in result} == {421}
+            assert all("--allow-host" in one.text for one in result)
         async with AsyncClient(opened.url) as owner:
             assert (await owner.status())["tasks"] == {}
 
@@ -176,9 +176,9 @@ async def test_another_user_of_the_machine_neither_submits_nor_reads(tmp_path):
         described = (await http.get("/openapi.json")).json()["paths"]
         for path, methods in described.items():
             for method in methods:
-                told = await http.request(method, path.replace("{", "").replace("}", ""))
+                response = await http.request(method, path.replace("{", "").replace("}", ""))
                 expected = 200 if path in ("/health", "/openapi.json") else 401
-                assert told.status_code == expected, (method, path)
+                assert response.status_code == expected, (method, path)
         assert (await http.post("/v1/tasks", json={"tasks": tasks(1)})).status_code == 401
     kept = tmp_path / "data" / "server.token"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
@@ -213,8 +213,8 @@ async def test_a_server_that_is_open_to_others_has_a_token_too(tmp_path):
             *(("trainer.example", 401), ("trainer.example:80", 401), ("192.0.2.7:8080", 401)),
             *(("evil.example", 421), ("trainer.example.evil.example", 421)),
         ):
-            told = await http.get(f"{url}/v1/status", headers={"host": host})
-            assert told.status_code == status, host
+            response = await http.get(f"{url}/v1/status", headers={"host": host})
+            assert response.status_code == status, host
 
 
 def test_flags_and_file_make_one_configuration(tmp_path):

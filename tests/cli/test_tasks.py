@@ -142,7 +142,7 @@ def test_an_agent_finds_the_older_release_and_no_trace_of_the_newer(run_with):
     assert "traces 0" in prompt
 
 
-def test_the_example_makes_a_data_set_of_a_package_and_goes_on_with_it(shared, say, tmp_path):
+def test_the_example_makes_and_resumes_a_data_set_of_a_package(shared, say, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PIP_CONFIG_FILE", "PIP_NO_INDEX", "PIP_FIND_LINKS", "BRIDLE_CACHE"):
             patch.delenv(name)

@@ -67,9 +67,9 @@ def test_flags_come_before_the_file_and_the_file_before_the_defaults(tmp_path):
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_the_file(tmp_path, text, message):
-    with pytest.raises(ConfigError, match=message) as told:
+    with pytest.raises(ConfigError, match=message) as raised:
         load_settings(config(tmp_path, text), {"grpo": {"learning_rate": None}})
-    assert "train.toml" in str(told.value)
+    assert "train.toml" in str(raised.value)
 
 
 def test_without_a_model_the_command_says_so(say, tmp_path):
@@ -79,7 +79,7 @@ def test_without_a_model_the_command_says_so(say, tmp_path):
 
 
 @pytest.mark.timeout(180)
-def test_a_training_runs_and_goes_on_where_it_ended(say, lookup_file, tmp_path):
+def test_a_training_runs_and_resumes_where_it_ended(say, lookup_file, tmp_path):
     model = untrained(tmp_path / "model")
     (tmp_path / "agent.py").write_text(ANTHROPIC_AGENT)
     command = f"{sys.executable} {tmp_path / 'agent.py'} {{instruction}}"

@@ -141,7 +141,7 @@ async def test_weights_go_by_memory_or_through_a_folder_that_the_next_one_replac
         assert transformers.AutoModelForCausalLM.from_pretrained(last) is not None
 
 
-async def test_a_training_has_its_sessions_on_a_server_and_goes_on_after_its_death(tmp_path):
+async def test_a_training_on_a_server_resumes_after_its_death(tmp_path):
     model = untrained(tmp_path / "model")
     settings = {
         "model": str(model),

@@ -35,7 +35,7 @@ def rows_of(manifest):
     return {row["task"]: row for row in map(json.loads, manifest.read_text().splitlines())}
 
 
-def test_a_manifest_says_each_tasks_verdict_and_is_gone_on_with(tasks, say, tmp_path):
+def test_a_manifest_has_each_tasks_verdict_and_is_resumed(tasks, say, tmp_path):
     manifest = tmp_path / "manifest.jsonl"
     assert say("tasks", "verify", tasks, "--manifest", manifest, "--json").code == 1
     rows = rows_of(manifest)

@@ -53,7 +53,7 @@ class Machines:
         return one
 
     def kill(self, one: Any) -> None:
-        """A machine dies with all its processes; nothing on it is told."""
+        """Kill a machine with all its processes; none of them can handle the signal."""
         self.names.remove(one)
         [raylet] = [process.process.pid for process in one.all_processes["raylet"]]
         doomed = [raylet, *_children(raylet)]
@@ -171,14 +171,14 @@ def free_port() -> int:
 TELLER = """
 import sys, ray
 ray.init(sys.argv[1], namespace=sys.argv[2], log_to_driver=False)
-told = sys.argv[3:]
+engines = sys.argv[3:]
 class Teller:
-    def __init__(self, told):
-        self.told = told
+    def __init__(self, engines):
+        self.listed = engines
     def engines(self):
-        return self.told
+        return self.listed
 teller = ray.remote(Teller).options(name="engines", lifetime="detached", num_cpus=0)
-ray.get(teller.remote(told).engines.remote())
+ray.get(teller.remote(engines).engines.remote())
 """
 
 

@@ -10,7 +10,7 @@ from tests.cluster.machines import Served, an_engine, config_in, machines, runs_
 from tests.cluster.test_batch import bodies, taken
 
 from bridle.client import AsyncClient
-from bridle.credentials import found_token
+from bridle.credentials import find_token
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -19,7 +19,7 @@ ONE_LINE = ('kind = "local"', 'kind = "ray"')
 
 def admin_of(server):
     """An HTTP client with the token that the server made for its own user."""
-    found = found_token(server.url)
+    found = find_token(server.url)
     assert found is not None
     url, token = found
     return aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {token}"})
@@ -61,7 +61,7 @@ async def test_the_same_config_runs_here_and_on_a_cluster_by_changing_one_line(t
         there = await come_to(server)
         assert here == there
         assert {status for status, *_ in there.values()} == {"COMPLETED"}
-        await an_engine_is_told_of(server, cluster, tmp_path)
+        await an_engine_is_announced(server, cluster, tmp_path)
         await a_process_dies(server, cluster, nodes)
         await a_drained_node_leaves(server)
 
@@ -78,7 +78,7 @@ async def until(condition, server):
     return found
 
 
-async def an_engine_is_told_of(server, cluster, tmp_path):
+async def an_engine_is_announced(server, cluster, tmp_path):
     """An engine that a named actor tells of is used by the nodes."""
     with an_engine(tmp_path / "script.json") as url:
         await asyncio.to_thread(tell_of, cluster.address, url)
@@ -97,14 +97,14 @@ async def a_drained_node_leaves(server):
 async def a_process_dies(server, cluster, nodes):
     """Ray starts the node anew; what it was running is run again, on the same folder."""
     async with AsyncClient(server.url, patience_s=120) as client:
-        told = nodes.parent / "told"
-        [again] = bodies(4, first=f"until [ -e {told} ]; do sleep 0.1; done")
+        result = nodes.parent / "result"
+        [again] = bodies(4, first=f"until [ -e {result} ]; do sleep 0.1; done")
         await client.submit_many([again | {"task_id": "u0"}])
         while sum(run_id.startswith("u0") for run_id in runs_in(nodes)) < 4:  # noqa: ASYNC110 - elsewhere
             await asyncio.sleep(0.1)
         [actor] = cluster.actors()
         os.kill(actor, signal.SIGKILL)
-        told.touch()
+        result.touch()
         group = (await taken(client, 2))[-1]  # the last one of before was not acknowledged
     assert group.task_id == "u0"
     assert {one.status for one in group.results} == {"COMPLETED"}

@@ -22,7 +22,7 @@ from bridle.dashboard.server import ServerSource
 from bridle.dashboard.source import DataSource
 from bridle.dashboard.summaries import SessionFilter
 from bridle.errors import ServerError
-from bridle.server.app import serving
+from bridle.server.app import serve_api
 from bridle.types import Kind
 
 ASKED = [name for name, _ in inspect.getmembers(DataSource, inspect.isfunction) if name[0] != "_"]
@@ -47,7 +47,7 @@ async def a_server(tmp_path):
     (tmp_path / "stdout.log").write_text("hello")
     async with (
         a_service(tmp_path, workers) as service,
-        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+        serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
     ):
         await service.submit([submission("a", 2, max_attempts=1), submission("b")], owner="me")
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.datasets.jsonl import load_tasks, merge
+from bridle.config import merged
+from bridle.datasets.jsonl import load_tasks
 from bridle.errors import ConfigError
 
 ONE = {"task_id": "a", "instruction": "do a"}
@@ -146,7 +147,7 @@ def test_every_error_names_the_path_the_line_and_the_field(tmp_path, name, conte
         load_tasks(written(tmp_path, name, content))
 
 
-def test_a_path_that_is_no_task_file_is_told(tmp_path):
+def test_a_path_that_is_no_task_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such file or folder"):
         load_tasks(tmp_path / "gone")
     with pytest.raises(ConfigError, match="no tasks in it"):
@@ -164,7 +165,7 @@ trees = st.recursive(numbers, lambda inner: st.dictionaries(st.sampled_from("abc
 
 @given(trees, trees)
 def test_what_lies_over_wins_and_nothing_else_is_lost(under, over):
-    both = merge(under, over)
+    both = merged(under, over)
     assert both.keys() == under.keys() | over.keys()
     for name in both:
         if name not in under:
@@ -172,7 +173,7 @@ def test_what_lies_over_wins_and_nothing_else_is_lost(under, over):
         elif name not in over:
             assert both[name] == under[name]
         elif isinstance(under[name], dict) and isinstance(over[name], dict):
-            assert both[name] == merge(under[name], over[name])
+            assert both[name] == merged(under[name], over[name])
         else:
             assert both[name] == over[name]
 

@@ -127,7 +127,7 @@ def test_a_change_that_is_no_work_or_was_made_before_is_refused_by_cause():
         maker._check(a_change(*big[:9]), VERSIONS)
 
 
-def test_tests_that_pass_only_with_the_change_are_told_from_those_that_always_pass():
+def test_tests_that_pass_only_with_the_change_are_separated_from_those_that_always_pass():
     always = {f"t::{n}": "passed" for n in range(5)}
     before = always | {"t::new": "failed", "t::odd": "passed"}
     after = always | {"t::new": "passed", "t::odd": "passed", "t::collected": "passed"}

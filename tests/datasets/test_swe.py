@@ -371,7 +371,7 @@ def test_a_set_is_loaded_by_its_id_on_the_hub(tmp_path):
     split = hub(tmp_path, "hf://datasets/SWE-Gym/SWE-Gym@main/data/train-*")
     assert split.stdout == "getmoto__moto-7365\n"
     missing = hub(tmp_path, "hf://datasets/a/b")
-    assert "hf://datasets/a/b: cannot be had from the hub: " in missing.stderr
+    assert "hf://datasets/a/b: cannot be loaded from the hub: " in missing.stderr
 
 
 def test_parquet_holds_rows_and_tasks_alike(tmp_path):

@@ -47,8 +47,8 @@ def test_sandbox_hosts_offer_the_resource_that_the_server_looks_for(objects):
     wanted = load_config(DEPLOY / "bridle.toml").executor.ray.resource
     [group] = objects["RayCluster"]["spec"]["workerGroupSpecs"]
     # KubeRay puts it on a command line of `ray start` as it is.
-    [told] = shlex.split(group["rayStartParams"]["resources"])
-    assert json.loads(told) == {wanted: 1}
+    [result] = shlex.split(group["rayStartParams"]["resources"])
+    assert json.loads(result) == {wanted: 1}
     head = objects["RayCluster"]["spec"]["headGroupSpec"]["rayStartParams"]
     assert "resources" not in head
     assert head["num-cpus"] == "0"

@@ -65,13 +65,13 @@ def a_server_of(tmp_path):
 
 
 @pytest.mark.timeout(60)
-async def test_what_alerts_and_panels_ask_for_is_told_by_a_server(tmp_path):
+async def test_a_server_exports_the_metrics_of_alerts_and_panels(tmp_path):
     async with a_server_of(tmp_path) as served, httpx.AsyncClient() as http:
         known = {"authorization": f"Bearer {served.token_file.read_text().strip()}"}
-        told = names_in((await http.get(f"{served.url}/metrics", headers=known)).text)
+        result = names_in((await http.get(f"{served.url}/metrics", headers=known)).text)
     asked = [*alerts().values(), *(one for several in panels().values() for one in several)]
     named = {name for expression in asked for name in re.findall(r"\bbridle_\w+", expression)}
-    assert named - told == set()
+    assert named - result == set()
     assert len(named) > 25
 
 
@@ -90,8 +90,8 @@ def test_each_alert_rings_when_it_should_and_only_then(tmp_path):
     rules.write_text(text.replace("[ALERTS]", f"[{FOLDER / 'alerts.yaml'}]"))
     for words in (("test", "rules", rules), ("check", "config", FOLDER / "prometheus.yaml")):
         command = [program("promtool"), *words]
-        told = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert told.returncode == 0, told.stdout + told.stderr
+        result = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.browser
@@ -118,9 +118,9 @@ async def empty_panels(http):
     empty = set()
     for title, expressions in panels().items():
         for expression in expressions:
-            told = await http.get("/api/v1/query", params={"query": expression})
-            assert told.status_code == 200, (title, told.text)
-            empty |= set() if told.json()["data"]["result"] else {title}
+            response = await http.get("/api/v1/query", params={"query": expression})
+            assert response.status_code == 200, (title, response.text)
+            empty |= set() if response.json()["data"]["result"] else {title}
     return empty
 
 
@@ -169,8 +169,8 @@ async def until_scraped(url, expression):
     async with asyncio.timeout(60), httpx.AsyncClient(base_url=url) as http:
         while True:
             try:
-                told = await http.get("/api/v1/query", params={"query": expression})
-                if told.status_code == 200 and told.json()["data"]["result"]:
+                response = await http.get("/api/v1/query", params={"query": expression})
+                if response.status_code == 200 and response.json()["data"]["result"]:
                     return
             except httpx.TransportError:
                 pass  # it is not up yet

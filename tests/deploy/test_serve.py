@@ -41,7 +41,7 @@ def test_a_server_that_dies_is_started_again(serve, tmp_path):
     assert err.count("ended with code 137; it is started again") == 2
 
 
-def test_told_to_end_it_starts_no_server_again(serve, tmp_path):
+def test_after_sigterm_it_restarts_no_server(serve, tmp_path):
     process = serve(f"trap '' TERM; {COUNT}; [ $n = 2 ] && exit 0; kill -TERM $PPID; exit 1")
     process.communicate(timeout=45)
     assert (process.returncode, (tmp_path / "runs").read_text()) == (1, "x\n")
@@ -76,11 +76,11 @@ def test_it_waits_for_ray_and_says_where_things_are(serve, tmp_path):
     }
     process = serve('test -e "$AT/asked"; echo $? "$RAY_ADDRESS" "$@"', ray=ray, **env)
     out, _ = process.communicate(timeout=45)
-    told = "serve --config b.toml --database postgresql://db/x y --tokenizer a b"
-    assert out == f"0 127.0.0.1:6379 {told}\n"
+    result = "serve --config b.toml --database postgresql://db/x y --tokenizer a b"
+    assert out == f"0 127.0.0.1:6379 {result}\n"
 
 
-def test_told_to_end_it_lets_the_server_drain(serve, tmp_path):
+def test_after_sigterm_it_lets_the_server_drain(serve, tmp_path):
     process = serve(DRAINS)
     end_when_up(process, tmp_path / "up")
     out, _ = process.communicate(timeout=45)

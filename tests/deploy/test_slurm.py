@@ -16,13 +16,13 @@ from bridle.cli.app import app
 SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "slurm" / "bridle.sbatch"
 SLEEP = "sleep 30 >/dev/null 2>&1 &"
 SAYS = 'printf "%q " "${0##*/}" "$@" >> $AT/ran; echo >> $AT/ran;'
-UNTIL_TOLD = f"trap 'kill $!; exit' TERM; {SLEEP} wait"
+UNTIL_SIGNAL = f"trap 'kill $!; exit' TERM; {SLEEP} wait"
 PROGRAMS = {
     "scontrol": "echo node07; echo node08; echo node09",
     "getent": "[ $2 = node07 ] || exit; echo 10.0.0.7 STREAM; echo 10.0.0.7 DGRAM",
     "scancel": f"{SAYS} kill $(<$AT/srun.$PPID)",
-    "srun": f"{SAYS} echo $$ > $AT/srun.$PPID; {UNTIL_TOLD}",
-    "ray": f'[ "$1" = start ] || exit 0; {SAYS} {UNTIL_TOLD}',
+    "srun": f"{SAYS} echo $$ > $AT/srun.$PPID; {UNTIL_SIGNAL}",
+    "ray": f'[ "$1" = start ] || exit 0; {SAYS} {UNTIL_SIGNAL}',
 }
 
 
@@ -134,13 +134,13 @@ def test_a_server_that_fails_at_once_fails_the_job_each_time(job):
     assert [said(one)[0] for one in jobs] == [3] * 50
 
 
-def test_a_server_that_ends_when_the_job_is_told_to_keeps_its_status(job):
+def test_a_server_that_ends_with_the_job_keeps_its_status(job):
     bridle = "trap '' TERM; kill -TERM $PPID; exit 3"
     jobs = [job(bridle, BRIDLE_CONFIG="b.toml") for _ in range(50)]
     assert [said(one)[0] for one in jobs] == [3] * 50
 
 
-def test_a_server_that_fails_when_told_to_end_fails_the_job(job, tmp_path):
+def test_a_server_that_fails_at_its_end_fails_the_job(job, tmp_path):
     bridle = f"trap 'kill $!; exit 4' TERM; {SLEEP} touch $AT/up; wait"
     process = job(bridle, BRIDLE_CONFIG="b.toml")
     while not (tmp_path / "up").exists():
@@ -150,12 +150,14 @@ def test_a_server_that_fails_when_told_to_end_fails_the_job(job, tmp_path):
 
 
 def test_a_server_that_drains_is_waited_for_through_a_second_signal(job, tmp_path):
-    drain = f"touch {tmp_path}/told$((++n)); [ $n = 2 ] && kill $child && echo drained && exit 5"
+    drain = (
+        f"touch {tmp_path}/signalled$((++n)); [ $n = 2 ] && kill $child && echo drained && exit 5"
+    )
     start = "n=0; sleep 30 >/dev/null 2>&1 & child=$!"
     wait = "while kill -0 $child 2>/dev/null; do wait $child; done"
-    bridle = f"{start}; trap '{drain}' TERM; touch {tmp_path}/told0; {wait}"
+    bridle = f"{start}; trap '{drain}' TERM; touch {tmp_path}/signalled0; {wait}"
     process = job(bridle, BRIDLE_CONFIG="b.toml")
-    for name in ("told0", "told1"):
+    for name in ("signalled0", "signalled1"):
         while not (tmp_path / name).exists():
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
@@ -169,8 +171,8 @@ def test_a_ray_that_does_not_start_fails_the_job(job):
     assert (code, err) == (1, "bridle.sbatch: Ray did not start on node07\n")
 
 
-def test_told_to_end_before_ray_is_up_it_starts_no_server(job, tmp_path):
-    ray = f'[ "$1" = start ] || {{ touch $AT/up; exit 1; }}; {UNTIL_TOLD}'
+def test_a_signal_before_ray_is_up_it_starts_no_server(job, tmp_path):
+    ray = f'[ "$1" = start ] || {{ touch $AT/up; exit 1; }}; {UNTIL_SIGNAL}'
     process = job("touch $AT/served", programs={"ray": ray}, BRIDLE_CONFIG="b.toml")
     while not (tmp_path / "up").exists():
         assert process.poll() is None

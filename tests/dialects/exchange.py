@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import httpx2
+from tests.dialects.sse import SseEvent, SseParser
 
 from bridle.dialects import DIALECTS, recognise
 from bridle.dialects.base import ReplyHead, RouteKind, StreamEncoder
-from bridle.dialects.sse import SseEvent, SseParser
 from bridle.errors import RequestError
 from bridle.types import Dialect, FinishReason, ModelRequest, Reply, ToolCall, Usage
 
@@ -87,8 +87,8 @@ class Provider:
             if self.error is not None:
                 raise self.error
         except RequestError as refused:
-            status, told, body = wire.error(refused)
-            return httpx2.Response(status, headers=told, content=body)
+            status, result, body = wire.error(refused)
+            return httpx2.Response(status, headers=result, content=body)
         self.requests.append(parsed)
         if route.kind is RouteKind.COUNT_TOKENS:
             return httpx2.Response(200, headers=json_type, content=wire.token_count(42))

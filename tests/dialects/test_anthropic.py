@@ -151,9 +151,9 @@ def test_last_assistant_text_is_a_prefill():
     ],
 )
 def test_a_beginning_that_the_provider_refuses_is_refused(content, fields, words):
-    with pytest.raises(RequestError, match=words) as told:
+    with pytest.raises(RequestError, match=words) as raised:
         last(content, **fields)
-    assert told.value.param == "messages"
+    assert raised.value.param == "messages"
 
 
 def test_a_beginning_with_its_thought_is_taken_where_thinking_is_on():
@@ -273,9 +273,9 @@ def test_media_of_every_source():
     ],
 )
 def test_wrong_blocks_are_named(message, path):
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as raised:
         read_message(message, "messages[0]")
-    assert told.value.param == path
+    assert raised.value.param == path
 
 
 def test_a_system_string_is_never_noise():
@@ -287,8 +287,8 @@ def test_a_system_string_is_never_noise():
 
 def test_results_of_a_search_are_text_and_files_of_the_provider_are_refused():
     found = {"type": "search_result", "title": "T", "source": "s", "content": ["words"]}
-    told = read(messages=[{"role": "user", "content": [found]}]).messages[0]
-    assert told.text == "T\ns\nwords"
+    parsed = read(messages=[{"role": "user", "content": [found]}]).messages[0]
+    assert parsed.text == "T\ns\nwords"
     for block, why in (
         ({"type": "container_upload", "file_id": "f"}, "files are not kept here"),
         ({"type": "compaction", "encrypted_content": "x"}, "content is encrypted"),

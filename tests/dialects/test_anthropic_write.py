@@ -19,7 +19,7 @@ CALL = ToolCall("call_1", "f", "{}")
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "result"),
     [
         (Reply("x", None, (), FinishReason.STOP), ("end_turn", None)),
         (Reply("x", None, (), FinishReason.STOP, stop_text="END"), ("stop_sequence", "END")),
@@ -28,8 +28,8 @@ CALL = ToolCall("call_1", "f", "{}")
         (Reply("x", None, (), FinishReason.ABORT), ("max_tokens", None)),
     ],
 )
-def test_stop_reasons(reply, told):
-    assert stop_reason(reply) == told
+def test_stop_reasons(reply, result):
+    assert stop_reason(reply) == result
 
 
 def test_cached_tokens_are_counted_apart():
@@ -56,11 +56,11 @@ def test_an_unknown_code_is_a_bad_request_with_its_own_status():
 
 
 def kinds(stream):
-    told = [json.loads(event.data) for event in events(stream)]
-    assert [event.event for event in events(stream)] == [event["type"] for event in told]
+    parsed = [json.loads(event.data) for event in events(stream)]
+    assert [event.event for event in events(stream)] == [event["type"] for event in parsed]
     return [
         (event["type"], (event.get("delta") or event.get("content_block") or {}).get("type"))
-        for event in told
+        for event in parsed
     ]
 
 
@@ -105,7 +105,7 @@ def test_the_stream_opens_with_the_prompts_length():
     ],
 )
 def test_an_error_event_has_the_providers_type_and_a_failure_of_ours_its_own_words(code, error):
-    told = MessagesStream(HEAD, thinking=None).error(RequestError("full", code=code))
-    [event] = events(told)
+    result = MessagesStream(HEAD, thinking=None).error(RequestError("full", code=code))
+    [event] = events(result)
     assert event.event == "error"
     assert json.loads(event.data)["error"] == error

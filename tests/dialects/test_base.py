@@ -14,15 +14,15 @@ def test_a_digest_is_sixteen_bytes_of_sha256():
 
 
 def test_retry_headers_give_seconds_and_milliseconds():
-    told = retry_headers(RequestError("busy", code="rate_limit", retry_after_s=0.5))
-    assert (told["Retry-After"], told["retry-after-ms"]) == ("1", "500")
+    headers = retry_headers(RequestError("busy", code="rate_limit", retry_after_s=0.5))
+    assert (headers["Retry-After"], headers["retry-after-ms"]) == ("1", "500")
     assert "Retry-After" not in retry_headers(RequestError("bad"))
 
 
 def test_exhausted_budget_has_x_should_retry_false():
-    told = retry_headers(RequestError("spent", code="budget_exhausted", retry_after_s=5))
-    assert told["x-should-retry"] == "false"
-    assert "Retry-After" not in told
+    headers = retry_headers(RequestError("spent", code="budget_exhausted", retry_after_s=5))
+    assert headers["x-should-retry"] == "false"
+    assert "Retry-After" not in headers
 
 
 def test_request_body_is_rebuilt_from_its_captured_parts():

@@ -87,7 +87,7 @@ def answered(dialect, body):
     )
 
 
-def is_told(dialect, status, shown, streamed):
+def is_well_formed(dialect, status, shown, streamed):
     """Return whether that is a reply, whole and streamed, or an error in the provider's shape."""
     if status == 200:
         return bool(DIALECTS[dialect].reply_messages(shown)) and bool(streamed)
@@ -100,9 +100,9 @@ def is_told(dialect, status, shown, streamed):
 @ALL
 @given(body=st.binary(max_size=60))
 def test_any_bytes_are_read_or_refused(dialect, body):
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as raised:
         read(dialect, body)
-    status, headers, shown = DIALECTS[dialect].error(told.value)
+    status, headers, shown = DIALECTS[dialect].error(raised.value)
     assert status == 400
     assert headers["Content-Type"] == "application/json"
     assert json.loads(shown)["error"]["message"]
@@ -123,7 +123,7 @@ def test_a_body_with_anything_anywhere_is_read_or_refused(dialect, data):
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(list(places(body))[1:] or [()]))
         body = with_place(body, path, data.draw(json_values))
-    assert is_told(dialect, *answered(dialect, body))
+    assert is_well_formed(dialect, *answered(dialect, body))
 
 
 @ALL
@@ -150,7 +150,7 @@ def test_deep_nesting_anywhere_is_read_or_refused(dialect, data):
     path = data.draw(st.sampled_from(list(places(body))[1:]))
     where = (*path, "x") if isinstance(at(body, path), dict) else path
     marked = json.dumps(with_place(body, where, "@@")).replace('"@@"', nested)
-    assert is_told(dialect, *answered(dialect, marked.encode()))
+    assert is_well_formed(dialect, *answered(dialect, marked.encode()))
 
 
 def at(value, path):
@@ -192,8 +192,8 @@ def test_a_span_in_the_memo_is_not_decoded_again(dialect):
     memo = {}
     [seed, *_] = SEEDS[dialect]
     read(dialect, seed, memo)
-    told = Message(Role.USER, (TextPart("from the memo"),))
-    poisoned = dict.fromkeys(memo, (told,))
+    result = Message(Role.USER, (TextPart("from the memo"),))
+    poisoned = dict.fromkeys(memo, (result,))
     body = read(dialect, seed, poisoned).messages
     assert {message.text for message in body if message.role is Role.USER} == {"from the memo"}
 
@@ -261,10 +261,10 @@ def test_a_wrong_value_is_refused_by_its_path(seed, path, value):
         int(s) if s.isdigit() else s for s in path.replace("[", ".").replace("]", "").split(".")
     ]
     dialect = Dialect(seed.split("/")[0])
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as raised:
         read(dialect, with_place(body, steps, value))
-    assert told.value.param == path
-    assert (told.value.status, told.value.code) == (400, "invalid_request_error")
+    assert raised.value.param == path
+    assert (raised.value.status, raised.value.code) == (400, "invalid_request_error")
 
 
 @ALL
@@ -273,9 +273,9 @@ def test_a_request_without_messages_is_refused(dialect, history):
     body = {"model": "m", HISTORY[dialect]: history}
     if history == "missing":
         del body[HISTORY[dialect]]
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as raised:
         read(dialect, body)
-    assert told.value.param is not None or "role" in str(told.value)
+    assert raised.value.param is not None or "role" in str(raised.value)
 
 
 # ---- all text is kept
@@ -290,11 +290,11 @@ turns = st.lists(
 )
 
 
-def conversation(dialect, told):
+def conversation(dialect, result):
     """The turns in one dialect's own form."""
     body = {"model": "m", "max_tokens": 5}
     items = []
-    for index, (who, text) in enumerate(told):
+    for index, (who, text) in enumerate(result):
         call = f"call_{index}"
         match dialect, who:
             case Dialect.OPENAI_CHAT, "result":
@@ -323,17 +323,17 @@ ROLES = {"user": Role.USER, "assistant": Role.ASSISTANT, "result": Role.TOOL}
 
 
 @ALL
-@given(told=turns)
-def test_texts_keep_their_role_and_order_in_every_dialect(dialect, told):
-    told = [*told, ("user", "Go on.")]
-    request = read(dialect, conversation(dialect, told))
+@given(result=turns)
+def test_texts_keep_their_role_and_order_in_every_dialect(dialect, result):
+    result = [*result, ("user", "Go on.")]
+    request = read(dialect, conversation(dialect, result))
     parts = [
         (message.role, part.text)
         for message in request.messages
         for part in message.content
         if isinstance(part, TextPart)
     ]
-    assert parts == [(ROLES[who], text) for who, text in told]
+    assert parts == [(ROLES[who], text) for who, text in result]
 
 
 NULLS = {

@@ -56,22 +56,22 @@ replies = st.builds(
 
 def assembled(dialect, stream):
     """Return what a client has put together at the end of a stream, as a reply's JSON."""
-    told = [json.loads(event.data) for event in events(stream) if event.data != "[DONE]"]
+    parsed = [json.loads(event.data) for event in events(stream) if event.data != "[DONE]"]
     match dialect:
         case Dialect.OPENAI_CHAT:
-            return _assembled_chat(told)
+            return _assembled_chat(parsed)
         case Dialect.OPENAI_RESPONSES:
-            return told[-1]["response"]
+            return parsed[-1]["response"]
         case Dialect.ANTHROPIC:
-            return _assembled_message(told)
+            return _assembled_message(parsed)
         case _:
-            parts = [p for chunk in told for p in chunk["candidates"][0]["content"]["parts"]]
+            parts = [p for chunk in parsed for p in chunk["candidates"][0]["content"]["parts"]]
             return {"candidates": [{"content": {"role": "model", "parts": parts}}]}
 
 
-def _assembled_chat(told):
+def _assembled_chat(result):
     message: JSON = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
-    for chunk in told:
+    for chunk in result:
         for choice in chunk["choices"]:
             delta = choice["delta"]
             for key in ("content", "reasoning_content"):
@@ -81,9 +81,9 @@ def _assembled_chat(told):
     return {"choices": [{"message": message}]}
 
 
-def _assembled_message(told):
+def _assembled_message(result):
     blocks = []
-    for event in told:
+    for event in result:
         match event["type"]:
             case "content_block_start":
                 blocks.append(dict(event["content_block"]))
@@ -233,8 +233,8 @@ def test_overflow_message_has_the_words_that_trigger_compaction(dialect):
     error = RequestError(
         "no room", code="context_length_exceeded", prompt_tokens=5000, context_length=4096
     )
-    told = json.loads(DIALECTS[dialect].error(error)[2])["error"]
-    assert words in told["message"]
+    parsed = json.loads(DIALECTS[dialect].error(error)[2])["error"]
+    assert words in parsed["message"]
     without = json.loads(
         DIALECTS[dialect].error(RequestError("no room", code="context_length_exceeded"))[2]
     )

@@ -24,8 +24,8 @@ def rows(heading):
 
 def test_docs_tables_list_every_rule_in_order():
     assert [row[0].strip("`") for row in rows("What is removed")] == list(NOISE_RULES)
-    told = [(row[0].strip("`"), row[1]) for row in rows("What kind of call it is")]
-    assert told == [(rule.name, rule.kind.value) for rule in KIND_RULES]
+    result = [(row[0].strip("`"), row[1]) for row in rows("What kind of call it is")]
+    assert result == [(rule.name, rule.kind.value) for rule in KIND_RULES]
 
 
 def test_docs_stream_table_lists_every_dialect():
@@ -38,8 +38,8 @@ def test_errors_match_the_docs_table(row):
     columns = (Dialect.OPENAI_CHAT, Dialect.ANTHROPIC, Dialect.GOOGLE)
     for dialect, cell in zip(columns, row[1:], strict=True):
         status, _, body = DIALECTS[dialect].error(error)
-        told = re.fullmatch(r"(\d+) `(\w+)`", cell)
-        assert told is not None
+        result = re.fullmatch(r"(\d+) `(\w+)`", cell)
+        assert result is not None
         shown = json.loads(body)["error"]
-        assert status == int(told[1])
-        assert told[2] in (shown.get("code"), shown.get("type"), shown.get("status"))
+        assert status == int(result[1])
+        assert result[2] in (shown.get("code"), shown.get("type"), shown.get("status"))

@@ -20,7 +20,7 @@ BODIES: dict[Dialect, dict[str, Any]] = {
 }
 
 
-def told(dialect, **fields):
+def treatment(dialect, **fields):
     """Return what of a request with these fields nobody sees to."""
     extra = parse(dialect, BODIES[dialect] | fields).extra
     return extra.get("unenforced", []), extra.get("unknown", [])
@@ -44,12 +44,12 @@ def test_everything_that_real_clients_send_is_known(folder):
 
 @pytest.mark.parametrize("dialect", BODIES)
 def test_an_unknown_field_is_served_and_named(dialect):
-    assert told(dialect, frobnicate=True, nothing=None) == ([], ["frobnicate"])
+    assert treatment(dialect, frobnicate=True, nothing=None) == ([], ["frobnicate"])
 
 
 def test_an_unknown_field_of_google_s_configuration_is_named_with_its_place():
     config = {"top_k": 3, "frob_nicate": 1, "speechConfig": {"a": 1}}
-    assert told(Dialect.GOOGLE, generation_config=config) == (
+    assert treatment(Dialect.GOOGLE, generation_config=config) == (
         ["generationConfig.speechConfig"],
         ["generationConfig.frobNicate"],
     )
@@ -68,9 +68,9 @@ def test_an_unknown_field_of_google_s_configuration_is_named_with_its_place():
 )
 def test_context_that_only_the_provider_has_is_refused_by_name(dialect, field, value):
     with pytest.raises(RequestError, match=field) as refused:
-        told(dialect, **{field: value})
+        treatment(dialect, **{field: value})
     assert refused.value.param == field
-    assert told(dialect, **{field: None}) == ([], [])
+    assert treatment(dialect, **{field: None}) == ([], [])
 
 
 KEEP = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
@@ -111,7 +111,7 @@ CLEAR = {"edits": [{"type": "clear_tool_uses_20250919"}]}
     ],
 )
 def test_unenforced_fields_are_named(dialect, fields, unenforced):
-    assert told(dialect, **fields) == (unenforced, [])
+    assert treatment(dialect, **fields) == (unenforced, [])
 
 
 def inside(dialect, *items):

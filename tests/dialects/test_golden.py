@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from tests.dialects.exchange import HEAD, USAGE, live, synthetic
 from tests.dialects.golden import FOLDERS, GOLDEN, dialect_of, reply_of, request_of
+from tests.dialects.sse import SseParser
 
 from bridle.dialects import DIALECTS
-from bridle.dialects.sse import SseParser
 from bridle.prompting.canonical import canonical
 from bridle.types import Dialect, ModelRequest
 
@@ -84,7 +84,7 @@ def test_synthetic_stream_equals_live_stream(folder):
         for make in (live, synthetic)
     ]
     if dialect is Dialect.OPENAI_RESPONSES:  # its events are numbered
-        told = [json.loads(event.data)["response"] for [event] in last]
+        parsed = [json.loads(event.data)["response"] for [event] in last]
     else:
-        told = [event.data for event_list in last for event in event_list]
-    assert told[:1] == told[1:]
+        parsed = [event.data for event_list in last for event in event_list]
+    assert parsed[:1] == parsed[1:]

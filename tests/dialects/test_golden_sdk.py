@@ -67,9 +67,9 @@ def test_anthropic_s_sdk_reads_one_message_from_reply_and_stream(folder):
     assert [one.to_dict() for one in streamed.content] == [one.to_dict() for one in whole.content]
     assert (streamed.id, streamed.stop_reason) == (whole.id, whole.stop_reason)
     calls = [block for block in whole.content if block.type == "tool_use"]
-    told = turn_of(folder).get("tool_calls", [])
-    assert [call.toolset_name or call.name for call in calls] == [one["name"] for one in told]
-    for call, one in zip(calls, told, strict=True):
+    result = turn_of(folder).get("tool_calls", [])
+    assert [call.toolset_name or call.name for call in calls] == [one["name"] for one in result]
+    for call, one in zip(calls, result, strict=True):
         if call.name == "memory":
             command = TypeAdapter(BetaMemoryTool20250818Command).validate_python(call.input)
             assert command.command == call.input["command"]
@@ -98,9 +98,9 @@ def test_openai_s_sdk_reads_a_call_as_the_item_of_its_tool(folder):
     whole = client(openai.OpenAI, folder, "reply.json").responses.create(model="m", input="go")
     calls = {item.call_id: item for item in whole.output if hasattr(item, "call_id")}
     tools = {tool["type"]: tool for tool in recorded(folder, "request.json")["tools"]}
-    for told in turn_of(folder)["tool_calls"]:
-        item, given = calls.pop(told["id"]), json.loads(told["arguments"])
-        kind = "custom" if told["name"] == "edit" else told["name"]
+    for result in turn_of(folder)["tool_calls"]:
+        item, given = calls.pop(result["id"]), json.loads(result["arguments"])
+        kind = "custom" if result["name"] == "edit" else result["name"]
         if "oops" in given:
             assert item.type == "function_call"
             continue

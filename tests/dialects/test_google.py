@@ -84,9 +84,9 @@ def test_answers_by_schema():
 
 def test_only_one_candidate_is_sampled():
     assert config(candidateCount=1).sampling.top_k is None
-    with pytest.raises(RequestError, match="one candidate") as told:
+    with pytest.raises(RequestError, match="one candidate") as raised:
         config(candidateCount=2)
-    assert told.value.param == "generationConfig.candidateCount"
+    assert raised.value.param == "generationConfig.candidateCount"
     assert config(topK=0).sampling.top_k == -1
 
 
@@ -164,10 +164,10 @@ def test_schemas_lose_googles_type_names_only():
 
 
 def test_a_system_instruction_is_a_content_or_a_text():
-    told = (Message(Role.SYSTEM, (TextPart("rules"),)),)
-    assert read_system("rules", "s") == told
-    assert read_system({"parts": [{"text": "rules"}]}, "s") == told
-    assert read_system({"parts": {"text": "rules"}}, "s") == told
+    result = (Message(Role.SYSTEM, (TextPart("rules"),)),)
+    assert read_system("rules", "s") == result
+    assert read_system({"parts": [{"text": "rules"}]}, "s") == result
+    assert read_system({"parts": {"text": "rules"}}, "s") == result
     for nothing in (None, "", {}, {"parts": []}, {"parts": [{"text": ""}]}):
         assert read_system(nothing, "s") == ()
 
@@ -250,9 +250,9 @@ def test_text_after_a_call_is_a_message_of_its_own():
     ],
 )
 def test_wrong_contents_are_named(content, path):
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as raised:
         read_content(content, "c")
-    assert told.value.param == path
+    assert raised.value.param == path
 
 
 def parsed(model, *tools):

@@ -29,8 +29,8 @@ def test_a_call_without_an_id_gets_one_from_the_reply():
 
 
 def test_finish_reasons():
-    told = [finish_reason(Reply("", None, (), reason)) for reason in FinishReason]
-    assert told == ["STOP", "MAX_TOKENS", "MAX_TOKENS"]
+    result = [finish_reason(Reply("", None, (), reason)) for reason in FinishReason]
+    assert result == ["STOP", "MAX_TOKENS", "MAX_TOKENS"]
 
 
 def test_an_error_names_the_field_and_when_to_come_back():
@@ -45,9 +45,9 @@ def test_an_error_names_the_field_and_when_to_come_back():
 
 @pytest.mark.parametrize("reply", [CALLS, TEXT])
 def test_an_array_stream_is_one_json_array(reply):
-    told = json.loads(live(ContentStream(HEAD, thoughts=True, sse=False), reply))
-    assert told[-1]["candidates"][0]["finishReason"] == "STOP"
-    assert all("usageMetadata" not in piece for piece in told[:-1])
+    parsed = json.loads(live(ContentStream(HEAD, thoughts=True, sse=False), reply))
+    assert parsed[-1]["candidates"][0]["finishReason"] == "STOP"
+    assert all("usageMetadata" not in piece for piece in parsed[:-1])
 
 
 def test_a_late_error_ends_an_array():

@@ -99,8 +99,8 @@ def test_other_fields_of_a_growing_request_are_not_read_again():
     tools = ',"tools":[{"type":"function","function":{"name":"f"}}]'
     memo = RequestHistory()
     for texts_so_far in ([LONG], [LONG, "a"], [LONG, "a", "b"]):
-        told = parsed(CHAT, chat(*texts_so_far, before=tools), memo)
-        assert [spec.name for spec in told.tools] == ["f"]
+        result = parsed(CHAT, chat(*texts_so_far, before=tools), memo)
+        assert [spec.name for spec in result.tools] == ["f"]
     grown = memo.grown(chat(LONG, "a", "b", "c", before=tools), "messages", b"chat:")
     assert grown is not None
     begun, inside = grown

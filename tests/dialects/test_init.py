@@ -90,9 +90,9 @@ def test_a_rule_that_is_off_refuses_the_providers_own_tools():
     route = recognise("POST", "/v1/chat/completions", "", {})
     assert route is not None
     assert DIALECTS[CHAT].parse(route, body, {}).tools == ()
-    with pytest.raises(RequestError, match="web_search") as told:
+    with pytest.raises(RequestError, match="web_search") as raised:
         dialects(rules=())[CHAT].parse(route, body, {})
-    assert told.value.param == "tools"
+    assert raised.value.param == "tools"
 
 
 HEADERS = (

@@ -90,9 +90,9 @@ def test_a_body_is_an_object(body):
 
 
 def test_an_array_field_is_an_array():
-    with pytest.raises(RequestError, match="'a': expected an array") as told:
+    with pytest.raises(RequestError, match="'a': expected an array") as raised:
         split_array(split_object(b'{"a":{"b":1}}')["a"], "a")
-    assert told.value.param == "a"
+    assert raised.value.param == "a"
 
 
 @given(st.text())
@@ -125,9 +125,9 @@ def test_only_new_spans_are_decoded():
 def test_dialects_do_not_share_memo_entries():
     memo = {}
     read_spans((b"{}",), memo, b"a:", "m", lambda value, path: ())
-    told = (Message(Role.USER),)
-    messages, _, _ = read_spans((b"{}",), memo, b"b:", "m", lambda value, path: told)
-    assert messages == list(told)
+    result = (Message(Role.USER),)
+    messages, _, _ = read_spans((b"{}",), memo, b"b:", "m", lambda value, path: result)
+    assert messages == list(result)
 
 
 def test_a_span_that_is_no_object_is_refused_and_not_remembered():
@@ -138,11 +138,11 @@ def test_a_span_that_is_no_object_is_refused_and_not_remembered():
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("found", "result"),
     [("1", "a string"), (True, "a boolean"), ([], "an array"), ({}, "an object")],
 )
-def test_a_number_is_a_number(found, told):
-    with pytest.raises(RequestError, match=f"expected a number, but got {told}") as error:
+def test_a_number_is_a_number(found, result):
+    with pytest.raises(RequestError, match=f"expected a number, but got {result}") as error:
         number_at({"k": found}, "k", "a[0]")
     assert error.value.param == "a[0].k"
 

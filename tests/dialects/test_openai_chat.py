@@ -27,8 +27,8 @@ def read(**fields):
 
 
 def message(**fields):
-    [told] = read_message(fields, "messages[0]")
-    return told
+    [result] = read_message(fields, "messages[0]")
+    return result
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
@@ -42,8 +42,8 @@ def test_string_content_is_one_text_part_and_empty_text_is_no_part(role):
 
 def test_roles_in_both_generations():
     assert message(role="developer", content="x").role is Role.SYSTEM
-    told = message(role="function", name="f", content="x")
-    assert (told.role, told.name, told.tool_call_id) == (Role.TOOL, "f", None)
+    parsed = message(role="function", name="f", content="x")
+    assert (parsed.role, parsed.name, parsed.tool_call_id) == (Role.TOOL, "f", None)
 
 
 def test_a_turn_in_every_form_that_clients_send_back():
@@ -80,7 +80,7 @@ def test_a_refusal_is_said_text():
 
 def test_media_keep_their_place_and_unknown_parts_their_json():
     odd = {"type": "image_url"}
-    told = message(
+    parsed = message(
         role="user",
         content=[
             {"type": "image_url", "image_url": "https://example.org/a.png"},
@@ -89,9 +89,9 @@ def test_media_keep_their_place_and_unknown_parts_their_json():
             odd,
         ],
     )
-    assert told.content[0] == url_part("https://example.org/a.png", "image/*")
-    assert told.content[1].media_type == "audio/*"
-    assert told.content[2:] == (
+    assert parsed.content[0] == url_part("https://example.org/a.png", "image/*")
+    assert parsed.content[1].media_type == "audio/*"
+    assert parsed.content[2:] == (
         block_part({"type": "file", "file": {"file_id": "f"}}),
         block_part(odd),
     )
@@ -116,9 +116,9 @@ def test_media_keep_their_place_and_unknown_parts_their_json():
     ],
 )
 def test_wrong_messages_are_named(fields, path):
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as raised:
         read_message(fields, "m")
-    assert told.value.param == path
+    assert raised.value.param == path
 
 
 def test_tools_in_every_form():
@@ -127,25 +127,25 @@ def test_tools_in_every_form():
     assert read(functions=[f]).tools == (spec,)
     assert read(tools=[{"type": "function", "function": f}]).tools == (spec,)
     assert read(tools=[{"type": "function", **f}]).tools == (spec,)
-    told = read_tools([{"type": "custom", "custom": {"name": "p"}}, {"type": "mcp"}], "tools")
-    assert told.freeform == {"p"}
-    assert told.removed == {"server_tools": ["mcp"]}
+    parsed = read_tools([{"type": "custom", "custom": {"name": "p"}}, {"type": "mcp"}], "tools")
+    assert parsed.freeform == {"p"}
+    assert parsed.removed == {"server_tools": ["mcp"]}
     assert read(tools=[]).tools_span is read(tools=None).tools_span is None
 
 
 def test_more_than_one_choice_is_refused():
     assert read(n=1).model == read(n=None).model == "m"
     for key, value in (("n", 2), ("n", True), ("n", 0), ("best_of", 3), ("n", "1")):
-        with pytest.raises(RequestError) as told:
+        with pytest.raises(RequestError) as raised:
             read(**{key: value})
-        assert told.value.param == key
+        assert raised.value.param == key
 
 
 def test_a_model_must_be_named():
     for model in (None, "", 7):
-        with pytest.raises(RequestError) as told:
+        with pytest.raises(RequestError) as raised:
             read(model=model)
-        assert told.value.param == "model"
+        assert raised.value.param == "model"
 
 
 def test_replies_omit_absent_parts():
@@ -153,9 +153,9 @@ def test_replies_omit_absent_parts():
     assert plain == {"role": "assistant", "content": "Hello there.", "refusal": None}
     empty = json.loads(WIRE.reply_json(read(), HEAD, NOTHING, USAGE))["choices"][0]["message"]
     assert empty["content"] == ""
-    [told] = WIRE.reply_messages(WIRE.reply_json(read(), HEAD, CALLS, USAGE))
-    assert told.tool_calls == CALLS.tool_calls
-    assert told.reasoning == CALLS.reasoning
+    [result] = WIRE.reply_messages(WIRE.reply_json(read(), HEAD, CALLS, USAGE))
+    assert result.tool_calls == CALLS.tool_calls
+    assert result.reasoning == CALLS.reasoning
 
 
 REASONED = Reply("4\u00e9", "Two and two.", (), FinishReason.STOP)
@@ -209,9 +209,9 @@ def test_tool_choices(head, read_as):
     ],
 )
 def test_a_choice_of_nothing_is_refused(choice, path):
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as raised:
         read_choice({"tool_choice": choice}, TOOLS)
-    assert told.value.param == path
+    assert raised.value.param == path
 
 
 def test_budgets_in_both_names():
@@ -223,8 +223,13 @@ def test_budgets_in_both_names():
 
 
 def test_additions_of_open_servers():
-    told = read_options({"top_k": 0, "min_tokens": 2, "stop_token_ids": [1, 2], "stop": None})
-    assert (told.top_k, told.min_tokens, told.stop_token_ids, told.stop) == (-1, 2, (1, 2), ())
+    result = read_options({"top_k": 0, "min_tokens": 2, "stop_token_ids": [1, 2], "stop": None})
+    assert (result.top_k, result.min_tokens, result.stop_token_ids, result.stop) == (
+        -1,
+        2,
+        (1, 2),
+        (),
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ CALL = ToolCall("1", "f", '{"input":"x"}')
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "result"),
     [
         (Reply("x", None, (), FinishReason.STOP), "stop"),
         (Reply("x", None, (CALL,), FinishReason.STOP), "tool_calls"),
@@ -43,8 +43,8 @@ CALL = ToolCall("1", "f", '{"input":"x"}')
         (Reply("x", None, (), FinishReason.ABORT), "length"),
     ],
 )
-def test_finish_reasons(reply, told):
-    assert finish_reason(reply) == told
+def test_finish_reasons(reply, result):
+    assert finish_reason(reply) == result
 
 
 def test_a_freeform_call_is_its_text():
@@ -55,9 +55,9 @@ def test_a_freeform_call_is_its_text():
 
 
 def test_usage_details_are_never_null():
-    told = usage_json(Usage(1, 2))
-    assert told["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert told["completion_tokens_details"] == {"reasoning_tokens": 0}
+    result = usage_json(Usage(1, 2))
+    assert result["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert result["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_a_model_and_a_list_of_them():
@@ -68,29 +68,29 @@ def test_a_model_and_a_list_of_them():
 
 
 def chunks(stream):
-    told = [event.data for event in events(stream)]
-    assert told.pop() == "[DONE]"
-    return [json.loads(data) for data in told]
+    result = [event.data for event in events(stream)]
+    assert result.pop() == "[DONE]"
+    return [json.loads(data) for data in result]
 
 
 def test_the_role_comes_first_and_the_finish_reason_last():
-    told = chunks(live(ChatStream(HEAD, include_usage=False), CALLS))
-    assert told[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    reasons = [chunk["choices"][0]["finish_reason"] for chunk in told]
+    result = chunks(live(ChatStream(HEAD, include_usage=False), CALLS))
+    assert result[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in result]
     assert reasons[-1] == "tool_calls"
     assert set(reasons[:-1]) == {None}
-    assert all("usage" not in chunk for chunk in told)
+    assert all("usage" not in chunk for chunk in result)
     indexes = [
-        c["index"] for chunk in told for c in chunk["choices"][0]["delta"].get("tool_calls", [])
+        c["index"] for chunk in result for c in chunk["choices"][0]["delta"].get("tool_calls", [])
     ]
     assert indexes == [0, 1]
 
 
 def test_usage_chunk_is_sent_if_requested():
-    told = chunks(live(ChatStream(HEAD, include_usage=True), TEXT))
-    assert told[-1]["choices"] == []
-    assert told[-1]["usage"]["total_tokens"] == 18
-    assert all(chunk["usage"] is None for chunk in told[:-1])
+    result = chunks(live(ChatStream(HEAD, include_usage=True), TEXT))
+    assert result[-1]["choices"] == []
+    assert result[-1]["usage"]["total_tokens"] == 18
+    assert all(chunk["usage"] is None for chunk in result[:-1])
 
 
 def test_finish_usage_and_done_are_one_last_event():
@@ -149,14 +149,14 @@ def test_both_apis_say_an_overflow_in_their_own_words():
 
 
 def test_text_is_joined_and_roles_stay():
-    told = chat_messages(
+    result = chat_messages(
         [
             Message(Role.SYSTEM, (TextPart("a"), TextPart("b"))),
             Message(Role.USER),
             Message(Role.USER),
         ]
     )
-    assert told == [
+    assert result == [
         {"role": "system", "content": "ab"},
         {"role": "user", "content": ""},
         {"role": "user", "content": ""},
@@ -165,17 +165,17 @@ def test_text_is_joined_and_roles_stay():
 
 def test_an_assistant_turn_has_its_reasoning_and_calls():
     calls = (ToolCall("1", "f", "{bad"), ToolCall("2", "patch", "raw", custom=True))
-    [told] = chat_messages([Message(Role.ASSISTANT, reasoning="why", tool_calls=calls)])
-    assert (told["content"], told["reasoning_content"]) == (None, "why")
-    assert told["tool_calls"][0]["function"] == {"name": "f", "arguments": "{bad"}
-    assert json.loads(told["tool_calls"][1]["function"]["arguments"]) == {"input": "raw"}
+    [result] = chat_messages([Message(Role.ASSISTANT, reasoning="why", tool_calls=calls)])
+    assert (result["content"], result["reasoning_content"]) == (None, "why")
+    assert result["tool_calls"][0]["function"] == {"name": "f", "arguments": "{bad"}
+    assert json.loads(result["tool_calls"][1]["function"]["arguments"]) == {"input": "raw"}
     [plain] = chat_messages([Message(Role.ASSISTANT, (TextPart("x"),))])
     assert plain == {"role": "assistant", "content": "x"}
 
 
 def test_a_result_names_its_call_and_tool():
-    [told] = chat_messages([Message(Role.TOOL, (TextPart("r"),), tool_call_id="1", name="f")])
-    assert told == {"role": "tool", "content": "r", "tool_call_id": "1", "name": "f"}
+    [result] = chat_messages([Message(Role.TOOL, (TextPart("r"),), tool_call_id="1", name="f")])
+    assert result == {"role": "tool", "content": "r", "tool_call_id": "1", "name": "f"}
 
 
 def test_media_keep_their_place():
@@ -187,8 +187,8 @@ def test_media_keep_their_place():
         block_part({"type": "odd", "n": 1}),
         data_part("application/json", "e30="),
     )
-    [told] = chat_messages([Message(Role.USER, content)])
-    assert told["content"] == [
+    [result] = chat_messages([Message(Role.USER, content)])
+    assert result["content"] == [
         {"type": "text", "text": "see"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}},
         {"type": "input_audio", "input_audio": {"data": "aGk=", "format": "wav"}},

@@ -62,8 +62,8 @@ def test_turns_that_stand_side_by_side_stay_two():
 def test_instructions_are_the_heads_message():
     request = read(instructions="rules")
     assert (request.messages[0].role, request.head_messages) == (Role.SYSTEM, 1)
-    told = read(instructions=[{"role": "developer", "content": "rules"}])
-    assert told.messages == request.messages
+    parsed = read(instructions=[{"role": "developer", "content": "rules"}])
+    assert parsed.messages == request.messages
     assert read(instructions="").head_messages == 0
 
 
@@ -74,9 +74,9 @@ def test_tools_may_come_as_an_item():
     assert request.span_lengths == (0, 1)
     assert read({"type": "additional_tools"}, HI).tools == ()
     broken = {"type": "additional_tools", "tools": [{"type": "function"}]}
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as raised:
         read(HI, broken)
-    assert told.value.param == "input[1].tools[0].name"
+    assert raised.value.param == "input[1].tools[0].name"
 
 
 @pytest.mark.parametrize("key", ["background", "conversation", "prompt"])
@@ -197,8 +197,8 @@ def read_one(**item):
 
 
 def test_messages_with_and_without_a_type():
-    told = read_one(role="user", content=[{"type": "input_text", "text": "a"}, "b"])
-    assert told == read_one(
+    parsed = read_one(role="user", content=[{"type": "input_text", "text": "a"}, "b"])
+    assert parsed == read_one(
         type="message", role="user", content=["a", {"type": "text", "text": "b"}]
     )
     assert read_one(role="developer", content="x").role is Role.SYSTEM
@@ -212,14 +212,14 @@ def test_reasoning_is_its_content_or_its_summary():
     content = [{"type": "reasoning_text", "text": "c"}]
     assert read_one(type="reasoning", summary=summary).reasoning == "s\nt"
     assert read_one(type="reasoning", summary=summary, content=content).reasoning == "c"
-    told = read_one(type="reasoning", summary=[], content=None, id="rs", encrypted_content="e")
-    assert (told.reasoning, told.issued_ids) == ("", ("rs", "e"))
+    parsed = read_one(type="reasoning", summary=[], content=None, id="rs", encrypted_content="e")
+    assert (parsed.reasoning, parsed.issued_ids) == ("", ("rs", "e"))
 
 
 def test_a_compaction_item_of_ours_is_its_summary():
-    told = read_one(type="compaction", id="c", encrypted_content=compacted("all é"))
-    assert told.role is Role.USER
-    assert told.text.endswith("all é")
+    parsed = read_one(type="compaction", id="c", encrypted_content=compacted("all é"))
+    assert parsed.role is Role.USER
+    assert parsed.text.endswith("all é")
 
 
 @pytest.mark.parametrize("foreign", ["gAAAA", "bridle1.%%%", "bridle1._w==", None])
@@ -263,8 +263,8 @@ def test_calls_of_every_kind(item, call):
     ],
 )
 def test_results_of_every_kind(item, text):
-    told = read_one(**item, call_id="c")
-    assert (told.role, told.text, told.tool_call_id) == (Role.TOOL, text, "c")
+    parsed = read_one(**item, call_id="c")
+    assert (parsed.role, parsed.text, parsed.tool_call_id) == (Role.TOOL, text, "c")
 
 
 @pytest.mark.parametrize(
@@ -282,31 +282,31 @@ def test_results_of_every_kind(item, text):
     ],
 )
 def test_provider_run_items_are_shown_as_text(item, text):
-    told = read_one(**item)
-    assert (told.role, told.tool_call_id) == (Role.ASSISTANT, None)
-    assert told.text == (text or '[program_output] {"call_id":"c","result":"4"}\n')
+    parsed = read_one(**item)
+    assert (parsed.role, parsed.tool_call_id) == (Role.ASSISTANT, None)
+    assert parsed.text == (text or '[program_output] {"call_id":"c","result":"4"}\n')
 
 
 def test_a_call_of_an_unknown_kind_that_the_client_answers_is_a_call():
-    told = read_one(type="odd_call", id="o", call_id="c", status="completed", what=1)
-    assert told.tool_calls == (ToolCall("c", "odd", '{"what":1}'),)
+    parsed = read_one(type="odd_call", id="o", call_id="c", status="completed", what=1)
+    assert parsed.tool_calls == (ToolCall("c", "odd", '{"what":1}'),)
 
 
 def test_a_screenshot_is_a_picture():
     shot = {"type": "computer_screenshot", "image_url": "data:image/png;base64,aGk="}
-    told = read_one(type="computer_call_output", call_id="c", output=shot)
-    assert told.content == (data_part("image/png", "aGk="),)
-    told = read_one(type="function_call_output", call_id="c", output={"image_url": "u"})
-    assert told.text == '{"image_url":"u"}'
+    parsed = read_one(type="computer_call_output", call_id="c", output=shot)
+    assert parsed.content == (data_part("image/png", "aGk="),)
+    parsed = read_one(type="function_call_output", call_id="c", output={"image_url": "u"})
+    assert parsed.text == '{"image_url":"u"}'
 
 
 @pytest.mark.parametrize("kind", ["tool_search_call", "tool_search_output"])
 def test_a_tool_search_of_the_provider_is_text_and_one_of_the_client_is_not(kind):
-    told = read_one(type=kind, call_id=None, execution="server", status="completed", tools=[])
-    assert (told.role, told.tool_calls) == (Role.ASSISTANT, ())
-    assert told.text.startswith(f"[{kind}] ")
-    told = read_one(type=kind, call_id="c", execution="client", arguments={}, tools=[])
-    assert "c" in (told.tool_call_id, *(call.id for call in told.tool_calls))
+    parsed = read_one(type=kind, call_id=None, execution="server", status="completed", tools=[])
+    assert (parsed.role, parsed.tool_calls) == (Role.ASSISTANT, ())
+    assert parsed.text.startswith(f"[{kind}] ")
+    parsed = read_one(type=kind, call_id="c", execution="client", arguments={}, tools=[])
+    assert "c" in (parsed.tool_call_id, *(call.id for call in parsed.tool_calls))
 
 
 def test_unknown_items_stay_in_place():
@@ -352,15 +352,15 @@ def test_parts_of_every_kind():
     ],
 )
 def test_wrong_items_are_named(item, path):
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as raised:
         read_item(item, "i")
-    assert told.value.param == path
+    assert raised.value.param == path
 
 
 def test_a_reference_to_an_item_is_not_found():
-    with pytest.raises(RequestError, match="msg_1") as told:
+    with pytest.raises(RequestError, match="msg_1") as raised:
         read_item({"type": "item_reference", "id": "msg_1"}, "i")
-    assert (told.value.status, told.value.code) == (404, "not_found")
+    assert (raised.value.status, raised.value.code) == (404, "not_found")
 
 
 def test_which_items_join_one_assistant_turn():

@@ -5,7 +5,7 @@ import pytest
 from bridle.dialects.openai_responses_tools import (
     call_of_item,
     item_of_call,
-    qualified,
+    qualified_name,
     read_tools,
 )
 from bridle.errors import RequestError
@@ -13,12 +13,12 @@ from bridle.types import ToolCall
 
 
 def test_names_in_a_namespace():
-    assert qualified(None, "f") == qualified("", "f") == "f"
-    assert qualified("ns", "f") == qualified("ns__", "f") == "ns__f"
+    assert qualified_name(None, "f") == qualified_name("", "f") == "f"
+    assert qualified_name("ns", "f") == qualified_name("ns__", "f") == "ns__f"
 
 
 def test_tools_of_every_kind():
-    told = read_tools(
+    parsed = read_tools(
         [
             {"type": "function", "name": "f", "description": "d", "strict": True},
             {"type": "custom", "name": "p", "format": {"type": "text"}},
@@ -33,15 +33,15 @@ def test_tools_of_every_kind():
         ],
         "tools",
     )
-    assert [spec.name for spec in told.specs] == ["f", "p", "ns__f", "ns__p", "apply_patch"]
-    assert told.specs[0].strict
-    assert told.freeform == {"p", "ns__p"}
-    assert told.wire == {
+    assert [spec.name for spec in parsed.specs] == ["f", "p", "ns__f", "ns__p", "apply_patch"]
+    assert parsed.specs[0].strict
+    assert parsed.freeform == {"p", "ns__p"}
+    assert parsed.wire == {
         "ns__f": {"namespace": "ns", "name": "f"},
         "ns__p": {"namespace": "ns", "name": "p"},
         "apply_patch": {"type": "apply_patch"},
     }
-    assert told.removed == {"server_tools": ["web_search", "tool_search"]}
+    assert parsed.removed == {"server_tools": ["web_search", "tool_search"]}
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_tools_of_every_kind():
     ],
 )
 def test_wrong_tools_are_named(tools, path):
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as raised:
         read_tools(tools, "tools")
-    assert told.value.param == path
+    assert raised.value.param == path
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def test_openai_chat_create_gives_the_scripted_message():
     choice = done.choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Looking.")
     assert choice.message.model_extra == {"reasoning_content": "I need both."}
-    told = [(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls]
-    assert told == [(c.id, c.name, c.arguments) for c in CALLS.tool_calls]
+    result = [(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls]
+    assert result == [(c.id, c.name, c.arguments) for c in CALLS.tool_calls]
     assert done.id == f"chatcmpl-{HEAD.reply_id}"
     assert done.created == HEAD.created
     assert done.usage.prompt_tokens == USAGE.prompt_tokens
@@ -117,11 +117,11 @@ def test_openai_chat_reads_images_and_structured_output():
 
 
 def test_openai_chat_errors_are_the_sdks_own():
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 4096") as told:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 4096") as raised:
         openai_client(Provider(error=OVERFLOW)).chat.completions.create(
             model="m", messages=[{"role": "user", "content": "hi"}]
         )
-    assert told.value.code == "context_length_exceeded"
+    assert raised.value.code == "context_length_exceeded"
     with pytest.raises(openai.RateLimitError):
         openai_client(Provider(error=BUSY)).chat.completions.create(
             model="m", messages=[{"role": "user", "content": "hi"}]
@@ -185,12 +185,12 @@ def test_openai_responses_stream_equals_the_whole_reply(reply, summary, is_live)
     client = openai_client(Provider(reply, live=is_live))
     whole = client.responses.create(**args)
     terminal = "response.incomplete" if reply is CUT else "response.completed"
-    told = list(client.responses.create(**args, stream=True))
-    items = [e.item.to_dict() for e in told if e.type == "response.output_item.done"]
-    assert told[-1].type == terminal
-    assert told[-1].response.to_dict()["output"] == whole.to_dict()["output"] == items
-    check_response(told[-1].response, reply)
-    assert [event.sequence_number for event in told] == list(range(len(told)))
+    result = list(client.responses.create(**args, stream=True))
+    items = [e.item.to_dict() for e in result if e.type == "response.output_item.done"]
+    assert result[-1].type == terminal
+    assert result[-1].response.to_dict()["output"] == whole.to_dict()["output"] == items
+    check_response(result[-1].response, reply)
+    assert [event.sequence_number for event in result] == list(range(len(result)))
     # The SDK's own accumulator follows the grammar: it puts each delta where its item stands.
     with client.responses.stream(**args) as stream:
         last = list(stream)[-1]
@@ -336,7 +336,7 @@ def google_config(*, thoughts: bool = True) -> genai_types.GenerateContentConfig
     )
 
 
-def parts_told(responses):
+def parts_of(responses):
     """Texts joined by kind, and calls, over all parts."""
     parts = [part for response in responses for part in response.candidates[0].content.parts]
     texts = "".join(part.text for part in parts if part.text and not part.thought)
@@ -359,8 +359,8 @@ def test_google_gives_the_scripted_parts_streamed_and_whole(reply, thoughts, is_
         (reply.reasoning or "") if thoughts else "",
         [(call.id, json.loads(call.arguments)) for call in reply.tool_calls],
     )
-    assert parts_told([whole])[:3] == wanted
-    assert parts_told(chunks)[:3] == wanted
+    assert parts_of([whole])[:3] == wanted
+    assert parts_of(chunks)[:3] == wanted
     finish = genai_types.FinishReason.MAX_TOKENS if reply is CUT else genai_types.FinishReason.STOP
     for last in (whole, chunks[-1]):
         assert last.candidates[0].finish_reason is finish
@@ -369,8 +369,8 @@ def test_google_gives_the_scripted_parts_streamed_and_whole(reply, thoughts, is_
         assert last.usage_metadata.thoughts_token_count == 3
         assert last.usage_metadata.total_token_count == 18
         assert last.usage_metadata.cached_content_token_count == 4
-    signed = [part.thought_signature for part in parts_told([whole])[3] if part.thought_signature]
-    again = [part.thought_signature for part in parts_told(chunks)[3] if part.thought_signature]
+    signed = [part.thought_signature for part in parts_of([whole])[3] if part.thought_signature]
+    again = [part.thought_signature for part in parts_of(chunks)[3] if part.thought_signature]
     assert signed == again
     assert bool(signed) is (reply is not NOTHING)
 
@@ -417,9 +417,9 @@ def test_google_errors_are_the_sdks_own():
     with pytest.raises(genai_errors.ClientError, match=r"input token count \(5000\) exceeds"):
         models.generate_content(model="m", contents="hi")
     busy = google_client(Provider(error=BUSY)).models
-    with pytest.raises(genai_errors.ClientError) as told:
+    with pytest.raises(genai_errors.ClientError) as raised:
         busy.generate_content(model="m", contents="hi")
-    assert (told.value.code, told.value.status) == (429, "RESOURCE_EXHAUSTED")
+    assert (raised.value.code, raised.value.status) == (429, "RESOURCE_EXHAUSTED")
     late = google_client(Provider(late_error=RequestError("gone", code="engine_error"))).models
     with pytest.raises(genai_errors.ServerError, match="gone"):
         list(late.generate_content_stream(model="m", contents="hi"))
@@ -433,5 +433,5 @@ def test_a_google_array_stream_is_one_json_array():
             json={"contents": [{"parts": [{"text": "hi"}]}]},
         )
     assert isinstance(answer, httpx2.Response)
-    told = answer.json()
-    assert told[-1]["candidates"][0]["finishReason"] == "STOP"
+    result = answer.json()
+    assert result[-1]["candidates"][0]["finishReason"] == "STOP"

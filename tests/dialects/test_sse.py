@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.dialects.exchange import HEAD, events, live
+from tests.dialects.sse import SseEvent, SseParser
 
 from bridle.dialects.anthropic_write import MessagesStream
+from bridle.dialects.base import DONE, event_bytes
 from bridle.dialects.google_write import ContentStream
 from bridle.dialects.openai_chat_write import ChatStream
 from bridle.dialects.openai_responses_write import Dress, ResponsesStream
-from bridle.dialects.sse import DONE, SseEvent, SseParser, event_bytes
 from bridle.types import FinishReason, Reply, ToolCall
 
 STREAM = (
@@ -47,14 +48,14 @@ def test_a_stream_cut_at_any_bytes_gives_the_same_events(cuts):
 @given(stream=st.binary(max_size=80), cut=st.integers(0, 80))
 def test_any_bytes_are_events_or_none(stream, cut):
     parser = SseParser()
-    told = parser.feed(stream[:cut]) + parser.feed(stream[cut:])
-    assert told == SseParser().feed(stream)
+    result = parser.feed(stream[:cut]) + parser.feed(stream[cut:])
+    assert result == SseParser().feed(stream)
 
 
 def test_written_events_are_read_back():
     stream = event_bytes(b'{"a":1}') + event_bytes(b"{}", "ping") + DONE
-    told = SseParser().feed(stream)
-    assert told == [SseEvent('{"a":1}'), SseEvent("{}", "ping"), SseEvent("[DONE]")]
+    result = SseParser().feed(stream)
+    assert result == [SseEvent('{"a":1}'), SseEvent("{}", "ping"), SseEvent("[DONE]")]
 
 
 words = st.text(st.sampled_from('a"\\{}\u2028\u2029\u0085\x0b\x1c\r\n\u00e2\u0080é'), min_size=1)

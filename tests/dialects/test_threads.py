@@ -96,8 +96,8 @@ async def test_a_thread_survives_its_gateway(tmp_path):
         first, result = await begin(caller)
     async with on_disk(path, *TURNS) as home:
         caller.house = home
-        status, told = await send(caller, messages=[result], thread=continues(first["id"]))
-        assert status == 200, told
+        status, outcome = await send(caller, messages=[result], thread=continues(first["id"]))
+        assert status == 200, outcome
         is_one_path(caller, 2)
 
 
@@ -120,11 +120,11 @@ async def test_an_unknown_message_is_refused_as_the_api_refuses_it():
     async with house(*TURNS) as home:
         caller = await home.session()
         messages = [{"role": "user", "content": "on"}]
-        status, told = await send(caller, messages=messages, thread=continues("msg_none"))
+        status, result = await send(caller, messages=messages, thread=continues("msg_none"))
         assert status == 404
-        assert told["error"]["type"] == "not_found_error"
-        assert told["error"]["details"] == {"error_code": "thread_not_found"}
-        assert "msg_none" in told["error"]["message"]
+        assert result["error"]["type"] == "not_found_error"
+        assert result["error"]["details"] == {"error_code": "thread_not_found"}
+        assert "msg_none" in result["error"]["message"]
         assert caller.exchanges == []
 
 
@@ -133,8 +133,8 @@ async def test_a_reply_that_began_no_thread_cannot_be_continued():
         caller = await home.session()
         messages = [{"role": "user", "content": "go"}]
         _, first = await send(caller, messages=messages)
-        status, told = await send(caller, messages=messages, thread=continues(first["id"]))
-        assert (status, told["error"]["details"]["error_code"]) == (404, "thread_not_found")
+        status, result = await send(caller, messages=messages, thread=continues(first["id"]))
+        assert (status, result["error"]["details"]["error_code"]) == (404, "thread_not_found")
 
 
 @pytest.mark.parametrize("field", ["system", "tools"])
@@ -144,20 +144,20 @@ async def test_thread_refuses_repeated_system_and_tools(field):
         first, result = await begin(caller)
         again = {"system": "Be long.", "tools": [TOOL]}[field]
         thread = continues(first["id"])
-        status, told = await send(caller, messages=[result], thread=thread, **{field: again})
-        assert (status, told["error"]["type"]) == (400, "invalid_request_error")
-        assert field in told["error"]["message"]
+        status, outcome = await send(caller, messages=[result], thread=thread, **{field: again})
+        assert (status, outcome["error"]["type"]) == (400, "invalid_request_error")
+        assert field in outcome["error"]["message"]
 
 
 @pytest.mark.parametrize("thread", [{"type": "resume"}, {"type": "continue"}, {}, 5])
 async def test_a_thread_of_no_known_form_is_refused(thread):
     async with house(*TURNS) as home:
         caller = await home.session()
-        status, told = await send(
+        status, result = await send(
             caller, messages=[{"role": "user", "content": "go"}], thread=thread
         )
-        assert (status, told["error"]["type"]) == (400, "invalid_request_error")
-        assert "thread" in told["error"]["message"]
+        assert (status, result["error"]["type"]) == (400, "invalid_request_error")
+        assert "thread" in result["error"]["message"]
 
 
 async def test_a_thread_may_be_continued_twice_from_one_reply():
@@ -166,7 +166,7 @@ async def test_a_thread_may_be_continued_twice_from_one_reply():
         first, result = await begin(caller)
         other = {"role": "user", "content": [{**result["content"][0], "content": "something else"}]}
         for message in (result, other):
-            status, told = await send(caller, messages=[message], thread=continues(first["id"]))
-            assert status == 200, told
+            status, outcome = await send(caller, messages=[message], thread=continues(first["id"]))
+            assert status == 200, outcome
         root, *branches = caller.exchanges
         assert [branch.parent_id for branch in branches] == [root.exchange_id] * 2

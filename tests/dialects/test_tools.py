@@ -14,7 +14,7 @@ from bridle.dialects.tools import (
     freeform_input,
     freeform_spec,
     list_digest,
-    sent,
+    tools_sent,
 )
 from bridle.errors import RequestError
 from bridle.types import ToolCall, ToolSpec
@@ -51,29 +51,29 @@ def test_a_list_that_cannot_be_read_is_refused_each_time():
 
 @pytest.mark.parametrize("raw", [b"null", b"[]", b" [ ] ", b"[\n]"])
 def test_empty_tool_list_is_no_tool_list(raw):
-    assert sent(msgspec.Raw(raw)) is None
-    assert sent(None) is None
-    assert sent(msgspec.Raw(b"[ 1 ]")) == b"[ 1 ]"
+    assert tools_sent(msgspec.Raw(raw)) is None
+    assert tools_sent(None) is None
+    assert tools_sent(msgspec.Raw(b"[ 1 ]")) == b"[ 1 ]"
 
 
 def test_a_list_that_is_sent_again_is_the_same_object_and_its_digest_is_known():
     lists = [b'[{"name":"%d"}]' % number for number in range(KEPT_LISTS + 3)]
-    first = [sent(msgspec.Raw(raw)) for raw in lists]
-    again = sent(msgspec.Raw(bytes(bytearray(lists[-2]))))
+    first = [tools_sent(msgspec.Raw(raw)) for raw in lists]
+    again = tools_sent(msgspec.Raw(bytes(bytearray(lists[-2]))))
     assert again is first[-2]
-    assert sent(msgspec.Raw(bytes(bytearray(lists[-1])))) is first[-1]
+    assert tools_sent(msgspec.Raw(bytes(bytearray(lists[-1])))) is first[-1]
     for raw in (*lists, again, b"never sent"):
         assert raw is not None
         assert list_digest(raw) == content_digest(raw)
-    assert [sent(msgspec.Raw(raw)) for raw in lists] == lists  # whether forgotten or not
+    assert [tools_sent(msgspec.Raw(raw)) for raw in lists] == lists  # whether forgotten or not
 
 
 def test_a_choice_is_a_mode_or_a_tool_that_was_sent():
     tools = ToolList((F,))
     assert [check_choice(name, tools, "p") for name in ("auto", "none", "required", "f")]
-    with pytest.raises(RequestError, match="'g' not found") as told:
+    with pytest.raises(RequestError, match="'g' not found") as raised:
         check_choice("g", tools, "p")
-    assert told.value.param == "p"
+    assert raised.value.param == "p"
     with pytest.raises(RequestError, match="required"):
         check_choice("required", ToolList(), "p")
 

@@ -57,7 +57,7 @@ def test_a_task_files_mistake_names_path_line_and_field(batch, run_arguments):
         ("http://127.0.0.1:9", "--tokenizer"),
     ],
 )
-def test_an_engine_that_cannot_be_had_is_named(batch, engine, expected):
+def test_an_unavailable_engine_is_named(batch, engine, expected):
     folder = batch(1)
 
     code, said = failure("run", folder / "tasks.jsonl", "--engine", engine, "--out", folder / "run")

@@ -51,7 +51,7 @@ CONFIGS = {
 
 
 def save_model(folder: Path, name: str = "qwen3", *, seed: int = 0, scale: float = 6.0) -> Path:
-    """Write a model of CONFIGS with random weights, far enough from uniform to be told apart."""
+    """Write a model of CONFIGS with random weights, far enough from uniform to be distinguished."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
     with torch.no_grad():
@@ -128,7 +128,7 @@ _count = iter(range(10**9))
 
 
 def request(prompt: Iterable[int], name: str | None = None, **sampling: Any) -> GenerateRequest:
-    """A call with a fresh id, greedy unless told otherwise."""
+    """A call with a fresh id, greedy by default."""
     given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, **sampling}
     return GenerateRequest(name or f"call-{next(_count)}", Ids(prompt), Sampling(**given))
 

@@ -165,7 +165,7 @@ async def test_chunks_stream_and_the_first_token_does_not_wait(folder, opened):
     assert got.last.versions == (VersionSpan(0, 0, 200),)
 
 
-async def test_an_aborted_call_keeps_what_it_sampled_and_the_others_go_on(folder, oracle, opened):
+async def test_an_aborted_call_keeps_its_tokens_and_the_others_continue(folder, oracle, opened):
     async with opened(folder) as engine:
         doomed = request(prompt_of(9), "doomed", max_tokens=200, min_tokens=200)
         stop = Stop(engine)
@@ -362,7 +362,7 @@ async def test_broken_weights_fail_their_calls_and_good_ones_mend_it(folder, ora
     assert got.ids == oracle.greedy(prompt_of(5), len(got.ids))
 
 
-async def test_a_version_can_be_told_without_weights(folder, oracle, opened):
+async def test_a_version_can_be_set_without_weights(folder, oracle, opened):
     async with opened(folder) as engine:
         versioned: Versioned = engine
         await versioned.set_version(9)

@@ -49,17 +49,17 @@ def plain_rows(model, ids):
     return hooks(model).rows(recorded)
 
 
-def check(model, prompt, told, *, start=0):
-    experts = told.last.extra[KEY]
+def check(model, prompt, result, *, start=0):
+    experts = result.last.extra[KEY]
     assert experts.start == start
-    wanted = plain_rows(model, [*prompt, *told.ids])[start:-1]
+    wanted = plain_rows(model, [*prompt, *result.ids])[start:-1]
     assert np.array_equal(experts.rows, wanted)
-    assert not any(chunk.extra for chunk in told.chunks[:-1])
+    assert not any(chunk.extra for chunk in result.chunks[:-1])
 
 
 async def test_a_reply_tells_the_experts_of_its_prompt_and_its_tokens(engine, model):
-    told = await answer(engine, request(TEXT, temperature=1.0))
-    check(model, TEXT, told)
+    result = await answer(engine, request(TEXT, temperature=1.0))
+    check(model, TEXT, result)
 
 
 async def test_calls_that_share_a_batch_a_prefix_and_a_cache_tell_their_own(engine, model):
@@ -70,15 +70,15 @@ async def test_calls_that_share_a_batch_a_prefix_and_a_cache_tell_their_own(engi
             for one in prompts
         ]
     together = [call.result() for call in calls]
-    for prompt, told in zip(prompts, together, strict=True):
-        check(model, prompt, told)
+    for prompt, result in zip(prompts, together, strict=True):
+        check(model, prompt, result)
     longer = [*prompts[0], *together[0].ids, 11, 12]
     cached = await answer(engine, request(longer, temperature=1.0))
     assert cached.cached > len(TEXT)
     check(model, longer, cached)
 
 
-async def test_only_the_experts_of_new_tokens_are_told_where_others_are_known(engine, model):
+async def test_only_the_experts_of_new_tokens_are_sent_where_others_are_known(engine, model):
     asked = request(TEXT, temperature=1.0)
     prompt: Any = asked.prompt
     prompt.kept = 21
@@ -156,9 +156,9 @@ def test_rows_of_all_layers_are_taken_where_some_have_no_experts():
     assert rows.shape == (40, 2, 2)
     wide = np.zeros((40, 3, 2), np.int16)
     wide[:, [0, 2]] = (rows + 1) % 8
-    with torch.no_grad(), hooks(model).replaying(wide), hooks(model).recording() as told:
+    with torch.no_grad(), hooks(model).replaying(wide), hooks(model).recording() as result:
         model(input_ids=torch.tensor([TEXT]))
-    assert np.array_equal(hooks(model).rows(told), (rows + 1) % 8)
+    assert np.array_equal(hooks(model).rows(result), (rows + 1) % 8)
 
 
 def test_with_gradient_checkpointing_backward_replays_too(model):
@@ -191,6 +191,6 @@ def test_a_dense_model_has_no_routing():
 async def test_a_dense_model_tells_no_experts(tmp_path):
     engine = EmbeddedEngine(save_model(tmp_path), device="cpu")
     await engine.start()
-    told = await answer(engine, request(TEXT))
-    assert told.last.extra == {}
+    result = await answer(engine, request(TEXT))
+    assert result.last.extra == {}
     await engine.aclose()

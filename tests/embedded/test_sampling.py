@@ -115,7 +115,7 @@ def test_the_uniform_of_a_call_is_not_used_up_by_greedy_rows():
     assert greedy.uniforms.next() == call(seed=1).uniforms.next()
 
 
-def test_nan_logits_give_a_nan_logprob_whatever_the_temperature():
+def test_nan_logits_give_a_nan_logprob_at_every_temperature():
     logits = torch.zeros(3, VOCAB)
     logits[:2, 4] = math.nan
     calls = [call(temperature=0.0), call(temperature=1.0), call(temperature=1.0)]

@@ -3,7 +3,7 @@
 It stands in for an SGLang server in tests, so that what is proved of an adapter is proved of both
 shapes. Source: SGLang 0.5.23, `srt/entrypoints/http_server.py`, `srt/managers/tokenizer_manager.py`
 and `srt/entrypoints/openai/serving_chat.py`, and the answers of a running server. As there, a
-stream's chunks repeat what was said before unless `incremental`, failures of a stream are told in
+stream's chunks repeat what was said before unless `incremental`, failures of a stream are sent in
 an event, and an abort by `/abort_request` is answered with the tokens so far. Differences, on
 purpose: those of `bridle.scripted.server`, and chat is answered whole only.
 """
@@ -130,8 +130,8 @@ class Pause(msgspec.Struct, kw_only=True):
 
 
 @dataclass(slots=True)
-class _Told:
-    """All that was sampled of one call so far, and what of it was told."""
+class _Progress:
+    """All that was sampled of one call so far, and the part of it that was sent."""
 
     wants: Generate
     rid: str
@@ -194,11 +194,11 @@ class SglangServer(EngineServer):
             grammar=_grammar(body.sampling_params.json_schema),
             stream=body.stream,
         )
-        told = _Told(body, caller_id, prompt)
+        reply = _Progress(body, caller_id, prompt)
         if body.stream:
-            return await self._stream(request, call, told)
+            return await self._stream(request, call, reply)
         return web.Response(
-            body=_ENCODER.encode(await self._whole(call, told)), content_type="application/json"
+            body=_ENCODER.encode(await self._whole(call, reply)), content_type="application/json"
         )
 
     def _refuse(self, sampling: SglangSampling) -> None:
@@ -226,23 +226,23 @@ class SglangServer(EngineServer):
         if length + most > self.info.context_length or length >= self.info.context_length:
             raise ContextOverflowError(length, self.info.context_length, most)
 
-    async def _whole(self, call: GenerateRequest, told: _Told) -> JSON:
+    async def _whole(self, call: GenerateRequest, reply: _Progress) -> JSON:
         self._check_room(call)
         last: GenerateChunk | None = None
         async with aclosing(self.control.chunks(call)) as chunks:
             async for last in chunks:
-                told.add(last)
+                reply.add(last)
         assert last is not None
-        return self._body(told, last)
+        return self._body(reply, last)
 
     async def _stream(
-        self, request: web.Request, call: GenerateRequest, told: _Told
+        self, request: web.Request, call: GenerateRequest, reply: _Progress
     ) -> web.StreamResponse:
-        """Events; whatever fails is told in one, because the answer has begun."""
+        """Events; a failure is sent as one, because the answer has begun."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:
-            async with aclosing(self._events(call, told)) as events:
+            async with aclosing(self._events(call, reply)) as events:
                 async for body in events:
                     await response.write(event(body))
         except CutError:
@@ -250,42 +250,42 @@ class SglangServer(EngineServer):
                 request.transport.close()
             return response
         except (EngineError, BadCallError) as error:
-            await response.write(event({"error": _told_failure(error)}))
+            await response.write(event({"error": _failure_json(error)}))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
-    async def _events(self, call: GenerateRequest, told: _Told) -> AsyncGenerator[JSON, None]:
+    async def _events(self, call: GenerateRequest, reply: _Progress) -> AsyncGenerator[JSON, None]:
         self._check_room(call)
-        every = told.wants.sampling_params.stream_interval or 1
+        every = reply.wants.sampling_params.stream_interval or 1
         async with aclosing(self.control.chunks(call)) as chunks:
             async for chunk in chunks:
-                told.add(chunk)
-                unsent = len(told.ids) - told.sent
-                if chunk.finish_reason is None and told.sent and unsent < every:
+                reply.add(chunk)
+                unsent = len(reply.ids) - reply.sent
+                if chunk.finish_reason is None and reply.sent and unsent < every:
                     continue
-                yield self._body(told, chunk)
-                told.sent = len(told.ids)
+                yield self._body(reply, chunk)
+                reply.sent = len(reply.ids)
 
-    def _body(self, told: _Told, last: GenerateChunk) -> JSON:
+    def _body(self, reply: _Progress, last: GenerateChunk) -> JSON:
         """A reply, or a stream's chunk, after all that was sampled so far."""
-        wants = told.wants
-        since = told.sent if wants.stream and self._incremental else 0
-        ids = told.ids[since:]
+        wants = reply.wants
+        since = reply.sent if wants.stream and self._incremental else 0
+        ids = reply.ids[since:]
         meta: JSON = {
-            "id": told.rid,
-            "finish_reason": self._finish(told, last),
-            "prompt_tokens": len(told.prompt),
+            "id": reply.rid,
+            "finish_reason": self._finish(reply, last),
+            "prompt_tokens": len(reply.prompt),
             "weight_version": self._version_name(),
             "num_retractions": 0,
         }
         if wants.return_logprob:
-            pairs = zip(told.logprobs[since:], ids, strict=True)
-            meta["input_token_logprobs"] = self._prompt_logprobs(told)
+            pairs = zip(reply.logprobs[since:], ids, strict=True)
+            meta["input_token_logprobs"] = self._prompt_logprobs(reply)
             meta["output_token_logprobs"] = [[value, id_, None] for value, id_ in pairs]
-            meta["output_token_logprobs_length"] = len(told.ids)
-        meta |= {"reasoning_tokens": 0, "completion_tokens": len(told.ids)}
-        meta["cached_tokens"] = told.cached
+            meta["output_token_logprobs_length"] = len(reply.ids)
+        meta |= {"reasoning_tokens": 0, "completion_tokens": len(reply.ids)}
+        meta["cached_tokens"] = reply.cached
         if last.finish_reason is not None:
             meta["weight_versions"] = [
                 {"version": self._version_name(one.version), "start": one.start, "end": one.end}
@@ -296,24 +296,24 @@ class SglangServer(EngineServer):
             text = text.partition(last.stop_text)[0]
         body: JSON = {"text": text, "output_ids": ids, "meta_info": meta}
         if wants.return_prompt_token_ids:
-            body["prompt_token_ids"] = Raw(told.prompt.json())
+            body["prompt_token_ids"] = Raw(reply.prompt.json())
         return body
 
-    def _prompt_logprobs(self, told: _Told) -> list[Any]:
-        if told.wants.logprob_start_len != 0 or told.sent:
+    def _prompt_logprobs(self, reply: _Progress) -> list[Any]:
+        if reply.wants.logprob_start_len != 0 or reply.sent:
             return []
-        return [[None, one, None] for one in told.prompt.array().tolist()]
+        return [[None, one, None] for one in reply.prompt.array().tolist()]
 
-    def _finish(self, told: _Told, last: GenerateChunk) -> JSON | None:
+    def _finish(self, reply: _Progress, last: GenerateChunk) -> JSON | None:
         match last.finish_reason:
             case None:
                 return None
             case FinishReason.LENGTH:
-                return {"type": "length", "length": len(told.ids)}
+                return {"type": "length", "length": len(reply.ids)}
             case FinishReason.ABORT:
                 return {"type": "abort", "message": "Aborted", "status_code": None}
             case FinishReason.STOP:
-                final = told.ids[-1] if told.ids else None
+                final = reply.ids[-1] if reply.ids else None
                 return {"type": "stop", "matched": last.stop_text or final}
 
     def _version_name(self, version: int | None = None) -> str:
@@ -344,9 +344,9 @@ class SglangServer(EngineServer):
             grammar=_format_grammar(body.response_format),
         )
         wants = Generate(return_logprob=body.logprobs, return_prompt_token_ids=True)
-        told = _Told(wants, caller_id, prompt)
-        whole = await self._whole(call, told)
-        choice = self._choice(body, told, whole)
+        reply = _Progress(wants, caller_id, prompt)
+        whole = await self._whole(call, reply)
+        choice = self._choice(body, reply, whole)
         answer = {"id": caller_id, "object": "chat.completion", "model": body.model or "default"}
         return web.Response(
             body=_ENCODER.encode({**answer, "choices": [choice]}), content_type="application/json"
@@ -360,8 +360,8 @@ class SglangServer(EngineServer):
             arguments=body.chat_template_kwargs,
         )
 
-    def _choice(self, body: Chat, told: _Told, whole: JSON) -> JSON:
-        thinking = self._leaves_thinking_open(told.prompt)
+    def _choice(self, body: Chat, reply: _Progress, whole: JSON) -> JSON:
+        thinking = self._leaves_thinking_open(reply.prompt)
         reader = ReplyReader(tools=bool(body.tools), thinking=thinking)
         said = reader.feed(whole["text"], last=True)
         calls = [
@@ -469,7 +469,7 @@ def _format_grammar(response_format: JSON | None) -> JSON | None:
     return {"json_schema": schema.get("schema", {}) if isinstance(schema, dict) else {}}
 
 
-def _told_failure(error: Exception) -> JSON:
+def _failure_json(error: Exception) -> JSON:
     status = 400
     if isinstance(error, EngineError) and not isinstance(error, ContextOverflowError):
         status = error.status or (503 if error.retryable else 500)

@@ -38,8 +38,8 @@ class Marked(ScriptedEngine):
     async def generate(self, request):
         probed = request.request_id.startswith(PROBE_PREFIX)
         async for chunk in super().generate(request):
-            told = np.full_like(chunk.logprobs, -self.weights - 0.5)
-            yield chunk if probed else replace(chunk, logprobs=told)
+            reply = np.full_like(chunk.logprobs, -self.weights - 0.5)
+            yield chunk if probed else replace(chunk, logprobs=reply)
 
 
 class Sleeper(EngineServer):

@@ -40,12 +40,12 @@ class Stub:
             reply = await reply(request) if asyncio.iscoroutinefunction(reply) else reply(body)
         if isinstance(reply, web.StreamResponse):
             return reply
-        status, told = reply if isinstance(reply, tuple) else (200, reply)
-        if isinstance(told, int):
-            status, told = told, {"error": {"message": f"status {told}", "code": told}}
-        if isinstance(told, bytes):
-            return web.Response(body=told, status=status)
-        return web.json_response(told, status=status)
+        status, result = reply if isinstance(reply, tuple) else (200, reply)
+        if isinstance(result, int):
+            status, result = result, {"error": {"message": f"status {result}", "code": result}}
+        if isinstance(result, bytes):
+            return web.Response(body=result, status=status)
+        return web.json_response(result, status=status)
 
 
 def sampled(prompt, ids=(7, 8), values=(-0.5, -1.5), **changes):

@@ -93,7 +93,7 @@ async def test_reports_that_no_engine_can_have_sampled_fail_their_call(route, st
     assert ids_of(again).tolist() == ids_of(whole).tolist()
 
 
-async def test_a_route_that_told_no_prompt_to_the_probe_needs_not_tell_it_later():
+async def test_a_route_that_gave_the_probe_no_prompt_ids_need_not_give_them_later():
     """SGLang's streams tell the prompt's length only."""
     async with reached(SHAPES["sglang"]) as (pool, proxy):
         proxy.edit = prompt_ids(lambda _: None)

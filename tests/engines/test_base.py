@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.fakes import chunk
+from tests.engines.recording import InstantEngine
 
-from bridle.engines.base import RETRYABLE, CutError, Versioned, joined
+from bridle.engines.base import RETRYABLE, CutError, Versioned, join_chunks
 from bridle.errors import EngineError
-from bridle.testing import instant_engine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import FinishReason
 
 
@@ -18,9 +19,9 @@ def test_a_cut_is_an_engine_error_that_can_be_tried_again():
     assert caught.value.status is None
 
 
-def test_who_can_be_told_a_version_is_seen_by_its_method():
+def test_an_engine_with_set_version_is_versioned():
     assert isinstance(scripted_engine([{}]), Versioned)
-    assert not isinstance(instant_engine(), Versioned)
+    assert not isinstance(InstantEngine(), Versioned)
 
 
 def test_a_refused_call_is_not_tried_again_and_an_overloaded_one_is():
@@ -47,19 +48,19 @@ SPECIAL = st.sampled_from(
 def test_joined_chunks_have_the_same_tokens_and_lose_nothing_else(chunks):
     found = []
     with pytest.raises(EngineError, match="broken"):
-        found.extend(joined(broken_after(chunks)))
+        found.extend(join_chunks(broken_after(chunks)))
     for field in ("output_ids", "logprobs"):
         values = [
-            [one for told in side for one in getattr(told, field)] for side in (found, chunks)
+            [one for reply in side for one in getattr(reply, field)] for side in (found, chunks)
         ]
         assert values[0] == values[1]
-    special = [[told for told in side if told.extra or told.prompt_ids_json or told.finish_reason]
+    special = [[one for one in side if one.extra or one.prompt_ids_json or one.finish_reason]
                for side in (found, chunks)]  # fmt: skip
     assert special[0] == special[1]
 
 
 def test_neighbours_with_only_tokens_are_joined():
     last = chunk([4], FinishReason.STOP)
-    found = list(joined([chunk([1]), chunk([2, 3]), last]))
+    found = list(join_chunks([chunk([1]), chunk([2, 3]), last]))
     assert [one.output_ids.tolist() for one in found] == [[1, 2, 3], [4]]
     assert (found[0].first, found[1]) == (1, last)

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.engines.recording import RecordingEngine
 from tests.engines.shapes import PROMPT, SHAPES, TOKENIZER
 
 from bridle.engines.base import Tokenizing
@@ -15,7 +16,7 @@ from bridle.engines.compare import (
 )
 from bridle.errors import EngineError, RenderError
 from bridle.scripted.engine import scripted_logprobs
-from bridle.testing import RecordingEngine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import LogprobMode
 
 SERVED = ("vllm chat", "sglang")
@@ -33,7 +34,7 @@ async def served(request):
         yield engine
 
 
-async def test_a_renderer_that_agrees_is_told_so(served):
+async def test_a_renderer_that_agrees_is_reported_as_equal(served):
     finding = await compare_rendering(served, rendered)
     assert finding.ok, finding
     assert finding.found == f"{len(CASES)} of {len(CASES)} alike"
@@ -140,7 +141,7 @@ async def test_an_engine_tells_the_prompts_that_its_chat_route_makes(shape):
 
 
 class Picky(RecordingEngine):
-    """Its template refuses what it is told to."""
+    """Its template refuses the messages that a test names."""
 
     def __init__(self, *refused):
         super().__init__(scripted_engine([{"content": "x"}]))

@@ -136,7 +136,7 @@ def test_a_chunk_in_many_pieces_that_look_like_ends_is_read_once():
         (b"HTTP/1.0 204 No Content\r\nConnection: Keep-Alive\r\n", True),
     ],
 )
-def test_a_reply_says_whether_its_connection_goes_on(head, keeps):
+def test_a_reply_says_whether_its_connection_is_kept_alive(head, keeps):
     reply = HttpReply()
     assert reply.feed(head + b"\r\n")
     assert reply.keeps is keeps
@@ -270,12 +270,12 @@ async def test_bytes_that_nobody_asked_for_close_the_connection():
 
 
 async def test_closing_ends_calls_under_way():
-    async def told():
+    async def reply():
         with pytest.raises(ConnectionError):
             await made.post("/", b"", nothing)
 
     async with serving([30]) as (made, seen), asyncio.TaskGroup() as group:
-        group.create_task(told())
+        group.create_task(reply())
         async with asyncio.timeout(15):
             while not any(seen):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)

@@ -96,8 +96,8 @@ def call(**fields):
 
 def status(code, body=b'{"error":{"message":"no"}}', headers=None):
     async def answer(_request):
-        told = {"Retry-After": "999", **(headers or {})}
-        return web.Response(status=code, body=body, headers=told, content_type="application/json")
+        reply = {"Retry-After": "999", **(headers or {})}
+        return web.Response(status=code, body=body, headers=reply, content_type="application/json")
 
     return answer
 
@@ -127,7 +127,7 @@ async def test_a_server_that_refuses_is_an_error_of_its_kind(
     assert not adapter._calls
 
 
-async def test_a_server_that_hangs_is_given_up():
+async def test_a_server_that_hangs_times_out():
     async def silence(_request):
         await asyncio.sleep(30)
 
@@ -223,12 +223,12 @@ async def test_ids_and_logprobs_that_do_not_belong_together_are_refused(reached,
 
 def aborting(value):
     if isinstance(value, dict):
-        told = {k: aborting(v) for k, v in value.items()}
-        if isinstance(told.get("finish_reason"), str):
-            told["finish_reason"] = "abort"
-        elif told.get("finish_reason"):
-            told["finish_reason"] = {"type": "abort", "message": "Aborted", "status_code": None}
-        return told
+        reply = {k: aborting(v) for k, v in value.items()}
+        if isinstance(reply.get("finish_reason"), str):
+            reply["finish_reason"] = "abort"
+        elif reply.get("finish_reason"):
+            reply["finish_reason"] = {"type": "abort", "message": "Aborted", "status_code": None}
+        return reply
     return [aborting(one) for one in value] if isinstance(value, list) else value
 
 

@@ -10,7 +10,14 @@ from tests.engines.stub import Stub, events
 from yarl import URL
 
 from bridle.engines.base import CutError
-from bridle.engines.http import AbortedError, EngineClient, EventDecoder, HttpCall, failure, seconds
+from bridle.engines.http import (
+    AbortedError,
+    EngineClient,
+    EventDecoder,
+    HttpCall,
+    engine_error,
+    parse_retry_after,
+)
 from bridle.errors import ContextOverflowError, EngineError
 
 HTML = b"\n<!doctype html><title>502</title>"
@@ -73,7 +80,7 @@ async def test_a_key_goes_along_and_a_trailing_v1_is_dropped(client):
     assert made.base_url == stub.url
 
 
-async def test_user_info_of_a_url_is_sent_and_never_told(client):
+async def test_user_info_of_a_url_is_sent_and_never_shown(client):
     stub, _ = await client()
     own = EngineClient(stub.url.replace("://", "://name:secret@"), api_key=None, timeout_s=1)
     try:
@@ -83,9 +90,9 @@ async def test_user_info_of_a_url_is_sent_and_never_told(client):
         assert sent == ["Basic bmFtZTpzZWNyZXQ="] * 2
         await stub.__aexit__()
         for asked in (own.get("/health"), own.post("/x", b"{}", HttpCall(), prompt_tokens=1)):
-            with pytest.raises(EngineError) as told:
+            with pytest.raises(EngineError) as raised:
                 await asked
-            assert "secret" not in str(told.value)
+            assert "secret" not in str(raised.value)
     finally:
         await own.aclose()
 
@@ -114,8 +121,8 @@ async def test_an_optional_path_may_be_missing(client):
         (400, b"plain words", False, "plain words"),
     ],
 )
-def test_failures_are_told_apart(status, body, retryable, says):
-    error = failure(status, body, URL("http://h/p"))
+def test_failures_are_classified(status, body, retryable, says):
+    error = engine_error(status, body, URL("http://h/p"))
     assert says in str(error)
     assert (error.status, error.retryable) == (status, retryable)
 
@@ -132,7 +139,7 @@ def test_failures_are_told_apart(status, body, retryable, says):
 )
 def test_an_overflow_is_an_overflow(text):
     body = json.dumps({"error": {"message": text}}).encode()
-    error = failure(400, body, URL("http://h/p"), prompt_tokens=5000)
+    error = engine_error(400, body, URL("http://h/p"), prompt_tokens=5000)
     assert isinstance(error, ContextOverflowError)
     assert (error.prompt_tokens, error.context_length) == (5000, 4096)
 
@@ -185,13 +192,13 @@ async def test_events_of_one_write_arrive_as_one_list(client):
 
 @given(st.data())
 def test_events_are_the_same_however_their_bytes_are_split(data):
-    told = data.draw(st.lists(st.binary().map(lambda one: one.hex().encode()), max_size=6))
+    reply = data.draw(st.lists(st.binary().map(lambda one: one.hex().encode()), max_size=6))
     ends = data.draw(st.sampled_from([b"\n\n", b"\r\n\n", b"\n\n: note\n\n", b"\nid: 1\n\n"]))
-    text = b"".join(b"data: " + one + ends for one in told)
+    text = b"".join(b"data: " + one + ends for one in reply)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     decoder = EventDecoder()
     pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
-    assert [one for piece in pieces for one in decoder.feed(piece)] == told
+    assert [one for piece in pieces for one in decoder.feed(piece)] == reply
 
 
 @pytest.mark.parametrize(
@@ -265,7 +272,7 @@ async def aborted(work):
 
 
 @pytest.mark.parametrize(
-    ("told", "wait_s"),
+    ("reply", "wait_s"),
     [
         ("3", 3.0),
         ("-1", 0.0),
@@ -275,5 +282,5 @@ async def aborted(work):
         ("inf", None),
     ],
 )
-def test_a_wait_is_told_in_seconds_or_as_a_date(told, wait_s):
-    assert seconds(told, 40.0) == wait_s
+def test_retry_after_is_seconds_or_a_date(reply, wait_s):
+    assert parse_retry_after(reply, 40.0) == wait_s

@@ -74,9 +74,9 @@ async def test_it_says_that_it_is_not_for_training(opened):
 
 
 async def test_text_reasoning_and_calls_come_as_the_server_parsed_them(opened):
-    told = {"content": "to you", "reasoning": "hm",
+    reply = {"content": "to you", "reasoning": "hm",
             "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}  # fmt: skip
-    _, engine = await opened(**{CHAT: said(message=told, finish_reason="tool_calls")})
+    _, engine = await opened(**{CHAT: said(message=reply, finish_reason="tool_calls")})
     (chunk,) = await collect(engine, call())
     assert (chunk.reply.content, chunk.reply.reasoning) == ("to you", "hm")
     assert chunk.reply.tool_calls == (ToolCall("c", "f", "{}"),)
@@ -94,7 +94,7 @@ async def test_a_stream_tells_its_text_in_pieces(opened):
     assert stub.bodies[-1]["stream_options"] == {"include_usage": True}
 
 
-async def test_ids_are_kept_where_they_are_told(opened):
+async def test_ids_are_kept_where_the_server_reports_them(opened):
     _, engine = await opened(**{CHAT: said(token_ids=[7, 8])})
     (chunk,) = await collect(engine, call())
     assert chunk.output_ids.tolist() == [7, 8]
@@ -144,7 +144,7 @@ async def test_a_budget_that_does_not_fit_is_left_to_the_server(opened):
 
 
 @pytest.mark.parametrize(
-    ("grammar", "told"),
+    ("grammar", "reply"),
     [
         ({"json_schema": {}}, {"type": "json_object"}),
         (
@@ -153,16 +153,16 @@ async def test_a_budget_that_does_not_fit_is_left_to_the_server(opened):
         ),
     ],
 )
-async def test_a_grammar_is_a_response_format(opened, grammar, told):
+async def test_a_grammar_is_a_response_format(opened, grammar, reply):
     stub, engine = await opened()
     await collect(engine, call(grammar=grammar, tools=[{"type": "function"}], model="other"))
-    assert stub.bodies[-1]["response_format"] == told
+    assert stub.bodies[-1]["response_format"] == reply
     assert stub.bodies[-1]["tools"] == [{"type": "function"}]
     assert stub.bodies[-1]["model"] == "other"
     assert "tool_choice" not in stub.bodies[-1]
 
 
-async def test_where_no_call_is_wanted_it_is_told_so(opened):
+async def test_unwanted_tool_calls_are_sent_as_tool_choice_none(opened):
     stub, engine = await opened()
     await collect(engine, call(tools=[{"type": "function"}], calls=False))
     assert stub.bodies[-1]["tool_choice"] == "none"
@@ -171,10 +171,10 @@ async def test_where_no_call_is_wanted_it_is_told_so(opened):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("told", "wait_s"), [("7", 7.0), ("soon", None), (None, None)])
-async def test_a_busy_server_s_error_says_when_to_come_back(opened, stream, told, wait_s):
+@pytest.mark.parametrize(("reply", "wait_s"), [("7", 7.0), ("soon", None), (None, None)])
+async def test_a_busy_server_s_error_says_when_to_come_back(opened, stream, reply, wait_s):
     async def busy(request):
-        headers = {} if told is None else {"Retry-After": told}
+        headers = {} if reply is None else {"Retry-After": reply}
         return web.json_response({"error": {"message": "busy"}}, status=429, headers=headers)
 
     stub, engine = await opened(**{CHAT: busy})

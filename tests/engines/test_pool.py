@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.fakes import INFO, QUICK, Fake, call, lost, pooled, said, state, until
+from tests.loops import JumpingLoop
 
 from bridle.engines.base import CutError, Seeing, Seen, Templating
 from bridle.engines.ids import ArrayIds
@@ -16,7 +17,6 @@ from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica, ReplicaState, RoutingSettings
 from bridle.engines.pool_routing import RoutingReason
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
-from bridle.testing import JumpingLoop
 from bridle.types import FinishReason, LogprobMode, VersionSpan
 
 STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
@@ -52,7 +52,7 @@ async def test_a_call_that_fails_before_its_first_token_is_another_replica_s():
         assert pool.routed[RoutingReason.MOVED] == 1
 
 
-@pytest.mark.parametrize("error", [lost(), CutError("cut"), EngineError("told", retryable=True)])
+@pytest.mark.parametrize("error", [lost(), CutError("cut"), EngineError("reset", retryable=True)])
 async def test_a_call_that_fails_later_ends_with_the_tokens_so_far_and_their_versions(error):
     a = Fake(info=replace(INFO, version=7))
     async with pooled(a) as pool:
@@ -98,7 +98,7 @@ async def test_what_the_call_is_to_blame_for_is_no_reason_to_try_another_replica
         assert {one["state"] for one in pool.replicas()} == {"live"}
 
 
-async def test_an_overflow_is_told_as_it_is():
+async def test_a_context_overflow_is_passed_on_unchanged():
     a = Fake()
     async with pooled(a) as pool:
         a.fail(ContextOverflowError(9, 8, None))
@@ -113,9 +113,9 @@ async def test_a_replica_that_lives_and_refuses_is_passed_over_for_this_call(sta
         busy = EngineError("busy", status=status, retryable=True)
         a.fail(busy)
         b.fail(busy)
-        with pytest.raises(EngineError, match="busy") as told:
+        with pytest.raises(EngineError, match="busy") as raised:
             await said(pool)
-        assert told.value.status == status
+        assert raised.value.status == status
         assert {one["state"] for one in pool.replicas()} == {"live"}
         a.fail(busy)
         for number in range(2):
@@ -190,10 +190,10 @@ async def test_patience_ends_with_an_error_that_says_who_is_not_there():
         a.sick = b.sick = lost("nobody listens at that port")
         a.fail(lost())
         b.fail(lost())
-        with pytest.raises(EngineError, match="no engine was available within") as told:
+        with pytest.raises(EngineError, match="no engine was available within") as raised:
             await said(pool)
-        assert told.value.retryable
-        assert "a is down: nobody listens" in str(told.value)
+        assert raised.value.retryable
+        assert "a is down: nobody listens" in str(raised.value)
         with pytest.raises(EngineError, match="b is down"):
             await pool.health()
 
@@ -263,9 +263,9 @@ async def test_a_server_that_came_back_as_another_one_gets_no_calls():
 
 
 async def refused(pool):
-    with pytest.raises(EngineError) as told:
+    with pytest.raises(EngineError) as raised:
         await said(pool)
-    return str(told.value)
+    return str(raised.value)
 
 
 async def test_a_short_break_keeps_the_adapter():
@@ -289,7 +289,7 @@ FAULTS = st.lists(
 
 
 @given(FAULTS, st.integers(1, 2))
-async def test_whatever_fails_wherever_the_replies_in_a_row_are_the_whole_one(faults, apart):
+async def test_failover_at_any_point_gives_the_whole_reply(faults, apart):
     """Two replicas that count, of different versions; a caller that goes on from the tokens."""
     fakes = [Fake(tokens=8, info=replace(INFO, version=apart * number)) for number in (0, 1)]
     for kind, after, number in faults:
@@ -383,7 +383,7 @@ async def test_without_any_replica_there_is_no_start(error):
     assert a.closed
 
 
-async def test_one_that_cannot_serve_is_no_replica_to_go_on_without():
+async def test_a_replica_that_cannot_serve_is_an_error_at_the_start():
     a, b = Fake(), Fake()
     b.sick = EngineError("it gives no logprobs")
     with pytest.raises(EngineError, match="no logprobs"):
@@ -577,7 +577,7 @@ class Lettered(Fake):
         return SEEN.ids
 
 
-async def test_a_prompt_is_told_by_a_living_replica_that_can():
+async def test_a_prompt_is_rendered_by_a_living_replica_that_can():
     first, second = Lettered(), Lettered()
     first.failure = EngineError("busy", retryable=True)
     async with pooled(Fake(), first, second) as pool:

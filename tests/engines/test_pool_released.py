@@ -131,7 +131,7 @@ async def test_a_call_waits_for_released_engines_longer_than_for_dead_ones():
         assert waiting.result()[0] == [0, 1, 2, 3]
 
 
-async def test_calls_of_a_released_replica_go_on_elsewhere_and_weights_pass_it_over():
+async def test_calls_of_a_released_replica_continue_elsewhere_and_it_gets_no_weights():
     a, b = Sleeper(), Sleeper()
     async with pooled(a, b) as pool:
         await pool.give_up(["a"])
@@ -154,7 +154,7 @@ async def test_calls_of_a_released_replica_go_on_elsewhere_and_weights_pass_it_o
     ],
     ids=["weights", "template", "hold", "abort", "move"],
 )
-async def test_a_release_waits_for_whatever_is_being_sent(send):
+async def test_a_release_waits_for_requests_in_flight(send):
     a = Sleeper(tokens=100)
     a.slow_s = 0.05
     async with pooled(a) as pool, asyncio.TaskGroup() as group:

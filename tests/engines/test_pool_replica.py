@@ -1,4 +1,4 @@
-"""One replica: what it is told, what it tells, and which versions its tokens had."""
+"""One replica: its control calls, its facts, and the versions of its tokens."""
 
 import asyncio
 from dataclasses import replace
@@ -18,7 +18,7 @@ STOP = FinishReason.STOP
 
 
 class Stubborn(Fake):
-    """Cannot be told anything."""
+    """Takes no control calls."""
 
     async def abort(self, request_id):
         raise RuntimeError(request_id)
@@ -54,23 +54,23 @@ def test_only_the_first_message_of_a_joined_chunk_has_the_version_before():
 
 
 @pytest.mark.parametrize("pieces", [[[5, 5]], [[5], [5]]], ids=["whole", "streamed"])
-def test_a_reply_over_a_change_of_weights_keeps_its_first_version_whatever_the_engine_says(pieces):
+def test_a_reply_over_a_weight_update_keeps_its_first_version(pieces):
     replica, routed = Replica("a", Fake()), RoutedCall(call())
     replica.version = 7
     replica.begin(routed)
     for ids in pieces[:-1]:
         routed.took(chunk(ids), replica)
     replica.version = 8
-    told = (VersionSpan(8, 0, 2),)
-    last = routed.took(chunk(pieces[-1], STOP, versions=told), replica)
+    reply = (VersionSpan(8, 0, 2),)
+    last = routed.took(chunk(pieces[-1], STOP, versions=reply), replica)
     assert last.versions == (VersionSpan(7, 0, 2),)
     assert last.mixed_versions
 
 
 def test_versions_that_the_engine_tells_are_believed_and_learned():
     replica, routed = Replica("a", Fake()), RoutedCall(call())
-    told = (VersionSpan(8, 0, 1),)
-    assert routed.took(chunk([5], STOP, versions=told), replica).versions == told
+    reply = (VersionSpan(8, 0, 1),)
+    assert routed.took(chunk([5], STOP, versions=reply), replica).versions == reply
     assert replica.version == 8
 
 
@@ -82,8 +82,8 @@ def test_prompt_tokens_and_those_from_the_cache_are_counted_once_a_call():
     replica, routed = Replica("a", Fake()), RoutedCall(call())
     routed.took(chunk([1], cached_tokens=2), replica)
     routed.took(chunk([1], STOP, cached_tokens=2), replica)
-    told = replica.status(0)
-    assert (told["prompt_tokens"], told["cached_tokens"]) == (3, 2)
+    reply = replica.status(0)
+    assert (reply["prompt_tokens"], reply["cached_tokens"]) == (3, 2)
 
 
 def test_a_replica_s_name_has_no_password():
@@ -176,8 +176,8 @@ class Adapted(Trained):
     async def generate(self, request):
         version = self.info.version
         async for one in super().generate(request):
-            told = one.finish_reason is FinishReason.STOP
-            yield replace(one, versions=(VersionSpan(version, 0, self.tokens),) if told else ())
+            reply = one.finish_reason is FinishReason.STOP
+            yield replace(one, versions=(VersionSpan(version, 0, self.tokens),) if reply else ())
 
 
 class Held(Trained):
@@ -302,10 +302,10 @@ async def test_replicas_that_did_not_take_the_weights_are_named_and_keep_their_v
     a, b, c = Trained(), Trained(), Fake(info=replace(INFO, version=1))
     b.fault = RuntimeError("disk full")
     async with pooled(a, b, c) as pool:
-        with pytest.raises(EngineError, match="did not load everywhere") as told:
+        with pytest.raises(EngineError, match="did not load everywhere") as raised:
             await pool.update_weights("folder", 5, rolling=rolling)
-        assert "b: loading: RuntimeError: disk full" in str(told.value)
-        assert "c takes no weights" in str(told.value)
+        assert "b: loading: RuntimeError: disk full" in str(raised.value)
+        assert "c takes no weights" in str(raised.value)
         assert [one["version"] for one in pool.replicas()] == [5, 0, 1]
         assert pool.held is None
         assert (await said(pool))[0] == [0, 1, 2, 3]
@@ -400,7 +400,7 @@ async def test_an_update_under_a_hold_keeps_the_hold():
         assert a.paused == b.paused == ["keep", "resume"]
 
 
-async def test_a_replica_that_cannot_go_on_is_looked_at():
+async def test_a_replica_that_fails_to_resume_is_down():
     a, b = Held(), Fake()
     async with pooled(a, b) as pool:
         a.resume = failing  # type: ignore[method-assign]  # its server does not answer

@@ -2,12 +2,13 @@ import math
 
 import numpy as np
 import pytest
+from tests.engines.recording import InstantEngine, RecordingEngine
 
 from bridle.engines.base import GenerateChunk
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
 from bridle.errors import EngineError
-from bridle.testing import RecordingEngine, instant_engine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import FinishReason, LogprobMode
 
 
@@ -15,7 +16,7 @@ class Softmax(RecordingEngine):
     """Samples from one distribution over ten tokens, with logprobs of a chosen kind."""
 
     def __init__(self, mode, logits):
-        super().__init__(instant_engine())
+        super().__init__(InstantEngine())
         self.mode, self.logits = mode, np.array(logits, dtype=float)
 
     def spread(self, temperature, top_k):
@@ -138,11 +139,11 @@ async def test_what_is_missing_is_found_with_its_meaning_and_cure(change, missin
     assert all(one.means and one.fix and one.found for one in report.missing)
 
 
-async def test_a_prompt_told_with_spaces_is_the_same_prompt():
+async def test_prompt_ids_written_with_spaces_are_the_same_prompt():
     def spaced(chunk):
-        told = chunk.prompt_ids_json.replace(b",", b", ")
+        reply = chunk.prompt_ids_json.replace(b",", b", ")
         return GenerateChunk(
-            chunk.output_ids, chunk.logprobs, chunk.finish_reason, prompt_ids_json=told
+            chunk.output_ids, chunk.logprobs, chunk.finish_reason, prompt_ids_json=reply
         )
 
     assert (await probe(Changed(spaced))).token_in
@@ -163,7 +164,7 @@ class Failing(Softmax):
             yield chunk
 
 
-async def test_an_engine_that_does_not_answer_is_told_so():
+async def test_a_silent_engine_is_reported():
     report = await probe(Failing(0))
     assert [(one.what, one.found) for one in report.missing] == [("answer", "it broke")]
     assert report.logprob_mode is LogprobMode.NONE

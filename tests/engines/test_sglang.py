@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from aiohttp import web
+from tests.engines.recording import RecordingEngine
 from tests.engines.sglang_server import SglangServer
 from tests.engines.shapes import PROMPT, collect, ids_of, request
 from tests.engines.stub import Stub
@@ -15,7 +16,7 @@ from bridle.engines.base import ADAPTER
 from bridle.engines.sglang import SglangEngine
 from bridle.errors import EngineError
 from bridle.prompting.prompt import PromptIds
-from bridle.testing import RecordingEngine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import FinishReason, LogprobMode, Sampling, VersionSpan
 
 TURN = {"content": "Hello, world."}
@@ -25,9 +26,9 @@ MODELS = {"data": [{"id": "stub", "max_model_len": 1000}]}
 
 def answer(prompt, ids=(7, 8), **meta):
     pairs = [[-0.5 * (at + 1), one, None] for at, one in enumerate(ids)]
-    told = {"finish_reason": {"type": "length", "length": 2}, "prompt_tokens": len(prompt),
+    reply = {"finish_reason": {"type": "length", "length": 2}, "prompt_tokens": len(prompt),
             "completion_tokens": len(ids), "output_token_logprobs": pairs, **meta}  # fmt: skip
-    return {"output_ids": list(ids), "prompt_token_ids": prompt, "meta_info": told}
+    return {"output_ids": list(ids), "prompt_token_ids": prompt, "meta_info": reply}
 
 
 def honest(**changes):
@@ -100,9 +101,9 @@ async def test_an_older_server_is_asked_in_its_own_words(opened):
         if "logit_bias" in sampling or "sampling_seed" in sampling:
             name = "logit_bias" if "logit_bias" in sampling else "sampling_seed"
             return 400, {"error": {"message": f"got an unexpected keyword argument '{name}'"}}
-        told = [[None, one, None] for one in read["input_ids"]]
+        reply = [[None, one, None] for one in read["input_ids"]]
         first = read.get("logprob_start_len") == 0
-        whole = answer(read["input_ids"], input_token_logprobs=told if first else [])
+        whole = answer(read["input_ids"], input_token_logprobs=reply if first else [])
         return {key: value for key, value in whole.items() if key != "prompt_token_ids"}
 
     stub, engine = await opened(
@@ -143,10 +144,10 @@ async def test_a_model_that_it_has_not_is_named(opened):
 
 
 async def test_text_alone_is_taken_only_when_it_is_asked_for(opened):
-    told = {"text": "hello", "meta_info": {"finish_reason": {"type": "stop", "matched": 5}}}
+    reply = {"text": "hello", "meta_info": {"finish_reason": {"type": "stop", "matched": 5}}}
     with pytest.raises(EngineError, match="sampled ids: none"):
-        await opened(generate=told)
-    _, engine = await opened(generate=told, options={"allow_untokenized": True})
+        await opened(generate=reply)
+    _, engine = await opened(generate=reply, options={"allow_untokenized": True})
     info = await engine.start()
     assert (info.token_in, info.logprob_mode) == (False, LogprobMode.NONE)
     (chunk,) = await collect(engine, request())
@@ -155,8 +156,8 @@ async def test_text_alone_is_taken_only_when_it_is_asked_for(opened):
 
 async def test_a_good_server_that_forgets_its_ids_is_refused(opened):
     stub, engine = await opened()
-    told = {"text": "hello", "meta_info": {"finish_reason": {"type": "stop", "matched": 5}}}
-    stub.replies["/generate"] = told
+    reply = {"text": "hello", "meta_info": {"finish_reason": {"type": "stop", "matched": 5}}}
+    stub.replies["/generate"] = reply
     with pytest.raises(EngineError, match="no token ids"):
         await collect(engine, request())
 
@@ -166,15 +167,15 @@ async def test_a_mode_that_its_owner_vouches_for_is_held_against_measurement(ope
         await opened(options={"logprob_mode": LogprobMode.PROCESSED})
 
 
-async def test_an_abort_is_told_with_the_calls_own_id_and_keeps_its_tokens(opened):
+async def test_an_abort_names_the_calls_own_id_and_keeps_its_tokens(opened):
     stub, engine = await opened()
     aborted = asyncio.Event()
 
     async def slow(request):
         body = json.loads(await request.read())
         await aborted.wait()
-        told = {"type": "abort", "message": "Aborted", "status_code": None}
-        return web.json_response(answer(body["input_ids"], finish_reason=told))
+        reply = {"type": "abort", "message": "Aborted", "status_code": None}
+        return web.json_response(answer(body["input_ids"], finish_reason=reply))
 
     def abort(body):
         assert json.loads(body)["rid"] == stub.bodies[-2]["rid"]
@@ -192,7 +193,7 @@ async def test_an_abort_is_told_with_the_calls_own_id_and_keeps_its_tokens(opene
 
 
 @pytest.mark.parametrize("reply", [404, 401, 500])
-async def test_a_server_that_cannot_be_told_is_cut_off(opened, reply):
+async def test_a_server_that_refuses_the_abort_is_disconnected(opened, reply):
     async def silence(_request):
         await asyncio.sleep(30)
 
@@ -240,8 +241,8 @@ async def test_experts_are_asked_for_from_the_first_new_token(opened, tmp_path):
     parent = PromptIds.root(np.arange(3, dtype=np.int32))
     prompt = parent.extend(np.array([3], np.int32), np.array([4], np.int32))
     numbers = np.arange(6 * 2, dtype=np.int32)
-    told = base64.b64encode(numbers[3 * 2 :].tobytes()).decode()
-    generate = honest(routed_experts=told)
+    reply = base64.b64encode(numbers[3 * 2 :].tobytes()).decode()
+    generate = honest(routed_experts=reply)
     about = {"model_path": str(tmp_path), "weight_version": "default"}
     options = {"extras": ["return_routed_experts"]}
     stub, engine = await opened(generate=generate, options=options, model_info=about)
@@ -332,14 +333,14 @@ async def test_pieces_that_arrive_together_are_one_chunk(opened):
         read = json.loads(body)
         if not read.get("stream"):
             return honest()(body)
-        told = []
+        result = []
         for count, one in enumerate(ids, 1):
             finish = {"type": "length", "length": len(ids)} if count == len(ids) else None
             piece = answer(read["input_ids"], [one], completion_tokens=count, finish_reason=finish)
             del piece["prompt_token_ids"]
-            told.append(b"data: " + json.dumps(piece).encode() + b"\n\n")
+            result.append(b"data: " + json.dumps(piece).encode() + b"\n\n")
         return web.Response(
-            body=b"".join([*told, b"data: [DONE]\n\n"]), content_type="text/event-stream"
+            body=b"".join([*result, b"data: [DONE]\n\n"]), content_type="text/event-stream"
         )
 
     _, engine = await opened(server_info={"incremental_streaming_output": True}, generate=reply)

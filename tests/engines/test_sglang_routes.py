@@ -25,10 +25,10 @@ def triples(ids):
 
 def piece(ids, count, **meta):
     """A chunk that tells `ids`, `count` having been sampled in all."""
-    told = {"finish_reason": None, "prompt_tokens": len(PROMPT), "completion_tokens": count,
+    reply = {"finish_reason": None, "prompt_tokens": len(PROMPT), "completion_tokens": count,
             "output_token_logprobs": triples(ids), **meta}  # fmt: skip
-    told = {key: value for key, value in told.items() if value is not ...}
-    return json.dumps({"text": "x", "output_ids": ids, "meta_info": told}).encode()
+    reply = {key: value for key, value in reply.items() if value is not ...}
+    return json.dumps({"text": "x", "output_ids": ids, "meta_info": reply}).encode()
 
 
 def reading(**options):
@@ -84,8 +84,8 @@ def test_a_grammar_is_a_schema(schema):
     asked = body(grammar={"json_schema": schema})
     assert json.loads(asked["sampling_params"]["json_schema"]) == (schema or {"type": "object"})
     chat = body(SglangRoute.CHAT, grammar={"json_schema": schema})
-    told = chat["response_format"]["json_schema"]["schema"]
-    assert told == (schema or {"type": "object"})
+    reply = chat["response_format"]["json_schema"]["schema"]
+    assert reply == (schema or {"type": "object"})
 
 
 def test_a_chat_call_has_messages_tools_and_budgets():
@@ -107,8 +107,8 @@ def test_a_stream_gives_each_token_once_in_either_form(ids, data, incremental):
     read = reading()
     got, values, start = [], [], 0
     for end in cuts:
-        told = ids[start:end] if incremental else ids[:end]
-        chunk = read.read(piece(told, end, **(DONE if end == len(ids) else {})))
+        reply = ids[start:end] if incremental else ids[:end]
+        chunk = read.read(piece(reply, end, **(DONE if end == len(ids) else {})))
         got += chunk.output_ids.tolist()
         values += chunk.logprobs.tolist()
         start = end
@@ -153,13 +153,13 @@ def test_without_a_count_a_repeated_beginning_is_known():
 def test_logprobs_written_otherwise_the_second_time_are_read_by_their_place():
     read = reading()
     read.read(piece([5], 1))
-    told = [[-5.00, 5, "five"], [-6.0, 6, None]]
-    assert read.read(piece([5, 6], 2, output_token_logprobs=told)).logprobs.tolist() == [-6.0]
+    reply = [[-5.00, 5, "five"], [-6.0, 6, None]]
+    assert read.read(piece([5, 6], 2, output_token_logprobs=reply)).logprobs.tolist() == [-6.0]
 
 
 def test_ids_are_taken_from_logprobs_where_nothing_else_tells_them():
-    told = {"text": "x", "meta_info": {"output_token_logprobs": triples([5, 6]), **DONE}}
-    chunk = reading().read(json.dumps(told).encode())
+    reply = {"text": "x", "meta_info": {"output_token_logprobs": triples([5, 6]), **DONE}}
+    chunk = reading().read(json.dumps(reply).encode())
     assert (chunk.output_ids.tolist(), chunk.logprobs.tolist()) == ([5, 6], [-5.0, -6.0])
 
 
@@ -204,7 +204,7 @@ def test_what_cannot_be_used_is_refused(meta, says):
         ("gone", None, True),
     ],
 )
-def test_a_failure_told_in_a_stream_has_its_status(error, status, retryable):
+def test_a_failure_inside_a_stream_has_its_status(error, status, retryable):
     with pytest.raises(EngineError, match="failed in mid-reply") as caught:
         reading().read(json.dumps({"error": error}).encode())
     assert (caught.value.status, caught.value.retryable) == (status, retryable)
@@ -212,9 +212,9 @@ def test_a_failure_told_in_a_stream_has_its_status(error, status, retryable):
 
 def test_an_abort_for_a_cause_may_be_tried_again_or_not():
     for status, retryable in ((400, False), (429, True), (500, True)):
-        told = {"type": "abort", "message": "m", "status_code": status}
+        reply = {"type": "abort", "message": "m", "status_code": status}
         with pytest.raises(EngineError) as caught:
-            reading().read(piece([5], 1, finish_reason=told))
+            reading().read(piece([5], 1, finish_reason=reply))
         assert (caught.value.status, caught.value.retryable) == (status, retryable)
 
 
@@ -223,11 +223,11 @@ def test_a_reply_without_its_meta_info_has_gone_through_a_router():
         reading().read(b'{"text": "x"}')
 
 
-def test_versions_are_told_per_token_per_reply_or_not_at_all():
+def test_versions_come_per_token_per_reply_or_not_at_all():
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "9", "start": 1, "end": 2},
              {"version": "9", "start": 2, "end": 2}]  # fmt: skip
-    told = reading().read(piece([5, 6], 2, weight_versions=spans, **DONE))
-    assert told.versions == (VersionSpan(7, 0, 1), VersionSpan(9, 1, 2))
+    reply = reading().read(piece([5, 6], 2, weight_versions=spans, **DONE))
+    assert reply.versions == (VersionSpan(7, 0, 1), VersionSpan(9, 1, 2))
     assert reading().read(piece([5, 6], 2, weight_version="8", **DONE)).versions == (
         VersionSpan(8, 0, 2),
     )
@@ -235,17 +235,17 @@ def test_versions_are_told_per_token_per_reply_or_not_at_all():
     assert reading().read(piece([], 0, **DONE)).versions == ()
 
 
-def test_the_prompt_is_told_once_by_its_field_or_by_its_logprobs():
+def test_prompt_ids_come_once_from_their_field_or_from_logprobs():
     read = reading()
     first = json.loads(piece([5], 1))
     both = json.dumps({**first, "prompt_token_ids": [1, 2]}).encode()
     assert read.read(both).prompt_ids_json == b"[1,2]"
     assert read.read(both).prompt_ids_json is None
-    told = piece([5], 1, input_token_logprobs=[[None, 3, None], [-1.0, 4, None]])
-    assert reading().read(told).prompt_ids_json == b"[3,4]"
+    reply = piece([5], 1, input_token_logprobs=[[None, 3, None], [-1.0, 4, None]])
+    assert reading().read(reply).prompt_ids_json == b"[3,4]"
 
 
-def test_a_stop_string_is_told_a_stop_token_is_not():
+def test_a_stop_string_is_reported_and_a_stop_token_is_not():
     for matched, text in (("stop!", "stop!"), (5, None), ([5], None)):
         ended = {"finish_reason": {"type": "stop", "matched": matched}}
         assert reading().read(piece([5], 1, **ended)).stop_text == text
@@ -254,16 +254,16 @@ def test_a_stop_string_is_told_a_stop_token_is_not():
 @pytest.mark.parametrize("incremental", [False, True])
 def test_extras_are_carried_whole_in_either_form(incremental):
     rows = np.arange(2 * (len(PROMPT) + 2), dtype=np.int32).reshape(-1, 2, 1)
-    told_experts = base64.b64encode(rows[1:].tobytes()).decode()
+    experts_text = base64.b64encode(rows[1:].tobytes()).decode()
     read = reading(experts_from=1, experts_shape=(2, 1))
     masks = [[5, 6], [6, 7], [7, 8]]
     read.read(piece([5], 1, output_token_sampling_mask=masks[:1]))
-    told = masks[1:2] if incremental else masks[:2]
-    middle = read.read(piece([6] if incremental else [5, 6], 2, output_token_sampling_mask=told))
+    reply = masks[1:2] if incremental else masks[:2]
+    middle = read.read(piece([6] if incremental else [5, 6], 2, output_token_sampling_mask=reply))
     assert middle.extra == {}
-    told = masks[2:] if incremental else masks
-    last = read.read(piece([7] if incremental else [5, 6, 7], 3, output_token_sampling_mask=told,
-                           routed_experts=told_experts, **DONE))  # fmt: skip
+    reply = masks[2:] if incremental else masks
+    last = read.read(piece([7] if incremental else [5, 6, 7], 3, output_token_sampling_mask=reply,
+                           routed_experts=experts_text, **DONE))  # fmt: skip
     assert last.extra["sampling_mask"] == masks
     experts = last.extra["routed_experts"]
     assert (experts.start, experts.rows.tolist()) == (1, rows[1:].tolist())
@@ -297,9 +297,9 @@ def test_a_chat_reply_is_read_as_the_server_parsed_it():
 
 
 def test_text_alone_is_read_where_text_is_enough():
-    told = {"text": "hello", "meta_info": {"finish_reason": {"type": "stop", "matched": None}}}
+    reply = {"text": "hello", "meta_info": {"finish_reason": {"type": "stop", "matched": None}}}
     read = reading(strict=False)
-    chunk = read.read(json.dumps(told).encode())
+    chunk = read.read(json.dumps(reply).encode())
     assert chunk.reply == Reply("hello", None, (), FinishReason.STOP)
     assert len(chunk.output_ids) == len(chunk.logprobs) == 0
     assert not read.has_ids
@@ -307,9 +307,9 @@ def test_text_alone_is_read_where_text_is_enough():
 
 @given(st.binary(max_size=60) | st.text(max_size=40).map(str.encode))
 def test_any_bytes_are_read_or_refused(data):
-    for told in (data, b'{"meta_info":' + data + b"}", b'{"meta_info":{"x":' + data + b"}}"):
+    for reply in (data, b'{"meta_info":' + data + b"}", b'{"meta_info":{"x":' + data + b"}}"):
         try:
-            chunk = reading().read(told)
+            chunk = reading().read(reply)
         except EngineError:
             continue
         assert isinstance(chunk.output_ids, np.ndarray)

@@ -4,10 +4,11 @@ import json
 
 import aiohttp
 import pytest
+from tests.engines.recording import RecordingEngine
 from tests.engines.sglang_server import SglangServer
 from tests.scripted.api import BASH, PROMPT, USER, Api
 
-from bridle.testing import RecordingEngine, scripted_engine
+from bridle.testing import scripted_engine
 
 TURN = {"reasoning": "hm", "content": "Hello, world.",
         "tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}  # fmt: skip
@@ -52,26 +53,26 @@ async def served():
 
 async def test_a_whole_reply_has_sglangs_fields(served):
     api = await served()
-    told = await api.json("/generate", ask(rid="r", return_prompt_token_ids=True))
-    assert list(told) == ["text", "output_ids", "meta_info", "prompt_token_ids"]
-    assert told["prompt_token_ids"] == PROMPT
-    meta = told["meta_info"]
+    body = await api.json("/generate", ask(rid="r", return_prompt_token_ids=True))
+    assert list(body) == ["text", "output_ids", "meta_info", "prompt_token_ids"]
+    assert body["prompt_token_ids"] == PROMPT
+    meta = body["meta_info"]
     assert {"id": "r", "prompt_tokens": len(PROMPT), "weight_version": "default",
             "input_token_logprobs": [], "cached_tokens": 0}.items() <= meta.items()  # fmt: skip
-    ids = told["output_ids"]
+    ids = body["output_ids"]
     assert [one for _, one, _ in meta["output_token_logprobs"]] == ids
     assert meta["output_token_logprobs_length"] == meta["completion_tokens"] == len(ids)
     assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": len(ids)}]
     assert meta["finish_reason"] == {"type": "stop", "matched": ids[-1]}
-    assert told["text"].endswith("</tool_call>")
+    assert body["text"].endswith("</tool_call>")
 
 
-async def test_nothing_is_told_that_was_not_asked_for(served):
+async def test_the_reply_has_no_field_that_was_not_requested(served):
     api = await served()
-    told = await api.json("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 3}})
-    assert list(told) == ["text", "output_ids", "meta_info"]
-    assert "output_token_logprobs" not in told["meta_info"]
-    assert told["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+    body = await api.json("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 3}})
+    assert list(body) == ["text", "output_ids", "meta_info"]
+    assert "output_token_logprobs" not in body["meta_info"]
+    assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -98,18 +99,18 @@ async def test_an_interval_makes_fewer_pieces(served):
 
 async def test_a_stop_string_is_trimmed_from_the_text_alone(served):
     api = await served(scripted_engine([{"raw": "one two three"}]))
-    told = await api.json("/generate", ask(sampling={"stop": "two"}))
-    assert told["text"] == "one "
-    assert told["meta_info"]["finish_reason"] == {"type": "stop", "matched": "two"}
+    body = await api.json("/generate", ask(sampling={"stop": "two"}))
+    assert body["text"] == "one "
+    assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": "two"}
     kept = await api.json("/generate", ask(sampling={"stop": "two", "no_stop_trim": True}))
     assert kept["text"].startswith("one two")
-    assert kept["output_ids"] == told["output_ids"]
+    assert kept["output_ids"] == body["output_ids"]
 
 
 async def test_prompt_logprobs_name_the_prompt(served):
     api = await served()
-    told = await api.json("/generate", ask(logprob_start_len=0))
-    assert [one for _, one, _ in told["meta_info"]["input_token_logprobs"]] == PROMPT
+    body = await api.json("/generate", ask(logprob_start_len=0))
+    assert [one for _, one, _ in body["meta_info"]["input_token_logprobs"]] == PROMPT
 
 
 @pytest.mark.parametrize(
@@ -143,8 +144,8 @@ async def test_chat_takes_ids_and_parses_what_was_sampled(served):
     api = await served(engine)
     body = {"messages": USER, "tools": [BASH], "input_ids": PROMPT, "logprobs": True,
             "return_token_ids": True, "return_meta_info": True, "max_tokens": 99}  # fmt: skip
-    told = await api.json("/v1/chat/completions", body)
-    (choice,) = told["choices"]
+    reply = await api.json("/v1/chat/completions", body)
+    (choice,) = reply["choices"]
     assert choice["message"]["content"] == "Hello, world."
     assert choice["message"]["reasoning_content"] == "hm"
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "bash"
@@ -202,8 +203,8 @@ async def test_weights_get_versions_by_either_route(served, tmp_path):
     assert (status, json.loads(read)["success"]) == (400, False)
     assert (await api.post("/update_weight_version", {"new_version": "9"}))[0] == 501
     named = await served()
-    told = await named.json("/update_weight_version", {"new_version": "9"})
-    assert told == {"success": True, "new_version": "9"}
+    result = await named.json("/update_weight_version", {"new_version": "9"})
+    assert result == {"success": True, "new_version": "9"}
     reply = await named.json("/generate", ask())
     assert reply["meta_info"]["weight_versions"][0]["version"] == "9"
 

@@ -4,12 +4,13 @@ import asyncio
 
 import numpy as np
 import pytest
+from tests.engines.recording import InstantEngine, RecordingEngine
 from tests.engines.shapes import PROMPT, SHAPES, TOKENIZER, collect, ids_of, logprobs_of, request
 
 from bridle.engines.base import CutError, Pausable, Updatable, Versioned
 from bridle.engines.ids import ArrayIds
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.testing import RecordingEngine, instant_engine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import FinishReason, LogprobMode, Sampling, VersionSpan
 
 TURN = {"reasoning": "hm", "content": "Hello, world, and all who live in it."}
@@ -28,8 +29,8 @@ async def test_ids_logprobs_versions_and_end_are_those_of_the_engine(shape, stre
     assert np.array_equal(ids_of(chunks), expected.output_ids)
     assert logprobs_of(chunks).dtype == np.float32
     assert np.array_equal(logprobs_of(chunks), expected.logprobs)
-    told = [c.prompt_ids_json for c in chunks if c.prompt_ids_json is not None]
-    assert told == ([expected.prompt_ids_json] if shape.tells_prompt or not stream else [])
+    reply = [c.prompt_ids_json for c in chunks if c.prompt_ids_json is not None]
+    assert reply == ([expected.prompt_ids_json] if shape.tells_prompt or not stream else [])
     last = chunks[-1]
     assert last.finish_reason is FinishReason.STOP
     assert last.versions == (VersionSpan(3, 0, len(expected.output_ids)),)
@@ -54,7 +55,7 @@ async def test_it_says_what_the_server_is(shape):
 
 
 async def test_long_prompts_go_as_they_are(shape):
-    inside = instant_engine()
+    inside = InstantEngine()
     engine = RecordingEngine(inside)
     prompt = np.arange(20_000, dtype=np.int32) % 2000
     async with shape.over(engine) as outside:

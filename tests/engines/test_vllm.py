@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.engines.recording import InstantEngine, RecordingEngine
 from tests.engines.stub import Stub, events, honest, sampled
 from tests.engines.test_hostile import Proxy, without
 
@@ -17,7 +18,7 @@ from bridle.prompting.prompt import PromptIds
 from bridle.scripted.engine import scripted_logprobs
 from bridle.scripted.server import EngineServer
 from bridle.scripted.tokenizer import load_tokenizer
-from bridle.testing import RecordingEngine, instant_engine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import FinishReason, LogprobMode, Reply, Sampling, ToolCall, VersionSpan
 
 TOKENIZER = load_tokenizer(None)
@@ -104,8 +105,8 @@ async def test_over_http_an_engine_is_what_it_is_in_process(connected, route, st
     logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
     assert logprobs.dtype == np.float32
     assert np.array_equal(logprobs, expected.logprobs)
-    told = [c.prompt_ids_json for c in chunks if c.prompt_ids_json is not None]
-    assert told == [expected.prompt_ids_json]
+    reply = [c.prompt_ids_json for c in chunks if c.prompt_ids_json is not None]
+    assert reply == [expected.prompt_ids_json]
     last = chunks[-1]
     assert (last.finish_reason, last.versions) == (
         FinishReason.STOP,
@@ -118,7 +119,7 @@ async def test_over_http_an_engine_is_what_it_is_in_process(connected, route, st
 @pytest.mark.parametrize("stream", [False, True])
 async def test_sixteen_thousand_ids_and_more_go_and_come_back(connected, stream):
     for count in (16_384, 200_000):
-        inside = instant_engine()
+        inside = InstantEngine()
         engine = RecordingEngine(inside)
         outside = await connected(engine)
         prompt = np.arange(count, dtype=np.int32) % 2000

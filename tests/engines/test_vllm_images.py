@@ -86,8 +86,8 @@ def one_image(metadata, name="a"):
 
 
 async def test_what_the_processor_made_of_an_image_is_asked_once(stub, connected):
-    told = one_image({"image": [AS_VLLM_PACKS]})
-    server = await stub(**{CHAT: honest(), RENDER: told})
+    reply = one_image({"image": [AS_VLLM_PACKS]})
+    server = await stub(**{CHAT: honest(), RENDER: reply})
     engine = await connected(server.url, route=VllmRoute.CHAT)
     server.bodies.clear()
     for _ in range(2):
@@ -111,7 +111,7 @@ async def test_what_the_processor_made_of_an_image_is_asked_once(stub, connected
         {"image": [packed(grid=GRID), packed(grid=GRID)]},
     ],
 )
-async def test_sizes_that_are_not_told_or_not_understood_are_left_out(sees, metadata):
+async def test_missing_or_unreadable_image_sizes_are_left_out(sees, metadata):
     _, seen = await sees(**{RENDER: one_image(metadata)})
     assert seen.places == ({"start": 1, "length": 3},)
 
@@ -150,7 +150,7 @@ async def test_any_other_answer_is_an_error(sees, answer, why):
         await sees(**{RENDER: answer})
 
 
-async def test_a_call_by_messages_takes_the_chat_route_whatever_the_route_is(stub, connected):
+async def test_a_call_by_messages_always_takes_the_chat_route(stub, connected):
     server = await stub(**{"v1/completions": 404, CHAT: honest()})
     engine = await connected(server.url, route=VllmRoute.CHAT)
     engine._route = VllmRoute.GENERATE
@@ -210,7 +210,7 @@ async def test_whether_ids_go_with_images_is_found_by_one(
     assert found in engine.report.findings[-1].found
 
 
-async def test_messages_without_images_are_told_as_their_ids(stub, connected):
+async def test_messages_without_images_are_sent_as_their_ids(stub, connected):
     replies = {RENDER: {"token_ids": [5, 6]}, "tokenize": {"tokens": [7]}}
     server = await stub(**{CHAT: honest(), **replies})
     engine = await connected(server.url, route=VllmRoute.CHAT)

@@ -19,23 +19,23 @@ LOAD, UNLOAD = "v1/load_lora_adapter", "v1/unload_lora_adapter"
 
 
 class Taker:
-    """The routes of a vLLM that takes adapters, and what they were told."""
+    """The routes of a vLLM that takes adapters, and the calls that they got."""
 
     def __init__(self):
-        self.told = []
+        self.reported = []
 
     def load(self, body):
         read = json.loads(body)
-        self.told.append(("load", read["lora_name"], read["lora_path"]))
+        self.reported.append(("load", read["lora_name"], read["lora_path"]))
         return b"Success"
 
     def unload(self, body):
-        self.told.append(("unload", json.loads(body)["lora_name"]))
+        self.reported.append(("unload", json.loads(body)["lora_name"]))
         return b"Success"
 
     @property
     def names(self):
-        return [one[1] for one in self.told if one[0] == "load"]
+        return [one[1] for one in self.reported if one[0] == "load"]
 
 
 @pytest.fixture
@@ -80,9 +80,9 @@ async def test_adapters_before_the_last_two_are_unloaded_and_all_at_the_end(taki
         await engine.load_adapter(folder, version)
     first, second, third = taker.names
     assert len({first, second, third}) == 3
-    assert taker.told[2:] == [("unload", first), ("load", third, "/b")]
+    assert taker.reported[2:] == [("unload", first), ("load", third, "/b")]
     await engine.aclose()
-    assert taker.told[4:] == [("unload", third), ("unload", second)]
+    assert taker.reported[4:] == [("unload", third), ("unload", second)]
 
 
 async def test_a_pool_that_ends_unloads_no_adapter_from_a_released_server(taking, tmp_path):
@@ -93,7 +93,7 @@ async def test_a_pool_that_ends_unloads_no_adapter_from_a_released_server(taking
     await pool.update_weights(tmp_path, 1)
     await pool.give_up()
     await pool.aclose()
-    assert [one[0] for one in taker.told] == ["load"]
+    assert [one[0] for one in taker.reported] == ["load"]
 
 
 async def test_a_version_alone_is_refused_while_calls_use_an_adapter(taking, tmp_path):

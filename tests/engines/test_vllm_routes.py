@@ -99,7 +99,7 @@ def test_a_completion_call_has_ids_for_a_prompt():
 
 
 @pytest.mark.parametrize("route", [VllmRoute.GENERATE, VllmRoute.COMPLETIONS])
-def test_routes_that_default_to_sixteen_tokens_are_told_what_is_left(route):
+def test_routes_that_default_to_sixteen_tokens_get_the_context_left(route):
     read = body(route, request(sampling=Sampling()))
     assert (read.get("sampling_params") or read)["max_tokens"] == 50
     assert "max_tokens" not in body(VllmRoute.CHAT, request(sampling=Sampling()))
@@ -206,9 +206,9 @@ def test_an_error_in_a_stream_can_be_tried_again():
 
 def test_tokens_of_weights_without_a_version_carry_the_one_that_is_known():
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "9", "start": 1, "end": 2}]
-    told = json.dumps(sampled(PROMPT, weight_versions=spans)).encode()
-    assert read_answer(told).spans == (VersionSpan(0, 0, 1), VersionSpan(9, 1, 2))
-    assert read_answer(told, unnamed=8).spans == (VersionSpan(8, 0, 1), VersionSpan(9, 1, 2))
+    reply = json.dumps(sampled(PROMPT, weight_versions=spans)).encode()
+    assert read_answer(reply).spans == (VersionSpan(0, 0, 1), VersionSpan(9, 1, 2))
+    assert read_answer(reply, unnamed=8).spans == (VersionSpan(8, 0, 1), VersionSpan(9, 1, 2))
 
 
 def test_experts_that_are_no_rows_are_refused():
@@ -219,10 +219,10 @@ def test_experts_that_are_no_rows_are_refused():
 
 
 def test_versions_stop_strings_extras_and_cache_hits_are_read():
-    told = sampled(PROMPT, stop_reason="END", routed_experts=npy_text(ROWS), sampling_mask=[[1]],
+    reply = sampled(PROMPT, stop_reason="END", routed_experts=npy_text(ROWS), sampling_mask=[[1]],
                    weight_versions=[{"version": "3", "start": 0, "end": 2}])  # fmt: skip
-    told["usage"]["prompt_tokens_details"] = {"cached_tokens": 2}
-    read = read_answer(json.dumps(told).encode())
+    reply["usage"]["prompt_tokens_details"] = {"cached_tokens": 2}
+    read = read_answer(json.dumps(reply).encode())
     assert read.chunk is not None
     assert read.spans == (VersionSpan(3, 0, 2),)
     assert read.chunk.stop_text == "END"
@@ -251,8 +251,8 @@ def test_what_an_engine_parsed_is_collected_over_pieces():
     ]  # fmt: skip
     text = MessageText()
     for piece in pieces:
-        told = {"choices": [{"delta": piece, "token_ids": []}]}
-        text.add(read_answer(json.dumps(told).encode()))
+        reply = {"choices": [{"delta": piece, "token_ids": []}]}
+        text.add(read_answer(json.dumps(reply).encode()))
     text.add(read_answer(b'{"choices":[{"text":"!"}]}'))
     calls = (ToolCall("c0", "f", '{"a":1}'), ToolCall("c1", "g", "{}"))
     assert text.reply(FinishReason.STOP) == Reply("a!", "hm", calls, FinishReason.STOP)
@@ -271,8 +271,8 @@ def test_calls_of_a_whole_message_have_no_index():
 def event(ids, **choice):
     entries = [{"token_id": one, "logprob": -one / 8} for one in ids]
     fields = {"token_ids": ids, "logprobs": {"content": entries}, "sampling_mask": None}
-    told = {"choices": [{**fields, **choice}], "prompt_token_ids": None}
-    return json.dumps(told, separators=(",", ":")).encode()
+    reply = {"choices": [{**fields, **choice}], "prompt_token_ids": None}
+    return json.dumps(reply, separators=(",", ":")).encode()
 
 
 OTHERS = (
@@ -315,18 +315,18 @@ def read_all(reads):
         for version, bodies in reads:
             replica.version = max(version, replica.version)
             for read in read_answers(bodies):
-                told = read.chunk
-                if read.spans or told is None:
+                reply = read.chunk
+                if read.spans or reply is None:
                     others.append((len(ids), read.cached_tokens, read.spans))
-                if told is None:
+                if reply is None:
                     continue
-                if told.finish_reason or told.extra or told.prompt_ids_json:
-                    extra = {name: str(value) for name, value in told.extra.items()}
-                    others.append((len(ids), told.finish_reason, extra, told.prompt_ids_json))
-                if len(told.output_ids) or told.finish_reason:
-                    routed.took(told, replica)
-                ids += told.output_ids.tolist()
-                values += told.logprobs.tolist()
+                if reply.finish_reason or reply.extra or reply.prompt_ids_json:
+                    extra = {name: str(value) for name, value in reply.extra.items()}
+                    others.append((len(ids), reply.finish_reason, extra, reply.prompt_ids_json))
+                if len(reply.output_ids) or reply.finish_reason:
+                    routed.took(reply, replica)
+                ids += reply.output_ids.tolist()
+                values += reply.logprobs.tolist()
     except EngineError as error:
         failure = str(error)
     return ids, values, others, failure, routed.spans, routed.mixed, routed.given

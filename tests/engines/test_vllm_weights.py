@@ -23,8 +23,8 @@ def model(folder, *, weights="model.safetensors", **changes):
     return folder
 
 
-async def told(stub, source, **replies):
-    """Have a server told to load a folder as version 7; the bodies that it got."""
+async def requests_sent(stub, source, **replies):
+    """Make a server load a folder as version 7; return the bodies that it got."""
     server = await stub(**{**GOOD, **replies})
     client = EngineClient(server.url, api_key=None, timeout_s=30)
     try:
@@ -34,26 +34,26 @@ async def told(stub, source, **replies):
     return server.bodies
 
 
-async def test_a_server_is_told_to_load_to_forget_and_which_version_it_has(stub, tmp_path):
+async def test_a_server_loads_resets_its_cache_and_gets_its_version(stub, tmp_path):
     folder = model(tmp_path / "a")
     command = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-    assert await told(stub, folder) == [command, None, {"new_version": "7"}]
+    assert await requests_sent(stub, folder) == [command, None, {"new_version": "7"}]
 
 
 async def test_a_folder_that_only_the_server_sees_is_passed_on(stub):
-    (command, *_) = await told(stub, "/nowhere/here")
+    (command, *_) = await requests_sent(stub, "/nowhere/here")
     assert command["kwargs"] == {"weights_path": "/nowhere/here"}
 
 
 async def test_a_server_without_these_routes_says_how_it_is_to_be_started(stub, tmp_path):
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1") as caught:
-        await told(stub, model(tmp_path / "a"), collective_rpc=404)
+        await requests_sent(stub, model(tmp_path / "a"), collective_rpc=404)
     assert not isinstance(caught.value, WeightsLostError)
 
 
 async def test_a_server_that_failed_half_way_has_no_weights_any_more(stub, tmp_path):
     with pytest.raises(WeightsLostError, match="start it anew"):
-        await told(stub, model(tmp_path / "a"), collective_rpc=500)
+        await requests_sent(stub, model(tmp_path / "a"), collective_rpc=500)
 
 
 async def test_a_server_that_is_not_there_has_lost_nothing(tmp_path):

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from bridle.errors import EvaluatorError
-from bridle.evaluators.function import confined
+from bridle.evaluators.function import sandboxed
 
 LOOK = """
 import json, os, socket, sys
@@ -28,7 +28,7 @@ async def test_it_sees_its_module_and_python_and_no_other_file_of_the_machine(tm
     secret.write_text("a secret")
     given = tmp_path / "given.py"
     given.write_text("of the caller's")
-    async with confined("tests.evaluators.scoring", given) as place:
+    async with sandboxed("tests.evaluators.scoring", given) as place:
         result = await place.python(
             ["-P", "-c", LOOK],
             env={},
@@ -46,7 +46,7 @@ async def test_it_sees_its_module_and_python_and_no_other_file_of_the_machine(tm
 @pytest.mark.parametrize("name", ["no_such_module", "benchmarks_of_nobody.deep"])
 async def test_a_module_that_is_not_there_is_named(name):
     with pytest.raises(EvaluatorError, match=name.partition(".")[0]):
-        async with confined(name):
+        async with sandboxed(name):
             pass
 
 
@@ -55,5 +55,5 @@ async def test_a_folder_without_init_is_no_module(tmp_path, monkeypatch):
     (tmp_path / "runs" / "server").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(EvaluatorError, match=r"'runs\.server'.*without __init__\.py"):
-        async with confined("runs.server"):
+        async with sandboxed("runs.server"):
             pass

@@ -7,12 +7,12 @@ from tests.evaluators.made import evaluation
 from bridle.config import EvaluatorSpec
 from bridle.errors import EvaluatorError
 from bridle.evaluators import open_evaluator
-from bridle.evaluators.base import Unscorable, controlled
+from bridle.evaluators.base import Unscorable, evaluate_with_control
 
 
 async def scored(context, strategy, budget_s=30.0, **config):
     evaluator = open_evaluator(EvaluatorSpec(strategy=strategy, config=config))
-    return await controlled(evaluator, replace(context, budget_s=budget_s))
+    return await evaluate_with_control(evaluator, replace(context, budget_s=budget_s))
 
 
 OF_FILE = "tests.evaluators.scoring:of_file"
@@ -117,5 +117,5 @@ class Stuck:
 async def test_an_evaluator_that_never_ends_is_the_evaluators_failure(tmp_path):
     async with evaluation(tmp_path) as context:
         with pytest.raises(EvaluatorError, match=r"its budget of 0.1 s ran out") as caught:
-            await controlled(Stuck(), replace(context, budget_s=0.1))
+            await evaluate_with_control(Stuck(), replace(context, budget_s=0.1))
     assert not isinstance(caught.value, Unscorable)

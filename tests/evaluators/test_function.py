@@ -67,7 +67,7 @@ async def test_it_may_be_async_and_return_trace_rewards_and_more(tmp_path):
     ]  # fmt: skip
 
 
-async def test_it_is_told_how_the_harness_ended(tmp_path):
+async def test_the_function_gets_the_harness_exit(tmp_path):
     async with evaluation(tmp_path) as context:
         harness = replace(context.harness, exit_code=3, stdout=b"four")
         found = await evaluator("of_harness").evaluate(replace(context, harness=harness))

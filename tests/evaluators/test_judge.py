@@ -115,7 +115,7 @@ async def test_a_judge_that_fails_means_what_the_task_says(tmp_path, answer, why
     assert "judge_failed" in found.metadata
 
 
-async def test_a_judge_that_never_answers_is_given_up(tmp_path):
+async def test_a_judge_that_never_answers_times_out(tmp_path):
     class Silent(Model):
         async def complete(self, request):
             request.transport.close()
@@ -169,7 +169,7 @@ def test_what_is_too_long_keeps_its_beginning_and_its_end():
 
 
 async def test_a_busy_judge_is_asked_again_when_it_says(tmp_path):
-    told, model = await judged(tmp_path, 429, GOOD)
-    assert told.reward == 0.75
+    result, model = await judged(tmp_path, 429, GOOD)
+    assert result.reward == 0.75
     first, second = model.times
     assert second - first >= 1

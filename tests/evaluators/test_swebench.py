@@ -9,7 +9,7 @@ import pytest
 from tests.evaluators.test_test_on_output import BEGIN, two_runtimes
 
 from bridle.errors import ConfigError, EvaluatorError
-from bridle.evaluators.base import Unscorable, controlled
+from bridle.evaluators.base import Unscorable, evaluate_with_control
 from bridle.evaluators.swebench import SwebenchEvaluator
 
 UTILS = """
@@ -95,7 +95,7 @@ async def test_an_environment_that_only_the_patch_breaks_is_reward_0(
 ):
     async with two_runtimes(tmp_path, "echo DISK > code.txt") as context:
         with pytest.raises(EvaluatorError, match="the environment failed") as caught:
-            await controlled(evaluator(python, script=script), context)
+            await evaluate_with_control(evaluator(python, script=script), context)
     assert isinstance(caught.value, Unscorable) == blamed
 
 

@@ -5,7 +5,7 @@ from tests.evaluators.made import evaluation
 
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Unscorable
-from bridle.evaluators.test_on_output import TestOnOutput, filtered, from_junit, from_summary
+from bridle.evaluators.test_on_output import TestOnOutput, filter_patch, from_junit, from_summary
 
 BEGIN = (
     "git init -q . && git config user.name a && git config user.email a@b && echo 1 > code.txt"
@@ -192,10 +192,10 @@ def test_a_task_without_a_test_that_must_pass_is_refused():
         TestOnOutput.from_config({"command": "true", "fail_to_pass": []})
 
 
-def test_a_file_in_a_patch_is_one_part_whatever_its_lines_say():
+def test_a_file_in_a_patch_is_one_part_even_if_its_lines_look_like_headers():
     one = "diff --git a/x y b/x y\n--- a/x y\n+++ b/x y\n@@ -1 +1 @@\n-a\n+diff --git a/q b/q\n"
     two = "diff --git a/t/z b/t/z\nnew file mode 100644\n"
-    patch = filtered(one + two, ("*",), ("t/*",))
+    patch = filter_patch(one + two, ("*",), ("t/*",))
     assert (patch.text, patch.kept, patch.dropped) == (one, ("x y",), ("t/z",))
 
 

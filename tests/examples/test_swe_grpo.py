@@ -74,7 +74,7 @@ def test_the_papers_numbers_reach_the_trainers(run, arguments, tmp_path):
         assert word in verl
 
 
-def test_what_is_wrong_is_told_and_nothing_is_started(run, arguments, capsys):
+def test_wrong_arguments_are_reported_and_nothing_is_started(run, arguments, capsys):
     assert run.main([*arguments, "--harness", "pi", "--trainer", "slime"]) == 1
     assert "2 tasks, not 293" in capsys.readouterr().err
     wrong = [*arguments[2:], "--tasks", "nowhere.json", "--harness", "pi", "--trainer", "verl"]

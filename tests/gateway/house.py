@@ -10,8 +10,9 @@ from typing import Any
 
 import aiohttp
 import orjson
+from tests.conformance.memory import MemoryStore
 
-from bridle.capture.store import MemoryStore, Store
+from bridle.capture.store import Store
 from bridle.engines.base import EngineInfo
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.models import OtherModel, Served, make_policy

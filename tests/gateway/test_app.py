@@ -6,11 +6,11 @@ import socket
 import aiohttp
 import numpy as np
 import pytest
+from tests.conformance.memory import MemoryStore
 from tests.gateway.house import TOKEN, house, renderer, scripted, user
 from tests.gateway.test_exchange import GatedStore
 from tests.gateway.test_relay import late, sent, went
 
-from bridle.capture.store import MemoryStore
 from bridle.config import Limits
 from bridle.engines.base import EngineInfo
 from bridle.errors import ConfigError, EngineError, StoreError

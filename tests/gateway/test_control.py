@@ -11,10 +11,10 @@ from typing import Any
 import orjson
 import pytest
 from tests.capture.made import MadeSession
+from tests.conformance.memory import MemoryStore
 from tests.gateway.house import TOKEN, house, scripted, user
 
 from bridle.capture.records import Delivery
-from bridle.capture.store import MemoryStore
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica
 from bridle.errors import ConfigError, EngineError

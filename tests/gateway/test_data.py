@@ -8,9 +8,9 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from tests.conformance.memory import MemoryStore
 from tests.gateway.house import TOKEN, events, house, user
 
-from bridle.capture.store import MemoryStore
 from bridle.gateway.keys import mint_key
 from bridle.types import Dialect
 

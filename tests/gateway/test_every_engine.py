@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.conformance.memory import MemoryStore
 from tests.embedded.models import HEADS, SMALL
+from tests.engines.recording import RecordingEngine
 from tests.engines.shapes import SHAPES
 from tests.gateway.sdk_agents import CLIENTS, TURNS, reading
 
-from bridle.capture.store import MemoryStore
 from bridle.config import FieldPolicy, SamplingPolicy, builtin_tokenizer_dir
 from bridle.embedded import EmbeddedEngine
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
-from bridle.testing import RecordingEngine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.trajectory import rebuild
 
 

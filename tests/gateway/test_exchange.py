@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import orjson
 import pytest
+from tests.conformance.memory import MemoryStore
 from tests.gateway.gated import Gated
 from tests.gateway.house import SHELL_TOOL, house, renderer, scripted, tool_result, user
 
-from bridle.capture.store import MemoryStore
 from bridle.config import FieldPolicy, Limits, SamplingPolicy
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import Route, RouteKind

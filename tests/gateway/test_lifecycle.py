@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
+from tests.conformance.memory import MemoryStore
 from tests.engines.sleepers import KINDS, QUICK, asleep_servers, pool_of, sampled_under, spec
 from tests.gateway.house import TOKEN, house, user
 
-from bridle.capture.store import MemoryStore
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.workers import Supervisor
 

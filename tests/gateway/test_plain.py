@@ -18,6 +18,7 @@ import aiohttp
 import numpy as np
 import orjson
 import pytest
+from tests.conformance.memory import MemoryStore
 from tests.gateway.house import (
     TOKEN,
     Caller,
@@ -30,7 +31,6 @@ from tests.gateway.sdk_agents import TURNS as TURNS_OF_SDK
 from tests.gateway.speech import ERRAND, SPEECHES, Harness, chat_said, events
 
 from bridle.capture.sqlite import SqliteStore
-from bridle.capture.store import MemoryStore
 from bridle.config import Limits, SamplingPolicy
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.vllm import VllmEngine

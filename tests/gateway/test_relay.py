@@ -7,6 +7,7 @@ import aiohttp
 import orjson
 import pytest
 from aiohttp import web
+from tests.dialects.sse import SseParser
 from tests.gateway.gated import Gated
 from tests.gateway.house import events, house, renderer, scripted, user
 from tests.gateway.test_retries import FRESH, REQUEST, a_call, a_room
@@ -15,7 +16,6 @@ from bridle.config import SamplingPolicy
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import Route, RouteKind
 from bridle.dialects.openai_chat import OpenAIChat
-from bridle.dialects.sse import SseParser
 from bridle.engines.base import CutError, GenerateChunk
 from bridle.errors import EngineError
 from bridle.gateway.call import Answer, Stage

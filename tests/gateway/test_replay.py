@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conformance.memory import MemoryStore
 from tests.gateway.house import SHELL_TOOL, house, tool_result, user
 from tests.gateway.sdk_agents import CLIENTS, reading
 
 from bridle.capture.records import no_logprobs
-from bridle.capture.store import MemoryStore
 from bridle.errors import ConfigError, StoreError
 from bridle.gateway.replay import replay_of
 from bridle.gateway.weights import SetPolicy

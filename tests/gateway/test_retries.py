@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conformance.memory import MemoryStore
 from tests.gateway.house import served
 
 from bridle.aio import Nursery
 from bridle.capture.records import SessionRecord
-from bridle.capture.store import MemoryStore
 from bridle.config import Limits, SamplingPolicy
 from bridle.dialects import DIALECTS
 from bridle.errors import RequestError

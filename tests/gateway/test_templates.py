@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 from tests.dialects.exchange import parse
+from tests.engines.recording import RecordingEngine
 from tests.engines.sglang_server import SglangServer
 from tests.engines.shapes import SHAPES
 from tests.gateway.house import SHELL_TOOL, house, renderer, scripted, tool_result, user
@@ -19,7 +20,6 @@ from bridle.engines.sglang import SglangEngine
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
 from bridle.scripted.server import EngineServer
-from bridle.testing import RecordingEngine
 from bridle.types import Dialect
 
 RULES = "House rules."

@@ -4,8 +4,7 @@ import pytest
 from tests.dialects.exchange import parse
 
 from bridle.harness_rules.base import KindRule
-from bridle.harness_rules.kinds import kind_of
-from bridle.harness_rules.table import HARNESS_RULES, KIND_RULES
+from bridle.harness_rules.table import HARNESS_RULES, KIND_RULES, kind_of
 from bridle.types import Dialect, Kind
 
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -5,13 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.config import AgentSpec
+from bridle.config import AgentSpec, merged
 from bridle.errors import ConfigError
 from bridle.harnesses.configuration import (
     as_toml,
     events_backwards,
     mcp_entries,
-    merged,
     output_budget,
     refuse_extras,
     skill_folders,

@@ -49,10 +49,10 @@ def test_the_file_and_the_runner_are_copied_and_the_key_is_in_no_file(written):
     runner, config = "/h/.function/function_runner.py", "/h/.function/config.json"
     assert launch.command == ("python3", runner, config)
     assert launch.files["/h/.function/modules/mine.py"] == b"def run(task): ..."
-    told = json.loads(launch.files[config])
-    assert (told["module"], told["name"]) == ("mine", "run")
-    assert told["task"]["instruction"] == "do it"
-    assert told["task"]["model"] == "bridle-policy"
+    parsed = json.loads(launch.files[config])
+    assert (parsed["module"], parsed["name"]) == ("mine", "run")
+    assert parsed["task"]["instruction"] == "do it"
+    assert parsed["task"]["model"] == "bridle-policy"
     assert launch.env["OPENAI_API_KEY"] == "key-1"
     assert not any(b"key-1" in content for content in launch.files.values())
 

@@ -83,5 +83,5 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
         (0, b"", None),
     ],
 )
-def test_gemini_cli_exit_codes_are_told_apart(code, stdout, cause):
+def test_gemini_cli_exit_codes_are_classified(code, stdout, cause):
     assert gemini().exit_cause(code, None, stdout) is cause

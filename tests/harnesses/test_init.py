@@ -18,13 +18,13 @@ def test_every_name_in_the_table_opens_a_harness_of_that_name(name):
 
 def test_guide_table_lists_the_harnesses():
     page = Path(__file__).parents[2] / "docs/guides/harnesses/index.md"
-    told = {line for line in page.read_text().splitlines() if line.startswith("| `")}
+    result = {line for line in page.read_text().splitlines() if line.startswith("| `")}
     wanted = set()
     for name in HARNESSES:
         version = "-" if name in ANY_PROGRAM else open_harness(name).version
         dialects = ", ".join(f"`{dialect}`" for dialect in dialects_of(name))
         wanted.add(f"| `{name}` | {version} | {dialects} |")
-    assert told == wanted
+    assert result == wanted
 
 
 def test_a_harness_without_a_choice_speaks_one_dialect():

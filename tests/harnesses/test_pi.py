@@ -38,7 +38,7 @@ def test_the_provider_is_the_gateway_with_the_models_true_context():
 
 
 @pytest.mark.parametrize(
-    ("api", "told", "url"),
+    ("api", "result", "url"),
     [
         ("openai_chat", "openai-completions", "http://gw/s/x/v1"),
         ("openai_responses", "openai-responses", "http://gw/s/x/v1"),
@@ -46,12 +46,12 @@ def test_the_provider_is_the_gateway_with_the_models_true_context():
         ("google", "google-generative-ai", "http://gw/s/x/v1beta"),
     ],
 )
-def test_pi_speaks_every_wire_format(api, told, url):
+def test_pi_speaks_every_wire_format(api, result, url):
     harness = pi(api=api)
     assert harness.dialect == api
     models = json.loads(harness.launch(context()).files["/h/.pi/agent/models.json"])
     provider = models["providers"]["gw"]
-    assert (provider["api"], provider["baseUrl"]) == (told, url)
+    assert (provider["api"], provider["baseUrl"]) == (result, url)
 
 
 def test_settings_become_flags():

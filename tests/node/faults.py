@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from tests.conformance.memory import MemoryStore
 from tests.node.house import a_node, checked, nothing_lives, statuses, task
 
-from bridle.capture.store import MemoryStore
 from bridle.config import Action, Limits, RuntimeSpec
 from bridle.errors import StoreError
 from bridle.node.batch import LocalExecutor
@@ -195,15 +195,15 @@ def _each_is_accounted_for(node, tasks, ended, summary):
         name: result.status for name, result in ended.items()
     }
     assert len(node.folder.trajectories.read_text().splitlines()) == len(tasks)
-    told: dict[str, list[SessionStatus]] = {}
+    outcome: dict[str, list[SessionStatus]] = {}
     for event in node.seen:
         if isinstance(event, SessionChanged):
-            told.setdefault(event.task_id, []).append(event.status)
-    assert told.keys() == ended.keys()
-    for way in told.values():
+            outcome.setdefault(event.task_id, []).append(event.status)
+    assert outcome.keys() == ended.keys()
+    for way in outcome.values():
         assert all(after in TRANSITIONS[at] for at, after in pairwise(way))
         assert not TRANSITIONS[way[-1]]
-    assert len(statuses(node)) == sum(map(len, told.values()))
+    assert len(statuses(node)) == sum(map(len, outcome.values()))
 
 
 async def containers():

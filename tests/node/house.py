@@ -5,7 +5,8 @@ from contextlib import asynccontextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from bridle.capture.store import MemoryStore
+from tests.conformance.memory import MemoryStore
+
 from bridle.config import AgentSpec, Budgets, EvaluatorSpec, Task
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
@@ -77,7 +78,7 @@ async def a_node(tmp_path, *turns, store=None, settings=None, engine=None, **gat
 
 
 def statuses(node):
-    """The statuses that were told, in order."""
+    """The statuses that were reported, in order."""
     return [str(event.status) for event in node.seen if isinstance(event, SessionChanged)]
 
 

@@ -196,12 +196,12 @@ class FakeRemote:
 
 @asynccontextmanager
 async def a_runner(*nodes, owner="me", outlive=False, settled=True, timeouts=None):
-    """A runner that has heard of all `nodes`."""
+    """A runner that is in contact with all `nodes`."""
     timeouts = NodeTimeouts(**{**PATIENT, **(timeouts or {})})
     async with ClusterRunner(owner, outlive=outlive, timeouts=timeouts) as runner:
         for node in nodes:
             runner.join(node)
-        await runner.first_heard()
+        await runner.first_contact()
         if settled:
             await runner.settle()
         yield runner

@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.loops import JumpingLoop
 from tests.node.house import a_node
 
 from bridle.config import AgentSpec, Budgets, EvaluatorSpec, RuntimeSpec, Task
@@ -18,7 +19,6 @@ from bridle.node.batch import LocalExecutor
 from bridle.node.events import SessionChanged
 from bridle.runtimes.base import ExecResult
 from bridle.runtimes.local import LocalRuntime
-from bridle.testing import JumpingLoop
 
 MEAN_S = 100.0
 """Of a run."""

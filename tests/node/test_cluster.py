@@ -103,7 +103,7 @@ async def trying(run):
 
 
 @pytest.mark.parametrize("failure", ["silent", "away", "its machine is gone"])
-async def test_runs_of_a_node_that_does_not_answer_are_given_up(failure):
+async def test_runs_of_an_unreachable_node_are_lost(failure):
     async with (
         remote_nodes("a", "b") as remotes,
         a_runner(*remotes, timeouts=HASTY) as runner,

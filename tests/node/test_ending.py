@@ -49,12 +49,12 @@ def ended(exit_code=0, signal=None, stdout=b"", stderr=b""):
     )
 
 
-def heard(code, *, last=True):
+def facts_with(code, *, last=True):
     return known(failed_last=last, last_error="some error", last_error_code=code)
 
 
-OVERFLOW = heard("context_length_exceeded")
-BROKEN = heard("engine_error")
+OVERFLOW = facts_with("context_length_exceeded")
+BROKEN = facts_with("engine_error")
 CRASH = Cause.HARNESS_CRASH
 SPENT = known(limit="tokens", failed_last=True)
 
@@ -71,9 +71,9 @@ SPENT = known(limit="tokens", failed_last=True)
         (ended(1), OVERFLOW, CRASH, "ERROR", CRASH),
         (ended(), BROKEN, None, "ERROR", Cause.INFRASTRUCTURE),
         (ended(1), BROKEN, Cause.HARNESS_CRASH, "ERROR", "infrastructure"),
-        (ended(), heard("rate_limit"), None, "ERROR", Cause.INFRASTRUCTURE),
-        (ended(None, 9), heard("session_busy"), CRASH, "ERROR", CRASH),
-        (ended(), heard("engine_error", last=False), None, "COMPLETED", None),
+        (ended(), facts_with("rate_limit"), None, "ERROR", Cause.INFRASTRUCTURE),
+        (ended(None, 9), facts_with("session_busy"), CRASH, "ERROR", CRASH),
+        (ended(), facts_with("engine_error", last=False), None, "COMPLETED", None),
         (ended(), known(limit="turns"), None, "TIMEOUT", Cause.LIMIT),
         (ended(1), SPENT, Cause.HARNESS_CRASH, "TIMEOUT", "limit"),
     ],
@@ -151,9 +151,9 @@ def test_only_completed_has_no_cause():
 
 def test_every_ending_is_laid_to_somebody():
     ends, causes = (SessionStatus.ERROR, SessionStatus.TIMEOUT, SessionStatus.CANCELLED), [*Cause]
-    told = {(status, cause): blame(status, cause) for status in ends for cause in causes}
-    assert None not in told.values()
-    assert set(told.values()) == set(Fault)
+    result = {(status, cause): blame(status, cause) for status in ends for cause in causes}
+    assert None not in result.values()
+    assert set(result.values()) == set(Fault)
     assert blame(SessionStatus.COMPLETED, None) is None
 
 

@@ -40,7 +40,7 @@ async def test_a_node_opens_without_a_dead_engine_and_gets_it_when_it_is_back():
         late = remotes[1]
         late.gateway.refuses = "nobody answers"
         runner.join(late)
-        await runner.first_heard()
+        await runner.first_contact()
         assert (runner.free, late.gateway.replicas) == (8, ["http://engine"])
         await runner.follow_engines([A], drain_s=0)
         late.gateway.refuses = None
@@ -54,7 +54,7 @@ async def test_a_node_that_joins_late_leaves_released_engines_alone():
         await runner.add_replica(A)
         await runner.set_policy(SetPolicy(released=True, replicas=("a",), by="t"))
         runner.join(late := remotes[1])
-        await runner.first_heard()
+        await runner.first_contact()
         assert late.gateway.replicas == ["http://engine"]  # a new one would be probed
         assert (late.gateway.asked[0].released, late.gateway.asked[0].by) == (True, "t")
         await runner.set_policy(SetPolicy(released=False, weights="/w", version=3, by="t"))

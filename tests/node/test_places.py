@@ -4,7 +4,7 @@ import pytest
 from tests.evaluators.made import evaluation
 
 from bridle.evaluators.base import Unscorable
-from bridle.node.places import kept
+from bridle.node.places import keep_filter
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from bridle.node.places import kept
     ],
 )
 def test_the_checkers_paths_and_files_that_programs_obey_are_not_copied(path, is_folder):
-    assert kept(["check", "deep/check.sh", "/absolute", "."])(
+    assert keep_filter(["check", "deep/check.sh", "/absolute", "."])(
         PurePosixPath(path), is_folder=is_folder
     )
 
@@ -35,11 +35,11 @@ def test_the_checkers_paths_and_files_that_programs_obey_are_not_copied(path, is
     [("deep", True), ("checks", False), (".git", True), (".git/refs/heads/config", False)],
 )
 def test_all_other_files_are_copied_from_the_agent(path, is_folder):
-    assert not kept(["check", "deep/check.sh"])(PurePosixPath(path), is_folder=is_folder)
+    assert not keep_filter(["check", "deep/check.sh"])(PurePosixPath(path), is_folder=is_folder)
 
 
 def test_with_named_files_no_other_is_copied_from_the_agent():
-    keep = kept([], ["out/answer.txt"])
+    keep = keep_filter([], ["out/answer.txt"])
     taken = [("out", True), ("out/answer.txt", False), ("out/answer.txt/x", False)]
     assert not any(keep(PurePosixPath(path), is_folder=flag) for path, flag in taken)
     left = [("out", False), ("out/other", False), ("settings", False)]

@@ -25,21 +25,21 @@ def test_each_process_locks_a_folder_and_the_next_one_reuses_a_dead_ones(tmp_pat
 async def test_an_actors_value_is_returned_and_its_error_raised():
     from ray.exceptions import ActorUnavailableError, ObjectLostError
 
-    from bridle.node.ray import ActorResult, unwrapped
+    from bridle.node.ray import ActorResult, actor_result
 
     async def answer(value):
         if isinstance(value, Exception):
             raise value
         return value
 
-    assert await unwrapped(answer(ActorResult(3))) == 3
-    assert await unwrapped(answer(None)) is None
+    assert await actor_result(answer(ActorResult(3))) == 3
+    assert await actor_result(answer(None)) is None
     with pytest.raises(ConfigError, match="no such engine"):
-        await unwrapped(answer(ActorResult(error=ConfigError("no such engine"))))
+        await actor_result(answer(ActorResult(error=ConfigError("no such engine"))))
     with pytest.raises(NodeLostError) as away:
-        await unwrapped(answer(ActorUnavailableError("it restarts", b"1" * 16)))
+        await actor_result(answer(ActorUnavailableError("it restarts", b"1" * 16)))
     with pytest.raises(NodeLostError) as gone:
-        await unwrapped(answer(ObjectLostError("1" * 56, None, "")))
+        await actor_result(answer(ObjectLostError("1" * 56, None, "")))
     assert (away.value.may_return, gone.value.may_return) == (True, False)
 
 

@@ -2,15 +2,15 @@ import json
 
 import pytest
 from tests.capture.made import MadeSession
+from tests.conformance.memory import MemoryStore
 from tests.node.house import task
 
 from bridle.capture.records import Outcome, SessionRecord
-from bridle.capture.store import MemoryStore
 from bridle.config import AgentSpec, Task
 from bridle.errors import ConfigError, StoreError
 from bridle.harnesses import open_harness
 from bridle.node.events import Events, Installing
-from bridle.node.results import result_from, unrecorded
+from bridle.node.results import result_from, uncaptured_result
 from bridle.node.run_folder import RunFolder, summarise
 from bridle.prompting.renderer import load_renderer
 from bridle.prompting.texts import tokenizer_record
@@ -62,7 +62,7 @@ async def test_a_result_and_its_summary_are_plain_json():
 def test_a_session_that_capture_does_not_hold_has_a_result_too():
     outcome = Outcome("s", "ERROR", 2.0, None, cause="infrastructure", error="disk full")
     harness = open_harness(AgentSpec(harness="command", command="true"))
-    result = unrecorded(task(), 3, harness, outcome)
+    result = uncaptured_result(task(), 3, harness, outcome)
     assert (result.cause, result.error, result.sample_index) == (
         Cause.INFRASTRUCTURE,
         "disk full",
@@ -234,7 +234,7 @@ async def test_a_session_that_no_store_took_is_in_the_finished_run_all_the_same(
     task = Task(task_id="t", instruction="x")
     harness = open_harness(AgentSpec(harness="empty"))
     with RunFolder.create(tmp_path / "run", config={}) as folder:
-        folder.append(unrecorded(task, 0, harness, lost))
+        folder.append(uncaptured_result(task, 0, harness, lost))
         folder.append(result_from(store.read("a")))
         summary = folder.finish(store)
         assert folder.finish(store) == summary

@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.conformance.memory import MemoryStore
 from tests.node.house import AGENT, BEAT, WORK, a_node, checked, nothing_lives, statuses, task
 from tests.node.test_ending import known
 
-from bridle.capture.store import MemoryStore
 from bridle.config import Action, Limits, RuntimeSpec
 from bridle.errors import StoreError
 from bridle.evaluators.base import Evaluation
@@ -63,7 +63,7 @@ def test_final_statuses_lead_nowhere_and_every_other_one_to_an_end():
 
 
 async def until(node, status):
-    while status not in statuses(node):  # noqa: ASYNC110 - events are told to plain callbacks
+    while status not in statuses(node):  # noqa: ASYNC110 - events go to plain callbacks
         await asyncio.sleep(0.005)
 
 
@@ -430,7 +430,7 @@ async def test_a_limit_is_exceeded_when_its_grace_is_over():
     session.POLL_S = 0.01
     try:
         began = asyncio.get_running_loop().time()
-        found = await session.limit_outstayed(
+        found = await session.limit_overrun(
             lambda: facts.pop(0) if len(facts) > 1 else facts[0], grace_s=0.05
         )
     finally:

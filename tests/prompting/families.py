@@ -67,7 +67,7 @@ the control tokens that it asks for.
 - `refuses`: the family does not extend here; Bridle's difference of the model's own template does.
 - `not rendered`: the family's template has no such conversation.
 
-Of `gpt-oss` nothing is told: {untried}.
+`gpt-oss` is not measured: {untried}.
 
 """
 

@@ -305,7 +305,7 @@ def test_with_or_without_memory_the_chain_is_the_same(messages, seen):
 
 
 @given(conversations(), conversations())
-def test_a_longer_history_goes_on_from_the_chain_of_the_shorter(messages, more):
+def test_a_longer_history_extends_the_chain_of_the_shorter(messages, more):
     short = canonical(request(*messages, user("x")), {})
     long = canonical(request(*messages, user("x"), *more), {})
     assert long.chain[: len(short.chain)] == short.chain

@@ -132,7 +132,7 @@ def test_a_prefill_behind_which_nothing_was_said_is_no_turn():
     assert (placement.kind, placement.repeats) == (ROOT, ("p",))
 
 
-def test_2_equal_visible_answers_are_told_apart_by_reasoning():
+def test_2_equal_visible_answers_are_distinguished_by_reasoning():
     talk = Talk()
     for name, thought in (("a", "left"), ("b", "right"), ("c", "left again")):
         talk.exchange(name, TASK, said("ok", reasoning=thought))
@@ -140,7 +140,7 @@ def test_2_equal_visible_answers_are_told_apart_by_reasoning():
     assert (placement.parent, placement.tie) == ("b", "reasoning")
 
 
-def test_2_equal_visible_answers_are_told_apart_by_the_ids_of_their_calls():
+def test_2_equal_visible_answers_are_distinguished_by_the_ids_of_their_calls():
     talk = Talk()
     for name in ("a", "b", "c"):
         talk.exchange(name, TASK, said(calls=[call(f"call_{name}")]))
@@ -342,7 +342,7 @@ def test_15_a_masked_old_result_forks_from_the_turn_it_shows(talk):
     assert talk.place(*masked, third, result("call_3", "y")).extend
 
 
-def test_16_after_a_dropped_turn_the_earlier_exchange_goes_on(talk):
+def test_16_after_a_dropped_turn_the_earlier_exchange_is_extended(talk):
     talk.exchange("b", (*TASK, TURN, SEEN), said("does not parse"))
     placement = talk.place(*TASK, TURN, SEEN, user("format error"))
     assert (placement.kind, placement.parent) == (CHILD, "a")
@@ -570,7 +570,7 @@ turns = st.lists(
 
 
 @given(turns, st.randoms(use_true_random=False))
-def test_an_append_only_conversation_is_one_path_whatever_else_the_session_does(shape, random):
+def test_an_append_only_conversation_is_one_path_beside_other_calls(shape, random):
     talk = Talk()
     history = [system("s"), user("task")]
     last = None

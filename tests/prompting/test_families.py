@@ -15,13 +15,13 @@ def test_the_page_tells_what_every_family_does():
     )
 
 
-def test_every_family_but_one_is_told_and_most_steps_are_the_same_ids():
+def test_every_family_but_one_is_listed_and_most_steps_are_the_same_ids():
     found = rows()
     assert {*found, *UNTRIED} == set(family_names())
-    assert sum(told == SAME for row in found.values() for told in row.values()) > 3 * len(found)
+    assert sum(result == SAME for row in found.values() for result in row.values()) > 3 * len(found)
     assert all(list(row) == list(STEPS) for row in found.values())
 
 
 def test_what_qwen3_says_is_extended_as_it_would_be_rendered():
     row = rows()["qwen3"]
-    assert [step for step, told in row.items() if told != SAME] == ["after a loop, user"]
+    assert [step for step, result in row.items() if result != SAME] == ["after a loop, user"]

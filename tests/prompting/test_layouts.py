@@ -6,7 +6,7 @@ import pytest
 from tests.prompting.test_family import FAMILIES, TOOLS
 
 from bridle.prompting.family import make_family
-from bridle.prompting.held import HeldFamily, held
+from bridle.prompting.placeholders import PlaceholderFamily, with_placeholders
 from bridle.prompting.renderer import TAIL
 
 WORDS = [
@@ -31,7 +31,7 @@ TURNS = [
 START = [{"role": "user", "content": "Hello there"}]
 ROLES = [["user"], ["tool"], ["tool"], ["tool", "tool"], ["tool", "user"], ["system"]]
 UNHELD = {"deepseek-v4", "laguna-xs-2.1", "laguna-s-2.1", "hy3"}
-"""Families that look at ids: see `held`."""
+"""Families that look at ids: see `with_placeholders`."""
 USUAL = [TURNS[2], TURNS[2] + TURNS[5]]
 
 
@@ -86,7 +86,7 @@ def suffix(family, before, output, new, tools):
 def extended(tokenizer, family, turns):
     """Compares random turns; the share that needed no bridge."""
     asked = Asked(family)
-    made = held(asked, tokenizer)
+    made = with_placeholders(asked, tokenizer)
     drawn = random.Random(7)
     root = family.render_ids(START, tools=TOOLS, add_generation_prompt=True)
     prompt, laid = root, 0
@@ -126,7 +126,7 @@ def test_five_thousand_random_turns_are_extended_as_the_family_does(look_alike, 
 def test_from_the_third_turn_of_a_shape_on_the_family_is_not_asked(look_alike, name):
     tokenizer, family = look_alike(name)
     asked = Asked(family)
-    made = held(asked, tokenizer)
+    made = with_placeholders(asked, tokenizer)
     prompt = family.render_ids(START, tools=TOOLS, add_generation_prompt=True)
     output = [*tokenizer.encode(USUAL[1]), family.get_stop_token_ids()[0]]
     for turn in range(5):
@@ -151,7 +151,7 @@ def test_a_family_that_decides_on_a_text_has_no_layout(look_alike, sign):
             return found
 
     decides = Decides(family)
-    made = HeldFamily(decides, tokenizer)
+    made = PlaceholderFamily(decides, tokenizer)
     prompt = family.render_ids(START, tools=TOOLS, add_generation_prompt=True)
     output = [*tokenizer.encode("I did it."), family.get_stop_token_ids()[0]]
     for turn in range(8):

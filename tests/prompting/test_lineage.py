@@ -57,7 +57,7 @@ def test_arguments_that_are_no_object_hurt_nobody(arguments):
     assert lineage.is_spawned(asked("Do it")) == (arguments == '"Do it"')
 
 
-def test_what_goes_on_from_a_summary_is_known_by_it():
+def test_a_request_that_continues_a_summary_is_linked_to_it():
     lineage = Lineage()
     lineage.note("e1", said("We counted files."), summary=True)
     assert lineage.summarised_by(asked("A summary:\n\nWe counted files.\nGo on.")) == "e1"

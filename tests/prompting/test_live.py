@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.prompting.test_family import FAMILIES
 
 from bridle.prompting.family import live_marks, plain_parser
-from bridle.prompting.live import INCOMPLETE_MOST, LiveReader, ReplyDelta, begun
+from bridle.prompting.live import INCOMPLETE_MOST, LiveReader, ReplyDelta, marker_prefix_length
 from bridle.prompting.reply import parse_reply, read_calls
 from bridle.types import FinishReason
 
@@ -271,7 +271,7 @@ def test_the_same_holds_for_a_template_of_no_family(plain, data):
 @given(st.text(alphabet="ab\n", max_size=12), st.lists(st.text("ab\n", min_size=1), max_size=3))
 @example("aab", ["abb"])
 def test_what_may_begin_a_marker_is_its_longest_beginning(text, markers):
-    count = begun(text, markers)
+    count = marker_prefix_length(text, markers)
     beginnings = {marker[:n] for marker in markers for n in range(len(marker))}
     longest = max(len(b) for b in {"", *beginnings} if text.endswith(b))
     assert count == longest

@@ -105,8 +105,8 @@ def test_a_part_that_is_not_text_is_named():
 
 def test_for_an_engine_that_sees_media_keep_their_place():
     shown = [user("x"), result("c", "a", image("d"))]
-    told, seen = chat_messages(shown, shout, media=lambda part: {"seen": part.digest})
-    assert told["content"] == "X"
+    outcome, seen = chat_messages(shown, shout, media=lambda part: {"seen": part.digest})
+    assert outcome["content"] == "X"
     assert seen["content"] == [{"type": "text", "text": "A"}, {"seen": "d"}]
     turn = Message(Role.ASSISTANT, (image("d"),))
     with pytest.raises(RenderError, match="assistant message 0 holds"):
@@ -115,8 +115,8 @@ def test_for_an_engine_that_sees_media_keep_their_place():
 
 def test_a_server_gets_arguments_as_text():
     turns = [said(calls=[call("c", '{"command":"é"}'), call("d", "no json")])]
-    (told,) = server_messages(turns)
-    given = [one["function"]["arguments"] for one in told["tool_calls"]]
+    (outcome,) = server_messages(turns)
+    given = [one["function"]["arguments"] for one in outcome["tool_calls"]]
     assert given == ['{"command": "é"}', "no json"]
 
 

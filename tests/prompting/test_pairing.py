@@ -43,7 +43,7 @@ def test_a_result_is_an_orphan_if_no_earlier_call_has_its_id(messages):
 
 
 @given(st.lists(st.tuples(STEPS, st.integers(0, 10)), max_size=5))
-def test_orphans_are_the_same_whatever_was_read_before(requests):
+def test_orphans_do_not_depend_on_earlier_requests(requests):
     memo, sent = AtomMemo(), []
     for more, keep in requests:
         sent = [*sent[:keep], *more]

@@ -12,9 +12,9 @@ from bridle.prompting.pieces import (
     WHOLE,
     Allowance,
     chars_per_token,
+    count_against,
     takes_pieces,
     tokenised,
-    within,
 )
 from bridle.prompting.renderer import load_renderer
 
@@ -111,9 +111,9 @@ def test_a_token_stands_for_no_more_characters_than_the_bound(name, text):
     assert len(text) <= chars_per_token(backend) * len(pieces.ids_of(backend, text))
 
 
-def test_a_long_text_is_given_up_where_no_context_holds_it():
+def test_tokenising_stops_for_a_text_longer_than_any_context():
     text = "some words in a row, " * (WHOLE // 16)
-    with pytest.raises(ContextOverflowError) as refused, within(Allowance(1000)):
+    with pytest.raises(ContextOverflowError) as refused, count_against(Allowance(1000)):
         TOKENS.encode(text)
     piece = len(TOKENS.encode(text[:PIECE]))
     assert 2000 < refused.value.prompt_tokens <= piece + 2000
@@ -121,7 +121,7 @@ def test_a_long_text_is_given_up_where_no_context_holds_it():
 
 def test_many_texts_count_together():
     texts = [f"{number} some words in a row, " + "and more " * 400 for number in range(3)]
-    with within(Allowance(1000)):
+    with count_against(Allowance(1000)):
         TOKENS.encode(texts[0])
         with pytest.raises(ContextOverflowError):
             list(map(TOKENS.encode, texts))
@@ -130,7 +130,7 @@ def test_many_texts_count_together():
 def test_a_rendering_that_is_not_wanted_any_more_ends():
     allowance = Allowance(1 << 30)
     allowance.stopped = True
-    with within(allowance), pytest.raises(ContextOverflowError):
+    with count_against(allowance), pytest.raises(ContextOverflowError):
         TOKENS.encode("some words " * PIECE)
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.prompting.test_family import FAMILIES, TOOLS
 from tests.prompting.test_layouts import START, TURNS, WORDS, suffix
 
-from bridle.prompting.held import HeldFamily, held
+from bridle.prompting.placeholders import PlaceholderFamily, with_placeholders
 from bridle.prompting.plain import FAMILIES as PLAIN
 from bridle.prompting.plain import PlainReplies
 
@@ -64,8 +64,8 @@ def compared(look_alike, name, count):
     """Compares random replies; how many needed no parser."""
     tokenizer, family = look_alike(name)
     asked, drawn = Asked(family), random.Random(7)
-    made = held(asked, tokenizer, plain=True)
-    if not isinstance(made, HeldFamily):
+    made = with_placeholders(asked, tokenizer, plain=True)
+    if not isinstance(made, PlaceholderFamily):
         return 0
     new = [{"role": "user", "content": "hi"}]
     prompt = prompt_of(made, family, tokenizer, new)[-64:]
@@ -98,7 +98,7 @@ def test_a_reply_with_control_tokens_is_parsed_without_its_prompt(look_alike, na
             return self.family.parse_response(ids, tools=tools, prompt_ids=prompt_ids)
 
     saw = Saw(family)
-    made = held(saw, tokenizer, plain=True)
+    made = with_placeholders(saw, tokenizer, plain=True)
     prompt = prompt_of(made, family, tokenizer, [{"role": "user", "content": "hi"}])[-64:]
     for turn in TURNS[2:]:
         ids = tokenizer.encode(turn)

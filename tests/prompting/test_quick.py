@@ -9,14 +9,14 @@ from tests.prompting.test_pieces import BACKEND, BACKENDS, GROUPED, O200K, WORDS
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
 from bridle.prompting.pieces import ids_of
-from bridle.prompting.tokenizer import CL100K, ONE_DIGIT, guarded, quick_encoder
+from bridle.prompting.tokenizer import CL100K, ONE_DIGIT, quick_encoder, safe_encoder
 
 TAKEN = {
     "one digit": BACKEND,
     "cl100k": with_pattern(CL100K),
     "nfc": with_pattern(ONE_DIGIT, normalizers.NFC()),
 }
-ENCODERS = {name: guarded(backend, quick_encoder(backend)) for name, backend in TAKEN.items()}
+ENCODERS = {name: safe_encoder(backend, quick_encoder(backend)) for name, backend in TAKEN.items()}
 CODE_POINTS = [*range(0xD800), *range(0xE000, 0x110000)]
 COMMON = CODE_POINTS[:0x3000]
 
@@ -96,7 +96,7 @@ def changed(**fields):
 )
 def test_a_tokenizer_that_may_differ_is_left_as_it_is(backend):
     assert quick_encoder(backend) is None
-    assert guarded(backend, None)("abc abc") == ids_of(backend, "abc abc")
+    assert safe_encoder(backend, None)("abc abc") == ids_of(backend, "abc abc")
 
 
 def test_a_token_that_no_merge_gives_is_never_given():
@@ -111,7 +111,7 @@ def test_an_added_token_in_a_text_is_one_id():
     backend = Tokenizer.from_str(BACKEND.to_str())
     backend.add_tokens([AddedToken("Ω", normalized=True)])
     backend.normalizer = normalizers.NFC()
-    encode = guarded(backend, quick_encoder(backend))
+    encode = safe_encoder(backend, quick_encoder(backend))
     for text in ("one Ω two", "one \u2126 two"):  # the ohm sign is normalized to omega
         assert encode(text) == ids_of(backend, text)
         assert backend.token_to_id("Ω") in encode(text)
@@ -119,7 +119,7 @@ def test_an_added_token_in_a_text_is_one_id():
 
 def test_all_other_test_tokenizers_give_the_same_ids_either_way():
     for backend in BACKENDS.values():
-        encode = guarded(backend, quick_encoder(backend))
+        encode = safe_encoder(backend, quick_encoder(backend))
         assert encode("It's 12345 日本語 e\u0301 {x}") == ids_of(
             backend, "It's 12345 日本語 e\u0301 {x}"
         )

@@ -10,7 +10,7 @@ from tests.prompting.talk import BASH, call, image, parts, request, result, said
 
 from bridle.errors import RenderError
 from bridle.prompting.prompt import PromptIds
-from bridle.prompting.renderer import TAIL, TokenRenderer, load_renderer
+from bridle.prompting.renderer import TAIL, PromptRenderer, load_renderer
 from bridle.prompting.template import ChatTemplate
 from bridle.types import FinishReason, TextPart
 
@@ -116,7 +116,7 @@ def test_odd_arguments_never_fail_a_request(renderer, arguments):
 
 def test_a_family_that_takes_objects_only_gets_an_object(look_alike):
     tokenizer, _ = look_alike("gemma4")
-    made = TokenRenderer(
+    made = PromptRenderer(
         tokenizer,
         ChatTemplate(tokenizer, []),
         source="gemma4",

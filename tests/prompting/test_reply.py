@@ -45,7 +45,7 @@ def parse(tokens, qwen3):
     return parse
 
 
-def test_text_reasoning_and_calls_are_told_apart(parse):
+def test_text_reasoning_and_calls_are_separated(parse):
     reply = parse(f"<think>\nhm\n</think>\n\nI look.\n{CALL}\n{CALL}<|im_end|>")
     assert (reply.reasoning, reply.content) == ("hm", "I look.")
     assert [(c.id, c.name, c.arguments) for c in reply.tool_calls] == [
@@ -80,7 +80,7 @@ def test_a_plain_answer_has_neither_reasoning_nor_calls(parse):
     assert parse("<think>\n\n</think>\n\nHello.<|im_end|>").reasoning is None
 
 
-def test_reasoning_that_the_prompt_opened_goes_on(parse):
+def test_reasoning_that_the_prompt_opened_continues(parse):
     reply = parse("hm</think>ok<|im_end|>", tail="<|im_start|>assistant\n<think>\n")
     assert (reply.reasoning, reply.content) == ("hm", "ok")
 

@@ -52,7 +52,7 @@ def after(template, tokens, *messages, closed=True, thinking=None):
 
 def test_a_suffix_is_what_the_template_writes_behind_the_turn(template, tokens):
     stable = template(STABLE)
-    assert (stable.close, stable.close_id, stable.extends) == ("<|im_end|>", 2024, True)
+    assert (stable.close, stable.extends) == ("<|im_end|>", True)
     assert after(stable, tokens, USER) == "\n<|im_start|>user:hi<|im_end|>\n<|im_start|>assistant:"
 
 
@@ -95,8 +95,8 @@ def test_a_template_that_cannot_be_extended_says_so(template, tokens, source):
     assert after(unfit, tokens, USER) is None
 
 
-def test_a_template_without_an_end_token_has_no_close_id(template):
-    assert template(NO_END).close_id is None
+def test_a_template_without_an_end_token_closes_nothing(template):
+    assert template(NO_END).close is None
     assert template(STABLE, stop_ids=()).close is None
 
 

@@ -74,7 +74,7 @@ def test_turns_behind_a_masked_result_are_rendered_again():
     assert (counts.verbatim, counts.rerendered, counts.foreign) == (0, 4, 0)
 
 
-def test_a_turn_is_known_by_its_ids_whatever_became_of_it():
+def test_a_turn_is_known_by_its_ids_in_every_delivery_state():
     talk = Counting()
     talk.ask("a", TASK, said("I look.", calls=[call("call_1", {"command": "ls"})]))
     edited = said("I did not look.", calls=[call("call_1", {"command": "rm"})])

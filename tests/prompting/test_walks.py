@@ -21,7 +21,7 @@ MESSAGES = [
 
 @pytest.mark.parametrize("head", [(), (system("be brief"),)], ids=["", "head"])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_request_is_read_the_same_whatever_was_read_before(seed, head):
+def test_reading_does_not_depend_on_earlier_requests(seed, head):
     """Continued, cut short, branched, with runs of results that go on: the memory never shows."""
     choose = Random(seed)
     for _ in range(20):

@@ -150,7 +150,7 @@ async def at_once(
         async with room:
             try:
                 outcomes[case].set_result(await works[case]())
-            except Exception as error:  # noqa: BLE001 - told by the case's own test
+            except Exception as error:  # noqa: BLE001 - reported by the case's own test
                 outcomes[case].set_exception(error)
 
     async with asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""The door passes bytes on as they are, and breaks a reply where it is told to."""
+"""The door passes bytes on as they are, and breaks a reply where a test wants it."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -81,7 +81,7 @@ async def test_the_request_that_shows_the_text_is_cut_once_and_no_other():
     assert door.made == [Cut(b"here", "after")]
 
 
-async def test_how_long_a_client_waits_after_a_429_is_told():
+async def test_the_wait_of_a_client_after_a_429_is_recorded():
     door = Door()
     busy = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n"
     request = b"POST /v1/chat/completions HTTP/1.1\r\n\r\n{}"

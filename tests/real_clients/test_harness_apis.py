@@ -69,8 +69,8 @@ class Work:
     live: bool
 
     def __str__(self):
-        told = (v if k == "api" else k for k, v in self.settings)
-        return "-".join((self.harness, *map(str, told), *(("live",) if self.live else ())))
+        result = (v if k == "api" else k for k, v in self.settings)
+        return "-".join((self.harness, *map(str, result), *(("live",) if self.live else ())))
 
     @property
     def columns(self):

@@ -166,8 +166,8 @@ def script(harness, prints=None):
         return [
             {"when": {**plan.asks, "user_contains": mark}, "turns": [summary]},
             *(
-                {"when": {**after, "results_contain": [*shown, *told]}, "turns": [turn]}
-                for told, turn in ((["on-two"], end), (["on-one"], second), ([], first))
+                {"when": {**after, "results_contain": [*shown, *result]}, "turns": [turn]}
+                for result, turn in ((["on-two"], end), (["on-one"], second), ([], first))
             ),
             {"when": {"user_contains": mark}, "turns": steps},
         ]

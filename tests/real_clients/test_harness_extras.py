@@ -120,9 +120,9 @@ def test_tools_of_mcp_servers_are_called_over_stdio_and_http(sessions, caller):
 
 
 @pytest.mark.parametrize("reader", sorted({*PREFIXES, "pi"} - {"openai_agents"}))
-def test_skills_are_told_to_the_model(sessions, reader):
+def test_skills_reach_the_model(sessions, reader):
     result, exchanges = sessions[skilled, reader].result()
     assert (result.status, result.error) == ("COMPLETED", None)
     # Cline tells only their names.
-    told = "tidy-up" if reader == "cline" else "quartzbarn"
-    assert told in load_renderer("builtin").decode(exchanges[0].suffix_ids)
+    outcome = "tidy-up" if reader == "cline" else "quartzbarn"
+    assert outcome in load_renderer("builtin").decode(exchanges[0].suffix_ids)

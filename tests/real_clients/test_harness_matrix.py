@@ -112,14 +112,14 @@ async def gave_up(trial, tmp_path, exit_code):
 def of_rows(cell):
     """Records a cell, if the page has its row."""
 
-    def note(row, *told):
+    def note(row, *result):
         if row in ROWS:
-            cell(*row, *told)
+            cell(*row, *result)
 
     return note
 
 
-async def test_faults_are_survived_or_told_and_no_sample_is_lost(tmp_path, cell):
+async def test_faults_are_survived_or_reported_and_no_sample_is_lost(tmp_path, cell):
     note = of_rows(cell)
     working, sleeping = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(ASLEEP)
     failures = []

@@ -2,7 +2,7 @@
 
 In one session the model calls a tool that nobody offers, then the shell tool with arguments that
 are no JSON, and then does the work: each program tells it what was wrong, and nothing forks. A 400
-(of the engine, told by the gateway) and a 404 (in the dialect's own shape) end a run: its session
+(of the engine, through the gateway) and a 404 (in the dialect's own shape) end a run: its session
 says so, whatever the exit code is. At least one program of each dialect.
 """
 
@@ -112,14 +112,14 @@ def played(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("work", [(h, w) for h, w in WORKS if w == "mistakes"], ids="-".join)
-def test_a_model_that_is_wrong_is_told_and_goes_on(played, tried, work):
+def test_a_mistake_of_the_model_is_reported_to_it_and_it_continues(played, tried, work):
     harness, _ = work
     habit = HABITS[harness]
     result, capture, _ = played[work].result()
     note = REPAIRED if habit.malformed is None else RENAMED if habit.renames else ""
     row = (harness, habit.dialect)
     stats = result.trajectory.metadata["stats"]
-    told = b"\n".join(capture.bodies.values()).decode().replace('\\"', '"')
+    outcome = b"\n".join(capture.bodies.values()).decode().replace('\\"', '"')
     with (
         tried(*row, "unknown_tool", RENAMED if habit.renames else ""),
         tried(*row, "bad_arguments", note),
@@ -127,11 +127,11 @@ def test_a_model_that_is_wrong_is_told_and_goes_on(played, tried, work):
         assert (result.status, result.reward, result.exit_code) == ("COMPLETED", 1.0, 0)
         assert (stats["exchanges"], stats["roots"], stats["branches"]) == (4, 1, 0), stats
         assert (stats["merge_ratio"], stats["tokens_excluded"]) == (1.0, {}), stats
-        assert habit.unknown in told
+        assert habit.unknown in outcome
         if habit.malformed is None:
             assert stats["drift"] == {"exact": 2, "rewritten_args": 1}
         else:
-            assert habit.malformed in told
+            assert habit.malformed in outcome
             rewritten = {"exact": 1, "rewritten_call": 2} if habit.renames else {"exact": 3}
             assert stats["drift"] == rewritten
 

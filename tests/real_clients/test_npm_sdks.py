@@ -1,7 +1,7 @@
 """The official npm SDKs over loopback: what they read is what was scripted and captured.
 
 One script per SDK (in `npm/`) asks a real gateway for everything that its users ask for and prints
-what it was told; here that is compared with the engine's script and with the capture.
+what it received; here that is compared with the engine's script and with the capture.
 """
 
 import asyncio
@@ -40,15 +40,15 @@ def leaves(request):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory, leaves):
+def outcomes(tmp_path_factory, leaves):
     """SDK -> what its script printed, and the exchanges that it left, by the reply's id."""
-    return asyncio.run(_told(tmp_path_factory, leaves))
+    return asyncio.run(_played(tmp_path_factory, leaves))
 
 
-async def _told(tmp_path_factory, leaves):
+async def _played(tmp_path_factory, leaves):
     recipe = node_recipe("sdks", "1", size_mb=290, locks=SCRIPTS)
     bundle = await ensure(recipe, bundles_dir(), print)
-    heard = {}
+    result = {}
     for sdk, api in SDKS.items():
         folder = tmp_path_factory.mktemp(sdk)
         for script in SCRIPTS.glob("*.mjs"):
@@ -62,8 +62,8 @@ async def _told(tmp_path_factory, leaves):
                 "HOME": str(folder),
             }
             said = await run_script(bundle / NODE, folder / f"{sdk}.mjs", where)
-            heard[sdk] = (json.loads(said), by_id(caller.exchanges))
-    return heard
+            result[sdk] = (json.loads(said), by_id(caller.exchanges))
+    return result
 
 
 async def run_script(node: Path, script: Path, env: dict[str, str]) -> bytes:
@@ -88,8 +88,8 @@ READ += [("openai", f"responses_{case}", turn) for case, turn in SINGLE]
 
 
 @pytest.mark.parametrize(("sdk", "case", "turn"), READ)
-def test_a_reply_is_read_as_it_was_scripted(told, leaves, sdk, case, turn):
-    facts, exchanges = told[sdk]
+def test_a_reply_is_read_as_it_was_scripted(outcomes, leaves, sdk, case, turn):
+    facts, exchanges = outcomes[sdk]
     exchange = check(facts[case], turn, api_of(sdk, case), exchanges)
     assert exchange.extra.get("stream") == (leaves if case.endswith("stream") else None)
 
@@ -101,8 +101,8 @@ RUNS.append(("google", "chat"))
 
 
 @pytest.mark.parametrize(("sdk", "case"), RUNS)
-def test_parallel_calls_and_their_results_are_one_conversation(told, sdk, case):
-    facts, exchanges = told[sdk]
+def test_parallel_calls_and_their_results_are_one_conversation(outcomes, sdk, case):
+    facts, exchanges = outcomes[sdk]
     first, second = facts[case]
     check_run(first, second, api_of(sdk, case), exchanges)
 
@@ -111,9 +111,9 @@ def test_parallel_calls_and_their_results_are_one_conversation(told, sdk, case):
     ("sdk", "case"), [*((sdk, "structured") for sdk in SDKS), ("openai", "responses_structured")]
 )
 def test_a_structured_answer_is_read_and_a_schema_that_no_engine_enforced_is_recorded(
-    told, sdk, case
+    outcomes, sdk, case
 ):
-    facts, exchanges = told[sdk]
+    facts, exchanges = outcomes[sdk]
     exchange = check(facts[case], SHAPED, api_of(sdk, case), exchanges)
     assert (exchange.constrained, exchange.extra["unenforced"]) == (False, ["response_format"])
 
@@ -121,8 +121,8 @@ def test_a_structured_answer_is_read_and_a_schema_that_no_engine_enforced_is_rec
 @pytest.mark.parametrize(
     ("sdk", "case"), [*((sdk, "image") for sdk in SDKS), ("openai", "responses_image")]
 )
-def test_an_image_is_read_in_its_place_and_refused_by_a_model_without_eyes(told, sdk, case):
-    facts, _ = told[sdk]
+def test_an_image_is_read_in_its_place_and_refused_by_a_model_without_eyes(outcomes, sdk, case):
+    facts, _ = outcomes[sdk]
     assert facts[case]["status"] == 400
     assert IMAGE_REFUSED in facts[case]["message"]
 
@@ -130,8 +130,8 @@ def test_an_image_is_read_in_its_place_and_refused_by_a_model_without_eyes(told,
 @pytest.mark.parametrize(
     ("sdk", "count"), [("openai", "responses_count"), ("anthropic", "count"), ("google", "count")]
 )
-def test_tokens_are_counted_as_they_are_used_and_nothing_is_sampled_for_it(told, sdk, count):
-    facts, exchanges = told[sdk]
+def test_tokens_are_counted_as_they_are_used_and_nothing_is_sampled_for_it(outcomes, sdk, count):
+    facts, exchanges = outcomes[sdk]
     assert facts[count] == facts["create"]["prompt"]
     ids = {one["id"] for case in facts.values() for one in answers(case)}
     assert set(exchanges) == ids
@@ -144,17 +144,20 @@ def answers(value):
     return [one for v in value for one in answers(v)] if isinstance(value, list) else []
 
 
-def test_models_are_listed_and_named_in_each_provider_s_shape(told):
-    assert (told["openai"][0]["models"], told["openai"][0]["model"]) == (["scripted"], "my-model")
-    assert told["anthropic"][0]["models"] == ["scripted"]
-    assert told["anthropic"][0]["model"] == "my-model"
-    assert told["google"][0]["models"] == ["models/scripted"]
-    assert told["google"][0]["model"] == "models/my-model"
+def test_models_are_listed_and_named_in_each_provider_s_shape(outcomes):
+    assert (outcomes["openai"][0]["models"], outcomes["openai"][0]["model"]) == (
+        ["scripted"],
+        "my-model",
+    )
+    assert outcomes["anthropic"][0]["models"] == ["scripted"]
+    assert outcomes["anthropic"][0]["model"] == "my-model"
+    assert outcomes["google"][0]["models"] == ["models/scripted"]
+    assert outcomes["google"][0]["model"] == "models/my-model"
 
 
-def test_a_kept_response_is_read_again_listed_and_deleted(told):
-    kept = told["openai"][0]["responses_kept"]
-    check(kept["made"], HELLO, "responses", told["openai"][1])
+def test_a_kept_response_is_read_again_listed_and_deleted(outcomes):
+    kept = outcomes["openai"][0]["responses_kept"]
+    check(kept["made"], HELLO, "responses", outcomes["openai"][1])
     assert kept["again"] == kept["made"]
     assert kept["items"] == ["hello"]
     assert kept["gone"] == "NotFoundError"
@@ -174,16 +177,16 @@ ONLY_RESPONSES = {"previous_unknown": OPENAI_ERRORS["not_found"]}
 
 
 @pytest.mark.parametrize("prefix", ["", "responses_"])
-def test_errors_are_the_openai_sdk_s_own(told, prefix):
-    facts, _ = told["openai"]
+def test_errors_are_the_openai_sdk_s_own(outcomes, prefix):
+    facts, _ = outcomes["openai"]
     expected = {**OPENAI_ERRORS, **(ONLY_RESPONSES if prefix else ONLY_CHAT)}
     read = {case: facts[prefix + case] for case in expected}
     kinds = {c: (f["thrown"], f["status"], f["code"], f["retry_after"]) for c, f in read.items()}
     assert kinds == expected
 
 
-def test_errors_are_the_anthropic_sdk_s_own(told):
-    facts, _ = told["anthropic"]
+def test_errors_are_the_anthropic_sdk_s_own(outcomes):
+    facts, _ = outcomes["anthropic"]
     expected = {
         "auth": ("AuthenticationError", 401, "authentication_error", None),
         "bad_request": ("BadRequestError", 400, "invalid_request_error", None),
@@ -200,8 +203,8 @@ def test_errors_are_the_anthropic_sdk_s_own(told):
     assert "prompt is too long: 6010 tokens > 4000 maximum" in facts["overflow"]["message"]
 
 
-def test_errors_are_the_google_sdk_s_own(told):
-    facts, _ = told["google"]
+def test_errors_are_the_google_sdk_s_own(outcomes):
+    facts, _ = outcomes["google"]
     expected = {
         "auth": (401, "UNAUTHENTICATED", None),
         "bad_request": (400, "INVALID_ARGUMENT", None),

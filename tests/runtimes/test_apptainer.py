@@ -172,9 +172,9 @@ def test_only_its_own_variables_reach_it(monkeypatch):
     monkeypatch.setenv("APPTAINER_CACHEDIR", "/cache")
     monkeypatch.setenv("APPTAINERENV_KEY", "secret")
     monkeypatch.setenv("BRIDLE_CONTROL_TOKEN", "secret")
-    told = client_environment()
-    assert told["APPTAINER_CACHEDIR"] == "/cache"
-    assert "secret" not in told.values()
+    result = client_environment()
+    assert result["APPTAINER_CACHEDIR"] == "/cache"
+    assert "secret" not in result.values()
 
 
 if any(map(shutil.which, PROGRAMS)):

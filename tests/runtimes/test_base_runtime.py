@@ -20,7 +20,7 @@ from bridle.runtimes.base_runtime import (
     Archived,
     Forwarder,
     check_spec,
-    prefixed,
+    prefix_names,
 )
 from bridle.runtimes.bubblewrap import BubblewrapRuntime
 from bridle.runtimes.docker import DockerRuntime
@@ -129,7 +129,7 @@ def test_a_workdir_that_leads_upwards_is_refused():
 
 
 def test_variables_are_prefixed_outside():
-    assert prefixed({"LD_PRELOAD": "x", "PATH": "y"}) == {
+    assert prefix_names({"LD_PRELOAD": "x", "PATH": "y"}) == {
         "BRIDLE_IN_LD_PRELOAD": "x",
         "BRIDLE_IN_PATH": "y",
     }
@@ -139,7 +139,7 @@ def test_variables_have_their_own_names_inside():
     given = {"PATH": "/usr/bin:/bin", "A": "a b\nc 'd' $HOME", "EMPTY": ""}
     done = subprocess.run(
         ["/bin/bash", "-c", f"{RESTORE_ENV} exec env -0"],
-        env=prefixed(given),
+        env=prefix_names(given),
         capture_output=True,
         text=True,
         check=True,

@@ -137,7 +137,7 @@ async def test_the_daemons_message_is_in_the_error(fake):
         await docker(["inspect", "x"])
 
 
-async def test_a_daemon_that_hangs_is_given_up(fake):
+async def test_a_daemon_that_hangs_times_out(fake):
     fake("sleep 60")
     with pytest.raises(RuntimeFailure, match=r"docker ps: did not end within 0.1 s"):
         await docker(["ps"], timeout_s=0.1)
@@ -201,8 +201,8 @@ async def test_a_folder_that_cannot_be_built_is_named(fake):
 async def test_containers_of_dead_processes_are_removed_and_of_living_ones_kept(fake):
     place = owner_mark().split(".", 2)[2]
     owners = (owner_mark(), f"999999999.5.{place}", f"{os.getpid()}.1.{place}", "1.1.elsewhere.1")
-    told = "".join(f"c{number} {owner}\\n" for number, owner in enumerate(owners, 1))
-    calls = fake(f'[ $1 != ps ] || printf "{told}"')
+    result = "".join(f"c{number} {owner}\\n" for number, owner in enumerate(owners, 1))
+    calls = fake(f'[ $1 != ps ] || printf "{result}"')
     assert await remove_left_behind() == 2
     assert calls.read_text().splitlines()[-1] == "rm --force --volumes c2 c3"
 

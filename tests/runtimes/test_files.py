@@ -16,10 +16,10 @@ from bridle.runtimes.base_runtime import EMPTY, Archived
 from bridle.runtimes.files import (
     CopyLimits,
     TooMuch,
-    beside,
     check_archive,
     copy_out,
     copy_tree,
+    host_path,
     pack,
     pack_bytes,
     remove_folders,
@@ -499,4 +499,4 @@ def test_a_link_instead_of_a_folder_is_removed_without_its_target(tmp_path):
 )
 def test_a_path_inside_is_found_in_the_folders_that_are_shared(inside, here):
     folders = {"/work": Path("/s/work"), "/home/u": Path("/s/home")}
-    assert beside(PurePosixPath(inside), folders) == here
+    assert host_path(PurePosixPath(inside), folders) == here

@@ -6,9 +6,9 @@ from bridle.runtimes import (
     RUNTIMES,
     VARIABLE,
     _warn_once,
-    chosen,
     default_backend,
     make_runtime,
+    resolve_auto,
     runtime_class,
 )
 from bridle.runtimes.apptainer import ApptainerRuntime
@@ -52,7 +52,7 @@ def machine(tmp_path, monkeypatch):
 def test_a_machine_whose_bwrap_works_contains(machine, tmp_path):
     machine('for word in "$@"; do :; done; [ "$word" = true ]')
     assert default_backend() == ("bubblewrap", "bwrap is there and works")
-    assert chosen(RuntimeSpec()).backend == "bubblewrap"
+    assert resolve_auto(RuntimeSpec()).backend == "bubblewrap"
     assert isinstance(make_runtime(RuntimeSpec(), "s", tmp_path), BubblewrapRuntime)
     assert runtime_class(AUTO) is BubblewrapRuntime
 
@@ -77,22 +77,22 @@ def test_one_whose_bwrap_does_not_falls_back_and_says_why(machine, tmp_path, bwr
 @pytest.mark.parametrize("asked", [{"image": "python:3.12"}, {"image": "x", "gpus": 1}])
 def test_an_image_is_a_container_s(machine, tmp_path, asked):
     machine(None)
-    assert chosen(RuntimeSpec(**asked)).backend == "docker"
+    assert resolve_auto(RuntimeSpec(**asked)).backend == "docker"
     assert isinstance(make_runtime(RuntimeSpec(**asked), "s", tmp_path), DockerRuntime)
 
 
 def test_a_root_folder_is_bubblewrap_s(machine, tmp_path):
     machine("true")
-    assert chosen(RuntimeSpec(image=str(tmp_path))).backend == "bubblewrap"
+    assert resolve_auto(RuntimeSpec(image=str(tmp_path))).backend == "bubblewrap"
 
 
 def test_an_operator_names_another_one(monkeypatch):
     monkeypatch.setenv(VARIABLE, "my.place:Place")
-    assert chosen(RuntimeSpec()).backend == "my.place:Place"
+    assert resolve_auto(RuntimeSpec()).backend == "my.place:Place"
     assert default_backend() == ("my.place:Place", "$BRIDLE_RUNTIME names it")
 
 
 def test_a_named_backend_is_not_replaced(machine):
     machine("true")
     for spec in (RuntimeSpec(backend="local"), RuntimeSpec(backend="docker", image="x")):
-        assert chosen(spec) is spec
+        assert resolve_auto(spec) is spec

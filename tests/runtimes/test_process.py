@@ -23,11 +23,11 @@ from bridle.runtimes.process import (
     end_all,
     is_dead,
     is_marked,
-    living,
     members,
     owner_mark,
     run_process,
-    send,
+    running_processes,
+    signal_all,
     started_at,
 )
 
@@ -112,9 +112,9 @@ async def test_a_program_that_stops_reading_does_not_hang_us(tmp_path):
 async def test_input_can_be_a_file_and_output_can_go_to_one(tmp_path):
     (tmp_path / "in").write_bytes(b"x" * 3_000_000)
     result = await run_process(
-        command("cat; echo told >&2", tmp_path, stdin=tmp_path / "in", stdout=tmp_path / "out")
+        command("cat; echo noted >&2", tmp_path, stdin=tmp_path / "in", stdout=tmp_path / "out")
     )
-    assert (result.stdout, result.stderr) == (b"", b"told\n")
+    assert (result.stdout, result.stderr) == (b"", b"noted\n")
     assert (tmp_path / "out").stat().st_size == 3_000_000
 
 
@@ -213,7 +213,7 @@ def test_a_process_without_marks_is_found_by_its_group():
     assert leaders.ended == {process.pid}
     left = members((b"MARK=never",), leaders)
     assert len(left) == 2
-    send(left, signal.SIGKILL)
+    signal_all(left, signal.SIGKILL)
     process.stdout.close()
 
 
@@ -237,7 +237,7 @@ def test_a_reused_pid_is_not_ours(sleeper):
 def test_zombies_are_not_living():
     process = spawn("exit")
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert process.pid not in {each.pid for each in living()}
+    assert process.pid not in {each.pid for each in running_processes()}
     process.wait()
     process.stdout.close()
 
@@ -272,7 +272,7 @@ def test_without_proc_nobody_is_found(tmp_path):
     kept = process.PROC
     process.PROC = tmp_path / "none"
     try:
-        assert living() == []
+        assert running_processes() == []
     finally:
         process.PROC = kept
 

@@ -55,7 +55,7 @@ class Elsewhere(Remote):
 @pytest.mark.parametrize(
     ("kind", "check"),
     [
-        (Remote, conformance.the_signal_that_ended_a_process_is_told),
+        (Remote, conformance.the_signal_that_ended_a_process_is_reported),
         (Remote, conformance.links_do_not_lead_out_of_the_session),
         (Elsewhere, conformance.stop_can_be_repeated_and_is_the_end),
     ],

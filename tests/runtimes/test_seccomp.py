@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bridle.runtimes.namespaces import MACHINES, filter_program, refused
+from bridle.runtimes.namespaces import MACHINES, filter_program, refused_calls
 
 ALLOWED, EPERM, ENOSYS, KILLED = "allowed", errno.EPERM, errno.ENOSYS, "killed"
 I386, ARM = 0x40000003, 0x40000028
@@ -50,7 +50,7 @@ def call(machine):
 
 
 def test_refused_calls_fail_with_eperm_and_their_neighbours_are_decided_alone(machine, call):
-    numbers = set(refused(machine).values())
+    numbers = set(refused_calls(machine).values())
     assert {call(number) for number in numbers} == {EPERM}
     others = set(range(424)) - numbers
     assert {call(number) for number in others} == {ALLOWED}
@@ -64,7 +64,7 @@ def test_refused_calls_fail_with_eperm_and_their_neighbours_are_decided_alone(ma
     ],
 )
 def test_the_calls_that_the_docs_name_are_refused(machine, name):
-    assert name in refused(machine)
+    assert name in refused_calls(machine)
 
 
 def test_programs_of_another_architecture_are_killed(call):
@@ -99,7 +99,7 @@ def test_numbers_of_x86_64_are_those_of_the_kernel_s_header():
     if not HEADER.exists():
         return
     found = dict(re.findall(r"#define __NR_(\w+)\s+(\d+)", HEADER.read_text()))
-    known = {name: number for name, number in refused("x86_64").items() if name in found}
+    known = {name: number for name, number in refused_calls("x86_64").items() if name in found}
     assert known == {name: int(found[name]) for name in known}
     assert len(known) > 50
 

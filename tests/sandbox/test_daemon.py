@@ -13,7 +13,7 @@ from tests.sandbox.images import bring_image
 from bridle.config import RuntimeSpec
 from bridle.node.ending import Fault, blame
 from bridle.runtimes.docker import docker
-from bridle.runtimes.process import living
+from bridle.runtimes.process import running_processes
 from bridle.types import Cause
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(180)]
@@ -27,7 +27,7 @@ GROUP = f"bridle-daemon-{os.getpid()}"
 
 def those_of(folder, *, begin=b""):
     """Living processes whose command line begins so and names `folder`."""
-    for each in living():
+    for each in running_processes():
         with suppress(OSError):
             words = Path(f"/proc/{each.pid}/cmdline").read_bytes()
             if words.startswith(begin) and str(folder).encode() in words:
@@ -36,7 +36,7 @@ def those_of(folder, *, begin=b""):
 
 def contained():
     """Living processes of its containers, which outlive it."""
-    for each in living():
+    for each in running_processes():
         with suppress(OSError):
             if f"/{GROUP}/" in Path(f"/proc/{each.pid}/cgroup").read_text():
                 yield each.pid

@@ -77,7 +77,7 @@ async def test_processes_of_the_machine_and_of_other_sessions_are_not_seen(place
     assert running.result().ok
 
 
-async def test_a_fork_bomb_is_bounded_and_the_machine_goes_on(place):
+async def test_a_fork_bomb_is_bounded_and_the_machine_stays_usable(place):
     runtime = await place(max_processes=64)
     bomb = "f() { sleep 5 & f; }; f"
     result = await runtime.exec(bomb, timeout_s=8)
@@ -184,7 +184,7 @@ async def test_a_task_s_variables_reach_no_program_of_the_machine(place, tmp_pat
     runtime = await place(env=own)
     result = await runtime.exec('echo "$LD_PRELOAD $DOCKER_HOST $BASH_ENV"')
     assert result.stdout.decode().split() == list(own.values())
-    # Only what runs inside was told of the library, and found nothing there.
+    # Only what runs inside got the path of the library, and found nothing there.
     assert result.stderr.decode().count("cannot be preloaded") <= 1
 
 

@@ -32,7 +32,7 @@ def killed_on_a_full_disk(path, seed):
     command = [sys.executable, "-m", "tests.capture.killed_writer", str(path), str(seed), "full"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
-        told, refused = [], 0
+        result, refused = [], 0
         for line in process.stdout:
             if line == "full\n":
                 refused += 1
@@ -40,9 +40,9 @@ def killed_on_a_full_disk(path, seed):
                     process.kill()
                     break
             else:
-                told.append(tuple(line.split()))
+                result.append(tuple(line.split()))
         process.kill()
-    return told
+    return result
 
 
 async def test_kill_9_on_a_full_disk_takes_nothing_that_was_acknowledged(tmp_path):
@@ -51,9 +51,9 @@ async def test_kill_9_on_a_full_disk_takes_nothing_that_was_acknowledged(tmp_pat
             (disk / f"ballast-{kill}").write_bytes(bytes(1 << 20))
         path, expected = disk / "capture.sqlite", {}
         for kill in range(KILLS):
-            told = killed_on_a_full_disk(path, kill)
-            assert told
-            expected |= {(session, exchange): digest for session, exchange, digest in told}
+            result = killed_on_a_full_disk(path, kill)
+            assert result
+            expected |= {(session, exchange): digest for session, exchange, digest in result}
             (disk / f"ballast-{kill}").unlink()
             async with await SqliteStore.open(path) as store:
                 found = {

@@ -12,7 +12,7 @@ from bridle.config import RuntimeSpec
 from bridle.runtimes import make_runtime
 from bridle.runtimes.docker import docker
 from bridle.runtimes.limits import MOUNT, PREFIX
-from bridle.runtimes.namespaces import refused
+from bridle.runtimes.namespaces import refused_calls
 from bridle.runtimes.process import owner_mark
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(180)]
@@ -70,11 +70,11 @@ def perl(calls):
 
 def test_every_refused_system_call_fails_and_threads_still_start(inside):
     kinds = [(f"namespace{bit}", 56, 1 << bit | 17, 0, 0, 0, 0) for bit in (17, 28)]
-    calls = [(name, number, 0, 0, 0, 0, 0) for name, number in refused("x86_64").items()]
+    calls = [(name, number, 0, 0, 0, 0, 0) for name, number in refused_calls("x86_64").items()]
     others = [("vsock", 41, 40, 1, 0), ("newer", 500), ("getpid", 39), ("clone3", 435, 0, 0)]
     said, _ = inside(perl([*calls, *kinds, *others]))
     seen = dict(line.split() for line in said.splitlines())
-    names = [*refused("x86_64"), "namespace17", "namespace28", "vsock"]
+    names = [*refused_calls("x86_64"), "namespace17", "namespace28", "vsock"]
     assert {name: seen.get(name) for name in names} == dict.fromkeys(names, "1")
     assert (seen["newer"], seen["clone3"], seen["getpid"]) == ("38", "38", "0")
 

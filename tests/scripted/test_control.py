@@ -4,6 +4,7 @@ import json
 import aiohttp
 import numpy as np
 import pytest
+from tests.engines.recording import InstantEngine, RecordingEngine
 
 from bridle.engines.adapter import as_version
 from bridle.engines.base import GenerateRequest
@@ -11,7 +12,7 @@ from bridle.engines.ids import ArrayIds
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
 from bridle.scripted.server import Control, EngineServer
-from bridle.testing import RecordingEngine, instant_engine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import FinishReason, Sampling
 
 
@@ -162,7 +163,7 @@ async def test_two_calls_with_one_id_stay_apart(served):
     assert len({one.request_id for one in engine.requests}) == 2
 
 
-async def test_the_weight_version_is_told_and_set(served):
+async def test_the_weight_version_is_read_and_set(served):
     _, ask = await served(scripted_engine([{"content": "x"}]))
     assert await ask("/weight_info", method="GET") == (200, {"weight_version": "0"})
     assert (await ask("/update_weight_version", {"new_version": "5"}))[0] == 200
@@ -173,7 +174,7 @@ async def test_the_weight_version_is_told_and_set(served):
 
 
 async def test_an_engine_without_a_version_of_ours_says_so(served):
-    _, ask = await served(instant_engine())
+    _, ask = await served(InstantEngine())
     assert (await ask("/update_weight_version", {"new_version": 1}))[0] == 501
 
 
@@ -250,7 +251,7 @@ def test_versions_are_numbers():
 
 
 def test_weights_that_nobody_numbered_count_as_what_the_reader_knows():
-    """vLLM calls its weights `default` until it is told a version (seen on 0.32.0)."""
+    """vLLM calls its weights `default` until it gets a version (seen on 0.32.0)."""
     assert as_version("default", unnamed=4) == 4
     assert as_version("5", unnamed=4) == 5
     with pytest.raises(EngineError, match="number the versions"):

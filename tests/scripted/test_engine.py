@@ -225,7 +225,7 @@ async def test_a_stop_token_ends_the_reply():
     {"reasoning": "think hard", "content": "Answer."}, {"raw": "exact text here"},
     {"content": "to the end", "finish": "length"}, {"token_ids": [5, 6, 7, 8, 9]},
 ])  # fmt: skip
-async def test_a_resumed_reply_goes_on_where_it_was(turn):
+async def test_a_resumed_reply_continues_where_it_was(turn):
     engine = scripted_engine([turn])
     (whole,) = await play(engine, call())
     for count in range(len(whole.output_ids)):
@@ -235,14 +235,14 @@ async def test_a_resumed_reply_goes_on_where_it_was(turn):
         assert rest.output_ids.tolist() == whole.output_ids[count:].tolist()
 
 
-async def test_a_beginning_that_was_tokenised_otherwise_is_gone_on_from_as_text():
+async def test_a_prefix_that_was_tokenised_otherwise_is_continued_as_text():
     engine = scripted_engine([{"content": "the end"}])
     begun = np.append(call().prompt.array(), letters("the"))
     (rest,) = await play(engine, GenerateRequest("r", ArrayIds(begun), Sampling()))
     assert TOKENIZER.decode(rest.output_ids) == " end<|im_end|>"
 
 
-async def test_a_foreign_beginning_is_not_gone_on_from():
+async def test_a_foreign_prefix_is_not_continued():
     engine = scripted_engine([{"content": "abcd"}])
     assert await text_of(engine, call(held="zzz")) == "abcd<|im_end|>"
 
@@ -253,7 +253,7 @@ async def test_with_thinking_off_reasoning_is_not_played():
     assert await text_of(engine, off) == "Hi.<|im_end|>"
 
 
-async def test_a_block_that_the_prompt_opened_is_gone_on_with_and_closed():
+async def test_a_block_that_the_prompt_opened_is_continued_and_closed():
     thinking = scripted_engine([{"reasoning": "hm", "content": "Hi."}])
     assert await text_of(thinking, call(held="<think>\n")) == "hm\n</think>\n\nHi.<|im_end|>"
     plain = scripted_engine([{"content": "Hi."}])
@@ -374,14 +374,14 @@ async def test_each_token_knows_the_version_it_was_sampled_under():
 # ---- what it says of itself
 
 
-async def test_a_probe_is_answered_whatever_the_script_says():
+async def test_a_probe_is_answered_with_every_script():
     engine = scripted_engine([{"fault": 500}])
     request = call(request_id="probe-1", sampling=Sampling(max_tokens=2))
     (chunk,) = await play(engine, request)
     assert len(chunk.output_ids) == 2
 
 
-async def test_it_is_an_engine_that_can_be_told_its_version():
+async def test_the_scripted_engine_is_versioned():
     engine: Engine = scripted_engine([{}], model="m", context_length=99)
     info = await engine.start()
     assert (info.model, info.context_length, info.token_in) == ("m", 99, True)

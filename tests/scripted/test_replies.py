@@ -57,14 +57,14 @@ def test_on_every_route_pieces_tell_what_the_whole_tells(ids, size):
         pieces = [read(streamed.piece(chunk))["choices"][0] for chunk in chunks(ids, size)]
         assert [one for piece in pieces for one in piece["token_ids"]] == whole["token_ids"] == ids
         if kind is CompletionAnswer:
-            told = [one for piece in pieces for one in piece["logprobs"]["token_logprobs"]]
-            assert told == whole["logprobs"]["token_logprobs"]
+            result = [one for piece in pieces for one in piece["logprobs"]["token_logprobs"]]
+            assert result == whole["logprobs"]["token_logprobs"]
             offsets = [one for piece in pieces for one in piece["logprobs"]["text_offset"]]
             assert offsets == whole["logprobs"]["text_offset"]
             assert "".join(piece["text"] for piece in pieces) == whole["text"]
         else:
-            told = [one for piece in pieces for one in piece["logprobs"]["content"]]
-            assert told == whole["logprobs"]["content"]
+            result = [one for piece in pieces for one in piece["logprobs"]["content"]]
+            assert result == whole["logprobs"]["content"]
         assert pieces[-1]["finish_reason"] == whole["finish_reason"]
 
 
@@ -96,7 +96,7 @@ def test_tokens_are_named_by_text_unless_ids_are_asked_for():
     assert (top["token"], top["logprob"]) == ("h", entries[0]["logprob"])
 
 
-def test_versions_and_usage_are_told_at_the_end():
+def test_versions_and_usage_come_at_the_end():
     last = {"versions": (VersionSpan(3, 0, 2),), "cached_tokens": 2}
     made = answer(ChatReplyWriter)
     pieces = [read(made.piece(chunk)) for chunk in chunks([5, 6], 1, **last)]

@@ -5,13 +5,14 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from tests.engines.recording import InstantEngine, RecordingEngine
 from tests.scripted.api import BASH, IDS, PROMPT, TOKENIZER, USER, joined
 
 from bridle.engines.base import GenerateChunk
 from bridle.errors import ConfigError, EngineError
 from bridle.scripted.engine import scripted_logprobs
 from bridle.scripted.server import EngineServer
-from bridle.testing import RecordingEngine, instant_engine, scripted_engine
+from bridle.testing import scripted_engine
 from bridle.types import FinishReason
 
 # ---- ids in, ids out
@@ -32,8 +33,8 @@ async def test_ids_of_a_chat_call_replace_its_messages_and_come_back(api, spaces
     assert TOKENIZER.decode(choice["token_ids"]) == "Hello.<|im_end|>"
     entries = choice["logprobs"]["content"]
     assert [e["token"] for e in entries] == [f"token_id:{i}" for i in choice["token_ids"]]
-    told = np.array([e["logprob"] for e in entries], dtype=np.float32)
-    assert np.array_equal(told, scripted_logprobs(np.array(choice["token_ids"], dtype=np.int32)))
+    result = np.array([e["logprob"] for e in entries], dtype=np.float32)
+    assert np.array_equal(result, scripted_logprobs(np.array(choice["token_ids"], dtype=np.int32)))
 
 
 async def test_messages_are_rendered_and_reach_the_engine_too(api):
@@ -127,7 +128,7 @@ async def test_a_stop_string_is_not_in_the_text_but_in_the_ids(api, stop):
     assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == shown
 
 
-async def test_a_stop_token_other_than_the_end_is_told(api):
+async def test_a_stop_token_other_than_the_end_is_reported(api):
     one = await api(scripted_engine([{"content": "Hello, world."}]))
     third = TOKENIZER.encode("Hello, world.").tolist()[2]
     body = {"messages": USER, "stop_token_ids": [third]}
@@ -194,7 +195,7 @@ async def test_a_prompt_beyond_the_context_is_refused_as_vllm_refuses_it(api):
 
 
 class FailingEngine(RecordingEngine):
-    """Gives one token, then fails as it is told."""
+    """Gives one token, then fails as a test wants."""
 
     def __init__(self, error, before=0):
         super().__init__(scripted_engine([{}]))
@@ -232,12 +233,12 @@ async def test_health_asks_the_engine(api):
     one = await api(FailingEngine(EngineError("dead")))
     async with one.session.get(one.url + "/health") as response:
         assert response.status == 503
-    well = await api(instant_engine())
+    well = await api(InstantEngine())
     async with well.session.get(well.url + "/health") as response:
         assert response.status == 200
 
 
-async def test_a_late_failure_is_told_in_the_stream(api):
+async def test_a_late_failure_comes_in_the_stream(api):
     one = await api(FailingEngine(EngineError("late", status=503), before=2))
     events = await one.events("/v1/chat/completions", {"messages": USER})
     assert events[-1]["error"]["message"] == "late"
@@ -289,15 +290,15 @@ async def test_leaving_ends_calls_that_are_under_way():
 
 
 async def test_a_port_in_use_is_named(api):
-    one = await api(instant_engine())
+    one = await api(InstantEngine())
     port = int(one.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*in use"):
-        async with EngineServer(instant_engine(), port=port):
+        async with EngineServer(InstantEngine(), port=port):
             pass
 
 
 async def test_a_key_guards_all_but_health(api):
-    one = await api(instant_engine(), api_key="s3cret")
+    one = await api(InstantEngine(), api_key="s3cret")
     assert (await one.error("/v1/chat/completions", {"messages": USER}))[0] == 401
     headers = {"Authorization": "Bearer s3cret"}
     status, _ = await one.post("/v1/chat/completions", {"messages": USER}, headers=headers)
@@ -307,7 +308,7 @@ async def test_a_key_guards_all_but_health(api):
 
 
 async def test_long_prompts_pass_unparsed(api):
-    engine = RecordingEngine(instant_engine(tokens=4))
+    engine = RecordingEngine(InstantEngine(tokens=4))
     one = await api(engine)
     ids = np.resize(np.array(PROMPT), 300_000).tolist()
     body = {"messages": USER, "return_token_ids": True,
@@ -322,10 +323,10 @@ async def test_long_prompts_pass_unparsed(api):
 
 
 async def test_tokenize_gives_the_tokenizers_ids(api):
-    one = await api(instant_engine())
-    told = await one.json("/tokenize", {"prompt": "hi there"})
-    assert told["tokens"] == TOKENIZER.encode("hi there").tolist()
-    assert told["count"] == len(told["tokens"])
+    one = await api(InstantEngine())
+    body = await one.json("/tokenize", {"prompt": "hi there"})
+    assert body["tokens"] == TOKENIZER.encode("hi there").tolist()
+    assert body["count"] == len(body["tokens"])
     rendered = await one.json("/tokenize", {"messages": USER, "tools": [BASH]})
     assert rendered["tokens"] == TOKENIZER.encode(TOKENIZER.render(USER, [BASH])).tolist()
 

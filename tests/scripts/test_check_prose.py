@@ -33,3 +33,9 @@ def test_a_docstring_that_opens_with_a_verb_passes(findings):
 def test_tests_and_benchmarks_are_checked_too(findings):
     found = findings({"tests/gateway/test_a.py": QUESTION, "benchmarks/b.py": QUESTION})
     assert [line.split(":")[0] for line in found] == ["benchmarks/b.py", "tests/gateway/test_a.py"]
+
+
+def test_the_texts_below_fields_are_checked_in_sources(findings):
+    text = 'class A:\n    """A pool."""\n\n    size: int\n    """How many there are."""\n'
+    found = findings({"src/bridle/a.py": text, "tests/test_a.py": text})
+    assert [line.split(": ")[0] for line in found] == ["src/bridle/a.py:5"]

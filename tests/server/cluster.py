@@ -124,7 +124,7 @@ class Cluster:
         self._server = None
 
     def stop(self) -> None:
-        """End the server as an administrator does: its connections are told, and closed."""
+        """End the server as an administrator does: its connections get a notice and are closed."""
         if self._server is not None:
             self._server.send_signal(signal.SIGINT)
             self._server.wait()

@@ -1,4 +1,4 @@
-"""A service for tests: a real database and real files, workers that do as they are told."""
+"""A service for tests: a real database and real files, workers whose results a test sets."""
 
 import asyncio
 import os

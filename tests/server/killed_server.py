@@ -20,7 +20,7 @@ from tests.server.killed_node import Journal
 from bridle.aio import Nursery
 from bridle.bridges import parquet
 from bridle.config import Task
-from bridle.server.app import serving
+from bridle.server.app import serve_api
 from bridle.server.callbacks import CallbackAddresses, CallbackSender
 from bridle.server.database import Database
 from bridle.server.files import TrajectoryFiles
@@ -112,7 +112,7 @@ async def serve(folder, database, port):
         addresses = CallbackAddresses(["127.0.0.0/8"])
         deliverer = CallbackSender(service, addresses, b"secret", first_wait_s=0.05)
         nursery.start(deliverer.run(), name="deliverer")
-        await enter(serving(served(service), host="127.0.0.1", port=port))
+        await enter(serve_api(served(service), host="127.0.0.1", port=port))
         await asyncio.Event().wait()
 
 

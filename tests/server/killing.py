@@ -25,7 +25,7 @@ from bridle.client import AsyncClient, GroupResult
 SAMPLES = 3
 
 EACH = 5
-"""Tasks that are submitted before each kill; every fifth is told by callbacks."""
+"""Tasks that are submitted before each kill; every fifth has callbacks."""
 
 PATIENCE_S = 300.0
 """How long a trainer waits for a server that is being started again; a busy machine takes long."""
@@ -147,12 +147,12 @@ async def crash_run(folder, database, *, kills, seed, others=None):
                 killing = group.create_task(kill(victims, bodies, drawn, server))
                 wanted = {one["task_id"] for one in bodies if "callback_url" not in one}
                 group.create_task(train(url, wanted, seen))
-                group.create_task(all_told(receiver, bodies[::5]))
+                group.create_task(all_delivered(receiver, bodies[::5]))
         finally:
             server.end()
         judge(folder, seen, receiver, bodies)
-    told = {"groups": len(seen), "callbacks": len(receiver.bodies())}
-    return killing.result() | told | {"sessions": len(bodies) * SAMPLES}
+    result = {"groups": len(seen), "callbacks": len(receiver.bodies())}
+    return killing.result() | result | {"sessions": len(bodies) * SAMPLES}
 
 
 async def kill(victims, bodies, drawn, server):
@@ -184,31 +184,31 @@ def parent_of(pid):
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid:"))
 
 
-async def all_told(receiver, bodies):
+async def all_delivered(receiver, bodies):
     """Wait until the receiver has the result of each of these tasks."""
     wanted = {one["task_id"] for one in bodies}
 
-    def told():
+    def delivered():
         return {one["task_id"] for one in receiver.bodies() if "session_id" not in one}
 
-    while told() != wanted:  # noqa: ASYNC110 - another process does it
+    while delivered() != wanted:  # noqa: ASYNC110 - another process does it
         await asyncio.sleep(0.05)
 
 
 def judge(folder, seen, receiver, bodies):
     """Every accepted session ended exactly once, whatever was seen twice."""
     expected = {f"{one['task_id']}.{index}": one for one in bodies for index in range(SAMPLES)}
-    told: dict[str, set[str]] = {name: set() for name in expected}
+    outcome: dict[str, set[str]] = {name: set() for name in expected}
     for group in seen:
         names = [one.session_id for one in group.results]
         assert names == [f"{group.task_id}.{index}" for index in range(SAMPLES)]
         for one in group.results:
-            told[one.session_id].add(f"{one.raw['run_id']} {one.status}")
+            outcome[one.session_id].add(f"{one.raw['run_id']} {one.status}")
             assert one.trajectory.metadata["run_id"] == one.raw["run_id"]
     for one in receiver.bodies():
         for result in [one] if "session_id" in one else one["results"]:
-            told[result["session_id"]].add(f"{result['run_id']} {result['status']}")
-    assert {name: len(results) for name, results in told.items() if len(results) != 1} == {}
+            outcome[result["session_id"]].add(f"{result['run_id']} {result['status']}")
+    assert {name: len(results) for name, results in outcome.items() if len(results) != 1} == {}
     ended: Counter[str] = Counter()
     for what, run in Journal(folder / "journal").lines():
         session = run.partition(".r")[0]

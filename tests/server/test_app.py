@@ -10,13 +10,13 @@ from starlette.routing import Route
 from tests.server.house import KNOWN, TOKEN, a_service, an_app, served, until
 
 from bridle.errors import ConfigError
-from bridle.server.app import ApiConnection, describe, listening, make_app, serving
+from bridle.server.app import ApiConnection, describe, make_app, serve_api, serve_app
 
 
 async def test_server_uses_a_free_port_and_releases_it(tmp_path):
     async with a_service(tmp_path) as service:
         async with (
-            serving(served(service), host="127.0.0.1", port=0) as url,
+            serve_api(served(service), host="127.0.0.1", port=0) as url,
             httpx.AsyncClient() as http,
         ):
             assert (await http.get(f"{url}/health")).status_code == 200
@@ -33,7 +33,7 @@ async def test_a_taken_port_is_a_config_error(tmp_path):
         port = taken.getsockname()[1]
         async with a_service(tmp_path) as service:
             with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-                async with serving(served(service), host="127.0.0.1", port=port):
+                async with serve_api(served(service), host="127.0.0.1", port=port):
                     pass
 
 
@@ -41,7 +41,7 @@ async def test_long_polls_end_when_the_server_stops(tmp_path):
     async with a_service(tmp_path) as service, httpx.AsyncClient(timeout=60) as http:
         async with (
             asyncio.TaskGroup() as group,
-            serving(served(service), host="127.0.0.1", port=0) as url,
+            serve_api(served(service), host="127.0.0.1", port=0) as url,
         ):
             asked = http.get(f"{url}/v1/groups?wait_s=60", headers=KNOWN)
             waiting = group.create_task(asked)
@@ -52,19 +52,19 @@ async def test_long_polls_end_when_the_server_stops(tmp_path):
 async def test_unknown_path_gives_an_error_in_the_common_form(tmp_path):
     async with (
         a_service(tmp_path) as service,
-        serving(served(service), host="127.0.0.1", port=0) as url,
+        serve_api(served(service), host="127.0.0.1", port=0) as url,
         httpx.AsyncClient(base_url=url) as http,
     ):
-        told = await http.get("/nowhere")
-        assert (told.status_code, told.json()["error"]["code"]) == (404, "not_found")
+        response = await http.get("/nowhere")
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
 
 
 async def test_every_route_is_described_and_every_reference_leads_somewhere(tmp_path):
     async with an_app(tmp_path) as http:
-        told = (await http.get("/openapi.json")).json()
-    assert told["openapi"].startswith("3.1")
-    assert {"/rollout/task/submit", "/v1/groups", "/policy"} <= set(told["paths"])
-    schemas = set(told["components"]["schemas"])
+        response = (await http.get("/openapi.json")).json()
+    assert response["openapi"].startswith("3.1")
+    assert {"/rollout/task/submit", "/v1/groups", "/policy"} <= set(response["paths"])
+    schemas = set(response["components"]["schemas"])
 
     def look(value):
         if isinstance(value, dict):
@@ -76,8 +76,8 @@ async def test_every_route_is_described_and_every_reference_leads_somewhere(tmp_
             for inner in value:
                 look(inner)
 
-    look(told)
-    operations = [one for path in told["paths"].values() for one in path.values()]
+    look(response)
+    operations = [one for path in response["paths"].values() for one in path.values()]
     assert len({one["operationId"] for one in operations}) == len(operations)
     assert all(one["summary"] for one in operations)
 
@@ -108,7 +108,7 @@ async def answer(_):
 
 def limited(connection):
     app = Starlette(routes=[Route("/health", answer)])
-    return listening(app, host="127.0.0.1", port=0, connection=connection)
+    return serve_app(app, host="127.0.0.1", port=0, connection=connection)
 
 
 async def half(url, sent=HALF):
@@ -164,7 +164,7 @@ async def test_connections_without_a_token_are_closed_first(tmp_path):
         await stack.enter_async_context(asyncio.timeout(60))
         service = await stack.enter_async_context(a_service(tmp_path))
         app = make_app(served(service))
-        listener = listening(app, host="127.0.0.1", port=0, connection=Few)
+        listener = serve_app(app, host="127.0.0.1", port=0, connection=Few)
         url = await stack.enter_async_context(listener)
         known = await half(url, ours)
         assert b" 200 " in await known[0].readline()

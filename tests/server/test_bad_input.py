@@ -60,18 +60,23 @@ async def test_no_request_gives_500(tmp_path, seed):
                 if name not in ("wait_s", "timeout_s") and drawn.random() < 0.5
             }
             content = orjson.dumps(drawn_body(drawn))
-            told = await http.request(method, path, params=values, content=content)
-            assert told.status_code not in (500, 501, 502), (method, path, values, told.text)
-            if told.status_code >= 400:
-                assert {"error", "detail"} <= set(told.json())
+            response = await http.request(method, path, params=values, content=content)
+            assert response.status_code not in (500, 501, 502), (
+                method,
+                path,
+                values,
+                response.text,
+            )
+            if response.status_code >= 400:
+                assert {"error", "detail"} <= set(response.json())
         assert http.service.failure is None
 
 
 @pytest.mark.parametrize("depth", [10, 100_000])
 async def test_a_body_nested_without_end_is_refused(tmp_path, depth):
     async with an_app(tmp_path) as http:
-        told = await http.post("/v1/tasks", content=b'{"tasks":' + b"[" * depth)
-        assert told.status_code == (400 if depth == 10 else 422)
+        response = await http.post("/v1/tasks", content=b'{"tasks":' + b"[" * depth)
+        assert response.status_code == (400 if depth == 10 else 422)
         nested = b'{"a":' * depth + b"1" + b"}" * depth
         whole = orjson.dumps({"tasks": [body("x")]})[:-3] + b',"metadata":' + nested + b"}]}"
         assert (await http.post("/v1/tasks", content=whole)).status_code in (200, 400, 422)
@@ -82,9 +87,9 @@ async def test_a_field_nested_900_deep_is_refused_by_its_name(tmp_path, place):
     async with an_app(tmp_path) as http:
         deep = b'{"a":' * 900 + b"1" + b"}" * 900
         whole = orjson.dumps({"tasks": [body("x", **{place: "@"})]}).replace(b'"@"', deep)
-        told = await http.post("/v1/tasks", content=whole)
-        assert told.status_code == 422
-        assert told.json()["error"]["param"] == f"tasks.0.{place}"
+        response = await http.post("/v1/tasks", content=whole)
+        assert response.status_code == 422
+        assert response.json()["error"]["param"] == f"tasks.0.{place}"
 
 
 @pytest.mark.parametrize(
@@ -94,17 +99,17 @@ async def test_a_number_of_400_digits_is_refused_by_its_fields_name(tmp_path, pl
     async with an_app(tmp_path) as http:
         name, _, inner = place.partition(".")
         whole = orjson.dumps({"tasks": [body("x", **{name: {inner: "@"} if inner else "@"})]})
-        told = await http.post("/v1/tasks", content=whole.replace(b'"@"', b"9" * 400))
-        assert told.status_code == 422
-        assert told.json()["error"]["param"] == f"tasks.0.{place}"
+        response = await http.post("/v1/tasks", content=whole.replace(b'"@"', b"9" * 400))
+        assert response.status_code == 422
+        assert response.json()["error"]["param"] == f"tasks.0.{place}"
 
 
 async def test_a_body_of_very_many_values_is_refused_before_it_is_read(tmp_path):
     fields = b",".join(b'"k%d":0' % number for number in range(MOST_VALUES + 1))
     async with an_app(tmp_path) as http:
-        told = await http.post("/v1/tasks", content=b'{"tasks":[],"x":{%b}}' % fields)
-        assert (told.status_code, told.json()["error"]["code"]) == (413, "too_large")
-        assert f"more than {MOST_VALUES} JSON values" in told.json()["error"]["message"]
+        response = await http.post("/v1/tasks", content=b'{"tasks":[],"x":{%b}}' % fields)
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large")
+        assert f"more than {MOST_VALUES} JSON values" in response.json()["error"]["message"]
 
 
 async def test_too_many_errors_of_a_body_are_counted(tmp_path):
@@ -112,35 +117,35 @@ async def test_too_many_errors_of_a_body_are_counted(tmp_path):
     agent = {"harness": "command", "command": "true", "kind_rules": rules}
     async with an_app(tmp_path) as http:
         for wanted in ([1] * 1001, [body("a", agent=agent)]):
-            told = (await http.post("/v1/tasks", json={"tasks": wanted})).json()["error"]
-            assert told["code"] == "invalid"
-            assert re.search(r"the body: \d{4} of its values are wrong", told["message"])
+            response = (await http.post("/v1/tasks", json={"tasks": wanted})).json()["error"]
+            assert response["code"] == "invalid"
+            assert re.search(r"the body: \d{4} of its values are wrong", response["message"])
 
 
 async def test_null_for_a_list_is_refused_by_its_name(tmp_path):
     async with an_app(tmp_path) as http:
         for path, field in (("/v1/tasks", "tasks"), ("/v1/groups/ack", "task_ids")):
-            told = await http.post(path, json={field: None})
-            assert (told.status_code, told.json()["error"]["param"]) == (422, field)
+            response = await http.post(path, json={field: None})
+            assert (response.status_code, response.json()["error"]["param"]) == (422, field)
 
 
 async def test_a_task_may_hold_any_text(tmp_path):
     async with an_app(tmp_path) as http:
         text = string.printable + "\x00é\U0001f600\u202e"
-        told = await http.post(
+        response = await http.post(
             "/v1/tasks", json={"tasks": [body("t", instruction=text, metadata={"k": text})]}
         )
-        assert told.status_code == 200, told.text
+        assert response.status_code == 200, response.text
         assert (await http.get("/v1/tasks/t?wait_s=20")).json()["state"] == "completed"
 
 
 TOLD = WeakKeyDictionary()
-"""What is told to the connections of a pool."""
+"""Pragmas for the connections of a pool."""
 
 
 @contextmanager
-def told_on_checkout(service, *pragmas):
-    """Every connection of the service's database is told these before it is used."""
+def pragmas_on_checkout(service, *pragmas):
+    """Run these pragmas on every connection of the service's database before it is used."""
     pool = service.store.database._engine.sync_engine.pool
 
     def tell(connection, *_):
@@ -159,9 +164,9 @@ def told_on_checkout(service, *pragmas):
 async def refused_for_now(http, task_id):
     """A submit that is answered with 503 and the advice to come again."""
     task = body(task_id, metadata={"long": "x" * 200_000})
-    told = await http.post("/v1/tasks", json={"tasks": [task]})
-    assert (told.status_code, told.headers["retry-after"]) == (503, "1"), told.text
-    assert told.json()["error"]["code"] == "store_error"
+    response = await http.post("/v1/tasks", json={"tasks": [task]})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1"), response.text
+    assert response.json()["error"]["code"] == "store_error"
     return task
 
 
@@ -190,10 +195,10 @@ async def test_full_database_gives_503_and_loses_nothing(sqlite, tmp_path):
     async with an_app(tmp_path, FakeWorkers(held=True)) as http:
         await held_run(http)
         pages = await sqlite.pages(http.service)
-        with told_on_checkout(http.service, f"max_page_count={pages}"):
+        with pragmas_on_checkout(http.service, f"max_page_count={pages}"):
             task = await refused_for_now(http, "b")
             assert (await http.get("/v1/status")).status_code == 200  # what is there is read
-        with told_on_checkout(http.service, "max_page_count=1000000"):
+        with pragmas_on_checkout(http.service, "max_page_count=1000000"):
             await all_is_there(http, task)
 
 
@@ -214,12 +219,12 @@ async def test_ended_run_waits_for_a_full_database_and_is_stored(sqlite, tmp_pat
     async with an_app(tmp_path, FakeWorkers(held=True)) as http:
         await held_run(http)
         pages = await sqlite.pages(http.service)
-        with told_on_checkout(http.service, f"max_page_count={pages}"), capture_logs() as log:
+        with pragmas_on_checkout(http.service, f"max_page_count={pages}"), capture_logs() as log:
             await full_with_a_result_in_hand(http, log)
             assert (await http.get("/v1/tasks/a")).json()["state"] == "running"
             assert (await http.get("/v1/status")).json()["running"] == 1
             task = await refused_for_now(http, "b")
-        with told_on_checkout(http.service, "max_page_count=1000000"):
+        with pragmas_on_checkout(http.service, "max_page_count=1000000"):
             assert (await ended(http.service, "a"))["usable"] == 1
             (group,) = (await http.get("/v1/groups?include=trajectories")).json()["groups"]
             (one,) = group["results"]
@@ -234,7 +239,7 @@ async def test_stopping_server_leaves_an_unstored_result_to_the_next_one(sqlite,
         http = await stack.enter_async_context(an_app(tmp_path, FakeWorkers(held=True)))
         await held_run(http)
         pages = await sqlite.pages(http.service)
-        with told_on_checkout(http.service, f"max_page_count={pages}"), capture_logs() as log:
+        with pragmas_on_checkout(http.service, f"max_page_count={pages}"), capture_logs() as log:
             await full_with_a_result_in_hand(http, log)
             await stack.aclose()
     workers = FakeWorkers()
@@ -251,7 +256,7 @@ async def test_locked_database_gives_503_and_loses_nothing(sqlite, tmp_path):
         other = sqlite3.connect(sqlite.path, isolation_level=None, check_same_thread=False)
         # In a thread: it may have to wait for a transaction that this loop is to end.
         await asyncio.to_thread(other.execute, "BEGIN IMMEDIATE")
-        with told_on_checkout(http.service, "busy_timeout=20"):
+        with pragmas_on_checkout(http.service, "busy_timeout=20"):
             task = await refused_for_now(http, "b")
             assert (await http.get("/v1/tasks/a")).json()["state"] == "running"
             other.execute("ROLLBACK")

@@ -77,7 +77,7 @@ class Slow(Receiver):
 
 
 class Clock:
-    """Unix seconds that pass when they are told to."""
+    """Unix seconds that a test advances."""
 
     def __init__(self):
         self.now = time.time()
@@ -167,10 +167,10 @@ async def test_failed_callback_is_retried_with_the_same_id(tmp_path):
         assert (len(ids), len(set(ids))) == (5, 2)
         rows = await callbacks(service)
         assert sum(row["tries"] for row in rows) == 5
-        told = (await service.metrics.render(service)).decode()
+        result = (await service.metrics.render(service)).decode()
         for became, count in (("taken", 2), ("failed", 3), ("dead", 0)):
             line = f'bridle_server_callback_tries_total{{became="{became}"}} {count}.0'
-            assert line in told
+            assert line in result
 
 
 async def test_undelivered_callbacks_are_sent_after_a_restart(tmp_path):

@@ -58,7 +58,7 @@ async def test_sessions_of_a_lost_node_are_run_again_elsewhere_at_once(tmp_path)
         assert (await ended(service, "t"))["usable"] == 4
 
 
-async def test_the_next_life_of_a_server_takes_up_what_goes_on_and_runs_nothing_twice(tmp_path):
+async def test_a_restarted_server_joins_running_runs_and_runs_nothing_twice(tmp_path):
     async with remote_nodes("a") as remotes:
         async with (
             a_runner(*remotes, outlive=True) as runner,
@@ -177,10 +177,10 @@ async def test_what_is_kept_of_a_run_is_found_and_removed_wherever_it_is():
         assert await runner.kept_bytes() == 100
 
 
-async def test_the_numbers_of_every_node_that_answers_are_told_by_its_name():
+async def test_metrics_of_every_node_that_answers_have_its_name():
     async with remote_nodes("a", "b", "c") as remotes, a_runner(*remotes) as runner:
         remotes[1].gateway.version = 3
         remotes[2].failure = "away"
-        told = await runner.metrics()
-        assert sorted(told) == ["a", "b"]
-        assert told["b"].endswith("bridle_sessions_open 3\n")
+        outcome = await runner.metrics()
+        assert sorted(outcome) == ["a", "b"]
+        assert outcome["b"].endswith("bridle_sessions_open 3\n")

@@ -67,9 +67,9 @@ async def test_fields_that_reach_the_servers_machine_are_refused_by_name(tmp_pat
             ("/v1/tasks", {"tasks": [body() | change]}),
             ("/rollout/task/submit", {**POLAR, **change}),
         ):
-            told = await http.post(path, json=sent)
-            error = told.json()["error"]
-            assert (told.status_code, error["param"]) == (422, param), error
+            response = await http.post(path, json=sent)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (422, param), error
 
 
 async def test_local_is_for_admins_unless_the_operator_lists_it(tmp_path):
@@ -80,10 +80,12 @@ async def test_local_is_for_admins_unless_the_operator_lists_it(tmp_path):
         folder.mkdir()
         async with an_app(folder, permits=permits, tokens=[TENANT, TOKEN]) as http:
             name = f"t{status}"
-            told = await http.post("/v1/tasks", json={"tasks": [body(name)]}, headers=own)
-            assert told.status_code == status
-            told = await http.post("/v1/tasks", json={"tasks": [body(f"a-{name}")]}, headers=KNOWN)
-            assert told.status_code == 200
+            response = await http.post("/v1/tasks", json={"tasks": [body(name)]}, headers=own)
+            assert response.status_code == status
+            response = await http.post(
+                "/v1/tasks", json={"tasks": [body(f"a-{name}")]}, headers=KNOWN
+            )
+            assert response.status_code == 200
 
 
 @pytest.mark.sandbox
@@ -160,15 +162,15 @@ async def test_the_owner_of_a_session_forks_it_and_its_forks(tmp_path, monkeypat
         assert (await alice.wait(again, timeout_s=60))["usable_sessions"] == 1
 
         assert (await fork(bob, session_id, at=1))[0] == 404
-        status, told = await fork(alice, session_id, at=9)
-        assert (status, told["error"]["param"]) == (422, "at")
-        assert "replies; at = 9" in told["detail"]
-        status, told = await fork(alice, session_id, at=1, task_id="no name")
-        assert (status, told["error"]["param"]) == (422, "task_id")
+        status, response = await fork(alice, session_id, at=9)
+        assert (status, response["error"]["param"]) == (422, "at")
+        assert "replies; at = 9" in response["detail"]
+        status, response = await fork(alice, session_id, at=1, task_id="no name")
+        assert (status, response["error"]["param"]) == (422, "task_id")
         monkeypatch.setattr(node_session, "FORK_BYTES", 100)
-        status, told = await fork(alice, session_id, at=1, task_id="large")
-        assert (status, told["error"]["param"]) == (422, "at")
-        assert "MiB captured" in told["detail"]
+        status, response = await fork(alice, session_id, at=1, task_id="large")
+        assert (status, response["error"]["param"]) == (422, "at")
+        assert "MiB captured" in response["detail"]
 
 
 @pytest.mark.timeout(120)
@@ -224,5 +226,5 @@ async def test_fork_is_checked_against_the_callers_current_policy(tmp_path):
     ):
         await admin.submit(tasks(1, samples=1)[0])
         await admin.wait("task-0", timeout_s=60)
-        status, told = await fork(helper, "task-0.0", at=1)
-        assert (status, told["error"]["code"]) == (422, "not_permitted")
+        status, response = await fork(helper, "task-0.0", at=1)
+        assert (status, response["error"]["code"]) == (422, "not_permitted")

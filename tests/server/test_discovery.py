@@ -11,7 +11,7 @@ from tests.server.house import FakeWorkers, until
 
 from bridle.errors import ConfigError, EngineError
 from bridle.server import discovery
-from bridle.server.discovery import engines_in, first_named, follow, named
+from bridle.server.discovery import engines_in, engines_named, first_named, follow
 
 PROMETHEUS = """global:
   evaluation_interval: 10s
@@ -46,9 +46,9 @@ async def test_a_routers_list_of_workers_names_servers_of_the_kind_before_it(tmp
     workers = tmp_path / "list_workers"
     workers.write_text('{"urls": ["http://a:1", "sglang:http://b:2", "openai:http://c:3#m"]}')
     engines = ["sglang:http://a:1", "sglang:http://b:2", "openai:http://c:3#m"]
-    assert await named(f"sglang:{workers}") == engines
+    assert await engines_named(f"sglang:{workers}") == engines
     workers.write_text('{"workers": [{"id": "x", "url": "http://a:1", "is_healthy": true}]}')
-    assert await named(f"sglang:{workers}") == ["sglang:http://a:1"]
+    assert await engines_named(f"sglang:{workers}") == ["sglang:http://a:1"]
 
 
 @pytest.mark.parametrize("text", ["a" * 100_000, "-a" * 50_000, "http:" * 20_000, "[:" * 50_000])
@@ -61,7 +61,7 @@ def test_a_text_that_names_no_engine_is_read_in_linear_time(text):
 async def test_an_endless_list_of_engines_is_not_read_to_its_end(tmp_path):
     long = tmp_path / "long"
     long.write_text("http://a:1\n" + " " * discovery.MOST_BYTES)
-    assert await named(str(long)) == await named("/dev/zero") == []
+    assert await engines_named(str(long)) == await engines_named("/dev/zero") == []
     sent = 0
 
     async def endless(request):
@@ -78,7 +78,7 @@ async def test_an_endless_list_of_engines_is_not_read_to_its_end(tmp_path):
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        assert await named(f"http://127.0.0.1:{runner.addresses[0][1]}/") == []
+        assert await engines_named(f"http://127.0.0.1:{runner.addresses[0][1]}/") == []
     finally:
         await runner.cleanup()
     assert sent < 100 << 20
@@ -97,12 +97,12 @@ async def test_a_url_names_engines_and_what_cannot_be_read_names_none(tmp_path):
     await site.start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
-        assert await named(f"{url}/engines") == ["http://a:1"]
-        assert await named(f"{url}/other") == []
+        assert await engines_named(f"{url}/engines") == ["http://a:1"]
+        assert await engines_named(f"{url}/other") == []
     finally:
         await runner.cleanup()
-    assert await named(f"{url}/engines") == []
-    assert await named(str(tmp_path)) == []
+    assert await engines_named(f"{url}/engines") == []
+    assert await engines_named(str(tmp_path)) == []
 
 
 async def test_a_server_waits_for_the_first_engine(tmp_path, monkeypatch):
@@ -134,10 +134,10 @@ async def test_engines_join_and_leave_as_they_are_named(tmp_path, monkeypatch):
     reads = []
 
     async def counted(source):
-        reads.append(found := await named(source))
+        reads.append(found := await engines_named(source))
         return found
 
-    monkeypatch.setattr(discovery, "named", counted)
+    monkeypatch.setattr(discovery, "engines_named", counted)
     workers, source = Late(), tmp_path / "engines"
     workers.replicas.append("http://a:1")
     source.write_text("a:1 late:1")

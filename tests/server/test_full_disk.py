@@ -6,8 +6,8 @@ from tests.server.house import FakeWorkers, an_app, body, ended, until
 
 
 async def health(http):
-    told = await http.get("/health")
-    return told.status_code, told.json()["status"], told.json().get("detail")
+    response = await http.get("/health")
+    return response.status_code, response.json()["status"], response.json().get("detail")
 
 
 async def recovered(http):

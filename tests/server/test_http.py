@@ -23,10 +23,10 @@ async def test_request_needs_a_token_with_the_role(tmp_path):
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/v1/status")).status_code == 401
         assert (await http.get("/v1/status", headers=bearer(READER))).status_code == 200
-        told = await http.post("/v1/tasks", headers=bearer(READER), json={"tasks": [body()]})
-        assert (told.status_code, told.json()["error"]["code"]) == (403, "forbidden")
-        told = await http.post("/v1/tasks", headers=bearer(SUBMITTER), json={"tasks": [body()]})
-        assert told.status_code == 200
+        response = await http.post("/v1/tasks", headers=bearer(READER), json={"tasks": [body()]})
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "forbidden")
+        response = await http.post("/v1/tasks", headers=bearer(SUBMITTER), json={"tasks": [body()]})
+        assert response.status_code == 200
         assert (await http.post("/policy", headers=bearer(SUBMITTER))).status_code == 403
         polar = {"x-polar-control-token": READER.token}
         assert (await http.get("/rollout/status", headers=polar)).status_code == 200
@@ -39,11 +39,11 @@ async def test_a_url_with_a_token_is_enough_for_a_client(tmp_path):
     """`http://x:TOKEN@host`: HTTP clients make `Authorization: Basic` of it."""
     async with an_app(tmp_path, tokens=[READER]) as http:
         for password, status in ((READER.token, 200), ("wrong", 401), ("", 401)):
-            told = await http.get(f"http://x:{password}@server/v1/status")
-            assert told.status_code == status
+            response = await http.get(f"http://x:{password}@server/v1/status")
+            assert response.status_code == status
         for header in ("Basic ???", "Basic", "Basic é", f"Digest {READER.token}"):
-            told = await http.get("/v1/status", headers={"authorization": header.encode()})
-            assert told.status_code == 401
+            response = await http.get("/v1/status", headers={"authorization": header.encode()})
+            assert response.status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,9 @@ async def test_a_url_with_a_token_is_enough_for_a_client(tmp_path):
 )
 async def test_a_body_that_cannot_be_read_is_refused(tmp_path, content, status, code):
     async with an_app(tmp_path) as http:
-        told = await http.post("/v1/tasks", content=content)
-        assert (told.status_code, told.json()["error"]["code"]) == (status, code)
-        assert told.json()["detail"] == told.json()["error"]["message"]
+        response = await http.post("/v1/tasks", content=content)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert response.json()["detail"] == response.json()["error"]["message"]
 
 
 async def test_a_body_that_is_too_large_is_refused_before_it_is_read(tmp_path):
@@ -74,20 +74,20 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_read(tmp_path):
             yield b" " * (1 << 20)
 
     async with an_app(tmp_path) as http:
-        told = await http.post("/v1/tasks", content=endless())
-        assert told.status_code == 413
+        response = await http.post("/v1/tasks", content=endless())
+        assert response.status_code == 413
         assert sent <= MAX_BODY + (4 << 20)
-        told = await http.post(
+        response = await http.post(
             "/v1/tasks", headers={"content-length": str(100 << 20)}, content=b" "
         )
-        assert told.status_code == 413
+        assert response.status_code == 413
 
 
 @pytest.mark.parametrize("limit", ["0", "1001", "x", "-5", "9" * 400, "1.5", ""])
 async def test_query_parameter_out_of_bounds_is_named(tmp_path, limit):
     async with an_app(tmp_path) as http:
-        told = await http.get("/v1/tasks", params={"limit": limit})
-        assert (told.status_code, told.json()["error"]["param"]) == (422, "limit")
+        response = await http.get("/v1/tasks", params={"limit": limit})
+        assert (response.status_code, response.json()["error"]["param"]) == (422, "limit")
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ async def test_errors_have_a_status_and_hide_bugs(tmp_path, error, status, code)
             raise error
 
         http.service.status = fail
-        told = await http.get("/v1/status")
-        assert (told.status_code, told.json()["error"]["code"]) == (status, code)
-        assert ("retry-after" in told.headers) == (status == 503)
-        assert "a bug" not in told.text
+        response = await http.get("/v1/status")
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert ("retry-after" in response.headers) == (status == 503)
+        assert "a bug" not in response.text
 
 
 @pytest.mark.parametrize(
@@ -118,22 +118,22 @@ async def test_errors_have_a_status_and_hide_bugs(tmp_path, error, status, code)
 )
 async def test_accept_header_selects_the_media_type(tmp_path, accept, status):
     async with an_app(tmp_path) as http:
-        told = await http.get("/v1/groups", headers={"accept": accept})
-        assert told.status_code == status
+        response = await http.get("/v1/groups", headers={"accept": accept})
+        assert response.status_code == status
 
 
 async def test_a_quota_and_a_conflict_have_their_own_status(tmp_path):
     async with an_app(tmp_path, max_queued_samples=2) as http:
         await http.service.pause()
         assert (await http.post("/v1/tasks", json={"tasks": [body(samples=2)]})).status_code == 200
-        told = await http.post("/v1/tasks", json={"tasks": [body("u")]})
-        assert (told.status_code, told.json()["error"]["code"]) == (429, "quota")
-        assert told.headers["retry-after"] == "5"
-        assert "2 samples queued (max_queued_samples)" in told.json()["detail"]
+        response = await http.post("/v1/tasks", json={"tasks": [body("u")]})
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "quota")
+        assert response.headers["retry-after"] == "5"
+        assert "2 samples queued (max_queued_samples)" in response.json()["detail"]
         never = await http.post("/v1/tasks", json={"tasks": [body("v", samples=3)]})
         assert (never.status_code, never.json()["error"]["code"]) == (422, "invalid")
-        told = await http.post("/v1/tasks", json={"tasks": [body(samples=1)]})
-        assert (told.status_code, told.json()["error"]["code"]) == (409, "conflict")
+        response = await http.post("/v1/tasks", json={"tasks": [body(samples=1)]})
+        assert (response.status_code, response.json()["error"]["code"]) == (409, "conflict")
 
 
 async def test_guessing_tokens_gives_429_and_the_right_token_still_works(tmp_path):

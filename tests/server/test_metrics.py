@@ -9,14 +9,14 @@ from bridle.server.auth import ApiToken, TokenRole
 
 async def numbers(http):
     """Sample name and labels, sorted -> value."""
-    told = await http.get("/metrics")
-    assert told.status_code == 200
-    assert told.headers["content-type"].startswith("text/plain; version=0.0.4")
+    response = await http.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     return {
         (sample.name, *(f"{name}={value}" for name, value in sorted(sample.labels.items()))): (
             sample.value
         )
-        for family in text_string_to_metric_families(told.text)
+        for family in text_string_to_metric_families(response.text)
         for sample in family.samples
     }
 
@@ -28,21 +28,21 @@ async def test_metrics_count_ends_causes_stages_and_tokens(tmp_path):
         assert (await http.post("/v1/tasks", json={"tasks": tasks})).status_code == 200
         for task in "abcd":
             await ended(http.service, task)
-        told = await numbers(http)
+        result = await numbers(http)
 
     def runs(status, cause, became):
         labels = f"became={became}", f"cause={cause}", f"status={status}"
-        return told.get(("bridle_server_runs_total", *labels), 0)
+        return result.get(("bridle_server_runs_total", *labels), 0)
 
     assert runs("COMPLETED", "", "final") == 4
     assert runs("ERROR", "harness_crash", "final") == 1
     assert runs("ERROR", "infrastructure", "again") == 1
     assert runs("LOST", "infrastructure", "again") == 1
-    assert told["bridle_server_stage_seconds_count", "stage=run"] == 6
-    assert told["bridle_server_tokens_total", "fate=trained"] == 4 * 4
-    assert told["bridle_server_tokens_total", "fate=cut"] == 5
+    assert result["bridle_server_stage_seconds_count", "stage=run"] == 6
+    assert result["bridle_server_tokens_total", "fate=trained"] == 4 * 4
+    assert result["bridle_server_tokens_total", "fate=cut"] == 5
     labels = "method=POST", "route=/v1/tasks", "status=200"
-    assert told["bridle_server_requests_total", *labels] == 1
+    assert result["bridle_server_requests_total", *labels] == 1
 
 
 async def test_metrics_report_current_counts_by_state_and_node(tmp_path):
@@ -52,18 +52,18 @@ async def test_metrics_report_current_counts_by_state_and_node(tmp_path):
         await until(lambda: workers.living)
         await http.post("/policy", json={"version": 7})
         await http.post("/v1/pause")
-        told = await numbers(http)
+        result = await numbers(http)
         workers.let("a.0")
         await until(lambda: not workers.living)
-    assert told["bridle_server_sessions", "state=RUNNING"] == 1
-    assert told["bridle_server_sessions", "state=ERROR"] == 0
-    assert told["bridle_server_sessions_waiting",] == 2
-    assert told["bridle_server_tasks", "state=running"] == 1
-    assert told["bridle_server_callbacks", "state=dead"] == 0
-    assert (told["bridle_server_slots",], told["bridle_server_runs_under_way",]) == (1, 1)
-    assert (told["bridle_server_paused",], told["bridle_server_policy_version",]) == (1, 7)
-    assert told["bridle_node_up", "node=fake"] == told["bridle_node_slots", "node=fake"] == 1
-    assert told["bridle_sessions_open", "node=fake"] == 0
+    assert result["bridle_server_sessions", "state=RUNNING"] == 1
+    assert result["bridle_server_sessions", "state=ERROR"] == 0
+    assert result["bridle_server_sessions_waiting",] == 2
+    assert result["bridle_server_tasks", "state=running"] == 1
+    assert result["bridle_server_callbacks", "state=dead"] == 0
+    assert (result["bridle_server_slots",], result["bridle_server_runs_under_way",]) == (1, 1)
+    assert (result["bridle_server_paused",], result["bridle_server_policy_version",]) == (1, 7)
+    assert result["bridle_node_up", "node=fake"] == result["bridle_node_slots", "node=fake"] == 1
+    assert result["bridle_sessions_open", "node=fake"] == 0
 
 
 async def test_metrics_report_queued_and_running_sessions_by_owner(tmp_path):
@@ -72,10 +72,10 @@ async def test_metrics_report_queued_and_running_sessions_by_owner(tmp_path):
         await http.service.submit([submission("a", 5)], owner="a")
         await http.service.submit([submission("b", 4)], owner="b", tenant=True)
         await until(lambda: len(workers.living) == 2)
-        told = await numbers(http)
+        result = await numbers(http)
         status = (await http.get("/v1/status")).json()
-    waiting = {owner: told["bridle_server_owner_waiting", f"owner={owner}"] for owner in "ab"}
-    running = {owner: told["bridle_server_owner_running", f"owner={owner}"] for owner in "ab"}
+    waiting = {owner: result["bridle_server_owner_waiting", f"owner={owner}"] for owner in "ab"}
+    running = {owner: result["bridle_server_owner_running", f"owner={owner}"] for owner in "ab"}
     assert sum(waiting.values()) == 7
     assert sum(running.values()) == 2
     assert status["owners"] == {
@@ -91,10 +91,10 @@ async def test_scrape_reports_an_unreachable_database_as_a_gauge(tmp_path, monke
             raise StateError("the database is gone")
 
         monkeypatch.setattr(http.service.queries, "counts", counts)
-        told = await numbers(http)
-        assert told["bridle_server_database_up",] == 0
-        assert told["bridle_server_slots",] == 4
-        assert ("bridle_server_sessions_waiting",) not in told
+        result = await numbers(http)
+        assert result["bridle_server_database_up",] == 0
+        assert result["bridle_server_slots",] == 4
+        assert ("bridle_server_sessions_waiting",) not in result
         http.service.failed(RuntimeError("boom"))
         assert (await numbers(http))["bridle_server_healthy",] == 0
 

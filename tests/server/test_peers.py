@@ -22,7 +22,7 @@ from bridle.server.tables import run_id
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """Seconds that a test advances."""
 
     def __init__(self):
         self.now = 0.0

@@ -17,7 +17,7 @@ from tests.server.test_callbacks import Receiver
 
 from bridle.aio import Nursery
 from bridle.bridges import parquet
-from bridle.server.app import serving
+from bridle.server.app import serve_api
 from bridle.server.callbacks import CallbackAddresses, CallbackSender
 from bridle.server.database import Database
 from bridle.server.files import TrajectoryFiles
@@ -39,9 +39,9 @@ class PolarClient:
             f"{self.url}/rollout/task/submit", json=request, headers=headers
         ) as answer:
             assert answer.status == 200, await answer.text()
-            told = await answer.json()
-        assert told["status"] == "running"
-        return told["task_id"]
+            body = await answer.json()
+        assert body["status"] == "running"
+        return body["task_id"]
 
     async def poll(self, task_id, timeout_s=45):
         headers = {"x-polar-control-token": TOKEN}
@@ -50,9 +50,9 @@ class PolarClient:
             async with self.http.get(
                 f"{self.url}/rollout/task/{task_id}", headers=headers
             ) as answer:
-                told = await answer.json()
-            if told["status"] in ("completed", "failed"):
-                return told
+                body = await answer.json()
+            if body["status"] in ("completed", "failed"):
+                return body
             await asyncio.sleep(0.05)
         raise TimeoutError(task_id)
 
@@ -96,7 +96,7 @@ async def test_an_unmodified_client_of_polar_works(tmp_path):
         nursery = await enter(Nursery(service.failed))
         deliverer = CallbackSender(service, CallbackAddresses(["127.0.0.0/8"]), b"k")
         nursery.start(deliverer.run(), name="deliverer")
-        url = await enter(serving(served(service), host="127.0.0.1", port=0))
+        url = await enter(serve_api(served(service), host="127.0.0.1", port=0))
         client = PolarClient(with_token(url), await enter(aiohttp.ClientSession()))
 
         task_id = await client.submit(request(receiver.url))
@@ -114,9 +114,9 @@ async def test_an_unmodified_client_of_polar_works(tmp_path):
                 check_trace(trace)
                 assert trace["reward"] == 1.0
         await until(lambda: len(receiver.got) == 3)
-        told = receiver.bodies()
-        sessions = [one for one in told if "session_id" in one]
-        (whole,) = [one for one in told if "session_id" not in one]
+        outcome = receiver.bodies()
+        sessions = [one for one in outcome if "session_id" in one]
+        (whole,) = [one for one in outcome if "session_id" not in one]
         assert {one["session_id"] for one in sessions} == {
             one["session_id"] for one in task["results"]
         }

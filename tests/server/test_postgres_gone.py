@@ -21,8 +21,8 @@ def own_cluster(monkeypatch):
 
 
 async def health(http):
-    told = await http.get("/health")
-    return told.status_code, told.json()["status"]
+    response = await http.get("/health")
+    return response.status_code, response.json()["status"]
 
 
 async def goes_on(http, workers):
@@ -49,9 +49,9 @@ async def test_server_survives_a_database_crash_and_runs_each_session_once(
         getattr(own_cluster, end)()
         try:
             assert await health(http) == (503, "store_error")
-            told = await http.post("/v1/tasks", json={"tasks": [body("c")]})
-            assert (told.status_code, told.json()["error"]["code"]) == (503, "store_error")
-            assert "retry-after" in told.headers
+            response = await http.post("/v1/tasks", json={"tasks": [body("c")]})
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "store_error")
+            assert "retry-after" in response.headers
             with capture_logs() as log:
                 workers.let("a.0")
                 await until(lambda: any(one.get("doing") == "storing a.0" for one in log))
@@ -72,9 +72,12 @@ async def test_hanging_database_gives_503_and_work_resumes_afterwards(
         await until(lambda: len(workers.living) == 2)
         with own_cluster.frozen():
             for _ in range(2):
-                told = await http.post("/v1/tasks", json={"tasks": [body("c")]})
-                assert (told.status_code, told.json()["error"]["code"]) == (503, "store_error")
-                assert "did not answer in time" in told.json()["error"]["message"]
+                response = await http.post("/v1/tasks", json={"tasks": [body("c")]})
+                assert (response.status_code, response.json()["error"]["code"]) == (
+                    503,
+                    "store_error",
+                )
+                assert "did not answer in time" in response.json()["error"]["message"]
             assert await health(http) == (503, "store_error")
             with capture_logs() as log:
                 workers.let("a.0")

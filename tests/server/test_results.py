@@ -27,13 +27,13 @@ async def a_group(service):
 async def test_task_status_has_results_only_on_request(tmp_path):
     async with a_service(tmp_path) as service:
         task, rows = await a_group(service)
-        told = await task_status(service, task, results=True)
-        assert (told["status"], told["total_sessions"], told["completed_sessions"]) == (
+        result = await task_status(service, task, results=True)
+        assert (result["status"], result["total_sessions"], result["completed_sessions"]) == (
             *("completed", 2, 2),
         )
-        assert [one["session_id"] for one in told["results"]] == ["a.0", "a.1"]
-        assert told["results"][0]["trajectory"]["traces"][0]["response_ids"] == [0, 1, 2, 3]
-        assert told["result_paths"] == [f"{service.files.root}/{row['file']}" for row in rows]
+        assert [one["session_id"] for one in result["results"]] == ["a.0", "a.1"]
+        assert result["results"][0]["trajectory"]["traces"][0]["response_ids"] == [0, 1, 2, 3]
+        assert result["result_paths"] == [f"{service.files.root}/{row['file']}" for row in rows]
         assert (await task_status(service, task, results=False))["results"] == []
 
 
@@ -45,22 +45,22 @@ async def test_trajectory_removed_during_the_read_is_none(tmp_path):
             await trajectory(service, rows[0])
         await service.store.forget_files(rows[0]["task_seq"])
         assert await trajectory(service, rows[0]) is None
-        told = await session_result(service, await service.queries.session("a.0"))
-        assert told["trajectory"]["metadata"] == {"removed": True}
+        result = await session_result(service, await service.queries.session("a.0"))
+        assert result["trajectory"]["metadata"] == {"removed": True}
 
 
 async def test_packed_results_have_arrays_as_bytes(tmp_path):
     async with a_service(tmp_path) as service:
         _, rows = await a_group(service)
-        told = await session_result(service, rows[0], packed=True)
-        assert isinstance(told["trajectory"]["traces"][0]["prompt_ids"]["data"], bytes)
+        result = await session_result(service, rows[0], packed=True)
+        assert isinstance(result["trajectory"]["traces"][0]["prompt_ids"]["data"], bytes)
 
 
 @pytest.mark.parametrize("state", TaskState)
 def test_polar_knows_three_states_of_a_task(state):
-    told = polar_status({"state": state})
-    assert (told == "running") == (state not in FINAL_TASKS)
-    assert (told == "completed") == (state is TaskState.COMPLETED)
+    result = polar_status({"state": state})
+    assert (result == "running") == (state not in FINAL_TASKS)
+    assert (result == "completed") == (state is TaskState.COMPLETED)
 
 
 def test_polar_knows_no_cancelled_session():

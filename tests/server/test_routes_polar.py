@@ -14,7 +14,7 @@ from tests.server.house import (
     until,
 )
 
-from bridle.server.app import serving
+from bridle.server.app import serve_api
 
 
 def request(task_id="t", **changes):
@@ -34,9 +34,12 @@ async def submit(http, *args, **changes):
 async def test_a_task_goes_from_running_to_completed_with_its_results(tmp_path):
     workers = FakeWorkers(held=True)
     async with an_app(tmp_path, workers) as http:
-        told = await submit(http, num_samples=2)
-        assert (told.status_code, told.json()) == (200, {"task_id": "t", "status": "running"})
-        assert (await submit(http, num_samples=2)).json() == told.json()
+        response = await submit(http, num_samples=2)
+        assert (response.status_code, response.json()) == (
+            200,
+            {"task_id": "t", "status": "running"},
+        )
+        assert (await submit(http, num_samples=2)).json() == response.json()
         assert (await submit(http, num_samples=3)).status_code == 409
         await until(lambda: len(workers.living) == 2)
         workers.let("t.0")
@@ -77,8 +80,8 @@ async def test_cancelled_shows_as_error(tmp_path):
 async def test_an_id_can_be_cancelled_before_it_is_submitted(tmp_path):
     async with an_app(tmp_path) as http:
         assert (await http.delete("/rollout/task/t")).status_code == 404
-        told = await http.delete("/rollout/task/t?register_if_missing=true")
-        assert (told.status_code, told.json()["status"]) == (200, "failed")
+        response = await http.delete("/rollout/task/t?register_if_missing=true")
+        assert (response.status_code, response.json()["status"]) == (200, "failed")
         assert (await submit(http)).status_code == 409
 
 
@@ -101,10 +104,10 @@ async def test_an_id_can_be_cancelled_before_it_is_submitted(tmp_path):
 )
 async def test_wrong_field_is_named_with_the_known_ones(tmp_path, changes, param):
     async with an_app(tmp_path) as http:
-        told = await submit(http, **changes)
-        assert (told.status_code, told.json()["error"]["param"]) == (422, param)
+        response = await submit(http, **changes)
+        assert (response.status_code, response.json()["error"]["param"]) == (422, param)
         if "nope" in str(changes):
-            assert "known: " in told.json()["detail"]
+            assert "known: " in response.json()["detail"]
         assert (await http.get("/tasks")).json()["tasks"] == []
 
 
@@ -115,8 +118,8 @@ async def test_lists_are_paged(tmp_path):
             await ended(http.service, name)
         first = (await http.get("/tasks?limit=2")).json()
         rest = (await http.get(f"/tasks?limit=2&cursor={first['cursor']}")).json()
-        told = [(one["task_id"], one["status"]) for one in first["tasks"] + rest["tasks"]]
-        assert told == [("a", "completed"), ("b", "failed"), ("c", "completed")]
+        result = [(one["task_id"], one["status"]) for one in first["tasks"] + rest["tasks"]]
+        assert result == [("a", "completed"), ("b", "failed"), ("c", "completed")]
         page = (await http.get("/tasks/a/sessions?cursor=0&limit=5")).json()
         assert [one["session_id"] for one in page["sessions"]] == ["a.1"]
         for path in ("/tasks", "/tasks/a/sessions", "/v1/groups", "/v1/tasks", "/v1/callbacks"):
@@ -144,7 +147,7 @@ async def test_events_are_streamed_as_they_happen(tmp_path):
 
     async with (
         a_service(tmp_path) as service,
-        serving(served(service), host="127.0.0.1", port=0) as url,
+        serve_api(served(service), host="127.0.0.1", port=0) as url,
         httpx.AsyncClient(base_url=url, headers=KNOWN) as http,
         http.stream("GET", "/events") as events,
     ):
@@ -162,7 +165,7 @@ async def test_an_event_with_line_separators_is_one_line(tmp_path):
     task_id = "a\u2028b\u2029c\u0085d"
     async with (
         a_service(tmp_path) as service,
-        serving(served(service), host="127.0.0.1", port=0) as url,
+        serve_api(served(service), host="127.0.0.1", port=0) as url,
         httpx.AsyncClient(base_url=url, headers=KNOWN) as http,
         http.stream("GET", "/events") as events,
     ):

@@ -9,8 +9,7 @@ import pytest
 from tests.server.house import FakeWorkers, an_app, body, ended, failure, submission, until
 
 from bridle.bridges import parquet
-from bridle.trajectory.packed import from_packed
-from bridle.trajectory.result import trajectory_json
+from bridle.trajectory.result import from_packed, trajectory_json
 
 
 async def submit(http, *bodies):
@@ -19,18 +18,18 @@ async def submit(http, *bodies):
 
 async def test_batch_is_accepted_as_a_whole_or_not_at_all(tmp_path):
     async with an_app(tmp_path) as http:
-        told = await submit(http, body("a"), body("b"))
-        assert told.json() == {
+        response = await submit(http, body("a"), body("b"))
+        assert response.json() == {
             "tasks": [{"task_id": "a", "new": True}, {"task_id": "b", "new": True}]
         }
         wrong = body("d", agent={"harness": "nope"})
-        told = await submit(http, body("c"), wrong)
-        assert told.status_code == 422
-        assert (told.json()["error"]["task_id"], told.json()["error"]["index"]) == ("d", 1)
+        response = await submit(http, body("c"), wrong)
+        assert response.status_code == 422
+        assert (response.json()["error"]["task_id"], response.json()["error"]["index"]) == ("d", 1)
         assert (await submit(http, body("c"), body("c"))).status_code == 422
         assert (await http.get("/v1/tasks/c")).status_code == 404
-        told = await submit(http, body("b"), body("c"))
-        assert [one["new"] for one in told.json()["tasks"]] == [False, True]
+        response = await submit(http, body("b"), body("c"))
+        assert [one["new"] for one in response.json()["tasks"]] == [False, True]
 
 
 async def test_our_default_builder_is_prefix_merging(tmp_path):
@@ -45,11 +44,15 @@ async def test_tasks_are_listed_by_state_and_shown(tmp_path):
         await submit(http, body("a", dispatch_priority=3), body("b"))
         await ended(http.service, "a")
         await ended(http.service, "b")
-        told = (await http.get("/v1/tasks?state=failed")).json()
-        assert [one["task_id"] for one in told["tasks"]] == ["b"]
+        response = (await http.get("/v1/tasks?state=failed")).json()
+        assert [one["task_id"] for one in response["tasks"]] == ["b"]
         assert (await http.get("/v1/tasks?state=lost")).status_code == 422
-        told = (await http.get("/v1/tasks/a?wait_s=30")).json()
-        assert (told["state"], told["priority"], told["usable_sessions"]) == ("completed", 3, 1)
+        response = (await http.get("/v1/tasks/a?wait_s=30")).json()
+        assert (response["state"], response["priority"], response["usable_sessions"]) == (
+            "completed",
+            3,
+            1,
+        )
 
 
 async def test_long_poll_of_a_task_ends_with_it(tmp_path):
@@ -70,11 +73,11 @@ async def test_tasks_and_sessions_are_cancelled(tmp_path):
     async with an_app(tmp_path, workers) as http:
         await submit(http, body("a", 2), body("b"), body("c"))
         await until(lambda: len(workers.living) == 2)
-        told = await http.delete("/v1/sessions/a.0")
-        assert told.status_code == 200
+        response = await http.delete("/v1/sessions/a.0")
+        assert response.status_code == 200
         assert (await http.delete("/v1/sessions/x")).status_code == 404
-        told = await http.post("/v1/tasks/cancel", json={"task_ids": ["a", "nobody"]})
-        assert told.json() == {"unknown": ["nobody"]}
+        response = await http.post("/v1/tasks/cancel", json={"task_ids": ["a", "nobody"]})
+        assert response.json() == {"unknown": ["nobody"]}
         await ended(http.service, "a")
         assert (await http.delete("/v1/tasks/b")).status_code == 200
         assert (await http.delete("/v1/tasks/nobody")).status_code == 404
@@ -166,8 +169,8 @@ async def test_session_without_a_trajectory_gives_404(tmp_path):
     async with an_app(tmp_path, workers) as http:
         await submit(http, body("a"))
         await until(lambda: workers.living)
-        told = await http.get("/v1/sessions/a.0/trajectory")
-        assert (told.status_code, "has not ended" in told.text) == (404, True)
+        response = await http.get("/v1/sessions/a.0/trajectory")
+        assert (response.status_code, "has not ended" in response.text) == (404, True)
         assert (await http.get("/v1/sessions/a.0")).json()["status"] == "RUNNING"
         assert (await http.get("/v1/sessions/none/trajectory")).status_code == 404
         workers.let("a.0")
@@ -185,10 +188,10 @@ async def test_rewards_of_a_session_are_bounded_and_the_last_accepted_one_counts
         given, status = 0, 200
         while status == 200:
             given += 1
-            told = await reward(http, "a.0", given, trace_rewards=[0.123456789] * 10_000)
-            status = told.status_code
-        assert (status, told.json()["error"]["code"]) == (409, "conflict")
-        assert "take more than 1048576 bytes" in told.json()["error"]["message"]
+            response = await reward(http, "a.0", given, trace_rewards=[0.123456789] * 10_000)
+            status = response.status_code
+        assert (status, response.json()["error"]["code"]) == (409, "conflict")
+        assert "take more than 1048576 bytes" in response.json()["error"]["message"]
         assert (await http.get("/v1/sessions/a.0")).json()["reward"] == given - 1 > 5
 
 
@@ -197,9 +200,9 @@ async def test_later_reward_is_in_an_unacknowledged_group(tmp_path):
         await submit(http, body("a"))
         await ended(http.service, "a")
         assert (await reward(http, "a.0", 0.5, why="by hand", by="ann")).status_code == 200
-        told = (await reward(http, "a.0", 0.25, trace_rewards=[0.75])).json()
-        assert (told["reward"], told["taken_at"]) == (0.25, None)
-        assert [(one["reward"], one["by"], one["why"]) for one in told["scores"]] == [
+        outcome = (await reward(http, "a.0", 0.25, trace_rewards=[0.75])).json()
+        assert (outcome["reward"], outcome["taken_at"]) == (0.25, None)
+        assert [(one["reward"], one["by"], one["why"]) for one in outcome["scores"]] == [
             (0.5, "ann", "by hand"),
             (0.25, "admin", ""),
         ]
@@ -217,8 +220,8 @@ async def test_a_reward_completes_a_session_whose_evaluator_failed_and_its_task(
         await submit(http, body("a", max_attempts=1))
         await ended(http.service, "a")
         assert (await http.get("/v1/tasks/a")).json()["state"] == "failed"
-        told = (await reward(http, "a.0", 1.0)).json()
-        assert (told["status"], told["cause"], told["usable"]) == ("COMPLETED", None, True)
+        result = (await reward(http, "a.0", 1.0)).json()
+        assert (result["status"], result["cause"], result["usable"]) == ("COMPLETED", None, True)
         task = (await http.get("/v1/tasks/a")).json()
         assert (task["state"], task["usable_sessions"]) == ("completed", 1)
         trajectory = (await http.get("/v1/sessions/a.0/trajectory")).json()
@@ -232,18 +235,18 @@ async def test_reward_is_refused_for_a_running_or_unscorable_session(tmp_path):
     async with an_app(tmp_path, workers) as http:
         await submit(http, body("a"))
         await until(lambda: workers.living)
-        told = await reward(http, "a.0", 1)
-        assert (told.status_code, "has not ended" in told.text) == (409, True)
+        response = await reward(http, "a.0", 1)
+        assert (response.status_code, "has not ended" in response.text) == (409, True)
         workers.let("a.0", **failure("harness_crash"))
         await ended(http.service, "a")
-        told = await reward(http, "a.0", 1)
-        assert (told.status_code, "harness_crash" in told.text) == (409, True)
+        response = await reward(http, "a.0", 1)
+        assert (response.status_code, "harness_crash" in response.text) == (409, True)
         await submit(http, body("b"))
         await until(lambda: "b.0" in workers.living)
         workers.let("b.0", **{**failure("harness_crash"), "traces": 1})
         await ended(http.service, "b")
-        told = (await reward(http, "b.0", -1)).json()
-        assert (told["status"], told["reward"], told["usable"]) == ("ERROR", -1.0, True)
+        response = (await reward(http, "b.0", -1)).json()
+        assert (response["status"], response["reward"], response["usable"]) == ("ERROR", -1.0, True)
         assert (await reward(http, "none", 1)).status_code == 404
         for wrong in (None, "1", True):
             assert (await reward(http, "a.0", wrong)).status_code == 422
@@ -274,13 +277,13 @@ async def test_groups_are_listed_until_they_are_acknowledged(tmp_path):
         (group,) = first["groups"]
         assert len(group["sessions"]) == group["total_sessions"]
         assert "results" not in group
-        told = await http.post("/v1/groups/ack", json={"cursor": first["cursor"]})
-        assert told.json() == {"acked": 1}
+        response = await http.post("/v1/groups/ack", json={"cursor": first["cursor"]})
+        assert response.json() == {"acked": 1}
         rest = (await http.get("/v1/groups?include=trajectories")).json()
         assert [one["task_id"] for one in rest["groups"]] != [group["task_id"]]
         assert rest["groups"][0]["results"][0]["trajectory"]["traces"]
-        told = (await http.get(f"/v1/groups?cursor={rest['cursor']}")).json()
-        assert told == {"groups": [], "cursor": rest["cursor"]}
+        response = (await http.get(f"/v1/groups?cursor={rest['cursor']}")).json()
+        assert response == {"groups": [], "cursor": rest["cursor"]}
 
 
 async def test_long_poll_waits_for_the_next_group(tmp_path):
@@ -296,10 +299,10 @@ async def test_packed_groups_hold_whole_results(tmp_path):
     async with an_app(tmp_path) as http:
         await submit(http, body("a"))
         await ended(http.service, "a")
-        told = await http.get(
+        response = await http.get(
             "/v1/groups?include=trajectories", headers={"accept": "application/msgpack"}
         )
-        (group,) = msgspec.msgpack.decode(told.content)["groups"]
+        (group,) = msgspec.msgpack.decode(response.content)["groups"]
         assert from_packed(group["results"][0]["trajectory"]).reward == 1.0
 
 
@@ -316,8 +319,8 @@ async def test_dead_callbacks_are_listed_and_replayed(tmp_path):
             )
         dead = (await http.get("/v1/callbacks?state=dead")).json()["callbacks"]
         assert [one["error"] for one in dead] == ["500", "500"]
-        told = await http.post(f"/v1/callbacks/{first['delivery_id']}/replay")
-        assert told.json() == {"replayed": 1}
+        response = await http.post(f"/v1/callbacks/{first['delivery_id']}/replay")
+        assert response.json() == {"replayed": 1}
         assert (await http.post("/v1/callbacks/replay")).json() == {"replayed": 1}
 
 
@@ -327,8 +330,8 @@ async def test_pause_and_policy_are_changed(tmp_path):
         assert (await http.post("/v1/pause")).json()["paused"] is True
         assert (await http.post("/v1/drain?timeout_s=1")).json()["running"] == 0
         assert (await http.post("/v1/resume")).json()["paused"] is False
-        told = await http.post("/policy", json={"version": 7, "hold": "wait", "timeout_s": 3})
-        assert told.json()["version"] == 7
+        response = await http.post("/policy", json={"version": 7, "hold": "wait", "timeout_s": 3})
+        assert response.json()["version"] == 7
         assert (workers.asked[-1].hold, workers.asked[-1].timeout_s) == ("wait", 3)
         assert (await http.get("/policy")).json()["version"] == 7
         assert (await http.get("/v1/status")).json()["policy"]["version"] == 7

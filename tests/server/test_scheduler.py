@@ -1,4 +1,4 @@
-"""From a free slot to a stored result, with workers that do as they are told."""
+"""From a free slot to a stored result, with workers whose results a test sets."""
 
 import asyncio
 import dataclasses
@@ -77,8 +77,8 @@ async def test_retry_avoids_the_node_of_the_failed_run(tmp_path):
         await submit(service, submission("a"))
         await ended(service, "a")
         assert workers.avoided == {"a.0": set(), "a.0.r2": {"n1"}, "a.0.r3": {"n1", "n2"}}
-        told = (await service.queries.session("a.0"))["earlier"]
-        assert [one["node_id"] for one in json.loads(told)] == ["n1", "n2"]
+        outcome = (await service.queries.session("a.0"))["earlier"]
+        assert [one["node_id"] for one in json.loads(outcome)] == ["n1", "n2"]
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("a bug"), StoreError("full")])

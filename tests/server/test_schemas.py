@@ -46,8 +46,8 @@ def test_a_batch_is_bounded():
 
 @given(st.text(), st.none() | st.text())
 def test_error_has_its_message_in_both_fields(message, param):
-    told = error_json("code", message, param=param)
-    assert told["detail"] == told["error"]["message"] == message
+    result = error_json("code", message, param=param)
+    assert result["detail"] == result["error"]["message"] == message
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])

@@ -47,10 +47,10 @@ async def test_schemathesis_finds_no_server_error(tmp_path):
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
             )
-            told, _ = await process.communicate()
-            assert process.returncode == 0, told.decode()
-            tested = re.search(r"Selected: (\d+)/(\d+)\s+Tested: (\d+)", told.decode())
-            assert tested, told.decode()
+            result, _ = await process.communicate()
+            assert process.returncode == 0, result.decode()
+            tested = re.search(r"Selected: (\d+)/(\d+)\s+Tested: (\d+)", result.decode())
+            assert tested, result.decode()
             assert int(tested[1]) == int(tested[2]) - 1 == int(tested[3])  # all but the events
             assert server.process.poll() is None
             assert (await client.status())["tasks"]

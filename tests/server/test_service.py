@@ -156,8 +156,8 @@ async def test_events_report_the_stage_of_runs(tmp_path):
         with service.events.subscribe() as reader:
             workers.events.tell(Installing("codex", "a line"))
             workers.events.tell(changed)
-            told = await reader.next(1)
-        assert (told["run_id"], told["status"]) == ("a.0", "BUILDING")
+            outcome = await reader.next(1)
+        assert (outcome["run_id"], outcome["status"]) == ("a.0", "BUILDING")
         assert service.stage("a.0", 1) == "BUILDING"
         workers.events.tell(SessionChanged("a.0", "a", 0, "command", SessionStatus.COMPLETED, 2.0))
         assert service.stage("a.0", 1) is None

@@ -349,9 +349,9 @@ async def test_claim_reads_only_the_rows_it_leases(tmp_path):
         async with state.database.read() as connection:
             for query, index in queries.items():
                 plan = (await connection.execute(text(f"EXPLAIN QUERY PLAN {query}"))).all()
-                told = " ".join(str(row[-1]) for row in plan)
-                assert index in told, query
-                assert "TEMP B-TREE" not in told, query
+                result = " ".join(str(row[-1]) for row in plan)
+                assert index in result, query
+                assert "TEMP B-TREE" not in result, query
 
 
 def run(shares, capacity, waiting, sessions, *, length=1):

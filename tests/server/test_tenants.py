@@ -105,15 +105,15 @@ async def tenants(tmp_path, workers=None, **settings):
 
 
 async def submit(http, *bodies):
-    told = await http.post("/v1/tasks", json={"tasks": [*bodies]})
-    assert told.status_code == 200, told.text
-    return told.json()["tasks"]
+    response = await http.post("/v1/tasks", json={"tasks": [*bodies]})
+    assert response.status_code == 200, response.text
+    return response.json()["tasks"]
 
 
 async def wait(http, task_id):
-    told = await http.get(f"/v1/tasks/{task_id}?wait_s=30")
-    assert told.json()["cursor"] is not None, told.text
-    return told.json()
+    response = await http.get(f"/v1/tasks/{task_id}?wait_s=30")
+    assert response.json()["cursor"] is not None, response.text
+    return response.json()
 
 
 async def test_every_route_is_an_owners_an_operators_or_shared(tmp_path):
@@ -185,11 +185,11 @@ async def test_lists_show_only_the_owners_rows_and_all_to_an_admin(tmp_path):
         assert await found(alice, "/v1/callbacks", "callbacks") == ["hers"] * 2
         assert await found(admin, "/v1/callbacks", "callbacks") == ["hers"] * 2 + ["his"] * 2
         for path in ("/v1/status", "/rollout/status"):
-            told = (await alice.get(path)).json()
-            assert told["tasks"] == {"completed": 1}
-            assert told["sessions"] == {"COMPLETED": 1}
-            assert told["callbacks"] == {"pending": 2}
-            assert told["groups_unacked"] == 1
+            response = (await alice.get(path)).json()
+            assert response["tasks"] == {"completed": 1}
+            assert response["sessions"] == {"COMPLETED": 1}
+            assert response["callbacks"] == {"pending": 2}
+            assert response["groups_unacked"] == 1
             assert (await admin.get(path)).json()["tasks"] == {"completed": 3}
         assert service.failure is None
 
@@ -228,11 +228,11 @@ async def test_a_batch_cancels_the_owners_tasks_alone(tmp_path):
     async with tenants(tmp_path, workers) as (_, alice, bob, _admin):
         await submit(alice, body("hers"))
         await until(lambda: workers.living)
-        told = await bob.post("/v1/tasks/cancel", json={"task_ids": ["hers", "nobodys"]})
-        assert told.json() == {"unknown": ["hers", "nobodys"]}
+        response = await bob.post("/v1/tasks/cancel", json={"task_ids": ["hers", "nobodys"]})
+        assert response.json() == {"unknown": ["hers", "nobodys"]}
         assert (await alice.get("/v1/tasks/hers")).json()["state"] == "running"
-        told = await alice.post("/v1/tasks/cancel", json={"task_ids": ["hers"]})
-        assert told.json() == {"unknown": []}
+        response = await alice.post("/v1/tasks/cancel", json={"task_ids": ["hers"]})
+        assert response.json() == {"unknown": []}
         assert (await wait(alice, "hers"))["state"] == "cancelled"
 
 
@@ -244,9 +244,9 @@ async def test_two_owners_may_use_one_task_id(tmp_path):
         assert await submit(bob, body("t", 3)) == [{"task_id": "t", "new": False}]
         for http, count in ((alice, 2), (bob, 3), (admin, 1)):
             assert (await wait(http, "t"))["total_sessions"] == count
-            told = await http.get("/rollout/task/t")
-            assert {one["task_id"] for one in told.json()["results"]} == {"t"}
-            assert len(told.json()["results"]) == count
+            response = await http.get("/rollout/task/t")
+            assert {one["task_id"] for one in response.json()["results"]} == {"t"}
+            assert len(response.json()["results"]) == count
         rows = (await admin.get("/v1/tasks")).json()["tasks"]
         assert [one["owner"] for one in rows] == ["alice", "bob", "operator"]
         for one in rows:  # an operator's ids of them differ, and lead to them
@@ -259,8 +259,8 @@ async def test_two_owners_may_use_one_task_id(tmp_path):
 
 async def test_id_reserved_by_one_owner_is_free_for_another(tmp_path):
     async with tenants(tmp_path) as (_, alice, bob, _admin):
-        told = await bob.delete("/rollout/task/t?register_if_missing=true")
-        assert told.status_code == 200
+        response = await bob.delete("/rollout/task/t?register_if_missing=true")
+        assert response.status_code == 200
         assert await submit(alice, body("t")) == [{"task_id": "t", "new": True}]
         assert (await wait(alice, "t"))["state"] == "completed"
         assert (await bob.post("/v1/tasks", json={"tasks": [body("t")]})).status_code == 409
@@ -279,19 +279,19 @@ async def test_events_go_to_their_owner_and_to_admins(tmp_path):
             await wait(bob, "t")
             service.events.publish({"type": "policy", "version": 1})
 
-            async def heard(reader):
+            async def outcome(reader):
                 found = []
                 while (event := await reader.next(0.01)) is not None:
                     found.append(event)
                 return found
 
             for reader in (hers, his):
-                told = await heard(reader)
-                assert [one["type"] for one in told] == ["task", "task", "policy"]
-                assert {one["task_id"] for one in told[:-1]} == {"t"}
-            told = await heard(all_of_them)
-            assert [one.get("owner") for one in told] == ["alice"] * 2 + ["bob"] * 2 + [None]
-            assert len({one.get("task_id") for one in told}) == 3
+                result = await outcome(reader)
+                assert [one["type"] for one in result] == ["task", "task", "policy"]
+                assert {one["task_id"] for one in result[:-1]} == {"t"}
+            result = await outcome(all_of_them)
+            assert [one.get("owner") for one in result] == ["alice"] * 2 + ["bob"] * 2 + [None]
+            assert len({one.get("task_id") for one in result}) == 3
 
 
 async def test_operators_routes_refuse_a_tenants_token(tmp_path):
@@ -307,9 +307,9 @@ async def test_shared_routes_name_nothing_of_a_tenants(tmp_path):
         await submit(alice, body("hers-4711"))
         await until(lambda: service.scheduler.running)
         for one in sorted(SHARED):
-            told = await bob.get(one.split()[1])
-            assert told.status_code == 200
-            assert "hers-4711" not in json.dumps(told.json())
+            response = await bob.get(one.split()[1])
+            assert response.status_code == 200
+            assert "hers-4711" not in json.dumps(response.json())
 
 
 async def test_tasks_from_before_tenants_belong_to_admins(tmp_path):
@@ -338,9 +338,9 @@ async def test_a_task_that_would_fill_the_server_s_memory_is_refused_by_name(
 ):
     async with tenants(tmp_path) as (_, alice, *_rest):
         task = {"task_id": "t", "instruction": "x", "agent": {"harness": "command"}} | more
-        told = await alice.post(path, json=task if "rollout" in path else {"tasks": [task]})
-        assert told.status_code == 422, told.text[:300]
-        assert named in told.json()["error"]["message"]
+        response = await alice.post(path, json=task if "rollout" in path else {"tasks": [task]})
+        assert response.status_code == 422, response.text[:300]
+        assert named in response.json()["error"]["message"]
 
 
 async def test_cached_task_checks_take_bounded_memory(tmp_path):

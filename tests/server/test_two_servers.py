@@ -181,12 +181,12 @@ def judge(sessions, by_first, by_second, receiver):
         if attempt == 2:
             runs.pop(name, None)  # it may have been killed before its node knew of it
     assert not runs
-    told = defaultdict(set)
+    result = defaultdict(set)
     for headers, content in receiver.got:
         body = json.loads(content)
         results = [body] if "session_id" in body else body["results"]
-        told[headers["x-bridle-delivery"]].add(
+        result[headers["x-bridle-delivery"]].add(
             tuple((one["session_id"], one["run_id"], one["reward"]) for one in results)
         )
-    assert len(told) == TASKS * (SAMPLES + 1)
-    assert all(len(versions) == 1 for versions in told.values())
+    assert len(result) == TASKS * (SAMPLES + 1)
+    assert all(len(versions) == 1 for versions in result.values())

@@ -89,7 +89,7 @@ async def test_what_would_end_the_server_is_refused_before_it_is_sent(opened, se
     assert (caught.value.status, caught.value.retryable) == (400, False)
     with pytest.raises(ContextOverflowError):
         await reply(engine, request([5] * (CONTEXT_LENGTH + 10)))
-    engine._context_length = 10 * CONTEXT_LENGTH  # as if it had not told us
+    engine._context_length = 10 * CONTEXT_LENGTH  # as if it had not reported it
     with pytest.raises(EngineError, match="context length") as overflow:
         await reply(engine, request([5] * (CONTEXT_LENGTH + 10)))
     assert overflow.value.status in {400, None}
@@ -134,7 +134,7 @@ async def test_a_grammar_is_obeyed(opened):
     assert len(logprobs) == len(ids)
 
 
-async def test_cached_tokens_are_told(opened):
+async def test_cached_tokens_are_reported(opened):
     engine = await opened()
     prompt = prompt_of("word " * 300)
     await reply(engine, request(prompt, max_tokens=2))
@@ -160,7 +160,7 @@ async def test_sampling_masks_are_carried_beside_the_tokens(opened):
         assert all(int(one) in mask for one, mask in zip(ids, masks, strict=True))
 
 
-async def test_a_weight_update_in_mid_reply_is_told_per_token(opened, server, models):
+async def test_a_weight_update_in_mid_reply_is_reported_per_token(opened, server, models):
     engine = await opened()
     long = request(PROMPT, stream=True, max_tokens=80, min_tokens=80)
     chunks = []

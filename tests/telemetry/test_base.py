@@ -14,7 +14,7 @@ from bridle.errors import ConfigError
 from bridle.node.events import SessionEnded
 from bridle.node.results import result_of
 from bridle.telemetry import base
-from bridle.telemetry.base import flat
+from bridle.telemetry.base import flatten
 from bridle.trajectory.sample import Trajectory
 from bridle.types import SessionStatus
 
@@ -85,7 +85,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 
 def test_each_step_and_evaluation_of_a_training_is_logged_once(tmp_path):
     steps = [{"step": 1, "reward": 0.5, "update": {"loss": 0.1, "lags": {"0": 7}}, "left_out": {}}]
-    with telemetry.opened([RECORDER], tmp_path, {}) as stream:
+    with telemetry.open_trackers([RECORDER], tmp_path, {}) as stream:
         stream.training([], [{"step": 0, "reward": 0.25}])
         stream.training(steps, [{"step": 0, "reward": 0.25}])
         steps.append({"step": 2, "reward": None, "update": None, "left_out": {"stale": 3}})
@@ -101,7 +101,7 @@ def test_each_step_and_evaluation_of_a_training_is_logged_once(tmp_path):
 def test_text_and_null_are_not_numbers():
     values = {"a": 1, "b": {"c": True, "d": None}, "e": "text", "f": [1, 2]}
 
-    assert flat(values) == {"a": 1.0, "b/c": 1.0}
+    assert flatten(values) == {"a": 1.0, "b/c": 1.0}
 
 
 def test_a_config_file_names_trackers(say, run_of_two, tmp_path):  # noqa: F811
@@ -122,7 +122,7 @@ def ended(unknown=None, fork=None):
 
 
 def test_no_request_and_no_task_names_a_number(tmp_path):
-    with telemetry.opened([RECORDER], tmp_path, {}) as stream:
+    with telemetry.open_trackers([RECORDER], tmp_path, {}) as stream:
         stream.on_event(ended(unknown={"a\nb": 2, "c" * 10_000: 1}, fork={"x\ny": 1e300}))
 
     ((_, _, values),) = Recorder.made[-1].values
@@ -131,7 +131,7 @@ def test_no_request_and_no_task_names_a_number(tmp_path):
 
 
 def test_every_session_has_a_stage(tmp_path):
-    with telemetry.opened([RECORDER], tmp_path, {}) as stream:
+    with telemetry.open_trackers([RECORDER], tmp_path, {}) as stream:
         stream.on_event(ended())
 
     assert [stage for stage, _ in Recorder.made[-1].ended[0].stages] == ["CANCELLED"]
@@ -164,7 +164,7 @@ def test_a_tracker_that_hangs_holds_a_bounded_number_of_sessions(monkeypatch):
 
 def test_no_password_of_an_engine_goes_to_a_tracker(tmp_path):
     given = {"engines": ["http://u:secret@host:1/v1", "sglang:http://:secret@h"], "tokenizer": None}
-    with telemetry.opened([RECORDER], tmp_path, given):
+    with telemetry.open_trackers([RECORDER], tmp_path, given):
         pass
 
     assert Recorder.made[-1].config == {

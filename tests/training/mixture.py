@@ -7,9 +7,9 @@ import numpy as np
 import orjson
 import torch
 import transformers
+from tests.conformance.memory import MemoryStore
 from tests.embedded.models import HEADS
 
-from bridle.capture.store import MemoryStore
 from bridle.config import FieldPolicy, SamplingPolicy, builtin_tokenizer_dir
 from bridle.embedded import EmbeddedEngine
 from bridle.embedded.routing import routing_of

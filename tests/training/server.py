@@ -9,7 +9,7 @@ from tests.training.made import session, trace
 
 from bridle.client import AsyncClient
 from bridle.config import AgentSpec, RuntimeSpec, Task
-from bridle.server.app import serving
+from bridle.server.app import serve_api
 
 
 class Workers(FakeWorkers):
@@ -31,7 +31,7 @@ async def a_server(tmp_path, workers=None, **settings):
     workers = workers or Workers(capacity=64)
     async with (
         a_service(tmp_path, workers, **settings) as service,
-        serving(served(service), host="127.0.0.1", port=0) as url,
+        serve_api(served(service), host="127.0.0.1", port=0) as url,
         AsyncClient(url, token=TOKEN.token, patience_s=10) as client,
     ):
         client.workers = workers  # type: ignore[attr-defined]  # for the tests

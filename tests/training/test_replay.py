@@ -10,7 +10,7 @@ from tests.training.made import group, session
 from tests.training.mixture import difference, flipped, off, played, save_mixture
 
 from bridle.errors import TrainingError
-from bridle.experts import whole
+from bridle.experts import complete_rows
 from bridle.training.forward import rows_of
 from bridle.training.grpo import Learner
 from bridle.training.recompute import facts_of
@@ -40,7 +40,7 @@ def test_a_conversation_knows_the_experts_of_all_its_tokens(rolled):
     for trace in rolled:
         assert len(trace.exchange_ids) == 3
         assert trace.metadata["cached_tokens"][1] > 0
-        assert whole(trace.routed_experts) is not None
+        assert complete_rows(trace.routed_experts) is not None
         assert (trace.routed_experts[-1] == -1).all()
 
 

@@ -380,19 +380,19 @@ def clean(seed: int) -> Run:
     """Two correct computations of the same numbers, whose kernels and batches are others.
 
     The rollout computes turn by turn behind a cache, the trainer whole padded rows with another
-    attention kernel; by the seed in float32, in bfloat16, a rollout in bfloat16 and nothing told,
-    or with experts in float32.
+    attention kernel; by the seed in float32, in bfloat16, a rollout in bfloat16 and nothing
+    declared, or with experts in float32.
     """
     half = seed % 4 in (1, 2)
     dtype = torch.bfloat16 if half else torch.float32
     theirs = dtype if seed % 4 == 1 else torch.float32
-    told = {"dtype": None if seed % 4 == 2 else str(dtype).removeprefix("torch.")}
+    result = {"dtype": None if seed % 4 == 2 else str(dtype).removeprefix("torch.")}
     return run(
         seed,
         rollout=lambda how: replace(how, stale=how.model, dtype=dtype),
         trainer=lambda how: replace(how, kernel="sdpa", padding=9, dtype=theirs),
-        engine_facts=told,
-        trainer_facts=told | {"attention": "sdpa"},
+        engine_facts=result,
+        trainer_facts=result | {"attention": "sdpa"},
         moe=seed % 4 == 3,
     )
 

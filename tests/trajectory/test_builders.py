@@ -5,7 +5,7 @@ import pytest
 from tests.capture.made import MadeSession
 
 from bridle.trajectory import DEFAULT_TRAIN
-from bridle.trajectory.builders import assemble, masked, per_request, prefix_merging, shorten
+from bridle.trajectory.builders import assemble, mask_all, per_request, prefix_merging, shorten
 from bridle.trajectory.graph import grow
 from bridle.trajectory.masks import mark
 from bridle.trajectory.sample import MaskReason
@@ -72,7 +72,7 @@ def test_what_branches_share_trains_on_the_path_with_more_sampled_tokens():
     assert not traces["x2"].response_logprobs[:20].any()
 
 
-def test_equal_paths_are_told_apart_by_the_digest_of_their_ids():
+def test_equal_paths_are_ordered_by_the_digest_of_their_ids():
     owners = set()
     for seed in range(8):
         made = MadeSession(seed=seed)
@@ -235,7 +235,7 @@ def test_shortening_does_not_end_with_a_turn_that_does_not_train():
 
 def test_masking_a_trace_leaves_its_tokens_and_nothing_to_train():
     trace = built(chain(2))["x1"]
-    left = masked(trace, MaskReason.TRUNCATED)
+    left = mask_all(trace, MaskReason.TRUNCATED)
     assert np.array_equal(left.response_ids, trace.response_ids)
     assert not left.loss_mask.any()
     assert not left.response_logprobs.any()

@@ -43,7 +43,7 @@ def joined(made, **config):
 
 
 @pytest.mark.parametrize("mode", ["fork", "splice"])
-def test_a_prompt_that_holds_every_id_extends_whatever_wrote_it(mode):
+def test_a_prompt_with_every_id_extends_by_any_renderer(mode):
     trajectory = built(session([10, 11, END], [10, 11, END]), on_drift=mode)
     (trace,) = trajectory.traces
     assert trace.loss_mask.tolist() == [1, 1, 1, 0, 0, 1, 1]

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from tests.capture.made import MadeSession
 from tests.trajectory.conversations import sessions
 
-from bridle.bridges.base import Shape, fit
+from bridle.bridges.base import Shape, fit_trace
 from bridle.bridges.parquet import pack as parquet
 from bridle.bridges.parquet import unpack as from_parquet
 from bridle.config import BuilderSpec
 from bridle.experts import Experts, is_known, pack
 from bridle.trajectory import build
-from bridle.trajectory.packed import from_packed, packed_json
 from bridle.trajectory.packing import pack as tree_of
-from bridle.trajectory.result import trajectory_json, trajectory_of
+from bridle.trajectory.result import from_packed, packed_json, trajectory_json, trajectory_of
 from bridle.types import Kind
 
 
@@ -35,7 +34,7 @@ def by_id(ids):
     return (ids % 30_000).astype(np.int16)[:, None, None]
 
 
-def told(made, rule, silent=()):
+def rows_with(made, rule, silent=()):
     """The session's exchanges, each with the rows that are new with it, as a gateway keeps them."""
     found = []
     for number, exchange in enumerate(made.exchanges):
@@ -60,7 +59,9 @@ STRATEGIES = st.sampled_from(["prefix_merging", "per_request"])
 
 @given(sessions(), STRATEGIES, st.integers(2, 40))
 def test_every_token_but_the_last_has_the_experts_it_was_computed_by(made, strategy, longest):
-    session = built(made, told(made, by_prefix), strategy, max_tokens=longest, overlong="truncate")
+    session = built(
+        made, rows_with(made, by_prefix), strategy, max_tokens=longest, overlong="truncate"
+    )
     for trace in session.traces:
         wanted = by_prefix(ids_of(trace))
         assert trace.routed_experts.dtype == np.int16
@@ -69,7 +70,7 @@ def test_every_token_but_the_last_has_the_experts_it_was_computed_by(made, strat
         last = trace.routed_experts[-1]
         assert (last == -1).all() or np.array_equal(last, wanted[-1])
         shape = Shape(max_prompt=3, max_response=4)
-        cut: Any = fit(trace, shape)
+        cut: Any = fit_trace(trace, shape)
         begin = max(0, len(trace.prompt_ids) - 3)
         end = len(cut.prompt_ids) + len(cut.response_ids)
         assert np.array_equal(cut.routed_experts, trace.routed_experts[begin : begin + end])
@@ -77,7 +78,7 @@ def test_every_token_but_the_last_has_the_experts_it_was_computed_by(made, strat
 
 @given(sessions(), STRATEGIES, st.sets(st.integers(0, 13)))
 def test_what_an_engine_did_not_tell_is_not_known_and_nothing_else_moves(made, strategy, silent):
-    exchanges = told(made, by_prefix, silent)
+    exchanges = rows_with(made, by_prefix, silent)
     for trace in built(made, exchanges, strategy).traces:
         if trace.routed_experts is None:
             continue
@@ -88,7 +89,7 @@ def test_what_an_engine_did_not_tell_is_not_known_and_nothing_else_moves(made, s
 
 @given(sessions(drift=True))
 def test_a_spliced_turn_keeps_its_own_experts(made):
-    exchanges = told(made, by_id)
+    exchanges = rows_with(made, by_id)
     for trace in built(made, exchanges, on_drift="splice").traces:
         known = is_known(trace.routed_experts)
         assert np.array_equal(trace.routed_experts[known], by_id(ids_of(trace))[known])
@@ -99,7 +100,7 @@ def test_a_spliced_turn_keeps_its_own_experts(made):
 
 @given(sessions(max_calls=6), st.sampled_from(["json", "packed", "parquet"]))
 def test_all_forms_give_the_same_rows_back(made, form):
-    session = built(made, told(made, by_prefix))
+    session = built(made, rows_with(made, by_prefix))
     again = {
         "json": lambda: trajectory_of(trajectory_json(session)),
         "packed": lambda: from_packed(packed_json(session)),
@@ -114,7 +115,7 @@ def test_all_forms_give_the_same_rows_back(made, form):
 
 @given(sessions())
 def test_a_tree_has_the_rows_of_its_traces(made):
-    session = built(made, told(made, by_prefix))
+    session = built(made, rows_with(made, by_prefix))
     tree = tree_of([session])
     rows: Any = tree.routed_experts()
     assert (rows is None) is (not session.traces)
@@ -140,7 +141,7 @@ def test_damaged_rows_and_those_of_another_model_are_not_known():
     made.call()
     made.call("x0")
     made.call("x1")
-    first, second, third = told(made, by_prefix)
+    first, second, third = rows_with(made, by_prefix)
     wider = pack(Experts(14, np.zeros((15, 2, 3), np.int16)))
     for fault in (b"x", second.experts[:-3], wider):
         exchanges = [first, dataclasses.replace(second, experts=fault), third]
@@ -152,6 +153,6 @@ def test_damaged_rows_and_those_of_another_model_are_not_known():
 def test_a_trace_refuses_rows_of_other_tokens():
     made = MadeSession()
     made.call()
-    (trace,) = built(made, told(made, by_prefix)).traces
+    (trace,) = built(made, rows_with(made, by_prefix)).traces
     with pytest.raises(ValueError, match="14 rows of experts for 15 ids"):
         dataclasses.replace(trace, routed_experts=trace.routed_experts[1:])

@@ -110,12 +110,12 @@ def test_padding_shows_by_lengths_where_the_trainer_does_not_tell_it():
     assert first_names(made.certificate(facts=False)) == ["padding"]
 
 
-def test_a_stale_cache_shows_by_clean_later_turns_where_hits_are_not_told():
+def test_a_stale_cache_shows_by_clean_later_turns_where_hits_are_not_reported():
     names = stripped(PLANTED["cache"](1)).certificate(facts=False).mismatches[0].names
     assert names == ["cache", "positions"]
 
 
-def test_restarted_positions_and_a_stale_cache_are_both_named_where_hits_are_not_told():
+def test_restarted_positions_and_a_stale_cache_are_both_named_where_hits_are_not_reported():
     names = stripped(PLANTED["positions"](1)).certificate(facts=False).mismatches[0].names
     assert names == ["positions", "cache"]
 

@@ -7,7 +7,7 @@ import pytest
 from tests.capture.made import MadeSession, digest_of
 
 from bridle.capture.records import no_ids
-from bridle.trajectory.graph import Break, first_difference, grow, ids, pieces
+from bridle.trajectory.graph import Break, first_difference, first_ids, grow, pieces
 
 
 def grown(made):
@@ -37,9 +37,9 @@ def test_a_chain_spells_what_was_given_and_sampled():
     assert [node.is_leaf for node in graph.nodes.values()] == [False, False, True]
     for exchange_id, node in graph.nodes.items():
         assert node.sound
-        assert np.array_equal(ids(node, node.length), made.full(exchange_id))
+        assert np.array_equal(first_ids(node, node.length), made.full(exchange_id))
         for take in (0, 1, 9, 10, 14):
-            assert np.array_equal(ids(node, take), made.full(exchange_id)[:take])
+            assert np.array_equal(first_ids(node, take), made.full(exchange_id)[:take])
 
 
 def test_pieces_say_whose_ids_they_are():
@@ -58,7 +58,7 @@ def test_a_child_may_keep_its_parent_in_part(kept):
     graph = grown(made)
     node = graph.nodes["x1"]
     assert node.sound
-    assert np.array_equal(ids(node, node.length), made.full("x1"))
+    assert np.array_equal(first_ids(node, node.length), made.full("x1"))
     assert graph.nodes["x0"].is_leaf is (kept < 15)
     expected = () if kept == 15 else (Break("x1", kept, "parent_kept_in_part"),)
     assert graph.breaks == expected
@@ -70,7 +70,7 @@ def test_a_child_that_keeps_none_of_its_parents_own_ids_hangs_higher():
     graph = grown(made)
     parent = graph.nodes["x3"].parent
     assert parent is graph.nodes["x0"]
-    assert np.array_equal(ids(graph.nodes["x3"], 22), made.prompts["x3"])
+    assert np.array_equal(first_ids(graph.nodes["x3"], 22), made.prompts["x3"])
 
 
 def test_a_prompt_that_is_not_what_the_engine_was_given_is_unsound_and_the_rest_stands():
@@ -136,7 +136,7 @@ def test_a_parent_of_which_nothing_is_kept_makes_a_root():
     assert list(grown(made).nodes) == ["x1"]
 
 
-def test_the_same_id_twice_counts_once_whatever_the_order():
+def test_the_same_id_twice_counts_once_in_any_order():
     made = chain(2)
     twin = dataclasses.replace(made.exchanges[1], output_ids=made.exchanges[1].output_ids + 1)
     for exchanges in ([*made.exchanges, twin], [twin, *made.exchanges]):
@@ -153,14 +153,14 @@ def test_an_exchange_of_another_session_is_left_out():
     assert [reason for _, reason in grow("other", made.exchanges).lost] == ["foreign_session"]
 
 
-def test_a_missing_commit_number_is_told():
+def test_a_missing_commit_number_is_reported():
     made = chain(3)
     made.call(None)
     del made.exchanges[2]
     assert grown(made).breaks == (Break("x3", 0, "missing_exchange"),)
 
 
-def test_a_fork_is_told_with_the_first_position_that_differs():
+def test_a_fork_is_reported_with_the_first_position_that_differs():
     made = chain(2)
     same = made.full("x1")[:12]
     made.call(None, new=[*same, -1, -1], continues="x1", root_reason="history_changed")
@@ -174,15 +174,15 @@ def test_a_fork_is_told_with_the_first_position_that_differs():
     )
 
 
-def test_a_prompt_that_the_engine_changed_is_told_as_capture_saw_it():
+def test_a_prompt_that_the_engine_changed_is_reported_as_captured():
     made = chain(1)
-    told = {"position": 3, "reason": "engine_prompt"}
-    made.call(None, continues="x0", root_reason="engine_prompt", extra={"break": told})
-    made.call(None, continues=None, root_reason="engine_prompt", extra={"break": told})
+    result = {"position": 3, "reason": "engine_prompt"}
+    made.call(None, continues="x0", root_reason="engine_prompt", extra={"break": result})
+    made.call(None, continues=None, root_reason="engine_prompt", extra={"break": result})
     assert grown(made).breaks == (Break("x1", 3, "engine_prompt"), Break("x2", 3, "engine_prompt"))
 
 
-def test_a_fork_of_what_was_lost_is_told_without_a_position():
+def test_a_fork_of_a_lost_exchange_is_reported_without_a_position():
     made = chain(1)
     replace(made, 0, parent_id="gone", kept=4, suffix_ids=made.exchanges[0].suffix_ids[4:])
     made.call(None, continues="x0", root_reason="history_changed")
@@ -194,7 +194,7 @@ def test_an_exchange_without_any_id_is_sound():
     made.call(new=0, output=0, prompt_digest=b"")
     graph = grown(made)
     assert graph.nodes["x0"].sound
-    assert np.array_equal(ids(graph.nodes["x0"], 0), no_ids())
+    assert np.array_equal(first_ids(graph.nodes["x0"], 0), no_ids())
 
 
 def test_the_first_difference_of_arrays():

@@ -358,7 +358,7 @@ def test_images_stand_in_order_with_their_placeholders():
     assert trace.media == [{"digest": digest, "media_type": "image/png"}]
 
 
-def test_without_bodies_the_placeholders_are_what_the_engine_told():
+def test_without_bodies_the_placeholders_are_those_of_the_engine():
     made = an_image_session()
     place = {"digest": "d", "start": 2, "length": 4}
     made.exchanges[0] = dataclasses.replace(made.exchanges[0], extra={"media": [place]})

@@ -68,7 +68,7 @@ def test_a_reply_that_a_later_request_shows_was_delivered(state):
 
 
 @pytest.mark.parametrize("state", [DeliveryState.CUT, None])
-def test_a_reply_whose_messages_go_on_without_its_ids_was_delivered(state):
+def test_a_reply_whose_messages_continue_without_its_ids_was_delivered(state):
     made = MadeSession()
     made.call(state=state)
     made.call(None, continues="x0", root_reason="tools_changed")
@@ -105,7 +105,7 @@ def test_identical_requests_that_wait_together_are_separate_samples():
     assert reasons(retried(started_at=1001.2)) == {"x0": "trained", "x1": "trained"}
 
 
-def test_a_reply_that_was_asked_for_again_and_went_on_is_the_turn():
+def test_of_two_replies_to_one_question_the_continued_one_is_the_turn():
     made = retried(started_at=1002.0)
     made.call("x0")
     assert reasons(made) == {"x0": "trained", "x1": "trained", "x2": "trained"}

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.trajectory.packed import from_packed, packed_json
-from bridle.trajectory.result import trajectory_bytes
+from bridle.trajectory.result import from_packed, packed_json, trajectory_bytes
 from bridle.trajectory.sample import Trace, Trajectory
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.trajectory.scores import Attempted, clustered, from_summaries, pass_at_k, scores_of
+from bridle.trajectory.scores import Attempted, clustered_mean, from_summaries, pass_at_k, scores_of
 from bridle.types import Cause
 
 
@@ -72,17 +72,17 @@ def test_without_an_attempt_there_is_no_rate():
 
 
 def test_the_interval_is_over_tasks_not_over_samples():
-    mean, width = clustered([[1.0] * 50, [0.0] * 50])
+    mean, width = clustered_mean([[1.0] * 50, [0.0] * 50])
     assert mean == 0.5
     assert width == pytest.approx(1.96 * 0.5, rel=1e-3)
-    assert clustered([[0.5], [0.5]]) == (0.5, 0.0)
-    assert clustered([]) == (None, None)
+    assert clustered_mean([[0.5], [0.5]]) == (0.5, 0.0)
+    assert clustered_mean([]) == (None, None)
 
 
 @given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=1), min_size=2, max_size=30))
 def test_with_one_sample_a_task_it_is_the_plain_standard_error(clusters):
     values = [value for (value,) in clusters]
-    mean, width = clustered(clusters)
+    mean, width = clustered_mean(clusters)
     spread = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
     assert width == pytest.approx(1.959964 * spread / math.sqrt(len(values)), rel=1e-6, abs=1e-9)
 

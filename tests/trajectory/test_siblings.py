@@ -47,7 +47,7 @@ def test_parallel_answers_are_rejected_as_sequential_ones_are():
     assert len(found(parallel)) == len(found(sequential)) == 3
 
 
-def test_the_same_question_after_the_conversation_went_on_is_another_beginning():
+def test_the_same_question_later_in_the_conversation_is_another_prompt():
     made = MadeSession()
     asked(made)
     made.call("x0")
@@ -115,7 +115,7 @@ def test_a_rejected_reply_trains_alone_in_its_trace_which_says_so():
     assert "rejected" not in traces["x3"].metadata
 
 
-def test_what_was_said_before_a_rejected_reply_trains_elsewhere_also_where_nothing_goes_on():
+def test_turns_before_a_rejected_reply_train_elsewhere_even_if_nothing_continues():
     made = MadeSession()
     made.call(output=4)
     asked(made, "x0", output=50)

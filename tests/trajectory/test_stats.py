@@ -185,7 +185,7 @@ def test_drift_is_counted_by_class():
     assert numbers(made)["drift"] == {"exact": 2, "rewritten_args": 2}
 
 
-def test_breaks_are_told_in_order():
+def test_breaks_are_reported_in_order():
     made = chain(2)
     made.call(None, continues="x1", root_reason="tools_changed", new=made.full("x1")[:4])
     made.call("x1", prompt_digest=b"wrong")
@@ -198,7 +198,7 @@ def test_breaks_are_told_in_order():
         "ids": [old, []],
     }
     assert second == {"exchange": "x3", "position": 0, "reason": "digest_mismatch"}
-    told = rebuild(made.capture(), decode=lambda ids: " ".join(map(str, ids)))
-    first, second = told.metadata["stats"]["breaks"]
+    result = rebuild(made.capture(), decode=lambda ids: " ".join(map(str, ids)))
+    first, second = result.metadata["stats"]["breaks"]
     assert first["texts"] == [" ".join(map(str, old)), ""]
     assert "texts" not in second

@@ -34,7 +34,7 @@ def test_a_chain_is_flat_and_each_line_tells_the_turn():
     assert lines[2][1].startswith("x1 agent | user -> assistant | 15+10 ids -> 5 sampled")
 
 
-def test_the_longest_branch_goes_on_and_others_go_deeper():
+def test_the_longest_branch_stays_at_its_depth_and_others_are_indented():
     made = MadeSession()
     made.call()
     made.call("x0")
@@ -134,7 +134,7 @@ def test_a_fork_inside_the_prompt_says_so():
     assert "they part at position 1, in x0's prompt" in explained(made, "x0", "x1")
 
 
-def test_an_extension_and_a_prompt_that_ends_early_are_told():
+def test_an_extension_and_a_prompt_that_ends_early_are_reported():
     made = MadeSession()
     made.call()
     made.call("x0")

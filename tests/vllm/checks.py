@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from tests.conformance.memory import MemoryStore
 
 from bridle.capture.records import Exchange
 from bridle.capture.sqlite import SqliteReader
-from bridle.capture.store import MemoryStore, Store
+from bridle.capture.store import Store
 from bridle.config import SamplingPolicy
 from bridle.engines.base import Engine, GenerateRequest
 from bridle.engines.connection import Sent
 from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
-from bridle.engines.vllm import VllmEngine
+from bridle.engines.vllm import LoraAdapters, VllmEngine
 from bridle.engines.vllm_images import ImageRenderer
-from bridle.engines.vllm_lora import LoraAdapters
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
@@ -124,16 +124,16 @@ class RecordingVllm(VllmEngine):
         answers = [json.loads(answer) for answer in cls.answers[request_id]]
         choices = [choice for answer in answers for choice in answer["choices"]]
         logprobs = [value for choice in choices for value in _logprobs(choice)]
-        told = [one.get("prompt_token_ids") for one in (*answers, *choices)]
-        prompt = next(filter(None, told))
+        result = [one.get("prompt_token_ids") for one in (*answers, *choices)]
+        prompt = next(filter(None, result))
         ids = [one for choice in choices for one in choice.get("token_ids") or ()]
         return Said(prompt, ids, np.array(logprobs, np.float32))
 
 
 def _logprobs(choice: JSON) -> list[float]:
-    told = choice.get("logprobs") or {}
-    content = [entry["logprob"] for entry in told.get("content") or ()]
-    return content or told.get("token_logprobs") or []
+    response = choice.get("logprobs") or {}
+    content = [entry["logprob"] for entry in response.get("content") or ()]
+    return content or response.get("token_logprobs") or []
 
 
 async def reply(engine: Engine, asked: GenerateRequest):
@@ -211,7 +211,7 @@ def check_session(
 ) -> Trajectory:
     """Hold a session's capture and its traces against the engine's own record and the weights.
 
-    Every exchange has the ids and logprobs that the engine told; every trace's trained ids are
+    Every exchange has the ids and logprobs that the engine reported; every trace's trained ids are
     those of its exchanges in their place, and their logprobs are a plain forward pass's. `breaks`
     are the reasons of those that the harness makes itself.
     """

@@ -1,4 +1,4 @@
-"""The adapter and the probe against a real vLLM, which gives raw logprobs unless told."""
+"""The adapter and the probe against a real vLLM, which gives raw logprobs by default."""
 
 import asyncio
 import json
@@ -107,13 +107,13 @@ async def test_stop_strings_and_stop_tokens_end_replies(opened, server, route):
 
 
 @pytest.mark.parametrize("route", VllmRoute)
-async def test_what_the_server_refuses_is_told_by_its_kind(opened, route):
+async def test_refusals_of_the_server_are_classified(opened, route):
     engine = await opened(route=route)
     with pytest.raises(EngineError, match="vocabulary") as caught:
         await reply(engine, request([5, 99_999]))
     assert (caught.value.status, caught.value.retryable) == (400, False)
 
-    engine._context_length = 10 * CONTEXT_LENGTH  # as if it had not told us
+    engine._context_length = 10 * CONTEXT_LENGTH  # as if it had not reported it
     with pytest.raises(ContextOverflowError) as overflow:
         await reply(engine, request([5] * (CONTEXT_LENGTH + 10)))
     assert overflow.value.context_length == CONTEXT_LENGTH
@@ -165,7 +165,7 @@ async def test_a_call_that_must_be_made_is_made_in_the_template_s_own_form(opene
     assert json.loads(said) in [{"name": "look", "arguments": {"a": n}} for n in (1, 2)], text
 
 
-async def test_cached_tokens_are_told(opened):
+async def test_cached_tokens_are_reported(opened):
     engine = await opened()
     prompt = prompt_of("word " * 300)
     await reply(engine, request(prompt))
@@ -173,6 +173,6 @@ async def test_cached_tokens_are_told(opened):
     assert chunks[-1].cached_tokens == len(prompt) // BLOCK * BLOCK
 
 
-async def test_an_owner_who_vouches_for_the_wrong_mode_is_told(opened):
+async def test_a_wrong_assumed_logprob_mode_is_refused(opened):
     with pytest.raises(EngineError, match="raw by measurement, processed by configuration"):
         await opened(logprob_mode=LogprobMode.PROCESSED)

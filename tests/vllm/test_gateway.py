@@ -35,13 +35,13 @@ async def test_the_engines_own_template_renders_the_root_and_we_what_extends_it(
         await gateway.seal(handle.session_id)
         trajectory = check_session(store, handle.session_id, server.model)
         assert len(trajectory.traces) == 1
-        told = [exchange.extra.get("prompt") for exchange in store.exchanges(handle.session_id)]
-        assert told == ["engine", *[None] * (TURNS - 1)]
+        result = [exchange.extra.get("prompt") for exchange in store.exchanges(handle.session_id)]
+        assert result == ["engine", *[None] * (TURNS - 1)]
 
 
 @pytest.mark.parametrize("route", VllmRoute)
 async def test_what_the_model_says_by_itself_is_captured_exactly(server, route):
-    """Random weights say junk: no turn parses, and none of its tokens is lost or told otherwise."""
+    """Random weights say junk: no turn parses, and none of its tokens is lost or changed."""
     sampling = sampling_of(96)
     async with opened_gateway(server, engine=RecordingVllm(server.url, route=route)) as (
         gateway,

@@ -93,8 +93,8 @@ async def test_a_session_with_images_is_what_the_engine_saw(sighted, dialect):
         assert np.array_equal(exchange.logprobs, said.logprobs)
         assert exchange.root_reason == ("image" if count == 1 else None)
         places = exchange.extra["media"]
-        told = {"media_type": "image/png", "length": PLACE, "grid": {"num_patches": 1}}
-        assert all(told.items() <= one.items() for one in places), places
+        result = {"media_type": "image/png", "length": PLACE, "grid": {"num_patches": 1}}
+        assert all(result.items() <= one.items() for one in places), places
         assert len(places) == count
         inside = [ids[one["start"] :][:PLACE].tolist() for one in places]
         assert all(one.count(image) == 4 for one in inside)

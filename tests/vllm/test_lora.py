@@ -128,7 +128,7 @@ async def test_two_policies_on_one_engine_and_calls_that_keep_their_adapter(
     assert await names(adapted) == ["tiny"]
 
 
-async def test_a_call_that_is_two_adapters_behind_goes_on_under_the_newest(adapted, adapters):
+async def test_a_call_two_adapters_behind_continues_under_the_newest(adapted, adapters):
     first, second, third, _ = adapters
     replica = Replica("vllm", RecordingVllm(adapted.url))
     pool = EnginePool([replica], settings=RoutingSettings(keep_tokens=True))

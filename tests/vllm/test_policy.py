@@ -77,7 +77,7 @@ async def test_every_token_knows_the_weights_that_sampled_it(updated, models, st
     check_spans(exchange, models)
 
 
-async def test_a_call_that_an_update_aborts_goes_on_as_one_reply(updated, models):
+async def test_a_call_that_an_update_aborts_is_resumed_as_one_reply(updated, models):
     """`pause` with its default mode ends calls; the gateway resumes them under the new weights."""
     async with opened_gateway(updated) as (gateway, store):
         handle = await gateway.open_session(sampling=sampling_of(TOKENS))
@@ -123,9 +123,7 @@ async def two_turns(handle, together):
                 await together.wait()
 
 
-async def test_an_update_amid_fifty_sessions_of_two_gateways_is_heard_of_by_no_harness(
-    updated, models
-):
+async def test_an_update_amid_fifty_sessions_of_two_gateways_is_seen_by_no_harness(updated, models):
     counted = "vllm:generation_tokens_total"
     async with (
         opened_gateway(updated) as (one, of_one),

@@ -78,7 +78,7 @@ class Row:
     """The trace's own (the sum of its token rewards, if it has any), else the session's; where the
     session's is not known, the mean of the group's others."""
     known: bool
-    """Whether that is its own reward."""
+    """True if that is its own reward."""
     weight: float
     """By its tokens that train, so that all rows of a session together weigh 1."""
 
@@ -132,7 +132,7 @@ class RowCounts:
     sessions: int = 0
     rows: int = 0
     tokens: int = 0
-    """That train."""
+    """Tokens that train."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Reason -> sessions (`unknown`, `empty`) or rows (`overlong`)."""
 
@@ -205,7 +205,7 @@ class TaskTable:
 def rows_of(
     groups: Sequence[SessionGroup], shape: Shape | None = None
 ) -> tuple[list[Row], RowCounts]:
-    """The rows of groups, in the order of groups, samples and traces; and what became of them."""
+    """The rows of groups, in the order of groups, samples and traces; and counts of the rest."""
     shape = shape or Shape()
     counts = RowCounts()
     rows: list[Row] = []
@@ -217,7 +217,7 @@ def rows_of(
             rows += [
                 Row(
                     place, group.task_id, sample, session,
-                    trace if known else untrained(trace),
+                    trace if known else without_training(trace),
                     trace_reward(trace, session) if known else group.mean,
                     known, weight,
                 )
@@ -237,11 +237,11 @@ def _of_session(session: Trajectory, shape: Shape, counts: RowCounts) -> list[Tr
         counts.left_out["empty"] += 1
     fitting = []
     for trace in trained:
-        fitted = fit(trace, shape)
+        fitted = fit_trace(trace, shape)
         counts.left_out["overlong"] += fitted is not trace
         if fitted is not None:
             fitting.append(fitted)
-    return fitting or ([blank(session)] if shape.blanks else [])
+    return fitting or ([blank_row(session)] if shape.blanks else [])
 
 
 def warn_of_own_rewards(bridge: str, session: Trajectory) -> None:
@@ -259,7 +259,7 @@ def refuse_images(trainer: str, session: Trajectory) -> None:
         )
 
 
-def fit(trace: Trace, shape: Shape) -> Trace | None:
+def fit_trace(trace: Trace, shape: Shape) -> Trace | None:
     """The trace itself if it fits, else what the shape's policy leaves of it; `None` = nothing."""
     prompt, response = len(trace.prompt_ids), len(trace.response_ids)
     most = prompt if shape.max_prompt is None else shape.max_prompt
@@ -271,10 +271,10 @@ def fit(trace: Trace, shape: Shape) -> Trace | None:
     end = response if shape.max_response is None else min(response, shape.max_response)
     cut = trace.cut(end, max(0, prompt - most))
     # A token behind a cut prompt was sampled under another context.
-    return untrained(cut) if long_prompt or shape.overlong == "mask" else cut
+    return without_training(cut) if long_prompt or shape.overlong == "mask" else cut
 
 
-def untrained(trace: Trace) -> Trace:
+def without_training(trace: Trace) -> Trace:
     """The trace with nothing that trains."""
     return dataclasses.replace(
         trace,
@@ -283,7 +283,7 @@ def untrained(trace: Trace) -> Trace:
     )
 
 
-def blank(session: Trajectory) -> Trace:
+def blank_row(session: Trajectory) -> Trace:
     """One given token and one more, neither of which trains."""
     return Trace(
         trace_id=f"{session.session_id}/blank",
@@ -308,16 +308,16 @@ class Turn:
     end: int
     exchange_id: str
     given: tuple[JSON, ...]
-    """Messages since the turn before, or since the prompt; none where they cannot be told."""
+    """Messages since the turn before, or since the prompt; none if they cannot be identified."""
     said: tuple[JSON, ...]
-    """The model's messages: one, as a rule; none where they cannot be told."""
+    """The model's messages: one, as a rule; none if they cannot be identified."""
 
 
 def turns_of(trace: Trace) -> list[Turn]:
     """The turns along a trace with their messages.
 
-    The messages can be told where there are as many runs of model messages as turns. (A harness may
-    write model messages of its own.)
+    The messages can be identified where there are as many runs of model messages as turns. (A
+    harness may write model messages of its own.)
     """
     spans = []
     before = 0

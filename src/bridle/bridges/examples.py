@@ -46,7 +46,7 @@ class Example:
     turns: int
     """Turns of the model."""
     rejected: bool = False
-    """Whether it ends in a reply that the harness read and did not go on from."""
+    """True if it ends in a reply that the harness read and did not continue from."""
 
     @property
     def task_id(self) -> str:

@@ -76,7 +76,7 @@ class LocalSessions:
     def play(self, tasks: Sequence[Task]) -> list[Trajectory]:
         """One session per entry, in order; a task may stand there several times.
 
-        Whatever became of a session is in its trajectory. `ConfigError` for a task that names what
+        The outcome of every session is in its trajectory. `ConfigError` for a task that names what
         is not there.
         """
         return self._wait(self._play(tasks))

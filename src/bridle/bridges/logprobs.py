@@ -12,7 +12,7 @@ Parquet, one row per trace; any trainer can write it, with `write_logprobs` or w
 | padding | int32 | tokens of padding in its row of the batch; null = not sent |
 
 The file's metadata holds the trainer's facts (`bridle.trajectory.fidelity.Facts`) as a JSON object
-under `bridle_trainer`. What is not sent is not guessed: some causes cannot be told apart then.
+under `bridle_trainer`. What is not sent is not guessed: some causes cannot be distinguished then.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _given(message: JSON) -> JSON:
 
 
 def _said(messages: Sequence[JSON], number: int) -> list[JSON]:
-    """A call's items: reasoning, text, function calls; an empty text where nothing can be told."""
+    """A call's items: reasoning, text, function calls; an empty text where they are unknown."""
     items: list[JSON] = []
     for message in messages:
         if reasoning := message.get("reasoning_content"):

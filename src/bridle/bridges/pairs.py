@@ -4,7 +4,7 @@ Both begin with the same prompt, so that what is compared is what the model did.
 are ordered by reward; the best is paired with the worst, the second with the last but one, as long
 as their rewards differ by the margin. A session stands for itself by its largest example.
 
-Inside a session, an answer that the harness went on from is better than one to the same question
+Inside a session, an answer that the harness continued from is better than one to the same question
 that it rejected (`sibling_pairs`).
 """
 

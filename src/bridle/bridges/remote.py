@@ -50,7 +50,7 @@ class ServerSessions:
     def play(self, tasks: Sequence[Task]) -> list[Trajectory]:
         """One session per entry, in order; a task may stand there several times.
 
-        Whatever became of a session is in its trajectory; its `metadata["task_id"]` is the task's
+        The outcome of every session is in its trajectory; its `metadata["task_id"]` is the task's
         own. `ServerError` if the server refuses a task or cannot be reached.
         """
         counts = Counter(task.task_id for task in tasks)

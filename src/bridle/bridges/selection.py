@@ -24,7 +24,7 @@ class Rules(Settings):
     """Conditions that an example must meet. A rule that is not given accepts everything."""
 
     statuses: tuple[SessionStatus, ...] = (SessionStatus.COMPLETED,)
-    """How its session must have ended."""
+    """The end that its session must have had."""
     min_reward: float | None = None
     """Least reward; an unknown reward does not do."""
     max_reward: float | None = None
@@ -34,7 +34,7 @@ class Rules(Settings):
     """Least number of turns of the model."""
     max_turns: int | None = Field(default=None, ge=1)
     rejected: bool = False
-    """Whether replies are taken that the harness read and did not go on from."""
+    """True if replies are taken that the harness read and did not continue from."""
     finish: tuple[str, ...] = ()
     """Finish reasons of the last turn that will do, e.g. `stop`."""
     max_repetition: float | None = Field(default=None, ge=0, le=1)
@@ -46,7 +46,7 @@ class Rules(Settings):
     tokens."""
 
     def against(self, example: Example) -> str | None:
-        """Why an example will not do, the first reason there is; `None` = it will."""
+        """Return the first reason why an example is refused; `None` = it is taken."""
         return next((reason for reason, fails in self._checks(example) if fails), None)
 
     def _checks(self, example: Example) -> Iterator[tuple[str, bool]]:
@@ -79,7 +79,7 @@ class SourceCounts:
     turns: int = 0
     """Of accepted sessions."""
     tokens: int = 0
-    """That train, in accepted examples."""
+    """Tokens that train, in accepted examples."""
     hours: float = 0.0
     """Of all sessions, one after the other."""
     engine_s: float = 0.0
@@ -256,7 +256,7 @@ def _by_session(offers: Iterable[_Light]) -> dict[str, list[_Light]]:
     return found
 
 
-def chosen(
+def select_examples(
     sessions: Iterable[tuple[SessionCapture, Trajectory]],
     accepted: Mapping[str, Collection[str]],
 ) -> Iterator[tuple[SessionCapture, Trajectory, list[Example]]]:

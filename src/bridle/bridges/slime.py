@@ -30,7 +30,7 @@ import numpy as np
 from bridle.bridges.base import Row, RowCounts, SessionGroup, Sessions, Shape, TaskTable, rows_of
 from bridle.bridges.remote import ServerSessions, open_server
 from bridle.errors import ConfigError
-from bridle.experts import whole
+from bridle.experts import complete_rows
 from bridle.trajectory.credit import role_advantages, role_of, session_advantages
 from bridle.types import FinishReason, SessionStatus
 
@@ -219,7 +219,7 @@ def _sample(row: Row, template: Sample) -> Sample:
     sample.response_length = len(row.response_ids)
     sample.loss_mask = row.mask.tolist()
     sample.rollout_log_probs = row.logprobs.tolist()
-    if (rows := whole(row.trace.routed_experts)) is not None:
+    if (rows := complete_rows(row.trace.routed_experts)) is not None:
         sample.rollout_routed_experts = rows.astype(np.int32)
     sample.reward = row.reward
     sample.weight_versions = [str(version) for version in dict.fromkeys(known_versions.tolist())]

@@ -47,7 +47,7 @@ from bridle.bridges.base import (
     Sessions,
     Shape,
     TaskTable,
-    blank,
+    blank_row,
     refuse_images,
     rows_of,
     warn_of_own_rewards,
@@ -69,10 +69,10 @@ SUM_OF_ROWS = frozenset({"dr_grpo", "luspo"})
 tokens of the batch."""
 
 STOP_S = 60.0
-"""How long `stop` waits for sessions that run."""
+"""Time that `stop` waits for sessions that run."""
 
 GIVE_UP = 64
-"""Groups in a row without a row after which the trainer is told what became of them."""
+"""Groups in a row without a row after which the trainer gets an error with the reasons."""
 
 
 class TrainedSessions(Sessions, Protocol):
@@ -131,7 +131,7 @@ class TrlRollouts:
         self.owners = [row.group for row in rows] + [0] * (room - len(rows))
         self.weights = [row.weight for row in rows] + [0.0] * (room - len(rows))
         traces = [row.trace for row in rows]
-        traces += [blank(played[0])] * (room - len(rows)) if played else []
+        traces += [blank_row(played[0])] * (room - len(rows)) if played else []
         return {
             "prompt_ids": [trace.prompt_ids.tolist() for trace in traces],
             "completion_ids": [trace.response_ids.tolist() for trace in traces],
@@ -374,7 +374,7 @@ class TrlAsyncRollouts:
         self._sessions.update_weights(dict(iterator), self._sent)
 
     def resume(self) -> None:
-        """Nothing: calls that were held went on."""
+        """Nothing: calls that were held continued."""
 
     def destroy(self) -> None:
         """Nothing is held."""
@@ -392,7 +392,7 @@ class TrlAsyncRollouts:
                 self._count(played, made)
                 for row in made:
                     self._put(row)
-        except BaseException as error:  # noqa: BLE001 - told to the trainer's thread
+        except BaseException as error:  # noqa: BLE001 - raised in the trainer's thread
             self._failure = error
 
     def _count(self, played: Sequence[Trajectory], made: Sequence[AsyncRow]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from bridle.bridges.base import Turn, turns_of, warn_of_own_rewards
-from bridle.experts import whole
+from bridle.experts import complete_rows
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON, SessionStatus
 
@@ -60,7 +60,7 @@ def _add_experts(trace: Trace, nodes: list[JSON]) -> None:
 
     None where one is not known, as verifiers does (0.4.0, `v1/graph.py`).
     """
-    rows = whole(trace.routed_experts)
+    rows = complete_rows(trace.routed_experts)
     if rows is None or not len(rows):
         return
     kind = np.uint8 if int(rows.max()) < 256 else np.uint16

@@ -34,7 +34,7 @@ from bridle.bridges.base import (
 from bridle.bridges.remote import ServerSessions, open_server
 from bridle.errors import ConfigError
 from bridle.experts import KEY as EXPERTS
-from bridle.experts import whole
+from bridle.experts import complete_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,7 +80,7 @@ def outputs_of(session: Trajectory, shape: Shape) -> list[Any]:
 
 def _experts(row: Row) -> dict[str, Any]:
     """Rows of all tokens but the last, which verl fills; nothing where one is not known."""
-    rows = whole(row.trace.routed_experts)
+    rows = complete_rows(row.trace.routed_experts)
     return {} if rows is None else {EXPERTS: rows}
 
 

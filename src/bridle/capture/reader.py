@@ -19,7 +19,7 @@ from bridle.capture.records import (
     SessionCapture,
     SessionRecord,
     Totals,
-    scored,
+    with_scores,
 )
 from bridle.errors import StoreError, boundary
 
@@ -71,7 +71,7 @@ class SqliteReader:
         query = "SELECT session_id, scores, o.* FROM outcomes o JOIN sessions s ON n = session"
         with self._reading():
             return {
-                session_id: scored(
+                session_id: with_scores(
                     formats.outcome_of(session_id, tuple(row)), formats.scores_of(scores)
                 )
                 for session_id, scores, *row in self._rows(query)
@@ -150,7 +150,9 @@ class SqliteReader:
         with self._reading():
             query = "SELECT scores, o.* FROM outcomes o JOIN sessions ON n = session WHERE n = ?"
             for scores, *row in self._session_rows(query, session_id):
-                return scored(formats.outcome_of(session_id, tuple(row)), formats.scores_of(scores))
+                return with_scores(
+                    formats.outcome_of(session_id, tuple(row)), formats.scores_of(scores)
+                )
             return None
 
     def read(self, session_id: str) -> SessionCapture:

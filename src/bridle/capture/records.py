@@ -108,7 +108,7 @@ class Exchange:
     sampling: Sampling
     """Effective sampling parameters."""
     constrained: bool
-    """Whether a grammar shaped the samples."""
+    """True if a grammar shaped the samples."""
     prompt_length: int
     prompt_digest: bytes
     """sha256 of the whole prompt's ids as little-endian int32."""
@@ -127,7 +127,7 @@ class Exchange:
     `break` (`{"position", "reason"}` if the engine used a different prompt)."""
     experts: bytes | None = None
     """`bridle.experts.pack` of the rows that are new with it: from the last id that its parent has,
-    or the first at a root; `None` = the engine told none."""
+    or the first at a root; `None` = the engine reported none."""
 
     def __post_init__(self) -> None:
         """Check the alignment that everything later relies on."""
@@ -196,7 +196,7 @@ class Score:
     """Result of the scorer beside the reward."""
 
 
-def scored(outcome: Outcome, scores: Sequence[Score]) -> Outcome:
+def with_scores(outcome: Outcome, scores: Sequence[Score]) -> Outcome:
     """Return the outcome with the last score's reward and with all scores in its metadata.
 
     A session whose evaluator had failed is COMPLETED by a score.

@@ -35,7 +35,7 @@ from bridle.node.events import Event, Installing, SessionChanged
 from bridle.node.local import LocalNode, NodeSettings, check
 from bridle.node.run_folder import CAPTURE, RUN, TRAJECTORIES
 from bridle.node.session import FINAL, read_replay
-from bridle.runtimes import chosen, default_backend
+from bridle.runtimes import default_backend, resolve_auto
 from bridle.runtimes.local import PATH
 from bridle.types import JSON, SessionStatus
 
@@ -188,7 +188,7 @@ def preflight(problems: Problems, tasks: Sequence[Task], gateway: Gateway | None
 
 def _check_program(task: Task) -> None:
     """Refuse a command whose program a bubblewrap sandbox does not show."""
-    spec, command = chosen(task.runtime), task.agent.command
+    spec, command = resolve_auto(task.runtime), task.agent.command
     if not command or spec.backend != "bubblewrap" or spec.image or spec.prepare:
         return
     try:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
-from bridle.config import ModelSpec, Settings, explain, load_toml
-from bridle.datasets.jsonl import merge
+from bridle.config import ModelSpec, Settings, explain, load_toml, merged
 from bridle.engines.pool_replica import RoutingSettings
 from bridle.errors import ConfigError, Problems
 from bridle.gateway.settings import GatewaySettings
@@ -20,7 +19,6 @@ from bridle.node.scheduling import ExecutorSettings
 from bridle.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from bridle.engines.base import Engine
     from bridle.engines.pool import EnginePool
     from bridle.gateway.models import OtherModel
     from bridle.prompting.renderer import PromptRenderer
@@ -37,7 +35,7 @@ class FileConfig(Settings):
     routing: RoutingSettings = RoutingSettings()
     server: ServerSettings = ServerSettings()
     executor: ExecutorSettings = ExecutorSettings()
-    """Where sessions run: in this process or on a Ray cluster."""
+    """Place of the sessions: in this process or on a Ray cluster."""
     telemetry: tuple[str, ...] = ()
     """Trackers: wandb, mlflow, tensorboard, trackio, otel, or `package.module:Class`."""
     models: dict[str, ModelSpec] = Field(default_factory=dict)
@@ -66,7 +64,7 @@ def load_config(
     for name, said in (("server", server), ("executor", executor)):
         if said:
             table = given.get(name, {})
-            given[name] = merge(table if isinstance(table, dict) else {}, dict(said))
+            given[name] = merged(table if isinstance(table, dict) else {}, dict(said))
     if engines:
         given["engines"] = tuple(engines)
     if tokenizer is not None:
@@ -95,21 +93,6 @@ class EngineSetup:
     engine: EnginePool
     renderer: PromptRenderer
     models: Sequence[OtherModel]
-
-
-def open_engine_and_renderer(spec: str, tokenizer: str | None) -> tuple[Engine, PromptRenderer]:
-    """Open the engine that `spec` names and a renderer on its tokenizer; neither is started.
-
-    `None` as tokenizer = the model folder of `embedded:DIR`, or `builtin` for `scripted:FILE`.
-    `ConfigError` if another engine has none.
-    """
-    from bridle.engines import open_engine
-    from bridle.prompting.renderer import load_renderer
-
-    source = tokenizer or default_tokenizer(spec)
-    source = source and tokenizer_folder(source)
-    engine = open_engine(spec, tokenizer=source)
-    return engine, load_renderer(_required(source, spec))
 
 
 def open_setup(config: FileConfig) -> EngineSetup:

@@ -1,6 +1,6 @@
 """`bridle dashboard`: pages about a folder of runs or a rollout server, in a browser.
 
-`bridle serve` mounts the same pages under its own address (`mounted`).
+`bridle serve` mounts the same pages under its own address (`dashboard_mount`).
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def dashboard(
     """
     allowed = tuple(allow_host or ())
     with _source(target) as (source, token):
-        guard = guard_of(host, os.environ.get(TOKEN_ENV) or token)
+        guard = access_control(host, os.environ.get(TOKEN_ENV) or token)
         run_until_signal(lambda stop: _serve(source, guard, host, port, allowed, stop, json=json))
 
 
-def guard_of(host: str, token: str | None) -> Guard | None:
+def access_control(host: str, token: str | None) -> Guard | None:
     """Return the access control of the dashboard; `None` = open to everybody who reaches it.
 
     `ConfigError` off loopback without a token.
@@ -103,10 +103,10 @@ async def _serve(
     json: bool,
 ) -> None:
     from bridle.dashboard.app import make_app
-    from bridle.server.app import listening
+    from bridle.server.app import serve_app
 
     app = make_app(source, guard)
-    async with listening(app, host=host, port=port, allowed=allowed) as url:
+    async with serve_app(app, host=host, port=port, allowed=allowed) as url:
         if json:
             print_json_line({"url": url})
         notes.print(f"dashboard of {source.title} at {url}", markup=False, soft_wrap=True)
@@ -114,7 +114,7 @@ async def _serve(
 
 
 @contextmanager
-def mounted(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[Mount]:
+def dashboard_mount(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[Mount]:
     """Build the dashboard under `MOUNT_PATH`, open to every token with the role `read`.
 
     It reads the server's own API with the token of the request. `url` returns the server's address

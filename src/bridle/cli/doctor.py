@@ -44,7 +44,7 @@ class CheckResult:
     """False = a feature of Bridle will not work."""
     found: str
     advice: str = ""
-    """What to do; empty if the check passed."""
+    """The remedy; empty if the check passed."""
 
 
 def doctor(
@@ -260,11 +260,11 @@ async def _probe(
         await engine.aclose()
     if not isinstance(report, ProbeReport):
         return [context], info
-    told = (
+    checks = (
         CheckResult(f.what, f.ok or not f.needed, f.found, f.fix or f.means)
         for f in (*report.findings, *compared)
     )
-    return [*told, context], info
+    return [*checks, context], info
 
 
 async def _conformance(backend: str, image: str | None) -> list[CheckResult]:

@@ -286,11 +286,11 @@ def _rebuilt(
 def _write(
     target: Path, form: ExportFormat, out: Path, found: Survey, rules: Rules, filters: FilterOptions
 ) -> JSON:
-    from bridle.bridges.selection import chosen
+    from bridle.bridges.selection import select_examples
 
     if form in WHOLE_SESSIONS:
         return _write_whole(form, out, _rebuilt(target, None if rules == _all() else found))
-    taken = chosen(_rebuilt(target, found), found.accepted)
+    taken = select_examples(_rebuilt(target, found), found.accepted)
     if form is ExportFormat.ATIF:
         from bridle.bridges.atif import write_atif
 

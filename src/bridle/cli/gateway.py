@@ -103,7 +103,7 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
 
 
 async def _serve(config: FileConfig, data: Path, fsync: bool, as_json: bool, stop: Stop) -> None:
-    async with opened(config, data, fsync=fsync) as served:
+    async with open_gateway(config, data, fsync=fsync) as served:
         _print_addresses(
             served.url, str(served.control_url), [data / CAPTURE], data, as_json=as_json
         )
@@ -112,7 +112,7 @@ async def _serve(config: FileConfig, data: Path, fsync: bool, as_json: bool, sto
 
 
 @asynccontextmanager
-async def opened(
+async def open_gateway(
     config: FileConfig,
     data: Path,
     *,
@@ -238,7 +238,7 @@ async def _serve_worker(spec: JSON, sockets: list[socket]) -> None:
 
     loop.add_reader(sys.stdin.fileno(), stdin_closed)
     data = Path(spec["gateway"]["data_dir"])
-    async with opened(
+    async with open_gateway(
         worker_config(spec),
         data,
         fsync=spec["fsync"],

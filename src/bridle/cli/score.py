@@ -201,7 +201,7 @@ def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
         NoPlaces,
         Unscorable,
         check_evaluator,
-        controlled,
+        evaluate_with_control,
     )
     from bridle.node.results import trajectory_of
     from bridle.runtimes.base import ExecResult
@@ -235,7 +235,7 @@ def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
             completed=capture.outcome.status == SessionStatus.COMPLETED,
         )
         try:
-            return await controlled(opened[name], context)
+            return await evaluate_with_control(opened[name], context)
         except Unscorable as error:
             return Evaluation(0.0, metadata={"unscorable": str(error)})
 

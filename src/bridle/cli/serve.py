@@ -148,7 +148,9 @@ async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
         with long_running():
             await stop.wait()
             if left := await served.service.drain():
-                what = "go on without it" if ray else "still run; the next server runs them again"
+                what = (
+                    "continue without it" if ray else "still run; the next server runs them again"
+                )
                 notes.print(f"{left} sessions {what}")
 
 
@@ -169,9 +171,9 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
     """
     from bridle.aio import Nursery
     from bridle.bridges import parquet
-    from bridle.cli.dashboard import mounted
-    from bridle.credentials import announced
-    from bridle.server.app import serving
+    from bridle.cli.dashboard import dashboard_mount
+    from bridle.credentials import announce_server
+    from bridle.server.app import serve_api
     from bridle.server.auth import TOKEN_FILE, Auth, callback_secrets, load_tokens, own_token
     from bridle.server.callbacks import CallbackAddresses, CallbackSender, callback_secret
     from bridle.server.database import Database
@@ -189,7 +191,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
         auth = Auth(tokens)
         owner = _owner(data)
         workers = await stack.enter_async_context(workers_of(config, data, owner))
-        stack.enter_context(tracked(config, data, workers))
+        stack.enter_context(send_to_trackers(config, data, workers))
         database = await Database.open(settings.database or str(data / "server.sqlite"))
         await stack.enter_async_context(database)
         service = Service(
@@ -210,9 +212,9 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
         served = ServerContext(service, settings.permits, auth, addresses)
         mounts = []
         if dashboard:
-            mounts.append(stack.enter_context(mounted(lambda: url, auth, data)))
+            mounts.append(stack.enter_context(dashboard_mount(lambda: url, auth, data)))
         url = await stack.enter_async_context(
-            serving(
+            serve_api(
                 served,
                 host=settings.host,
                 port=settings.port,
@@ -221,7 +223,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
             )
         )
         try:
-            stack.enter_context(announced(url, data / TOKEN_FILE))
+            stack.enter_context(announce_server(url, data / TOKEN_FILE))
         except OSError as error:
             notes.print(f"clients cannot find the token by themselves: {error}", markup=False)
         yield ServerSetup(service, url, data / TOKEN_FILE)
@@ -302,13 +304,13 @@ async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterato
 
 
 @contextmanager
-def tracked(config: FileConfig, data: Path, workers: SessionRunner) -> Iterator[None]:
+def send_to_trackers(config: FileConfig, data: Path, workers: SessionRunner) -> Iterator[None]:
     """Send the workers' events to the trackers that `config` names."""
     from bridle import telemetry
 
     facts = config.model_dump(mode="json", include={"engines", "tokenizer", "telemetry"})
     with (
-        telemetry.opened(config.telemetry, data, facts) as trackers,
+        telemetry.open_trackers(config.telemetry, data, facts) as trackers,
         workers.events.listening(trackers.on_event),
     ):
         yield

@@ -87,7 +87,7 @@ def _make(maker: Maker, wanted: str, most: int) -> list[JSON]:
         except RuntimeFailure as error:
             rows.append({"task": pair, "verdict": "sandbox", "detail": str(error)})
             continue
-        (row,) = verified(made.folder)
+        (row,) = verify_tasks(made.folder)
         if row["verdict"] == "sound":
             config = made.task["evaluator"]["config"]
             counts = [len(config[name]) for name in ("fail_to_pass", "pass_to_pass")]
@@ -117,12 +117,12 @@ def verify(
 
     Exit code 0 if every task is sound, else 1.
     """
-    rows = verified(tasks, manifest)
+    rows = verify_tasks(tasks, manifest)
     _print(rows, str(tasks), json=json)
     raise typer.Exit(0 if all(row["verdict"] == "sound" for row in rows) else 1)
 
 
-def verified(path: Path, manifest: Path | None = None) -> list[JSON]:
+def verify_tasks(path: Path, manifest: Path | None = None) -> list[JSON]:
     """Return each task's verdict: `sound`, or the first proof that failed, with the reason.
 
     Verdicts in the manifest are reused; new ones are appended as they become known.

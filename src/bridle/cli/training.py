@@ -61,7 +61,7 @@ class TrainSettings(Settings):
     out: str = "runs/train"
     """Folder of checkpoints, rollouts and curve."""
     engines: tuple[str, ...] = ()
-    """As `--engine` of `bridle run`; empty = the embedded engine on `model`."""
+    """An engine as for `--engine` of `bridle run`; empty = the embedded engine on `model`."""
     server: str | None = None
     """URL of a rollout server that runs the sessions instead; `BRIDLE_SERVER_TOKEN` must be an
     admin's token, because weights are loaded."""
@@ -83,7 +83,7 @@ class TrainSettings(Settings):
     lora: LoraSettings | None = None
     """Train an adapter of the model; `None` = all its weights."""
     telemetry: tuple[str, ...] = ()
-    """As in the config file of `bridle run`."""
+    """Value as in the config file of `bridle run`."""
 
     @field_serializer("server")
     def _without_token(self, url: str | None) -> str | None:
@@ -122,7 +122,7 @@ class Trained:
     checkpoint: Path
     """Model folder of the last checkpoint."""
     rollouts: str
-    """Where the sessions can be viewed."""
+    """Folder or URL by which the sessions can be viewed."""
 
 
 FINISH_S = 120.0
@@ -175,7 +175,7 @@ class LocalBackend:
     folder: Path
     """The run folder."""
     embedded: bool
-    """Whether the engine is in this process and takes weights from memory."""
+    """True if the engine is in this process and takes weights from memory."""
     weights: WeightFolders
     events: Events | None = None
 
@@ -379,7 +379,7 @@ async def train_here(
 
     async with AsyncExitStack() as stack:
         given = settings.model_dump(mode="json")
-        tracked = stack.enter_context(telemetry.opened(settings.telemetry, out, given))
+        tracked = stack.enter_context(telemetry.open_trackers(settings.telemetry, out, given))
         backend = await stack.enter_async_context(opener(settings, model))
         if backend.events is not None:
             stack.enter_context(backend.events.listening(tracked.on_event))

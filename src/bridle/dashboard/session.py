@@ -50,7 +50,7 @@ class TreeRow:
     fate: str
     """`trained`, or why its tokens do not train."""
     rejected: bool
-    """Whether the harness received the reply and did not continue from it."""
+    """True if the harness received the reply and did not continue from it."""
     new: int
     """Prompt ids that no earlier exchange had."""
     speakers: str
@@ -88,9 +88,9 @@ class ExchangeDetail:
     reply: Sequence[JSON]
     tools: Sequence[JSON]
     missing: str | None
-    """Why messages cannot be read; `None` = they can."""
+    """Reason why messages cannot be read; `None` = they can."""
     fork: Sequence[str]
-    """Why its prompt does not extend the exchange that it continues; empty where it does."""
+    """Reason why its prompt does not extend the exchange that it continues; empty where it does."""
     traces: Sequence[tuple[int, int]]
     """(Number of a trace, position of its sampled tokens in it) where it is in one."""
     before: str | None
@@ -354,7 +354,7 @@ class StripCell:
     start: int
     style: str
     here: bool
-    """Whether any of its tokens are on the page."""
+    """True if any of its tokens are on the page."""
 
     @property
     def page(self) -> int:
@@ -372,7 +372,7 @@ class TokenPage:
     tokens: Sequence[ShownToken]
     cells: Sequence[StripCell]
     has_text: bool
-    """Whether ids could be decoded."""
+    """True if ids could be decoded."""
 
     @property
     def before(self) -> int | None:

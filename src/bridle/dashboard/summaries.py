@@ -92,7 +92,7 @@ class SessionRow:
     measured: TrajectoryFacts | None = None
     """`None` = not built yet."""
     abandoned: bool = False
-    """Whether the run ended without an outcome of this session: its process was killed."""
+    """True if the run ended without an outcome of this session: its process was killed."""
 
     @property
     def seconds(self) -> float | None:
@@ -437,7 +437,7 @@ class Rate:
     tokens_per_second: float
     """Sampled tokens of the sessions that ended."""
     live: bool
-    """Whether it is of the last `RECENT_S`; else of the whole run."""
+    """True if it is of the last `RECENT_S`; else of the whole run."""
 
 
 @dataclass(frozen=True, slots=True)

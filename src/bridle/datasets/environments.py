@@ -79,7 +79,7 @@ class Wheel:
     """Its metadata without the description."""
     entry_points: str
     files: frozenset[str]
-    """What it installs into site-packages."""
+    """Files that it installs into site-packages."""
 
     def needs(self, *extras: str) -> list[str]:
         """Its requirements with some of its extras, for this Python, as pip takes them."""
@@ -119,7 +119,7 @@ def safe_backend(wanted: str) -> str:
         backend, reason = default_backend()
         if backend == "local":
             raise ConfigError(
-                "source distributions are strangers' code, and no sandbox can be had for their "
+                "source distributions are strangers' code, and no sandbox is available for their "
                 f"build and tests ({reason}). Install bubblewrap, or accept it: --runtime local"
             )
     if backend not in ("bubblewrap", "local"):
@@ -127,7 +127,7 @@ def safe_backend(wanted: str) -> str:
     return backend
 
 
-def surroundings(backend: str, environment: VirtualEnvironment | None) -> JSON:
+def runtime_fields(backend: str, environment: VirtualEnvironment | None) -> JSON:
     """The fields of a `RuntimeSpec` in which `environment` is the Python on PATH."""
     base = Path(sys.base_prefix)
     binds = [] if base.is_relative_to("/usr") else [str(base)]
@@ -148,7 +148,7 @@ class Bench:
     @asynccontextmanager
     async def place(self, environment: VirtualEnvironment | None = None) -> AsyncIterator[Runtime]:
         """A fresh sandbox without network."""
-        fields = surroundings(self.backend, environment)
+        fields = runtime_fields(self.backend, environment)
         spec = RuntimeSpec(**fields, network="open" if self.backend == "local" else "none")
         with tempfile.TemporaryDirectory(prefix="bridle-bench-") as scratch:
             runtime = make_runtime(spec, f"bench-{secrets.token_hex(4)}", Path(scratch))

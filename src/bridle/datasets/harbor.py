@@ -1,7 +1,7 @@
 """Harbor task folders -> tasks, so that sets of its registry run as they are.
 
     task.toml            metadata, [agent], [verifier], [environment]
-    instruction.md       what the agent is told
+    instruction.md       the task for the agent
     environment/         Dockerfile and its build context (or `environment.docker_image`)
     tests/test.sh        put at /tests after the harness is dead; writes /logs/verifier/reward.*
     solution/solve.sh    what harness `oracle` runs, put at /solution
@@ -36,7 +36,8 @@ from bridle.types import JSON
 
 TASK, INSTRUCTION = "task.toml", "instruction.md"
 SOLUTION, TESTS, LOGS = "/solution", "/tests", "/logs"
-"""Where Harbor's scripts expect them inside; sandboxes get them as folders of the session's own."""
+"""Paths at which Harbor's scripts expect them inside; sandboxes get them as folders of the
+session's own."""
 SIZES = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
 """Unit -> MiB, as the old fields `memory` and `storage` write sizes."""
 IMAGE = "bridle-harbor"

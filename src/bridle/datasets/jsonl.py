@@ -34,7 +34,7 @@ from typing import Any
 import structlog
 from pydantic import ValidationError
 
-from bridle.config import Action, Task, explain
+from bridle.config import Action, Task, explain, merged
 from bridle.datasets.harbor import harbor_task, is_harbor, oracle_settings
 from bridle.datasets.manifest import TASK_FILES
 from bridle.datasets.swe import is_swe, swe_oracle, swe_task
@@ -57,7 +57,7 @@ class RawTask:
 
     path: Path
     line: int
-    """Where it begins, from 1."""
+    """Line where it begins, from 1."""
     text: str
     """The file's lines from there on; where a field's own line is looked for."""
     value: Any
@@ -83,8 +83,8 @@ def load_tasks(
     wrong: list[ConfigError] = []
     hub = HUB.fullmatch(str(path))
     for file in _files(path) if hub is None else _hub_files(*hub.groups()):
-        common, raws = _read(file, merge(dict(defaults or {}), overrides or {}))
-        under = merge(dict(defaults or {}), common)
+        common, raws = _read(file, merged(dict(defaults or {}), overrides or {}))
+        under = merged(dict(defaults or {}), common)
         is_set = not strict and any(is_swe(raw.value) for raw in raws)
         for raw in raws:
             where = f"{raw.path}:{raw.line}"
@@ -106,15 +106,6 @@ def load_tasks(
     if not tasks:
         raise wrong[0] if wrong else ConfigError(f"{path}: no tasks in it")
     return list(tasks.values())
-
-
-def merge(under: JSON, over: JSON) -> JSON:
-    """`over` laid over `under`, objects member by member; neither is changed."""
-    both = {**under, **over}
-    for name in under.keys() & over.keys():
-        if isinstance(under[name], dict) and isinstance(over[name], dict):
-            both[name] = merge(under[name], over[name])
-    return both
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -148,7 +139,7 @@ def _hub_files(name: str, revision: str | None, files: str | None) -> list[Path]
         folder = Path(snapshot_download(name, **terms))
     except (OSError, ValueError, RuntimeError) as error:
         why = str(error).strip().splitlines()[0]
-        raise ConfigError(f"hf://datasets/{name}: cannot be had from the hub: {why}") from error
+        raise ConfigError(f"hf://datasets/{name}: cannot be loaded from the hub: {why}") from error
     names = {each: each.relative_to(folder).as_posix() for each in folder.rglob("*")}
     kept = (each for each, name in names.items() if any(fnmatchcase(name, one) for one in wanted))
     return sorted(each for each in kept if each.is_file())
@@ -299,7 +290,7 @@ def _task(raw: RawTask, under: JSON, over: JSON) -> Task:
     is_row = is_swe(value)
     if is_row:
         value = swe_task(value, where)
-    whole, folder = merge(merge(under, value), over), raw.path.parent
+    whole, folder = merged(merged(under, value), over), raw.path.parent
     agent = whole.get("agent")
     by_oracle = isinstance(agent, dict) and agent.get("harness") == "oracle"
     if by_oracle and is_row:

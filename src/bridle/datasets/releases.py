@@ -42,12 +42,12 @@ from bridle.datasets.environments import (
     make_environment,
     read_pyproject,
     requirement,
-    surroundings,
+    runtime_fields,
 )
 from bridle.errors import ConfigError
 from bridle.evaluators.test_on_output import DIFF, GIT, PATCH_LIMIT, files_of, from_summary
 from bridle.runtimes.base import ExecResult, Runtime
-from bridle.runtimes.files import harmless
+from bridle.runtimes.files import safe_entry
 from bridle.types import JSON
 
 Hint = Literal["none", "tests", "notes"]
@@ -239,7 +239,7 @@ class Maker:
         return {
             "task_id": name,
             "runtime": {
-                **surroundings(self.bench.backend, environment),
+                **runtime_fields(self.bench.backend, environment),
                 "prepare": [
                     {"type": "upload_dir", "source": "repo", "target": "."},
                     {"type": "exec", "command": BEGIN},
@@ -359,7 +359,7 @@ def unpack(archive: Path) -> Path:
 
 def _dated(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
     """An entry with a time that a wheel can hold. `Refused` for what leads elsewhere."""
-    found = harmless(entry, folder)
+    found = safe_entry(entry, folder)
     if found is None:
         raise Refused("source distribution", f"{entry.name[:200]!r} leads elsewhere")
     return found.replace(mtime=max(entry.mtime, OLDEST))

@@ -30,7 +30,7 @@ from bridle.errors import ConfigError
 from bridle.types import JSON
 
 GRADED = ("image", "eval_script", "log_parser", "eval_type")
-"""What `swebench.harness.utils.make_test_spec` (5.0) needs beside names of tests."""
+"""Fields that `swebench.harness.utils.make_test_spec` (5.0) needs besides names of tests."""
 SPECS = Path(__file__).with_name("swe_specs.json")
 NOT_GRADED = {
     "expected_output_json": "R2E-Gym: its hidden tests lie in the image that the agent gets",
@@ -128,15 +128,15 @@ def _instance(value: object) -> JSON | None:
     """The row itself, or the one that is wrapped in it; empty cells are left out."""
     if not isinstance(value, dict) or "task_id" in value:
         return None
-    metadata = unpacked(value.get("metadata"))
+    metadata = decode_field(value.get("metadata"))
     inner = metadata.get("instance") if isinstance(metadata, dict) else None
-    for found in (value, unpacked(value.get("instance")), unpacked(inner)):
+    for found in (value, decode_field(value.get("instance")), decode_field(inner)):
         if isinstance(found, dict) and "instance_id" in found:
             return {name: cell for name, cell in found.items() if cell is not None}
     return None
 
 
-def unpacked(value: object) -> object:
+def decode_field(value: object) -> object:
     """Decode JSON text; any other value stays."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -156,7 +156,7 @@ def _text(row: Mapping[str, Any], field: str, where: str, most: int = MOST_BYTES
 
 
 def _names(row: Mapping[str, Any], field: str, where: str) -> list[str]:
-    names = unpacked(row.get(field) or [])
+    names = decode_field(row.get(field) or [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{where}: {field}: must be a list of test names, not {names!r:.80}")
     return names
@@ -186,7 +186,7 @@ def _specs() -> JSON:
 def _spec(row: Mapping[str, Any], image: str, where: str) -> tuple[JSON, str]:
     """The commands of a row's tests with the kind and the parser of their log, and its image."""
     specs = _specs()
-    own = unpacked(row.get("install_config"))
+    own = decode_field(row.get("install_config"))
     if isinstance(own, dict):
         parser, known = str(own.get("log_parser")), specs["log_parsers"]
         if parser not in known["names"] or not isinstance(own.get("test_cmd"), str):
@@ -250,7 +250,7 @@ def _listed(
     row: Mapping[str, Any], spec: Mapping[str, Any], tests: tuple[str, str], where: str
 ) -> str:
     """The evaluation where all is installed in the image, and the commands name the tests."""
-    assets = unpacked(row.get("image_assets"))
+    assets = decode_field(row.get("image_assets"))
     if isinstance(assets, dict) and assets.get("test_patch"):
         raise ConfigError(
             f"{where}: image_assets: the tests need pictures from the network, which a container "

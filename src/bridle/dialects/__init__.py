@@ -7,7 +7,7 @@ through a `StreamEncoder`, its event stream.
 `base` is the contract. `anthropic`, `google`, `openai_chat` and `openai_responses` read requests,
 the `..._write` file of each writes replies, `..._tools` knows the tools that the provider defines.
 They share `json_reader` (with `history`, its memory of earlier requests), `fields` (the treatment
-of each field), `tools`, `media`, `ids`, `sse` and `noise` (the removal of what means nothing to the
+of each field), `tools`, `media`, `ids` and `noise` (the removal of what means nothing to the
 model). Adding a dialect is its file, one line here and a row in the docs.
 """
 

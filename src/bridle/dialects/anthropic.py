@@ -31,7 +31,7 @@ from bridle.dialects.base import (
     tidy,
     user_messages,
 )
-from bridle.dialects.fields import account, note_unknown_value, read_sampling
+from bridle.dialects.fields import ignored_fields, note_unknown_value, read_sampling
 from bridle.dialects.json_reader import (
     SpanMemo,
     an_object,
@@ -55,7 +55,7 @@ from bridle.dialects.json_reader import (
 )
 from bridle.dialects.media import BLOCK_TYPE, block_part, block_text, data_part, url_part
 from bridle.dialects.noise import RULES, allow_removed, split_billing
-from bridle.dialects.tools import ToolList, check_choice, function_spec, provider_run, sent
+from bridle.dialects.tools import ToolList, check_choice, function_spec, provider_run, tools_sent
 from bridle.errors import RequestError
 from bridle.types import (
     JSON,
@@ -122,7 +122,7 @@ class Anthropic(WireFormat):
         fields, spans = split_body(body, "messages", memo, _SALT)
         if spans is None:
             spans = split_field(fields, "messages")
-        tools_span = sent(fields.pop("tools", None))
+        tools_span = tools_sent(fields.pop("tools", None))
         head_bytes = encode(fields)
         key = (_SALT, head_bytes, tools_span)
         head = read_head(memo, key, lambda: self._read_head(head_bytes, tools_span))
@@ -153,7 +153,7 @@ class Anthropic(WireFormat):
         choice = object_at(head, "tool_choice", "") or {}
         shown = thinking.get("type") in ("enabled", "adaptive")
         alone = flag_at(choice, "disable_parallel_tool_use", "tool_choice")
-        ineffective = account(head, self.dialect)
+        ineffective = ignored_fields(head, self.dialect)
         form = object_at(output, "format", "output_config") or {}
         name = "output_config.format"
         note_unknown_value(form.get("type"), ("json_schema", "text"), name, ineffective)
@@ -196,7 +196,7 @@ class Anthropic(WireFormat):
         """
         fields, thread = split_object(body), split_object(kept.head)
         for name in ("system", "tools"):
-            if sent(fields.pop(name, None)) is not None:
+            if tools_sent(fields.pop(name, None)) is not None:
                 message = f"{name}: kept by the thread since its first request; do not repeat it"
                 raise RequestError(message, param=name)
         begun = {"system": thread["system"]} if "system" in thread else {}

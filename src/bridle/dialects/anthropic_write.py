@@ -15,10 +15,9 @@ from collections.abc import Collection
 import msgspec
 
 from bridle.dialects.anthropic_tools import member_call
-from bridle.dialects.base import ENGINE_FAILURES, ReplyHead, StreamEncoder
+from bridle.dialects.base import ENGINE_FAILURES, ReplyHead, StreamEncoder, event_bytes
 from bridle.dialects.ids import call_id, signature
 from bridle.dialects.json_reader import arguments_object, encode
-from bridle.dialects.sse import event_bytes
 from bridle.errors import RequestError
 from bridle.types import JSON, FinishReason, Reply, ToolCall, Usage
 

@@ -13,11 +13,21 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import unquote
 
-from bridle.dialects.fields import watched
+from bridle.dialects.fields import watch_members
 from bridle.dialects.json_reader import ReadMessages, SpanMemo, too_deep
 from bridle.dialects.tools import ToolList, ToolMemo
 from bridle.errors import RequestError
-from bridle.types import Dialect, Message, ModelRequest, Part, Reply, Role, ToolCall, Usage
+from bridle.types import (
+    Dialect,
+    Message,
+    ModelRequest,
+    Part,
+    Reply,
+    Role,
+    ToolCall,
+    Usage,
+    one_line,
+)
 
 
 def retry_headers(error: RequestError) -> dict[str, str]:
@@ -32,6 +42,18 @@ def retry_headers(error: RequestError) -> dict[str, str]:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
     return headers
+
+
+DONE = b"data: [DONE]\n\n"
+"""Last server-sent event of OpenAI's streams."""
+
+
+def event_bytes(data: bytes, event: str | None = None) -> bytes:
+    """Return one server-sent event. `data` is JSON text without line breaks; `event` names it."""
+    data = one_line(data)
+    if event is None:
+        return b"data: " + data + b"\n\n"
+    return b"event: " + event.encode() + b"\ndata: " + data + b"\n\n"
 
 
 ENGINE_FAILURES = tuple(f"engine_{kind}" for kind in ("cut", "reset", "silent", "garbled", "500"))
@@ -115,7 +137,7 @@ class StreamEncoder(ABC):
     """
 
     calls_at_end = False
-    """Whether tool calls leave at the `close` only, all in one event."""
+    """True if tool calls leave at the `close` only, all in one event."""
 
     def __init__(self) -> None:
         self._reasoning = ""
@@ -202,7 +224,7 @@ class WireFormat(ABC):
         """Make it with these noise rules on and these readers of the tool list and of one span."""
         self._rules = rules
         self._tools = ToolMemo(read_tools)
-        self._read = watched(self.dialect, read_message)
+        self._read = watch_members(self.dialect, read_message)
 
     @abstractmethod
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:

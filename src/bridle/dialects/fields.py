@@ -134,7 +134,7 @@ def unknown_betas(headers: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(beta for beta in betas if beta and _DATE.sub("", beta) not in BETAS)
 
 
-def account(head: JSON, table: str, path: str = "") -> JSON:
+def ignored_fields(head: JSON, table: str, path: str = "") -> JSON:
     """Return the fields of `head` that have no effect: `unenforced`, `unknown`, if there are any.
 
     `table` is a key of `FIELDS`; `path` precedes the names. `RequestError` for a field that
@@ -178,7 +178,7 @@ FORMATS = ("json_schema", "json_object", "text")
 
 
 def note_unknown_value(value: Any, known: Collection[str], name: str, ineffective: JSON) -> None:
-    """Add `name` to the unenforced fields of `account` unless its value is null or known."""
+    """Add `name` to the unenforced fields of `ignored_fields` unless its value is null or known."""
     if value is not None and value not in known:
         ineffective.setdefault("unenforced", []).append(name)
 
@@ -296,7 +296,7 @@ _NO_REASONING = ("skip_thought_signature_validator", "context_engineering_is_the
 _NO_REASONING_BASE64 = {base64.b64encode(text.encode()).decode() for text in _NO_REASONING}
 
 
-def watched(
+def watch_members(
     dialect: Dialect, read: Callable[[JSON, str], tuple[Message, ...]]
 ) -> Callable[[JSON, str], tuple[Message, ...]]:
     """Wrap `read` so that the first message names the unknown members of the wire message."""

@@ -29,7 +29,7 @@ from bridle.dialects.base import (
     tidy,
     user_messages,
 )
-from bridle.dialects.fields import account, note_unknown_value, read_sampling
+from bridle.dialects.fields import ignored_fields, note_unknown_value, read_sampling
 from bridle.dialects.google_write import (
     ContentStream,
     content_json,
@@ -65,7 +65,7 @@ from bridle.dialects.tools import (
     check_choice,
     object_schema,
     provider_run,
-    sent,
+    tools_sent,
 )
 from bridle.errors import RequestError
 from bridle.types import (
@@ -140,7 +140,7 @@ class Google(WireFormat):
         if not spans:
             message = "* GenerateContentRequest.contents: contents is not specified"
             raise RequestError(message, param="contents")
-        tools_span = sent(fields.pop("tools", None))
+        tools_span = tools_sent(fields.pop("tools", None))
         head_bytes = encode(fields)
         key = (_SALT, head_bytes, tools_span, route.model)
         system, members = read_head(
@@ -237,8 +237,8 @@ class Google(WireFormat):
 
 def _ineffective(head: JSON, config: JSON) -> JSON:
     """Return the fields of the head and the configuration that have no effect."""
-    ineffective = account(head, Dialect.GOOGLE)
-    for kind, names in account(config, "generationConfig", "generationConfig.").items():
+    ineffective = ignored_fields(head, Dialect.GOOGLE)
+    for kind, names in ignored_fields(config, "generationConfig", "generationConfig.").items():
         ineffective.setdefault(kind, []).extend(names)
     name, known = "responseMimeType", ("text/plain", "application/json")
     note_unknown_value(config.get(name), known, f"generationConfig.{name}", ineffective)

@@ -48,7 +48,7 @@ class Begun:
     fields: Mapping[str, msgspec.Raw] = field(default_factory=dict)
     """The body's other fields; empty = not kept."""
     head: Any = None
-    """What a dialect made of these fields; `None` = nothing yet."""
+    """Values that a dialect made of these fields; `None` = nothing yet."""
 
     def grown(self, body: bytes) -> bytes | None:
         """Return the bytes of `body` between a comma behind these items and the same `tail`.
@@ -94,7 +94,7 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         """Newest first."""
         self._heads: dict[Hashable, Any] = {}
         self.joined: list[Any] = []
-        """What a dialect made of the items of its last requests, newest first."""
+        """Values that a dialect made of the items of its last requests, newest first."""
         self.same: Begun | None = None
         """The record whose other fields the present body has; `None` = they were read."""
         self._found: Begun | None = None

@@ -36,7 +36,6 @@ def bare_id(identity: str) -> str:
 
 
 def item_id(prefix: str, reply_id: str, index: int) -> str:
-    """Return the id of output item `index`."""
     return f"{prefix}_{reply_id}{index:03d}"
 
 

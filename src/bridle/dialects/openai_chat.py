@@ -23,7 +23,7 @@ from bridle.dialects.base import (
     models_route,
     tidy,
 )
-from bridle.dialects.fields import FORMATS, account, note_unknown_value, read_sampling
+from bridle.dialects.fields import FORMATS, ignored_fields, note_unknown_value, read_sampling
 from bridle.dialects.history import RequestHistory
 from bridle.dialects.json_reader import (
     SpanMemo,
@@ -66,7 +66,7 @@ from bridle.dialects.tools import (
     freeform_spec,
     function_spec,
     provider_run,
-    sent,
+    tools_sent,
 )
 from bridle.errors import RequestError
 from bridle.types import (
@@ -181,7 +181,7 @@ class OpenAIChat(WireFormat):
     def _head(self, fields: dict[str, msgspec.Raw], memo: SpanMemo) -> JSON:
         """Return the members of a `ModelRequest` that its messages do not decide."""
         legacy = "functions" if "tools" not in fields and "functions" in fields else "tools"
-        tools_span = sent(fields.pop(legacy, None))
+        tools_span = tools_sent(fields.pop(legacy, None))
         head_bytes = encode(fields)
         return read_head(
             memo,
@@ -292,7 +292,7 @@ def _refuse_many(head: JSON) -> None:
 
 def _ineffective(head: JSON) -> JSON:
     """Return the fields of the head that have no effect, and an unknown `response_format`."""
-    ineffective = account(head, Dialect.OPENAI_CHAT)
+    ineffective = ignored_fields(head, Dialect.OPENAI_CHAT)
     form = object_at(head, "response_format", "") or {}
     note_unknown_value(form.get("type"), FORMATS, "response_format", ineffective)
     return ineffective

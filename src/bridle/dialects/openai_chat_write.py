@@ -16,6 +16,7 @@ import json
 from collections.abc import Collection, Sequence
 
 from bridle.dialects.base import (
+    DONE,
     ENGINE_FAILURES,
     ReplyHead,
     Route,
@@ -25,7 +26,6 @@ from bridle.dialects.base import (
 )
 from bridle.dialects.json_reader import encode
 from bridle.dialects.media import BLOCK_TYPE
-from bridle.dialects.sse import DONE
 from bridle.dialects.tools import as_function, freeform_input
 from bridle.errors import RequestError
 from bridle.types import (
@@ -199,7 +199,6 @@ class ChatStream(StreamEncoder):
         return self._delta({})
 
     def error(self, error: RequestError) -> bytes | None:
-        """None: cut."""
         del error
         return None
 

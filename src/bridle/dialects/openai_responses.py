@@ -26,7 +26,7 @@ from bridle.dialects.base import (
     WireFormat,
     tidy,
 )
-from bridle.dialects.fields import FORMATS, account, note_unknown_value, read_sampling
+from bridle.dialects.fields import FORMATS, ignored_fields, note_unknown_value, read_sampling
 from bridle.dialects.history import KEPT, RequestHistory
 from bridle.dialects.json_reader import (
     SpanMemo,
@@ -56,7 +56,7 @@ from bridle.dialects.media import block_part, block_text, data_part, url_part
 from bridle.dialects.noise import RULES, allow_removed
 from bridle.dialects.openai_chat import read_choice, read_role
 from bridle.dialects.openai_chat_write import error_response, models_json
-from bridle.dialects.openai_responses_tools import call_of_item, qualified, read_tools
+from bridle.dialects.openai_responses_tools import call_of_item, qualified_name, read_tools
 from bridle.dialects.openai_responses_write import (
     Dress,
     ResponsesStream,
@@ -65,7 +65,7 @@ from bridle.dialects.openai_responses_write import (
     responses_message,
     summary_in,
 )
-from bridle.dialects.tools import ToolList, ToolMemo, sent
+from bridle.dialects.tools import ToolList, ToolMemo, tools_sent
 from bridle.errors import RequestError
 from bridle.types import (
     JSON,
@@ -132,7 +132,7 @@ class OpenAIResponses(WireFormat):
         if route.resource == "compact":
             items = (*items, _TRIGGER)
             fields["object"] = msgspec.Raw(encode(_COMPACTED))
-        tools_span = sent(fields.pop("tools", None))
+        tools_span = tools_sent(fields.pop("tools", None))
         read, digests, lengths = read_spans(items, memo, _SALT, "input", self._read)
         spans = _joined(memo, items, digests, lengths, read)
         compacts = bool(read) and read[-1].text == COMPACTION_PROMPT
@@ -168,13 +168,13 @@ class OpenAIResponses(WireFormat):
         `added` are items that no message comes from, and the paths of their tools.
         """
         head = an_object(decode(encode(fields), ""), "")
-        ineffective = account(head, self.dialect)
+        ineffective = ignored_fields(head, self.dialect)
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
         tools = _with_added_tools(tools, added, self._tools)
         allow_removed(tools.removed, self._rules, "tools")
         system = read_instructions(head.get("instructions"))
         text = object_at(head, "text", "") or {}
-        for kind, names in account(text, "text", "text.").items():
+        for kind, names in ignored_fields(text, "text", "text.").items():
             ineffective.setdefault(kind, []).extend(names)
         form = object_at(text, "format", "text") or {}
         note_unknown_value(form.get("type"), FORMATS, "text.format", ineffective)
@@ -385,7 +385,7 @@ _ECHOED: dict[str, Any] = {
     "top_p": None,
     "truncation": "disabled",
 }
-"""What a response repeats of its request, and what it says where the request said nothing."""
+"""Request fields that a response repeats, each with its default."""
 
 
 def _dress(
@@ -417,7 +417,7 @@ COMPACTION_PROMPT = (
     "summary alone: the user's aims and wishes, what was done and found out, which files and "
     "commands matter, what is left to do. Answer with the summary only."
 )
-"""What the model is asked where a client leaves the wording to the provider."""
+"""Instruction for the model where a client leaves the wording to the provider."""
 
 _ENVELOPE = ("type", "id", "call_id", "output")
 """Keys of a result item that say what it is, not what came out."""
@@ -542,10 +542,10 @@ def _read_tool_item(item: JSON, kind: str, path: str) -> Message:
         return Message(Role.TOOL, tuple(_read_output(item, kind, path)), tool_call_id=answers)
     call: ToolCall | None
     if kind == "function_call":
-        name = qualified(text_at(item, "namespace", path), name_at(item, "name", path))
+        name = qualified_name(text_at(item, "namespace", path), name_at(item, "name", path))
         call = ToolCall(answers, name, arguments_text(item.get("arguments")))
     elif kind == "custom_tool_call":
-        name = qualified(text_at(item, "namespace", path), name_at(item, "name", path))
+        name = qualified_name(text_at(item, "namespace", path), name_at(item, "name", path))
         call = ToolCall(answers, name, text_at(item, "input", path) or "", custom=True)
     else:
         call = call_of_item(item, kind, answers or _own(item), path)

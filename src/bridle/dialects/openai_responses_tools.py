@@ -107,7 +107,7 @@ _OWN_TOOLS: dict[str, tuple[str, str, JSON, tuple[str, ...]]] = {
 arguments' schema, and which of them there must be."""
 
 
-def qualified(namespace: str | None, name: str) -> str:
+def qualified_name(namespace: str | None, name: str) -> str:
     """Our name of a tool in a namespace."""
     if not namespace:
         return name
@@ -145,7 +145,7 @@ def _read_tool(tool: JSON, path: str, namespace: str | None) -> ToolList:
     if kind not in ("function", "custom"):
         return ToolList(removed=provider_run([kind]))
     name = name_at(tool, "name", path)
-    ours = qualified(namespace, name)
+    ours = qualified_name(namespace, name)
     named: dict[str, JSON] = {ours: {"namespace": namespace, "name": name}} if namespace else {}
     if kind == "custom":
         return ToolList((freeform_spec(tool, path, ours),), frozenset((ours,)), named)

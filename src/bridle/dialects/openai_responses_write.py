@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
-from bridle.dialects.base import ReplyHead, StreamEncoder
+from bridle.dialects.base import ReplyHead, StreamEncoder, event_bytes
 from bridle.dialects.ids import item_id, signature
 from bridle.dialects.json_reader import (
     an_object,
@@ -28,7 +28,6 @@ from bridle.dialects.json_reader import (
 )
 from bridle.dialects.openai_chat_write import error_object
 from bridle.dialects.openai_responses_tools import item_of_call
-from bridle.dialects.sse import event_bytes
 from bridle.dialects.tools import freeform_input
 from bridle.errors import RequestError
 from bridle.types import JSON, FinishReason, Reply, ToolCall, Usage
@@ -51,11 +50,11 @@ class Dress:
     wire: Mapping[str, JSON] = field(default_factory=dict)
     """Tools whose calls have another name or item type on the wire."""
     summary: bool = False
-    """Whether reasoning is shown as a summary."""
+    """True if reasoning is shown as a summary."""
     encrypted: bool = False
-    """Whether reasoning items carry encrypted content."""
+    """True if reasoning items carry encrypted content."""
     compacts: bool = False
-    """Whether the whole reply is one compaction item."""
+    """True if the whole reply is one compaction item."""
     echo: JSON = field(default_factory=dict)
     """Members of the response that repeat the request."""
 

@@ -26,7 +26,8 @@ from bridle.errors import RequestError
 from bridle.types import JSON, ToolCall, ToolSpec
 
 KEPT_LISTS = 64
-"""How many distinct tool lists are remembered; harnesses have a handful each, of some 30 kB."""
+"""Number of distinct tool lists that are remembered; harnesses have a handful each, of some 30
+kB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class ToolList:
     deferred: Mapping[str, ToolSpec] = field(default_factory=dict)
     """Tools that the model is shown only where a tool result refers to them."""
     removed: Mapping[str, list[str]] = field(default_factory=dict)
-    """What rules took away: rule name -> tools."""
+    """Tools that rules removed: rule name -> tools."""
 
     def plus(self, other: ToolList) -> ToolList:
         """Both lists, this one first."""
@@ -81,7 +82,7 @@ _sent: list[tuple[bytes, bytes]] = []
 """Raw lists and their digests, the last sent first."""
 
 
-def sent(raw: msgspec.Raw | None) -> bytes | None:
+def tools_sent(raw: msgspec.Raw | None) -> bytes | None:
     """Return the raw tool list, or `None` where none or an empty one was sent.
 
     A list that was sent before is the very object of then, of which `list_digest` knows: comparing
@@ -104,7 +105,7 @@ def sent(raw: msgspec.Raw | None) -> bytes | None:
 
 
 def list_digest(raw: bytes) -> bytes:
-    """Return the content digest of a raw tool list, from memory if `sent` returned it lately."""
+    """Return the content digest of a raw tool list, cached if `tools_sent` returned it lately."""
     for known, digest in _sent:
         if known is raw:
             return digest

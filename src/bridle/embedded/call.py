@@ -75,7 +75,7 @@ class StopStrings:
         self._longest = max(len(string) for string in strings)
         self._ids: list[int] = []
         self._shown = 0
-        """How many characters of the decoded window are already in `_tail`."""
+        """Number of characters of the decoded window that are already in `_tail`."""
         self._tail = ""
 
     def push(self, token: int) -> str | None:
@@ -128,18 +128,18 @@ class BatchedCall:
         self._spans: list[VersionSpan] = []
 
         self.computed = 0
-        """How many of `ids` the KV cache covers."""
+        """Number of `ids` that the KV cache covers."""
         self.cache_version = -1
         """Version of the weights that all of its cache was computed under; -1 = mixed or none."""
         self.cached_tokens = 0
-        """How many prompt tokens did not have to be computed when it first joined."""
+        """Number of prompt tokens that were cached when it first joined."""
         self.joined = False
         self.state: Any = None
         """State of `SingleDecoder`: the model's own cache for this call."""
         self.finish: FinishReason | None = None
         self.stop_text: str | None = None
         self.gone = False
-        """Whether its caller has gone."""
+        """True if its caller has gone."""
 
         temperature = 1.0 if sampling.temperature is None else sampling.temperature
         self.greedy = temperature < GREEDY_BELOW

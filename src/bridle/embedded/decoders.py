@@ -57,9 +57,9 @@ class Decoder(Protocol):
 
     name: str
     pieces: bool
-    """Whether a prompt may be computed in pieces."""
+    """True if a prompt may be computed in pieces."""
     copies: bool
-    """Whether a call can copy the prefix that another call has computed."""
+    """True if a call can copy the prefix that another call has computed."""
     prefixes: PrefixStore
 
     def limit(self, cache_bytes: int) -> int | None:

@@ -46,7 +46,7 @@ class ServerOptions(TypedDict, total=False):
     allow_untokenized: bool
     """Accept a server that gives text only; messages must then come with each request."""
     timeout_s: float
-    """How long the server may be silent within one call."""
+    """Time that the server may be silent within one call."""
 
 
 class ServerAdapter(ABC):
@@ -65,7 +65,7 @@ class ServerAdapter(ABC):
         self._info: EngineInfo | None = None
         """Capabilities found at the start; `None` = not yet started."""
         self._strict = False
-        """Whether a reply without ids or logprobs is an error; off during the probe."""
+        """True if a reply without ids or logprobs is an error; off during the probe."""
         self.version = 0
         """Policy version of the server's weights, if replies do not report it."""
         self.server_version: str | None = None
@@ -206,7 +206,7 @@ ROUTER: Final = (
     "is there a router in front? It hides what training needs: give each server behind it, or its "
     "list of them (--engines-from http://ROUTER/list_workers, sglang:http://... for SGLang)"
 )
-"""What to do about an answer that a server gives, and a router in front of it does not."""
+"""Advice for an answer that a server gives and a router in front of it does not."""
 
 
 def as_version(given: int | str, *, unnamed: int | None = None) -> int:

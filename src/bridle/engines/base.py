@@ -71,11 +71,11 @@ class GenerateRequest:
     """OpenAI Chat messages, for an engine that renders or parses itself; `None` = ids suffice."""
     tools: Sequence[JSON] | None = None
     calls: bool = True
-    """Whether the caller accepts tool calls, for an engine that parses by itself."""
+    """True if the caller accepts tool calls, for an engine that parses by itself."""
     arguments: JSON | None = None
     """Extra arguments of the chat template, for an engine that renders; `None` = none."""
     by_messages: bool = False
-    """Whether `messages` are the prompt, because ids cannot hold their images; `prompt` is then the
+    """True if `messages` are the prompt, because ids cannot hold their images; `prompt` is then the
     one that `Seeing.see` returned."""
     pictures: tuple[Picture, ...] = ()
     """The images whose placeholders `prompt` holds, in order; for an engine with
@@ -84,14 +84,14 @@ class GenerateRequest:
     """`{"json_schema": {...}}`, or `{"structural_tag": {...}}` as xgrammar has it, to constrain the
     samples; `None` = free."""
     stream: bool = False
-    """Whether the caller wants pieces as they are sampled; an engine may still send one piece."""
+    """True if the caller wants pieces as they are sampled; an engine may still send one piece."""
     keeps: bool = False
-    """Whether sampled tokens must survive a broken reply, each with its version: a pool then has
+    """True if sampled tokens must survive a broken reply, each with its version: a pool then has
     the call streamed if a whole reply would lose them."""
 
     @property
     def experts_from(self) -> int:
-        """Return the first position whose experts no earlier call was told."""
+        """Return the first position whose experts no earlier call received."""
         return max(0, self.prompt.kept - 1)
 
     @property
@@ -131,7 +131,7 @@ class GenerateChunk:
     delta: TextDelta | None = None
     """Text of this piece, if the engine parses by itself; `None` = it does not."""
     extra: JSON = field(default_factory=dict)
-    """What the engine told beside the tokens: `bridle.experts.Experts` under `experts.KEY`, the
+    """Data of the engine besides the tokens: `bridle.experts.Experts` under `experts.KEY`, the
     rest as it came (sampling masks)."""
     first: int | None = None
     """Tokens of the first message, if a chunk joins several that arrived together."""
@@ -148,7 +148,7 @@ class GenerateChunk:
         )
 
 
-def joined(chunks: Iterable[GenerateChunk]) -> Iterator[GenerateChunk]:
+def join_chunks(chunks: Iterable[GenerateChunk]) -> Iterator[GenerateChunk]:
     """Join neighbouring chunks that have only tokens.
 
     If reading `chunks` raises, those before are yielded first.
@@ -197,27 +197,27 @@ class EngineInfo:
     context_length: int
     logprob_mode: LogprobMode
     token_in: bool
-    """Whether it samples under given ids."""
+    """True if it samples under given ids."""
     version: int
     """Policy version of its weights now."""
     eos_token_ids: tuple[int, ...] = ()
     tokenizer_dir: str | None = None
     """Folder with the tokenizer, if it is on this machine."""
     grammar: bool = False
-    """Whether it samples under a `GenerateRequest.grammar`."""
+    """True if it samples under a `GenerateRequest.grammar`."""
     pictures: bool = False
-    """Whether it samples under ids that hold images (`GenerateRequest.pictures`)."""
+    """True if it samples under ids that hold images (`GenerateRequest.pictures`)."""
     remote: bool = False
-    """Whether it is a server, which sends each piece of a reply as a message."""
+    """True if it is a server, which sends each piece of a reply as a message."""
     tells_versions: bool = False
-    """Whether a whole reply reports the version of each token, and holds the tokens so far if the
+    """True if a whole reply reports the version of each token, and holds the tokens so far if the
     server ends it for a weight update."""
     vocab_size: int | None = None
     """Number of ids of its model; `None` = not reported."""
     tells_prompt: bool = False
-    """Whether whole replies reported the prompt's ids during the probe."""
+    """True if whole replies reported the prompt's ids during the probe."""
     tells_prompt_streamed: bool = False
-    """Whether streamed replies did."""
+    """True if streamed replies did."""
 
 
 class Engine(Protocol):

@@ -49,7 +49,7 @@ class Case:
     messages: list[JSON]
     tools: tuple[JSON, ...] = ()
     refusable: bool = False
-    """Whether templates of some families refuse it."""
+    """True if templates of some families refuse it."""
 
 
 def _call(number: int) -> JSON:

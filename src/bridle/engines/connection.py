@@ -70,14 +70,14 @@ class HttpReply:
         self.status = 0
         """0 = the head is incomplete."""
         self.keeps = True
-        """Whether the connection can be reused."""
+        """True if the connection can be reused."""
         self.retry_after: str | None = None
         """Its `Retry-After`."""
         self._content_type = b""
         self.ends = False
         """Whether its reader has all it wanted, and only its end may be missing."""
         self.is_whole = False
-        """Whether the whole reply has arrived."""
+        """True if the whole reply has arrived."""
         self.error: BaseException | None = None
         """The failure that ended it, if any."""
         self._pieces: list[bytes] = []
@@ -178,8 +178,8 @@ class HttpReply:
             self.head = text[: lengths[0]], after, self.keeps, self._content_type
         return True
 
-    def _take(self, name: bytes, told: bytes) -> None:
-        value = told.strip()
+    def _take(self, name: bytes, raw: bytes) -> None:
+        value = raw.strip()
         match name:
             case b"content-length" if value.isdigit():
                 self._length = int(value)
@@ -263,7 +263,7 @@ class _Connection(asyncio.Protocol):
         """That of the last reply, if it was a whole one."""
         self._waiting: asyncio.Future[HttpReply] | None = None
         self._streams = False
-        """Whether the caller wants each part of the reply as it arrives."""
+        """True if the caller wants each part of the reply as it arrives."""
         self._heard = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None

@@ -120,7 +120,7 @@ class EngineClient:
         if optional and response.status in {403, 404, 405, 501}:
             return {}
         if response.status != 200:
-            raise failure(response.status, body, self._url(path))
+            raise engine_error(response.status, body, self._url(path))
         if not body:
             return {}
         return _object(body, self._url(path))
@@ -133,7 +133,7 @@ class EngineClient:
         if response.status in {403, 404, 405, 501}:
             return False
         if response.status != 200:
-            raise failure(response.status, answer, self._url(path))
+            raise engine_error(response.status, answer, self._url(path))
         return True
 
     def begin(self, path: str, body: bytes, call: HttpCall) -> Sent:
@@ -183,7 +183,7 @@ class EngineClient:
             raise self._failure(path, error) from error
         answer = reply.body
         if reply.status != 200:
-            raise failure(
+            raise engine_error(
                 reply.status,
                 answer,
                 self._url(path),
@@ -191,7 +191,7 @@ class EngineClient:
                 retry_after=reply.retry_after,
             )
         if answer[:1] != b"{":
-            raise failure(200, answer, self._url(path))
+            raise engine_error(200, answer, self._url(path))
         return answer
 
     async def stream(
@@ -234,7 +234,7 @@ class EngineClient:
         answer = b""
         while data := await more():
             answer += data
-        return failure(
+        return engine_error(
             reply.status,
             answer,
             self._url(path),
@@ -264,7 +264,7 @@ class EngineClient:
         return EngineError(message, retryable=True, kind="engine_reset")
 
 
-def failure(
+def engine_error(
     status: int,
     body: bytes,
     url: URL,
@@ -273,7 +273,7 @@ def failure(
     retry_after: str | None = None,
 ) -> EngineError:
     """Make the error of an unexpected answer; `retry_after` is its header."""
-    wait_s = None if retry_after is None else seconds(retry_after, time.time())
+    wait_s = None if retry_after is None else parse_retry_after(retry_after, time.time())
     kind = "engine_500" if status >= 500 and status != 503 else "engine_error"
     if body.lstrip()[:1] == b"<":
         return EngineError(
@@ -298,7 +298,7 @@ def failure(
     )
 
 
-def seconds(header: str, now: float) -> float | None:
+def parse_retry_after(header: str, now: float) -> float | None:
     """Parse a `Retry-After` header, a number or a date, to seconds; `None` if it is neither."""
     try:
         wait_s = float(header)
@@ -325,7 +325,7 @@ def _object(body: bytes, url: URL) -> JSON:
     try:
         return msgspec.json.decode(body, type=JSON)
     except msgspec.MsgspecError:
-        raise failure(200, body, url) from None
+        raise engine_error(200, body, url) from None
 
 
 def _cut(error: Exception) -> CutError:

@@ -83,7 +83,7 @@ class OpenAIEngine:
         self._context_length = UNKNOWN_CONTEXT
         self._calls: dict[str, HttpCall] = {}
         self._beyond = True
-        """Whether it takes fields beyond OpenAI's API; they are sent until it refuses them."""
+        """True if it takes fields beyond OpenAI's API; they are sent until it refuses them."""
         self._budget = "max_tokens"
         self._info: EngineInfo | None = None
         self.report: ProbeReport | None = None

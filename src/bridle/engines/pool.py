@@ -91,7 +91,7 @@ class EnginePool(EngineHandover):
         self._failures = FailureTracker(self.settings.attempts)
         self._held: PauseMode | None = None
         self._updated = False
-        """Whether weights were updated, or sampling was held for an update."""
+        """True if weights were updated, or sampling was held for an update."""
         self._version = 0
         self._info: EngineInfo | None = None
         self._nursery = Nursery(_log_lost)
@@ -222,7 +222,7 @@ class EnginePool(EngineHandover):
     def end(self, request: GenerateRequest, chunk: GenerateChunk) -> None:
         """End a call with the reply that `arrived` gave."""
         call = self._calls.pop(request.request_id)
-        assert call.begun is not None, "it goes on in `generate`"
+        assert call.begun is not None, "it continues in `generate`"
         one, engine = call.begun
         engine.end(request)
         one.prompt_tokens += len(request.prompt)
@@ -233,7 +233,7 @@ class EnginePool(EngineHandover):
         one.end(call)
 
     def drop(self, request_id: str) -> None:
-        """End a call that was begun, if nobody goes on with it."""
+        """End a call that was begun, if nobody continues it."""
         call = self._calls.get(request_id)
         if call is not None and call.begun is not None:
             one, engine = call.begun
@@ -242,7 +242,8 @@ class EnginePool(EngineHandover):
             one.end(call)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """Sample one reply on one replica, or go on from what `begin` began; see `Engine.generate`.
+        """Sample one reply on one replica, or continue from what `begin` began; see
+        `Engine.generate`.
 
         A reply whose replica was lost in mid-reply ends with `FinishReason.ABORT`.
         """
@@ -470,7 +471,6 @@ class EnginePool(EngineHandover):
         return await self._serving(one, error)
 
     async def _serving(self, one: Replica, error: EngineError | None) -> bool:
-        """Implement `EngineHandover._serving`."""
         if error is None and one.paused and self._held is None:
             error = await one.release()
         if error is not None:
@@ -485,7 +485,6 @@ class EnginePool(EngineHandover):
         return True
 
     def _refresh(self) -> None:
-        """Implement `EngineHandover._refresh`."""
         lag = self.settings.max_version_lag
         self._ready = [
             one

@@ -31,7 +31,7 @@ class Release:
     """A released server, as the next process of this pool has to know it."""
 
     info: EngineInfo | None
-    """What it was able to do, and the version of its weights; `None` = it never started."""
+    """Its abilities and the version of its weights; `None` = it never started."""
     by: str = ""
     cut: bool = False
 

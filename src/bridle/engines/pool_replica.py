@@ -51,9 +51,9 @@ class RoutingSettings(Settings):
     slack: int = Field(default=8, ge=0)
     """Running calls that are always within the bound."""
     patience_s: float = Field(default=60, ge=0)
-    """How long a call waits while no replica is available; then it fails."""
+    """Time that a call waits while no replica is available; then it fails."""
     hold_patience_s: float = Field(default=600, ge=0)
-    """How long a call waits for the end of a weight update, or for a released engine."""
+    """Time that a call waits for the end of a weight update, or for a released engine."""
     attempts: int = Field(default=5, ge=1)
     """Failures, or deaths of replicas, after which a call fails; a prompt that kills engines ends
     here."""
@@ -66,7 +66,7 @@ class RoutingSettings(Settings):
     """Wait before a dead replica is checked again; doubles."""
     max_backoff_s: float = Field(default=1, gt=0)
     start_timeout_s: float = Field(default=600, gt=0)
-    """How long loading or probing one replica may take."""
+    """Time that loading or probing one replica may take."""
     max_version_lag: int | None = Field(default=None, ge=0)
     """Replicas whose weights are older by more versions get no calls; `None` = no limit."""
     keep_tokens: bool = False
@@ -125,7 +125,7 @@ class Replica:
     unwell: int = 0
     """Failed health checks in a row."""
     gone: bool = False
-    """Whether it has not answered since it failed, so that it may have been restarted."""
+    """True if it has not answered since it failed, so that it may have been restarted."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have it checked now."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -135,13 +135,13 @@ class Replica:
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while nothing is sent to it, health checks and starts apart."""
     paused: bool = False
-    """Whether its server was told to sample nothing, and not yet to go on."""
+    """True if its server was paused and not yet resumed."""
     leaving: ReplicaState | None = None
     """Its state before a release that is under way; `None` = none is."""
     released_by: str = ""
     """Name of the trainer that has it; empty = it gave none."""
     cut: bool = False
-    """Whether calls fail while it is released, instead of waiting for it."""
+    """True if calls fail while it is released, instead of waiting for it."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a health check or a start."""
     since: float = field(default_factory=time.monotonic)
@@ -309,14 +309,14 @@ class RoutedCall:
     begun: tuple[Replica, Immediate] | None = None
     """The replica, and its engine, that were called outside of a task; `None` = it has a task."""
     aborted: bool = False
-    """Whether its caller ended it."""
+    """True if its caller ended it."""
     _changed: asyncio.Event | None = None
     attempts: int = 0
     """Failures that the replica survived."""
     deaths: int = 0
     """Replicas that died while they ran it, where it may be the cause."""
     moved: bool = False
-    """Whether it was ended for a reason that is not its own."""
+    """True if it was ended for a reason that is not its own."""
     refused: set[Replica] = field(default_factory=set)
     """Live replicas that refused it."""
     refusal: EngineError | None = None
@@ -329,9 +329,9 @@ class RoutedCall:
     version: int | None = None
     """The replica's version when the last chunk came or the call began; `None` = not begun."""
     mixed: bool = False
-    """Whether the weights changed during some chunk."""
+    """True if the weights changed during some chunk."""
     pinned: bool = False
-    """Whether it keeps its adapter, while calls begin with a newer one."""
+    """True if it keeps its adapter, while calls begin with a newer one."""
 
     @property
     def changed(self) -> asyncio.Event:

@@ -43,7 +43,7 @@ class Finding:
     what: str
     ok: bool
     needed: bool
-    """Whether training needs it."""
+    """True if training needs it."""
     found: str
     means: str = ""
     """Consequence of a failed check."""
@@ -72,7 +72,7 @@ class ProbeReport:
     token_in: bool
     duration_s: float
     tells_prompt: bool = False
-    """Whether whole replies reported the prompt's ids."""
+    """True if whole replies reported the prompt's ids."""
     tells_prompt_streamed: bool = False
 
     @property

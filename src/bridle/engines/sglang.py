@@ -38,7 +38,7 @@ from bridle.engines.base import (
     GenerateRequest,
     PauseMode,
     is_adapter,
-    joined,
+    join_chunks,
 )
 from bridle.engines.http import AbortedError, HttpCall
 from bridle.engines.probe import Finding, probe
@@ -92,7 +92,7 @@ class SglangEngine(ServerAdapter):
         self._probing = False
         self._experts_shape: tuple[int, int] | None = None
         self._asks_prompt = False
-        """Whether the next call requests its prompt's ids at the cost of the prefix cache."""
+        """True if the next call requests its prompt's ids at the cost of the prefix cache."""
         self._seeds = True
         self._incremental = False
         self._health_path = "/server_info"
@@ -297,7 +297,7 @@ class SglangEngine(ServerAdapter):
         try:
             async with aclosing(self._answers(request, running)) as answers:
                 async for several in answers:
-                    for chunk in joined(self._read(several, reading)):
+                    for chunk in join_chunks(self._read(several, reading)):
                         ended = chunk.finish_reason is not None
                         yield chunk
                         if ended:

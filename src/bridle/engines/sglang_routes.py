@@ -66,9 +66,9 @@ class Ask:
     room: int
     """Rest of the context, the default budget: SGLang would default to 128 tokens."""
     seeds: bool = True
-    """Whether it knows `sampling_seed`."""
+    """True if it knows `sampling_seed`."""
     incremental: bool = False
-    """Whether its streams send only new tokens."""
+    """True if its streams send only new tokens."""
     prompt: bool = False
     """Request the prompt's ids even if that costs the prefix cache, as the probe does."""
     extras: tuple[str, ...] = ()
@@ -239,7 +239,7 @@ class Reading:
     count: int = 0
     """Tokens read so far."""
     has_ids: bool = False
-    """Whether the reply has a field for sampled ids; it may be empty."""
+    """True if the reply has a field for sampled ids; it may be empty."""
     _lists: dict[str, list[Raw]] = field(default_factory=dict)
     _ids: bytes = b""
     _logprobs: bytes = b""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -42,8 +42,7 @@ from bridle.engines.connection import Sent
 from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
-from bridle.engines.vllm_images import SAMPLE, ImageRenderer, of_images
-from bridle.engines.vllm_lora import LoraAdapters
+from bridle.engines.vllm_images import SAMPLE, ImageRenderer, image_finding
 from bridle.engines.vllm_routes import (
     MessageText,
     Read,
@@ -92,7 +91,7 @@ class VllmEngine(ServerAdapter, Immediate):
         self._route = route or VllmRoute.CHAT
         self._paired: bool | None = None
         self.tells_experts = False
-        """Whether a reply had routed experts (`--enable-return-routed-experts`)."""
+        """True if a reply had routed experts (`--enable-return-routed-experts`)."""
 
     # ---- life
 
@@ -225,7 +224,7 @@ class VllmEngine(ServerAdapter, Immediate):
         try:
             seen = await self.see([message], None, {})
             taken = seen is not None and await self._takes(seen)
-            found = of_images(seen=seen, ids_taken=taken)
+            found = image_finding(seen=seen, ids_taken=taken)
         except EngineError as error:
             found = Finding.note("images", f"not found out: {error}")
         self.report = replace(report, findings=(*report.findings, found))
@@ -324,7 +323,6 @@ class VllmEngine(ServerAdapter, Immediate):
         return sent.waiting
 
     def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
-        """See `Immediate`."""
         answer = self._client.arrived(self._begun[request.request_id])
         if answer is None:
             return None
@@ -342,12 +340,10 @@ class VllmEngine(ServerAdapter, Immediate):
         return chunk
 
     def end(self, request: GenerateRequest) -> None:
-        """See `Immediate`."""
         self._client.end(self._begun.pop(request.request_id))
         del self._calls[request.request_id]
 
     def drop(self, request: GenerateRequest) -> None:
-        """See `Immediate`."""
         self._client.drop(self._begun.pop(request.request_id))
         del self._calls[request.request_id]
 
@@ -581,6 +577,67 @@ def weights_finding(*, served: Path | None, routes: bool) -> Finding:
         "weights",
         ok=not tied,
         found="taken from a folder while it runs" + (", embeddings are tied" if tied else ""),
-        means="On a CPU vLLM's head would go on with the old ones.",
+        means="On a CPU vLLM's head would continue with the old ones.",
         fix="On a CPU serve an untied copy of the model.",
     )
+
+
+FLAGS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, --enable-lora and --max-loras"
+CLOSE_S = 5.0
+"""Time that unloading at the end may take."""
+
+
+class LoraAdapters:
+    """LoRA adapters that one client has loaded into a server, one for each version of a policy.
+
+    A call names the newest adapter when it begins and keeps it to its end, because vLLM computes
+    calls of several adapters in one batch. So an update holds nothing, and several trainers can
+    share one server, each with its own adapters beside the model's weights. A name is never used
+    twice: vLLM's prefix cache knows an adapter by name and path. The calls of the last two versions
+    can run; with `--max-loras` below that the newer ones wait. Seen on vLLM 0.32.0.
+    """
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._names: list[str] = []
+
+    @property
+    def newest(self) -> str | None:
+        """Return the server's name of the adapter that calls begin with; `None` = none."""
+        return self._names[-1] if self._names else None
+
+    async def load(self, folder: str | Path, model: str, version: int) -> None:
+        """Load the adapter in `folder`; those before the present newest are unloaded.
+
+        Raises `EngineError` if the server does not take it; the newest stays then.
+        """
+        while len(self._names) > 1:
+            await self._unload(self._names[0])
+            del self._names[0]
+        name = f"{model}@{version}-{uuid4().hex[:8]}"
+        body = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            known = await self._client.command("/v1/load_lora_adapter", body)
+        except EngineError as error:
+            fix = f". Is vLLM started with {FLAGS}, and --max-lora-rank of at least its rank?"
+            raise EngineError(f"{error}{fix}", status=error.status) from error
+        if not known:
+            raise EngineError(
+                f"{self._client.base_url} does not load the LoRA adapter {folder}: start vLLM with "
+                f"{FLAGS}, where it sees this folder"
+            )
+        self._names.append(name)
+
+    def forget(self) -> None:
+        """Leave the adapters as they are on the server."""
+        self._names.clear()
+
+    async def unload_all(self) -> None:
+        """Unload what was loaded, as far as the server answers."""
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                while self._names:
+                    await self._unload(self._names.pop())
+
+    async def _unload(self, name: str) -> None:
+        await self._client.command("/v1/unload_lora_adapter", {"lora_name": name})

@@ -39,12 +39,12 @@ BLIND = ("is not a multimodal model", "At most 0 image")
 """Texts of vLLM's refusals by a model that takes no images."""
 
 
-def folded(ids: Ids, pictures: Sequence[Picture]) -> Ids:
+def fold_images(ids: Ids, pictures: Sequence[Picture]) -> Ids:
     """Reduce each image to one placeholder, as `/inference/v1/generate` requires.
 
     vLLM's processor expands it as before; it reports the ids that it used, and those are compared
     with `ids` as for any reply. The placeholder is assumed to be the most frequent token of an
-    image's ids; the probe detects a model for which that is wrong (`of_images`).
+    image's ids; the probe detects a model for which that is wrong (`image_finding`).
     """
     pieces, at = [], 0
     for one in pictures:
@@ -95,7 +95,7 @@ class ImageRenderer:
         self._known: OrderedDict[str, JSON] = OrderedDict()
         """Hash of an image -> its sizes; empty = not reported."""
         self._renders = True
-        """Whether the server may have the route that renders whole calls."""
+        """True if the server may have the route that renders whole calls."""
 
     async def see(self, body: JSON) -> Seen | None:
         """Render a body with images; `None` = the model takes none."""
@@ -166,7 +166,7 @@ async def _rendered(client: EngineClient, path: str, body: JSON) -> _Rendered:
     return rendered
 
 
-def of_images(*, seen: Seen | None, ids_taken: bool) -> Finding:
+def image_finding(*, seen: Seen | None, ids_taken: bool) -> Finding:
     """Build the probe's finding about images. `seen` is the rendering of one image."""
     if seen is None:
         return Finding.note("images", "the model takes none")

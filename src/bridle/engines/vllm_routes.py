@@ -23,7 +23,7 @@ from bridle.engines import vllm_schemas
 from bridle.engines.adapter import as_version, check_paired
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest, TextDelta
 from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
-from bridle.engines.vllm_images import folded
+from bridle.engines.vllm_images import fold_images
 from bridle.errors import EngineError
 from bridle.experts import KEY, npy_rows
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
@@ -108,7 +108,7 @@ def _token_body(head: JSON, sampling: JSON, request: GenerateRequest) -> bytes:
     if not request.pictures:
         return _with_ids(head, b'"token_ids":', request.prompt.json())
     head["content_parts"] = [{"type": "image_url", "url": one.url} for one in request.pictures]
-    folded_ids = folded(request.prompt.array(), request.pictures)
+    folded_ids = fold_images(request.prompt.array(), request.pictures)
     return _with_ids(head, b'"token_ids":', _ENCODER.encode(folded_ids.tolist()))
 
 
@@ -166,13 +166,13 @@ class Read:
     """`None` for a chunk without a choice (usage at the end of a stream)."""
     cached_tokens: int
     spans: tuple[VersionSpan, ...] | None
-    """As reported by the engine; `None` = not reported."""
+    """Value as reported by the engine; `None` = not reported."""
     paired: bool | None
-    """Whether the logprobs name their ids; `None` = there were none."""
+    """True if the logprobs name their ids; `None` = there were none."""
     message: vllm_schemas.ReplyMessage | None
     text: str | None
     has_ids: bool
-    """Whether the reply has a field for sampled ids; it may be empty."""
+    """True if the reply has a field for sampled ids; it may be empty."""
     prompt_tokens: int | None = None
 
 

@@ -2,16 +2,17 @@
 
 An evaluator's own failure is an exception (classified as `EvaluatorError`), never a reward of 0.
 
-The control run (`controlled`) separates an evaluator that the agent broke from one that is broken:
-an evaluator that fails runs once more, on a work folder that no agent touched. If it answers there,
-or fails in another way, the agent's files made it fail: the session is `Unscorable`, reward 0. If
-it fails in the same way, or the machine is in trouble, there is no reward. The control run follows
-the failure at once and is never cached, so both see the machine in the same state.
+The control run (`evaluate_with_control`) separates an evaluator that the agent broke from one that
+is broken: an evaluator that fails runs once more, on a work folder that no agent touched. If it
+answers there, or fails in another way, the agent's files made it fail: the session is `Unscorable`,
+reward 0. If it fails in the same way, or the machine is in trouble, there is no reward. The control
+run follows the failure at once and is never cached, so both see the machine in the same state.
 """
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -139,7 +140,7 @@ class EvaluationContext:
     session_id: str
     places: Places
     harness: ExecResult | None
-    """How the harness ended; `None` = it was not started."""
+    """The end of the harness; `None` = it was not started."""
     trajectory: Trajectory
     logs: Path
     """Host folder for what the evaluator wants kept."""
@@ -149,9 +150,9 @@ class EvaluationContext:
     """For evaluators that ask a model; `None` = there is no gateway."""
     budget_s: float | None = None
     completed: bool = True
-    """Whether the harness ended well; else it crashed, or used up its time or a limit."""
+    """True if the harness ended well; else it crashed, or used up its time or a limit."""
     control: bool = False
-    """Whether nothing of the agent is scored, to see whether the checker answers at all: without
+    """True if nothing of the agent is scored, to see whether the checker answers at all: without
     its files, and with a trajectory without traces."""
 
 
@@ -169,7 +170,7 @@ class Evaluator(Protocol):
 
     One with a method `check(task)` is asked before anything is sampled; it raises `ConfigError`.
     One whose failures are never the agent's doing has an attribute `control = "none"`; one that
-    calls `controlled` for its parts has `control = "parts"`.
+    calls `evaluate_with_control` for its parts has `control = "parts"`.
     """
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
@@ -216,7 +217,7 @@ class Configured(Generic[SettingsT]):
         return cls(parse_config(config, cls.settings_class, cls.strategy))
 
 
-async def controlled(evaluator: Evaluator, context: EvaluationContext) -> Evaluation:
+async def evaluate_with_control(evaluator: Evaluator, context: EvaluationContext) -> Evaluation:
     """Evaluate a session within `context.budget_s`; a control run has the same budget again.
 
     Raises `Unscorable` for a failure that the agent caused, another `EvaluatorError` for the
@@ -267,3 +268,11 @@ async def _control(
 
 def _way(error: EvaluatorError) -> str:
     return error.way if isinstance(error, CheckerFailure) else str(error)
+
+
+async def read_file(runtime: Runtime, path: str) -> bytes:
+    """Return the content of a file inside. Raises `RuntimeFailure` or `OSError`."""
+    with tempfile.TemporaryDirectory(prefix="bridle-file-") as folder:
+        copy = Path(folder, "file")
+        await runtime.download(path, copy)
+        return await asyncio.to_thread(copy.read_bytes)

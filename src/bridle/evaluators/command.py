@@ -10,11 +10,8 @@ checker could not be run), a signal, a timeout, an unreadable reward. Checkers b
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import tempfile
-from pathlib import Path
 
 from pydantic import Field
 
@@ -27,6 +24,7 @@ from bridle.evaluators.base import (
     Evaluation,
     EvaluationContext,
     Unscorable,
+    read_file,
 )
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.types import JSON
@@ -45,8 +43,8 @@ class CommandSettings(Settings):
     timeout_s: float | None = Field(default=None, gt=0)
     """`None` = the task's evaluate budget."""
     files: tuple[str, ...] | None = None
-    """What of the work folder is taken from the agent; the rest is as the task's prepare steps make
-    it. `None` = all."""
+    """Paths of the work folder that are taken from the agent; the rest is as the task's prepare
+    steps make it. `None` = all."""
     reward_file: str | None = None
     """Relative to the work folder; `None` = the exit code decides."""
     failure_codes: tuple[int, ...] = (126, 127)
@@ -100,13 +98,10 @@ class CommandEvaluator(Configured[CommandSettings]):
 
     async def _read_reward(self, runtime: Runtime, name: str) -> tuple[float, JSON]:
         await runtime.kill()
-        with tempfile.TemporaryDirectory(prefix="bridle-reward-") as folder:
-            copy = Path(folder, "reward")
-            try:
-                await runtime.download(name, copy)
-                text = await asyncio.to_thread(copy.read_text)
-            except (RuntimeFailure, OSError, UnicodeDecodeError) as error:
-                raise CheckerFailure(f"evaluator command left no {name}", str(error)) from error
+        try:
+            text = (await read_file(runtime, name)).decode()
+        except (RuntimeFailure, OSError, UnicodeDecodeError) as error:
+            raise CheckerFailure(f"evaluator command left no {name}", str(error)) from error
         return parse_reward(text, name)
 
 

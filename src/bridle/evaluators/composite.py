@@ -26,7 +26,7 @@ from bridle.evaluators.base import (
     EvaluationContext,
     Evaluator,
     check_evaluator,
-    controlled,
+    evaluate_with_control,
     parse_config,
 )
 from bridle.types import JSON
@@ -38,7 +38,7 @@ class Part(Settings):
     strategy: str
     config: JSON = Field(default_factory=dict)
     name: str | None = None
-    """What it is called in the metadata; `None` = its strategy."""
+    """Its name in the metadata; `None` = its strategy."""
     weight: float = Field(default=1.0, ge=0)
     gate: float | None = None
     """The least reward with which the next part is reached; `None` = any."""
@@ -113,11 +113,13 @@ class CompositeEvaluator:
             spent = time.monotonic() - began
             left = None if context.budget_s is None else max(0.0, context.budget_s - spent)
             try:
-                found[one.name] = await controlled(one.evaluator, replace(context, budget_s=left))
+                found[one.name] = await evaluate_with_control(
+                    one.evaluator, replace(context, budget_s=left)
+                )
             except EvaluatorError as error:
                 raise type(error)(f"part {one.name!r}: {error}") from error
             if one.part.gate is not None and found[one.name].reward < one.part.gate:
-                metadata = {"parts": _told(found), "gate": one.name}
+                metadata = {"parts": _parts_json(found), "gate": one.name}
                 return Evaluation(self._otherwise, metadata=metadata)
         weights = {one.name: one.part.weight for one in self._parts}
         total = sum(weights.values())
@@ -131,8 +133,8 @@ class CompositeEvaluator:
             message = f"parts reward different numbers of traces: {sorted(map(len, traces))}"
             raise EvaluatorError(message)
         added = tuple(map(sum, zip(*traces, strict=True))) if traces else None
-        return Evaluation(reward, added, {"parts": _told(found)})
+        return Evaluation(reward, added, {"parts": _parts_json(found)})
 
 
-def _told(found: dict[str, Evaluation]) -> JSON:
+def _parts_json(found: dict[str, Evaluation]) -> JSON:
     return {name: {"reward": each.reward, **each.metadata} for name, each in found.items()}

@@ -73,7 +73,7 @@ class FunctionSettings(Settings):
     function: str = Field(pattern=r"^([A-Za-z_][\w.]*|[^:\x00]+\.py):[A-Za-z_]\w*$")
     """`package.module:name`, or `file.py:name` relative to the task file."""
     files: tuple[str, ...] = ()
-    """What of the work folder is copied out for it; what is not there is left."""
+    """Paths of the work folder that are copied out for it; missing ones are skipped."""
     timeout_s: float = Field(default=60, gt=0)
     sandbox: bool = False
     """Run it in a sandbox without network, which sees its package and `files` and no other file of
@@ -146,7 +146,7 @@ class FunctionEvaluator(Configured[FunctionSettings]):
         function = self._settings.function
         try:
             module = self._located(context.task_dir).rpartition(":")[0]
-            async with confined(module, RUNNER) as place:
+            async with sandboxed(module, RUNNER) as place:
                 inside = place.runtime.workdir
                 await place.runtime.upload(folder, inside)
                 return await place.python(
@@ -225,12 +225,12 @@ def _session(context: EvaluationContext, folder: str | None) -> JSON:
         "exit_code": None if harness is None else harness.exit_code,
         "stdout": "" if harness is None else harness.stdout.decode(errors="replace"),
         "stderr": "" if harness is None else harness.stderr.decode(errors="replace"),
-        "traces": [{"messages": messages} for messages in spoken(context)],
+        "traces": [{"messages": messages} for messages in trace_messages(context)],
         "folder": folder,
     }
 
 
-def spoken(context: EvaluationContext) -> list[list[JSON]]:
+def trace_messages(context: EvaluationContext) -> list[list[JSON]]:
     """The messages of each trace, in the form of OpenAI Chat."""
     return [
         [*trace.prompt_messages, *trace.response_messages] for trace in context.trajectory.traces
@@ -245,7 +245,7 @@ def _environment() -> dict[str, str]:
 
 
 PYTHON = tuple(Path(each) for each in sorted({sys.prefix, sys.base_prefix} - {"/usr"}))
-"""Where the Python that runs Bridle lies."""
+"""Folders of the Python that runs Bridle."""
 STOP_S = 30.0
 
 
@@ -277,7 +277,7 @@ class Confined:
 
 
 @asynccontextmanager
-async def confined(module: str, *files: Path) -> AsyncIterator[Confined]:
+async def sandboxed(module: str, *files: Path) -> AsyncIterator[Confined]:
     """A sandbox inside, with the outermost package of `module` and `files` where they lie here.
 
     `EvaluatorError` where there is no such module, `RuntimeFailure` where there can be no sandbox.

@@ -85,7 +85,7 @@ def main() -> None:
     """Call the function that the command line names and write what it returns."""
     path, *check = sys.argv[1:]
     # Programs that the function runs get no way to what is read as its value.
-    told = os.dup(1)
+    output = os.dup(1)
     os.dup2(2, 1)
     with redirect_stdout(sys.stderr):
         try:
@@ -97,7 +97,7 @@ def main() -> None:
             result = function(Attempt(json.load(sys.stdin)))
         if inspect.isawaitable(result):
             result = asyncio.run(_waited(result))
-    with os.fdopen(told, "w") as value:
+    with os.fdopen(output, "w") as value:
         json.dump(result, value)
 
 

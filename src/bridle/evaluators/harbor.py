@@ -12,10 +12,8 @@ they lie in the session's home; the script finds them by `TESTS_DIR` and `LOGS_D
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
-import tempfile
 from pathlib import Path
 
 import orjson
@@ -30,6 +28,7 @@ from bridle.evaluators.base import (
     Evaluation,
     EvaluationContext,
     Unscorable,
+    read_file,
 )
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.runtimes.base import Runtime
@@ -53,8 +52,8 @@ class HarborSettings(Settings):
     timeout_s: float | None = Field(default=None, gt=0)
     """`None` = the task's evaluate budget."""
     weights: dict[str, float] = Field(default_factory=dict)
-    """Which of several rewards of `reward.json` count, and how much of their sum; none = the one
-    called `reward`, or the only one."""
+    """Weights of the rewards of `reward.json` that count; none = the one called `reward`, or the
+    only one."""
 
 
 class HarborEvaluator(Configured[HarborSettings]):
@@ -117,18 +116,15 @@ class HarborEvaluator(Configured[HarborSettings]):
 
 async def _rewards(runtime: Runtime, folder: str, said: str) -> dict[str, float]:
     """Return the rewards of the reward file by name."""
-    with tempfile.TemporaryDirectory(prefix="bridle-reward-") as aside:
-        for name, read in (("reward.json", parse_json), ("reward.txt", parse_text)):
-            copy = Path(aside, name)
-            there = await runtime.exec(["test", "-e", f"{folder}/{name}"])
-            if not there.ok:
-                continue
-            try:
-                await runtime.download(f"{folder}/{name}", copy)
-                text = await asyncio.to_thread(copy.read_text)
-            except (RuntimeFailure, OSError, UnicodeDecodeError) as error:
-                raise CheckerFailure(f"{name} cannot be read", str(error)) from error
-            return read(text)
+    for name, read in (("reward.json", parse_json), ("reward.txt", parse_text)):
+        there = await runtime.exec(["test", "-e", f"{folder}/{name}"])
+        if not there.ok:
+            continue
+        try:
+            text = (await read_file(runtime, f"{folder}/{name}")).decode()
+        except (RuntimeFailure, OSError, UnicodeDecodeError) as error:
+            raise CheckerFailure(f"{name} cannot be read", str(error)) from error
+        return read(text)
     raise CheckerFailure(f"the tests left no reward.json or reward.txt in {folder}", said)
 
 

@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 from bridle.config import Settings
 from bridle.errors import EvaluatorError
 from bridle.evaluators.base import Configured, Evaluation, EvaluationContext, ModelAccess
-from bridle.evaluators.function import is_number, spoken
+from bridle.evaluators.function import is_number, trace_messages
 from bridle.types import JSON
 
 SYSTEM = """You grade the work of an agent. What follows between the marks is material to judge; \
@@ -46,11 +46,11 @@ class JudgeSettings(Settings):
     """Config of evaluator `judge`."""
 
     rubric: str = Field(min_length=1)
-    """What is good and what is not, in words."""
+    """The criteria, in words."""
     model: str = Field(min_length=1)
-    """Who judges: a name of the `[models]` table."""
+    """The judge: a name of the `[models]` table."""
     on_failure: Literal["error"] | float
-    """What it means if no answer can be had or read: `"error"`, or a reward."""
+    """The outcome if there is no readable answer: `"error"`, or a reward."""
     mode: Literal["outcome", "process"] = "outcome"
     coefficient: float = 1.0
     """Every score is multiplied by it."""
@@ -92,7 +92,7 @@ class JudgeEvaluator(Configured[JudgeSettings]):
             return Evaluation(float(self._settings.on_failure), metadata=failed)
 
     async def _judged(self, context: EvaluationContext, access: ModelAccess) -> Evaluation:
-        settings, traces = self._settings, spoken(context)
+        settings, traces = self._settings, trace_messages(context)
         shown = traces if settings.mode == "process" else [longest(traces)]
         if not shown:
             raise EvaluatorError("there is no trace to judge")

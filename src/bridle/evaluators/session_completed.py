@@ -17,7 +17,7 @@ class SessionCompletedSettings(Settings):
     """Config of evaluator `session_completed`."""
 
     reward: float = 1.0
-    """What a session is worth whose harness ended by itself with exit code 0."""
+    """Reward of a session whose harness ended by itself with exit code 0."""
 
 
 class SessionCompleted:

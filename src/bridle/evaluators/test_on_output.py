@@ -37,6 +37,7 @@ from bridle.evaluators.base import (
     Evaluation,
     EvaluationContext,
     Unscorable,
+    read_file,
 )
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.runtimes.base import ExecResult, Runtime
@@ -117,7 +118,7 @@ class TestOnOutput(Configured[TestOnOutputSettings]):
         settings = self._settings
         async with context.places.fresh() as fresh:
             taken = await take_patch(context, fresh, settings.repo, settings.base)
-            patch = filtered(taken, settings.include, settings.exclude)
+            patch = filter_patch(taken, settings.include, settings.exclude)
             repo = settings.tested or settings.repo
             if patch.text:
                 await apply_patch(fresh, repo, patch.text)
@@ -226,7 +227,7 @@ async def _git(runtime: Runtime, repo: str, *words: str, strip: bool = True) -> 
     return text.strip() if strip else text
 
 
-def filtered(diff: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> Patch:
+def filter_patch(diff: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> Patch:
     """The files of a patch whose paths are included and not excluded; never what test runners obey
     unasked, such as a `conftest.py`.
     """
@@ -270,13 +271,10 @@ async def _apply(runtime: Runtime, repo: str, patch: str) -> None:
 
 
 async def _read(runtime: Runtime, path: str) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="bridle-junit-") as folder:
-        copy = Path(folder, "junit.xml")
-        try:
-            await runtime.download(path, copy)
-            return await asyncio.to_thread(copy.read_bytes)
-        except (RuntimeFailure, OSError) as error:
-            raise CheckerFailure(f"the tests left no {path}", str(error)) from error
+    try:
+        return await read_file(runtime, path)
+    except (RuntimeFailure, OSError) as error:
+        raise CheckerFailure(f"the tests left no {path}", str(error)) from error
 
 
 def from_summary(said: str) -> dict[str, str]:

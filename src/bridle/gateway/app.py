@@ -74,7 +74,7 @@ from bridle.types import JSON, LogprobMode
 log = structlog.get_logger()
 
 REPLYING_S: Final = 1.0
-"""How long a seal waits for replies that are just being written."""
+"""Time that a seal waits for replies that are just being written."""
 
 
 class GatewayServer:
@@ -113,9 +113,9 @@ class GatewayServer:
         self.control_url: str | None = None
         """`http://host:port` of the control routes; known when entered."""
         self.control_token = ""
-        """What the control routes ask for."""
+        """The token that the control routes ask for."""
         self.info: EngineInfo
-        """What the engine can do; known when entered."""
+        """The engine's abilities; known when entered."""
 
     # ---- lifecycle
 

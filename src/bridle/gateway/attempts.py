@@ -31,7 +31,7 @@ class WrongTokens:
         """`clock` tells seconds."""
         self._clock = clock
         self._free_at: OrderedDict[str, float] = OrderedDict()
-        """When a peer's wrong tokens are forgotten; each adds `EACH_S`."""
+        """Time at which a peer's wrong tokens are forgotten; each adds `EACH_S`."""
 
     def wait_s(self, address: str | None) -> int:
         """Count a wrong token; whole seconds for which the peer must wait, 0 while it need not."""

@@ -36,11 +36,11 @@ class SamplingPlan:
     def __init__(self, policy: SamplingPolicy) -> None:
         self.max_output_tokens = policy.max_output_tokens
         self.enforces = policy.constraints == "enforce"
-        """Whether a request's schema constrains the samples, where the engine can."""
+        """True if a request's schema constrains the samples, where the engine can."""
         self.refuses_orphans = policy.orphans == "refuse"
-        """Whether a tool result without a call is refused."""
+        """True if a tool result without a call is refused."""
         self.shows_reasoning = policy.reasoning == "show"
-        """Whether the harness is sent the model's reasoning."""
+        """True if the harness is sent the model's reasoning."""
         self._fields: tuple[tuple[str, FieldPolicy], ...] = tuple(
             (name, getattr(policy, name)) for name in FIELDS
         )

@@ -84,7 +84,7 @@ class Question:
     placement: Placement
     template_args: Hashable
     served: Served
-    """Who answers it."""
+    """The engine and renderer that answer it."""
     key: bytes
     """`Call.question_key`."""
 
@@ -115,7 +115,7 @@ class Call:
     """Name of the engine that answers, where that is not the policy."""
     asked: Asked = field(default_factory=Asked)
     grammar: JSON | None = None
-    """What constrains its samples; `None` = nothing."""
+    """The grammar that constrains its samples; `None` = nothing."""
     reserved: int = 0
     """Tokens of the session's budget that it may still sample."""
     stage: Stage = Stage.PLACED
@@ -123,7 +123,7 @@ class Call:
     """`None` once the reply is delivered, and for calls that were read back from the store."""
     answer: Answer | None = None
     error: RequestError | None = None
-    """What its clients are told; of a committed call, that its reply was cut."""
+    """The error that its clients get; of a committed call, that its reply was cut."""
     head: ReplyHead | None = None
     """Its `prompt_tokens` are 0 until the prompt is made."""
     prompt: PromptIds | None = None
@@ -132,7 +132,7 @@ class Call:
     images: Sequence[JSON] = ()
     """Those of its prompt, as its exchange's `media` has them."""
     reasoned: bool = False
-    """Whether its reply has reasoning."""
+    """True if its reply has reasoning."""
     turns: TurnCounts | None = None
     """The lineage of the turns that its prompt shows; `None` = not counted."""
     spans: SpanList | None = None
@@ -151,21 +151,21 @@ class Call:
     """Around the sampling; see `cut`."""
     task: asyncio.Task[None] | None = None
     flight: Flight | None = None
-    """What carries it outside of a task; `None` = it has a task, or is over."""
+    """The object that carries it outside of a task; `None` = it has a task, or is over."""
     # Who waits, and what became of the reply; kept by `retries`.
     clients: int = 0
     """Live connections that wait for the reply or receive it."""
     retry_count: int = 0
-    """That of the client which came last."""
+    """The retry count of the client that came last."""
     idempotency_keys: set[str] = field(default_factory=set)
     joined_by: tuple[JSON, ...] = ()
     """The requests that joined it, as `bridle.capture.records.Delivery` keeps them."""
     delivery: DeliveryState | None = None
     """The last delivery record; `None` = none yet."""
     partly_written: bool = False
-    """Whether some client got a part of the reply and then went."""
+    """True if some client got a part of the reply and then went."""
     continued: bool = False
-    """Whether a later request shows this reply."""
+    """True if a later request shows this reply."""
     grace: asyncio.TimerHandle | None = None
     """Runs while nobody waits for an undelivered call."""
 

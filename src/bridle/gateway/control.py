@@ -26,7 +26,7 @@ from bridle.aio import Checkup
 from bridle.capture.records import Delivery, Exchange, Outcome, Score
 from bridle.capture.store import Store
 from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
-from bridle.credentials import kept_token
+from bridle.credentials import load_or_make_token
 from bridle.dialects.json_reader import check_json
 from bridle.engines.base import EngineInfo
 from bridle.engines.pool import EnginePool
@@ -134,7 +134,7 @@ def control_token(settings: GatewaySettings) -> str:
         return given
     if settings.data_dir is None:
         return secrets.token_urlsafe(32)
-    return kept_token(settings.data_dir / TOKEN_FILE)
+    return load_or_make_token(settings.data_dir / TOKEN_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class ControlRequest:
 
     http: web.BaseRequest
     session_id: str
-    """Where the path names one; or an engine."""
+    """The session or the engine that the path names; may be empty."""
     query: str
 
 

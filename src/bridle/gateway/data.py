@@ -60,7 +60,7 @@ class Head:
     target: Target
     method: str
     fields: list[tuple[bytes, bytes]]
-    """As they came, but for the length of the body."""
+    """Header fields as they came, but for the length of the body."""
     headers: dict[str, str]
     """By their names in lower case."""
     keys: list[str]

@@ -92,7 +92,7 @@ class Exchanges:
             make_policy(engine, info, renderer, lambda: self.policy.version, by_engine=by_engine)
         )
         self.closing = False
-        """Whether the gateway is going down."""
+        """True if the gateway is going down."""
 
     # ---- beginning
 

@@ -20,7 +20,7 @@ from bridle.gateway.keys import redact
 from bridle.prompting.pairing import Orphan
 
 RETRY_AFTER_S = 1.0
-"""What a client is told to wait after a refusal that passes by itself."""
+"""Retry delay of a client after a refusal that passes by itself."""
 
 FAILURES = {
     "engine_cut": "the model's server broke off its reply",

@@ -44,7 +44,7 @@ class Shown:
     """Messages with images, and what the engine said that they come to."""
 
     messages: list[JSON]
-    """As OpenAI Chat has them."""
+    """Messages as OpenAI Chat has them."""
     tools: list[JSON] | None
     arguments: JSON
     """For the engine's template."""
@@ -54,7 +54,7 @@ class Shown:
     """Digest and media type of each image, in order; `start`, `length` and `grid` where they were
     told."""
     parted: int
-    """How many texts held what looks like a control token."""
+    """Number of texts that held what looks like a control token."""
 
 
 def unplaced(images: Sequence[JSON]) -> list[JSON]:

@@ -53,7 +53,7 @@ MANY_CONNECTIONS: Final = 1 << 16
 MAX_PORT: Final = 65535
 
 LINGER_S: Final = 5.0
-"""How long a client that still sends a refused body may take to read its answer and close."""
+"""Time that a client that still sends a refused body may take to read its answer and close."""
 
 
 class DisconnectListener(Protocol):
@@ -94,14 +94,14 @@ class Connection(RequestHandler):
         self._head_timeout_s = head_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
         self._names_agent = False
-        """Whether the head that is being read has a `User-Agent` already."""
+        """True if the head that is being read has a `User-Agent` already."""
         self._lingers = False
         self._unfinished = 0
         """Bytes of the head that is being read."""
         self.is_known = False
         """For the handler: whether a request of it was authenticated."""
         self.was_served = False
-        """Whether it has sent a whole head."""
+        """True if it has sent a whole head."""
         self.head: object = None
         """For the handler: what the head of its last request said."""
         self.raw_head: bytes | None = None

@@ -59,14 +59,14 @@ class LiveReply:
         self._prompt = prompt
         self._by_engine = False
         self._held = False
-        """Whether nothing more is known before the end."""
+        """True if nothing more is known before the end."""
         self._reasoning, self._text = io.StringIO(), io.StringIO()
         self._calls: list[ToolCall] = []
         self._end = Mark()
         self.sent = Mark()
         """The most that was written to one client."""
         self.partly_sent = False
-        """Whether any client was written a part of the reply."""
+        """True if any client was written a part of the reply."""
         self.followers: set[Callable[[], None]] = set()
         """Called when there is more, or the call has ended; they only schedule what they do."""
 

@@ -24,7 +24,7 @@ from bridle.prompting.renderer import PromptRenderer
 from bridle.types import Kind, ModelRequest
 
 POLICY: Final = "policy"
-"""What the policy is called among the engines, in metrics."""
+"""Name of the policy among the engines, in metrics."""
 
 REMEMBERED: Final = 1_000
 """Names whose entry is kept at hand."""

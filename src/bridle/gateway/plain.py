@@ -48,14 +48,14 @@ from bridle.gateway.retries import Deliveries
 from bridle.gateway.routing import asked
 from bridle.gateway.sampling import SampledReply
 from bridle.gateway.settings import GatewaySettings
-from bridle.harness_rules.kinds import decided_by_head
+from bridle.harness_rules.table import decided_by_head
 from bridle.prompting.conversation import PlacementKind
 from bridle.types import DeliveryState, Dialect, FinishReason, ModelRequest, Sampling
 
 log = structlog.get_logger()
 
 GATHER_S: Final = 1.0
-"""How long the rest of a body may take to arrive; then the general path reads it."""
+"""Time that the rest of a body may take to arrive; then the general path reads it."""
 
 _LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)(?=\r\n)", re.IGNORECASE)
 
@@ -100,7 +100,7 @@ class KnownHead:
         self.route = route
         self.wire = wire
         self._said: tuple[object, str, Asked, Served] | None = None
-        """What all requests with this `extra` and model say besides their messages, and who
+        """The part of all requests with this `extra` and model besides their messages, and who
         answers them; `None` = not known."""
 
     def said(
@@ -240,7 +240,7 @@ class PlainPath:
         """By their bytes; each is kept by its session."""
         self.admission = admission
         self.is_open = True
-        """Whether requests may take it; tests compare both."""
+        """True if requests may take it; tests compare both."""
         self.served = 0
         """Calls that it answered."""
 

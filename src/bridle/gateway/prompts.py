@@ -28,7 +28,7 @@ from bridle.gateway.sampling import SampledReply
 from bridle.gateway.templates import EngineTemplate
 from bridle.prompting.canonical import messages_after
 from bridle.prompting.messages import chat_tools, server_messages
-from bridle.prompting.pieces import Allowance, within
+from bridle.prompting.pieces import Allowance, count_against
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
 from bridle.types import FinishReason, Message, ModelRequest, Reply, Sampling, TextPart
@@ -122,7 +122,7 @@ class Prompts:
         allowance = Allowance(self._context_length)
 
         def rendered() -> T:
-            with within(allowance):
+            with count_against(allowance):
                 return render()
 
         def stop() -> None:

@@ -11,7 +11,7 @@ from bridle.capture.records import Exchange
 from bridle.dialects.media import block_name
 from bridle.dialects.tools import list_digest
 from bridle.engines.base import Picture
-from bridle.experts import KEY, Experts, laid, pack
+from bridle.experts import KEY, Experts, merge_rows, pack
 from bridle.gateway.call import Call, Question
 from bridle.gateway.constraints import unenforced
 from bridle.gateway.images import Shown, unplaced
@@ -39,7 +39,7 @@ class Prompted:
     parent: Call | None
     """The call whose ids it extends; `None` at a root."""
     root_reason: str | None
-    """Why it is a root; `None` where it extends."""
+    """Reason why it is a root; `None` where it extends."""
     shown: Shown | None = None
     """The messages that the engine renders, because they hold images; `None` = ids do."""
     images: Sequence[JSON] = ()
@@ -47,10 +47,10 @@ class Prompted:
     pictures: tuple[Picture, ...] = ()
     """The same for the engine."""
     rendered_by: str | None = None
-    """Who rendered a root where the engine was to (`prompt = "engine"`): `engine`, or `renderer`
-    for what its template refuses."""
+    """Renderer of a root that the engine was to render (`prompt = "engine"`): `engine`, or
+    `renderer` for what its template refuses."""
     parted: int = 0
-    """How many texts that the engine tokenised held what looks like a control token."""
+    """Number of texts tokenised by the engine that held what looks like a control token."""
     noise: tuple[str, ...] = ()
     """Named texts in which the request differs from the captured one whose prompt this is."""
 
@@ -70,7 +70,7 @@ class Finished:
     first_token_s: float | None
     logprob_mode: LogprobMode
     constrained: bool = False
-    """Whether it was sampled under a grammar."""
+    """True if it was sampled under a grammar."""
 
 
 def issued_ids(messages: tuple[Message, ...]) -> list[str]:
@@ -131,7 +131,7 @@ def _experts(sample: SampledReply, prompt_length: int) -> bytes | None:
     parts = [one[KEY] for one in (*sample.extra_before, sample.extra) if KEY in one]
     start = min((part.start for part in parts), default=0)
     moved = [Experts(part.start - start, part.rows) for part in parts]
-    rows = laid(moved, prompt_length + len(sample.output_ids) - 1 - start)
+    rows = merge_rows(moved, prompt_length + len(sample.output_ids) - 1 - start)
     return None if rows is None else pack(Experts(start, rows))
 
 

@@ -74,7 +74,7 @@ class SessionFacts:
     delivered: int
     """Exchanges whose reply the harness received."""
     failed_last: bool
-    """Whether the last word that the harness heard from the model was an error."""
+    """True if the last word that the harness heard from the model was an error."""
     limit: str | None
     """The session limit that a call was refused for (`turns`, `tokens`, `seconds`)."""
     tokens: int

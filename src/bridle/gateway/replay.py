@@ -19,8 +19,8 @@ from bridle.engines.base import GenerateChunk
 from bridle.errors import ConfigError, RequestError
 from bridle.experts import KEY, unpack
 from bridle.gateway.sampling import SampledReply
-from bridle.harness_rules.noise import VARYING, differing
-from bridle.trajectory.graph import ExchangeNode, first_difference, grow, ids
+from bridle.harness_rules.base import VARYING, differing
+from bridle.trajectory.graph import ExchangeNode, first_difference, first_ids, grow
 from bridle.trajectory.transcript import Transcript
 from bridle.types import JSON, DeliveryState, FinishReason, Kind, LogprobMode
 
@@ -104,7 +104,7 @@ class Replay:
         self._following = tuple(following)
         self._given = 0
         self._forked = False
-        """Whether a call came at the fork point."""
+        """True if a call came at the fork point."""
 
     def take(
         self, prompted: Prompted, kind: Kind, decode: Callable[[Ids], str]
@@ -144,7 +144,7 @@ class Replay:
         self, prompted: Prompted, node: ExchangeNode, decode: Callable[[Ids], str]
     ) -> Prompted | None:
         """The captured prompt of `node`, if `prompted` differs from it in named texts only."""
-        old, new = ids(node, node.prompt_length), prompted.prompt.array()
+        old, new = first_ids(node, node.prompt_length), prompted.prompt.array()
         kept, at = prompted.prompt.kept, first_difference(old, new)
         if at < kept or prompted.shown is not None or prompted.images:
             return None
@@ -233,7 +233,7 @@ def _call_ids(transcript: Transcript, exchange: Exchange) -> tuple[str, ...]:
 def _differs(
     prompt: PromptIds, node: ExchangeNode, given: int, decode: Callable[[Ids], str]
 ) -> RequestError:
-    old, new = ids(node, node.prompt_length), prompt.array()
+    old, new = first_ids(node, node.prompt_length), prompt.array()
     at = first_difference(old, new)
     around = slice(max(0, at - BEFORE), at + AFTER)
     return RequestError(

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from bridle.dialects.fields import unknown_betas
 from bridle.gateway.call import Asked
 from bridle.harness_rules.base import KindRule
-from bridle.harness_rules.kinds import kind_of
+from bridle.harness_rules.table import kind_of
 from bridle.types import ModelRequest
 
 CONTROL_ROUTES: Final = frozenset(
@@ -29,11 +29,11 @@ class Target:
     """A request's target, taken apart."""
 
     token: str | None
-    """What follows `/s/`: a session id or a key; `None` = no such prefix."""
+    """The path segment after `/s/`: a session id or a key; `None` = no such prefix."""
     path: str
     """The provider's path, decoded, beginning with `/`."""
     query: str
-    """As it came, without `?`; may be empty."""
+    """The query as it came, without `?`; may be empty."""
 
     @property
     def is_control(self) -> bool:

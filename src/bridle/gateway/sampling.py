@@ -75,15 +75,15 @@ class SampledReply:
     break_position: int | None
     """First position where the two prompts differ; `None` = they do not."""
     resumed: int
-    """How often the engine gave the call up."""
+    """Number of times that the engine aborted the call."""
     discarded: int = 0
     """Tokens of tries that could not be gone on with (see `bridle.gateway.seam`)."""
     mixed: bool = False
-    """Whether weights changed during a piece of it; such tokens have the version before."""
+    """True if weights changed during a piece of it; such tokens have the version before."""
     extra: JSON = field(default_factory=dict)
-    """What the engine told beside the tokens (see `bridle.gateway.extras`)."""
+    """Data of the engine besides the tokens (see `bridle.gateway.extras`)."""
     extra_before: list[JSON] = field(default_factory=list)
-    """What the tries before the last one told as wholes."""
+    """Data that the attempts before the last one reported as wholes."""
     replayed: str | None = None
     """The exchange of another session whose reply this is; `None` = it was sampled for this one."""
     call_ids: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bridle.types import Ids
 
 _CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder shows for a character whose last bytes are still to come."""
+"""Text that a decoder shows for a character whose last bytes are still to come."""
 
 
 def rest(request: GenerateRequest, prompt: PromptIds, sofar: Ids, tries: int) -> GenerateRequest:

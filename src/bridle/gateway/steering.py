@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from bridle.gateway.app import GatewayServer
 
 RELEASE_S = 60.0
-"""How long gateways are told to go on, after a failure or a cancelled trainer, too."""
+"""Time that gateways are told to go on, after a failure or a cancelled trainer, too."""
 
 SLACK_S = 30.0
-"""What an answer may take beyond the time that a hold may take."""
+"""Time of an answer beyond the time that a hold may take."""
 
 
 class Steered(Protocol):

@@ -51,7 +51,7 @@ class Templated(NamedTuple):
 
     ids: Ids
     parted: int
-    """How many texts held what looks like a control token."""
+    """Number of texts that held what looks like a control token."""
 
 
 class EngineTemplate:

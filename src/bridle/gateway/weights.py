@@ -41,11 +41,11 @@ class Policy:
     version: int
     paused: bool = False
     file: Path | None = None
-    """Where it is kept which folder the weights are of, for the gateway's next life."""
+    """File that names the folder of the weights, for the gateway's next start."""
 
     @classmethod
     def of(cls, version: int, data_dir: Path | None) -> Self:
-        """That of a gateway with this data folder."""
+        """Return the policy of a gateway with this data folder."""
         return cls(version, file=None if data_dir is None else data_dir / WEIGHTS_FILE)
 
 
@@ -64,7 +64,7 @@ class SetPolicy(Settings):
     weights: str | None = None
     """Folder, as the engines see it, whose weights all replicas load, as `version`."""
     mode: Literal["abort", "wait", "keep"] = "abort"
-    """How sampling is held while `weights` are loaded."""
+    """Way in which sampling is held while `weights` are loaded."""
     released: bool | None = None
     """`true` = drain `replicas` by `mode`, and send nothing to them, no health check either: their
     trainer has their memory. `false` = they serve again, under `version` or with `weights`."""
@@ -79,7 +79,7 @@ class SetPolicy(Settings):
     only_older: bool = False
     """Load `weights` only where those in place are older: for who comes late."""
     timeout_s: float = Field(default=60, gt=0)
-    """How long a hold may take; then nothing is held."""
+    """Time that a hold may take; then nothing is held."""
 
     @model_validator(mode="after")
     def _names_its_version(self) -> Self:
@@ -103,12 +103,12 @@ class SetEngine(Settings):
     weights: str | None = None
     """Folder, as the engine sees it, that it loads."""
     mode: Literal["abort", "wait", "cut"] = "abort"
-    """What a release does to running calls: they end and go on later (`abort`), are awaited
+    """Effect of a release on running calls: they end and go on later (`abort`), are awaited
     (`wait`), or fail, as new ones do (`cut`)."""
     by: str = Field(default="", max_length=200)
     """Name of the trainer; an engine that was released by a name is resumed by that name only."""
     timeout_s: float = Field(default=60, gt=0)
-    """How long a release may take; then nothing is released."""
+    """Time that a release may take; then nothing is released."""
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:

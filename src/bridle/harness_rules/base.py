@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -23,7 +23,7 @@ class KindRule:
     why: str
     applies: Callable[[Headers, ModelRequest], bool]
     universal: bool = False
-    """Whether it is tried for every harness, because it looks at a header or field that no other
+    """True if it is tried for every harness, because it looks at a header or field that no other
     program sends. A rule that reads contents is tried for the harnesses whose rows name it only: a
     task about titles or commit messages looks the same."""
 
@@ -89,3 +89,26 @@ def system_text(request: ModelRequest) -> str:
     """Return the text of the first message if it is the system's, else an empty text."""
     first = request.messages[0]
     return first.text if first.role is Role.SYSTEM else ""
+
+
+VARYING = (
+    Varying("session_folder", re.compile(r"/bridle-[a-z0-9_]{8}/[0-9a-f]{8}\b")),
+    Varying(
+        "date",
+        re.compile(
+            r"(?i)\b(?:current|today's)[ _]date(?:time| and time)?(?:>|:| is:?) ?"
+            r"(?:\d{4}-\d\d-\d\d(?:T[\d:.]+(?:Z|[+-]\d\d:\d\d)?)?|\w+,? \w+ \d+,? \d{4})"
+        ),
+    ),
+)
+"""Texts of many harnesses: the folder of a session in runtime `local`, and the date of the run."""
+
+
+def differing(old: str, new: str, rules: Sequence[Varying]) -> tuple[str, ...] | None:
+    """Name the rules whose texts are all that two texts differ in; `None` = they differ in more."""
+    names: list[str] = []
+    for rule in rules:
+        if rule.pattern.findall(old) != rule.pattern.findall(new):
+            names.append(rule.name)
+        old, new = (rule.pattern.sub(f"<{rule.name}>", text) for text in (old, new))
+    return tuple(names) if old == new else None

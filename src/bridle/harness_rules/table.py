@@ -7,7 +7,8 @@ the dialects' noise rules removed from `ModelRequest.extra["removed"]`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -343,3 +344,41 @@ _SUMMARY_REQUESTS = tuple(
 _SUMMARY_PROMPTS = tuple(
     {mark: None for row in HARNESS_RULES.values() for mark in row.summary_prompts}
 )
+
+
+# ---- kinds of calls
+
+
+def kind_of(
+    headers: Headers,
+    request: ModelRequest,
+    harness: str | None = None,
+    declared: Sequence[KindRule] = (),
+) -> tuple[Kind, str | None]:
+    """Return the kind of a call and the name of the rule that decided; `None` = the default.
+
+    Rules that the session `declared` come first. A rule of ours that reads contents is tried only
+    where the session's `harness` or the user agent names a harness whose row has it.
+    """
+    for rule in (*declared, *_rules_of(headers.get("user-agent", ""), harness)):
+        if rule.applies(headers, request):
+            return rule.kind, rule.name
+    return Kind.AGENT, None
+
+
+def decided_by_head(headers: Headers, harness: str | None, declared: Sequence[KindRule]) -> bool:
+    """Return whether requests with one head and one `ModelRequest.extra` are of one kind."""
+    rules = (*declared, *_rules_of(headers.get("user-agent", ""), harness))
+    return all(rule.universal for rule in rules)
+
+
+@lru_cache(maxsize=64)
+def _rules_of(agent: str, harness: str | None) -> tuple[KindRule, ...]:
+    agent = agent.lower()
+    senders = {
+        name
+        for name, row in HARNESS_RULES.items()
+        if name == harness or any(mark in agent for mark in row.user_agents)
+    }
+    own = {rule.name for name in senders for rule in HARNESS_RULES[name].kinds}
+    return tuple(rule for rule in KIND_RULES if rule.universal or rule.name in own)

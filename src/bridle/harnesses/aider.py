@@ -11,9 +11,9 @@ import shlex
 
 from pydantic import Field
 
-from bridle.config import Settings
+from bridle.config import Settings, merged
 from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.configuration import PATIENCE_S, as_json, merged, output_budget
+from bridle.harnesses.configuration import PATIENCE_S, as_json, output_budget
 from bridle.harnesses.packaged import PackagedHarness, PyPI
 from bridle.types import JSON, Dialect
 
@@ -25,11 +25,12 @@ class AiderSettings(Settings):
     """Settings of harness `aider`."""
 
     edit_format: str | None = None
-    """How the model writes edits (`whole`, `diff`, `udiff`...); `None` = its own default."""
+    """Format in which the model writes edits (`whole`, `diff`, `udiff`...); `None` = its own
+    default."""
     files: tuple[str, ...] = ()
     """Files of the work folder that are in the chat from the start; others it adds itself."""
     auto_commits: bool = False
-    """Whether it commits each edit, with a message that it asks the model for."""
+    """True if it commits each edit, with a message that it asks the model for."""
     config: JSON = Field(default_factory=dict)
     """Merged over our `.aider.conf.yml`: any of its options, e.g. `{"map-tokens": 2048}`."""
 

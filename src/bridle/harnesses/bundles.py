@@ -28,6 +28,7 @@ from pathlib import Path
 
 from bridle.config import cache_dir
 from bridle.errors import HarnessError, RuntimeFailure
+from bridle.folders import try_lock
 from bridle.runtimes.process import Command, run_process
 
 MARKER = "bridle-bundle.json"
@@ -242,14 +243,6 @@ async def _locked(path: Path, report: Report, label: str) -> AsyncIterator[None]
         yield
     finally:
         os.close(file)
-
-
-def try_lock(file: int) -> bool:
-    """Take a lock file for this one alone; whether it was free."""
-    with suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 # ---- pruning

@@ -10,14 +10,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from bridle.config import Settings
+from bridle.config import Settings, merged
 from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.configuration import (
-    PATIENCE_S,
-    as_toml,
-    events_backwards,
-    merged,
-)
+from bridle.harnesses.configuration import PATIENCE_S, as_toml, events_backwards
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Dialect
 
@@ -30,7 +25,7 @@ class CodexSettings(Settings):
     """Settings of harness `codex`."""
 
     multi_agent: bool = False
-    """Whether it may start agents of its own."""
+    """True if it may start agents of its own."""
     config: JSON = Field(default_factory=dict)
     """Merged over our `config.toml`, e.g. `{"model_reasoning_effort": "low"}`."""
     args: tuple[str, ...] = ()

@@ -56,7 +56,7 @@ class CommandHarness(Unpackaged):
         self._line = fill(agent.command)
         self._wants_instruction = "{instruction}" in agent.command
         self.version = agent.version or hashlib.sha256(agent.command.encode()).hexdigest()[:12]
-        """As given, else a digest of the command line."""
+        """The given one, else a digest of the command line."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """Run the filled line; the file `$INSTRUCTION_FILE` contains the instruction, too."""

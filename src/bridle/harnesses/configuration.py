@@ -25,15 +25,6 @@ BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 TRANSPORTS = ("stdio", "streamable-http", "sse")
 
 
-def merged(under: JSON, over: JSON) -> JSON:
-    """Merge `over` into a copy of `under`, objects member by member."""
-    both = {**under, **over}
-    for name in under.keys() & over.keys():
-        if isinstance(under[name], dict) and isinstance(over[name], dict):
-            both[name] = merged(under[name], over[name])
-    return both
-
-
 def as_json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, indent=1, ensure_ascii=False).encode()
 

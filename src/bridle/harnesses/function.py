@@ -28,7 +28,7 @@ from bridle.types import Dialect
 RUNNER = "function_runner.py"
 MODULES = "modules"
 PYTHON = tuple(Path(each) for each in sorted({sys.prefix, sys.base_prefix} - {"/usr"}))
-"""Where the Python that runs Bridle lies."""
+"""Folders of the Python that runs Bridle."""
 WITHHELD = ("bundle", "home", "key", "model_name")
 """Members of the launch context that the function does not get, or gets by another name."""
 
@@ -59,7 +59,7 @@ class FunctionHarness(Unpackaged):
             source = _top_level(module)
             self._sources[source.name] = source
         self.version = agent.version or _digest(self._sources)
-        """As given, else a digest of the source that is copied."""
+        """The given one, else a digest of the source that is copied."""
         self.sees = () if self._settings.python else PYTHON
         """Folders of the machine that it needs where the system is the machine's own."""
 

@@ -20,7 +20,7 @@ class GoogleAdkSettings(Settings):
     """Settings of harness `google_adk`."""
 
     stream: bool = False
-    """Whether it asks for streams."""
+    """True if it asks for streams."""
     instructions: str = INSTRUCTIONS
     """System prompt."""
     max_turns: int = Field(default=50, ge=1)

@@ -14,15 +14,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import Settings
+from bridle.config import Settings, merged
 from bridle.errors import ConfigError
 from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.configuration import (
-    PATIENCE_S,
-    as_json,
-    merged,
-    output_budget,
-)
+from bridle.harnesses.configuration import PATIENCE_S, as_json, output_budget
 from bridle.harnesses.packaged import PackagedHarness, PyPI
 from bridle.types import JSON, Cause, Dialect
 

@@ -310,7 +310,7 @@ exec "$at/loader" --argv0 "$0" --library-path "$at" "$node" --require "$at/place
 PLACE = """const program = require("path").resolve(__dirname, "../{link}");
 process.execPath = process.argv[0] = program;
 """
-"""What tells a node that the loader started where it lies, as its children must start too."""
+"""Preload script: a node that the loader started gets its own path, so that its children start."""
 
 
 def c_library() -> str | None:

@@ -13,9 +13,8 @@ import json
 
 from pydantic import Field
 
-from bridle.config import Settings
+from bridle.config import Settings, merged
 from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.configuration import merged
 from bridle.harnesses.packaged import PackagedHarness, PyPI
 from bridle.types import JSON, Dialect
 

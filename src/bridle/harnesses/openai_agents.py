@@ -25,7 +25,7 @@ class OpenaiAgentsSettings(Settings):
     api: Literal[Dialect.OPENAI_RESPONSES, Dialect.OPENAI_CHAT] = Dialect.OPENAI_RESPONSES
     """Wire format that it speaks."""
     stream: bool = False
-    """Whether it asks for streams."""
+    """True if it asks for streams."""
     instructions: str = INSTRUCTIONS
     """System prompt."""
     max_turns: int = Field(default=50, ge=1)

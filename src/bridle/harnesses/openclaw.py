@@ -15,14 +15,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import Settings
+from bridle.config import Settings, merged
 from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.configuration import (
-    PATIENCE_S,
-    as_json,
-    merged,
-    output_budget,
-)
+from bridle.harnesses.configuration import PATIENCE_S, as_json, output_budget
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.harnesses.pi import ADAPTERS
 from bridle.types import JSON, Dialect
@@ -42,7 +37,7 @@ class OpenclawSettings(Settings):
     thinking: Literal["off", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """Reasoning effort that it asks for; `None` = its own default."""
     live_state: bool = False
-    """Whether it has its tools for background processes and sub-agents, and tells their state at
+    """True if it has its tools for background processes and sub-agents, and tells their state at
     the end of each request: every call is then a new root."""
     config: JSON = Field(default_factory=dict)
     """Merged over our `openclaw.json`, e.g. `{"tools": {"deny": ["browser"]}}`."""

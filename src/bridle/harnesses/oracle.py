@@ -22,13 +22,13 @@ class OracleSettings(Settings):
     solution: str = ""
     """The folder of the solution, on our side."""
     script: str = "solve.sh"
-    """What to run of it, in the work folder."""
+    """Its script to run in the work folder."""
     target: str | None = None
     """The place of the folder inside; `None` = `.solution` in the home."""
     patch: str = ""
     """A reference patch, in place of a folder; it is applied in the work folder."""
     reverse: bool = False
-    """Whether the patch is the fault, and is taken back."""
+    """True if the patch is the fault, and is taken back."""
 
 
 class Empty(Unpackaged):

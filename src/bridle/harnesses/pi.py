@@ -37,7 +37,7 @@ class PiSettings(Settings):
     tools: tuple[str, ...] | None = None
     """Names of the tools it may use (`read`, `bash`, `edit`, `write`...); `None` = its default."""
     context_files: bool = True
-    """Whether it reads AGENTS.md and CLAUDE.md in the work folder."""
+    """True if it reads AGENTS.md and CLAUDE.md in the work folder."""
     max_output_tokens: int = 16384
     """Output budget that it asks for in each call, at most half of the model's context."""
 

@@ -12,15 +12,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import Settings
+from bridle.config import Settings, merged
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.claude_code import claude_cause
-from bridle.harnesses.configuration import (
-    PATIENCE_S,
-    as_json,
-    merged,
-    output_budget,
-)
+from bridle.harnesses.configuration import PATIENCE_S, as_json, output_budget
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Cause, Dialect
 
@@ -39,7 +34,7 @@ class QwenCodeSettings(Settings):
     api: Literal[Dialect.OPENAI_CHAT, Dialect.ANTHROPIC, Dialect.GOOGLE] = Dialect.OPENAI_CHAT
     """Wire format that it speaks."""
     tool_search: bool = False
-    """Whether it hides the rarer half of its tools behind a search: a prompt shorter by a quarter,
+    """True if it hides the rarer half of its tools behind a search: a prompt shorter by a quarter,
     and a tool list that may change in the middle of a conversation, which forks it."""
     config: JSON = Field(default_factory=dict)
     """Merged over our `settings.json`, e.g. `{"tools": {"exclude": ["web_fetch"]}}`."""

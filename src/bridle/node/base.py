@@ -39,7 +39,7 @@ class Node(Protocol):
         """Add a server to the engines; returns the policy then. `EngineError` if it cannot."""
 
     async def remove_replica(self, name: str, drain_s: float) -> JSON:
-        """Remove a server, whose calls may go on for `drain_s`; returns the policy then."""
+        """Remove a server, whose calls may continue for `drain_s`; returns the policy then."""
 
     async def metrics(self) -> dict[str, str]:
         """Return the gateway's metrics as Prometheus text, by the name of the node."""
@@ -67,7 +67,7 @@ class SessionRunner(Node, Protocol):
     events: Events
     """Reports every change of a run."""
     outlive: bool
-    """Whether runs go on when their caller is cancelled, for the server's next process."""
+    """True if runs continue when their caller is cancelled, for the server's next process."""
 
     @property
     def capture(self) -> Path | None:
@@ -96,7 +96,7 @@ class SessionRunner(Node, Protocol):
         """End a run, whose result will be CANCELLED; returns whether there was one."""
 
     def expect(self, run_id: str) -> bool:
-        """Return whether a run of an earlier server goes on; `run` joins it by its id."""
+        """Return whether a run of an earlier server continues; `run` joins it by its id."""
 
     async def settle(self) -> None:
         """End the runs of an earlier server that nobody expects, and revoke their keys."""
@@ -166,7 +166,7 @@ class RemoteNode(Node, Protocol):
         """End a run, whose result will be CANCELLED; returns whether it was running."""
 
     async def drain(self) -> None:
-        """Start no further run; those that run go on."""
+        """Start no further run; those that run continue."""
 
     async def leave(self) -> None:
         """End the node's process."""
@@ -220,7 +220,7 @@ class Handshake:
     """Unique per process; the next one on the same folder has another."""
     room: NodeCapacity
     living: tuple[str, ...]
-    """Runs of the owner that go on."""
+    """Runs of the owner that continue."""
     ended: tuple[str, ...]
     """Runs of the owner whose end is not acknowledged."""
     policy: JSON

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import ForkSpec, Task
-from bridle.errors import ConfigError
+from bridle.errors import ConfigError, first_error
 from bridle.gateway.replay import replies_of
 from bridle.node.local import LocalNode, check
 from bridle.node.results import SessionResult
@@ -58,7 +58,7 @@ class LocalExecutor:
                 finally:
                     feeder.cancel()
         except BaseExceptionGroup as errors:
-            raise _first(errors) from errors
+            raise first_error(errors) from errors
 
 
 class _Batch:
@@ -128,11 +128,3 @@ def _samples(tasks: Sequence[Task]) -> Iterator[tuple[Task, int]]:
     for task in tasks:
         for sample_index in range(task.num_samples):
             yield task, sample_index
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of a group, which a caller can handle; the group is its cause."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

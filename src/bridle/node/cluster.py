@@ -68,7 +68,7 @@ class ClusterRunner(Fleet):
     ) -> None:
         """`owner` names the owner of the runs, the same in every process of the caller.
 
-        With `outlive`, runs go on when their caller is cancelled, and the caller's next process
+        With `outlive`, runs continue when their caller is cancelled, and the caller's next process
         finds them.
         """
         super().__init__()
@@ -95,7 +95,7 @@ class ClusterRunner(Fleet):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop polling; runs on nodes go on there."""
+        """Stop polling; runs on nodes continue there."""
         await self._nursery.cancel()
 
     # ---- nodes
@@ -117,7 +117,7 @@ class ClusterRunner(Fleet):
             self._lose(member, NodeLostError(f"node {member.slots.node_id or name}: {why}"))
 
     async def drain_node(self, name: str) -> None:
-        """Give a node (by its name or its `node_id`) no further run; its sessions go on.
+        """Give a node (by its name or its `node_id`) no further run; its sessions continue.
 
         `ConfigError` if there is none. `NodeLostError` if it could not be reached; it gets none of
         our runs then, either.
@@ -131,7 +131,7 @@ class ClusterRunner(Fleet):
         self._report_room()
         await member.node.drain()
 
-    async def first_heard(self) -> None:
+    async def first_contact(self) -> None:
         """Return when every node that has joined is live, or has failed or been lost once.
 
         Raises what opening them raised if none came up.
@@ -211,7 +211,7 @@ class ClusterRunner(Fleet):
                 self._unwanted(member, run_id)
         slots.placed = shake.room.placed
         member.epoch, member.after, member.policy = shake.epoch, 0, shake.policy
-        member.heard, member.error = self._clock(), None
+        member.last_contact, member.error = self._clock(), None
         async with asyncio.timeout(self._timeouts.open_s):
             await self.release_on(member)
             if self.common is not None:
@@ -254,7 +254,7 @@ class ClusterRunner(Fleet):
             run.finish(NodeLostError(f"node {member.slots.node_id}: {why}"))
 
     def _receive(self, member: Member, batch: EventBatch) -> None:
-        member.heard, member.after = self._clock(), batch.at
+        member.last_contact, member.after = self._clock(), batch.at
         self._update_slots(member, batch)
         for event in batch.events:
             if not isinstance(event, SessionChanged):
@@ -413,7 +413,7 @@ class ClusterRunner(Fleet):
         self._nursery.start(said, name=f"cancel {run.run_id}")
 
     def _begin(self, run: PendingRun) -> None:
-        """Join a run that goes on somewhere, or wait for a free slot."""
+        """Join a run that continues somewhere, or wait for a free slot."""
         self._expected.discard(run.run_id)
         member = self._found.pop(run.run_id, None)
         if member is None:

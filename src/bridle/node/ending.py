@@ -63,14 +63,14 @@ def judge(result: ExecResult, facts: SessionFacts, harness_cause: Cause | None) 
     if facts.limit is not None:
         error = f"the session's limit of {facts.limit} was reached"
         return Ending(SessionStatus.TIMEOUT, Cause.LIMIT, error)
-    heard = f"its last model call failed: {facts.last_error}"
+    last_call = f"its last model call failed: {facts.last_error}"
     if facts.failed_last and facts.last_error_code in ENGINE_CODES:
-        return failed(Cause.INFRASTRUCTURE, f"the harness {_how(result)}; {heard}")
+        return failed(Cause.INFRASTRUCTURE, f"the harness {_how(result)}; {last_call}")
     if result.limit is not None and not result.ok:
         error = f"the runtime's limit of {result.limit} was reached: the harness {_how(result)}"
         return failed(Cause.LIMIT, error)
     if harness_cause is not None or facts.failed_last:
-        said = f"; {heard}" if facts.failed_last else _said(result)
+        said = f"; {last_call}" if facts.failed_last else _said(result)
         cause = harness_cause or Cause.HARNESS_MODEL_ERROR
         return failed(cause, f"the harness {_how(result)}{said}")
     if facts.delivered == 0:

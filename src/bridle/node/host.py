@@ -226,7 +226,7 @@ class NodeHost:
         return None if found is None or len(found) > ARTIFACT_BYTES else found
 
     def drain(self, *, draining: bool = True) -> None:
-        """Refuse further runs (or accept them again); those that run go on."""
+        """Refuse further runs (or accept them again); those that run continue."""
         self._draining = draining
         for each in self._owners.values():
             each.note()

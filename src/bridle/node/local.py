@@ -49,7 +49,7 @@ from bridle.node.events import Events, Installing
 from bridle.node.results import SessionResult, result_from
 from bridle.node.run_folder import CAPTURE, SESSIONS, RunFolder
 from bridle.node.session import SessionPlan, SessionRun
-from bridle.runtimes import chosen, make_runtime
+from bridle.runtimes import make_runtime, resolve_auto
 from bridle.runtimes.docker import remove_left_behind
 from bridle.runtimes.files import remove_folders
 from bridle.runtimes.limits import available_cores, remove_empty
@@ -90,11 +90,11 @@ class NodeSettings(Settings):
     reap_s: float = Field(default=300, gt=0)
     """Seconds between two searches for what killed processes left on this machine."""
     limit_grace_s: float = Field(default=15, ge=0)
-    """Seconds that a harness may go on after its session's limit is reached."""
+    """Seconds that a harness may continue after its session's limit is reached."""
     keep_logs: Literal["always", "failed", "never"] = "always"
-    """Which sessions' logs and files stay in the run folder."""
+    """Sessions whose logs and files stay in the run folder."""
     bundles: Path | None = None
-    """Where harnesses are installed; `None` = the user's cache."""
+    """Folder of installed harnesses; `None` = the user's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Pools:
 
 
 @contextmanager
-def naming(task: Task) -> Iterator[None]:
+def task_in_errors(task: Task) -> Iterator[None]:
     """Add the task's id to the text of every `ConfigError`."""
     try:
         yield
@@ -132,14 +132,14 @@ def check(tasks: Sequence[Task]) -> None:
     """Raise the `ConfigError` that running one of `tasks` would raise; nothing is started."""
     for task in tasks:
         planned = plan(task)
-        with naming(task):
+        with task_in_errors(task):
             check_evaluator(planned.evaluator, planned.task)
 
 
 def plan(task: Task) -> SessionPlan:
     """Resolve everything that a task names. `ConfigError` has the task and the field."""
-    with naming(task):
-        task = task.model_copy(update={"runtime": chosen(task.runtime)})
+    with task_in_errors(task):
+        task = task.model_copy(update={"runtime": resolve_auto(task.runtime)})
         make_runtime(task.runtime, "check", Path("check"))
         rebuild(_NOTHING, builder=task.builder)
         harness = open_harness(_located(task))

@@ -46,9 +46,9 @@ class SessionPlaces:
     targets: Sequence[str] = ()
     """Targets of `eval_prepare`, relative to the work folder."""
     trusted: bool = False
-    """Whether to score in `agents` itself."""
+    """True to score in `agents` itself."""
     shared: bool = False
-    """Whether processes of the agent may live there."""
+    """True if processes of the agent may live there."""
     prewarmed: Callable[[], Awaitable[Runtime]] | None = None
     """Returns a fresh runtime that was made ready in advance."""
     stayed: list[str] = field(default_factory=list)
@@ -91,7 +91,7 @@ class SessionPlaces:
         work = await self.left()
         async with self._opened() as runtime:
             with _checking():
-                self._note(await runtime.put_work(work, kept((*self.targets, *ours), only)))
+                self._note(await runtime.put_work(work, keep_filter((*self.targets, *ours), only)))
                 await self.prepare(runtime)
                 yield runtime
 
@@ -160,7 +160,7 @@ def _checking() -> Iterator[None]:
         raise CheckerFailure("the checker's runtime failed", str(error)) from error
 
 
-def kept(ours: Sequence[str], only: Sequence[str] | None = None) -> Keep:
+def keep_filter(ours: Sequence[str], only: Sequence[str] | None = None) -> Keep:
     """Return the filter for a fresh work folder's own files.
 
     These are `ours`, files that programs obey unasked, and all that is not below one of `only`.

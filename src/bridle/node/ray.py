@@ -149,18 +149,18 @@ class RayNode:
             raise AttributeError(method)
 
         def call(*given: object) -> Awaitable[Any]:
-            return unwrapped(self._actor.call.remote(method, *given))
+            return actor_result(self._actor.call.remote(method, *given))
 
         return call
 
     async def leave(self) -> None:
         """Stop the node, then kill its actor."""
         with suppress(NodeLostError):
-            await unwrapped(self._actor.leave.remote())
+            await actor_result(self._actor.leave.remote())
         await asyncio.to_thread(ray.kill, self._actor)
 
 
-async def unwrapped(answer: Any) -> Any:  # noqa: ANN401 - what an actor's call gives
+async def actor_result(answer: Any) -> Any:  # noqa: ANN401 - what an actor's call gives
     """Await an actor's result and raise its error; Ray's own errors become `NodeLostError`."""
     try:
         reply = await answer
@@ -212,7 +212,7 @@ class RayCluster:
         keep_signals()
         try:
             await self._look()
-            await self._runner.first_heard()
+            await self._runner.first_contact()
             self._nursery.start(self._watch(), name="machines")
             if self._settings.engines_from is not None:
                 self._nursery.start(self._follow(self._settings.engines_from), name="engines")
@@ -222,7 +222,7 @@ class RayCluster:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Disconnect; actors and their sessions go on."""
+        """Disconnect; actors and their sessions continue."""
         await self._nursery.cancel()
         if self._connected:
             self._connected = False
@@ -277,7 +277,7 @@ class RayCluster:
             if one["Alive"] and one["Resources"].get(self._settings.resource, 0) > 0
         }
         self._left &= wanted.keys()
-        for name in await asyncio.to_thread(leaving):
+        for name in await asyncio.to_thread(machines_leaving):
             if any(
                 one.slots.name == name and one.state == "live" for one in self._runner.members()
             ):
@@ -348,7 +348,7 @@ def keep_signals() -> None:
                 signal.siginterrupt(number, False)  # noqa: FBT003 - its own words
 
 
-def leaving() -> set[str]:
+def machines_leaving() -> set[str]:
     """Return the machines that an autoscaler or `ray drain-node` is removing."""
     from ray._private.state import state
 

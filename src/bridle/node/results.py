@@ -119,7 +119,9 @@ def result_of(
     )
 
 
-def unrecorded(task: Task, sample_index: int, harness: Harness, outcome: Outcome) -> SessionResult:
+def uncaptured_result(
+    task: Task, sample_index: int, harness: Harness, outcome: Outcome
+) -> SessionResult:
     """Make the result of a session that could not be captured."""
     record = SessionRecord(
         outcome.session_id,

@@ -15,7 +15,7 @@ from bridle.capture.records import Outcome
 from bridle.config import AUTO, RuntimeSpec, Settings, Task
 from bridle.node.base import RemoteNode, RunEnd
 from bridle.node.local import NodeSettings, plan
-from bridle.node.results import SessionResult, unrecorded
+from bridle.node.results import SessionResult, uncaptured_result
 from bridle.types import JSON, Cause, SessionStatus
 
 CPU: Final = "CPU"
@@ -58,7 +58,7 @@ class NodeSlots:
     capacity: int = 0
     """Sessions that it runs at once."""
     open: bool = False
-    """Whether it takes new sessions."""
+    """True if it takes new sessions."""
     used: dict[str, float] = field(default_factory=dict)
     """The amount of each resource that its sessions use."""
     placed: int = 0
@@ -148,8 +148,8 @@ class RaySettings(NodeTimeouts):
     """Source of further engines, with a method `engines()` that returns their URLs: the name of an
     actor of the cluster (`NAME`, or `NAMESPACE/NAME`), or `serve:APP`, a Ray Serve application."""
     engines_s: float = Field(default=10, gt=0)
-    """Seconds between two calls of it; the calls of an engine that is listed no more may go on for
-    `engines_drain_s`."""
+    """Seconds between two calls of it; the calls of an engine that is listed no more may continue
+    for `engines_drain_s`."""
     engines_drain_s: float = Field(default=60, ge=0)
     watch_s: float = Field(default=1, gt=0)
     """Seconds between two checks for machines that have joined or left."""
@@ -178,7 +178,7 @@ class Member:
     """Runs that are on the node, or on their way to it."""
     epoch: str = ""
     after: int = 0
-    heard: float = field(init=False)
+    last_contact: float = field(init=False)
     """Time of its last answer, by `clock`."""
     state: str = "opening"
     """`opening`, `live`, `draining`, `away` (it does not answer), `lost`."""
@@ -190,11 +190,11 @@ class Member:
     """Set once it is live, or has failed to open."""
 
     def __post_init__(self) -> None:
-        self.heard = self.clock()
+        self.last_contact = self.clock()
 
     @property
     def silent_s(self) -> float:
-        return self.clock() - self.heard
+        return self.clock() - self.last_contact
 
     @property
     def idle(self) -> bool:
@@ -242,9 +242,9 @@ class PendingRun:
     needs: Mapping[str, float] = field(default_factory=dict)
     member: Member | None = None
     fetching: bool = False
-    """Whether its end is being fetched."""
+    """True if its end is being fetched."""
     ended: bool = False
-    """Whether its node has reported its end."""
+    """True if its node has reported its end."""
 
     def finish(self, end: RunEnd) -> None:
         if not self.done.done():
@@ -263,4 +263,4 @@ class PendingRun:
             cause=Cause.CANCELLED,
             error="cancelled while it waited for a node",
         )
-        return unrecorded(self.task, self.sample_index, plan(self.task).harness, outcome)
+        return uncaptured_result(self.task, self.sample_index, plan(self.task).harness, outcome)

@@ -7,7 +7,7 @@ it raises nothing. However a session ends, its key is revoked, its processes are
 outcome is recorded. The records suffice to build the same result again at any later time.
 
 When a limit is reached, the gateway refuses every further call with the provider's error for an
-exhausted budget; most harnesses then stop. One that goes on is killed after a grace period.
+exhausted budget; most harnesses then stop. One that continues is killed after a grace period.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from bridle.evaluators.base import (
     Evaluator,
     ModelAccess,
     Unscorable,
-    controlled,
+    evaluate_with_control,
 )
 from bridle.gateway.registry import SessionFacts
 from bridle.gateway.replay import Replay, replay_of
@@ -59,7 +59,7 @@ from bridle.node.ending import (
 )
 from bridle.node.events import SessionChanged, SessionEnded
 from bridle.node.places import SessionPlaces
-from bridle.node.results import SessionResult, result_of, trajectory_of, unrecorded
+from bridle.node.results import SessionResult, result_of, trajectory_of, uncaptured_result
 from bridle.node.workspace import Prewarmed, base_commit, keep_files, prepare, put_harness_files
 from bridle.runtimes import make_runtime
 from bridle.runtimes.base import ExecResult, Mount, Runtime
@@ -140,7 +140,7 @@ class SessionRun:
         """The harness's own end."""
         self._replay: Replay | None = None
         self._trajectory: Trajectory | None = None
-        """As built before evaluation."""
+        """The trajectory as built before evaluation."""
         self._evaluation: Evaluation | None = None
         self._ending: Ending | None = None
         self._outcome: Outcome | None = None
@@ -348,7 +348,7 @@ class SessionRun:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self._exec(ready))
             outstayed = group.create_task(
-                limit_outstayed(
+                limit_overrun(
                     lambda: self._node.gateway.facts(self.session_id),
                     grace_s=self._node.settings.limit_grace_s,
                 )
@@ -452,7 +452,7 @@ class SessionRun:
                 completed=self._ending == COMPLETED,
             )
             try:
-                evaluation = await controlled(self._evaluator, context)
+                evaluation = await evaluate_with_control(self._evaluator, context)
             except Unscorable as error:
                 evaluation = Evaluation(0.0, metadata={"unscorable": str(error)})
         rewards = (evaluation.reward, *(evaluation.trace_rewards or ()))
@@ -585,7 +585,7 @@ class SessionRun:
         try:
             capture = await asyncio.to_thread(self._node.store.read, self.session_id)
         except StoreError:
-            return unrecorded(self.task, self._sample_index, self._harness, outcome)
+            return uncaptured_result(self.task, self._sample_index, self._harness, outcome)
         if self._trajectory is None:
             trajectory = await asyncio.to_thread(trajectory_of, capture)
         else:
@@ -654,7 +654,7 @@ class SessionRun:
         )
 
 
-async def limit_outstayed(facts: Callable[[], SessionFacts], *, grace_s: float) -> str:
+async def limit_overrun(facts: Callable[[], SessionFacts], *, grace_s: float) -> str:
     """Return the reached limit's name `grace_s` after it is reached; until then never return."""
     while (limit := facts().limit) is None:  # noqa: ASYNC110 - the gateway reports it only on request
         await asyncio.sleep(POLL_S)

@@ -25,10 +25,10 @@ EXACT_INTEGERS = 2**53
 """Below this size a double holds every integer (RFC 8785 §3.2.2.3)."""
 
 MAX_DEPTH = 200
-"""Values nested deeper keep their text; parsers disagree where they give up."""
+"""Values nested deeper keep their text; parsers disagree about the limit."""
 
 _NEEDS_NUMBERS = re.compile(rb"[0-9][.eE]|[0-9]{16}")
-"""Whether serialised JSON may hold a float or a large integer (a match in a string is harmless)."""
+"""Matches JSON text that may hold a float or a large integer (a match in a string is harmless)."""
 
 
 class _TooDeepError(ValueError):

@@ -79,7 +79,7 @@ class Atom:
     arguments: str | None = field(default=None, compare=False)
     """CALL: the arguments as they came; `None` for a freeform tool's input."""
     offset: int = field(default=0, compare=False)
-    """Which message of its span it came from."""
+    """Index of its message in the span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Hint:
     """Evidence as it lies beside a request's atoms."""
 
     position: int
-    """How many atoms stand before it; it belongs to those that follow in its message."""
+    """Number of atoms before it; it belongs to those that follow in its message."""
     message: int
     """Index into the request's messages."""
     ids: tuple[str, ...]
@@ -141,7 +141,7 @@ _ALONE = {kind: f"{kind}:1:".encode() for kind in AtomKind}
 
 
 SEEDS = {dialect: digest("bridle-chain-1", dialect.encode()) for dialect in Dialect}
-"""Where each dialect's chain begins."""
+"""Start of each dialect's chain."""
 
 
 def canonical(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> Canonical:
@@ -189,8 +189,8 @@ def _grown(request: ModelRequest, tools: bytes, memo: AtomMemo, known: Known) ->
             atoms += (atom,)
             message_of += (at,)
             chain += (sha256(chain[-1] + atom.digest).digest()[:16],)
-    told = begun.pairing.after(atoms, hints, chain)
-    return Canonical(tuple(atoms), tuple(chain), tuple(message_of), tools, hints, told)
+    paired = begun.pairing.after(atoms, hints, chain)
+    return Canonical(tuple(atoms), tuple(chain), tuple(message_of), tools, hints, paired)
 
 
 def _read_one(request: ModelRequest, tools: bytes, memo: AtomMemo, at: int) -> tuple[Atom, ...]:
@@ -373,7 +373,7 @@ class _Walk:
         self._chain = [SEEDS[request.dialect]] if begun is None else list(begun.chain)
         self._pairing = Pairing() if begun is None else begun.pairing
         self._begun = len(self._atoms)
-        """How many atoms are closed: ordered, and in the chain."""
+        """Number of closed atoms: ordered, and in the chain."""
 
     def span_atoms(self, messages: Sequence[Message]) -> tuple[Atom, ...]:
         """The atoms of a span not seen before."""
@@ -577,7 +577,7 @@ def _only(ids: tuple[str, ...]) -> str | None:
 
 
 KEPT = 4
-"""Requests that are remembered: one per conversation that goes on (agent, sub-agents)."""
+"""Requests that are remembered: one per conversation that continues (agent, sub-agents)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -589,7 +589,7 @@ class Known:
     spans: tuple[bytes, ...]
     """Digests of its spans."""
     messages: int
-    """How many messages it has."""
+    """Number of its messages."""
     canonical: Canonical
 
 

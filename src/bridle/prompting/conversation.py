@@ -32,7 +32,7 @@ from bridle.prompting.turns import TurnCounter, turns_of
 from bridle.types import DeliveryState, ModelRequest, Role
 
 _ID_IN_TEXT = re.compile(r"[A-Za-z0-9_-]{16,}")
-"""What may be an id of ours inside text; looked up, so a wrong guess costs nothing."""
+"""Pattern of ids of ours inside text; looked up, so a wrong guess costs nothing."""
 
 
 class PlacementKind(StrEnum):
@@ -58,13 +58,13 @@ class Placement:
     parent: str | None = None
     """The exchange whose messages it continues; `None` at a root."""
     reason: str | None = None
-    """Why it is not extended, or is no child: `first`, `foreign`, `history_changed`,
+    """Reason why it is not extended, or is no child: `first`, `foreign`, `history_changed`,
     `unknown_turn`, `tools_changed`, `tools_removed`, `template_args_changed`, `parent_abandoned`,
     or a drift that forks. `None` = extend it."""
     drift: str | None = None
     """A `Drift`; `None` = the turn came back as it was delivered."""
     extend: bool = False
-    """Whether the parent's ids may be extended; the renderer may still refuse."""
+    """True if the parent's ids may be extended; the renderer may still refuse."""
     new_from: int = 0
     """Index into the request's messages of the first one after the parent's answer."""
     repeats: tuple[str, ...] = ()
@@ -72,8 +72,8 @@ class Placement:
     habit: str | None = None
     """A `Habit`: what the harness did to the history of a fork; `None` = not known."""
     tie: str | None = None
-    """What decided between several equal candidates: `id`, `reasoning`, `delivery`, `childless`,
-    `newest`; `None` = there was one."""
+    """The criterion that decided between equal candidates: `id`, `reasoning`, `delivery`,
+    `childless`, `newest`; `None` = there was one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ _RANK: dict[DeliveryState | None, int] = {
     DeliveryState.CUT: 3,
     DeliveryState.ABANDONED: 4,
 }
-"""Who is more likely to have been read."""
+"""Delivery states by how likely the reply was read."""
 
 
 class Conversation:
@@ -103,10 +103,10 @@ class Conversation:
 
     def __init__(self, *, on_rewrite: Literal["extend", "fork"] = "extend") -> None:
         self._on_rewrite = on_rewrite
-        """Whether a turn that the harness rewrote within `EXTENDABLE` is extended."""
+        """Treatment of a turn that the harness rewrote within `EXTENDABLE`."""
         self._index = Index()
         self._continued: dict[bytes, Indexed] = {}
-        """What the request last placed under this prompt key continues, until it begins."""
+        """The exchange that the last request under this prompt key continues, until it begins."""
         self.turns = TurnCounter(self._index)
 
     def place(
@@ -217,7 +217,7 @@ class Conversation:
     def mark(
         self, exchange_id: str, state: DeliveryState, *, delivered: Sequence[Atom] | None = None
     ) -> None:
-        """Note what became of a reply.
+        """Note the delivery state of a reply.
 
         `delivered` are the atoms that were written before the connection went, where that is
         known: only they can come back, so only they are found. Unknown exchanges are ignored.
@@ -324,9 +324,9 @@ class _Search:
                 return self._rewritten(owner, owner.prompt_atoms, last)
             return self._found(PlacementKind.FORK, owner, last, reason="history_changed")
         if owner is None:
-            told = self._by_text(start, last)
-            if told is not None:
-                return told
+            found = self._by_text(start, last)
+            if found is not None:
+                return found
         if before is not None:
             return self._found(PlacementKind.FORK, before, end, reason="unknown_turn", tie=tie)
         owner = self._owner(0, start - 1)
@@ -377,17 +377,17 @@ class _Search:
             owner = self._index.owner_of(value)
             if owner is not None and self._same_prompt(owner, start, last):
                 return self._rewritten(owner, owner.prompt_atoms, last)
-        told = [e for e in self._index.prompts_at(self._chain[start]) if e.usable]
-        told.sort(key=lambda e: (_RANK[e.state], e.children > 0, -e.order))
-        for exchange in told:
+        candidates = [e for e in self._index.prompts_at(self._chain[start]) if e.usable]
+        candidates.sort(key=lambda e: (_RANK[e.state], e.children > 0, -e.order))
+        for exchange in candidates:
             if exchange.state in {DeliveryState.CUT, None} and is_beginning(echo, exchange.answer):
                 return self._rewritten(exchange, start, last)
         drifts = [
-            self._drift(echo, e) if has_text(e.answer) or not e.answer else None for e in told
+            self._drift(echo, e) if has_text(e.answer) or not e.answer else None for e in candidates
         ]
         for weak in WEAK:
             if weak in drifts:
-                return self._rewritten(told[drifts.index(weak)], start, last)
+                return self._rewritten(candidates[drifts.index(weak)], start, last)
         return None
 
     def _drift(self, echo: Sequence[Atom], exchange: Indexed) -> Drift:
@@ -454,7 +454,7 @@ def _ids_in_text(atoms: Iterable[Atom]) -> Iterator[str]:
 
 
 def _guard(exchange: Indexed, canonical: Canonical, template_args: Hashable) -> str | None:
-    """Why this parent's ids may not be extended; `None` = they may."""
+    """Reason why this parent's ids may not be extended; `None` = they may."""
     if exchange.tools_digest != canonical.tools_digest:
         return "tools_removed" if canonical.tools_digest == NO_TOOLS else "tools_changed"
     if exchange.template_args != template_args:

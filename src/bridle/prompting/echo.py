@@ -66,7 +66,7 @@ WEAK = (
     Drift.TEXT_APPENDED,
     Drift.CALLS_AS_TEXT,
 )
-"""What text alone may prove, where no id came back; tried in this order."""
+"""Relations that text alone may prove, where no id came back; tried in this order."""
 
 
 _THOUGHT = re.compile(r"<(think|thinking)>(.*?)</\1>", re.DOTALL)
@@ -89,22 +89,22 @@ def drift_of(
     """
     if is_beginning(echo, answer):
         return Drift.PARTIAL
-    said, told = _squeezed(answer), _squeezed(echo)
+    said, shown = _squeezed(answer), _squeezed(echo)
     called, recalled = _calls(answer), _calls(echo)
     same_calls = [call.digest for call in called] == [call.digest for call in recalled]
     if len(called) == len(recalled):
-        if said == told:
+        if said == shown:
             return Drift.WHITESPACE if same_calls else _calls_drift(called, recalled, tools)
-        if not told and all(
+        if not shown and all(
             o.ids and o.ids == e.ids for o, e in zip(called, recalled, strict=True)
         ):
             changed = None if same_calls else _calls_drift(called, recalled, tools)
             return Drift.TEXT_DROPPED if changed in {None, *EXTENDABLE} else Drift.EDITED_ARGS
         if same_calls and _is_inlined(echo, said, reasoning):
             return Drift.THOUGHT_INLINED
-    if said in told and called and not recalled:
+    if said in shown and called and not recalled:
         return Drift.CALLS_AS_TEXT
-    return Drift.TEXT_APPENDED if said and said in told and same_calls else Drift.CHANGED
+    return Drift.TEXT_APPENDED if said and said in shown and same_calls else Drift.CHANGED
 
 
 def _calls_drift(

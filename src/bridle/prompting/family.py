@@ -125,7 +125,7 @@ _SIGNS = {"gpt-oss": "<|channel|>"}
 
 
 _SWITCHES = ("enable_thinking", "thinking")
-"""What families call the setting that turns thinking on or off."""
+"""Names that families have for the setting that turns thinking on or off."""
 
 
 def family_names() -> list[str]:
@@ -257,7 +257,7 @@ def check_reasoning(parser: Parser, tokenizer: PromptTokenizer, template: ChatTe
 
 @dataclass(frozen=True, slots=True)
 class ReplyMarks:
-    """The control tokens by which a reply can be told apart while it is still being sampled."""
+    """The control tokens that separate the parts of a reply while it is still being sampled."""
 
     think: int | None
     """Opens reasoning; `None` = the vocabulary has no such token."""

@@ -49,7 +49,7 @@ class Indexed:
     answer: tuple[Atom, ...] = ()
     """Its answer's atoms; TEXT, CALL and the like, no EVIDENCE."""
     shown: tuple[Atom, ...] = ()
-    """What of it a client can have seen; `by_turn` holds the key after these."""
+    """The texts of it that a client can have seen; `by_turn` holds the key after these."""
     joined_key: bytes | None = None
     """The chain's digest after the answer in one piece with what the client began of it; `None` =
     it began nothing."""
@@ -66,7 +66,7 @@ class Indexed:
     state: DeliveryState | None = None
     """`None` = not known yet: its last event has left or is about to."""
     calls: bool = False
-    """Whether its answer has calls."""
+    """True if its answer has calls."""
     children: int = 0
     continues: Indexed | None = None
 
@@ -95,7 +95,7 @@ class Index:
         """The last requests."""
         self._clock = 0
         self.replied = False
-        """Whether any reply is or was there for a harness to show."""
+        """True if any reply is or was there for a harness to show."""
 
     def begin(
         self, exchange_id: str, canonical: Canonical, continues: Indexed | None = None
@@ -166,7 +166,7 @@ class Index:
     def mark(
         self, exchange_id: str, state: DeliveryState, *, delivered: Sequence[Atom] | None = None
     ) -> None:
-        """Note what became of a reply.
+        """Note the delivery state of a reply.
 
         `delivered` are the atoms that were written before the connection went, where that is
         known: only they can come back, so only they are indexed. Unknown exchanges are ignored.

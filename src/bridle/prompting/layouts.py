@@ -15,7 +15,7 @@ from itertools import count
 from typing import TypeAlias
 
 from bridle.errors import RenderError, boundary
-from bridle.prompting.tokenizer import HELD_CHARS, PromptTokenizer
+from bridle.prompting.tokenizer import PLACEHOLDER_CHARS, PromptTokenizer
 from bridle.types import JSON
 
 Suffix: TypeAlias = Callable[[list[int], list[int], list[JSON]], list[int] | None]
@@ -24,14 +24,14 @@ Suffix: TypeAlias = Callable[[list[int], list[int], list[JSON]], list[int] | Non
 KEPT = 256
 """Shapes that are remembered for each end; for later ones the family is asked."""
 MOST_ENDS = 16
-"""How often the end of a prompt is learned."""
+"""Number of times that the end of a prompt is learned."""
 MOST_MESSAGES = 8
 MOST_MARKS = 32
 """Control tokens of a reply, beyond which its shape is not remembered."""
 
 _FIELDS = ("content", "tool_call_id", "name")
 _SPACE = " \n\t\r\x0b\x0c\x1c\x85\u2003\n "
-_WORDS = "some words about a file, and what stands in it " * (HELD_CHARS // 40)
+_WORDS = "some words about a file, and what stands in it " * (PLACEHOLDER_CHARS // 40)
 _SPELLED = (
     "a few words",
     "<think> <tool_call> <|channel>thought\n",
@@ -101,7 +101,7 @@ class Layouts:
         self._ends: dict[tuple[int, ...], dict[Shape, Layout | None]] = {}
         """For the ids that end a prompt: the layouts by shape; `None` = this shape has none."""
         self._looked = 0
-        """How many times an end was looked for."""
+        """Number of times that an end was looked for."""
         self._fillers = [tokenizer.encode(tokenizer.escape(text)) for text in _SPELLED]
 
     def suffix(
@@ -241,7 +241,7 @@ class Layouts:
                     text: str = message[field]
                     slots.setdefault(text, _Slot(index, field, stripped=False))
                     slots.setdefault(text.strip(), _Slot(index, field, stripped=True))
-        with self._tokenizer.holding() as texts:
+        with self._tokenizer.placeholders() as texts:
             ids = ask(tail, sampled, probes)
         if ids is None:
             return None

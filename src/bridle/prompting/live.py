@@ -23,7 +23,7 @@ CHARACTER_MOST = 4
 """Most tokens of one character: one for each byte."""
 
 INCOMPLETE_MOST = 64
-"""How many tokens may wait for a character; then the rest of the reply waits for its end."""
+"""Number of tokens that may wait for a character; then the rest of the reply waits for its end."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class LiveReader:
         self._buffer = ""
         """Decoded, but not certain yet."""
         self._fresh = True
-        """Whether nothing of this part was given out."""
+        """True if nothing of this part was given out."""
         self._region: list[int] = []
         """Ids from the first opener on."""
         self.calls: list[ToolCall] = []
@@ -127,7 +127,7 @@ class LiveReader:
             self._give(min(found), piece)
             self._part = _Part.HELD
         else:
-            self._give(len(self._buffer) - begun(self._buffer, self._held), piece)
+            self._give(len(self._buffer) - marker_prefix_length(self._buffer, self._held), piece)
 
     def _give(self, most: int, piece: ReplyDelta) -> None:
         """Give out at most so many characters, and no white space at the end."""
@@ -193,7 +193,7 @@ class _Decoder:
         self._ids: list[int] = []
         """The ids of the last piece, as left context, and those whose text is not given out."""
         self._context = 0
-        """How many of them are context."""
+        """Number of them that are context."""
         self._shown = ""
         """Text of the context."""
 
@@ -226,7 +226,7 @@ class _Decoder:
         return piece
 
 
-def begun(text: str, markers: Sequence[str]) -> int:
+def marker_prefix_length(text: str, markers: Sequence[str]) -> int:
     """Return how many last characters may be the beginning of a marker."""
     size = first = len(text)
     for marker in markers:

@@ -33,7 +33,8 @@ AHEAD: Final = 64
 """Characters that must be known behind the end of a piece."""
 
 _END = re.compile(r"(?<=[^\W_])(?=[\s,;:(){}\[\]<>\"=])")
-"""Where a piece may end; no pattern of a pre-tokenizer takes both sides as one word."""
+"""Pattern of places where a piece may end; no pattern of a pre-tokenizer takes both sides as one
+word."""
 
 COUNTED: Final = 2048
 """Characters from which a text counts for an `Allowance`."""
@@ -62,7 +63,7 @@ _ALLOWED: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
 
 
 @contextmanager
-def within(allowance: Allowance) -> Iterator[None]:
+def count_against(allowance: Allowance) -> Iterator[None]:
     """Have all long texts that are tokenised meanwhile, in this context, counted."""
     token = _ALLOWED.set(allowance)
     try:

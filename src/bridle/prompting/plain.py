@@ -65,10 +65,10 @@ class PlainReplies:
         self._stops = frozenset(parser.get_stop_token_ids())
         self._marks = self._stops | tokenizer.control_ids
         self._strips: dict[tuple[End, bool], Strip | None] = {}
-        """How a text's white space is cut behind an end of a prompt, with and without tools;
+        """The cut of a text's white space behind an end of a prompt, with and without tools;
         `None` = text may be more than text there."""
         self._closed: dict[tuple[End, bool], bool] = {}
-        """Whether a reply behind an end is read as one without a prompt."""
+        """True if a reply behind an end is read as one without a prompt."""
 
     def read(self, ids: list[int], end: End, tools: list[JSON] | None) -> Parsed | None:
         """Return the parser's result for `ids` under a prompt with this end; `None` = unknown."""

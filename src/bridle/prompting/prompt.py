@@ -1,8 +1,8 @@
 """Prompt ids as a chain: a child is its parent, the parent's output, and a suffix of its own.
 
 No earlier id is parsed, copied one by one, or hashed again: each segment keeps its ids and their
-JSON text, the digest goes on from the parent's. Only `array()` and `json()` touch the whole prompt,
-as one copy of bytes each.
+JSON text, the digest continues from the parent's. Only `array()` and `json()` touch the whole
+prompt, as one copy of bytes each.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
@@ -37,9 +37,9 @@ from bridle.prompting.family import (
     make_family,
     plain_parser,
 )
-from bridle.prompting.held import HeldFamily, held, suffix_of
 from bridle.prompting.live import LiveReader
 from bridle.prompting.messages import chat_messages, chat_tools
+from bridle.prompting.placeholders import PlaceholderFamily, suffix_of, with_placeholders
 from bridle.prompting.plain import FAMILIES as PLAIN_FAMILIES
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.reply import parse_reply, read_calls
@@ -51,99 +51,12 @@ if TYPE_CHECKING:
     from bridle.types import Ids
 
 END = 24
-"""How many of them show the end of a prompt that a layout is known for."""
+"""Number of them that show the end of a prompt that a layout is known for."""
 
 TAIL = 128
-"""How many of the parent's last ids a bridge is given. It looks for what the generation prompt
+"""Number of the parent's last ids that a bridge is given. It looks for what the generation prompt
 opened (a few ids); `test_a_suffix_depends_on_the_parents_tail_only` proves that it looks no
 further."""
-
-
-class PromptRenderer(Protocol):
-    """Renders, extends and parses for one tokenizer."""
-
-    stop_token_ids: tuple[int, ...]
-    """Ids that end a turn."""
-    vocab_size: int
-    """Ids are below it."""
-    tokenizer: Any
-    """The transformers fast tokenizer."""
-    chars_per_token: float
-    """The most characters that one token can stand for; infinite = no bound is known."""
-    source: str
-    """Where the tokenizer came from: a folder, or `builtin`."""
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool | None
-    ) -> Ids:
-        """Ids of a whole prompt, ready to sample; int32, shape (T,).
-
-        `thinking` `None` = the renderer's own setting. `RenderError` says what is wrong.
-        """
-
-    def extend(
-        self,
-        parent: PromptIds,
-        output_ids: Ids,
-        finish: FinishReason,
-        new_messages: Sequence[Message],
-        tools: Sequence[ToolSpec],
-        *,
-        thinking: bool | None,
-    ) -> Ids | None:
-        """The ids that follow `parent` and `output_ids`; `None` = render anew."""
-
-    def parse(
-        self,
-        output_ids: Ids,
-        *,
-        tools: Sequence[ToolSpec],
-        prompt_tail: Ids,
-        finish: FinishReason,
-        stop_text: str | None,
-        call_ids: Sequence[str] = (),
-        calls_as_text: bool = False,
-    ) -> Reply:
-        """The reply that sampled ids say. Never raises; `prompt_tail` as `PromptIds.tail` gives.
-
-        `call_ids` are those that the first calls have been given already. With `calls_as_text`
-        what would be a call stays in the text as it was sampled.
-        """
-
-    def live(
-        self,
-        *,
-        tools: Sequence[ToolSpec],
-        prompt_tail: Ids,
-        stops: Sequence[str],
-        calls_as_text: bool = False,
-    ) -> LiveReader | None:
-        """Reads one reply while it is sampled; `None` = this family's are known at the end only.
-
-        What it gives out is always a beginning of what `parse` will say.
-        """
-
-    def decode(self, ids: Ids) -> str:
-        """Text of ids, control tokens shown."""
-
-    def call_grammar(self, tools: Sequence[ToolSpec], choice: str) -> JSON | None:
-        """A structural tag under which one of the tools (`required`) or the named one is called.
-
-        `None` = this family's calls have no known form.
-        """
-
-    def text_ids(self, text: str, *, control: bool) -> Ids:
-        """Ids of a text without a template.
-
-        `control`: as the tokenizer has it, with control tokens where the text spells them; else
-        nothing in it is more than text.
-        """
-
-    def apart(self, text: str) -> str:
-        """The text for a server that tokenises by itself, which finds no control token in it."""
-
-    def template_args(self, request: ModelRequest) -> Hashable:
-        """Return what shapes the prompt of this request besides messages and tools."""
 
 
 def load_renderer(
@@ -153,7 +66,7 @@ def load_renderer(
     history: Literal["exact", "template"] = "exact",
     family: str | None = None,
     new_call_id: Callable[[], str] | None = None,
-) -> TokenRenderer:
+) -> PromptRenderer:
     """The renderer of a tokenizer folder, or of the one shipped in the package.
 
     Args:
@@ -181,7 +94,7 @@ def load_renderer(
         found, default = match
         thinking = default if thinking is None else thinking
     try:
-        return TokenRenderer(
+        return PromptRenderer(
             tokenizer,
             template,
             source=source,
@@ -195,8 +108,8 @@ def load_renderer(
         raise RenderError(f"{folder}: {error}") from error
 
 
-class TokenRenderer:
-    """The one implementation of `PromptRenderer`."""
+class PromptRenderer:
+    """Renders, extends and parses for one tokenizer."""
 
     def __init__(
         self,
@@ -213,8 +126,10 @@ class TokenRenderer:
         self.family = family
         """Name of the family that renders; `None` = the template does."""
         self.source = source
+        """Source of the tokenizer: a folder, or `builtin`."""
         self._tokens = tokenizer
         self.chars_per_token = tokenizer.chars_per_token
+        """The most characters that one token can stand for; infinite = no bound is known."""
         self._template = template
         self._thinking = thinking
         self._history: History = history
@@ -226,8 +141,11 @@ class TokenRenderer:
         self._marks = live_marks(family, tokenizer)
         named = [*self._parser.get_stop_token_ids(), *stop_ids]
         self.stop_token_ids = tuple(dict.fromkeys(named))
+        """Ids that end a turn."""
         self.vocab_size = max(len(tokenizer), *(id_ + 1 for id_ in tokenizer.control_ids), 0)
+        """Ids are below it."""
         self.tokenizer = tokenizer.fast
+        """The transformers fast tokenizer."""
 
     @property
     def differences(self) -> list[str]:
@@ -240,6 +158,10 @@ class TokenRenderer:
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool | None
     ) -> Ids:
+        """Render a whole prompt, ready to sample, to ids; int32, shape (T,).
+
+        `thinking` `None` = the renderer's own setting. `RenderError` says what is wrong.
+        """
         ordered = results_in_call_order(messages)
         escape = self._tokens.escape
         listed = chat_tools(tools, escape)
@@ -272,12 +194,15 @@ class TokenRenderer:
         *,
         thinking: bool | None,
     ) -> Ids | None:
-        """See `PromptRenderer.extend`. `RenderError` names a part that is not text."""
+        """Return the ids that follow `parent` and `output_ids`; `None` = render anew.
+
+        `RenderError` names a part that is not text.
+        """
         on = self._effective(thinking=thinking)
         family = self._family_for(thinking=on)
         chat = chat_messages(new_messages, self._tokens.escape)
         sampled: list[int] = output_ids.tolist()
-        if isinstance(family, HeldFamily):
+        if isinstance(family, PlaceholderFamily):
             end: list[int] = parent.tail(END).tolist()
             known = family.known_suffix(end, sampled, chat, tools=bool(tools))
             if known is not None:
@@ -307,6 +232,11 @@ class TokenRenderer:
         call_ids: Sequence[str] = (),
         calls_as_text: bool = False,
     ) -> Reply:
+        """Parse sampled ids as a reply. Never raises; `prompt_tail` as `PromptIds.tail` gives.
+
+        `call_ids` are those that the first calls have been given already. With `calls_as_text`
+        what would be a call stays in the text as it was sampled.
+        """
         new_id = self._new_call_id
         if call_ids:
             given = iter(call_ids)
@@ -331,6 +261,10 @@ class TokenRenderer:
         stops: Sequence[str],
         calls_as_text: bool = False,
     ) -> LiveReader | None:
+        """Read one reply while it is sampled; `None` = this family's are known at the end only.
+
+        What it gives out is always a beginning of what `parse` will say.
+        """
         if self._marks is None:
             return None
         listed = chat_tools(tools)
@@ -363,22 +297,33 @@ class TokenRenderer:
         return not parsed.content
 
     def decode(self, ids: Ids) -> str:
+        """Return the text of ids, control tokens shown."""
         return self._tokens.decode(ids.tolist())
 
     def call_grammar(self, tools: Sequence[ToolSpec], choice: str) -> JSON | None:
+        """Return a structural tag by which a tool is called, as the function `call_grammar` does.
+
+        `None` = this family's calls have no known form.
+        """
         template = str(self._tokens.fast.chat_template or "")
         return call_grammar(self.family or tool_parser_of(template), tools, choice)
 
     def text_ids(self, text: str, *, control: bool) -> Ids:
+        """Tokenise a text without a template.
+
+        `control`: as the tokenizer has it, with control tokens where the text spells them; else
+        nothing in it is more than text.
+        """
         if control:
             return _array(self.tokenizer.encode(text))
         return _array(self._tokens.encode(self._tokens.escape(text)))
 
     def apart(self, text: str) -> str:
+        """Return the text for a server that tokenises by itself and must find no control token."""
         return self._tokens.apart(text)
 
     def template_args(self, request: ModelRequest) -> Hashable:
-        """See `PromptRenderer.template_args`: whether thinking is on."""
+        """Return what shapes the prompt of this request besides messages and tools: thinking."""
         return self._effective(thinking=request.thinking)
 
     def _effective(self, *, thinking: bool | None) -> bool | None:
@@ -390,7 +335,9 @@ class TokenRenderer:
             return None
         if thinking not in self._families:
             made = make_family(self.family, self._tokens, thinking=thinking, history=self._history)
-            self._families[thinking] = held(made, self._tokens, plain=self.family in PLAIN_FAMILIES)
+            self._families[thinking] = with_placeholders(
+                made, self._tokens, plain=self.family in PLAIN_FAMILIES
+            )
         return self._families[thinking]
 
 

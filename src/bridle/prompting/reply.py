@@ -127,7 +127,7 @@ def parse_reply(  # noqa: PLR0913 - one fact of the reply each
 def read_calls(
     family: Parser, region: list[int], *, tools: list[JSON] | None, new_id: Callable[[], str]
 ) -> list[ToolCall]:
-    """The whole calls of ids that begin where calls begin; none where a parser gives up."""
+    """The whole calls of ids that begin where calls begin; none where a parser fails."""
     try:
         with boundary(RenderError, "parsing"):
             parsed = family.parse_response(region, tools=tools, prompt_ids=[])

@@ -29,7 +29,7 @@ _USER: JSON = {"role": "user", "content": "x"}
 _CHECKS: tuple[list[JSON], ...] = (
     [_USER],
     [{"role": "user", "content": "\n\nab\n"}, {"role": "user", "content": "c d"}],
-    [{"role": "assistant", "content": "told"}, _USER],
+    [{"role": "assistant", "content": "answer"}, _USER],
 )
 """New messages that `check` extends by; the last holds an assistant message."""
 
@@ -43,11 +43,7 @@ class ChatTemplate:
         self.close = self._find_close()
         """The token that ends an assistant turn, as text; `None` = the template has none."""
         self.extends = self.close is not None and self._check()
-        """Whether extensions by difference are right with this template."""
-
-    @property
-    def close_id(self) -> int | None:
-        return None if self.close is None else self._tokenizer.added[self.close]
+        """True if extensions by difference are right with this template."""
 
     def text(
         self,

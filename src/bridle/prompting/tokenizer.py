@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from bridle.types import Ids
 
 MARK = "\x7f"
-"""The escape character (DEL). `str.strip` leaves it alone, and `json.dumps` too, unless it was told
+"""The escape character (DEL). `str.strip` leaves it alone, and `json.dumps` too, unless it has
 to write ASCII only: that gives `_MARK_ASCII`."""
 
 _MARK_ASCII = "\\u007f"
@@ -57,8 +57,8 @@ _TO_UNESCAPE = re.compile("|".join(map(re.escape, _UNESCAPED)))
 
 
 JOINER = "\N{WORD JOINER}"
-"""What parts a marker in text that somebody else tokenises: it shows nothing, and no normal form of
-Unicode takes it away."""
+"""Separator inside a marker in text that somebody else tokenises: it shows nothing, and no normal
+form of Unicode takes it away."""
 
 SHORT = 32
 """Characters up to which a text counts as scaffold: role names, line breaks, markers."""
@@ -74,13 +74,13 @@ LONG_KEPT_CHARS = 1 << 23
 and about 8 MiB of ids."""
 
 
-HELD_CHARS = 200
-"""Characters from which a text may stand as one id (`PromptTokenizer.holding`): longer than any
-scaffold whose tokens a renderer looks at."""
+PLACEHOLDER_CHARS = 200
+"""Characters from which a text may have one placeholder id (`PromptTokenizer.placeholders`): longer
+than any scaffold whose tokens a renderer looks at."""
 
 
-_HELD: ContextVar[list[str] | None] = ContextVar("held", default=None)
-"""Where the long texts of a rendering go; `None` = they are tokenised."""
+_LONG_TEXTS: ContextVar[list[str] | None] = ContextVar("long_texts", default=None)
+"""Long texts of the current rendering; `None` = they are tokenised."""
 
 
 class PromptTokenizer:
@@ -126,7 +126,10 @@ class PromptTokenizer:
         names_apart = self._to_part or re.compile(r"(?!)")
         self._apart = names_apart if takes_pieces(backend) else None
         quick = quick_encoder(backend)
-        self._encoder, self._bare_encoder = guarded(backend, quick), guarded(self._bare, quick)
+        self._encoder, self._bare_encoder = (
+            safe_encoder(backend, quick),
+            safe_encoder(self._bare, quick),
+        )
         self.chars_per_token = chars_per_token(backend)
         """The most characters that one token can stand for; infinite = no bound is known."""
 
@@ -175,10 +178,10 @@ class PromptTokenizer:
                 if len(self._short) < SHORT_KEPT:
                     self._short[text] = short
             return list(short)
-        held = _HELD.get()
-        if held is not None and len(text) >= HELD_CHARS:
-            held.append(text)
-            return [-len(held)]
+        long_texts = _LONG_TEXTS.get()
+        if long_texts is not None and len(text) >= PLACEHOLDER_CHARS:
+            long_texts.append(text)
+            return [-len(long_texts)]
         if len(text) < LONG:
             return self._encode(text)
         with self._long_lock:
@@ -197,20 +200,18 @@ class PromptTokenizer:
         return ids
 
     @contextmanager
-    def holding(self) -> Iterator[list[str]]:
-        """Meanwhile, in this thread, `encode` gives for the n-th long text, which the list then
-        holds, `[-n]`.
-        """
-        held: list[str] = []
-        token = _HELD.set(held)
+    def placeholders(self) -> Iterator[list[str]]:
+        """Encode the n-th long text of this thread as `[-n]`, and collect it in the list."""
+        long_texts: list[str] = []
+        token = _LONG_TEXTS.set(long_texts)
         try:
-            yield held
+            yield long_texts
         finally:
-            _HELD.reset(token)
+            _LONG_TEXTS.reset(token)
 
     def laid_out(self, lay: Callable[[], list[int] | None]) -> list[int] | None:
         """The ids that `lay` gives, with long texts tokenised when it is done."""
-        with self.holding() as texts:
+        with self.placeholders() as texts:
             ids = lay()
         if ids is None or not texts:
             return ids
@@ -238,7 +239,7 @@ class PromptTokenizer:
         return ids
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: object) -> str:  # noqa: ANN401, FBT001, FBT002 - the shape that is asked for
-        """Text of ids, control tokens shown unless told otherwise."""
+        """Text of ids, control tokens shown unless `skip_special_tokens`."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -309,7 +310,7 @@ def quick_encoder(backend: Tokenizer) -> Encode | None:
         return None
 
 
-def guarded(backend: Tokenizer, quick: Encode | None) -> Encode:
+def safe_encoder(backend: Tokenizer, quick: Encode | None) -> Encode:
     """Encode as `backend` does without special tokens, by `quick` wherever that is the same."""
 
     def slow(text: str) -> list[int]:

@@ -219,7 +219,7 @@ def _position(hint: Hint) -> int:
 
 
 _INSIDE = re.compile(r"<(summary|state_snapshot)>\s*(.+?)\s*</\1>", re.DOTALL)
-"""What harnesses take out of a summary, where it has it."""
+"""Parts that harnesses extract from a summary."""
 
 
 class Lineage:
@@ -236,9 +236,9 @@ class Lineage:
         for message in messages:
             for call in message.tool_calls:
                 self._asked.update(map(_key, argument_texts(call.arguments)))
-        if summary and (told := "".join(message.text for message in messages).strip()):
-            parts = tuple(found[1] for found in _INSIDE.findall(told))
-            self._summaries.append((exchange_id, (told, *parts)))
+        if summary and (text := "".join(message.text for message in messages).strip()):
+            parts = tuple(found[1] for found in _INSIDE.findall(text))
+            self._summaries.append((exchange_id, (text, *parts)))
 
     def is_spawned(self, messages: Sequence[Message]) -> bool:
         """Return whether a user's text is a sampled call's argument: a sub-agent's instruction."""

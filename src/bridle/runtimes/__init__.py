@@ -54,7 +54,7 @@ def make_runtime(
 
     Raises `ConfigError` where the backend is unknown or cannot give what `spec` asks for.
     """
-    spec = chosen(spec)
+    spec = resolve_auto(spec)
     return runtime_class(spec.backend)(spec, session_id, scratch, mounts)
 
 
@@ -66,7 +66,7 @@ BOUND = ("--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--die-with-
 log = structlog.get_logger(__name__)
 
 
-def chosen(spec: RuntimeSpec) -> RuntimeSpec:
+def resolve_auto(spec: RuntimeSpec) -> RuntimeSpec:
     """Return `spec` with `auto` replaced by a runtime of this machine; any other unchanged."""
     if spec.backend != AUTO:
         return spec

@@ -38,7 +38,7 @@ from bridle.runtimes.base_runtime import (
     RunningSandbox,
     Sandbox,
     check_spec,
-    prefixed,
+    prefix_names,
     with_signal,
 )
 from bridle.runtimes.files import remove_folders
@@ -161,7 +161,7 @@ class ApptainerRuntime(Sandbox[_Instance]):
     async def _run(self, inside: Command) -> ExecResult:
         up = await self._running()
         base = {"HOME": self.home, "LANG": "C.UTF-8", "TERM": "dumb", "TMPDIR": "/tmp"}  # noqa: S108 - the instance's own
-        env = client_environment() | prefixed({**base, **self._spec.env, **inside.env})
+        env = client_environment() | prefix_names({**base, **self._spec.env, **inside.env})
         argv = [program(), "exec", f"instance://{self._name}", "/bin/bash", "-c"]
         argv += [RESTORE_ENV + ENTER, "bash", inside.cwd, *inside.argv]
         command = replace(inside, argv=argv, cwd="/", env=env)

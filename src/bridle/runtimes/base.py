@@ -27,7 +27,7 @@ class ExecResult:
     stdout: bytes
     stderr: bytes
     truncated: bool
-    """Whether output beyond the limit was dropped (the middle; head and tail are kept)."""
+    """True if output beyond the limit was dropped (the middle; head and tail are kept)."""
     duration_s: float
     limit: str | None = None
     """The limit of the runtime that was reached: `memory`, `processes` or `storage`."""
@@ -60,8 +60,8 @@ class ExecOptions(TypedDict, total=False):
     stdin: bytes | None
     """`None`, the default: stdin is closed."""
     timeout_s: float | None
-    """When it expires, or the caller is cancelled, everything that the command started is killed
-    (TERM, then KILL)."""
+    """Time limit. When it expires, or the caller is cancelled, everything that the command started
+    is killed (TERM, then KILL)."""
     output_limit: int
     """Bytes of stdout and of stderr that are returned, each; 1 MiB by default."""
     log: Path | None
@@ -74,7 +74,7 @@ class Runtime(Protocol):
     """The sandbox of one session. All failures of its own are `RuntimeFailure`."""
 
     contains: bool
-    """Whether programs inside are isolated from the rest of the machine."""
+    """True if programs inside are isolated from the rest of the machine."""
     workdir: str
     """Absolute path of the working folder, as seen inside."""
     home: str

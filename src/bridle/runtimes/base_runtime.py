@@ -28,9 +28,9 @@ from bridle.runtimes.files import (
     Keep,
     Owner,
     TooMuch,
-    beside,
     check_archive,
     copy_tree,
+    host_path,
     pack,
     pack_bytes,
     replace_tree,
@@ -325,7 +325,7 @@ class RunningSandbox:
     reached: str | None = field(default=None, kw_only=True)
     """The limit that ended it."""
     let_go: bool = field(default=False, kw_only=True)
-    """Whether we kill it, or have killed it."""
+    """True if we kill it, or have killed it."""
 
 
 RunningT = TypeVar("RunningT", bound=RunningSandbox)
@@ -472,7 +472,9 @@ class Sandbox(OnThisMachine, Contained[RunningT]):
         return self._scratch / "work" / PurePosixPath(self.workdir).relative_to(self._top)
 
     def _here(self, path: PurePosixPath) -> Path | None:
-        return beside(path, {self._top: self._scratch / "work", self.home: self._scratch / "home"})
+        return host_path(
+            path, {self._top: self._scratch / "work", self.home: self._scratch / "home"}
+        )
 
 
 def check_spec(spec: RuntimeSpec, backend: str, kwargs: Collection[str]) -> None:
@@ -587,9 +589,9 @@ RESTORE_ENV = (
     f'for BRIDLE_ in "${{!{ENV_PREFIX}@}}"; do export "${{BRIDLE_#{ENV_PREFIX}}}=${{!BRIDLE_}}"; '
     'unset "$BRIDLE_"; done; unset BRIDLE_; '
 )
-"""Bash code before a command that gives the variables of `prefixed` their own names."""
+"""Bash code before a command that gives the variables of `prefix_names` their own names."""
 
 
-def prefixed(env: Mapping[str, str]) -> dict[str, str]:
+def prefix_names(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` under names that have no effect on nsenter, docker or a shell on the host."""
     return {f"{ENV_PREFIX}{name}": value for name, value in env.items()}

@@ -37,7 +37,7 @@ from bridle.runtimes.base_runtime import (
     RunningSandbox,
     Sandbox,
     check_spec,
-    prefixed,
+    prefix_names,
 )
 from bridle.runtimes.files import remove_folders
 from bridle.runtimes.limits import (
@@ -318,7 +318,7 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
             "bash",
             inside.cwd,
         ]
-        env = prefixed({**ENVIRONMENT, **self._spec.env, **inside.env})
+        env = prefix_names({**ENVIRONMENT, **self._spec.env, **inside.env})
         command = replace(inside, argv=[*entering, *inside.argv], cwd="/", env=env)
         result = await run_process(self._marked(command, self._marks()))
         if result.signal == signal.SIGKILL and not result.timed_out:

@@ -114,7 +114,7 @@ async def exit_codes_are_true(bench: Fixtures) -> None:
 
 
 @_check
-async def the_signal_that_ended_a_process_is_told(bench: Fixtures) -> None:
+async def the_signal_that_ended_a_process_is_reported(bench: Fixtures) -> None:
     result = await bench.runtime.exec(["bash", "-c", "kill -KILL $$"])
     expect((result.exit_code, result.signal) == (None, signal.SIGKILL), result)
 
@@ -177,7 +177,7 @@ async def output_over_the_limit_keeps_head_and_tail(bench: Fixtures) -> None:
     result = await bench.runtime.exec(
         "echo first; head -c 3000000 /dev/zero; echo last", output_limit=1000, timeout_s=30
     )
-    expect(result.truncated, "truncated is not told")
+    expect(result.truncated, "truncated is not set")
     expect(result.stdout.startswith(b"first\n"), result.stdout[:20])
     expect(result.stdout.endswith(b"last\n"), result.stdout[-20:])
     expect(len(result.stdout) < 1200, len(result.stdout))
@@ -196,7 +196,7 @@ async def a_log_gets_everything(bench: Fixtures) -> None:
 
 
 @_check
-async def commands_run_in_the_workdir_unless_told(bench: Fixtures) -> None:
+async def commands_run_in_the_workdir_by_default(bench: Fixtures) -> None:
     runtime = bench.runtime
     result = await runtime.exec("pwd -P; mkdir sub")
     expect(result.stdout.decode().strip().endswith(runtime.workdir), result)

@@ -11,7 +11,7 @@ that network's own address: other services that listen on every address of the m
 reached too.
 
 What the command line gives for a command that a signal ended is 128 plus the signal's number;
-codes from 129 to 159 are told as signals.
+codes from 129 to 159 are reported as signals.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from bridle.runtimes.base_runtime import (
     Contained,
     RunningSandbox,
     check_spec,
-    prefixed,
+    prefix_names,
     with_signal,
 )
 from bridle.runtimes.files import Keep, Owner, pack_folder, remove_folders
@@ -217,7 +217,7 @@ MISSING = "Could not find the file"
 EXIT_SEEN_TRIES = 50
 """Looks, 0.1 s apart, for the end of a container that starts no commands any more; one at its
 limit of processes starts none either, and lives."""
-"""How long a container's first process may take to be itself, on a busy machine."""
+"""Time that a container's first process may take to be itself, on a busy machine."""
 DROPPED = ("AUDIT_WRITE", "MKNOD", "NET_RAW", "SETFCAP", "SYS_CHROOT")
 """Powers that Docker leaves to a container's root and that no task needs."""
 ROOT = (None, "", "0", 0, "root")
@@ -380,7 +380,7 @@ class DockerRuntime(Contained[RunningSandbox]):
         marks = self._marks()
         execution = f"{EXEC_MARK}={marks[EXEC_MARK]}"
         base = {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb"}
-        env = prefixed({**base, **self._spec.env, **inside.env})
+        env = prefix_names({**base, **self._spec.env, **inside.env})
         reads = inside.stdin is not None
         words = [program(), "exec", *(["--interactive"] if reads else [])]
         for name in (

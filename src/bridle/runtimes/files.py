@@ -104,7 +104,7 @@ def unpack(
     try:
         with tarfile.open(archive, "r:") as tar:
             entries = None if only is None else _kept(tar.getmembers(), only)
-            tar.extractall(aside, entries, filter=_any_link if any_link else harmless)  # noqa: S202 - the filters leave out what leads elsewhere
+            tar.extractall(aside, entries, filter=_any_link if any_link else safe_entry)  # noqa: S202 - the filters leave out what leads elsewhere
     except tarfile.TarError as error:
         raise RuntimeFailure(f"the archive is incomplete: {error}") from error
     found = aside / name
@@ -130,7 +130,7 @@ def _kept(entries: list[tarfile.TarInfo], keep: Keep) -> list[tarfile.TarInfo]:
     return [one for one in entries if one.isdir() or one.name in kept or one.name in linked]
 
 
-def harmless(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
+def safe_entry(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
     """Return the entry as it may be taken out below `folder`; `None` for what leads elsewhere."""
     if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()):
         return None
@@ -148,14 +148,14 @@ def harmless(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
 
 def _any_link(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
     if not entry.issym():
-        return harmless(entry, folder)
+        return safe_entry(entry, folder)
     return entry.replace(deep=False) if _is_direct(entry.name, folder) else None
 
 
 def _is_direct(name: str, folder: str) -> bool:
     """Return whether `name` lies below `folder` and no parent folder on the way is a symbolic link.
 
-    Python's own filter resolves links, and before 3.11.13 and 3.12.11 gives up on paths of more
+    Python's own filter resolves links, and before 3.11.13 and 3.12.11 fails on paths of more
     than 4096 bytes, which then lead anywhere (CVE-2025-4517).
     """
     path = PurePosixPath(name)
@@ -165,7 +165,7 @@ def _is_direct(name: str, folder: str) -> bool:
     return not any(Path(folder, step).is_symlink() for step in steps[:-1])
 
 
-def stays(link: str, above: int) -> bool:
+def link_stays_inside(link: str, above: int) -> bool:
     """Return whether a link's target stays inside a tree: `..` occurs only at its beginning, fewer
     than `above` times.
 
@@ -178,7 +178,7 @@ def stays(link: str, above: int) -> bool:
 
 def _stays(entry: tarfile.TarInfo) -> bool:
     """Return whether a link stays inside the archive's one top entry, which may be renamed."""
-    return stays(entry.linkname, len(PurePosixPath(entry.name).parent.parts))
+    return link_stays_inside(entry.linkname, len(PurePosixPath(entry.name).parent.parts))
 
 
 OF_THE_ENTRY = frozenset(
@@ -405,7 +405,7 @@ class _Copier:
             target.chmod(mode | 0o700)
         elif kind == stat.S_IFLNK:
             to = Path(entry.path).readlink()
-            if self._inner_links and not stays(str(to), len(path.parts)):
+            if self._inner_links and not link_stays_inside(str(to), len(path.parts)):
                 self.left.append(f"{path}: a link that leads elsewhere")
             else:
                 target.symlink_to(to)
@@ -512,7 +512,7 @@ def remove_folders(folders: Iterable[Path]) -> None:
             raise RuntimeFailure(f"cannot remove {folder}")
 
 
-def beside(path: PurePosixPath, folders: Mapping[str, Path]) -> Path | None:
+def host_path(path: PurePosixPath, folders: Mapping[str, Path]) -> Path | None:
     """The path on this machine of one inside a runtime, by the folders that it shares; `None` = it
     lies in none of them.
     """

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bridle.runtimes.process import is_dead, living
+from bridle.runtimes.process import is_dead, running_processes
 
 PREFIX = "bridle-"
 """Of the names of groups; the mark of their owner follows, and a dash."""
@@ -217,7 +217,7 @@ class Watched:
     """Processes of the sandbox, by the machine's numbers."""
     folders: tuple[Path, ...]
     bounds: ResourceLimits
-    """What no control group keeps already."""
+    """Limits that no control group keeps already."""
     storage_bytes: int | None
 
 
@@ -247,7 +247,7 @@ def pid_namespace(pid: int) -> str | None:
 
 def members_of(namespace: str) -> list[int]:
     """Return the living processes of a PID namespace, by the machine's numbers."""
-    return [each.pid for each in living() if pid_namespace(each.pid) == namespace]
+    return [each.pid for each in running_processes() if pid_namespace(each.pid) == namespace]
 
 
 def disk_use(folders: Iterable[Path]) -> int:

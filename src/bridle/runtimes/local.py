@@ -27,7 +27,7 @@ from bridle.runtimes.process import KILL_S, Command, Leaders, end_all, members, 
 KILL_GRACE_S = 1.0
 STOP_S = 30.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""Where the caller has no PATH."""
+"""The PATH for a caller that has none."""
 
 
 class LocalRuntime(OnThisMachine):

@@ -147,7 +147,7 @@ _X86_64: Final = {
 }
 
 
-def refused(machine: str) -> dict[str, int]:
+def refused_calls(machine: str) -> dict[str, int]:
     """Return names and numbers of the system calls that are refused whatever their arguments."""
     own = _X86_64 if machine == "x86_64" else {}
     column = 0 if machine == "x86_64" else 1
@@ -155,8 +155,8 @@ def refused(machine: str) -> dict[str, int]:
 
 
 MACHINES: Final = {
-    "x86_64": Machine(0xC000003E, 56, 41, 135, tuple(sorted(refused("x86_64").values()))),
-    "aarch64": Machine(0xC00000B7, 220, 198, 92, tuple(sorted(refused("aarch64").values()))),
+    "x86_64": Machine(0xC000003E, 56, 41, 135, tuple(sorted(refused_calls("x86_64").values()))),
+    "aarch64": Machine(0xC00000B7, 220, 198, 92, tuple(sorted(refused_calls("aarch64").values()))),
 }
 """By the names of `uname -m`."""
 

@@ -75,10 +75,10 @@ class BoundedOutput:
     def value(self) -> bytes:
         """Return head and tail; a line between them says how many bytes are missing."""
         tail = self._tail[-self._tail_limit :] if self._tail_limit else b""
-        return joined(bytes(self._head), bytes(tail), self._size)
+        return join_output(bytes(self._head), bytes(tail), self._size)
 
 
-def joined(head: bytes, tail: bytes, size: int) -> bytes:
+def join_output(head: bytes, tail: bytes, size: int) -> bytes:
     """Join the kept head and tail of `size` bytes; a line between them counts the missing bytes."""
     missing = size - len(head) - len(tail)
     note = f"\n[bridle: {missing} bytes left out]\n".encode() if missing > 0 else b""
@@ -96,7 +96,7 @@ class LogFile:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._left = limit
         self.full = False
-        """Whether the limit is reached, so that nothing more is written."""
+        """True if the limit is reached, so that nothing more is written."""
 
     def feed(self, data: bytes) -> None:
         """Append; past the limit only one note is written."""
@@ -161,7 +161,7 @@ EXEC_MARK = "BRIDLE_EXEC"
 PROC = Path("/proc")
 POLL_S = 0.02
 KILL_S = 10.0
-"""How long processes may live on after SIGKILL (uninterruptible I/O) before we say so."""
+"""Time that processes may live on after SIGKILL (uninterruptible I/O) before we say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class Leaders:
         return self.running | self.ended
 
 
-def living() -> list[Found]:
+def running_processes() -> list[Found]:
     """Return every process of this machine that is not a zombie; none without `/proc`."""
     found = []
     try:
@@ -244,7 +244,7 @@ def members(marks: Collection[bytes], leaders: Leaders) -> set[int]:
     This process is never among them.
     """
     own = os.getpid()
-    everyone = [each for each in living() if each.pid != own]
+    everyone = [each for each in running_processes() if each.pid != own]
     groups = leaders.ours({each.pid for each in everyone})
     children: dict[int, list[int]] = {}
     for each in everyone:
@@ -263,7 +263,7 @@ def members(marks: Collection[bytes], leaders: Leaders) -> set[int]:
     return known
 
 
-def send(pids: Iterable[int], number: signal.Signals) -> None:
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
     """Signal each process; those that have ended are passed over."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
@@ -280,7 +280,7 @@ async def end_all(find: Callable[[], set[int]], *, grace_s: float) -> int:
     if not first:
         return 0
     loop = asyncio.get_running_loop()
-    send(left, signal.SIGTERM)
+    signal_all(left, signal.SIGTERM)
     patience = loop.time() + grace_s
     while left and loop.time() < patience:
         await asyncio.sleep(POLL_S)
@@ -289,7 +289,7 @@ async def end_all(find: Callable[[], set[int]], *, grace_s: float) -> int:
     # One empty look is not enough: a process may fork behind the reader's back and end itself.
     empty = 0
     while empty < 2:
-        send(left, signal.SIGKILL)
+        signal_all(left, signal.SIGKILL)
         if left and loop.time() > patience:
             raise RuntimeFailure(f"processes still alive after SIGKILL: {sorted(left)}")
         await asyncio.sleep(POLL_S if left else 0)

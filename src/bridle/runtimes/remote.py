@@ -31,7 +31,14 @@ from bridle.config import RuntimeSpec, Settings, explain
 from bridle.errors import ConfigError, RuntimeFailure, boundary, install_extra
 from bridle.runtimes.base import ExecResult, Mount, Runtime
 from bridle.runtimes.base_runtime import END, Archived
-from bridle.runtimes.process import EXEC_MARK, LOG_LIMIT, SESSION_MARK, Command, LogFile, joined
+from bridle.runtimes.process import (
+    EXEC_MARK,
+    LOG_LIMIT,
+    SESSION_MARK,
+    Command,
+    LogFile,
+    join_output,
+)
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -284,7 +291,7 @@ class RemoteRuntime(Archived):
         for limit, (head64, tail64, count) in zip(limits, (lines[:3], lines[3:6]), strict=True):
             head, tail, size = base64.b64decode(head64), base64.b64decode(tail64), int(count)
             rest = min(size - len(head), len(tail))
-            outputs.append(joined(head, tail[len(tail) - rest :], size) if limit else b"")
+            outputs.append(join_output(head, tail[len(tail) - rest :], size) if limit else b"")
             truncated = truncated or (size > limit > 0)
         return outputs, truncated
 

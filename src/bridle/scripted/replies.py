@@ -48,10 +48,10 @@ class Wants:
     usage: bool = False
     """A usage chunk at the end of a stream."""
     tools: bool = False
-    """Whether tool calls are parsed from the text."""
+    """True if tool calls are parsed from the text."""
     named_tool: bool = False
     thinking: bool = False
-    """Whether the prompt left a thinking block open."""
+    """True if the prompt left a thinking block open."""
     reasoning: bool = True
     """`False`: reasoning, and with it all ids and logprobs, is withheld, as vLLM does."""
 

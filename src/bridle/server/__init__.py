@@ -1,7 +1,7 @@
 """The rollout server: an HTTP API that accepts tasks, runs them and keeps what it accepted (law 6).
 
-HTTP: `app` is the application and its listener, `http` handles requests, `routes_v1` and
-`routes_polar` are the routes, `schemas` their bodies and queries, `polar` translates Polar's tasks,
+HTTP: `app` is the application and its listener, `http` handles requests, `routes_v1` has the
+routes, `schemas` their bodies and queries, `polar` the routes and the tasks of Polar's clients,
 `auth` has the tokens, `submission_policy` the allow-list of task fields.
 
 State: `tables` has the tables and their states, `database` the connections, `store` the writes,

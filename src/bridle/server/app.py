@@ -27,7 +27,7 @@ from bridle import __version__
 from bridle.errors import cannot_listen
 from bridle.gateway.listener import UNFINISHED_BYTES, most_connections
 from bridle.hosts import Hosts
-from bridle.server import routes_polar, routes_v1
+from bridle.server import polar, routes_v1
 from bridle.server.http import (
     KNOWN,
     ApiRequest,
@@ -127,7 +127,7 @@ class _Config(uvicorn.Config):
     """Bytes of unfinished heads."""
 
 
-ROUTES = RouteTable([*routes_polar.ROUTES, *routes_v1.ROUTES])
+ROUTES = RouteTable([*polar.ROUTES, *routes_v1.ROUTES])
 
 
 @ROUTES.add("GET", "/openapi.json", None)
@@ -150,7 +150,7 @@ async def _no_route(_: Request, error: Exception) -> Response:
 
 
 @asynccontextmanager
-async def serving(
+async def serve_api(
     context: ServerContext,
     *,
     host: str,
@@ -164,7 +164,7 @@ async def serving(
     requests in progress get one second.
     """
     app = make_app(context, mounts)
-    async with listening(app, host=host, port=port, allowed=allowed) as url:
+    async with serve_app(app, host=host, port=port, allowed=allowed) as url:
         try:
             yield url
         finally:
@@ -173,7 +173,7 @@ async def serving(
 
 
 @asynccontextmanager
-async def listening(
+async def serve_app(
     app: ASGIApp,
     *,
     host: str,
@@ -181,7 +181,7 @@ async def listening(
     allowed: Collection[str] = (),
     connection: type[ApiConnection] = ApiConnection,
 ) -> AsyncIterator[str]:
-    """Serve any application inside; see `serving`."""
+    """Serve any application inside; see `serve_api`."""
     listener = _bound(host, port)
     name = f"[{host}]" if ":" in host else host
     url = f"http://{name}:{listener.getsockname()[1]}"

@@ -19,7 +19,7 @@ from typing import Final, Self
 from pydantic import Field, ValidationError, model_validator
 
 from bridle.config import Settings, explain, load_toml
-from bridle.credentials import kept_token
+from bridle.credentials import load_or_make_token
 from bridle.errors import ConfigError
 
 TOKEN_ENV: Final = "BRIDLE_SERVER_TOKEN"  # noqa: S105 - the variable's name
@@ -159,7 +159,7 @@ def own_token(folder: Path) -> ApiToken:
     """
     path = folder / TOKEN_FILE
     try:
-        return ApiToken(name="operator", token=kept_token(path), roles=(TokenRole.ADMIN,))
+        return ApiToken(name="operator", token=load_or_make_token(path), roles=(TokenRole.ADMIN,))
     except ValidationError as error:
         raise explain(error, str(path)) from None
 

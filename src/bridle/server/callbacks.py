@@ -51,7 +51,7 @@ from yarl import URL
 
 from bridle import __version__
 from bridle.aio import Nursery
-from bridle.credentials import kept_token
+from bridle.credentials import load_or_make_token
 from bridle.errors import BridleError
 from bridle.server.database import until_done
 from bridle.server.results import session_result, task_status
@@ -61,10 +61,10 @@ from bridle.trajectory.result import encode
 SECRET_ENV: Final = "BRIDLE_CALLBACK_SECRET"  # noqa: S105 - the variable's name
 
 TRY_S: Final = 30.0
-"""How long a receiver may take to answer."""
+"""Time that a receiver may take to answer."""
 
 TAKEN_S: Final = 10 * TRY_S
-"""How long no other server sends a callback that one has claimed; its body is read before it is
+"""Time that no other server sends a callback that one has claimed; its body is read before it is
 sent. The callbacks of a server that is known to be dead are released sooner."""
 
 LEAST_TRIES: Final = 5
@@ -242,7 +242,7 @@ def callback_secret(folder: Path) -> bytes:
     """
     if given := os.environ.get(SECRET_ENV):
         return given.encode()
-    return kept_token(folder / "callback.secret").encode()
+    return load_or_make_token(folder / "callback.secret").encode()
 
 
 def _log_failure(error: BaseException) -> None:

@@ -41,19 +41,19 @@ from bridle.folders import check_room, private_file
 T = TypeVar("T")
 
 BUSY_S = 10.0
-"""How long another process may hold SQLite's write lock before that is a failure."""
+"""Time that another process may hold SQLite's write lock before that is a failure."""
 
 CONNECT_S = 10.0
-"""How long PostgreSQL may take to open a connection."""
+"""Time that PostgreSQL may take to open a connection."""
 
 COMMAND_S = 30.0
-"""How long PostgreSQL may take for a statement, unless its URL has `command_timeout`."""
+"""Time that PostgreSQL may take for a statement, unless its URL has `command_timeout`."""
 
 MIGRATING = 0x627269646C65
 """Key of the advisory lock that a migration of PostgreSQL holds."""
 
 CLOSE_S = 10.0
-"""How long closing a connection may take."""
+"""Time that closing a connection may take."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 5.0
 """Backoff of `until_done` before the first retry, and its limit."""

@@ -25,9 +25,9 @@ log = structlog.get_logger()
 
 READ_EVERY_S = 5.0
 PATIENCE_S = 1800.0
-"""How long a server waits for the first engine: a trainer may load its model first."""
+"""Time that a server waits for the first engine: a trainer may load its model first."""
 DRAIN_S = 30.0
-"""How long the calls of an engine that leaves may go on there."""
+"""Time that the calls of an engine that leaves may continue there."""
 MOST_BYTES = 1 << 20
 """Limit of the file or answer that names engines; a longer one names none."""
 
@@ -46,10 +46,10 @@ def engines_in(text: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-async def named(source: str) -> list[str]:
+async def engines_named(source: str) -> list[str]:
     """The engines that a file or an `http(s)://` URL names now; none where it cannot be read."""
     if kind := KIND.match(source):
-        found = await named(source[kind.end() :])
+        found = await engines_named(source[kind.end() :])
         return [kind[0] + one if one.startswith("http") else one for one in found]
     try:
         if "://" not in source:
@@ -84,7 +84,7 @@ async def first_named(source: str) -> list[str]:
     try:
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                if found := await named(source):
+                if found := await engines_named(source):
                     return found
                 await asyncio.sleep(READ_EVERY_S)
     except TimeoutError:
@@ -102,7 +102,7 @@ async def follow(
     joined, failing = set(there), set[str]()
     while True:
         await asyncio.sleep(every_s)
-        if not (wanted := await named(source)):
+        if not (wanted := await engines_named(source)):
             continue
         for engine in [one for one in wanted if one not in joined]:
             try:

@@ -157,7 +157,7 @@ class ApiRequest:
         try:
             return model.model_validate(dict(self.request.query_params))
         except ValidationError as error:
-            raise invalid(error, "the query") from None
+            raise validation_error(error, "the query") from None
 
     async def body(self, model: type[Model]) -> Model:
         """Return the request's JSON.
@@ -178,7 +178,7 @@ class ApiRequest:
         except orjson.JSONDecodeError as error:
             raise ApiError(400, "malformed", f"the body is not JSON: {error}") from None
         except ValidationError as error:
-            raise invalid(error, "the body") from None
+            raise validation_error(error, "the body") from None
 
     async def _bytes(self) -> bytes:
         parts, size = [], 0
@@ -288,7 +288,7 @@ def packed_reply(value: object) -> Response:
     return Response(msgspec.msgpack.encode(value), media_type=MSGPACK_TYPE)
 
 
-def invalid(error: ValidationError, where: str) -> ApiError:
+def validation_error(error: ValidationError, where: str) -> ApiError:
     """Return a 422 that names the first wrong field."""
     first = first_fault(error)
     param = None if first is None else ".".join(str(part) for part in first["loc"])
@@ -329,7 +329,7 @@ def error_response(error: Exception) -> Response:
     return reply(error_json("internal", message), 500)
 
 
-def accepted(request: ApiRequest, known: tuple[str, ...]) -> str:
+def negotiate(request: ApiRequest, known: tuple[str, ...]) -> str:
     """Return the first of the `known` media types that the caller accepts. `ApiError` 406."""
     wanted: str = request.request.headers.get("accept", "*/*")
     for part in wanted.split(","):

@@ -60,7 +60,7 @@ class ServerMetrics:
         )
         self._tries = Counter(
             "bridle_server_callback_tries",
-            "Tries to deliver a callback: taken, failed, dead (failed, and given up).",
+            "Tries to deliver a callback: taken, failed, dead (failed, and not retried any more).",
             ("became",),
             registry=self._counted,
         )

@@ -16,8 +16,7 @@ from bridle.server.schemas import GroupOptions
 from bridle.server.service import Service
 from bridle.server.tables import FINAL_TASKS, Row, TaskState
 from bridle.trajectory import with_outcome
-from bridle.trajectory.packed import packed_json
-from bridle.trajectory.result import trajectory_json
+from bridle.trajectory.result import packed_json, trajectory_json
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
 

@@ -1,6 +1,6 @@
 """The `/v1` routes: tasks, sessions, groups, callbacks, nodes and the policy.
 
-`check` and the other functions that `routes_polar` shares stand at the beginning.
+`check` and the other functions that `polar` shares stand at the beginning.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from bridle.server.http import (
     ApiError,
     ApiRequest,
     RouteTable,
-    accepted,
-    invalid,
+    negotiate,
     packed_reply,
     reply,
+    validation_error,
 )
 from bridle.server.queries import is_final
 from bridle.server.schemas import (
@@ -55,8 +55,7 @@ from bridle.server.schemas import (
     WaitQuery,
 )
 from bridle.server.tables import Row, run_id
-from bridle.trajectory.packed import packed_json
-from bridle.trajectory.result import encode, trajectory_json
+from bridle.trajectory.result import encode, packed_json, trajectory_json
 from bridle.types import JSON
 
 TASK_BYTES: Final = 4 << 20
@@ -66,7 +65,7 @@ METADATA_BYTES: Final = 64 << 20
 """Largest metadata of all results of a task; cancelling it writes all of them at once."""
 
 POLL_S: Final = 2.0
-"""How often a long poll checks for what other servers ended."""
+"""Interval at which a long poll checks for groups that other servers ended."""
 
 ARTIFACT_HEADERS: Final = {
     "content-disposition": "attachment",
@@ -340,7 +339,7 @@ async def fork_session(request: ApiRequest) -> Response:
         async with request.context.forking:  # each reads a whole session
             await asyncio.to_thread(read_replay, fork, capture.parent)
     except ValidationError as error:
-        raise invalid(error, "the body") from None
+        raise validation_error(error, "the body") from None
     except ConfigError as error:
         raise ApiError(422, "invalid", str(error), param="at") from None
     except StoreError as error:
@@ -352,7 +351,7 @@ async def fork_session(request: ApiRequest) -> Response:
 @ROUTES.add("GET", "/v1/sessions/{session_id}/trajectory", TokenRole.READ)
 async def show_trajectory(request: ApiRequest) -> Response:
     """Return a trajectory as JSON, msgpack or an Arrow stream, as `Accept` says."""
-    kind = accepted(request, (JSON_TYPE, MSGPACK_TYPE, ARROW_TYPE))
+    kind = negotiate(request, (JSON_TYPE, MSGPACK_TYPE, ARROW_TYPE))
     row = await session_row(request)
     found = await results.trajectory(request.service, row)
     if found is None:
@@ -391,7 +390,7 @@ async def groups(request: ApiRequest) -> Response:
     `cursor` is the last group seen. Without it, a consumer that was restarted gets all groups again
     that it did not acknowledge, in order.
     """
-    packed = accepted(request, (JSON_TYPE, MSGPACK_TYPE)) == MSGPACK_TYPE
+    packed = negotiate(request, (JSON_TYPE, MSGPACK_TYPE)) == MSGPACK_TYPE
     page = request.query(GroupsQuery)
     rows = await _wait_for_groups(request, page)
     version = await request.service.store.number("policy_version")
@@ -528,7 +527,7 @@ async def set_engine(request: ApiRequest) -> Response:
     try:
         policy = wanted.policy(request.path("name"))
     except ValidationError as error:
-        raise invalid(error, "the request's body") from error
+        raise validation_error(error, "the request's body") from error
     await request.service.set_policy(policy)
     return await show_engines(request)
 

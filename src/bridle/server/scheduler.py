@@ -50,7 +50,7 @@ UNSTORED: Final = 2
 """Runs per slot that may run or wait to be stored; beyond, slots stay empty."""
 
 PUT_BACK_S: Final = 30.0
-"""How long a stopping server tries to requeue its runs; the next one finds them in any case."""
+"""Time that a stopping server tries to requeue its runs; the next one finds them in any case."""
 
 log = structlog.get_logger(__name__)
 
@@ -90,7 +90,7 @@ class Scheduler:
         self.idle = Condition()
         """A run was stored or requeued."""
         self.draining = False
-        """Whether this process starts no further session."""
+        """True if this process starts no further session."""
 
     @property
     def running(self) -> tuple[Claim, ...]:

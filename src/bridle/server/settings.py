@@ -36,8 +36,8 @@ class ServiceSettings(Settings):
     that none is wasted: at version v, at most
     `groups_per_version * (v + 1 + max_version_lag)` have been started since version 0."""
     on_stale: Literal["keep", "cancel"] = "keep"
-    """Whether a running session that is more than `max_version_lag` versions behind continues or
-    is cancelled."""
+    """Action for a running session that is more than `max_version_lag` versions behind: it
+    continues or is cancelled."""
     max_queued_samples: int | None = Field(default=None, ge=1)
     """Samples of one owner that are accepted and not started; `None` = any number."""
     owners: dict[str, OwnerSettings] = Field(default_factory=dict)
@@ -48,10 +48,10 @@ class ServiceSettings(Settings):
     drain_s: float = Field(default=30, ge=0)
     """After SIGTERM, how long running sessions may continue; then they are queued again."""
     store_patience_s: float = Field(default=600, ge=0)
-    """How long writing a trajectory is retried (a full disk, an object store that is down); then
+    """Time that writing a trajectory is retried (a full disk, an object store that is down); then
     the session ends with `store_error` and may be run again."""
     callback_give_up_s: float = Field(default=86_400, gt=0)
-    """How long a callback is retried before it is dead."""
+    """Time that a callback is retried before it is dead."""
     keep_days: float | None = Field(default=None, gt=0)
     """Files of acknowledged groups (trajectories, capture, logs, artifacts) are removed after so
     many days; `None` = never."""

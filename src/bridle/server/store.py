@@ -333,7 +333,6 @@ class TaskStore:
     # ---- numbers
 
     async def number(self, name: str) -> int:
-        """Return a number of `tables.numbers`."""
         async with self.database.read() as connection:
             return await _number(connection, name)
 

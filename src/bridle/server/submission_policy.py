@@ -18,7 +18,7 @@ from bridle.config import Settings, Task
 from bridle.evaluators import EVALUATORS
 from bridle.harnesses import CHECKS, HARNESSES
 from bridle.plugins import installed
-from bridle.runtimes import RUNTIMES, chosen
+from bridle.runtimes import RUNTIMES, resolve_auto
 from bridle.trajectory.builders import BUILDERS
 from bridle.types import JSON
 
@@ -139,14 +139,14 @@ class SubmissionPolicy(Settings):
     """Allowed `kwargs` of runtime `remote`, each a table as a task would have it; `"*"` permits any
     value. Remote hosts are used with the server's own rights, so only listed ones are permitted."""
     host_network: bool = False
-    """Whether tasks may use the machine's network: Polar's `network: host`, and `open` in runtimes
+    """True if tasks may use the machine's network: Polar's `network: host`, and `open` in runtimes
     that share it."""
     callbacks: tuple[str, ...] = ()
     """Allowed callback addresses: host names, `*.example.org`, IP networks. Private, loopback and
     link-local addresses must be listed by network (`127.0.0.0/8`) or name; an empty list allows
     every public address."""
     local: bool = Field(default=False, exclude=True)
-    """Whether `local` is a default runtime; set from the listening address."""
+    """True if `local` is a default runtime; set from the listening address."""
 
     def refused(self, task: Task) -> Refused:
         """Yield every field of a task that is not permitted, with the reason."""
@@ -190,7 +190,7 @@ class _PolicyCheck:
     @property
     def runtime(self) -> str:
         """The task's runtime, by its short name if it is one of Bridle's."""
-        return _short(chosen(self.task.runtime).backend, RUNTIMES)
+        return _short(resolve_auto(self.task.runtime).backend, RUNTIMES)
 
     def backend(self, field: str, _: str) -> Refused:
         given, listed = self.runtime, self.policy.runtimes

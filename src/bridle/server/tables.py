@@ -286,7 +286,7 @@ class FinalizeResult:
     task_id: str | None = None
     """Key of the task, if this was its last session."""
     name: str = ""
-    """That task's id as its owner knows it."""
+    """The task's id as its owner knows it."""
     owner: str = ""
 
 

@@ -43,7 +43,7 @@ def check(names: Sequence[str]) -> None:
 
 
 @contextmanager
-def opened(names: Sequence[str], folder: Path, config: JSON) -> Iterator[Telemetry]:
+def open_trackers(names: Sequence[str], folder: Path, config: JSON) -> Iterator[Telemetry]:
     """Open trackers for the run in `folder`; leaving waits until they have logged everything.
 
     Raises `ConfigError` as `check` does, and if a package fails (no key, no server).

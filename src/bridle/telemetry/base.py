@@ -28,7 +28,7 @@ TEXT: Final = 2_000
 """Characters of a message in a table of samples."""
 
 CLOSE_S: Final = 60.0
-"""How long trackers may take for queued events when a run ends."""
+"""Time that trackers may take for queued events when a run ends."""
 
 SESSIONS_BEHIND: Final = 200
 """Calls that may wait for trackers when a whole session, with its capture, is added to them."""
@@ -135,12 +135,11 @@ class Telemetry:
         """Log all steps and evaluations of a training so far; each is logged once."""
         for axis, rows in (("train", steps), ("eval", evaluations)):
             for row in rows[self._logged[axis] :]:
-                values = flat({name: value for name, value in row.items() if name != "step"})
+                values = flatten({name: value for name, value in row.items() if name != "step"})
                 self._numbers(axis, row["step"], values)
             self._logged[axis] = len(rows)
 
     def close(self) -> None:
-        """Wait until trackers have logged everything, then close them."""
         if not self._thread.is_alive():
             return
         self._samples()
@@ -163,7 +162,7 @@ class Telemetry:
         # Requests choose the names inside: a tracker refuses some, and keeps each for ever.
         summary["unknown"] = sum((summary["unknown"] or {}).values())
         self._put(lambda tracker: tracker.session(ended), SESSIONS_BEHIND)
-        self._numbers("rollout", self._sessions, flat(summary))
+        self._numbers("rollout", self._sessions, flatten(summary))
         self._rows.append(sample(ended.result))
         if len(self._rows) == SAMPLES_EVERY:
             self._samples()
@@ -202,12 +201,12 @@ def _stages(event: SessionEnded) -> list[tuple[str, float]]:
     return [("RUNNING", capture.session.opened_at), (outcome.status, outcome.ended_at)]
 
 
-def flat(values: JSON, above: str = "") -> dict[str, float]:
+def flatten(values: JSON, above: str = "") -> dict[str, float]:
     """Return the numbers of nested objects under names like `update/loss`."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{above}{name}/")
+            found |= flatten(value, f"{above}{name}/")
         elif isinstance(value, (int, float)):
             found[f"{above}{name}"] = float(value)
     return found

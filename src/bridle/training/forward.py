@@ -58,7 +58,7 @@ class TraceBatch:
 
     samples: tuple[Sample, ...]
     prefix: int
-    """How many leading ids all of them have in common, none of which trains."""
+    """Number of leading ids that all of them have in common, none of which trains."""
 
     @property
     def computed(self) -> int:

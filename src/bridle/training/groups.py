@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from bridle.config import Task
-from bridle.errors import ConfigError
+from bridle.errors import ConfigError, first_error
 from bridle.node.batch import Executor
 from bridle.training.samples import Group
 from bridle.types import JSON
@@ -275,11 +275,3 @@ async def local_groups(
                 feeder.cancel()
     except BaseExceptionGroup as errors:
         raise first_error(errors) from errors
-
-
-def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group: what a caller can handle; the others stay as its cause."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

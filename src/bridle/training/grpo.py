@@ -171,7 +171,7 @@ class Learner:
         self.steps = 0
         """Optimiser steps so far."""
         self.reference: PreTrainedModel | None = None
-        """What `kl` pulls to."""
+        """The model that `kl` pulls to."""
         if settings.kl:
             held = copy.deepcopy(model) if reference is None else reference
             self.reference = held.eval().requires_grad_(requires_grad=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from bridle.experts import whole
+from bridle.experts import complete_rows
 from bridle.training.forward import Piece, check_ids, rows_of
 from bridle.training.samples import Sample, trains
 from bridle.trajectory.fidelity import Certificate, Facts, Recomputed, certify
@@ -81,7 +81,7 @@ def facts_of(model: PreTrainedModel, known: Facts, traces: Iterable[Trace] = ())
     """
     config = model.config.get_text_config()
     has_experts = any(getattr(config, name, None) for name in EXPERTS)
-    replayed = {whole(trace.routed_experts) is not None for trace in traces} == {True}
+    replayed = {complete_rows(trace.routed_experts) is not None for trace in traces} == {True}
     shown: JSON = {
         "dtype": str(model.dtype).removeprefix("torch."),
         "processors": "none",

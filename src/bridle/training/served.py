@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 from bridle.client import AsyncClient, GroupResult
 from bridle.config import Task
-from bridle.training.groups import HeldOutEvaluation, TaskDraws, evaluation_of, first_error
+from bridle.errors import first_error
+from bridle.training.groups import HeldOutEvaluation, TaskDraws, evaluation_of
 from bridle.training.samples import Group
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON

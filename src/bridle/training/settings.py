@@ -19,9 +19,9 @@ class GrpoSettings(Settings):
     clip_norm: float = Field(default=1.0, gt=0)
     """Largest norm of a step's gradient."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """How far a token's probability may fall within one batch before its gradient stops."""
+    """Largest fall of a token's probability within one batch before its gradient stops."""
     clip_high: float = Field(default=0.2, gt=0)
-    """How far it may rise."""
+    """Largest rise, likewise."""
     importance_cap: float = Field(default=2.0, gt=0)
     """Truncated importance sampling: each token weighs its probability under the trainer's weights
     over that under which it was sampled, at most this much."""
@@ -41,16 +41,17 @@ class GrpoSettings(Settings):
     """Against the group's mean, over its deviation (`grpo`) or not and with a constant in place of
     each length (`dr_grpo`); or against the mean of all others (`rloo`)."""
     normalise: Literal["token", "sequence", "batch"] | None = None
-    """What weighs the same: each session, all its tokens alike (`token`) or all its traces alike
-    (`sequence`); or each token of the batch (`batch`). `None` = `token`, or what `dr_grpo` is."""
+    """The units that weigh the same: each session, all its tokens alike (`token`) or all its traces
+    alike (`sequence`); or each token of the batch (`batch`). `None` = `token`, or what `dr_grpo`
+    is."""
     flat_groups: Literal["drop", "refill", "keep"] = "drop"
     """Groups whose rewards do not vary: left out, replaced by another group, or kept with advantage
     0 (they dilute a step and, with `kl`, still pull)."""
     packing: Literal["rows", "sequence", "tree"] = "rows"
-    """How traces go through the model: padded rows that share their common beginning; end to end in
+    """Layout of traces in the model: padded rows that share their common beginning; end to end in
     one sequence; or one tree per group in which each token stands once, under a dense mask."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of matrix products; the weights, their gradients and the optimiser stay float32."""
+    """Precision of matrix products; the weights, their gradients and the optimiser stay float32."""
     gradient_checkpointing: bool = False
     """Keep only the input of each layer for the backward pass, which computes the layer again. Rows
     do not share their beginning then."""

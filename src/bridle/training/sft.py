@@ -57,7 +57,7 @@ class SftSettings(Settings):
     """Settings of supervised fine-tuning."""
 
     epochs: int = Field(default=1, ge=1)
-    """How often each example is seen."""
+    """Number of times that each example is seen."""
     max_steps: int | None = Field(default=None, ge=1)
     """End after this many steps, in the middle of an epoch too; `None` = when the epochs end."""
     learning_rate: float = Field(default=1e-4, gt=0)
@@ -65,7 +65,7 @@ class SftSettings(Settings):
     warmup_steps: int = Field(default=20, ge=0)
     """Steps of linear growth from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """What comes after the warm-up: nothing, or falling to 0 at the end."""
+    """Schedule after the warm-up: nothing, or falling to 0 at the end."""
     batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens that a batch computes, padding included; a longer example is one of its own."""
     max_length: int | None = Field(default=None, ge=2)
@@ -87,9 +87,9 @@ class SftProgress:
     """Progress of a training, reported after every step."""
 
     step: int
-    """How many are done."""
+    """Number of steps that are done."""
     steps: int
-    """How many there will be."""
+    """Number of all steps."""
     loss: float
     """Of this step's batch, nats per trained token."""
     tokens: int

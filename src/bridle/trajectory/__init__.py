@@ -39,7 +39,7 @@ from bridle.trajectory.builders import (
     Builder,
     Plan,
     assemble,
-    masked,
+    mask_all,
     per_request,
     shorten,
 )
@@ -67,14 +67,14 @@ class BuilderConfig(Settings):
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest trace, prompt and response together; `None` = any length."""
     overlong: Literal["truncate", "keep", "mask", "drop"] = "truncate"
-    """What becomes of a longer one: its last turns go, it stays, nothing in it trains, or it
+    """Treatment of a longer one: its last turns go, it stays, nothing in it trains, or it
     goes."""
     truncated: Literal["keep", "mask", "drop"] = "keep"
-    """What becomes of the traces of a session that was cut: by its time, by a limit, or its last
+    """Treatment of the traces of a session that was cut: by its time, by a limit, or its last
     reply by its length."""
     on_drift: Literal["fork", "splice"] = "fork"
-    """Where an engine's template wrote a turn anew: fork, or keep the sampled tokens and flag what
-    later turns saw as others (`bridle.trajectory.drift`). `per_request` never splices."""
+    """Treatment of a turn that an engine's template rewrote: fork, or keep the sampled tokens and
+    flag what later turns saw as others (`bridle.trajectory.drift`). `per_request` never splices."""
     close_token_ids: tuple[int, ...] = ()
     """Tokens that end a turn, as sampled or in the template; for `splice`."""
     end_of_turn_token_id: int | None = None
@@ -279,7 +279,7 @@ def _without_training(traces: Iterable[Trace]) -> list[Trace]:
     """The traces with nothing left to train; their metadata says so."""
     return [
         dataclasses.replace(
-            masked(trace, MaskReason.TRUNCATED), metadata=trace.metadata | {"tokens_trained": 0}
+            mask_all(trace, MaskReason.TRUNCATED), metadata=trace.metadata | {"tokens_trained": 0}
         )
         for trace in traces
     ]
@@ -309,7 +309,7 @@ def _limited(whole: Sequence[Trace], config: BuilderConfig, cut: str | None) -> 
     kept = [short for trace in whole if (short := _within(trace, config)) is not None]
     if cut is not None and config.truncated != "keep":
         mask = config.truncated == "mask"
-        kept = [masked(trace, MaskReason.TRUNCATED) for trace in kept] if mask else []
+        kept = [mask_all(trace, MaskReason.TRUNCATED) for trace in kept] if mask else []
     return Built(kept, _trained(whole) - _trained(kept), overlong, cut)
 
 
@@ -327,7 +327,7 @@ def _within(trace: Trace, config: BuilderConfig) -> Trace | None:
         return trace
     if config.overlong == "truncate":
         return shorten(trace, config.max_tokens)
-    return masked(trace, MaskReason.TRUNCATED) if config.overlong == "mask" else None
+    return mask_all(trace, MaskReason.TRUNCATED) if config.overlong == "mask" else None
 
 
 def _described(trace: Trace, joined: Joined, marks: Marks, transcript: Transcript | None) -> Trace:

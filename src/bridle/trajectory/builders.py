@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from bridle.experts import Experts, laid, unpack
+from bridle.experts import Experts, merge_rows, unpack
 from bridle.trajectory.graph import ExchangeNode, Graph, Piece, order_of, pieces
 from bridle.trajectory.masks import Marks
 from bridle.trajectory.sample import MaskReason, Trace
@@ -208,7 +208,7 @@ def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
 
 
 def _experts(path: Sequence[Piece], ids: Ids) -> npt.NDArray[np.int16] | None:
-    """Rows of experts of a path; a token has those of the first exchange that told them.
+    """Rows of experts of a path; a token has those of the first exchange that reported them.
 
     That is the one that brought it, or, for the last token of a reply, the one after it.
     """
@@ -218,13 +218,14 @@ def _experts(path: Sequence[Piece], ids: Ids) -> npt.NDArray[np.int16] | None:
         if node.exchange.experts is None:
             continue
         with suppress(ValueError):  # damaged: not known
-            told = unpack(node.exchange.experts)
+            experts = unpack(node.exchange.experts)
             moved = node.prompt_length - node.exchange.prompt_length
-            first = max(told.start + moved, _seen_from(node, moved, ids))
+            at = experts.start + moved
+            first = max(at, _seen_from(node, moved, ids))
             end = len(ids) if after is None else after.kept
-            rows = told.rows[first - told.start - moved : max(0, end - told.start - moved)]
+            rows = experts.rows[first - at : max(0, end - at)]
             parts.append(Experts(first, rows))
-    return laid(parts, len(ids))
+    return merge_rows(parts, len(ids))
 
 
 def _seen_from(node: ExchangeNode, moved: int, ids: Ids) -> int:
@@ -278,7 +279,7 @@ def shorten(trace: Trace, max_tokens: int) -> Trace | None:
     return None
 
 
-def masked(trace: Trace, reason: MaskReason) -> Trace:
+def mask_all(trace: Trace, reason: MaskReason) -> Trace:
     """The trace with nothing left to train: its trained tokens get `reason`."""
     reasons = trace.reasons.copy()
     reasons[reasons == MaskReason.TRAINED] = reason

@@ -1,4 +1,4 @@
-"""Causes of a mismatch between trainer and rollout logprobs, told from the pattern it makes.
+"""Causes of a mismatch between trainer and rollout logprobs, found by the pattern that it makes.
 
 Each cause leaves its own mark on the differences, whatever the two sides declare:
 
@@ -132,25 +132,27 @@ class Scored:
     """Number of the turn in its trace."""
     ids: Ids
     repeated: Flags
-    """Whether the id stood in the trace before."""
+    """True if the id stood in the trace before."""
     versions: npt.NDArray[np.int32]
     cached: npt.NDArray[np.int64]
-    """Prompt tokens of the turn that the engine took from its cache; 0 = none, or not told."""
+    """Prompt tokens of the turn that the engine took from its cache; 0 = none, or not reported."""
     padding: npt.NDArray[np.int64]
-    """Of the row; -1 = not told."""
+    """Of the row; -1 = not reported."""
     ours: Numbers
     theirs: Numbers
     entropies: Numbers
-    """NaN = not told."""
+    """NaN = not reported."""
     differences: Numbers
     """The trainer's logprob less the rollout's, nats, cut to what can be summed."""
 
 
-Told = Mapping[str, Any]
-"""Declared facts of one side by name; `None` = not told."""
+DeclaredFacts = Mapping[str, Any]
+"""Declared facts of one side by name; `None` = not declared."""
 
 
-def diagnose(scored: Scored, trainer: Told, rollout: Told, tolerance: float) -> list[Mismatch]:
+def diagnose(
+    scored: Scored, trainer: DeclaredFacts, rollout: DeclaredFacts, tolerance: float
+) -> list[Mismatch]:
     """The mismatches of a comparison with their causes; none if both sides agree.
 
     `tolerance` is the root mean square of the differences, in nats, that is no mismatch.
@@ -179,7 +181,9 @@ def _rms(values: Numbers) -> float:
     return float(np.sqrt((values**2).mean())) if len(values) else 0.0
 
 
-def _ranked(suspects: Sequence[Suspect], trainer: Told, rollout: Told) -> list[Suspect]:
+def _ranked(
+    suspects: Sequence[Suspect], trainer: DeclaredFacts, rollout: DeclaredFacts
+) -> list[Suspect]:
     """The suspects with what the facts say about them, best first; those that remain likely."""
     weighed = []
     for suspect in suspects:
@@ -190,15 +194,15 @@ def _ranked(suspects: Sequence[Suspect], trainer: Told, rollout: Told) -> list[S
             if None in (ours, theirs) or (name == "ids" and differs):
                 continue
             if name == "version" and not differs:
-                continue  # an engine may hold other weights than the version that it tells
+                continue  # an engine may hold other weights than the version that it reports
             score += 0.5 if differs else -0.5
             if differs:
                 evidence += f"; {name}: the rollout says {ours}, the trainer {theirs}"
         weighed.append(Suspect(suspect.cause, score, evidence))
     weighed.sort(key=lambda one: -one.score)
     likely = [one for one in weighed if one.score >= max(0.2, weighed[0].score - 0.5)]
-    told = "; ".join(f"{one.cause}: {one.evidence}" for one in weighed)
-    return likely or [Suspect(MismatchCause.UNKNOWN, 0.0, f"the facts exclude {told}")]
+    excluded = "; ".join(f"{one.cause}: {one.evidence}" for one in weighed)
+    return likely or [Suspect(MismatchCause.UNKNOWN, 0.0, f"the facts exclude {excluded}")]
 
 
 # ---- ids
@@ -236,7 +240,7 @@ def _other_ids(scored: Scored) -> Iterator[tuple[list[Suspect], Flags]]:
 
 
 def _stale(
-    scored: Scored, trainer: Told, tolerance: float
+    scored: Scored, trainer: DeclaredFacts, tolerance: float
 ) -> Iterator[tuple[list[Suspect], Flags]]:
     """The tokens that other versions than the trainer's sampled, where some are of its own."""
     stale = (scored.versions >= 0) & (scored.versions != trainer["version"])
@@ -260,16 +264,16 @@ def _part(scored: Scored, left: Flags, tolerance: float) -> tuple[list[Suspect],
             continue
         if off[outside].mean() > 0.01 or _rms(scored.differences[outside]) > tolerance:
             continue
-        told = _information(off[inside], off[outside]) - price
-        if told < LEAST_INFORMATION or _rms(scored.differences[inside]) <= tolerance:
+        gain = _information(off[inside], off[outside]) - price
+        if gain < LEAST_INFORMATION or _rms(scored.differences[inside]) <= tolerance:
             continue
-        if best is None or told > best[0]:
+        if best is None or gain > best[0]:
             text = (
                 f"{evidence}: {off[inside].mean():.0%} of {inside.sum()} tokens are off, of the "
                 f"{outside.sum()} others {off[outside].mean():.0%}"
             )
             suspects = [Suspect(c, 1.0 - 0.3 * n, text) for n, c in enumerate(causes)]
-            best = told, suspects, inside
+            best = gain, suspects, inside
     return None if best is None else best[1:]
 
 
@@ -341,7 +345,9 @@ def _surprise(flags: Flags) -> float:
 # ---- patterns
 
 
-def _patterns(scored: Scored, left: Flags, trainer: Told, rollout: Told) -> list[Suspect]:
+def _patterns(
+    scored: Scored, left: Flags, trainer: DeclaredFacts, rollout: DeclaredFacts
+) -> list[Suspect]:
     """Causes of differences that are anywhere."""
     apart, size = scored.differences[left], _rms(scored.differences[left])
     found = [*_temperature(scored, left), *_processor(scored, left), *_growth(scored, left)]

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridle.capture.records import Exchange
-from bridle.trajectory.graph import ExchangeNode, Graph, first_difference, ids, order_of
+from bridle.trajectory.graph import ExchangeNode, Graph, first_difference, first_ids, order_of
 from bridle.types import FinishReason
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class _Found:
     differ: int = 0
     """Last ids of the earlier path that its prompt shows as others."""
     rest: int = 0
-    """Where in its prompt what follows the turn begins."""
+    """Position in its prompt after the turn."""
 
 
 _REWRITTEN = _Found(DriftClass.REWRITTEN)
@@ -97,7 +97,9 @@ def join(graph: Graph, *, splice: bool, close_token_ids: Collection[int] = ()) -
     drifted = [node for node in graph.nodes.values() if _from_template(node)]
     # What the engine was given, before any node is changed.
     looked_at = [*drifted, *(graph.nodes.get(n.exchange.continues or "") for n in drifted)]
-    prompts = {n.exchange.exchange_id: ids(n, n.prompt_length) for n in looked_at if n is not None}
+    prompts = {
+        n.exchange.exchange_id: first_ids(n, n.prompt_length) for n in looked_at if n is not None
+    }
     for node in sorted(drifted, key=lambda node: order_of(node.exchange)):
         before = graph.nodes.get(node.exchange.continues or "")
         if before is None:

@@ -46,7 +46,7 @@ LARGEST_DIFFERENCE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts that one side declares about how it computes logprobs; `None` = not told."""
+    """Facts that one side declares about how it computes logprobs; `None` = not declared."""
 
     weights: str | None = None
     """Digest of the weights, by whatever rule both sides share."""
@@ -89,7 +89,7 @@ class Facts:
         return cls(**given)
 
     def json(self) -> JSON:
-        """Return the facts that are told."""
+        """Return the facts that are declared."""
         return {
             name: value for name, value in dataclasses.asdict(self).items() if value is not None
         }
@@ -204,10 +204,10 @@ class Certificate:
         size = f"KL {self.kl:.3g} nats per token over {self.tokens} tokens"
         if self.faithful:
             return f"trainer and rollout agree: {size}"
-        told = "; ".join(
+        causes = "; ".join(
             f"{' or '.join(m.names)} ({m.causes[0].evidence})" for m in self.mismatches
         )
-        return f"trainer and rollout disagree: {size}; {told}"
+        return f"trainer and rollout disagree: {size}; {causes}"
 
 
 def _same(ours: object, theirs: object) -> bool | None:
@@ -246,7 +246,7 @@ def certify(
     if not any(len(answer.positions) for _, answer in pairs):
         raise ConfigError("nothing to compare: the trainer sent no logprob of any trace")
     scored = _scored(pairs)
-    trainer, rollout = _told(pairs, trainer, rollout or Facts())
+    trainer, rollout = _all_facts(pairs, trainer, rollout or Facts())
     tolerance = _tolerance(trainer, rollout)
     mismatches = diagnose(
         scored, dataclasses.asdict(trainer), dataclasses.asdict(rollout), tolerance
@@ -266,7 +266,7 @@ def certify(
     )
 
 
-def _told(
+def _all_facts(
     pairs: Sequence[tuple[Trace, Recomputed]], trainer: Facts, rollout: Facts
 ) -> tuple[Facts, Facts]:
     """The facts of both sides, with those that the traces and the sent ids show."""
@@ -300,8 +300,8 @@ def _told(
 
 def _tolerance(trainer: Facts, rollout: Facts) -> float:
     """The least tolerance of the declared dtypes; half precision's if one side is silent."""
-    told = [TOLERANCES[one] for one in (trainer.dtype, rollout.dtype) if one is not None]
-    return min(told) if len(told) == 2 else TOLERANCES["bfloat16"]
+    declared = [TOLERANCES[one] for one in (trainer.dtype, rollout.dtype) if one is not None]
+    return min(declared) if len(declared) == 2 else TOLERANCES["bfloat16"]
 
 
 def _ids(trace: Trace) -> Ids:

@@ -2,7 +2,7 @@
 
 An exchange is a node; its parent is the exchange whose ids its prompt extends. Each node owns only
 the ids that are new with it: the suffix of its prompt and its output. What a path spells is put
-together once per trace (`ids`, `pieces`), never kept per node, so a forest costs what its new
+together once per trace (`first_ids`, `pieces`), never kept per node, so a forest costs what its new
 tokens cost (law 9).
 
 Token identity (law 1) is checked here and nowhere else: the digest of each prompt is computed from
@@ -38,15 +38,15 @@ SHOWN = 16
 
 @dataclass(frozen=True, slots=True, order=True)
 class Break:
-    """A place where something that should go on does not."""
+    """A place where something that should continue does not."""
 
     exchange: str
     position: int
-    """First differing token position, or 0 where no position can be told."""
+    """First differing token position, or 0 where the position is not known."""
     reason: str
     """A root reason of capture (`tools_changed`...), or one of the checks of `grow`."""
     around: tuple[tuple[int, ...], tuple[int, ...]] | None = field(default=None, compare=False)
-    """Ids from the position on, as they stood and as they came; `None` = they cannot be told."""
+    """Ids from the position on, as they stood and as they came; `None` = they are not known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +57,11 @@ class ExchangeNode:
     parent: ExchangeNode | None
     """Nearest ancestor of whose own ids (suffix or output) the prompt keeps some; `None` = root."""
     kept: int
-    """How many ids of (parent's prompt + output) the prompt begins with; 0 at a root."""
+    """Number of ids of (parent's prompt + output) that the prompt begins with; 0 at a root."""
     path_digest: bytes
     """sha256 of the ids from the root to the end of this output."""
     sound: bool
-    """Whether the prompt is what the engine was given."""
+    """True if the prompt is what the engine was given."""
     prompt_length: int
     """Ids from the root to the start of this output."""
     suffix: Ids
@@ -101,7 +101,7 @@ class Graph:
     lost: tuple[tuple[Exchange, str], ...]
     """Exchanges without a place, with the name of the check that they failed."""
     breaks: tuple[Break, ...]
-    """What the checks found and where conversations were not extended, by time."""
+    """Findings of the checks, and places where conversations were not extended, by time."""
 
     @property
     def roots(self) -> Iterator[ExchangeNode]:
@@ -145,7 +145,7 @@ def pieces(node: ExchangeNode, take: int) -> list[Piece]:
     return found[::-1]
 
 
-def ids(node: ExchangeNode, take: int) -> Ids:
+def first_ids(node: ExchangeNode, take: int) -> Ids:
     """The first `take` ids of a node's path, shape (take,), int32."""
     runs = [piece.ids for piece in pieces(node, take)]
     return np.concatenate(runs) if runs else no_ids()
@@ -294,10 +294,10 @@ class _Grower:
             return after_output.copy()
         if kept == parent.exchange.prompt_length:
             return after_prompt.copy()
-        return hashlib.sha256(_bytes(ids(parent, kept)))
+        return hashlib.sha256(_bytes(first_ids(parent, kept)))
 
     def note_forks(self, unique: dict[str, Exchange]) -> None:
-        """Note where the messages went on but the ids could not.
+        """Note where the messages continued but the ids could not.
 
         An exchange whose engine used another prompt than ours says itself where they part.
         """
@@ -316,8 +316,8 @@ class _Grower:
             if before not in unique:
                 self.note(exchange, "unknown_continues")
             elif old is not None and new is not None:
-                prompt = ids(new, exchange.prompt_length)
-                position = first_difference(ids(old, old.length), prompt)
+                prompt = first_ids(new, exchange.prompt_length)
+                position = first_difference(first_ids(old, old.length), prompt)
                 self.note(exchange, reason, position, _around(old, new, position))
             else:
                 self.note(exchange, reason)
@@ -337,7 +337,7 @@ def _around(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """`SHOWN` ids of both from where they part."""
     end = position + SHOWN
-    one, two = ids(old, min(old.length, end)), ids(new, min(new.prompt_length, end))
+    one, two = first_ids(old, min(old.length, end)), first_ids(new, min(new.prompt_length, end))
     return tuple(one[position:].tolist()), tuple(two[position:].tolist())
 
 

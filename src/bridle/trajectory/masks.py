@@ -55,15 +55,15 @@ class Marks:
     by_token: Mapping[str, npt.NDArray[np.uint8]]
     """`MaskReason` of each output id of every node, shape (output length,), uint8. Read-only."""
     trained: Mapping[str, int]
-    """How many output ids of every node may train."""
+    """Number of output ids of every node that may train."""
     by_reason: Mapping[MaskReason, int]
-    """How many output ids of all nodes have each reason, `TRAINED` too."""
+    """Number of output ids of all nodes with each reason, `TRAINED` too."""
     shown: frozenset[str]
     """Exchanges whose whole reply a later request shows."""
     joins: int
     """Number of requests that joined a call instead of being sampled."""
     rejected: frozenset[str]
-    """Exchanges whose reply the harness read and did not go on from (`siblings.rejected`)."""
+    """Exchanges whose reply the harness read and did not continue from (`siblings.rejected`)."""
 
 
 def mark(
@@ -90,7 +90,7 @@ def mark(
         if mask_rejected and reason is _TRAINED and exchange_id in passed_over:
             reason = MaskReason.REJECTED
         if reason is _ABORTED and delivery is not None and delivery.state is _CUT:
-            reason = MaskReason.CUT  # it was given up, but a part of it had left
+            reason = MaskReason.CUT  # it was aborted, but a part of it had left
         by_exchange[exchange_id] = reason
     by_token, trained, by_reason = _of_tokens(graph, by_exchange)
     joins = sum(len(delivery.joined_by) for delivery in deliveries.values())

@@ -45,7 +45,7 @@ class Packed:
     position_ids: npt.NDArray[np.int32]
     """Tokens before it on its path; shape (N,)."""
     segment_ids: npt.NDArray[np.int32]
-    """Which run without a branch it lies in; contiguous, rising; shape (N,)."""
+    """Index of its run without a branch; contiguous, rising; shape (N,)."""
     segment_parents: npt.NDArray[np.int32]
     """Segment that each segment follows, to its end; -1 at a root; shape (S,)."""
     loss_mask: npt.NDArray[np.uint8]

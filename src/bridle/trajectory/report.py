@@ -45,7 +45,7 @@ class Report:
     unproved: Counter[str] = field(default_factory=Counter)
     """Failed checks of token identity, by name."""
     forks: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Places where a conversation went on and its ids did not, by harness and reason."""
+    """Places where a conversation continued and its ids did not, by harness and reason."""
     showing: int = 0
     """Agent exchanges that show a turn that was sampled."""
     extending: int = 0

@@ -34,7 +34,7 @@ SHAPING = (
 
 
 class MaskReason(IntEnum):
-    """Why a token of a trace trains or does not; one `uint8` per response token."""
+    """Reasons why a token of a trace trains or does not; one `uint8` per response token."""
 
     TRAINED = 0
     """Sampled by the policy and delivered to the harness; trains here."""
@@ -59,13 +59,13 @@ class MaskReason(IntEnum):
     UNPAIRED = 10
     """No usable logprob belongs to it."""
     BROKEN = 11
-    """What it was sampled under is not known: a check of token identity failed."""
+    """The context that it was sampled under is not known: a check of token identity failed."""
     UNRESOLVED = 12
     """Nothing shows whether a harness received it: no delivery record, no later request."""
     OTHER_MODEL = 13
     """Sampled by an engine that is not the policy (the gateway's `[models]` table)."""
     REJECTED = 14
-    """Read by the harness, which asked the same again or went on from another answer; only where
+    """Read by the harness, which asked the same again or continued from another answer; only where
     the task says `rejected = "mask"`."""
     REPLAYED = 15
     """Sampled for another session, of which this one is a fork; trains there."""
@@ -108,14 +108,14 @@ class Trace:
     metadata: JSON = field(default_factory=dict)
     routed_experts: npt.NDArray[np.int16] | None = None
     """Experts that each token went to in each layer, of all ids; shape (P + R, layers, top_k), -1
-    where not known, as at the last token; `None` = a model without, or an engine that told none
+    where not known, as at the last token; `None` = a model without, or an engine that reported none
     (`bridle.experts`)."""
     token_rewards: npt.NDArray[np.float32] | None = None
     """Reward of each response token, where an evaluator gave them; shape (R,)."""
     media: Sequence[JSON] = ()
-    """Images and other media on the path, in order: `digest`, `media_type`, and, where the engine
-    told, the placeholder's `start` (in `prompt_ids + response_ids`) and `length`, its `grid`, and
-    whatever else it said. Read when used, as messages are."""
+    """Images and other media on the path, in order: `digest`, `media_type`, and, if the engine
+    reported them, the placeholder's `start` (in `prompt_ids + response_ids`) and `length`, its
+    `grid`, and whatever else it said. Read when used, as messages are."""
 
     def __post_init__(self) -> None:
         """All response arrays have the same length."""

@@ -135,7 +135,7 @@ def _score(task_set: str, harness: str, group: Sequence[Attempted]) -> HarnessSc
     rewards = [
         [one.reward for one in sessions if one.reward is not None] for sessions in by_task.values()
     ]
-    mean, half_width = clustered([some for some in rewards if some])
+    mean, half_width = clustered_mean([some for some in rewards if some])
     return HarnessScore(
         task_set=task_set,
         harness=harness,
@@ -151,7 +151,7 @@ def _score(task_set: str, harness: str, group: Sequence[Attempted]) -> HarnessSc
     )
 
 
-def clustered(clusters: Sequence[Sequence[float]]) -> tuple[float | None, float | None]:
+def clustered_mean(clusters: Sequence[Sequence[float]]) -> tuple[float | None, float | None]:
     """Mean of all values, and half the width of its 95 % interval with errors clustered.
 
     `None` for the mean without values, and for the width with fewer than two clusters.

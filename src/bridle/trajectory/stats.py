@@ -47,7 +47,7 @@ class Built:
     overlong: int = 0
     """Traces over the length limit."""
     cut: str | None = None
-    """Why the session counts as truncated; `None` = it does not."""
+    """Reason why the session counts as truncated; `None` = it does not."""
 
 
 def measure(

@@ -156,7 +156,7 @@ class Messages(Sequence[JSON]):
 
     @property
     def missing(self) -> str | None:
-        """Why they cannot be read; `None` = they can."""
+        """Reason why they cannot be read; `None` = they can."""
         self.whole()
         return self._missing
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from bridle.capture.records import Exchange, SessionCapture
 from bridle.errors import StoreError
-from bridle.trajectory.graph import ExchangeNode, Graph, first_difference, grow, ids, order_of
+from bridle.trajectory.graph import ExchangeNode, Graph, first_difference, first_ids, grow, order_of
 from bridle.trajectory.masks import mark
 from bridle.trajectory.sample import MaskReason
 from bridle.trajectory.transcript import Transcript
@@ -32,7 +32,7 @@ def draw(capture: SessionCapture, train: Collection[Kind]) -> list[tuple[int, st
     """The conversation of a session as `(depth, text)` lines.
 
     Each root begins with a line of its own; then one line per exchange: its id and kind, who spoke
-    in what is new, tokens in and out, what becomes of the sampled tokens, the beginning of the
+    in what is new, tokens in and out, the use of the sampled tokens, the beginning of the
     reply.
     """
     graph = grow(capture.session.session_id, capture.exchanges)
@@ -133,7 +133,7 @@ def explain_fork(
     two: str,
     decode: Callable[[Ids], str] | None = None,
 ) -> list[str]:
-    """Why exchange `two` does not extend exchange `one`, as lines of text.
+    """List the reasons why exchange `two` does not extend exchange `one`, as lines of text.
 
     Says what capture recorded, and the first position at which `two`'s prompt parts from all that
     `one` knew and said, with the ids around it and, given `decode`, their texts. Raises
@@ -141,8 +141,8 @@ def explain_fork(
     """
     graph = grow(capture.session.session_id, capture.exchanges)
     before, after = _node(graph, one), _node(graph, two)
-    old = ids(before, before.length)
-    new = ids(after, after.exchange.prompt_length)
+    old = first_ids(before, before.length)
+    new = first_ids(after, after.exchange.prompt_length)
     sampled, record = len(before.exchange.output_ids), after.exchange
     links = f"parent {record.parent_id}, continues {record.continues}"
     lines = [

@@ -10,14 +10,14 @@ from bridle.capture.sqlite import SqliteReader
 
 
 def test_every_demonstration_becomes_an_example_with_the_captured_ids(tmp_path):
-    told = []
+    result = []
 
-    counts = asyncio.run(collect(tmp_path, 20, seed=3, report=told.append))
+    counts = asyncio.run(collect(tmp_path, 20, seed=3, report=result.append))
 
     examples = [
         json.loads(line) for line in (tmp_path / "demonstrations.jsonl").read_text().splitlines()
     ]
-    assert counts.examples == len(examples) == told[-1] == 20
+    assert counts.examples == len(examples) == result[-1] == 20
     with SqliteReader(tmp_path / "capture.sqlite") as reader:
         outcomes = [reader.outcome(s.session_id) for s in reader.sessions()]
         rewards = {o.session_id: o.reward or 0.0 for o in outcomes if o is not None}

@@ -31,12 +31,12 @@ def few(settings: SftSettings) -> SftSettings:
 
 
 def test_the_folder_is_a_model_with_tokenizer_template_and_end_token(examples, tmp_path):
-    told = []
+    result = []
 
     folder = make_demo_model(
         examples,
         tmp_path / "model",
-        lambda name, done: told.append((name, done.step)),
+        lambda name, done: result.append((name, done.step)),
         short=few(SHORT),
         whole=few(WHOLE),
     )
@@ -46,11 +46,11 @@ def test_the_folder_is_a_model_with_tokenizer_template_and_end_token(examples, t
     assert 0.6e6 < sum(p.numel() for p in model.parameters()) < 1.1e6
     assert tokenizer.chat_template
     assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert told[-1] == ("as it is", 12)
+    assert result[-1] == ("as it is", 12)
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_the_same_examples_give_the_same_weights_in_whatever_order_they_come(examples, tmp_path):
+def test_the_same_examples_give_the_same_weights_in_any_order(examples, tmp_path):
     weights = []
     for name in ("a", "b"):
         lines = examples.read_text().splitlines(keepends=True)

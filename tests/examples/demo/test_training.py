@@ -18,7 +18,7 @@ def test_the_summary_says_before_and_after_on_the_same_fresh_tasks(tmp_path):
     written, before = io.StringIO(), console.file
     console.file = written
     try:
-        told = training_part(
+        result = training_part(
             tmp_path / "training",
             model,
             1,
@@ -29,11 +29,11 @@ def test_the_summary_says_before_and_after_on_the_same_fresh_tasks(tmp_path):
     finally:
         console.file = before
 
-    assert (told["before"], told["after"], told["rise"]) == (0.5, 0.0, -0.5)
-    assert told["fresh_tasks"] == 3
-    assert (told["steps"], told["sessions"]) == (1, 2)
-    assert told["updates"] == 0  # no session succeeded: there is nothing to compare
-    assert told["rewards"] == [0.0]
+    assert (result["before"], result["after"], result["rise"]) == (0.5, 0.0, -0.5)
+    assert result["fresh_tasks"] == 3
+    assert (result["steps"], result["sessions"]) == (1, 2)
+    assert result["updates"] == 0  # no session succeeded: there is nothing to compare
+    assert result["rewards"] == [0.0]
     assert "held-out tasks: 50.0% at step 0, 0.0% at step 1 (3 sessions)" in written.getvalue()
     assert (tmp_path / "training" / "course.json").is_file()
 
@@ -44,10 +44,10 @@ def test_a_short_training_of_the_demo_model_raises_its_success(tmp_path):
     model = demo_model()
     lines = [{"task_id": f"q{n}", "reward": float(n % 6 == 0)} for n in range(64)]
 
-    told = training_part(tmp_path / "training", model, 18, Part(tmp_path, lines, 1.0))
+    result = training_part(tmp_path / "training", model, 18, Part(tmp_path, lines, 1.0))
 
-    assert told["updates"] == 18
-    assert told["logprob_error"] < 1e-4
-    first, last = (sum(told["rewards"][at]) / 5 for at in (slice(5), slice(-5, None)))
-    assert last > first + 0.05, told["rewards"]
+    assert result["updates"] == 18
+    assert result["logprob_error"] < 1e-4
+    first, last = (sum(result["rewards"][at]) / 5 for at in (slice(5), slice(-5, None)))
+    assert last > first + 0.05, result["rewards"]
     assert (tmp_path / "training" / "curve.png").read_bytes().startswith(b"\x89PNG")

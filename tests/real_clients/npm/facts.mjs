@@ -1,5 +1,5 @@
 // What the scripts of this folder share: where the gateway is, what is asked of it, and how the
-// facts that an SDK told are printed. Python compares them with the engine's script.
+// facts that an SDK reported are printed. Python compares them with the engine's script.
 
 export const { URL_OF_API: url, KEY: key } = process.env;
 export const model = "my-model";
@@ -27,12 +27,12 @@ export const long = "word ".repeat(6000);
 
 /** Run each case and print `{case: facts}`; what a case throws is its facts. */
 export async function tell(cases) {
-  const told = {};
+  const reported = {};
   for (const [name, run] of Object.entries(cases)) {
     try {
-      told[name] = await run();
+      reported[name] = await run();
     } catch (error) {
-      told[name] = {
+      reported[name] = {
         thrown: error.constructor.name,
         status: error.status ?? null,
         code: error.code ?? null,
@@ -42,5 +42,5 @@ export async function tell(cases) {
       };
     }
   }
-  console.log(JSON.stringify(told));
+  console.log(JSON.stringify(reported));
 }

@@ -1,10 +1,10 @@
-"""Long texts stand as one id while a family lays a prompt out, and are tokenised when it is done.
+"""A family that renders with a placeholder id for each long text, which is tokenised afterwards.
 
 The renderers of the `renderers` package keep lists beside the ids (which message, whether sampled,
 whether content), an entry per token, made in Python; nobody here reads them, and for a root they
 take as long as the tokenizer itself. Ids of a text are the same wherever it is tokenised, and
-renderers only put them in their place. Where a family does more than that, `held` sees it in fixed
-conversations and leaves that family as it is.
+renderers only put them in their place. `with_placeholders` compares both ways on fixed
+conversations, and leaves a family as it is where they differ.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from bridle.errors import RenderError, boundary
 from bridle.prompting.family import Bridged, Family, Parsed
 from bridle.prompting.layouts import Layouts
 from bridle.prompting.plain import PlainReplies
-from bridle.prompting.tokenizer import HELD_CHARS, PromptTokenizer
+from bridle.prompting.tokenizer import PLACEHOLDER_CHARS, PromptTokenizer
 from bridle.types import JSON
 
-_LONG = "Some words about a file, and what stands in it. " * (HELD_CHARS // 40)
+_LONG = "Some words about a file, and what stands in it. " * (PLACEHOLDER_CHARS // 40)
 _CALL: JSON = {"name": "look", "arguments": {"path": "a.txt"}}
 _TURNS: list[JSON] = [
     {"role": "system", "content": f"1 {_LONG}"},
@@ -43,14 +43,14 @@ class _Ids:
     token_ids: list[int]
 
 
-class HeldFamily:
+class PlaceholderFamily:
     """A family that never sees the tokens of long texts."""
 
     def __init__(self, family: Family, tokenizer: PromptTokenizer, *, plain: bool = False) -> None:
         self._family = family
         self._tokenizer = tokenizer
         self._marked = "</think>" in tokenizer.added
-        """Whether the end of reasoning is a token of its own, not text that must be looked for."""
+        """True if the end of reasoning is a token of its own, not text that must be looked for."""
         self._stops = family.get_stop_token_ids()
         self._open = tokenizer.control_ids - frozenset(self._stops)
         self._layouts = Layouts(tokenizer)
@@ -75,7 +75,6 @@ class HeldFamily:
         *,
         tools: list[JSON] | None,
     ) -> Bridged | None:
-        """See `Family`."""
         before = [*previous_prompt_ids, *previous_completion_ids]
         ids = self.suffix(previous_prompt_ids, previous_completion_ids, new_messages, tools)
         return None if ids is None else _Ids(before + ids)
@@ -130,7 +129,7 @@ def suffix_of(
     tools: list[JSON] | None,
 ) -> list[int] | None:
     """The ids of a family's bridge behind those that it is given; `None` = it refuses."""
-    if isinstance(family, HeldFamily):
+    if isinstance(family, PlaceholderFamily):
         return family.suffix(prompt, completion, new, tools)
     found = family.bridge_to_next_turn(prompt, completion, new, tools=tools)
     before = [*prompt, *completion]
@@ -139,16 +138,16 @@ def suffix_of(
     return found.token_ids[len(before) :]
 
 
-def held(family: Family, tokenizer: PromptTokenizer, *, plain: bool = False) -> Family:
-    """Return `family` with its long texts held, or itself where that changes its ids.
+def with_placeholders(family: Family, tokenizer: PromptTokenizer, *, plain: bool = False) -> Family:
+    """Return `family` with placeholders for long texts, or itself where that changes its ids.
 
     `plain` replies, which hold no control token, are then read without its parser.
     """
-    made = HeldFamily(family, tokenizer, plain=plain)
+    made = PlaceholderFamily(family, tokenizer, plain=plain)
     return made if _agree(family, made) else family
 
 
-def _agree(family: Family, made: HeldFamily) -> bool:
+def _agree(family: Family, made: PlaceholderFamily) -> bool:
     """Return whether both render the fixed conversations to the same ids."""
     asked: list[list[int]] = []
     for messages in _PROBES:

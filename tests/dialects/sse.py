@@ -1,19 +1,12 @@
-"""Server-sent events: the framing that all streaming dialects share.
+"""A parser of server-sent events, by which tests read streams as a client would.
 
-`event_bytes` writes one event; `SseParser` reads them back from chunks cut at any byte, as the
-WHATWG event stream specification (HTML, section 9.2.6) says: LF, CR and CRLF end a line, an empty
-line dispatches, comments and unknown fields are skipped, an event without data is none. Lines after
-the last empty line are never dispatched, so a cut stream gives no half event.
+It reads events from chunks cut at any byte, as the WHATWG event stream specification (HTML, section
+9.2.6) says: LF, CR and CRLF end a line, an empty line dispatches, comments and unknown fields are
+skipped, an event without data is none. Lines after the last empty line are never dispatched, so a
+cut stream gives no half event.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-
-from bridle.types import one_line
-
-DONE = b"data: [DONE]\n\n"
-"""OpenAI's last event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +18,6 @@ class SseEvent:
     event: str = "message"
     id: str | None = None
     """The last id seen on the stream, `None` before the first."""
-
-
-def event_bytes(data: bytes, event: str | None = None) -> bytes:
-    """Return one event. `data` is JSON text without line breaks; `event` is its name, if any."""
-    data = one_line(data)
-    if event is None:
-        return b"data: " + data + b"\n\n"
-    return b"event: " + event.encode() + b"\ndata: " + data + b"\n\n"
 
 
 class SseParser:

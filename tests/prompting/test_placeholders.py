@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.prompting.family import Family, make_family
-from bridle.prompting.held import HeldFamily, held
-from bridle.prompting.tokenizer import HELD_CHARS, load_tokenizer
+from bridle.prompting.placeholders import PlaceholderFamily, with_placeholders
+from bridle.prompting.tokenizer import PLACEHOLDER_CHARS, load_tokenizer
 
 TOKENS = load_tokenizer(builtin_tokenizer_dir())
 PLAIN = make_family("qwen3", TOKENS, thinking=None, history="exact")
-HELD = held(PLAIN, TOKENS)
+REPLACED = with_placeholders(PLAIN, TOKENS)
 
-texts = st.tuples(st.text(max_size=4), st.sampled_from([0, HELD_CHARS])).map(
+texts = st.tuples(st.text(max_size=4), st.sampled_from([0, PLACEHOLDER_CHARS])).map(
     lambda drawn: drawn[0] + drawn[1] * "x " + drawn[0]
 )
 messages = st.lists(
@@ -31,14 +31,14 @@ MARKS = ["<think>", "</think>", "<tool_call>", "<|im_end|>"]
 
 
 def test_a_family_that_only_puts_texts_in_their_place_is_held():
-    assert isinstance(HELD, HeldFamily)
+    assert isinstance(REPLACED, PlaceholderFamily)
 
 
 @given(messages)
 @settings(max_examples=40)
 def test_a_prompt_is_the_same_held_or_not(asked):
     wanted = PLAIN.render_ids(asked, tools=None, add_generation_prompt=True)
-    assert HELD.render_ids(asked, tools=None, add_generation_prompt=True) == wanted
+    assert REPLACED.render_ids(asked, tools=None, add_generation_prompt=True) == wanted
 
 
 @example([{"role": "user", "content": ""}], ["a b c d e f g h", "\n", "<think>"])
@@ -50,7 +50,7 @@ def test_a_suffix_is_the_same_held_or_not(new, said):
     )
     sampled = TOKENS.encode("".join(said))
     plain = PLAIN.bridge_to_next_turn(prompt, sampled, new, tools=None)
-    made = HELD.bridge_to_next_turn(prompt, sampled, new, tools=None)
+    made = REPLACED.bridge_to_next_turn(prompt, sampled, new, tools=None)
     kept = prompt + sampled
     if plain is None or plain.token_ids[: len(kept)] != kept:
         assert made is None
@@ -90,7 +90,7 @@ class Looks:
 @pytest.mark.parametrize("how", ["decodes", "counts", "bridges", "never"])
 def test_a_family_that_looks_at_ids_is_left_as_it_is(how):
     family = cast("Family", Looks(how))
-    assert held(family, TOKENS) is family
+    assert with_placeholders(family, TOKENS) is family
 
 
 def test_a_family_that_drops_what_was_sampled_makes_no_suffix():
@@ -101,22 +101,22 @@ def test_a_family_that_drops_what_was_sampled_makes_no_suffix():
             found.token_ids[:] = [0, *found.token_ids]
             return found
 
-    family = held(cast("Family", Drops("fine")), TOKENS)
-    assert isinstance(family, HeldFamily)
+    family = with_placeholders(cast("Family", Drops("fine")), TOKENS)
+    assert isinstance(family, PlaceholderFamily)
     new = [{"role": "user", "content": "u"}]
     assert family.bridge_to_next_turn([1, 2], [3, 4], new, tools=None) is None
 
 
 def test_replies_are_parsed_and_ended_as_the_family_does():
     ids = TOKENS.encode("hello<|im_end|>")
-    parsed = HELD.parse_response(ids, tools=None, prompt_ids=[])
+    parsed = REPLACED.parse_response(ids, tools=None, prompt_ids=[])
     assert parsed.content == "hello"
-    assert HELD.get_stop_token_ids() == list(PLAIN.get_stop_token_ids())
+    assert REPLACED.get_stop_token_ids() == list(PLAIN.get_stop_token_ids())
 
 
 def test_texts_are_tokenised_as_always_when_nothing_is_held():
-    text = "y " * HELD_CHARS
-    with TOKENS.holding() as texts:
+    text = "y " * PLACEHOLDER_CHARS
+    with TOKENS.placeholders() as texts:
         assert TOKENS.encode(text) == [-1]
     assert texts == [text]
     assert np.array(TOKENS.encode(text)).min() >= 0
