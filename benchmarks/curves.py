@@ -26,7 +26,7 @@ from bridle.cli.training import LocalBackend, TrainSettings, local_backend, trai
 from bridle.config import Task
 from bridle.node.batch import Executor
 from bridle.node.results import SessionResult
-from bridle.training.groups import Evaluation
+from bridle.training.groups import HeldOutEvaluation
 from bridle.training.loop import Course
 from bridle.types import JSON
 
@@ -113,7 +113,7 @@ def measured(
     settings: TrainSettings,
     tasks: Sequence[Task],
     held_out: Sequence[Task],
-    before: Evaluation | None = None,
+    before: HeldOutEvaluation | None = None,
 ) -> JSON:
     """Train once; `points` on held-out tasks and `played` of each step, as in `Meter`."""
     meters: list[Meter] = []

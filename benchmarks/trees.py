@@ -37,11 +37,11 @@ from examples.demo.recipe import make_demo_model
 
 from bridle.bridges.examples import examples_of
 from bridle.bridges.sft import write_sft
-from bridle.cli.batch import TaskBatch, run_batch
+from bridle.cli.batch import BatchRun, run_batch
 from bridle.cli.runs import sessions
 from bridle.cli.training import TrainSettings
 from bridle.config import Task
-from bridle.training.groups import Evaluation
+from bridle.training.groups import HeldOutEvaluation
 from bridle.training.settings import GrpoSettings, LoopSettings
 from bridle.training.sft import SftSettings
 from bridle.trajectory import rebuild
@@ -152,7 +152,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> JSON:
         script = place / "script.json"
         script.write_text(json.dumps({"conversations": [demonstration(one, rng) for one in drawn]}))
         tasks = [one.task(place / "files", "demo") for one in drawn]
-        run_batch(TaskBatch(tasks, f"scripted:{script}", place / "run", AT_ONCE, "demonstrations"))
+        run_batch(BatchRun(tasks, f"scripted:{script}", place / "run", AT_ONCE, "demonstrations"))
         captured = sessions(place / "run")
         examples = (one for capture in captured for one in examples_of(rebuild(capture)))
         written = write_sft(place / "sft.jsonl", examples)
@@ -168,7 +168,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> JSON:
         )
         make_demo_model(place / "sft.jsonl", folder, short=short, whole=whole)
         fresh = [one.task(place / "files", "fresh") for one in walks(options.fresh, FRESH_SEED)]
-        batch = TaskBatch(fresh, f"embedded:{folder}", place / "fresh", AT_ONCE, "before")
+        batch = BatchRun(fresh, f"embedded:{folder}", place / "fresh", AT_ONCE, "before")
         rewards = [line["reward"] for line in run_batch(batch)]
     return {"examples": written.examples, "success": statistics.mean(rewards)}
 
@@ -198,7 +198,7 @@ def train(way: Way, seed: int, options: argparse.Namespace, before: float) -> JS
         drawn = walks(options.steps * groups, TRAIN_SEED + seed)
         tasks = [one.task(folder / "files", "train", **grown) for one in drawn]
         fresh = [one.task(folder / "files", "fresh") for one in walks(options.fresh, FRESH_SEED)]
-        return measured(settings, tasks, fresh, Evaluation(before, len(fresh), 0, {}))
+        return measured(settings, tasks, fresh, HeldOutEvaluation(before, len(fresh), 0, {}))
 
 
 def table(results: Results, goal: float) -> Iterator[str]:

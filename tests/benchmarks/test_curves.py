@@ -11,7 +11,7 @@ from benchmarks.trees import DECISIVE, TURNS, WAYS, demonstration, walks
 from benchmarks.trees import main as grow_trees
 from tests.cli.models import untrained
 
-from bridle.cli.batch import TaskBatch, run_batch
+from bridle.cli.batch import BatchRun, run_batch
 
 CURVE = [
     {"success": 0.2, "sampled": 0},
@@ -74,7 +74,7 @@ def test_a_walk_that_forks_at_its_decisive_turn_samples_the_rest_alone(tmp_path)
     branching = WAYS["decisive"].branching
     assert branching is not None
     task = walk.task(tmp_path / "files", "t", branching=branching)
-    lines = run_batch(TaskBatch([task], f"scripted:{script}", tmp_path / "run", 4, "walk"))
+    lines = run_batch(BatchRun([task], f"scripted:{script}", tmp_path / "run", 4, "walk"))
     root, *forks = sorted(lines, key=lambda line: "fork" in line and line["fork"] is not None)
     assert len(forks) == branching["samples"]
     assert root["exchanges"] == TURNS + 1

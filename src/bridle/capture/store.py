@@ -19,6 +19,7 @@ from bridle.capture.records import (
     SessionCapture,
     SessionRecord,
 )
+from bridle.errors import StoreError
 
 
 class Store(Protocol):
