@@ -110,7 +110,7 @@ async def captured(folder, *, rewards=(1.0, 0.0, None)):
 
 def certified(text, turns=(("one.0", "x"),)):
     """The certificate of a mismatch whose texts are all somebody else's."""
-    cause = {"cause": text, "score": 0.9, "evidence": text}
+    cause = {"cause": "unknown", "score": 0.9, "evidence": text}
     shares = {"token_share": 0.5, "kl_share": 1.0}
     return {
         "made_at": 1.7e9,
@@ -121,7 +121,7 @@ def certified(text, turns=(("one.0", "x"),)):
         "mismatches": [{"causes": [cause, cause], **shares}],
         "turns": [
             {"trace_id": f"{session}/prefix_merging/0", "exchange_id": exchange, "tokens": 9,
-             "kl": None, "largest": 3.0, "causes": [text], **shares}
+             "kl": 0.3, "largest": 3.0, "causes": [text], **shares}
             for session, exchange in turns
         ],
     }  # fmt: skip

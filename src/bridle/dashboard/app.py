@@ -275,10 +275,7 @@ class _Pages:
         found = self._source(request).certificate(run)
         if found is None:
             raise HTTPException(404, f"no certificate of the run {run[:200]!r}")
-        turns = found.worst[at : at + LIST]
-        return self._page(
-            request, "certificate.html", found=found, run=run, turns=turns, at=at, step=LIST
-        )
+        return self._page(request, "certificate.html", found=found, run=run, at=at, step=LIST)
 
     def _group(self, request: Request) -> SampleGroup:
         query = request.query_params

@@ -8,10 +8,9 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
+from bridle.trajectory.causes import Suspect
+from bridle.trajectory.fidelity import TurnAgreement
 from bridle.types import JSON
-
-Number = float | None
-"""`None` = not finite, so JSON cannot hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,46 +25,17 @@ class FactRow:
 
 
 @dataclass(frozen=True, slots=True)
-class CauseRow:
-    """A cause that fits a mismatch."""
-
-    cause: str
-    score: float
-    evidence: str
-
-
-@dataclass(frozen=True, slots=True)
 class MismatchRow:
     """Tokens on which both sides disagree for one reason."""
 
-    causes: Sequence[CauseRow]
-    """Best first."""
-    token_share: Number
-    kl_share: Number
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRow:
-    """Agreement on one turn."""
-
-    trace_id: str
-    exchange_id: str
-    tokens: int
-    token_share: Number
-    kl: Number
-    kl_share: Number
-    largest: Number
-    causes: Sequence[str]
-
-    @property
-    def session_id(self) -> str:
-        """Return the session of the trace, whose id is `SESSION/BUILDER/NUMBER`."""
-        return self.trace_id.rsplit("/", 2)[0]
+    causes: Sequence[Suspect]
+    token_share: float
+    kl_share: float
 
 
 @dataclass(frozen=True, slots=True)
 class RunCertificate:
-    """The content of the file."""
+    """The content of the file: that of `bridle.trajectory.fidelity.Certificate`, and its origin."""
 
     made_at: float
     """Unix time, seconds."""
@@ -74,17 +44,12 @@ class RunCertificate:
     faithful: bool
     tokens: int
     missing: int
-    kl: Number
-    rms: Number
+    kl: float
+    rms: float
     tolerance: float
     facts: Sequence[FactRow]
     mismatches: Sequence[MismatchRow]
-    turns: Sequence[TurnRow]
-
-    @property
-    def worst(self) -> list[TurnRow]:
-        """Return the turns, those with the largest shares of the divergence first."""
-        return sorted(self.turns, key=lambda turn: -(turn.kl_share or 0.0))
+    turns: Sequence[TurnAgreement]
 
 
 _FILE: Final = TypeAdapter(RunCertificate)

@@ -307,7 +307,7 @@ class RunFacts:
     error: str | None = None
     """The reason why the run cannot be read."""
     certified: bool | None = None
-    """Whether its certificate says that trainer and rollout agree; `None` = it has none."""
+    """Verdict of its certificate, `True` = trainer and rollout agree; `None` = it has none."""
 
 
 Number = float | int | None

@@ -564,16 +564,12 @@ class EnginePool(EngineHandover):
 
     # ---- weights
 
-    def check_version(self, version: int | None) -> None:
-        """Raise the `ConfigError` that `set_version` would."""
-        check_version(self.each(), version)
-
     async def set_version(self, version: int) -> None:
         """Set the version of all replicas' weights, where replies do not report their own.
 
         `ConfigError` where a replica samples with an adapter of another version.
         """
-        self.check_version(version)
+        check_version(self.each(), version)
         for one in self._replicas.values():
             if isinstance(one.engine, Versioned) and one.info is not None:
                 await one.engine.set_version(version)

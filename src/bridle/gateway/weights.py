@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter, model_validator
 from bridle.config import Settings
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_handover import Release
-from bridle.engines.pool_replica import make_replica
+from bridle.engines.pool_replica import check_version, make_replica
 from bridle.errors import ConfigError, StoreError, boundary
 from bridle.folders import private_file, private_folder
 from bridle.types import JSON, without_user_info
@@ -163,7 +163,7 @@ async def set_policy(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> 
         policy.version = wanted.version
         await asyncio.to_thread(_keep, policy.file, wanted.weights, wanted.version)
     else:
-        engines.check_version(wanted.version)
+        check_version(engines.each(), wanted.version)
         if wanted.hold:
             await engines.hold(wanted.hold, timeout_s=wanted.timeout_s)
         if wanted.version is not None:

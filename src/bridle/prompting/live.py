@@ -77,6 +77,7 @@ class LiveReader:
         self._held_starts = frozenset(held[:1] for held in self._held)
         self._read_calls = read_calls
         self._control = tokenizer.control_ids
+        self._marks_part = frozenset(tokenizer.control_ids) | stop_ids
         self._text = _Decoder(tokenizer)
         self._buffer = ""
         """Decoded, but not certain yet."""
@@ -90,13 +91,16 @@ class LiveReader:
     def feed(self, ids: Sequence[int]) -> ReplyDelta:
         """Return the part of the reply that becomes certain with `ids`."""
         piece = ReplyDelta()
+        if self._part is not _Part.CALLS and self._marks_part.isdisjoint(ids):
+            self._plain([*ids], piece)
+            return piece
         run: list[int] = []
         for id_ in ids:
             if self._part is _Part.HELD:
                 break
             if self._part is _Part.CALLS:
                 self._call(id_, piece)
-            elif id_ in self._control or id_ in self._stop_ids:
+            elif id_ in self._marks_part:
                 self._plain(run, piece)
                 run = []
                 self._marker(id_, piece)

@@ -1,12 +1,12 @@
-"""Ways to compute an update: precision, gradient checkpointing, attention of packed traces.
+"""Ways to compute an update: gradient checkpointing, and attention of packed traces.
 
-Each is the same code on a CPU and a GPU, and changes neither the model's class nor what a
+Both are the same code on a CPU and a GPU, and change neither the model's class nor what a
 checkpoint holds.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +24,6 @@ ATTENTION = "bridle_packed"
 
 CLOSE = 1e-3
 """Largest difference of logits, as a share of the largest, of one computation done in two ways."""
-
-
-def computing(device: torch.device, dtype: str) -> AbstractContextManager[None]:
-    """Compute matrix products of passes inside in `dtype`; the weights stay in float32."""
-    autocast: AbstractContextManager[None] = torch.autocast(
-        device.type, torch.bfloat16, enabled=dtype == "bfloat16"
-    )
-    return autocast
 
 
 def recompute_layers(model: PreTrainedModel) -> None:

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from bridle.errors import ConfigError, TrainingError
-from bridle.training.compute import computing, pack_attention, recompute_layers
+from bridle.training.compute import pack_attention, recompute_layers
 from bridle.training.forward import Piece, Tokens, check_ids, packed_of, rows_of, threads, trees_of
 from bridle.training.lora import add_adapter, policy_weights
 from bridle.training.samples import Batch, nothing_left
@@ -231,7 +231,11 @@ class Learner:
 
     def computing(self) -> AbstractContextManager[None]:
         """Return a context in which passes compute in the precision of the settings."""
-        return computing(self.model.device, self.settings.dtype)
+        half = self.settings.dtype == "bfloat16"
+        autocast: AbstractContextManager[None] = torch.autocast(
+            self.model.device.type, torch.bfloat16, enabled=half
+        )
+        return autocast
 
     def update(self, batch: Batch) -> Update:
         """Train on one batch; the weights that come out are the next version.
