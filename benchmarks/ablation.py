@@ -29,7 +29,7 @@ from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import open_engine_and_renderer
 from bridle.config import BuilderSpec, SamplingPolicy
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.training.forward import rows_of, trees_of
 from bridle.training.grpo import Learner
@@ -73,7 +73,7 @@ async def capture(model: Path, folder: Path, sessions: int, turns: int, threads:
     engine, renderer = open_engine_and_renderer(f"embedded:{model}", None)
     store = await SqliteStore.open(folder / "capture.sqlite")
     settings = GatewaySettings()
-    gateway = Gateway(engine=engine, renderer=renderer, store=store, settings=settings)
+    gateway = GatewayServer(engine=engine, renderer=renderer, store=store, settings=settings)
     async with store, gateway, aiohttp.ClientSession() as http:
         began = clock(threads)
         async with asyncio.TaskGroup() as group:
@@ -83,7 +83,7 @@ async def capture(model: Path, folder: Path, sessions: int, turns: int, threads:
 
 
 async def play(
-    gateway: Gateway, store: SqliteStore, http: aiohttp.ClientSession, number: int, turns: int
+    gateway: GatewayServer, store: SqliteStore, http: aiohttp.ClientSession, number: int, turns: int
 ) -> None:
     """One conversation; the harness shows a new line after each reply."""
     policy = SamplingPolicy(max_output_tokens=OUTPUT_TOKENS)

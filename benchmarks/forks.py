@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bridle.capture.sqlite import SqliteReader
-from bridle.cli.batch import TaskBatch, run_batch
+from bridle.cli.batch import BatchRun, run_batch
 from bridle.cli.harness import EDITS, SUBMIT
 from bridle.config import EvaluatorSpec, ForkSpec, Task
 from bridle.harnesses import ANY_PROGRAM, HARNESSES, default_agent
@@ -48,14 +48,14 @@ def tried(name: str, turns: int, again: int, scratch: Path) -> dict[str, Any]:
     path.write_text(json.dumps(script(name, turns)))
     engine = f"scripted:{path}"
     run = scratch / "run"
-    (first,) = run_batch(TaskBatch([task], engine, run, 1, name))
+    (first,) = run_batch(BatchRun([task], engine, run, 1, name))
     with SqliteReader(run / "capture.sqlite") as reader:
         replies = sum(
             one.state == "delivered" for one in reader.read(first["session_id"]).deliveries.values()
         )
     spec = ForkSpec(capture=str(run / "capture.sqlite"), session=first["session_id"], at=replies)
     forked = task.model_copy(update={"fork": spec, "num_samples": again})
-    lines = run_batch(TaskBatch([forked], engine, scratch / "forks", 1, f"{name} again"))
+    lines = run_batch(BatchRun([forked], engine, scratch / "forks", 1, f"{name} again"))
     return {
         "harness": name,
         "replies": replies,

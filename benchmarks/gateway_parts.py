@@ -28,7 +28,7 @@ from bridle.cli.process import long_running
 from bridle.engines import open_engine
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
 from bridle.engines.vllm_routes import VllmRoute, call_body
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import load_renderer
@@ -422,7 +422,7 @@ async def run_proxy(engine: str) -> None:
 @asynccontextmanager
 async def gateway(
     engine: str, data: str, *, fsync: str = "off", stream: str = "whole"
-) -> AsyncIterator[Gateway]:
+) -> AsyncIterator[GatewayServer]:
     """A gateway on a SQLite store; token in, if the engine's URL stands alone."""
     opened = await SqliteStore.open(Path(data) / "capture.sqlite", fsync=fsync)  # type: ignore[arg-type]
     settings = GatewaySettings(
@@ -433,7 +433,7 @@ async def gateway(
     renderer = load_renderer("builtin")
     async with (
         opened as store,
-        Gateway(
+        GatewayServer(
             engine=open_engine(engine), renderer=renderer, store=store, settings=settings
         ) as served,
     ):

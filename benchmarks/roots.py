@@ -28,7 +28,7 @@ from gateway_parts import words
 
 from bridle.capture.store import MemoryStore
 from bridle.engines.vllm import VllmEngine
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
 
@@ -57,7 +57,7 @@ def engine() -> Iterator[str]:
 async def play(url: str, prompt: str, context: int, sessions: int) -> list[float]:
     """CPU of each session's first call, in ms."""
     settings = GatewaySettings.model_validate({"prompt": prompt})
-    gateway = Gateway(
+    gateway = GatewayServer(
         engine=VllmEngine(url),
         renderer=load_renderer("builtin"),
         store=MemoryStore(),

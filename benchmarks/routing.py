@@ -48,7 +48,7 @@ from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica, RoutingSettings, make_replica
 from bridle.engines.pool_routing import RoutingReason
 from bridle.engines.vllm import VllmEngine
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.registry import SessionHandle
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import PromptRenderer, load_renderer
@@ -65,12 +65,14 @@ LONG = 600
 @asynccontextmanager
 async def gateway(
     pool: EnginePool, folder: Path, *, stream: str
-) -> AsyncIterator[tuple[Gateway, MemoryStore]]:
+) -> AsyncIterator[tuple[GatewayServer, MemoryStore]]:
     """A gateway over `pool`."""
     store = MemoryStore()
     settings = GatewaySettings.model_validate({"stream": stream})
     renderer = load_renderer(str(folder))
-    async with Gateway(engine=pool, renderer=renderer, store=store, settings=settings) as served:
+    async with GatewayServer(
+        engine=pool, renderer=renderer, store=store, settings=settings
+    ) as served:
         yield served, store
 
 
@@ -280,7 +282,7 @@ class Watch:
 
 
 async def interrupted(
-    served: Gateway,
+    served: GatewayServer,
     renderer: PromptRenderer,
     store: MemoryStore,
     pool: EnginePool,

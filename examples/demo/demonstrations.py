@@ -21,7 +21,7 @@ from bridle.bridges.sft import SftCounts, write_sft
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import open_engine_and_renderer
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.trajectory import rebuild
 from bridle.types import SessionStatus
@@ -49,7 +49,7 @@ async def collect(
     store = await SqliteStore.open(folder / "capture.sqlite")
     async with (
         store,
-        Gateway(
+        GatewayServer(
             engine=engine, renderer=renderer, store=store, settings=GatewaySettings()
         ) as gateway,
     ):
@@ -73,7 +73,11 @@ def _write_script(tasks: list[Lookup], folder: Path, seed: int) -> Path:
 
 
 async def _demonstrate(
-    task: Lookup, gateway: Gateway, store: SqliteStore, threads: ThreadPoolExecutor, folder: Path
+    task: Lookup,
+    gateway: GatewayServer,
+    store: SqliteStore,
+    threads: ThreadPoolExecutor,
+    folder: Path,
 ) -> None:
     handle: SessionHandle = await gateway.open_session(
         task.task_id, task_id=task.task_id, metadata={"harness": "light_agent"}

@@ -78,7 +78,7 @@ def run(out: Path, tasks: int, fresh: int, steps: int, *, rebuild_model: bool, j
 
 def harnesses_part(folder: Path, count: int) -> Part:
     """`count` demo tasks with each real harness, half and half interleaved, scripted."""
-    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.cli.batch import BatchRun, run_batch
     from bridle.config import Task
     from bridle.datasets.jsonl import load_tasks
 
@@ -96,7 +96,7 @@ def harnesses_part(folder: Path, count: int) -> Part:
 
     batch = [task for pair in zip(of("mini_swe_agent"), of("pi"), strict=True) for task in pair]
     began = time.monotonic()
-    run = TaskBatch(batch, f"scripted:{script}", folder / "run", title="mini-swe-agent, pi")
+    run = BatchRun(batch, f"scripted:{script}", folder / "run", title="mini-swe-agent, pi")
     return Part(folder / "run", run_batch(run), time.monotonic() - began)
 
 

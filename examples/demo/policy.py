@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from bridle.cli.batch import TaskBatch, run_batch
+from bridle.cli.batch import BatchRun, run_batch
 from bridle.cli.output import console
 from bridle.cli.run import forked_task
 from bridle.cli.runs import find_session, sessions
@@ -30,7 +30,7 @@ def policy_part(folder: Path, count: int, model: Path) -> Part:
     """Run `count` fresh lookups with the model in a folder."""
     tasks = [lookup_task(task, folder / "tasks") for task in lookups(count, seed=FRESH_SEED)]
     began = time.monotonic()
-    batch = TaskBatch(tasks, f"embedded:{model}", folder / "run", 8, "light agent, small model")
+    batch = BatchRun(tasks, f"embedded:{model}", folder / "run", 8, "light agent, small model")
     return Part(folder / "run", run_batch(batch), time.monotonic() - began)
 
 
@@ -90,7 +90,7 @@ def show_forks(part: Part, model: Path) -> list[JSON]:
     at = session["exchanges"] - 1
     task, _ = forked_task(session["session_id"], part.folder, at, FORKS)
     folder = part.folder.with_name("forks")
-    forks = run_batch(TaskBatch([task], f"embedded:{model}", folder, FORKS, "forks"))
+    forks = run_batch(BatchRun([task], f"embedded:{model}", folder, FORKS, "forks"))
     console.print(f"\nsession {session['session_id']} failed; {FORKS} forks after call {at}:")
     *before, last = said_in(part.folder, session["session_id"])
     for text in before:

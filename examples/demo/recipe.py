@@ -20,7 +20,7 @@ import torch
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.training import forward, sft
-from bridle.training.sft import Example, SftProgress, SftSettings, read_examples, train
+from bridle.training.sft import SftProgress, SftSettings, TrainingSequence, read_examples, train
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
@@ -89,7 +89,7 @@ def make_demo_model(
     end_id = int(tokenizer.convert_tokens_to_ids("<|im_end|>"))
     model = _untrained(len(tokenizer), end_id, int(tokenizer.pad_token_id))
     start = _common_beginning(given)
-    cut = [Example(e.input_ids[start:], e.loss_mask[start:]) for e in given]
+    cut = [TrainingSequence(e.input_ids[start:], e.loss_mask[start:]) for e in given]
     train(model, cut, short, progress=lambda done: report("without the schema", done))
     train(model, given, whole, progress=lambda done: report("as it is", done))
     transformers.utils.logging.disable_progress_bar()
@@ -126,7 +126,7 @@ def _untrained(vocab_size: int, end_id: int, pad_id: int) -> Qwen3ForCausalLM:
         return transformers.Qwen3ForCausalLM(config)
 
 
-def _common_beginning(examples: Sequence[Example]) -> int:
+def _common_beginning(examples: Sequence[TrainingSequence]) -> int:
     """How many ids all examples begin with, as far as none of them trains."""
     first = examples[0]
     length = min(len(first.input_ids), int(first.loss_mask.argmax()))

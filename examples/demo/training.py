@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from bridle.cli.output import console, progress
 from bridle.cli.train import CourseBar, numbers_line, show_course, show_picture
 from bridle.cli.training import Trained, TrainSettings, train_here
-from bridle.training.groups import Evaluation
+from bridle.training.groups import HeldOutEvaluation
 from bridle.training.settings import GrpoSettings, LoopSettings
 from bridle.types import JSON
 
@@ -87,12 +87,12 @@ def _tasks(count: int, seed: int, folder: Path, name: str, samples: int) -> list
     ]
 
 
-def _evaluation(part: Part) -> Evaluation:
+def _evaluation(part: Part) -> HeldOutEvaluation:
     """What a part's sessions came to."""
     rewards = {line["task_id"]: [line["reward"]] for line in part.sessions}
     known = [one for of in rewards.values() for one in of if one is not None]
     mean = sum(known) / len(known) if known else None
-    return Evaluation(mean, len(part.sessions), len(part.sessions) - len(known), rewards)
+    return HeldOutEvaluation(mean, len(part.sessions), len(part.sessions) - len(known), rewards)
 
 
 def _shown(trained: Trained, folder: Path, seconds: float) -> JSON:

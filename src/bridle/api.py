@@ -117,7 +117,7 @@ class Gateway:
         self.folder: RunFolder
         self.store: SqliteStore
         self.telemetry: Telemetry
-        self.app: app.Gateway
+        self.app: app.GatewayServer
         """The running gateway, for a node, a trainer or tests."""
 
     def prepare(self) -> EngineSetup:
@@ -142,7 +142,7 @@ class Gateway:
             self.store = await stack.enter_async_context(opened)
             stack.push_async_callback(self._finish)
             self.app = await stack.enter_async_context(
-                app.Gateway(
+                app.GatewayServer(
                     engine=setup.engine,
                     renderer=setup.renderer,
                     store=self.store,
@@ -322,7 +322,7 @@ def fork(
     Raises:
         ConfigError: The session, the turn or the session's task is missing.
     """
-    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.cli.batch import BatchRun, run_batch
     from bridle.cli.options import EngineOptions
     from bridle.cli.run import forked_task, setup_of
 
@@ -330,7 +330,7 @@ def fork(
     engines = [engine] if isinstance(engine, str) else list(engine or ())
     folder = new_run_folder() if data is None else Path(data)
     setup = setup_of(base, EngineOptions(engine=engines, tokenizer=tokenizer))
-    batch = TaskBatch([task], setup, folder, concurrency)
+    batch = BatchRun([task], setup, folder, concurrency)
     _in_thread(lambda: run_batch(batch))
     return _by_task(folder, [task])
 
@@ -372,7 +372,7 @@ def rollout(
         gateway = Gateway(engine, tokenizer=tokenizer, data=data, facts=facts)
         _in_thread(lambda: asyncio.run(_play(agent, given, scorer, gateway, concurrency or 16)))
         return _by_task(gateway.path, given)
-    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.cli.batch import BatchRun, run_batch
 
     spec = agent if isinstance(agent, AgentSpec) else _agent(agent)
     update: dict[str, object] = {"agent": spec}
@@ -383,7 +383,7 @@ def rollout(
         None, engines=(engine,) if isinstance(engine, str) else engine, tokenizer=tokenizer
     )
     changed = [task.model_copy(update=update) for task in given]
-    _in_thread(lambda: run_batch(TaskBatch(changed, config, folder, concurrency)))
+    _in_thread(lambda: run_batch(BatchRun(changed, config, folder, concurrency)))
     return _by_task(folder, given)
 
 

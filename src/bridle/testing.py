@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from bridle.bridges.base import Group
+from bridle.bridges.base import SessionGroup
 from bridle.engines.base import Engine, EngineInfo, GenerateChunk, GenerateRequest
 from bridle.scripted.engine import ScriptedEngine, scripted_logprobs
 from bridle.scripted.script import make_script
@@ -253,7 +253,7 @@ class Conformance:
             raise AssertionError(self)
 
 
-def trainer_conformance(groups: Sequence[Group], rows: Iterable[TrainedRow]) -> Conformance:
+def trainer_conformance(groups: Sequence[SessionGroup], rows: Iterable[TrainedRow]) -> Conformance:
     """Compare a trainer's rows with the sessions that they were made from, token by token.
 
     A token is the same where all ids before it are; so its context is compared as well.
@@ -299,7 +299,7 @@ def trainer_conformance(groups: Sequence[Group], rows: Iterable[TrainedRow]) -> 
     )
 
 
-def trainer_sessions() -> list[Group]:
+def trainer_sessions() -> list[SessionGroup]:
     """Three groups of four sessions, one of each shape that a trainer's bridge meets."""
     yes, given, context = MaskReason.TRAINED, MaskReason.PROMPT, MaskReason.CONTEXT
     first: Part = ("first", [10, 11, 12], yes, 3)
@@ -319,17 +319,18 @@ def trainer_sessions() -> list[Group]:
     mixed = _trace("main", [1, 2, 3], first, tool, ("last", [30, 31, 32, 33], yes, [3, 3, 4, 4]))
     refused = _trace("again", [1, 2, 3], ("refused", [13, 14], MaskReason.REJECTED, 3))
     compacted = _trace("compacted", [1, 7, 8], ("third", [36, 37, 38], yes, 4))
-    return [
-        Group("a", (_session("plain", 1.0, whole), _session("branches", 0.0, whole, fork),
-                    _session("compaction", 1.0, whole, compacted),
-                    _session("subagents", 0.5, whole, *helpers))),
-        Group("b", (_session("partial", 1.0, cut, status="TIMEOUT"),
-                    _session("truncated", 0.0, _trace("main", [1, 2, 3], first, finish="length")),
-                    _session("images", 1.0, _trace("main", [1, 2, 3], first, media=(image,))),
-                    _session("drift", 0.0, drift))),
-        Group("c", (_session("versions", 1.0, mixed), _session("rejected", 0.0, whole, refused),
-                    _session("unscored", None, whole), _session("failed", None, status="ERROR"))),
-    ]  # fmt: skip
+    groups = {
+        "a": (_session("plain", 1.0, whole), _session("branches", 0.0, whole, fork),
+              _session("compaction", 1.0, whole, compacted),
+              _session("subagents", 0.5, whole, *helpers)),
+        "b": (_session("partial", 1.0, cut, status="TIMEOUT"),
+              _session("truncated", 0.0, _trace("main", [1, 2, 3], first, finish="length")),
+              _session("images", 1.0, _trace("main", [1, 2, 3], first, media=(image,))),
+              _session("drift", 0.0, drift)),
+        "c": (_session("versions", 1.0, mixed), _session("rejected", 0.0, whole, refused),
+              _session("unscored", None, whole), _session("failed", None, status="ERROR")),
+    }  # fmt: skip
+    return [SessionGroup(task_id, sessions) for task_id, sessions in groups.items()]
 
 
 def _session(

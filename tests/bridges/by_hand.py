@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bridle.bridges.base import Group
+from bridle.bridges.base import SessionGroup
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
@@ -54,4 +54,4 @@ def session(name="s0", reward=1.0, *traces, status="COMPLETED", task="t", error=
 
 
 def group(*sessions, task_id="t"):
-    return Group(task_id, sessions)
+    return SessionGroup(task_id, sessions)

@@ -14,7 +14,7 @@ import pytest
 from rich.progress import Progress, TextColumn
 
 from bridle.bridges.parquet import read_trajectories
-from bridle.cli.batch import Board, TaskBatch
+from bridle.cli.batch import BatchRun, Board
 from bridle.cli.config import tokenizer_folder
 from bridle.config import AgentSpec, Task, builtin_tokenizer_dir
 from bridle.errors import ConfigError, EngineError, Problems
@@ -31,7 +31,7 @@ def test_a_finished_run_has_the_same_trajectories_as_lines_and_as_parquet(finish
 def board(total: int) -> tuple[Board, Progress]:
     bars = Progress(TextColumn("{task.fields[note]}"), disable=True)
     task = Task(task_id="t", instruction="x", num_samples=total, agent=AgentSpec(harness="pi"))
-    return Board(bars, TaskBatch([task], "scripted:x", Path("run"))), bars
+    return Board(bars, BatchRun([task], "scripted:x", Path("run"))), bars
 
 
 def changed(number: int, status: SessionStatus, reward: float | None = None) -> SessionChanged:

@@ -13,7 +13,7 @@ import orjson
 
 from bridle.capture.store import MemoryStore, Store
 from bridle.engines.base import EngineInfo
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.models import OtherModel, Served, make_policy
 from bridle.gateway.registry import SessionHandle
 from bridle.gateway.settings import GatewaySettings
@@ -46,7 +46,7 @@ def served() -> Served:
 class House:
     """A running gateway and an HTTP client."""
 
-    def __init__(self, gateway: Gateway, store: Store, client: aiohttp.ClientSession) -> None:
+    def __init__(self, gateway: GatewayServer, store: Store, client: aiohttp.ClientSession) -> None:
         self.gateway = gateway
         self.store = store
         self.client = client
@@ -175,7 +175,7 @@ async def house(
 ) -> AsyncIterator[House]:
     """A gateway that says `turns`; leaving it leaves nothing behind."""
     kept = store or MemoryStore()
-    gateway = Gateway(
+    gateway = GatewayServer(
         engine=engine or scripted(*turns),
         renderer=renderer(),
         store=kept,

@@ -14,7 +14,7 @@ from bridle.capture.store import MemoryStore
 from bridle.config import Limits
 from bridle.engines.base import EngineInfo
 from bridle.errors import ConfigError, EngineError, StoreError
-from bridle.gateway.app import Gateway, check_engine
+from bridle.gateway.app import GatewayServer, check_engine
 from bridle.gateway.listener import listen
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.weights import SetPolicy
@@ -185,7 +185,7 @@ async def test_leaving_the_gateway_settles_every_reply():
 
 
 def gateway(engine=None, **settings):
-    return Gateway(
+    return GatewayServer(
         engine=engine or scripted({"content": "a"}),
         renderer=renderer(),
         store=MemoryStore(),
@@ -293,13 +293,13 @@ async def test_control_and_data_routes_are_separate_listeners_where_a_port_is_gi
 async def test_given_sockets_are_served_when_the_gateway_is_prepared():
     prepared = []
 
-    async def prepare(gateway: Gateway) -> None:
+    async def prepare(gateway: GatewayServer) -> None:
         await gateway.set_policy(SetPolicy(version=3))
         prepared.append(gateway.url)
 
     with listen("127.0.0.1", 0) as data, listen("127.0.0.1", 0) as control:
         ports = [one.getsockname()[1] for one in (data, control)]
-        gateway = Gateway(
+        gateway = GatewayServer(
             engine=scripted({"content": "a"}),
             renderer=renderer(),
             store=MemoryStore(),

@@ -19,7 +19,7 @@ from tests.gateway.sdk_agents import CLIENTS, TURNS, reading
 from bridle.capture.store import MemoryStore
 from bridle.config import FieldPolicy, SamplingPolicy, builtin_tokenizer_dir
 from bridle.embedded import EmbeddedEngine
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
 from bridle.testing import RecordingEngine, scripted_engine
@@ -46,7 +46,9 @@ class Kept(RecordingEngine):
 async def gateway_on(engine):
     store = MemoryStore()
     renderer, settings = load_renderer("builtin"), GatewaySettings()
-    async with Gateway(engine=engine, renderer=renderer, store=store, settings=settings) as open_:
+    async with GatewayServer(
+        engine=engine, renderer=renderer, store=store, settings=settings
+    ) as open_:
         yield open_, store
 
 

@@ -37,7 +37,7 @@ from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
 from bridle.gateway import exchange as exchange_file
 from bridle.gateway import plain as plain_file
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
 from bridle.scripted.server import EngineServer
@@ -70,7 +70,7 @@ async def played(
     """A gateway before an engine server; ids of calls are counted."""
     numbers = itertools.count()
     async with EngineServer(server or scripted(*turns)) as engine:
-        gateway = Gateway(
+        gateway = GatewayServer(
             engine=adapter(engine.url),
             renderer=load_renderer("builtin", new_call_id=lambda: f"call_{next(numbers):030}"),
             store=store or MemoryStore(),

@@ -23,7 +23,7 @@ from bridle.gateway.recording import (
     new_bodies,
     reasoning_restored,
 )
-from bridle.gateway.sampling import Sample, Sampler
+from bridle.gateway.sampling import SampledReply, Sampler
 from bridle.prompting.canonical import canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
@@ -108,7 +108,7 @@ def finished(call=None, *, parent=None, request=None, engine_prompt=None, placem
         call=call or a_call(),
         question=question,
         prompted=Prompted(prompt, parent, None if parent else "first"),
-        sample=Sample(**{**fields, **sample}),
+        sample=SampledReply(**{**fields, **sample}),
         effective=Sampling(temperature=1.0),
         reply=Reply("a", None, (), FinishReason.STOP),
         body=b"{}",

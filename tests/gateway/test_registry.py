@@ -6,12 +6,14 @@ from bridle.capture.records import SessionRecord
 from bridle.config import Limits, SamplingPolicy
 from bridle.errors import ConfigError, RequestError
 from bridle.gateway.keys import key_digest, mint_key
-from bridle.gateway.registry import Registry, Session, new_session_id, stored_settings
+from bridle.gateway.registry import GatewaySession, Registry, new_session_id, stored_settings
 
 
-def opened(registry: Registry, session_id: str) -> tuple[Session, str]:
+def opened(registry: Registry, session_id: str) -> tuple[GatewaySession, str]:
     key = mint_key()
-    session = Session(SessionRecord(session_id, 0.0), sampling=SamplingPolicy(), limits=Limits())
+    session = GatewaySession(
+        SessionRecord(session_id, 0.0), sampling=SamplingPolicy(), limits=Limits()
+    )
     registry.add(session, key_digest(key))
     return session, key
 

@@ -16,7 +16,7 @@ from bridle.dialects import DIALECTS
 from bridle.errors import RequestError
 from bridle.gateway.call import Asked, Call, Question, Stage
 from bridle.gateway.metrics import Metrics
-from bridle.gateway.registry import Session
+from bridle.gateway.registry import GatewaySession
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.tries import question_key
 from bridle.prompting.canonical import canonical
@@ -65,7 +65,7 @@ class Room:
 
     def __init__(self, nursery: Nursery, store: MemoryStore, grace_s: float) -> None:
         record = SessionRecord("s", 0.0)
-        self.session = Session(record, sampling=SamplingPolicy(), limits=Limits())
+        self.session = GatewaySession(record, sampling=SamplingPolicy(), limits=Limits())
         self.store = store
         self.nursery = nursery
         self.deliveries = Deliveries(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bridle.capture.store import MemoryStore
 from bridle.config import AgentSpec, Budgets, EvaluatorSpec, Task
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.node.events import Event, SessionChanged
 from bridle.node.local import LocalNode, NodeSettings
@@ -56,7 +56,7 @@ async def a_node(tmp_path, *turns, store=None, settings=None, engine=None, **gat
     store = store or MemoryStore()
     with RunFolder.create(tmp_path / "run", config={}) as folder:
         async with (
-            Gateway(
+            GatewayServer(
                 engine=engine or scripted_engine(list(turns or WORK)),
                 renderer=renderer(),
                 store=store,

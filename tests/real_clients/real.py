@@ -18,7 +18,7 @@ from tests.real_clients.shown import Shown
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec, Task
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.node.local import LocalNode, NodeSettings
 from bridle.node.run_folder import RunFolder
@@ -78,7 +78,7 @@ async def a_node(
     async with await SqliteStore.open(tmp_path / "capture.sqlite") as store:
         with RunFolder.create(tmp_path / "run", config={}) as folder:
             async with (
-                Gateway(
+                GatewayServer(
                     engine=engine,
                     renderer=load_renderer("builtin"),
                     store=store,

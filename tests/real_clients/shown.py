@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from bridle.engines.base import Engine, GenerateRequest
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.live import LiveReply
 
 PATIENCE_S = 60
@@ -21,7 +21,7 @@ class Shown:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.gateway: Gateway | None = None
+        self.gateway: GatewayServer | None = None
         """Whose replies they are."""
 
     def __getattr__(self, name: str) -> Any:

@@ -10,7 +10,7 @@ from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.ids import TextIds
 from bridle.scripted.replies import (
     ChatReplyWriter,
-    ReplyDelta,
+    ParsedDelta,
     ReplyReader,
     TokenReplyWriter,
     Wants,
@@ -142,7 +142,7 @@ def in_pieces(text, size, **options):
     reader = ReplyReader(**options)
     deltas = [reader.feed(text[start : start + size]) for start in range(0, len(text), size)]
     deltas.append(reader.feed("", last=True))
-    return ReplyDelta(
+    return ParsedDelta(
         "".join(delta.reasoning for delta in deltas),
         "".join(delta.content for delta in deltas),
         [call for delta in deltas for call in delta.calls],
@@ -181,12 +181,12 @@ def test_pieces_never_change_what_is_read(text, size, tools, thinking):
     ],
 )
 def test_text_that_only_looks_like_a_call_stays_content(text, content):
-    assert read_reply(text, tools=True) == ReplyDelta(content=content)
+    assert read_reply(text, tools=True) == ParsedDelta(content=content)
 
 
 def test_without_tools_calls_are_text():
     text = spell_call("f", {})
-    assert read_reply(text, tools=False) == ReplyDelta(content=text)
+    assert read_reply(text, tools=False) == ParsedDelta(content=text)
 
 
 def test_text_after_a_call_is_kept():
@@ -199,13 +199,13 @@ def test_arguments_that_are_a_text_are_given_as_they_are():
 
 
 def test_reasoning_may_begin_in_the_prompt_and_may_not_end():
-    assert read_reply("hm\n</think>\n\nhi", tools=True, thinking=True) == ReplyDelta("hm", "hi")
-    assert read_reply("<think>\nhm", tools=True) == ReplyDelta("hm")
+    assert read_reply("hm\n</think>\n\nhi", tools=True, thinking=True) == ParsedDelta("hm", "hi")
+    assert read_reply("<think>\nhm", tools=True) == ParsedDelta("hm")
 
 
 def test_content_is_given_out_as_soon_as_it_is_certain():
     reader = ReplyReader(tools=True)
-    assert reader.feed("Hello <") == ReplyDelta(content="Hello ")
-    assert reader.feed("b> and\n") == ReplyDelta(content="<b> and")
-    assert reader.feed("<tool_call>") == ReplyDelta()
-    assert reader.feed('{"name": "f"}</tool_call>') == ReplyDelta(calls=[("f", "{}")])
+    assert reader.feed("Hello <") == ParsedDelta(content="Hello ")
+    assert reader.feed("b> and\n") == ParsedDelta(content="<b> and")
+    assert reader.feed("<tool_call>") == ParsedDelta()
+    assert reader.feed('{"name": "f"}</tool_call>') == ParsedDelta(calls=[("f", "{}")])

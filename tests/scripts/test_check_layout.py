@@ -54,6 +54,19 @@ def test_a_long_function_is_found_unless_it_says_why(findings, kind):
     assert found == ["tests/a.py:1: f has 61 lines, over 60"]
 
 
+def test_a_public_class_name_in_two_source_files_is_found(findings):
+    text = "class Node: ...\nclass _Part: ...\n"
+    found = findings(
+        {
+            "src/bridle/a.py": text,
+            "src/bridle/b.py": text,
+            "src/bridle/c.py": "class Other:\n    class Node: ...\n",
+            "tests/test_a.py": text,
+        }
+    )
+    assert found == ["class Node is defined in src/bridle/a.py, src/bridle/b.py"]
+
+
 def test_scripts_without_suffix_are_checked(findings):
     found = findings({"scripts/it": "#!/usr/bin/env python3\n" + "x = 1\n" * 700})
     assert found == ["scripts/it: 701 lines, over 700 without a reason"]

@@ -13,7 +13,7 @@ from bridle.capture.store import MemoryStore
 from bridle.config import FieldPolicy, SamplingPolicy, builtin_tokenizer_dir
 from bridle.embedded import EmbeddedEngine
 from bridle.embedded.routing import routing_of
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
 from bridle.training.recompute import recompute
@@ -58,7 +58,7 @@ async def played(folder, *, sessions, turns, tokens=24):
     renderer, settings = load_renderer("builtin"), GatewaySettings()
     found = []
     async with (
-        Gateway(engine=engine, renderer=renderer, store=store, settings=settings) as gateway,
+        GatewayServer(engine=engine, renderer=renderer, store=store, settings=settings) as gateway,
         aiohttp.ClientSession() as client,
     ):
         for number in range(sessions):

@@ -13,7 +13,7 @@ from tests.training.made import VOCABULARY, group, session, tiny_model, trace
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import EngineError, TrainingError
 from bridle.training.checkpoint import checkpoints, read_state, restore
-from bridle.training.groups import Evaluation, History
+from bridle.training.groups import HeldOutEvaluation, History
 from bridle.training.grpo import Learner
 from bridle.training.loop import Course, Loop
 from bridle.training.settings import GrpoSettings, LoopSettings
@@ -76,7 +76,7 @@ class Player:
     async def evaluate(self):
         with torch.no_grad():
             chances = self.model(torch.tensor([[2, 3, 10]])).logits[0, -1].softmax(-1)
-        return Evaluation(float(chances[GOOD].sum()), 1, 0, {})
+        return HeldOutEvaluation(float(chances[GOOD].sum()), 1, 0, {})
 
     def cursor(self):
         assert not self._ready, "groups that were begun would be lost"

@@ -13,8 +13,8 @@ from tests.embedded.models import CONFIGS
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import EngineError, TrainingError
 from bridle.training.sft import (
-    Example,
     SftSettings,
+    TrainingSequence,
     _all_batches,
     _rate,
     read_examples,
@@ -33,9 +33,9 @@ def model(seed: int = 0):
     return transformers.Qwen3ForCausalLM(config)
 
 
-def example(ids, mask=None) -> Example:
+def example(ids, mask=None) -> TrainingSequence:
     mask = [0, *([1] * (len(ids) - 1))] if mask is None else mask
-    return Example(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.uint8))
+    return TrainingSequence(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.uint8))
 
 
 FAST = SftSettings(

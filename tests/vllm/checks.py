@@ -24,7 +24,7 @@ from bridle.engines.ids import ArrayIds
 from bridle.engines.vllm import VllmEngine
 from bridle.engines.vllm_images import ImageRenderer
 from bridle.engines.vllm_lora import LoraAdapters
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
 from bridle.scripted.tokenizer import load_tokenizer
@@ -148,7 +148,7 @@ async def reply(engine: Engine, asked: GenerateRequest):
 async def opened_gateway(server: VllmServer, *, engine: Engine | None = None, **settings: Any):
     """A gateway on the server, and its store. `settings` are the gateway's."""
     store = MemoryStore()
-    gateway = Gateway(
+    gateway = GatewayServer(
         engine=engine or RecordingVllm(server.url),
         renderer=load_renderer(str(server.model)),
         store=store,

@@ -49,7 +49,7 @@ class Sessions(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class SessionGroup:
     """The sessions of one task that are compared with each other."""
 
     task_id: str
@@ -169,18 +169,18 @@ class Shape:
     """A session of which nothing trains is one row that trains nothing; else it has none."""
 
 
-def play(sessions: Sessions, tasks: Sequence[Task], samples: int) -> list[Group]:
+def play(sessions: Sessions, tasks: Sequence[Task], samples: int) -> list[SessionGroup]:
     """Have each task played `samples` times. `ConfigError` for what a task names wrongly."""
     played = iter(sessions.play([task for task in tasks for _ in range(samples)]))
-    return [Group(task.task_id, tuple(itertools.islice(played, samples))) for task in tasks]
+    return [SessionGroup(task.task_id, tuple(itertools.islice(played, samples))) for task in tasks]
 
 
-def by_task(trajectories: Iterable[Trajectory]) -> list[Group]:
+def by_task(trajectories: Iterable[Trajectory]) -> list[SessionGroup]:
     """The groups of a run's trajectories, in the order of their first sessions."""
     found: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         found.setdefault(str(trajectory.metadata.get("task_id") or ""), []).append(trajectory)
-    return [Group(task_id, tuple(of)) for task_id, of in found.items()]
+    return [SessionGroup(task_id, tuple(of)) for task_id, of in found.items()]
 
 
 class TaskTable:
@@ -202,7 +202,9 @@ class TaskTable:
         return iter(self._tasks.values())
 
 
-def rows_of(groups: Sequence[Group], shape: Shape | None = None) -> tuple[list[Row], RowCounts]:
+def rows_of(
+    groups: Sequence[SessionGroup], shape: Shape | None = None
+) -> tuple[list[Row], RowCounts]:
     """The rows of groups, in the order of groups, samples and traces; and what became of them."""
     shape = shape or Shape()
     counts = RowCounts()

@@ -20,7 +20,7 @@ from bridle.config import Task
 from bridle.engines import open_engine
 from bridle.engines.base import Weights
 from bridle.errors import ConfigError
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.weights import SetPolicy
 from bridle.node.batch import LocalExecutor
@@ -58,7 +58,7 @@ class LocalSessions:
         self._ready: Future[None] = Future()
         self._loop: asyncio.AbstractEventLoop
         self._end: asyncio.Event
-        self._gateway: Gateway
+        self._gateway: GatewayServer
         self._executor: LocalExecutor
         self._thread = threading.Thread(target=self._main, name="bridle-sessions", daemon=True)
 
@@ -82,7 +82,7 @@ class LocalSessions:
         return self._wait(self._play(tasks))
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Sample from `weights` as `version` from here on; see `Gateway.update_weights`."""
+        """Sample from `weights` as `version` from here on; see `GatewayServer.update_weights`."""
         self._wait(self._gateway.update_weights(weights, version))
 
     def set_version(self, version: int) -> None:
@@ -127,7 +127,7 @@ class LocalSessions:
             folder = stack.enter_context(RunFolder.create(self._folder, config=config))
             stack.callback(folder.discard_if_unused)
             store = await stack.enter_async_context(await SqliteStore.open(folder.capture))
-            self._gateway = Gateway(
+            self._gateway = GatewayServer(
                 engine=open_engine(self._engine, tokenizer=self._tokenizer),
                 renderer=load_renderer(self._tokenizer),
                 store=store,

@@ -96,7 +96,7 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TrajectoryRows:
     """One trajectory as a file holds it; can be sent to another process."""
 
     table: pa.Table | None
@@ -107,12 +107,12 @@ class Rows:
     """The whole trajectory, where there is no trace."""
 
 
-def rows_of(trajectory: Trajectory) -> Rows:
+def rows_of(trajectory: Trajectory) -> TrajectoryRows:
     traces = trajectory.traces
     if not traces:
-        return Rows(None, 0, trajectory_json(trajectory))
+        return TrajectoryRows(None, 0, trajectory_json(trajectory))
     tokens = sum(len(trace.prompt_ids) + len(trace.response_ids) for trace in traces)
-    return Rows(_table([(trajectory, trace) for trace in traces]), tokens, None)
+    return TrajectoryRows(_table([(trajectory, trace) for trace in traces]), tokens, None)
 
 
 class TrajectoryWriter:
@@ -134,7 +134,7 @@ class TrajectoryWriter:
     def write(self, trajectory: Trajectory) -> None:
         self.add(rows_of(trajectory))
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: TrajectoryRows) -> None:
         if rows.without_traces is not None:
             self._without_traces.append(rows.without_traces)
         if rows.table is not None:

@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridle.bridges.parquet import Rows, rows_of
+from bridle.bridges.parquet import TrajectoryRows, rows_of
 from bridle.capture.sqlite import SqliteReader
 from bridle.config import BuilderSpec
 from bridle.errors import BridleError
@@ -38,7 +38,7 @@ class Rebuilt:
 
     line: bytes
     """Its JSON, without a line end."""
-    rows: Rows
+    rows: TrajectoryRows
     stats: JSON
     """`metadata.stats`."""
 

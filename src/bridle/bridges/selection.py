@@ -71,7 +71,7 @@ def _within(value: float | None, least: float | None, most: float | None) -> boo
 
 
 @dataclass(slots=True)
-class Tally:
+class SourceCounts:
     """The sessions of one source (repository or task set, and harness)."""
 
     attempted: int = 0
@@ -105,7 +105,7 @@ class Survey:
 
     accepted: dict[str, frozenset[str]] = field(default_factory=dict)
     """Session id -> its examples (`trace_id`) that were taken."""
-    sources: dict[str, Tally] = field(default_factory=dict)
+    sources: dict[str, SourceCounts] = field(default_factory=dict)
     """`repository / harness` -> counts, sorted; a task of none counts under its task set."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Reason -> sessions of which nothing was taken; the reason of the first example."""
@@ -120,9 +120,9 @@ class Survey:
 
     def json(self) -> JSON:
         """Return the object of `statistics.json` and `--json`."""
-        whole = Tally()
+        whole = SourceCounts()
         for tally in self.sources.values():
-            for name in Tally.__dataclass_fields__:
+            for name in SourceCounts.__dataclass_fields__:
                 setattr(whole, name, getattr(whole, name) + getattr(tally, name))
         return {
             **whole.json(),
@@ -159,7 +159,7 @@ def survey(sessions: Iterable[tuple[SessionCapture, Trajectory]], rules: Rules) 
     for capture, trajectory in sessions:
         record, outcome = capture.session, capture.outcome
         source = source_of[record.session_id] = _source(capture)
-        tally = found.sources.setdefault(source, Tally())
+        tally = found.sources.setdefault(source, SourceCounts())
         tally.attempted += 1
         tally.engine_s += sum(exchange.duration_s for exchange in capture.exchanges)
         by_task[record.task_id or ""] += []

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from bridle.bridges.base import Group, Row, RowCounts, Sessions, Shape, TaskTable, rows_of
+from bridle.bridges.base import Row, RowCounts, SessionGroup, Sessions, Shape, TaskTable, rows_of
 from bridle.bridges.remote import ServerSessions, open_server
 from bridle.errors import ConfigError
 from bridle.experts import whole
@@ -146,7 +146,9 @@ class Ahead:
         templates = [self._groups[name] for name in names]
         return samples_of(
             [
-                Group(task_of(of[0]), tuple(self._sessions.fetch(name, task_of(of[0]), len(of))))
+                SessionGroup(
+                    task_of(of[0]), tuple(self._sessions.fetch(name, task_of(of[0]), len(of)))
+                )
                 for name, of in zip(names, templates, strict=True)
             ],
             templates,
@@ -179,7 +181,7 @@ def play_groups(
     """
     asked = [tasks[task_of(sample)] for group in wanted for sample in group]
     played = iter(sessions.play(asked))
-    groups = [Group(task_of(of[0]), tuple(next(played) for _ in of)) for of in wanted]
+    groups = [SessionGroup(task_of(of[0]), tuple(next(played) for _ in of)) for of in wanted]
     return samples_of(groups, wanted)
 
 
@@ -189,7 +191,7 @@ def task_of(sample: Sample) -> str:
 
 
 def samples_of(
-    groups: Sequence[Group], templates: Sequence[Sequence[Sample]]
+    groups: Sequence[SessionGroup], templates: Sequence[Sequence[Sample]]
 ) -> tuple[list[list[list[Sample]]], RowCounts]:
     """The samples of groups; `templates` has one of slime's samples for each session.
 

@@ -41,9 +41,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bridle.bridges.base import (
-    Group,
     Row,
     RowCounts,
+    SessionGroup,
     Sessions,
     Shape,
     TaskTable,
@@ -145,7 +145,7 @@ class TrlRollouts:
         for session in played:
             refuse_images("TRL", session)
             warn_of_own_rewards("trl", session)
-        rows, counts = rows_of([Group("", (one,)) for one in played], Shape(blanks=True))
+        rows, counts = rows_of([SessionGroup("", (one,)) for one in played], Shape(blanks=True))
         self.counts += counts
         first = {row.group: row for row in reversed(rows)}
         return sorted(rows, key=lambda row: row is not first[row.group])

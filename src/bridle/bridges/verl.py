@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from bridle.bridges.base import Group, Row, Shape, refuse_images, rows_of, warn_of_own_rewards
+from bridle.bridges.base import (
+    Row,
+    SessionGroup,
+    Shape,
+    refuse_images,
+    rows_of,
+    warn_of_own_rewards,
+)
 from bridle.bridges.remote import ServerSessions, open_server
 from bridle.errors import ConfigError
 from bridle.experts import KEY as EXPERTS
@@ -52,7 +59,7 @@ def outputs_of(session: Trajectory, shape: Shape) -> list[Any]:
         return []
     refuse_images("verl", session)
     warn_of_own_rewards("verl", session)
-    rows, counts = rows_of([Group("", (session,))], shape)
+    rows, counts = rows_of([SessionGroup("", (session,))], shape)
     if counts.left_out["overlong"]:
         log.warning("rows_too_long", session=session.session_id, rows=counts.left_out["overlong"])
     return [

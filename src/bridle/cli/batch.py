@@ -41,7 +41,7 @@ from bridle.types import JSON, SessionStatus
 
 
 @dataclass(frozen=True, slots=True)
-class TaskBatch:
+class BatchRun:
     """A batch to run: tasks, engine and output folder."""
 
     tasks: Sequence[Task]
@@ -60,7 +60,7 @@ class TaskBatch:
         return load_config(None, engines=[self.engine])
 
 
-def run_batch(batch: TaskBatch) -> list[JSON]:
+def run_batch(batch: BatchRun) -> list[JSON]:
     """Run a batch; return its sessions' summaries in the order in which they were opened.
 
     `ConfigError` for a mistake, before anything runs; `KeyboardInterrupt` after Ctrl-C, once
@@ -70,7 +70,7 @@ def run_batch(batch: TaskBatch) -> list[JSON]:
         return uvloop.run(_run(batch, Board(bars, batch)))
 
 
-async def _run(batch: TaskBatch, board: Board) -> list[JSON]:
+async def _run(batch: BatchRun, board: Board) -> list[JSON]:
     _print_runtime(batch)
     facts: JSON = {"concurrency": batch.concurrency}
     facts["tasks"] = [task.model_dump(mode="json") for task in batch.tasks]
@@ -95,14 +95,14 @@ async def _run(batch: TaskBatch, board: Board) -> list[JSON]:
     return sessions
 
 
-def _print_runtime(batch: TaskBatch) -> None:
+def _print_runtime(batch: BatchRun) -> None:
     """Print the runtime of the tasks that name none."""
     if any(task.runtime.backend == AUTO for task in batch.tasks):
         backend, reason = default_backend()
         notes.print(f"runtime {backend}: {reason}", markup=False, soft_wrap=True)
 
 
-def _settings(batch: TaskBatch) -> NodeSettings:
+def _settings(batch: BatchRun) -> NodeSettings:
     if batch.concurrency is None:
         return NodeSettings()
     return NodeSettings(run_slots=batch.concurrency)
@@ -111,7 +111,7 @@ def _settings(batch: TaskBatch) -> NodeSettings:
 class Board:
     """The progress bar of a batch, fed by the node's events."""
 
-    def __init__(self, bars: Progress, batch: TaskBatch) -> None:
+    def __init__(self, bars: Progress, batch: BatchRun) -> None:
         self._bars = bars
         total = sum(task.num_samples for task in batch.tasks)
         self._bar: TaskID = bars.add_task(batch.title, total=total, note="")

@@ -414,13 +414,13 @@ def prove(tasks: Sequence[Task], answer: str = "hello") -> list[Proof]:
 
     `ConfigError` for a mistake in the tasks, before anything runs.
     """
-    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.cli.batch import BatchRun, run_batch
 
     limited = [_limited(task) for task in tasks]
     with tempfile.TemporaryDirectory(prefix="bridle-proof-") as scratch:
         script, run = Path(scratch, "script.json"), Path(scratch, "run")
         script.write_text(json_text.dumps({"conversations": [{"turns": [{"content": answer}]}]}))
-        lines = run_batch(TaskBatch(limited, f"scripted:{script}", run, title="proofs"))
+        lines = run_batch(BatchRun(limited, f"scripted:{script}", run, title="proofs"))
         return [_proof(line, run) for line in lines]
 
 

@@ -424,7 +424,7 @@ def _run_rounds(
     concurrency: int | None,
 ) -> int:
     """Run the missing sessions, round after round; return the number of rounds so far."""
-    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.cli.batch import BatchRun, run_batch
 
     number = len(list((out / ROUNDS).glob("*")))
     before: Counter[str] | None = None
@@ -438,7 +438,7 @@ def _run_rounds(
             return number
         before = attempts
         folder = out / ROUNDS / f"{number:03d}"
-        run_batch(TaskBatch(wanted, setup, folder, concurrency, f"round {number}"))
+        run_batch(BatchRun(wanted, setup, folder, concurrency, f"round {number}"))
         number += 1
 
 

@@ -31,7 +31,7 @@ from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.cli.config import FileConfig
-    from bridle.gateway.app import Gateway
+    from bridle.gateway.app import GatewayServer
 
 CAPTURE = "capture.sqlite"
 
@@ -118,22 +118,22 @@ async def opened(
     *,
     fsync: bool,
     sockets: Sequence[socket] = (),
-    prepare: Callable[[Gateway], Awaitable[None]] | None = None,
+    prepare: Callable[[GatewayServer], Awaitable[None]] | None = None,
     patience_s: float = 0.0,
-) -> AsyncIterator[Gateway]:
-    """Serve a gateway that captures into the folder `data`; see `Gateway` for the rest.
+) -> AsyncIterator[GatewayServer]:
+    """Serve a gateway that captures into the folder `data`; see `GatewayServer` for the rest.
 
     `ConfigError` if another process locks the folder for longer than `patience_s`.
     """
     from bridle.capture.sqlite import SqliteStore
     from bridle.cli.config import open_setup
-    from bridle.gateway.app import Gateway
+    from bridle.gateway.app import GatewayServer
 
     with FolderLock(data, patience_s=patience_s):
         setup = open_setup(config)
         async with (
             await SqliteStore.open(data / CAPTURE, fsync="group" if fsync else "off") as store,
-            Gateway(
+            GatewayServer(
                 engine=setup.engine,
                 renderer=setup.renderer,
                 store=store,
@@ -220,7 +220,7 @@ async def _serve_worker(spec: JSON, sockets: list[socket]) -> None:
         loop.remove_reader(sys.stdin.fileno())
         stop.set()
 
-    async def restore(gateway: Gateway) -> None:
+    async def restore(gateway: GatewayServer) -> None:
         """Apply the changes that were made while an earlier process was this worker."""
         import structlog
 

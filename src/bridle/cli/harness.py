@@ -136,7 +136,7 @@ def check_harness(name: str, version: str | None = None, *, replay: bool = False
     session is forked too, and the report's `replay` is the result. `ConfigError` for an unknown
     name.
     """
-    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.cli.batch import BatchRun, run_batch
     from bridle.config import AUTO, EvaluatorSpec, RuntimeSpec, Task
     from bridle.harnesses import ANY_PROGRAM, default_agent, open_harness
 
@@ -159,7 +159,7 @@ def check_harness(name: str, version: str | None = None, *, replay: bool = False
         path.write_bytes(orjson.dumps({"conversations": [{"turns": turns}]}))
         run = Path(scratch) / "run"
         engine = f"scripted:{path}"
-        [line] = run_batch(TaskBatch([task], engine, run, 1, f"check {name}"))
+        [line] = run_batch(BatchRun([task], engine, run, 1, f"check {name}"))
         forks = {"replay": _replayed(task, engine, run, line)} if replay else {}
     made = line["reward"] == 1.0
     return {
@@ -181,14 +181,14 @@ def check_harness(name: str, version: str | None = None, *, replay: bool = False
 
 def _replayed(task: Task, engine: str, run: Path, line: JSON) -> str:
     """Fork a session at its last call; say whether it is exact, or what differs."""
-    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.cli.batch import BatchRun, run_batch
     from bridle.config import ForkSpec
     from bridle.node.run_folder import CAPTURE
 
     at = max(1, line["exchanges"] - 1)
     fork = ForkSpec(capture=str(run / CAPTURE), session=line["session_id"], at=at)
     forked = task.model_copy(update={"fork": fork})
-    [again] = run_batch(TaskBatch([forked], engine, run.parent / "fork", 1, "replay"))
+    [again] = run_batch(BatchRun([forked], engine, run.parent / "fork", 1, "replay"))
     facts = again["fork"] or {"verdict": "refused", "noise": []}
     verdicts = {"exact": "exact", "equivalent": f"equivalent but for {', '.join(facts['noise'])}"}
     return verdicts.get(facts["verdict"]) or f"refused: {again['error']}"

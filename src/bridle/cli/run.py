@@ -81,7 +81,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
     Exit code 0 if every session COMPLETED, else 1; rewards do not count.
     """
     from bridle.api import new_run_folder
-    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.cli.batch import BatchRun, run_batch
     from bridle.config import assets_dir
     from bridle.harnesses import CHECKS
 
@@ -97,7 +97,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
         lambda: engines.load(gateway=gateway, telemetry=telemetry),
         folder,
     )
-    lines = run_batch(TaskBatch(loaded, setup, folder, concurrency))
+    lines = run_batch(BatchRun(loaded, setup, folder, concurrency))
     report(lines, folder, scores=scores, json=json)
     raise typer.Exit(0 if all(line["status"] == "COMPLETED" for line in lines) else 1)
 
@@ -218,12 +218,12 @@ def fork(
     only in known noise, such as a random id), else 1.
     """
     from bridle.api import new_run_folder
-    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.cli.batch import BatchRun, run_batch
 
     task, base = forked_task(session, run, at, samples)
     folder = check_folder(out or new_run_folder(Path("runs")), "--out")
     setup = setup_of(base, engines)
-    lines = run_batch(TaskBatch([task], setup, folder, concurrency))
+    lines = run_batch(BatchRun([task], setup, folder, concurrency))
     verdicts = Counter(line["fork"]["verdict"] for line in lines if line["fork"])
     exact, equivalent = verdicts["exact"], verdicts["equivalent"]
     if json:

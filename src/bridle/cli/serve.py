@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerOptions:
+class ServeFlags:
     """Flags of the `[server]` table."""
 
     engines_from: Annotated[
@@ -83,7 +83,7 @@ class ServerOptions:
 @with_option_groups
 def serve(
     engines: EngineOptions,
-    server: ServerOptions,
+    server: ServeFlags,
     executor: Annotated[
         str | None, typer.Option(help="Where sessions run: local (the default) or ray.")
     ] = None,
@@ -252,7 +252,7 @@ class OpensNode:
 async def _opened(config: FileConfig, folder: Path, cpus: float | None) -> AsyncIterator[LocalNode]:
     from bridle.capture.sqlite import SqliteStore
     from bridle.cli.config import open_setup
-    from bridle.gateway.app import Gateway
+    from bridle.gateway.app import GatewayServer
     from bridle.node.local import LocalNode, NodeSettings
     from bridle.node.run_folder import ServerFolder
 
@@ -263,7 +263,7 @@ async def _opened(config: FileConfig, folder: Path, cpus: float | None) -> Async
     async with AsyncExitStack() as stack:
         logs = stack.enter_context(ServerFolder.open(folder / "node"))
         store = await stack.enter_async_context(await SqliteStore.open(folder / "capture.sqlite"))
-        gateway = Gateway(
+        gateway = GatewayServer(
             engine=setup.engine,
             renderer=setup.renderer,
             store=store,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from bridle.capture.records import Exchange, SessionCapture
-    from bridle.trajectory.graph import Node
-    from bridle.trajectory.scores import Score
+    from bridle.trajectory.graph import ExchangeNode
+    from bridle.trajectory.scores import HarnessScore
     from bridle.trajectory.transcript import Transcript
 
 
@@ -102,7 +102,7 @@ def counts_of(lines: Iterable[JSON], key: str) -> Counter[str]:
     return counts
 
 
-def print_scores(scores: Sequence[Score]) -> None:
+def print_scores(scores: Sequence[HarnessScore]) -> None:
     """Print the scores of a batch as a table, if there are any."""
     if not scores:
         return
@@ -112,7 +112,7 @@ def print_scores(scores: Sequence[Score]) -> None:
     print_table("scores", titles, (_score_row(score, ks) for score in scores))
 
 
-def _score_row(score: Score, ks: Sequence[int]) -> tuple[object, ...]:
+def _score_row(score: HarnessScore, ks: Sequence[int]) -> tuple[object, ...]:
     mean = number(score.mean, 3)
     if score.half_width is not None:
         mean += f" ± {score.half_width:.3f}"
@@ -234,7 +234,7 @@ def script_of(capture: SessionCapture) -> JSON:
     return {"conversations": [_conversation(path, transcript) for path in paths]}
 
 
-def _path(leaf: Node) -> list[Exchange]:
+def _path(leaf: ExchangeNode) -> list[Exchange]:
     path = [leaf]
     while path[-1].parent is not None:
         path.append(path[-1].parent)

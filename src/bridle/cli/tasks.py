@@ -154,14 +154,14 @@ def verified(path: Path, manifest: Path | None = None) -> list[JSON]:
 
 def _proved(proofs: Mapping[str, list[Task]]) -> dict[str, JSON]:
     """Run tasks with each harness; return the verdict on each task."""
-    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.cli.batch import BatchRun, run_batch
     from bridle.config import assets_dir
 
     verdicts: dict[str, JSON] = {}
     for harness, tasks in proofs.items():
         engine = f"scripted:{assets_dir() / 'silent.json'}"
         with tempfile.TemporaryDirectory(prefix="bridle-verify-") as folder:
-            lines = run_batch(TaskBatch(tasks, engine, Path(folder), title=harness))
+            lines = run_batch(BatchRun(tasks, engine, Path(folder), title=harness))
             text = Path(folder, "trajectories.jsonl").read_text(encoding="utf-8")
             ended = [loads(line) for line in text.splitlines()]
         found = {one["session_id"]: one["metadata"].get("evaluation") or {} for one in ended}

@@ -29,7 +29,7 @@ from bridle.config import AgentSpec, Settings, Task
 from bridle.credentials import split_token
 from bridle.engines.base import is_adapter
 from bridle.errors import ConfigError
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.node.batch import LocalExecutor
 from bridle.node.events import Events
 from bridle.node.local import LocalNode, NodeSettings, check
@@ -40,7 +40,7 @@ from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.node.batch import Executor
-    from bridle.training.groups import Evaluation, GroupSource, TaskDraws
+    from bridle.training.groups import GroupSource, HeldOutEvaluation, TaskDraws
     from bridle.training.grpo import Learner
     from bridle.training.loop import Course, Tell
 
@@ -170,7 +170,7 @@ class WeightFolders:
 class LocalBackend:
     """Engine, gateway and node of this process, which run sessions and take weights."""
 
-    gateway: Gateway
+    gateway: GatewayServer
     executor: Executor
     folder: Path
     """The run folder."""
@@ -298,7 +298,7 @@ async def local_backend(
         )
         stack.callback(folder.discard_if_unused)
         store = await stack.enter_async_context(await SqliteStore.open(folder.capture))
-        gateway = Gateway(
+        gateway = GatewayServer(
             engine=setup.engine, renderer=setup.renderer, store=store, settings=config.gateway
         )
         await stack.enter_async_context(gateway)
@@ -342,7 +342,7 @@ async def train_here(
     tasks: Sequence[Task],
     held_out: Sequence[Task] = (),
     *,
-    before: Evaluation | None = None,
+    before: HeldOutEvaluation | None = None,
     resume: bool = False,
     tell: Tell = lambda _: None,
     opener: Opener = open_backend,

@@ -26,7 +26,7 @@ from bridle.dialects.openai_chat_write import chat_messages
 from bridle.errors import BridleError, StoreError
 from bridle.node.results import SessionResult
 from bridle.prompting.texts import decoder_of
-from bridle.trajectory.graph import Graph, Node, grow
+from bridle.trajectory.graph import ExchangeNode, Graph, grow
 from bridle.trajectory.masks import Marks, mark
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.trajectory.transcript import Transcript
@@ -141,7 +141,7 @@ class CapturedSession:
         return Transcript(self.capture.exchanges, self.capture.bodies)
 
     @cached_property
-    def _order(self) -> list[tuple[int, Node]]:
+    def _order(self) -> list[tuple[int, ExchangeNode]]:
         return branches(self.graph)
 
     @property
@@ -169,7 +169,7 @@ class CapturedSession:
             for row in self.capture.damaged
         ]
 
-    def _row(self, depth: int, node: Node) -> TreeRow:
+    def _row(self, depth: int, node: ExchangeNode) -> TreeRow:
         exchange = node.exchange
         reason = self.marks.by_exchange[exchange.exchange_id]
         return TreeRow(
@@ -260,7 +260,7 @@ def composition(trace: Trace) -> dict[str, int]:
     return counts
 
 
-def _id(node: Node) -> str:
+def _id(node: ExchangeNode) -> str:
     return node.exchange.exchange_id
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from bridle.trajectory.credit import grpo_advantages
 from bridle.trajectory.report import Report, report_of
 from bridle.trajectory.sample import Trajectory
-from bridle.trajectory.scores import Attempted, Score, scores_of
+from bridle.trajectory.scores import Attempted, HarnessScore, scores_of
 from bridle.types import JSON
 
 FAILED = frozenset({"TIMEOUT", "ERROR", "CANCELLED"})
@@ -453,7 +453,7 @@ class Overview:
     """Data quality over all sessions with trajectory facts; `None` = not known."""
     unmeasured: int
     """Ended sessions that are not in the report yet."""
-    scores: Sequence[Score]
+    scores: Sequence[HarnessScore]
     rate: Rate | None
     ends: Sequence[tuple[float, int, int]]
     groups: dict[str, int]
@@ -517,7 +517,7 @@ def _report(lines: Sequence[SessionRow]) -> Report:
     )
 
 
-def _scores(lines: Sequence[SessionRow]) -> list[Score]:
+def _scores(lines: Sequence[SessionRow]) -> list[HarnessScore]:
     return scores_of(
         Attempted(
             line.task_set or line.run, line.harness, line.task_id, line.status, line.cause,

@@ -99,7 +99,7 @@ class Wheel:
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
+class VirtualEnvironment:
     """A virtual environment that sandboxes see read-only."""
 
     folder: Path
@@ -127,7 +127,7 @@ def safe_backend(wanted: str) -> str:
     return backend
 
 
-def surroundings(backend: str, environment: Environment | None) -> JSON:
+def surroundings(backend: str, environment: VirtualEnvironment | None) -> JSON:
     """The fields of a `RuntimeSpec` in which `environment` is the Python on PATH."""
     base = Path(sys.base_prefix)
     binds = [] if base.is_relative_to("/usr") else [str(base)]
@@ -146,7 +146,7 @@ class Bench:
     backend: str
 
     @asynccontextmanager
-    async def place(self, environment: Environment | None = None) -> AsyncIterator[Runtime]:
+    async def place(self, environment: VirtualEnvironment | None = None) -> AsyncIterator[Runtime]:
         """A fresh sandbox without network."""
         fields = surroundings(self.backend, environment)
         spec = RuntimeSpec(**fields, network="open" if self.backend == "local" else "none")
@@ -294,7 +294,7 @@ def _text(wheel: zipfile.ZipFile, name: str) -> str:
 
 async def make_environment(
     requirements: Sequence[str], files: Mapping[str, str] | None = None
-) -> Environment:
+) -> VirtualEnvironment:
     """A virtual environment with these requirements and `files` in its site-packages.
 
     It is kept in the cache and found there again. Raises `Refused` with pip's last word.
@@ -313,7 +313,7 @@ async def make_environment(
             (packages / name).parent.mkdir(exist_ok=True)
             (packages / name).write_text(text, encoding="utf-8")
         lock.write_text(locked)
-    return Environment(folder, lock.read_text())
+    return VirtualEnvironment(folder, lock.read_text())
 
 
 async def _install(folder: Path, requirements: Sequence[str]) -> str:

@@ -34,8 +34,8 @@ from packaging.version import InvalidVersion, Version
 
 from bridle.datasets.environments import (
     Bench,
-    Environment,
     Refused,
+    VirtualEnvironment,
     Wheel,
     host_python,
     last,
@@ -180,7 +180,7 @@ class Maker:
 
     async def _environment(
         self, release: Path, wheels: tuple[Wheel, Wheel], root: str
-    ) -> Environment:
+    ) -> VirtualEnvironment:
         """Install what the release and its tests need, and the base's metadata for the package."""
         base, newer = wheels
         info = f"{canonicalize_name(base.name).replace('-', '_')}-{base.version}.dist-info"
@@ -195,7 +195,7 @@ class Maker:
         return environment
 
     async def _outcomes(
-        self, base: Path, change: Change, environment: Environment, command: str
+        self, base: Path, change: Change, environment: VirtualEnvironment, command: str
     ) -> Outcomes:
         """Run the tests without and, twice, with the reference patch."""
         began = time.monotonic()
@@ -206,7 +206,7 @@ class Maker:
         return outcomes(*statuses, seconds=(time.monotonic() - began) / 3)
 
     async def _statuses(
-        self, base: Path, patches: Sequence[str], environment: Environment, command: str
+        self, base: Path, patches: Sequence[str], environment: VirtualEnvironment, command: str
     ) -> dict[str, str]:
         async with self.bench.place(environment) as runtime:
             await runtime.upload(base, ".")
@@ -230,7 +230,7 @@ class Maker:
         wheels: tuple[Wheel, Wheel],
         change: Change,
         found: Outcomes,
-        environment: Environment,
+        environment: VirtualEnvironment,
         command: str,
     ) -> JSON:
         """The fields of the task, without its instruction."""
@@ -270,7 +270,7 @@ class Maker:
         }
 
     def _write(
-        self, name: str, task: JSON, change: Change, base: Path, environment: Environment
+        self, name: str, task: JSON, change: Change, base: Path, environment: VirtualEnvironment
     ) -> Path:
         folder = self.out / name
         shutil.rmtree(folder, ignore_errors=True)

@@ -14,6 +14,6 @@ One request goes through these files in order:
 With `--workers N`, `workers` supervises N processes (`worker`) that are each a whole gateway with a
 port of its own, and answers the control routes for all of them.
 
-The one entry is `bridle.gateway.app.Gateway`. Everything runs on one event loop, so there are no
-locks: between two awaits nobody else acts.
+The one entry is `bridle.gateway.app.GatewayServer`. Everything runs on one event loop, so there are
+no locks: between two awaits nobody else acts.
 """

@@ -21,7 +21,7 @@ from bridle.dialects.history import RequestHistory
 from bridle.dialects.json_reader import check_values
 from bridle.errors import RequestError
 from bridle.gateway.faults import RETRY_AFTER_S
-from bridle.gateway.registry import Session
+from bridle.gateway.registry import GatewaySession
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.canonical import AtomMemo, canonical
 from bridle.types import ModelRequest
@@ -53,7 +53,7 @@ class Taken:
 
     __slots__ = ("_admission", "_size", "session")
 
-    def __init__(self, admission: Admission, session: Session) -> None:
+    def __init__(self, admission: Admission, session: GatewaySession) -> None:
         self._admission = admission
         self.session = session
         self._size = 0
@@ -97,7 +97,7 @@ class Admission:
         self._check = check
         self._threads = asyncio.Semaphore(THREADS)
 
-    def of(self, session: Session) -> Taken:
+    def of(self, session: GatewaySession) -> Taken:
         """A part of the session's share, to be entered."""
         return Taken(self, session)
 
@@ -138,7 +138,7 @@ class Admission:
         )
 
     async def read(
-        self, session: Session, wire: WireFormat, route: Route, body: bytes
+        self, session: GatewaySession, wire: WireFormat, route: Route, body: bytes
     ) -> ModelRequest:
         """Parse a body. `RequestError` for what is wrong with it, or when it is far too long."""
         if len(body) <= LONG_BYTES or session.messages.news(body) <= LONG_BYTES:
@@ -159,7 +159,7 @@ class Admission:
         session.atoms.update(atoms)
         return request
 
-    def refused(self, session: Session, body: bytes) -> None:
+    def refused(self, session: GatewaySession, body: bytes) -> None:
         """Note that nothing was sampled for a body that was read: it is not remembered for long."""
         session.in_hand.refused += len(body)
         if session.in_hand.refused > REFUSED_BYTES:

@@ -1,8 +1,8 @@
 """The gateway: one entry to everything in this room.
 
-`async with Gateway(...)` starts the engine, checks that it can give what training needs (law 8),
-brings old sessions' keys back from the store, and listens. Leaving it cancels what is in flight,
-writes down what became of every reply, and closes the engine; the store stays its owner's.
+`async with GatewayServer(...)` starts the engine, checks that it can give what training needs (law
+8), brings old sessions' keys back from the store, and listens. Leaving it cancels what is in
+flight, writes down what became of every reply, and closes the engine; the store stays its owner's.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from bridle.gateway.control import ControlPlane, control_token
 from bridle.gateway.data import DataPlane, read_head
 from bridle.gateway.exchange import Exchanges
 from bridle.gateway.keys import key_digest, mint_key
-from bridle.gateway.listener import Connection, Handler, Line, Listener
+from bridle.gateway.listener import Connection, ConnectionServer, Handler, Listener
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import POLICY, OtherModel, check_models
 from bridle.gateway.plain import PlainPath
 from bridle.gateway.registry import (
     STORED_AS,
+    GatewaySession,
     Registry,
-    Session,
     SessionFacts,
     SessionHandle,
     facts_of,
@@ -77,7 +77,7 @@ REPLYING_S: Final = 1.0
 """How long a seal waits for replies that are just being written."""
 
 
-class Gateway:
+class GatewayServer:
     """The model API that harnesses call. Use it as an async context manager, once."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Gateway:
         settings: GatewaySettings,
         models: Sequence[OtherModel] = (),
         sockets: Sequence[socket.socket] = (),
-        prepare: Callable[[Gateway], Awaitable[None]] | None = None,
+        prepare: Callable[[GatewayServer], Awaitable[None]] | None = None,
     ) -> None:
         """`sockets` listen already: for the data routes and, with a `control_port`, the control
         routes. `prepare` is awaited before requests are served.
@@ -274,7 +274,7 @@ class Gateway:
         handler: Handler,
         port: int,
         listening: socket.socket | None,
-        make_line: Callable[[Connection], Line] | None = None,
+        make_line: Callable[[Connection], ConnectionServer] | None = None,
     ) -> Listener:
         return Listener(
             handler,
@@ -341,7 +341,7 @@ class Gateway:
                 TOKENIZER: self._tokenizer,
             },
         )
-        session = Session(record, sampling=sampling, limits=limits)
+        session = GatewaySession(record, sampling=sampling, limits=limits)
         session.replay = replay
         self._registry.add(session, digest)
         try:
@@ -375,7 +375,7 @@ class Gateway:
             await session.ended.wait()
         return session.facts()
 
-    async def _quiesce(self, session: Session) -> None:
+    async def _quiesce(self, session: GatewaySession) -> None:
         """Wait until nothing of the session is under way, having cancelled what can be."""
         for call in session.calls.values():
             if call.flight is not None:
@@ -447,7 +447,7 @@ class Gateway:
         more = found[limit - 1].number if len(found) > limit else None
         return [session.session_id for session in found[:limit]], more
 
-    def _known(self, session_id: str) -> Session:
+    def _known(self, session_id: str) -> GatewaySession:
         session = self._registry.get(session_id)
         if session is None:
             raise KeyError(session_id)

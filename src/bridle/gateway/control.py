@@ -100,7 +100,7 @@ class GiveReward(Settings):
     metadata: JSON = Field(default_factory=dict)
 
 
-class Sessions(Protocol):
+class SessionControl(Protocol):
     """The part of a gateway that the control routes use."""
 
     async def open_session(
@@ -138,7 +138,7 @@ def control_token(settings: GatewaySettings) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ControlRequest:
     """A control request, past its token."""
 
     http: web.BaseRequest
@@ -147,7 +147,7 @@ class Asked:
     query: str
 
 
-Answer: TypeAlias = Callable[[Asked], Awaitable[web.StreamResponse]]
+Answer: TypeAlias = Callable[[ControlRequest], Awaitable[web.StreamResponse]]
 
 
 class Refusal(Exception):
@@ -202,7 +202,7 @@ class ControlPlane:
     def __init__(
         self,
         *,
-        sessions: Sessions,
+        sessions: SessionControl,
         store: Store,
         engine: EnginePool,
         info: EngineInfo,
@@ -266,7 +266,7 @@ class ControlPlane:
         answer = self._routes.get((http.method, *pattern))
         if answer is None:
             raise Refusal(404, f"no such route: {http.method} /{'/'.join(words)}")
-        return await answer(Asked(http, words[1] if len(words) > 1 else "", target.query))
+        return await answer(ControlRequest(http, words[1] if len(words) > 1 else "", target.query))
 
     async def _health(self) -> web.StreamResponse:
         unavailable = "store_error"
@@ -279,23 +279,23 @@ class ControlPlane:
             return _json({"status": unavailable, "detail": root_cause(error)}, 503)
         return _json({"status": "ok"})
 
-    async def _show_metrics(self, _: Asked) -> web.StreamResponse:
+    async def _show_metrics(self, _: ControlRequest) -> web.StreamResponse:
         return web.Response(
             body=self._metrics.render(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
-    async def _show_policy(self, _: Asked) -> web.StreamResponse:
+    async def _show_policy(self, _: ControlRequest) -> web.StreamResponse:
         return _json(policy_json(self._policy, self._engine, self._info.model))
 
-    async def _set_policy(self, asked: Asked) -> web.StreamResponse:
+    async def _set_policy(self, asked: ControlRequest) -> web.StreamResponse:
         await set_policy(await _body(asked.http, SetPolicy), self._policy, self._engine)
         return await self._show_policy(asked)
 
-    async def _show_engines(self, _: Asked) -> web.StreamResponse:
+    async def _show_engines(self, _: ControlRequest) -> web.StreamResponse:
         return _json({"engines": engines_json(self._engine.replicas())})
 
-    async def _set_engine(self, asked: Asked) -> web.StreamResponse:
+    async def _set_engine(self, asked: ControlRequest) -> web.StreamResponse:
         wanted = await _body(asked.http, SetEngine)
         try:
             policy = wanted.policy(asked.session_id)
@@ -304,20 +304,20 @@ class ControlPlane:
         await set_policy(policy, self._policy, self._engine)
         return await self._show_engines(asked)
 
-    async def _show_replicas(self, _: Asked) -> web.StreamResponse:
+    async def _show_replicas(self, _: ControlRequest) -> web.StreamResponse:
         return _json({"replicas": self._engine.replicas()})
 
-    async def _add_replica(self, asked: Asked) -> web.StreamResponse:
+    async def _add_replica(self, asked: ControlRequest) -> web.StreamResponse:
         await add_replica(await _body(asked.http, AddReplica), self._engine)
         return await self._show_replicas(asked)
 
-    async def _remove_replica(self, asked: Asked) -> web.StreamResponse:
+    async def _remove_replica(self, asked: ControlRequest) -> web.StreamResponse:
         query = parse_qs(asked.query)
         name, drain_s = query.get("name", [""])[-1], query.get("drain_s", ["0"])[-1]
         await remove_replica(name, drain_s, self._engine)
         return await self._show_replicas(asked)
 
-    async def _list(self, asked: Asked) -> web.StreamResponse:
+    async def _list(self, asked: ControlRequest) -> web.StreamResponse:
         query = parse_qs(asked.query)
         after, limit = _whole(query, "after", 0), _whole(query, "limit", PAGE)
         ids, more = self._sessions.page(after, max(1, min(limit, PAGE)))
@@ -328,7 +328,7 @@ class ControlPlane:
                 shown.append(asdict(self._facts(session_id)))
         return _json({"sessions": shown, "next": more})
 
-    async def _open(self, asked: Asked) -> web.StreamResponse:
+    async def _open(self, asked: ControlRequest) -> web.StreamResponse:
         wanted = await _body(asked.http, OpenSession)
         if wanted.session_id is not None and self._is_taken(wanted.session_id):
             raise Refusal(409, f"session {wanted.session_id!r} exists already")
@@ -355,12 +355,12 @@ class ControlPlane:
         except KeyError:
             raise Refusal(404, f"no session {session_id!r}") from None
 
-    async def _show(self, asked: Asked) -> web.StreamResponse:
+    async def _show(self, asked: ControlRequest) -> web.StreamResponse:
         facts = asdict(self._facts(asked.session_id))
         outcome = self._store.outcome(asked.session_id)
         return _json({**facts, "outcome": None if outcome is None else asdict(outcome)})
 
-    async def _delete(self, asked: Asked) -> web.StreamResponse:
+    async def _delete(self, asked: ControlRequest) -> web.StreamResponse:
         self._facts(asked.session_id)
         outcome = self._store.outcome(asked.session_id)
         if (deleted := facts_of(outcome)) is not None:
@@ -378,7 +378,7 @@ class ControlPlane:
             self._sessions.forget(asked.session_id)
         return _json(asdict(facts))
 
-    async def _reward(self, asked: Asked) -> web.StreamResponse:
+    async def _reward(self, asked: ControlRequest) -> web.StreamResponse:
         """Record a reward beside what is known; it counts once the session has ended."""
         given = await _body(asked.http, GiveReward)
         self._facts(asked.session_id)
@@ -386,7 +386,7 @@ class ControlPlane:
         await self._store.score(score)
         return _json(asdict(score))
 
-    async def _exchanges(self, asked: Asked) -> web.StreamResponse:
+    async def _exchanges(self, asked: ControlRequest) -> web.StreamResponse:
         self._facts(asked.session_id)
 
         def read() -> bytes:
@@ -395,7 +395,7 @@ class ControlPlane:
 
         return json_response(await asyncio.to_thread(read))
 
-    async def _trajectory(self, asked: Asked) -> web.StreamResponse:
+    async def _trajectory(self, asked: ControlRequest) -> web.StreamResponse:
         wanted = parse_qs(asked.query).get("builder")
         builder = None if wanted is None else BuilderSpec(strategy=wanted[-1])
         self._facts(asked.session_id)

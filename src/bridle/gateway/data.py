@@ -28,7 +28,7 @@ from bridle.gateway.keys import presented_keys
 from bridle.gateway.listener import Connection
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.plain import Handed, PlainPath
-from bridle.gateway.registry import Registry, Session
+from bridle.gateway.registry import GatewaySession, Registry
 from bridle.gateway.relay import Relay, json_response, refusal
 from bridle.gateway.responses import Responses
 from bridle.gateway.routing import Target, asked, split_target
@@ -101,7 +101,7 @@ class DataPlane:
         relay: Relay,
         info: EngineInfo,
         metrics: Metrics,
-        restore: Callable[[Session], None],
+        restore: Callable[[GatewaySession], None],
         responses: Responses,
         plain: PlainPath,
     ) -> None:
@@ -141,7 +141,7 @@ class DataPlane:
         self._metrics.request(wire.dialect, what, response.status)
         return response
 
-    def _authenticate(self, http: web.BaseRequest, head: Head) -> Session:
+    def _authenticate(self, http: web.BaseRequest, head: Head) -> GatewaySession:
         session = self._registry.authenticate(head.target.token, head.keys)
         assert isinstance(http.protocol, Connection)
         http.protocol.is_known = True
@@ -208,7 +208,7 @@ class DataPlane:
             handed.taken.__exit__()
 
     async def _count(
-        self, http: web.BaseRequest, session: Session, route: Route, wire: WireFormat
+        self, http: web.BaseRequest, session: GatewaySession, route: Route, wire: WireFormat
     ) -> web.StreamResponse:
         with self._admission.of(session) as taken:
             body = await self._admission.body(http, taken)
@@ -223,7 +223,7 @@ class DataPlane:
     async def _generate(
         self,
         http: web.BaseRequest,
-        session: Session,
+        session: GatewaySession,
         headers: dict[str, str],
         route: Route,
         wire: WireFormat,
@@ -235,7 +235,7 @@ class DataPlane:
     async def _admitted(
         self,
         http: web.BaseRequest,
-        session: Session,
+        session: GatewaySession,
         headers: dict[str, str],
         route: Route,
         wire: WireFormat,
@@ -260,7 +260,7 @@ class DataPlane:
             raise
 
 
-def _note(session: Session, refusal: RequestError) -> None:
+def _note(session: GatewaySession, refusal: RequestError) -> None:
     """Note a refusal; a variable with it in a frame that it left would keep that frame alive."""
     session.told_error(str(refusal), refusal.code)
 

@@ -48,10 +48,10 @@ from bridle.gateway.recording import (
     new_bodies,
     sampled_under,
 )
-from bridle.gateway.registry import Session
+from bridle.gateway.registry import GatewaySession
 from bridle.gateway.replay import Captured
 from bridle.gateway.retries import Deliveries
-from bridle.gateway.sampling import REFUSED_S, Sample, Sofar
+from bridle.gateway.sampling import REFUSED_S, SampledReply, Sofar
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.tries import question_key
 from bridle.gateway.weights import Policy
@@ -97,7 +97,7 @@ class Exchanges:
     # ---- beginning
 
     async def admit(
-        self, session: Session, wire: WireFormat, request: ModelRequest, asked: Asked
+        self, session: GatewaySession, wire: WireFormat, request: ModelRequest, asked: Asked
     ) -> Call:
         """Begin a call, or join the one that this request repeats; the client is attached.
 
@@ -121,7 +121,7 @@ class Exchanges:
         self.start(session, call, self._exchange(session, call))
         return call
 
-    def begun(self, session: Session, question: Question, asked: Asked) -> Call:
+    def begun(self, session: GatewaySession, question: Question, asked: Asked) -> Call:
         """Make the call of a question known to its session; the client is attached."""
         request, served = question.request, question.served
         drawn = os.urandom(24).hex()
@@ -145,7 +145,7 @@ class Exchanges:
         self._metrics.in_flight.inc()
         return call
 
-    def start(self, session: Session, call: Call, work: Coroutine[None, None, None]) -> None:
+    def start(self, session: GatewaySession, call: Call, work: Coroutine[None, None, None]) -> None:
         """Have a task take a call to its commit or its failure by this work."""
         call.task = self._nursery.start(self._run(session, call, work), name="call")
         call.task.add_done_callback(partial(self._over, session, call, work))
@@ -154,7 +154,7 @@ class Exchanges:
         """Refuse a request that is far too long for its model. `RequestError`."""
         self.models.find(request.model, Kind.AGENT).prompts.check_length(request)
 
-    async def count(self, session: Session, wire: WireFormat, request: ModelRequest) -> int:
+    async def count(self, session: GatewaySession, wire: WireFormat, request: ModelRequest) -> int:
         """Count the prompt tokens of `request`; nothing is sampled."""
         served = self.models.find(request.model, Kind.AGENT)
         question = self.place(session, wire, request, served)
@@ -163,7 +163,7 @@ class Exchanges:
         return len((await served.prompts.prompted(question, parent, shown)).prompt)
 
     def place(
-        self, session: Session, wire: WireFormat, request: ModelRequest, served: Served
+        self, session: GatewaySession, wire: WireFormat, request: ModelRequest, served: Served
     ) -> Question:
         key = canonical(request, session.atoms)
         template_args = served.template_args(request)
@@ -175,7 +175,7 @@ class Exchanges:
         asked_for = question_key(request, key, template_args)
         return Question(request, wire, key, placement, template_args, served, asked_for)
 
-    def refuse_if_spent(self, session: Session) -> None:
+    def refuse_if_spent(self, session: GatewaySession) -> None:
         """Raise if the gateway ends, is paused, or the limits of the session leave no call."""
         if self.closing:
             raise faults.shutting_down()
@@ -196,7 +196,9 @@ class Exchanges:
 
     # ---- the life of a call
 
-    async def _run(self, session: Session, call: Call, work: Coroutine[None, None, None]) -> None:
+    async def _run(
+        self, session: GatewaySession, call: Call, work: Coroutine[None, None, None]
+    ) -> None:
         """Take a call to its commit or its failure."""
         try:
             await work
@@ -213,19 +215,19 @@ class Exchanges:
         finally:
             self._end(session, call)
 
-    def succeeded(self, session: Session, call: Call) -> None:
+    def succeeded(self, session: GatewaySession, call: Call) -> None:
         """A call without a task is committed; its client waits for the reply."""
         self._metrics.call("committed")
         self._deliveries.committed(session, call)
         self._end(session, call)
 
-    def _end(self, session: Session, call: Call) -> None:
+    def _end(self, session: GatewaySession, call: Call) -> None:
         session.running.discard(call)
         session.account.release(call.reserved)
         self._metrics.in_flight.dec()
 
     def _over(
-        self, session: Session, call: Call, work: Coroutine[None, None, None], _: object
+        self, session: GatewaySession, call: Call, work: Coroutine[None, None, None], _: object
     ) -> None:
         """End a call whose task was cancelled before it began to run."""
         if call in session.running:
@@ -233,7 +235,9 @@ class Exchanges:
             self._fail(session, call, self._why_cancelled(session), outcome="cancelled")
             self._end(session, call)
 
-    def _fail(self, session: Session, call: Call, error: RequestError, *, outcome: str) -> None:
+    def _fail(
+        self, session: GatewaySession, call: Call, error: RequestError, *, outcome: str
+    ) -> None:
         session.conversation.forget(call.exchange_id)
         session.calls.pop(call.exchange_id, None)
         session.tries.failed(call)
@@ -241,7 +245,7 @@ class Exchanges:
         call.enter(Stage.FAILED)
         self._metrics.call(outcome)
 
-    def _why_cancelled(self, session: Session) -> RequestError:
+    def _why_cancelled(self, session: GatewaySession) -> RequestError:
         if session.sealed:
             return faults.session_ended()
         return faults.shutting_down() if self.closing else faults.client_left()
@@ -258,13 +262,13 @@ class Exchanges:
         )
 
     async def resumed(
-        self, session: Session, call: Call, prompted: Prompted, effective: Sampling
+        self, session: GatewaySession, call: Call, prompted: Prompted, effective: Sampling
     ) -> None:
         """Go on with a call that the engine was given outside of a task, and commit it."""
         sampled = await self._sampled(session, call, call.posed(), prompted, effective)
         await self.finish(session, call, prompted, effective, sampled)
 
-    async def _exchange(self, session: Session, call: Call) -> None:
+    async def _exchange(self, session: GatewaySession, call: Call) -> None:
         question, parent = await self._settle(session, call)
         request, served = question.request, question.served
         shown = await show(served, request)
@@ -283,7 +287,11 @@ class Exchanges:
             raise
 
     async def answer(
-        self, session: Session, call: Call, prompted: Prompted, captured: Captured | None = None
+        self,
+        session: GatewaySession,
+        call: Call,
+        prompted: Prompted,
+        captured: Captured | None = None,
     ) -> None:
         """Sample under the prompt, or give the captured reply again, and commit it."""
         question = call.posed()
@@ -302,7 +310,7 @@ class Exchanges:
             sampled = await self._sampled(session, call, question, prompted, effective)
         await self.finish(session, call, prompted, effective, sampled)
 
-    def know(self, session: Session, call: Call, prompted: Prompted) -> None:
+    def know(self, session: GatewaySession, call: Call, prompted: Prompted) -> None:
         """Note what follows from the prompt."""
         head, question = call.head, call.question
         assert head is not None, "it was asked here"
@@ -311,7 +319,7 @@ class Exchanges:
         call.turns = lineage.turns_shown(session, question, prompted.parent)
 
     def _live(
-        self, session: Session, call: Call, prompted: Prompted, effective: Sampling
+        self, session: GatewaySession, call: Call, prompted: Prompted, effective: Sampling
     ) -> LiveReply | None:
         """The reply to be, if it leaves while it is sampled; `None` = it leaves whole.
 
@@ -333,12 +341,12 @@ class Exchanges:
 
     async def _sampled(
         self,
-        session: Session,
+        session: GatewaySession,
         call: Call,
         question: Question,
         prompted: Prompted,
         effective: Sampling,
-    ) -> Sample:
+    ) -> SampledReply:
         """The sample. `EngineError` or `RequestError` if there is none.
 
         Where a part of the reply has left already, what there is of the sample stands, and
@@ -386,7 +394,7 @@ class Exchanges:
             call.first_token_s = time.perf_counter() - call.clock_start
             call.begin_reply()
 
-    async def _settle(self, session: Session, call: Call) -> tuple[Question, Call | None]:
+    async def _settle(self, session: GatewaySession, call: Call) -> tuple[Question, Call | None]:
         """Fix the call's place; one whose parent's commit is under way waits for it first.
 
         Returns the question in that place, and the call that it continues.
@@ -407,7 +415,9 @@ class Exchanges:
         self.link(session, call, question, parent)
         return question, parent
 
-    def link(self, session: Session, call: Call, question: Question, parent: Call | None) -> None:
+    def link(
+        self, session: GatewaySession, call: Call, question: Question, parent: Call | None
+    ) -> None:
         """Tie the call to what it continues: that reply is shown, its messages are stored."""
         placement = question.placement
         partly = placement.kind is PlacementKind.PARTIAL
@@ -425,7 +435,7 @@ class Exchanges:
         self._metrics.placement(placement.kind, extended=placement.extend)
 
     async def _effective(
-        self, session: Session, call: Call, question: Question, prompt_tokens: int
+        self, session: GatewaySession, call: Call, question: Question, prompt_tokens: int
     ) -> Sampling:
         """The sampling in effect, its tokens reserved; the overflow when there is no room left."""
         budget = self.budget(session, question, prompt_tokens)
@@ -436,7 +446,7 @@ class Exchanges:
             raise
         return self.sampling(session, question, call.reserved)
 
-    def budget(self, session: Session, question: Question, prompt_tokens: int) -> int:
+    def budget(self, session: GatewaySession, question: Question, prompt_tokens: int) -> int:
         """The most tokens to sample, but for what the session has left; the overflow."""
         return budgets.output_budget(
             prompt_tokens=prompt_tokens,
@@ -446,7 +456,7 @@ class Exchanges:
             minimum=self._settings.min_output_tokens,
         )
 
-    def sampling(self, session: Session, question: Question, reserved: int) -> Sampling:
+    def sampling(self, session: GatewaySession, question: Question, reserved: int) -> Sampling:
         return (question.served.plan or session.plan).effective(
             question.request.sampling,
             budget=reserved,
@@ -458,11 +468,11 @@ class Exchanges:
 
     async def finish(
         self,
-        session: Session,
+        session: GatewaySession,
         call: Call,
         prompted: Prompted,
         effective: Sampling,
-        sampled: Sample,
+        sampled: SampledReply,
     ) -> None:
         """Parse the reply, index it, make it durable; then the call is COMMITTED."""
         finished = self.finished(session, call, prompted, effective, sampled)
@@ -471,11 +481,11 @@ class Exchanges:
 
     def finished(
         self,
-        session: Session,
+        session: GatewaySession,
         call: Call,
         prompted: Prompted,
         effective: Sampling,
-        sampled: Sample,
+        sampled: SampledReply,
     ) -> Finished:
         """The facts of a call whose reply is whole; it is COMMITTING then."""
         question = call.posed()
@@ -518,7 +528,7 @@ class Exchanges:
 
     async def written(
         self,
-        session: Session,
+        session: GatewaySession,
         finished: Finished,
         bodies: Mapping[bytes, bytes],
         writing: Awaitable[None],
@@ -532,7 +542,7 @@ class Exchanges:
         self.committed(session, finished, bodies)
 
     def committed(
-        self, session: Session, finished: Finished, bodies: Mapping[bytes, bytes]
+        self, session: GatewaySession, finished: Finished, bodies: Mapping[bytes, bytes]
     ) -> None:
         """The exchange is durable: the reply may leave."""
         call, request = finished.call, finished.question.request
@@ -550,7 +560,7 @@ class Exchanges:
             self._deliveries.broken(session, call)
 
     def indexed(
-        self, session: Session, finished: Finished
+        self, session: GatewaySession, finished: Finished
     ) -> tuple[Exchange, Mapping[bytes, bytes]]:
         """Index the exchange; give its record, and the bodies that are new with it.
 
@@ -572,7 +582,7 @@ class Exchanges:
         session.stored.update(bodies)
         return exchange, bodies
 
-    def _count(self, session: Session, finished: Finished, usage: Usage) -> None:
+    def _count(self, session: GatewaySession, finished: Finished, usage: Usage) -> None:
         session.turns += 1
         session.tokens += usage.completion_tokens
         sample = finished.sample
@@ -584,7 +594,9 @@ class Exchanges:
         if sample.break_position is not None:
             self._metrics.breaks.inc()
 
-    def _parse(self, call: Call, question: Question, prompt: PromptIds, sampled: Sample) -> Reply:
+    def _parse(
+        self, call: Call, question: Question, prompt: PromptIds, sampled: SampledReply
+    ) -> Reply:
         """The reply that the sampled ids say; the engine's own parse where it made one."""
         calls = takes_calls(question.request)
         if (told := sampled.last.reply) is not None:
@@ -600,6 +612,6 @@ class Exchanges:
         )
 
 
-def _parent(session: Session, placement: Placement) -> Call | None:
+def _parent(session: GatewaySession, placement: Placement) -> Call | None:
     """The call that a placement continues; `None` = none, or its commit failed."""
     return None if placement.parent is None else session.calls.get(placement.parent)

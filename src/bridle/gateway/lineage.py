@@ -8,7 +8,7 @@ import numpy as np
 
 from bridle.gateway.call import Call, Question
 from bridle.gateway.recording import issued_ids
-from bridle.gateway.registry import Session
+from bridle.gateway.registry import GatewaySession
 from bridle.prompting.canonical import Canonical, answer_atoms, joined_atoms
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.turns import TurnCounts
@@ -16,7 +16,7 @@ from bridle.types import Kind, Message, ModelRequest
 
 
 def index_reply(
-    session: Session,
+    session: GatewaySession,
     exchange_id: str,
     asked: tuple[ModelRequest, Canonical, Hashable],
     shown: tuple[Message, ...],
@@ -42,7 +42,9 @@ def index_reply(
     session.lineage.note(exchange_id, shown, summary=kind is Kind.COMPACTION)
 
 
-def turns_shown(session: Session, question: Question, parent: Call | None) -> TurnCounts | None:
+def turns_shown(
+    session: GatewaySession, question: Question, parent: Call | None
+) -> TurnCounts | None:
     """The counts of a request whose prompt extends `parent`; `None` = it is a root.
 
     `None` is returned where those of the parent are not known (a capture file of an older version).
@@ -61,7 +63,7 @@ def turns_shown(session: Session, question: Question, parent: Call | None) -> Tu
     )
 
 
-def turns_under(session: Session, call: Call, prompt: PromptIds) -> TurnCounts | None:
+def turns_under(session: GatewaySession, call: Call, prompt: PromptIds) -> TurnCounts | None:
     """The counts of a call whose `prompt` was not made from its parent's ids.
 
     An engine that rendered the messages itself may have come to the same ids.

@@ -56,14 +56,14 @@ LINGER_S: Final = 5.0
 """How long a client that still sends a refused body may take to read its answer and close."""
 
 
-class Client(Protocol):
+class DisconnectListener(Protocol):
     """Whoever waits at a connection for a reply."""
 
     def lost(self) -> None:
         """The connection was lost."""
 
 
-class Line(Client, Protocol):
+class ConnectionServer(DisconnectListener, Protocol):
     """Serves requests of one connection that aiohttp does not see."""
 
     @property
@@ -87,7 +87,7 @@ class Connection(RequestHandler):
         manager: web.Server,
         *,
         head_timeout_s: float,
-        make_line: Callable[[Connection], Line] | None,
+        make_line: Callable[[Connection], ConnectionServer] | None,
         **settings: Any,  # noqa: ANN401 - aiohttp's own, passed through
     ) -> None:
         super().__init__(manager, **settings)
@@ -108,7 +108,7 @@ class Connection(RequestHandler):
         """The same as it came; `None` = it came in pieces."""
         self.line = None if make_line is None else make_line(self)
         """Sees first what arrives."""
-        self.handed: Client | None = None
+        self.handed: DisconnectListener | None = None
         """For the handler: whom it answers, of a request that `line` began to serve."""
 
     @property
@@ -286,7 +286,7 @@ class Listener(AbstractAsyncContextManager["Listener"]):
         max_body_bytes: int,
         head_timeout_s: float,
         listening: socket.socket | None = None,
-        make_line: Callable[[Connection], Line] | None = None,
+        make_line: Callable[[Connection], ConnectionServer] | None = None,
         most: int | None = None,
     ) -> None:
         """`listening` is a socket that listens at `host` already: `port` is then not used.

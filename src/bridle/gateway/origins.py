@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from bridle.gateway.call import Asked
-from bridle.gateway.registry import Session
+from bridle.gateway.registry import GatewaySession
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.types import Kind, ModelRequest
 
@@ -21,7 +21,9 @@ SUMMARISED: Final = "summarised"
 """Root reason of what goes on from a summary of ours."""
 
 
-def after_summary(session: Session, request: ModelRequest, placement: Placement) -> Placement:
+def after_summary(
+    session: GatewaySession, request: ModelRequest, placement: Placement
+) -> Placement:
     """A root whose text holds a summary of ours continues the exchange that wrote it."""
     if placement.kind is not PlacementKind.ROOT:
         return placement
@@ -32,7 +34,7 @@ def after_summary(session: Session, request: ModelRequest, placement: Placement)
 
 
 def of_subagent(
-    session: Session, request: ModelRequest, placement: Placement, asked: Asked
+    session: GatewaySession, request: ModelRequest, placement: Placement, asked: Asked
 ) -> Asked:
     """A call that no mark tells apart is a sub-agent's if it was told what to do by a call of ours.
 

@@ -8,10 +8,10 @@ paths, so they may alternate as they like.
 
 Any doubt before the engine was asked leaves the request to the general path, as if it had not been
 looked at. From then on the call is the session's as any other, in the stage SAMPLING, and a
-`Flight` carries it. Whatever is not plain there (an error, an abort, another prompt, a client that
-goes, a seal, a store that is busy) hands it over: a task goes on with the engine's call under way,
-or with the sample in hand, and nothing is sampled twice. `tests/gateway/test_plain.py` plays the
-same traffic with and without this file.
+`PlainCall` carries it. Whatever is not plain there (an error, an abort, another prompt, a client
+that goes, a seal, a store that is busy) hands it over: a task goes on with the engine's call under
+way, or with the sample in hand, and nothing is sampled twice. `tests/gateway/test_plain.py` plays
+the same traffic with and without this file.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import Served
 from bridle.gateway.prompts import engine_request
 from bridle.gateway.recording import Prompted
-from bridle.gateway.registry import Session
+from bridle.gateway.registry import GatewaySession
 from bridle.gateway.relay import takes_at_once, whole_reply, whole_stream
 from bridle.gateway.responses import Responses
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.routing import asked
-from bridle.gateway.sampling import Sample
+from bridle.gateway.sampling import SampledReply
 from bridle.gateway.settings import GatewaySettings
 from bridle.harness_rules.kinds import decided_by_head
 from bridle.prompting.conversation import PlacementKind
@@ -66,7 +66,7 @@ _ODD: Final = ("transfer-encoding", "content-encoding", "expect", "upgrade")
 class Handed:
     """A call whose client is to be answered by the general path."""
 
-    session: Session
+    session: GatewaySession
     call: Call
     request: ModelRequest
     taken: Taken
@@ -84,7 +84,7 @@ class KnownHead:
     def __init__(
         self,
         connection: Connection,
-        session: Session,
+        session: GatewaySession,
         headers: dict[str, str],
         route: Route,
         wire: WireFormat,
@@ -100,7 +100,7 @@ class KnownHead:
         self._said: tuple[object, Asked] | None = None
         """What all requests with this `extra` say besides their messages; `None` = not known."""
 
-    def said(self, session: Session, request: ModelRequest) -> Asked:
+    def said(self, session: GatewaySession, request: ModelRequest) -> Asked:
         """Read what a request says besides its messages."""
         if self._said is not None and self._said[0] is request.extra:
             return self._said[1]
@@ -111,7 +111,7 @@ class KnownHead:
         return said
 
 
-class Line:
+class PlainConnection:
     """The requests of one connection whose heads are known."""
 
     __slots__ = (
@@ -124,7 +124,7 @@ class Line:
         self.connection = connection
         self.known: KnownHead | None = None
         """The head of its last request, if that is known."""
-        self.flight: Flight | None = None
+        self.flight: PlainCall | None = None
         """The call that its client waits for."""
         self._parts: list[bytes] = []
         """A request that has not arrived whole."""
@@ -242,19 +242,19 @@ class PlainPath:
         self.served = 0
         """Calls that it answered."""
 
-    def line(self, connection: Connection) -> Line:
+    def line(self, connection: Connection) -> PlainConnection:
         """See `Listener`."""
-        return Line(self, connection)
+        return PlainConnection(self, connection)
 
     def offer(
-        self, http: web.BaseRequest, session: Session, headers: dict[str, str], route: Route,
+        self, http: web.BaseRequest, session: GatewaySession, headers: dict[str, str], route: Route,
         wire: WireFormat,
     ) -> None:  # fmt: skip
         """Have further requests with this one's head take the plain path; it was answered."""
         connection = http.protocol
         assert isinstance(connection, Connection)
         line, raw = connection.line, connection.raw_head
-        if raw is None or not isinstance(line, Line):
+        if raw is None or not isinstance(line, PlainConnection):
             return
         if line.known is not None and line.known.head is connection.head:
             return
@@ -281,7 +281,7 @@ class PlainPath:
             return None
         return self._known.get((data[: length.start(1)], data[length.end(1) : end]))
 
-    def taken(self, session: Session, size: int) -> Taken | None:
+    def taken(self, session: GatewaySession, size: int) -> Taken | None:
         """A request's part of its session's share; `None` = it is to be refused."""
         taken = Taken(self.admission, session)
         try:
@@ -295,7 +295,7 @@ class PlainPath:
             return None
         return taken
 
-    def take(self, line: Line, data: bytes, start: int, taken: Taken) -> bool:
+    def take(self, line: PlainConnection, data: bytes, start: int, taken: Taken) -> bool:
         """Begin the call of a whole request, its body behind `start`; `False` = nothing is done."""
         try:
             linear = self._linear(line, taken.session, data[start:])
@@ -309,14 +309,14 @@ class PlainPath:
         taken.session.requests += 1
         call = self.exchanges.begun(taken.session, linear.question, linear.said)
         call.reserved = linear.reserved
-        flight = line.flight = call.flight = Flight(self, line, data, taken, call, linear)
+        flight = line.flight = call.flight = PlainCall(self, line, data, taken, call, linear)
         try:
             flight.begin()
         except Exception as error:  # noqa: BLE001 - the top of a served request
             flight.hand_over(_failing(error))
         return True
 
-    def _linear(self, line: Line, session: Session, body: bytes) -> Linear | None:
+    def _linear(self, line: PlainConnection, session: GatewaySession, body: bytes) -> Linear | None:
         """Read a request; `None` = it is not linear. `BridleError` where it is to be refused."""
         exchanges, responses, known = self.exchanges, self.responses, line.known
         assert known is not None, "its head was found"
@@ -397,11 +397,11 @@ class Linear:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class PlainCall:
     """A call on the plain path, from the request to the engine to the reply to its client."""
 
     path: PlainPath
-    line: Line
+    line: PlainConnection
     data: bytes
     """The request, its head included."""
     taken: Taken
@@ -478,10 +478,10 @@ class Flight:
             and (told is None or told == self.request.prompt.json())
         )
 
-    def _sample(self, chunk: GenerateChunk) -> Sample:
+    def _sample(self, chunk: GenerateChunk) -> SampledReply:
         assert chunk.finish_reason is not None
         versions: tuple[VersionSpan, ...] = chunk.versions
-        return Sample(
+        return SampledReply(
             chunk.output_ids, chunk.logprobs, chunk.finish_reason, versions, chunk, None, None, 0
         )
 

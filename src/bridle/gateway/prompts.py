@@ -24,7 +24,7 @@ from bridle.gateway.call import Call, Question
 from bridle.gateway.constraints import takes_calls
 from bridle.gateway.images import Shown, pictures
 from bridle.gateway.recording import Prompted
-from bridle.gateway.sampling import Sample
+from bridle.gateway.sampling import SampledReply
 from bridle.gateway.templates import EngineTemplate
 from bridle.prompting.canonical import messages_after
 from bridle.prompting.messages import chat_tools, server_messages
@@ -225,7 +225,7 @@ class Prompts:
             raise RequestError(message + "does not begin with text.", param="messages")
         return prompt.behind(begun)
 
-    def plain_reply(self, request: ModelRequest, prompt: PromptIds, sampled: Sample) -> Reply:
+    def plain_reply(self, request: ModelRequest, prompt: PromptIds, sampled: SampledReply) -> Reply:
         """The reply to a prefill: the sampled text, and the calls after it."""
         assert request.prefill is not None
         ids, stop = sampled.output_ids, sampled.last.stop_text
@@ -239,7 +239,7 @@ class Prompts:
         return self._calls_behind(request.prefill, request, prompt, sampled) or plain
 
     def _calls_behind(
-        self, begun: str, request: ModelRequest, prompt: PromptIds, sampled: Sample
+        self, begun: str, request: ModelRequest, prompt: PromptIds, sampled: SampledReply
     ) -> Reply | None:
         """The rest of a turn that the client began, where it holds calls; `None` = it holds none.
 
@@ -258,7 +258,7 @@ class Prompts:
         _, found, rest = turn.content.partition(begun.strip() or "\0")
         return replace(turn, content=rest if found else turn.content)
 
-    def with_logprobs(self, reply: Reply, sampled: Sample) -> Reply:
+    def with_logprobs(self, reply: Reply, sampled: SampledReply) -> Reply:
         """`reply` with the logprobs of its tokens, for a client that asked for them."""
         if len(sampled.logprobs) != len(sampled.output_ids):
             return reply

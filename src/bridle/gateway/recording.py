@@ -15,7 +15,7 @@ from bridle.experts import KEY, Experts, laid, pack
 from bridle.gateway.call import Call, Question
 from bridle.gateway.constraints import unenforced
 from bridle.gateway.images import Shown, unplaced
-from bridle.gateway.sampling import Sample
+from bridle.gateway.sampling import SampledReply
 from bridle.prompting.arguments import parsed_object
 from bridle.prompting.prompt import PromptIds
 from bridle.types import JSON, LogprobMode, Message, Reply, Sampling, TextPart
@@ -62,7 +62,7 @@ class Finished:
     call: Call
     question: Question
     prompted: Prompted
-    sample: Sample
+    sample: SampledReply
     effective: Sampling
     reply: Reply
     body: bytes
@@ -126,7 +126,7 @@ def exchange_record(finished: Finished, index: int, unpaired: int = 0) -> Exchan
     )
 
 
-def _experts(sample: Sample, prompt_length: int) -> bytes | None:
+def _experts(sample: SampledReply, prompt_length: int) -> bytes | None:
     """Pack the routed experts that the engine told; a token has those of the first try."""
     parts = [one[KEY] for one in (*sample.extra_before, sample.extra) if KEY in one]
     start = min((part.start for part in parts), default=0)
@@ -135,7 +135,7 @@ def _experts(sample: Sample, prompt_length: int) -> bytes | None:
     return None if rows is None else pack(Experts(start, rows))
 
 
-def sampled_under(prompted: Prompted, sample: Sample) -> tuple[PromptIds, Call | None]:
+def sampled_under(prompted: Prompted, sample: SampledReply) -> tuple[PromptIds, Call | None]:
     """The prompt that the engine really used, and the call whose ids it extends."""
     if sample.engine_prompt is not None:
         return sample.engine_prompt, None
@@ -257,7 +257,7 @@ def _streamed(call: Call) -> str:
     return "live" if call.live is not None and call.live.is_live else "whole"
 
 
-def _break(sample: Sample) -> JSON:
+def _break(sample: SampledReply) -> JSON:
     return {"position": sample.break_position, "reason": "engine_prompt"}
 
 

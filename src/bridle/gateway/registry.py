@@ -104,7 +104,7 @@ class InHand:
     """Held while a long body is parsed."""
 
 
-class Session:
+class GatewaySession:
     """One session: its conversation, its calls, its counters. Lives on the gateway's loop.
 
     `ConfigError` for `kind_rules` in the record's metadata that are none.
@@ -225,25 +225,25 @@ class Registry:
     """All sessions of a gateway, by id and by the hash of their key."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Session] = {}
-        self._by_key: dict[bytes, tuple[bytes, Session]] = {}
+        self._by_id: dict[str, GatewaySession] = {}
+        self._by_key: dict[bytes, tuple[bytes, GatewaySession]] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._opened = 0
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[GatewaySession]:
         return iter(self._by_id.values())
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def add(self, session: Session, digest: bytes) -> None:
+    def add(self, session: GatewaySession, digest: bytes) -> None:
         """Make a session known under the hash of its key."""
         self._opened += 1
         session.number = self._opened
         self._by_id[session.session_id] = session
         self._by_key[digest] = (digest, session)
 
-    def remove(self, session: Session, digest: bytes) -> None:
+    def remove(self, session: GatewaySession, digest: bytes) -> None:
         """Forget a session that could not be opened, or is over."""
         del self._by_id[session.session_id]
         del self._by_key[digest]
@@ -252,12 +252,12 @@ class Registry:
             if len(self._ended) > ENDED_KEYS:
                 self._ended.popitem(last=False)
 
-    def page(self, after: int, limit: int) -> list[Session]:
+    def page(self, after: int, limit: int) -> list[GatewaySession]:
         """Up to `limit` sessions with numbers above `after`, oldest first."""
         rest = (session for session in self._by_id.values() if session.number > after)
         return list(islice(rest, limit))
 
-    def get(self, session_id: str) -> Session | None:
+    def get(self, session_id: str) -> GatewaySession | None:
         """The session of that id, sealed or not; `None` if there is none."""
         return self._by_id.get(session_id)
 
@@ -271,14 +271,14 @@ class Registry:
                 f"not beginning with {PREFIX!r}"
             )
 
-    def _of_key(self, key: str) -> Session | None:
+    def _of_key(self, key: str) -> GatewaySession | None:
         digest = key_digest(key)
         known = self._by_key.get(digest)
         if known is None or not hmac.compare_digest(known[0], digest):
             return None
         return known[1]
 
-    def authenticate(self, path_token: str | None, keys: Sequence[str]) -> Session:
+    def authenticate(self, path_token: str | None, keys: Sequence[str]) -> GatewaySession:
         """The living session that the path and the keys name.
 
         `path_token` is what follows `/s/`: a session id, or a key; `None` = no such prefix. Keys

@@ -19,7 +19,7 @@ from bridle.dialects.base import Route, StreamEncoder, WireFormat
 from bridle.errors import RequestError
 from bridle.gateway.call import Call
 from bridle.gateway.live import LiveReply, Mark
-from bridle.gateway.registry import Session
+from bridle.gateway.registry import GatewaySession
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.settings import GatewaySettings
 from bridle.types import ModelRequest
@@ -63,7 +63,7 @@ class Relay:
     async def answer(
         self,
         http: web.BaseRequest,
-        session: Session,
+        session: GatewaySession,
         call: Call,
         request: ModelRequest,
         route: Route,

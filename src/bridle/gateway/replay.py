@@ -18,9 +18,9 @@ from bridle.capture.records import no_ids, no_logprobs
 from bridle.engines.base import GenerateChunk
 from bridle.errors import ConfigError, RequestError
 from bridle.experts import KEY, unpack
-from bridle.gateway.sampling import Sample
+from bridle.gateway.sampling import SampledReply
 from bridle.harness_rules.noise import VARYING, differing
-from bridle.trajectory.graph import Node, first_difference, grow, ids
+from bridle.trajectory.graph import ExchangeNode, first_difference, grow, ids
 from bridle.trajectory.transcript import Transcript
 from bridle.types import JSON, DeliveryState, FinishReason, Kind, LogprobMode
 
@@ -48,7 +48,7 @@ AROUND: Final = 64
 class Captured:
     """One call of the session that is forked."""
 
-    node: Node
+    node: ExchangeNode
     call_ids: tuple[str, ...]
     """Ids of the calls in its reply, which the harness sends back."""
 
@@ -56,7 +56,7 @@ class Captured:
     def exchange(self) -> Exchange:
         return self.node.exchange
 
-    def sample(self, decode: Callable[[Ids], str]) -> Sample:
+    def sample(self, decode: Callable[[Ids], str]) -> SampledReply:
         """The reply as if it had been sampled now."""
         exchange = self.exchange
         stops = exchange.sampling.stop
@@ -68,7 +68,7 @@ class Captured:
             stop_text=next((stop for stop in stops if stop in text), None),
             cached_tokens=exchange.extra.get("cached_tokens", 0),
         )
-        return Sample(
+        return SampledReply(
             output_ids=exchange.output_ids,
             logprobs=exchange.logprobs,
             finish=exchange.finish_reason,
@@ -93,7 +93,7 @@ class Replay:
     def __init__(
         self,
         replies: Sequence[Captured],
-        following: Sequence[Node],
+        following: Sequence[ExchangeNode],
         noise: Sequence[Varying] = (),
     ) -> None:
         """`replies` are given again; `following` came after them, in order of commit."""
@@ -141,7 +141,7 @@ class Replay:
         raise _differs(prompt, next(iter(expected)), self._given, decode)
 
     def _equivalent(
-        self, prompted: Prompted, node: Node, decode: Callable[[Ids], str]
+        self, prompted: Prompted, node: ExchangeNode, decode: Callable[[Ids], str]
     ) -> Prompted | None:
         """The captured prompt of `node`, if `prompted` differs from it in named texts only."""
         old, new = ids(node, node.prompt_length), prompted.prompt.array()
@@ -196,7 +196,7 @@ def replies_of(capture: SessionCapture) -> tuple[int, int]:
     return fit, sum("replayed" in node.exchange.extra for node in shown)
 
 
-def _received(capture: SessionCapture) -> list[Node]:
+def _received(capture: SessionCapture) -> list[ExchangeNode]:
     """The exchanges of the policy whose replies the harness received, in order of capture."""
     graph = grow(capture.session.session_id, capture.exchanges)
     nodes = sorted(graph.nodes.values(), key=lambda node: node.exchange.index)
@@ -209,12 +209,12 @@ def _was_received(capture: SessionCapture, exchange: Exchange) -> bool:
     return delivery is not None and delivery.state is DeliveryState.DELIVERED
 
 
-def _is_exact(node: Node) -> bool:
+def _is_exact(node: ExchangeNode) -> bool:
     """Return whether its prompt is known id for id."""
     return node.sound and not node.exchange.extra.get("break")
 
 
-def _unfit(node: Node) -> str | None:
+def _unfit(node: ExchangeNode) -> str | None:
     """The reason why a reply cannot be given again; `None` = it can."""
     if not _is_exact(node):
         return "its prompt is not known exactly"
@@ -231,7 +231,7 @@ def _call_ids(transcript: Transcript, exchange: Exchange) -> tuple[str, ...]:
 
 
 def _differs(
-    prompt: PromptIds, node: Node, given: int, decode: Callable[[Ids], str]
+    prompt: PromptIds, node: ExchangeNode, given: int, decode: Callable[[Ids], str]
 ) -> RequestError:
     old, new = ids(node, node.prompt_length), prompt.array()
     at = first_difference(old, new)

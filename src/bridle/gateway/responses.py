@@ -29,7 +29,7 @@ from bridle.errors import RequestError
 from bridle.types import DeliveryState, Dialect, ModelRequest
 
 if TYPE_CHECKING:
-    from bridle.gateway.registry import Session
+    from bridle.gateway.registry import GatewaySession
 
 DELETED: Final = "deleted by the client"
 """Detail of the delivery record of a reply whose id its client has deleted."""
@@ -82,13 +82,13 @@ class Responses:
         self._wire = OpenAIResponses()
         self._messages = Anthropic()
 
-    def resolved(self, session: Session, dialect: Dialect, body: bytes) -> bytes:
+    def resolved(self, session: GatewaySession, dialect: Dialect, body: bytes) -> bytes:
         """A request's body with the items of kept replies in place of references to them."""
         if dialect is not Dialect.OPENAI_RESPONSES:
             return body
         return self._wire.resolved(body, lambda item_id: self._item(session, item_id))
 
-    def _item(self, session: Session, item_id: str) -> bytes | None:
+    def _item(self, session: GatewaySession, item_id: str) -> bytes | None:
         """An output item of a kept reply; its id begins with its reply's (`dialects.ids`)."""
         of = item_id.partition("_")[2][:REPLY_ID]
         if (found := self._find(session, f"resp_{of}")) is None:
@@ -97,7 +97,7 @@ class Responses:
         return next((item for item in self._wire.output_items(found.reply) if name in item), None)
 
     def whole(
-        self, session: Session, route: Route, body: bytes, request: ModelRequest
+        self, session: GatewaySession, route: Route, body: bytes, request: ModelRequest
     ) -> ModelRequest:
         """`request`, with the whole history where it continues a kept reply.
 
@@ -113,7 +113,7 @@ class Responses:
             raise wire.unknown_previous(previous)
         return wire.parse(route, wire.continued(body, found), session.messages)
 
-    async def answer(self, session: Session, route: Route, query: str) -> bytes:
+    async def answer(self, session: GatewaySession, route: Route, query: str) -> bytes:
         """The JSON of what is asked about one kept reply. `RequestError` as the API has it."""
         response_id = route.resource or ""
         found = self._find(session, response_id)
@@ -135,7 +135,7 @@ class Responses:
                 return found.reply
 
     def _find(
-        self, session: Session, response_id: str, prefix: str = "resp_"
+        self, session: GatewaySession, response_id: str, prefix: str = "resp_"
     ) -> StoredReply | None:
         """A kept reply whose id has the prefix of its dialect; `None` = there is none."""
         exchange_id = session.shelf.exchange_of(response_id)
@@ -151,7 +151,7 @@ class Responses:
         tools = None if asked.tools is None else capture.bodies[asked.tools]
         return StoredReply(items, exchange.reply, asked.head, tools)
 
-    async def _delete(self, session: Session, response_id: str) -> None:
+    async def _delete(self, session: GatewaySession, response_id: str) -> None:
         """Forget an id for good: the note of it is durable before the client hears of it.
 
         What was captured stays.

@@ -22,7 +22,7 @@ from bridle.gateway import faults, lineage
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.live import Mark
 from bridle.gateway.models import Models
-from bridle.gateway.registry import STORED_AS, Registry, Session, facts_of
+from bridle.gateway.registry import STORED_AS, GatewaySession, Registry, facts_of
 from bridle.gateway.responses import DELETED
 from bridle.gateway.tries import question_key
 from bridle.prompting.canonical import Atom, answer_atoms, canonical
@@ -51,7 +51,7 @@ def register_stored(registry: Registry, store: Store) -> None:
         outcome = store.outcome(record.session_id)
         if facts_of(outcome) is not None:
             continue  # deleted: the store knows all that is asked of it
-        session = Session(
+        session = GatewaySession(
             record,
             sampling=SamplingPolicy.model_validate(kept["sampling"]),
             limits=Limits.model_validate(kept["limits"]),
@@ -68,7 +68,7 @@ class Restorer:
         self._store = store
         self._models = models
 
-    def count(self, session: Session) -> None:
+    def count(self, session: GatewaySession) -> None:
         """Have the facts of a session of an earlier process counted. `StoreError`."""
         if session.counted:
             return
@@ -83,7 +83,7 @@ class Restorer:
             delivery.state is DeliveryState.DELIVERED for delivery in deliveries.values()
         )
 
-    def restore(self, session: Session) -> None:
+    def restore(self, session: GatewaySession) -> None:
         """Bring the session's exchanges back; nothing if they are there. `StoreError`.
 
         An exchange that cannot be read (a damaged row) is left out: what continues it starts anew.
@@ -108,7 +108,9 @@ class Restorer:
                 )
         log.info("session_restored", session=session.session_id, exchanges=len(session.calls))
 
-    def _bring_back(self, session: Session, capture: SessionCapture, exchange: Exchange) -> None:
+    def _bring_back(
+        self, session: GatewaySession, capture: SessionCapture, exchange: Exchange
+    ) -> None:
         wire = DIALECTS[exchange.dialect]
         spans = self._spans(session, exchange)
         request = self._request(session, capture, exchange, wire, spans.whole())
@@ -167,7 +169,7 @@ class Restorer:
             _keep_for_a_retry(call, exchange, question, shown)
             session.tries.begin(call)
 
-    def _spans(self, session: Session, exchange: Exchange) -> SpanList:
+    def _spans(self, session: GatewaySession, exchange: Exchange) -> SpanList:
         """The digests of the request's raw messages, as a delta on those of its base."""
         kept = exchange.request
         base = session.calls[kept.base].span_list() if kept.base is not None else None
@@ -176,7 +178,7 @@ class Restorer:
 
     def _request(
         self,
-        session: Session,
+        session: GatewaySession,
         capture: SessionCapture,
         exchange: Exchange,
         wire: WireFormat,
@@ -194,7 +196,7 @@ class Restorer:
         )
         return wire.parse(route, body, session.messages)
 
-    def _prompt(self, session: Session, exchange: Exchange) -> PromptIds:
+    def _prompt(self, session: GatewaySession, exchange: Exchange) -> PromptIds:
         """The chain node of the prompt that was sampled under."""
         if exchange.parent_id is None:
             return PromptIds.root(exchange.suffix_ids)

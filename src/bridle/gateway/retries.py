@@ -18,7 +18,7 @@ from bridle.errors import RequestError
 from bridle.gateway.call import DELIVERED, Asked, Call, Stage
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.recording import issued_ids
-from bridle.gateway.registry import Session
+from bridle.gateway.registry import GatewaySession
 from bridle.prompting.canonical import answer_atoms
 from bridle.types import DeliveryState, Message, Usage
 
@@ -34,7 +34,7 @@ class Deliveries:
         self._grace_s = retry_grace_s
         self._metrics = metrics
 
-    def joined(self, session: Session, question: bytes, asked: Asked) -> Call | None:
+    def joined(self, session: GatewaySession, question: bytes, asked: Asked) -> Call | None:
         """The call that a request joins, its client attached; `None` = it is a sample of its own.
 
         The reply that was delivered under the same idempotency key is superseded then: its client
@@ -55,7 +55,7 @@ class Deliveries:
             self.record(session, lost, DeliveryState.SUPERSEDED, "same idempotency key")
         return None
 
-    def attach(self, session: Session, call: Call, asked: Asked) -> None:
+    def attach(self, session: GatewaySession, call: Call, asked: Asked) -> None:
         """One more client waits for `call`."""
         call.clients += 1
         call.retry_count = asked.retry_count
@@ -65,7 +65,7 @@ class Deliveries:
             call.grace.cancel()
             call.grace = None
 
-    def received(self, session: Session, call: Call) -> None:
+    def received(self, session: GatewaySession, call: Call) -> None:
         """A client got the whole reply over a live connection."""
         call.clients -= 1
         if call.delivery is not DeliveryState.DELIVERED:
@@ -75,7 +75,7 @@ class Deliveries:
         session.failed_last = False
         session.tries.detached()
 
-    def refused(self, session: Session, call: Call, error: RequestError) -> None:
+    def refused(self, session: GatewaySession, call: Call, error: RequestError) -> None:
         """A client was told that the call failed."""
         call.clients -= 1
         session.told_error(str(error), error.code)
@@ -84,7 +84,7 @@ class Deliveries:
             session.tries.refused(call.question_key, last, error)
         session.tries.detached()
 
-    def left(self, session: Session, call: Call, *, partly: bool) -> None:
+    def left(self, session: GatewaySession, call: Call, *, partly: bool) -> None:
         """A client went before it had the whole reply; `partly` = some of it was written."""
         call.clients -= 1
         call.partly_written |= partly
@@ -100,7 +100,7 @@ class Deliveries:
             loop = asyncio.get_running_loop()
             call.grace = loop.call_later(self._grace_s, self.expire, session, call)
 
-    def expire(self, session: Session, call: Call) -> None:
+    def expire(self, session: GatewaySession, call: Call) -> None:
         """Nobody claimed `call`: cancel it, or keep it as abandoned if it had ended."""
         if call.grace is not None:
             call.grace.cancel()
@@ -117,22 +117,22 @@ class Deliveries:
             case Stage.COMMITTING | Stage.FAILED:
                 pass  # `committed` looks again; a failed call has nothing to record
 
-    def close(self, session: Session, call: Call) -> None:
+    def close(self, session: GatewaySession, call: Call) -> None:
         """The session ends: say what became of a reply that is not known to be delivered."""
         if call.stage is Stage.COMMITTED and call.delivery is None:
             cut = call.partly_written or call.clients > 0
             self.record(session, call, DeliveryState.CUT if cut else DeliveryState.ABANDONED)
 
-    def committed(self, session: Session, call: Call) -> None:
+    def committed(self, session: GatewaySession, call: Call) -> None:
         """`call` is durable; if its grace ran out meanwhile, it is abandoned."""
         if call.clients == 0 and call.grace is None:
             self.expire(session, call)
 
-    def broken(self, session: Session, call: Call) -> None:
+    def broken(self, session: GatewaySession, call: Call) -> None:
         """`call` came to no end; what had left of it, and what was sampled, is durable."""
         self.record(session, call, DeliveryState.CUT)
 
-    def _expect_echo(self, session: Session, call: Call) -> None:
+    def _expect_echo(self, session: GatewaySession, call: Call) -> None:
         """A reply broke off: a harness that keeps what it got may go on at once.
 
         What left is found by the conversation from here on; the call's commit puts all of it there.
@@ -150,13 +150,15 @@ class Deliveries:
             tokens=0 if call.output_ids is None else len(call.output_ids),
         )
 
-    def shown(self, session: Session, call: Call, by: str) -> None:
+    def shown(self, session: GatewaySession, call: Call, by: str) -> None:
         """A later request shows this reply, so the harness has it, whatever we saw."""
         call.continued = True
         if call.stage is Stage.COMMITTED and call.delivery is not DeliveryState.DELIVERED:
             self.record(session, call, DeliveryState.DELIVERED, f"shown by {by}")
 
-    def record(self, session: Session, call: Call, state: DeliveryState, detail: str = "") -> None:
+    def record(
+        self, session: GatewaySession, call: Call, state: DeliveryState, detail: str = ""
+    ) -> None:
         """Write down what became of a reply; the conversation and the facts know it at once."""
         before, call.delivery = call.delivery in DELIVERED, state
         delivered = state in DELIVERED
@@ -189,7 +191,7 @@ class Deliveries:
         session.writing.add(written)
         written.add_done_callback(partial(self._written, session))
 
-    def _written(self, session: Session, written: asyncio.Future[None]) -> None:
+    def _written(self, session: GatewaySession, written: asyncio.Future[None]) -> None:
         session.writing.discard(written)
         if not written.cancelled() and (error := written.exception()) is not None:
             self._nursery.on_error(error)

@@ -58,7 +58,7 @@ REFUSED_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample:
+class SampledReply:
     """One whole reply as the engine gave it."""
 
     output_ids: Ids
@@ -193,7 +193,7 @@ class Sampler:
         heard: Callable[[GenerateChunk], None],
         sofar: Sofar | None = None,
         retry_until: float = 0.0,
-    ) -> Sample:
+    ) -> SampledReply:
         """Sample one reply under `prompt`; `heard` is told each chunk as it comes.
 
         While there is no token, an error status that may pass is tried again, up to the time
@@ -223,7 +223,7 @@ class Sampler:
             if sofar.fruitless:
                 await asyncio.sleep(BACKOFF_S * 2**sofar.fruitless)
 
-    def cut(self, request: GenerateRequest, sofar: Sofar) -> Sample:
+    def cut(self, request: GenerateRequest, sofar: Sofar) -> SampledReply:
         """The tokens of a call that comes to no end, as a sample of their own."""
         if sum(map(len, sofar.ids)) > sofar.tokens:
             sofar.end_try((), self._version())
@@ -279,13 +279,13 @@ class Sampler:
             abort=partial(self._engine.abort, request.request_id),
         )
 
-    def _whole(self, request: GenerateRequest, sofar: Sofar, last: GenerateChunk) -> Sample:
+    def _whole(self, request: GenerateRequest, sofar: Sofar, last: GenerateChunk) -> SampledReply:
         assert last.finish_reason is not None
         output_ids, logprobs, extras = _joined(sofar.ids), _joined(sofar.logprobs), sofar.extras
         if self._mode is not LogprobMode.NONE and output_ids.size != logprobs.size:
             raise EngineError(f"{len(output_ids)} sampled ids but {len(logprobs)} logprobs")
         engine_prompt, position = another_prompt(request, sofar.told_prompt)
-        return Sample(
+        return SampledReply(
             output_ids=output_ids,
             logprobs=logprobs,
             finish=last.finish_reason,

@@ -21,7 +21,7 @@ from bridle.gateway.weights import SetPolicy
 from bridle.types import JSON
 
 if TYPE_CHECKING:
-    from bridle.gateway.app import Gateway
+    from bridle.gateway.app import GatewayServer
 
 RELEASE_S = 60.0
 """How long gateways are told to go on, after a failure or a cancelled trainer, too."""
@@ -43,7 +43,7 @@ class Steered(Protocol):
 class Here:
     """A gateway of this process."""
 
-    def __init__(self, gateway: Gateway, name: str = "this gateway") -> None:
+    def __init__(self, gateway: GatewayServer, name: str = "this gateway") -> None:
         self._gateway = gateway
         self.name = name
 

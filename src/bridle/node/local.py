@@ -40,7 +40,7 @@ from bridle.config import AgentSpec, Settings, Task
 from bridle.errors import ConfigError, HarnessError, RuntimeFailure
 from bridle.evaluators import open_evaluator
 from bridle.evaluators.base import check_evaluator
-from bridle.gateway.app import Gateway
+from bridle.gateway.app import GatewayServer
 from bridle.gateway.weights import SetPolicy
 from bridle.harnesses import open_harness
 from bridle.harnesses.base import Harness
@@ -157,7 +157,7 @@ class LocalNode:
     def __init__(
         self,
         *,
-        gateway: Gateway,
+        gateway: GatewayServer,
         store: Store,
         folder: RunFolder,
         settings: NodeSettings | None = None,

@@ -322,7 +322,7 @@ def event(body: JSON) -> bytes:
 
 
 @dataclass(slots=True)
-class ReplyDelta:
+class ParsedDelta:
     """Parsed text of a chunk."""
 
     reasoning: str = ""
@@ -345,35 +345,35 @@ class ReplyReader:
         self._tools = tools
         self._thinking = thinking
         self._text = ""
-        self._given = ReplyDelta()
+        self._given = ParsedDelta()
 
-    def feed(self, text: str, *, last: bool = False) -> ReplyDelta:
+    def feed(self, text: str, *, last: bool = False) -> ParsedDelta:
         """Add text; return what is now unambiguous, or with `last` all of the rest."""
         self._text += text
         read, given = self._read(last=last), self._given
         self._given = read
-        return ReplyDelta(
+        return ParsedDelta(
             read.reasoning[len(given.reasoning) :],
             read.content[len(given.content) :],
             read.calls[len(given.calls) :],
         )
 
-    def _read(self, *, last: bool) -> ReplyDelta:
+    def _read(self, *, last: bool) -> ParsedDelta:
         """Parse all text so far; more text can only append to the result."""
         lead = self._text.lstrip("\n")
         if not self._thinking and not lead.startswith(THINK):
             if not last and THINK.startswith(lead):
-                return ReplyDelta()
-            return self._read_content(ReplyDelta(), self._text, last=last)
+                return ParsedDelta()
+            return self._read_content(ParsedDelta(), self._text, last=last)
         inside = self._text if self._thinking else lead.removeprefix(THINK)
         reasoning, marker, after = inside.partition(THINK_END)
         reasoning = reasoning.removeprefix("\n")
         if not marker:
-            return ReplyDelta(reasoning if last else _certain(reasoning, THINK_END))
+            return ParsedDelta(reasoning if last else _certain(reasoning, THINK_END))
         content = after.removeprefix("\n").removeprefix("\n")
-        return self._read_content(ReplyDelta(reasoning.removesuffix("\n")), content, last=last)
+        return self._read_content(ParsedDelta(reasoning.removesuffix("\n")), content, last=last)
 
-    def _read_content(self, delta: ReplyDelta, text: str, *, last: bool) -> ReplyDelta:
+    def _read_content(self, delta: ParsedDelta, text: str, *, last: bool) -> ParsedDelta:
         while self._tools and CALL in text:
             before, _, after = text.partition(CALL)
             inside, closed, text = after.partition(CALL_END)

@@ -1,6 +1,6 @@
 """Logprobs of the tokens that train, under a model's weights, with gradients.
 
-Two layouts of the same numbers. *Rows*: traces side by side, padded at the end, where no trained
+Two layouts of the same numbers. *Batch*: traces side by side, padded at the end, where no trained
 token can see it; what all of them begin with is computed once. *Tree*: `trajectory.packing` lays
 traces out so that each token stands once, and a dense mask says who sees whom. Logits are made at
 the positions that predict a trained token and nowhere else, because with a large vocabulary they
@@ -53,7 +53,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class TraceBatch:
     """Traces side by side."""
 
     samples: tuple[Sample, ...]
@@ -181,7 +181,7 @@ class Tree:
     def logprobs(
         self, model: PreTrainedModel, temperature: float, *, replay: bool = True
     ) -> torch.Tensor:
-        """Logprob of each of `tokens`, shape (N,), float32; `replay` as in `Rows.logits`."""
+        """Logprob of each of `tokens`, shape (N,), float32; `replay` as in `TraceBatch.logits`."""
         packed, trained = self.packed, self._trained()
         device = model.device
         sees = torch.from_numpy(block_mask(packed)).to(device)
@@ -205,12 +205,12 @@ class Tree:
         return _chosen(logits[rows], wanted, temperature)
 
 
-Piece = Rows | Tree
+Piece = TraceBatch | Tree
 
 
 def rows_of(
     samples: Sequence[Sample], batch_tokens: int, *, share: bool, width: int | None = None
-) -> Iterator[Rows]:
+) -> Iterator[TraceBatch]:
     """Samples in pieces of at most `batch_tokens` computed tokens, like lengths together.
 
     With `share` a piece's common beginning is computed once; only for models whose cache is of keys
@@ -227,12 +227,12 @@ def rows_of(
         padded = (len(piece) + 1) * own
         padding = padded - filled - own
         if piece and (prefix + padded > batch_tokens or padding > max(PADDING, padded // 8)):
-            yield Rows(tuple(piece), prefix)
+            yield TraceBatch(tuple(piece), prefix)
             piece, filled = [], 0
         piece.append(sample)
         filled += own
     if piece:
-        yield Rows(tuple(piece), prefix)
+        yield TraceBatch(tuple(piece), prefix)
 
 
 def sharing_saves(lengths: Sequence[int], prefix: int, width: int) -> bool:

@@ -132,7 +132,7 @@ LABEL = "evaluated_with"
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class HeldOutEvaluation:
     """Success on tasks that are not trained on."""
 
     reward: float | None
@@ -142,7 +142,7 @@ class Evaluation:
     """Sessions without a reward."""
     rewards: dict[str, list[float | None]]
     """Per task, in the order of its samples."""
-    others: dict[str, Evaluation] = field(default_factory=dict)
+    others: dict[str, HeldOutEvaluation] = field(default_factory=dict)
     """By label, the same tasks with other harnesses; not part of the numbers above."""
 
     def json(self) -> JSON:
@@ -155,7 +155,7 @@ class Evaluation:
 
 def evaluation_of(
     held_out: Sequence[Task], rewards: Mapping[str, Sequence[float | None]]
-) -> Evaluation:
+) -> HeldOutEvaluation:
     """Average the held-out rewards (`rewards` by task id), overall and per label."""
     labels = [str(task.metadata.get(LABEL, "")) for task in held_out]
     made = {}
@@ -165,7 +165,7 @@ def evaluation_of(
         every = [reward for of in found.values() for reward in of]
         known = [reward for reward in every if reward is not None]
         mean = sum(known) / len(known) if known else None
-        made[label] = Evaluation(mean, len(every), len(every) - len(known), found)
+        made[label] = HeldOutEvaluation(mean, len(every), len(every) - len(known), found)
     return replace(made.pop(""), others=made)
 
 
@@ -178,7 +178,7 @@ class GroupSource(Protocol):
     async def take(self) -> Group:
         """The next group whose sessions have all ended; raises what broke the source."""
 
-    async def evaluate(self) -> Evaluation | None:
+    async def evaluate(self) -> HeldOutEvaluation | None:
         """Play the held-out tasks with the weights that the engine has; `None` = there are none."""
 
     def cursor(self) -> JSON:
@@ -221,7 +221,7 @@ class LocalGroups:
     async def kept(self) -> None:
         """See `GroupSource.kept`: nothing is held for one that comes back."""
 
-    async def evaluate(self) -> Evaluation | None:
+    async def evaluate(self) -> HeldOutEvaluation | None:
         if not self._held_out:
             return None
         found: dict[str, list[float | None]] = {}

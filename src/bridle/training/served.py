@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from bridle.client import AsyncClient, GroupResult
 from bridle.config import Task
-from bridle.training.groups import Evaluation, TaskDraws, evaluation_of, first_error
+from bridle.training.groups import HeldOutEvaluation, TaskDraws, evaluation_of, first_error
 from bridle.training.samples import Group
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
@@ -112,7 +112,7 @@ class ServerGroups:
         if taken:
             await self._client.ack(task_ids=taken)
 
-    async def evaluate(self) -> Evaluation | None:
+    async def evaluate(self) -> HeldOutEvaluation | None:
         if not self._held_out:
             return None
         self._evaluations += 1

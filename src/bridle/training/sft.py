@@ -44,7 +44,7 @@ SNAPSHOT_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Example:
+class TrainingSequence:
     """One sequence to learn from."""
 
     input_ids: Ids
@@ -107,7 +107,7 @@ class SftResult:
     seconds: float
 
 
-def read_examples(path: str | Path) -> list[Example]:
+def read_examples(path: str | Path) -> list[TrainingSequence]:
     """The examples of a JSONL or Parquet file with `input_ids` and `loss_mask`.
 
     A Parquet file of trajectories (`prompt_ids`, `response_ids`, `loss_mask`) will do too.
@@ -148,7 +148,7 @@ def _parquet_rows(path: Path) -> Iterator[object]:
         yield row
 
 
-def _example(row: object, where: str) -> Example:
+def _example(row: object, where: str) -> TrainingSequence:
     try:
         ids = np.asarray(row["input_ids"], dtype=np.int32)  # type: ignore[index]
         mask = np.asarray(row["loss_mask"], dtype=np.uint8)  # type: ignore[index]
@@ -156,12 +156,12 @@ def _example(row: object, where: str) -> Example:
         raise TrainingError(f"{where}: no usable input_ids and loss_mask: {error!r}") from error
     if ids.ndim != 1 or ids.shape != mask.shape:
         raise TrainingError(f"{where}: {ids.size} input_ids and {mask.size} in loss_mask")
-    return Example(ids, mask)
+    return TrainingSequence(ids, mask)
 
 
 def train(
     model: PreTrainedModel,
-    examples: Sequence[Example],
+    examples: Sequence[TrainingSequence],
     settings: SftSettings,
     *,
     progress: Callable[[SftProgress], None] = lambda _: None,
@@ -186,7 +186,7 @@ def train(
 
 def _steps(
     model: PreTrainedModel,
-    examples: Sequence[Example],
+    examples: Sequence[TrainingSequence],
     batches: Sequence[list[int]],
     prefix: int,
     settings: SftSettings,
@@ -227,7 +227,7 @@ def _steps(
 
 def train_folder(
     model_dir: str | Path,
-    examples: Sequence[Example],
+    examples: Sequence[TrainingSequence],
     out_dir: str | Path,
     settings: SftSettings,
     *,
@@ -260,8 +260,8 @@ def train_folder(
 
 
 def _checked(
-    examples: Sequence[Example], model: PreTrainedModel, max_length: int | None
-) -> list[Example]:
+    examples: Sequence[TrainingSequence], model: PreTrainedModel, max_length: int | None
+) -> list[TrainingSequence]:
     """The examples that train, cut to length."""
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
     kept = []
@@ -275,13 +275,13 @@ def _checked(
                     f"example {number}: id {ids[at]} at position {at} is beyond the model's "
                     f"vocabulary of {vocab_size}"
                 )
-        kept.append(Example(ids, mask))
+        kept.append(TrainingSequence(ids, mask))
     if not kept:
         raise TrainingError(f"none of {len(examples)} examples has a token to train on")
     return kept
 
 
-def _common_prefix(examples: Sequence[Example]) -> int:
+def _common_prefix(examples: Sequence[TrainingSequence]) -> int:
     """Count the leading ids that all examples share and none of them trains."""
     first = examples[0].input_ids
     length = len(first) - 1
@@ -293,7 +293,7 @@ def _common_prefix(examples: Sequence[Example]) -> int:
 
 
 def _all_batches(
-    examples: Sequence[Example], prefix: int, settings: SftSettings
+    examples: Sequence[TrainingSequence], prefix: int, settings: SftSettings
 ) -> Iterator[list[int]]:
     """Indices of the examples of each step, over all epochs; `prefix` ids count once a batch."""
     lengths = np.array([len(example.input_ids) - prefix for example in examples])
@@ -333,7 +333,7 @@ def _rate(step: int, steps: int, settings: SftSettings) -> float:
     return 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1.0
 
 
-def _loss(model: PreTrainedModel, batch: Sequence[Example], prefix: int) -> torch.Tensor:
+def _loss(model: PreTrainedModel, batch: Sequence[TrainingSequence], prefix: int) -> torch.Tensor:
     """Sum of the negative logprobs of a batch's trained tokens.
 
     Padding stands at the end, where no trained token can see it, so it needs no mask. The first

@@ -45,7 +45,7 @@ from bridle.trajectory.builders import (
 )
 from bridle.trajectory.builders import tree as tree_paths
 from bridle.trajectory.drift import Joined, Splice, join
-from bridle.trajectory.graph import Node, grow, order_of
+from bridle.trajectory.graph import ExchangeNode, grow, order_of
 from bridle.trajectory.masks import Marks, mark
 from bridle.trajectory.packing import pack
 from bridle.trajectory.sample import SHAPING, MaskReason, Trace, Trajectory
@@ -382,10 +382,10 @@ def _sampling(trace: Trace, path: Sequence[Exchange]) -> JSON:
     return values
 
 
-def _spliced(last: Node, joined: Joined, start: int) -> list[JSON]:
+def _spliced(last: ExchangeNode, joined: Joined, start: int) -> list[JSON]:
     """Spans of a trace's response that later turns of it saw as other tokens, in order."""
-    found: list[tuple[Node, Splice | None]] = []
-    at: Node | None = last
+    found: list[tuple[ExchangeNode, Splice | None]] = []
+    at: ExchangeNode | None = last
     while at is not None:
         found.append((at, joined.splices.get(at.exchange.exchange_id)))
         at = at.parent
@@ -401,7 +401,7 @@ def _spliced(last: Node, joined: Joined, start: int) -> list[JSON]:
     ]
 
 
-def _placeholders(node: Node) -> list[JSON]:
+def _placeholders(node: ExchangeNode) -> list[JSON]:
     """Return the engine's media placeholders that are new with this prompt, at their offsets in the
     path.
     """

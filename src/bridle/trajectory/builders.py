@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from bridle.experts import Experts, laid, unpack
-from bridle.trajectory.graph import Graph, Node, Piece, order_of, pieces
+from bridle.trajectory.graph import ExchangeNode, Graph, Piece, order_of, pieces
 from bridle.trajectory.masks import Marks
 from bridle.trajectory.sample import MaskReason, Trace
 from bridle.types import FinishReason
@@ -50,7 +50,7 @@ _TRAINED, _PROMPT = MaskReason.TRAINED, MaskReason.PROMPT
 class Plan:
     """One trace to be: the path to `leaf`, to the end of its output."""
 
-    leaf: Node
+    leaf: ExchangeNode
     train: Mapping[str, tuple[int, int]]
     """Exchange id -> range of its output ids that train here, those marked `TRAINED` in it."""
     whole_prompt: bool = False
@@ -74,7 +74,7 @@ def prefix_merging(graph: Graph, marks: Marks) -> list[Plan]:
     ends = _ends(graph, marks)
     totals = _path_totals(graph, marks)
 
-    def rank(node: Node) -> tuple[bool, int, bytes, tuple[float, str]]:
+    def rank(node: ExchangeNode) -> tuple[bool, int, bytes, tuple[float, str]]:
         exchange_id = node.exchange.exchange_id
         last = exchange_id in marks.rejected
         return last, -totals[exchange_id], node.path_digest, order_of(node.exchange)
@@ -103,7 +103,7 @@ def _trained(marks: Marks, exchange_id: str, stop: int, start: int = 0) -> int:
     return int(np.count_nonzero(own[start:stop] == _TRAINED))
 
 
-def _ends(graph: Graph, marks: Marks) -> list[Node]:
+def _ends(graph: Graph, marks: Marks) -> list[ExchangeNode]:
     """Nodes that train and are not wholly on the path to another node that trains.
 
     A rejected reply is an end of its own and nothing but it: what was said before it ends another
@@ -137,13 +137,13 @@ def _path_totals(graph: Graph, marks: Marks) -> dict[str, int]:
     return totals
 
 
-def _claim(end: Node, marks: Marks, done: dict[str, int]) -> dict[str, tuple[int, int]]:
+def _claim(end: ExchangeNode, marks: Marks, done: dict[str, int]) -> dict[str, tuple[int, int]]:
     """The ranges on the path to `end` that no path before it had; they are done then.
 
     Walks up only as far as something is left: a path that has a token has all above it.
     """
     train: dict[str, tuple[int, int]] = {}
-    at: Node | None = end
+    at: ExchangeNode | None = end
     take = end.length
     while at is not None:
         exchange_id = at.exchange.exchange_id
@@ -227,7 +227,7 @@ def _experts(path: Sequence[Piece], ids: Ids) -> npt.NDArray[np.int16] | None:
     return laid(parts, len(ids))
 
 
-def _seen_from(node: Node, moved: int, ids: Ids) -> int:
+def _seen_from(node: ExchangeNode, moved: int, ids: Ids) -> int:
     """First position of a path that an exchange's own prompt has as the path has it.
 
     Where drift joined it, what it saw in place of the turn before is no part of the path.

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridle.capture.records import Exchange
-from bridle.trajectory.graph import Graph, Node, first_difference, ids, order_of
+from bridle.trajectory.graph import ExchangeNode, Graph, first_difference, ids, order_of
 from bridle.types import FinishReason
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def join(graph: Graph, *, splice: bool, close_token_ids: Collection[int] = ()) -
     return Joined(graph, classes, splices, frozenset(extended))
 
 
-def _from_template(node: Node) -> bool:
+def _from_template(node: ExchangeNode) -> bool:
     exchange = node.exchange
     return (
         node.parent is None
@@ -152,13 +152,13 @@ def _look(
     return _Found(DriftClass.RETOKENIZED, differ, close + 1 if closed else close)
 
 
-def _attach(node: Node, before: Node, suffix: Ids) -> bool:
+def _attach(node: ExchangeNode, before: ExchangeNode, suffix: Ids) -> bool:
     """Make a root the child of `before`; whether that could be done.
 
     Not where it is above `before` already, nor where a child keeps a part of its prompt only: that
     part has no place in the longer path.
     """
-    at: Node | None = before
+    at: ExchangeNode | None = before
     while at is not None:
         if at is node:
             return False
@@ -178,9 +178,9 @@ def _attach(node: Node, before: Node, suffix: Ids) -> bool:
     return True
 
 
-def _parents_first(graph: Graph) -> dict[str, Node]:
+def _parents_first(graph: Graph) -> dict[str, ExchangeNode]:
     """The nodes in an order in which parents come before children."""
-    found: dict[str, Node] = {}
+    found: dict[str, ExchangeNode] = {}
     rank = sorted((n for n in graph.nodes.values() if n.parent is None), key=_by_time)
     while rank:
         found |= {node.exchange.exchange_id: node for node in rank}
@@ -188,5 +188,5 @@ def _parents_first(graph: Graph) -> dict[str, Node]:
     return found
 
 
-def _by_time(node: Node) -> tuple[float, str]:
+def _by_time(node: ExchangeNode) -> tuple[float, str]:
     return order_of(node.exchange)

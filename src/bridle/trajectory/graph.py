@@ -10,7 +10,7 @@ the ids that lead to it, with one running sha256 per path, and compared with the
 engine was given. An exchange that fails a check is left out by name and the rest is still built:
 
 - `lost`: its prompt cannot be put together (unknown parent, cycle, parent lost...);
-- `Node.sound` is false: it can, but it is not what the engine was given.
+- `ExchangeNode.sound` is false: it can, but it is not what the engine was given.
 
 The order in which exchanges are given does not matter.
 """
@@ -50,11 +50,11 @@ class Break:
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class ExchangeNode:
     """One exchange in the forest."""
 
     exchange: Exchange
-    parent: Node | None
+    parent: ExchangeNode | None
     """Nearest ancestor of whose own ids (suffix or output) the prompt keeps some; `None` = root."""
     kept: int
     """How many ids of (parent's prompt + output) the prompt begins with; 0 at a root."""
@@ -66,7 +66,7 @@ class Node:
     """Ids from the root to the start of this output."""
     suffix: Ids
     """Ids of the prompt after the `kept` ones: the exchange's own, or what `drift.join` left."""
-    children: list[Node] = field(default_factory=list)
+    children: list[ExchangeNode] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -86,7 +86,7 @@ class Node:
 class Piece(NamedTuple):
     """A run of ids that one exchange brought, on a path."""
 
-    node: Node
+    node: ExchangeNode
     is_output: bool
     ids: Ids
     """The suffix or the output, or its beginning."""
@@ -96,7 +96,7 @@ class Piece(NamedTuple):
 class Graph:
     """A session's forest."""
 
-    nodes: dict[str, Node]
+    nodes: dict[str, ExchangeNode]
     """By exchange id; parents before children, else by start time and id."""
     lost: tuple[tuple[Exchange, str], ...]
     """Exchanges without a place, with the name of the check that they failed."""
@@ -104,7 +104,7 @@ class Graph:
     """What the checks found and where conversations were not extended, by time."""
 
     @property
-    def roots(self) -> Iterator[Node]:
+    def roots(self) -> Iterator[ExchangeNode]:
         """Nodes without a parent."""
         return (node for node in self.nodes.values() if node.parent is None)
 
@@ -126,10 +126,10 @@ def grow(session_id: str, exchanges: Iterable[Exchange]) -> Graph:
     return Graph(grower.nodes, tuple(lost), tuple(grower.breaks_by_time()))
 
 
-def pieces(node: Node, take: int) -> list[Piece]:
+def pieces(node: ExchangeNode, take: int) -> list[Piece]:
     """The runs of ids that make the first `take` ids of a node's path, root first."""
     found: list[Piece] = []
-    at: Node | None = node
+    at: ExchangeNode | None = node
     while at is not None and take > 0:
         exchange = at.exchange
         if (sampled := at.sampled(take)) > 0:
@@ -145,7 +145,7 @@ def pieces(node: Node, take: int) -> list[Piece]:
     return found[::-1]
 
 
-def ids(node: Node, take: int) -> Ids:
+def ids(node: ExchangeNode, take: int) -> Ids:
     """The first `take` ids of a node's path, shape (take,), int32."""
     runs = [piece.ids for piece in pieces(node, take)]
     return np.concatenate(runs) if runs else no_ids()
@@ -212,7 +212,7 @@ class _Grower:
     """The state of `grow`: running hashes by exchange id, which no finished graph needs."""
 
     def __init__(self) -> None:
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, ExchangeNode] = {}
         self.lost: list[tuple[Exchange, str]] = []
         self._breaks: list[tuple[tuple[float, str], Break]] = []
         self._hashes: dict[str, tuple[_Hash, _Hash]] = {}
@@ -280,12 +280,12 @@ class _Grower:
         while parent is not None and kept <= parent.kept:
             parent = parent.parent
         length, suffix = exchange.prompt_length, exchange.suffix_ids
-        node = Node(exchange, parent, kept, end.digest(), sound, length, suffix)
+        node = ExchangeNode(exchange, parent, kept, end.digest(), sound, length, suffix)
         if parent is not None:
             parent.children.append(node)
         self.nodes[exchange.exchange_id] = node
 
-    def _hash_of(self, parent: Node | None, kept: int) -> _Hash:
+    def _hash_of(self, parent: ExchangeNode | None, kept: int) -> _Hash:
         """A running sha256 over the first `kept` ids of the parent's path."""
         if parent is None:
             return hashlib.sha256()
@@ -332,7 +332,9 @@ class _Grower:
             expected = exchange.index + 1
 
 
-def _around(old: Node, new: Node, position: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _around(
+    old: ExchangeNode, new: ExchangeNode, position: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """`SHOWN` ids of both from where they part."""
     end = position + SHOWN
     one, two = ids(old, min(old.length, end)), ids(new, min(new.prompt_length, end))

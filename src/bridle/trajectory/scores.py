@@ -54,7 +54,7 @@ class Attempted:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class HarnessScore:
     """The sessions of one harness on one task set."""
 
     task_set: str
@@ -98,7 +98,7 @@ def pass_at_k(attempts: int, passes: int, k: int) -> float:
     return 1.0 - math.comb(attempts - passes, k) / math.comb(attempts, k)
 
 
-def scores_of(sessions: Iterable[Attempted]) -> list[Score]:
+def scores_of(sessions: Iterable[Attempted]) -> list[HarnessScore]:
     """One score for each harness on each task set, by name."""
     groups: defaultdict[tuple[str, str], list[Attempted]] = defaultdict(list)
     for session in sessions:
@@ -119,7 +119,7 @@ def from_summaries(lines: Iterable[JSON]) -> Iterator[Attempted]:
         )
 
 
-def _score(task_set: str, harness: str, group: Sequence[Attempted]) -> Score:
+def _score(task_set: str, harness: str, group: Sequence[Attempted]) -> HarnessScore:
     by_task: defaultdict[str, list[Attempted]] = defaultdict(list)
     for session in group:
         by_task[session.task_id].append(session)
@@ -136,7 +136,7 @@ def _score(task_set: str, harness: str, group: Sequence[Attempted]) -> Score:
         [one.reward for one in sessions if one.reward is not None] for sessions in by_task.values()
     ]
     mean, half_width = clustered([some for some in rewards if some])
-    return Score(
+    return HarnessScore(
         task_set=task_set,
         harness=harness,
         tasks=len(by_task),

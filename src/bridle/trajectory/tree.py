@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from bridle.capture.records import Exchange, SessionCapture
 from bridle.errors import StoreError
-from bridle.trajectory.graph import Graph, Node, first_difference, grow, ids, order_of
+from bridle.trajectory.graph import ExchangeNode, Graph, first_difference, grow, ids, order_of
 from bridle.trajectory.masks import mark
 from bridle.trajectory.sample import MaskReason
 from bridle.trajectory.transcript import Transcript
@@ -52,7 +52,7 @@ def draw(capture: SessionCapture, train: Collection[Kind]) -> list[tuple[int, st
     return lines
 
 
-def branches(graph: Graph) -> list[tuple[int, Node]]:
+def branches(graph: Graph) -> list[tuple[int, ExchangeNode]]:
     """Nodes depth first. Where a conversation branches, the branch with the most exchanges stays
     at its depth and comes last, so that a long session with many retries stays narrow.
     """
@@ -60,10 +60,10 @@ def branches(graph: Graph) -> list[tuple[int, Node]]:
     for name, node in reversed(graph.nodes.items()):
         sizes[name] = 1 + sum(sizes[child.exchange.exchange_id] for child in node.children)
 
-    def rank(node: Node) -> tuple[int, tuple[float, str]]:
+    def rank(node: ExchangeNode) -> tuple[int, tuple[float, str]]:
         return sizes[node.exchange.exchange_id], _by_time(node)
 
-    found: list[tuple[int, Node]] = []
+    found: list[tuple[int, ExchangeNode]] = []
     stack = [(0, root) for root in sorted(graph.roots, key=_by_time)][::-1]
     while stack:
         depth, node = stack.pop()
@@ -76,7 +76,7 @@ def branches(graph: Graph) -> list[tuple[int, Node]]:
     return found
 
 
-def _by_time(node: Node) -> tuple[float, str]:
+def _by_time(node: ExchangeNode) -> tuple[float, str]:
     return order_of(node.exchange)
 
 
@@ -86,7 +86,7 @@ def _root_line(exchange: Exchange) -> str:
     return f"root: {reason}{after}"
 
 
-def _exchange_line(node: Node, reason: MaskReason, transcript: Transcript) -> str:
+def _exchange_line(node: ExchangeNode, reason: MaskReason, transcript: Transcript) -> str:
     exchange = node.exchange
     fate = "trains" if reason is MaskReason.TRAINED else f"masked: {reason.key}"
     new = node.prompt_length - node.kept
@@ -164,7 +164,7 @@ def explain_fork(
     return lines
 
 
-def _node(graph: Graph, exchange_id: str) -> Node:
+def _node(graph: Graph, exchange_id: str) -> ExchangeNode:
     node = graph.nodes.get(exchange_id)
     if node is None:
         lost = {exchange.exchange_id: why for exchange, why in graph.lost}

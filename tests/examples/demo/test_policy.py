@@ -9,7 +9,7 @@ from examples.demo.main import Part
 from examples.demo.policy import FORKS, lookup_task, policy_part, show_forks, show_policy
 from tests.cli.models import untrained
 
-from bridle.cli.batch import TaskBatch, run_batch
+from bridle.cli.batch import BatchRun, run_batch
 from bridle.cli.output import console
 
 pytestmark = pytest.mark.timeout(180)
@@ -43,7 +43,7 @@ def test_a_session_that_failed_is_forked_at_its_last_turn(tmp_path):
     script = tmp_path / "script.json"
     script.write_text(json.dumps({"conversations": [{"turns": turns}]}))
     task, run = lookup_task(lookup, tmp_path / "tasks"), tmp_path / "policy" / "run"
-    sessions = run_batch(TaskBatch([task], f"scripted:{script}", run, 1))
+    sessions = run_batch(BatchRun([task], f"scripted:{script}", run, 1))
     forks = show_forks(Part(run, sessions, 1.0), untrained(tmp_path / "model"))
     assert [fork["fork"]["replayed"] for fork in forks] == [1] * FORKS
     assert {fork["fork"]["verdict"] for fork in forks} == {"exact"}
