@@ -104,6 +104,7 @@ def as_the_page_says(script):
     for shown, given in (
         ("bridle", BRIDLE),  # the image; the next one is the command
         ("http://ENGINE:8000", "scripted:/script.json"),
+        ("Qwen/Qwen3-4B", "builtin"),
         ("127.0.0.1:8080:8080", "127.0.0.1:0:8080"),
         ("bridle:/var/lib/bridle", "bridle-test-data:/var/lib/bridle"),
         ("BRIDLE_SERVER_TOKEN=...", f"BRIDLE_SERVER_TOKEN={TOKEN}"),

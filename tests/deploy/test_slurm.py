@@ -15,7 +15,7 @@ from bridle.cli.app import app
 
 SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "slurm" / "bridle.sbatch"
 SLEEP = "sleep 30 >/dev/null 2>&1 &"
-SAYS = 'printf "%q " "${0##*/}" "$@" >> $AT/ran; echo >> $AT/ran;'
+SAYS = 'echo "${0##*/} ${*@Q}" >> $AT/ran;'  # in one piece: several do so at once
 UNTIL_SIGNAL = f"trap 'kill $!; exit' TERM; {SLEEP} wait"
 PROGRAMS = {
     "scontrol": "echo node07; echo node08; echo node09",

@@ -76,7 +76,6 @@ class LiveReader:
         self._held = (*stops, *marks.held)
         self._held_starts = frozenset(held[:1] for held in self._held)
         self._read_calls = read_calls
-        self._control = tokenizer.control_ids
         self._marks_part = frozenset(tokenizer.control_ids) | stop_ids
         self._text = _Decoder(tokenizer)
         self._buffer = ""
