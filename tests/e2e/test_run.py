@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bridle.runtimes.process import owner_mark
+
 from .conftest import arguments_of, bridle_process, call, write_batch
 
 pytestmark = pytest.mark.timeout(180)
@@ -178,7 +180,8 @@ def test_what_the_library_logs_goes_to_stderr_and_stdout_stays_one_json_document
 ):
     left = tmp_path / "scratch" / "bridle-killed"
     left.mkdir(parents=True)
-    (left / "owner.json").write_text(json.dumps({"pid": os.getpid(), "started": "1"}))
+    pid, _, machine = owner_mark().split(".", 2)
+    (left / "owner").write_text(f"{pid}.1.{machine}")
 
     done = call(*run_arguments(batch(1), "--json"), env={"TMPDIR": str(left.parent)})
 

@@ -14,7 +14,7 @@ from bridle.harnesses import open_harness
 from bridle.harnesses.command import CommandHarness
 from bridle.node.events import Installing, SessionChanged
 from bridle.node.local import OWNER, NodeSettings, Scratch, check, reap
-from bridle.runtimes.process import started_at
+from bridle.runtimes.process import owner_mark
 from bridle.types import Cause
 
 
@@ -38,8 +38,7 @@ ENDS = ("COMPLETED", "ERROR", "TIMEOUT", "CANCELLED")
 async def test_a_running_node_removes_the_remains_of_a_dead_one(tmp_path):
     async with a_node(tmp_path, settings={"reap_s": 0.02}):
         left = Scratch.make(tmp_path / "scratch")
-        dead = {"pid": 2**22 + 1, "started": "5"}
-        (left.folder / OWNER).write_text(json.dumps(dead))
+        disown(left, 2**22 + 1)
         async with asyncio.timeout(15):
             while left.folder.exists():  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0.01)
@@ -232,7 +231,7 @@ async def test_a_node_that_was_killed_leaves_nothing_to_the_next_one(tmp_path):
     async with a_node(tmp_path) as node:
         left = node.scratch.folder.with_name("bridle-left")
         left.mkdir()
-        (left / "owner.json").write_text('{"pid": 4194999, "started": "1"}')
+        disown(Scratch(left), 4194999)
     (tmp_path / "run").rename(tmp_path / "first")
     async with a_node(tmp_path):
         assert not left.exists()
@@ -255,12 +254,10 @@ LEFT, OTHER = (f"s-{secrets.token_hex(8)}" for _ in range(2))
 
 @pytest.fixture
 def dead():
-    """A process that has ended: its id and when it was started."""
-    process = subprocess.Popen(["sleep", "60"])
-    started = started_at(process.pid)
-    process.kill()
-    process.wait()
-    return {"pid": process.pid, "started": started}
+    """The number of a process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        pass
+    return process.pid
 
 
 def sleeper(session_id):
@@ -268,8 +265,10 @@ def sleeper(session_id):
     return subprocess.Popen(["sleep", "60"], env=env, start_new_session=True)
 
 
-def disown(scratch, owner):
-    (scratch.folder / OWNER).write_text(json.dumps(owner))
+def disown(scratch, pid):
+    """Make a process of this machine the owner of `scratch`, one that was started long ago."""
+    machine = owner_mark().split(".", 2)[2]
+    (scratch.folder / OWNER).write_text(f"{pid}.1.{machine}")
 
 
 def test_sessions_get_folders_of_their_own(tmp_path):
@@ -308,14 +307,14 @@ async def test_the_reaper_removes_a_dead_nodes_folder_and_processes(tmp_path, de
 
 async def test_a_number_that_was_given_again_is_another_process(tmp_path):
     scratch = Scratch.make(tmp_path)
-    disown(scratch, {"pid": os.getpid(), "started": "1"})
+    disown(scratch, os.getpid())
     assert await reap(tmp_path) == 1
 
 
-@pytest.mark.parametrize("owner", ["no json", "{}", "[]", '{"pid": 1, "started": null}'])
-async def test_a_folder_whose_owner_is_unknown_is_left_alone(tmp_path, owner):
+@pytest.mark.parametrize("owner", [b"", b"\xff", b"1.2", b"4194999.1.0badcafe.4026531836"])
+async def test_a_folder_of_an_unknown_process_or_machine_is_left_alone(tmp_path, owner):
     scratch = Scratch.make(tmp_path)
-    (scratch.folder / OWNER).write_text(owner)
+    (scratch.folder / OWNER).write_bytes(owner)
     assert await reap(tmp_path) == 0
     assert scratch.folder.exists()
 

@@ -303,6 +303,11 @@ def test_of_another_place_nobody_knows():
     assert not is_dead("of somebody else")
 
 
+def test_no_owner_is_dead_on_a_machine_that_does_not_say_when_processes_started():
+    pid, _, place = owner_mark().split(".", 2)
+    assert not is_dead(f"{pid}.{None}.{place}")
+
+
 @given(st.lists(st.binary(max_size=40)), st.integers(0, 60))
 def test_bounded_output_keeps_head_and_tail(pieces, limit):
     kept = BoundedOutput(limit)

@@ -15,7 +15,6 @@ if not, the sessions' processes are killed and the folder is removed (`reap`).
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import secrets
@@ -53,7 +52,7 @@ from bridle.runtimes import make_runtime, resolve_auto
 from bridle.runtimes.docker import remove_left_behind
 from bridle.runtimes.files import remove_folders
 from bridle.runtimes.limits import available_cores, remove_empty
-from bridle.runtimes.process import SESSION_MARK, Leaders, end_all, members, started_at
+from bridle.runtimes.process import SESSION_MARK, Leaders, end_all, is_dead, members, owner_mark
 from bridle.trajectory import rebuild
 from bridle.types import JSON, Cause, SessionStatus
 
@@ -395,7 +394,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 PREFIX = "bridle-"
-OWNER = "owner.json"
+OWNER = "owner"
 GRACE_S = 1.0
 
 
@@ -410,8 +409,7 @@ class Scratch:
         """Make one in `base` (the system's temp folder). `RuntimeFailure` if it cannot be made."""
         try:
             folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-            owner = {"pid": os.getpid(), "started": started_at(os.getpid())}
-            (folder / OWNER).write_text(json.dumps(owner))
+            (folder / OWNER).write_text(owner_mark())
         except OSError as error:
             where = base or tempfile.gettempdir()
             raise RuntimeFailure(f"cannot make a scratch folder in {where}: {error}") from error
@@ -456,12 +454,8 @@ async def reap(base: Path | None = None) -> int:
 
 def _abandoned(base: Path) -> Iterator[Path]:
     for owner in base.glob(f"{PREFIX}*/{OWNER}"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            facts = json.loads(owner.read_text())
-            lives = started_at(facts["pid"])
-            # Without /proc nobody can be proven dead.
-            dead = lives is None or lives != facts["started"]
-            if dead and facts["started"] is not None and os.access(owner.parent, os.W_OK):
+        with suppress(OSError, ValueError):
+            if is_dead(owner.read_text()) and os.access(owner.parent, os.W_OK):
                 yield owner.parent
 
 

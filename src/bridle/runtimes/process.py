@@ -126,11 +126,13 @@ def owner_mark() -> str:
 
 def is_dead(mark: str) -> bool:
     """Return whether the process of a mark has certainly ended; False for a mark of another
-    machine.
+    machine, or of one without `/proc`, where no process is known to have ended.
     """
     pid, _, rest = mark.partition(".")
     started, _, machine = rest.partition(".")
-    return machine == _machine() and not (pid.isdigit() and started_at(int(pid)) == started)
+    if machine != _machine() or not pid.isdigit() or started == str(None):
+        return False
+    return started_at(int(pid)) != started
 
 
 def started_at(pid: int) -> str | None:
