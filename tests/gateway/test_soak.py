@@ -96,8 +96,8 @@ def numbers(text):
 def own_objects():
     """Living objects of our own classes, by class."""
     gc.collect()
-    kinds = Counter(type(one) for one in gc.get_objects())
-    return Counter({kind: n for kind, n in kinds.items() if kind.__module__.startswith("bridle.")})
+    kinds = Counter(str(type(one)) for one in gc.get_objects())
+    return Counter({kind: n for kind, n in kinds.items() if kind.startswith("<class 'bridle.")})
 
 
 def resident_kib():
