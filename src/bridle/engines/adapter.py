@@ -61,7 +61,7 @@ class ServerAdapter(ABC):
         self._allow_untokenized = options.get("allow_untokenized", False)
         self._context_length = 0
         self._gives_ids = False
-        """Whether it was started, and samples under ids."""
+        """True once it was started and samples under ids."""
         self._info: EngineInfo | None = None
         """Capabilities found at the start; `None` = not yet started."""
         self._strict = False

@@ -66,7 +66,7 @@ class HttpReply:
 
     def __init__(self, head: _Head | None = None) -> None:
         self.head = head
-        """That of an earlier reply; one that differs in its length alone need not be read."""
+        """Head of an earlier reply; one that differs in its length alone need not be read."""
         self.status = 0
         """0 = the head is incomplete."""
         self.keeps = True
@@ -75,7 +75,7 @@ class HttpReply:
         """Its `Retry-After`."""
         self._content_type = b""
         self.ends = False
-        """Whether its reader has all it wanted, and only its end may be missing."""
+        """True if its reader has all it wanted, and only its end may be missing."""
         self.is_whole = False
         """True if the whole reply has arrived."""
         self.error: BaseException | None = None
@@ -260,7 +260,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._reply: HttpReply | None = None
         self._head: _Head | None = None
-        """That of the last reply, if it was a whole one."""
+        """Head of the last reply, if it was a whole one."""
         self._waiting: asyncio.Future[HttpReply] | None = None
         self._streams = False
         """True if the caller wants each part of the reply as it arrives."""
@@ -268,7 +268,7 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._first: tuple[bytes, ...] = ()
-        """What is to be sent once it is made."""
+        """Pieces to send once it is made."""
         self._is_closed = False
         self._keep: Callable[[_Connection], None] | None = None
         """Takes it when a reply that nobody waits for is whole; `None` = somebody does."""

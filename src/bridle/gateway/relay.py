@@ -274,7 +274,7 @@ class _Writer:
         self._stays = http.keep_alive and http.version == HttpVersion11
         self._response: web.StreamResponse = _WRITTEN
         self._head = b""
-        """That of a stream, until it has left."""
+        """Head of a stream, until it has left."""
         self.began_reply = False
 
     async def whole(self, body: bytes) -> web.StreamResponse:
