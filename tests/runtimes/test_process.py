@@ -284,11 +284,12 @@ def test_our_own_mark_is_not_dead():
 
 def test_a_zombie_owner_is_dead():
     place = owner_mark().split(".", 2)[2]
-    with subprocess.Popen(["true"]) as process:
+    with subprocess.Popen(["sleep", "60"]) as process:
         mark = f"{process.pid}.{started_at(process.pid)}.{place}"
-        process.wait()
-    assert started_at(process.pid) is None
-    assert is_dead(mark)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert started_at(process.pid) is None
+        assert is_dead(mark)
 
 
 def test_a_reused_pid_is_a_dead_owner():
