@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
+from benchmarks.embedded import Prompt
 from rich.console import Console
 
 from bridle.config import builtin_tokenizer_dir
@@ -88,26 +89,6 @@ SETTINGS: list[dict[str, Any]] = [
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-
-
-class Prompt:
-    """Ids for an engine in process."""
-
-    kept = 0
-
-    def __init__(self, ids: Ids) -> None:
-        self.ids = ids
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def array(self) -> Ids:
-        """The ids."""
-        return self.ids
-
-    def json(self) -> bytes:
-        """Never asked for in process."""
-        raise NotImplementedError
 
 
 def peak_of(name: str) -> float | None:

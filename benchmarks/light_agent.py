@@ -12,12 +12,14 @@ import sys
 TOOL = {"name": "bash", "parameters": {"properties": {"command": {"type": "string"}}}}
 
 
-def ask(messages: list[dict]) -> dict:
+def ask(messages: list[dict], *tools: dict) -> dict:
     """The model's next message."""
     host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
     name, _, port = host.partition(":")
-    tools = [{"type": "function", "function": TOOL}]
-    body = json.dumps({"model": os.environ["MODEL"], "messages": messages, "tools": tools}).encode()
+    asked = {"model": os.environ["MODEL"], "messages": messages}
+    if tools:
+        asked["tools"] = [{"type": "function", "function": tool} for tool in tools]
+    body = json.dumps(asked).encode()
     head = (
         f"POST /{path}/chat/completions HTTP/1.0\r\nHost: {host}\r\n"
         f"Authorization: Bearer {os.environ['OPENAI_API_KEY']}\r\n"
@@ -30,11 +32,12 @@ def ask(messages: list[dict]) -> dict:
     return json.loads(content)["choices"][0]["message"]
 
 
-messages = [{"role": "user", "content": (sys.argv[1:] or ["Write done to out.txt."])[0]}]
-while calls := (message := ask(messages)).get("tool_calls"):
-    messages.append(message)
-    for call in calls:
-        line = json.loads(call["function"]["arguments"])["command"]
-        ran = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)  # noqa: S602 - its tool
-        said = {"role": "tool", "tool_call_id": call["id"], "content": ran.stdout + ran.stderr}
-        messages.append(said)
+if __name__ == "__main__":
+    messages = [{"role": "user", "content": (sys.argv[1:] or ["Write done to out.txt."])[0]}]
+    while calls := (message := ask(messages, TOOL)).get("tool_calls"):
+        messages.append(message)
+        for call in calls:
+            line = json.loads(call["function"]["arguments"])["command"]
+            ran = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)  # noqa: S602 - its tool
+            said = {"role": "tool", "tool_call_id": call["id"], "content": ran.stdout + ran.stderr}
+            messages.append(said)

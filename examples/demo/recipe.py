@@ -127,7 +127,7 @@ def _untrained(vocab_size: int, end_id: int, pad_id: int) -> Qwen3ForCausalLM:
 
 
 def _common_beginning(examples: Sequence[TrainingSequence]) -> int:
-    """How many ids all examples begin with, as far as none of them trains."""
+    """Count the ids that all examples begin with, as far as none of them trains."""
     first = examples[0]
     length = min(len(first.input_ids), int(first.loss_mask.argmax()))
     for example in examples[1:]:

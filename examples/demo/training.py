@@ -88,7 +88,7 @@ def _tasks(count: int, seed: int, folder: Path, name: str, samples: int) -> list
 
 
 def _evaluation(part: Part) -> HeldOutEvaluation:
-    """What a part's sessions came to."""
+    """Return the rewards of a part's sessions as an evaluation."""
     rewards = {line["task_id"]: [line["reward"]] for line in part.sessions}
     known = [one for of in rewards.values() for one in of if one is not None]
     mean = sum(known) / len(known) if known else None

@@ -32,7 +32,7 @@ TRAINERS = ("slime", "verl")
 
 
 def overrides(settings: dict, harness: str) -> dict:
-    """What the run says of every task."""
+    """Return the fields that the run sets in every task."""
     rollouts = settings["rollouts"]
     return {
         "agent": {"harness": harness},
@@ -173,7 +173,7 @@ def verl_command(settings: dict, folder: Path, tasks: list[Task], server: str) -
 
 
 def check(settings: dict, tasks: list[Task], server: Path, *, dry: bool) -> list[str]:
-    """What is wrong; a dry run leaves out GPUs, images and weights."""
+    """Return what is wrong; a dry run leaves out GPUs, images and weights."""
     wanted = settings["tasks"]["count"]
     wrong = [] if len(tasks) == wanted else [f"{len(tasks)} tasks, not {wanted}"]
     for task in tasks:

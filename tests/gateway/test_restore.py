@@ -22,6 +22,7 @@ from tests.gateway.house import (
 from tests.gateway.test_data import REQUESTS, request
 from tests.gateway.test_relay import went
 
+from bridle.capture.reader import SqliteReader
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import Limits
 from bridle.types import DeliveryState, Dialect
@@ -285,3 +286,14 @@ async def ask_until_killed(url, key, kill) -> set[str]:
 def test_the_server_of_this_file_is_a_program():
     compile(SERVER.format(root="x"), "server", "exec")
     assert scripted({"content": "a"}).script.model == "scripted"
+
+
+async def test_a_sealed_session_s_deliveries_are_in_the_file_that_others_read(tmp_path):
+    path = tmp_path / "capture.sqlite"
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = await home.session()
+        await caller.ask([user("go")])
+        await home.gateway.seal(caller.session_id)
+        with SqliteReader(path) as reader:
+            found = reader.deliveries(caller.session_id)
+        assert [one.state for one in found.values()] == [DeliveryState.DELIVERED]

@@ -167,7 +167,7 @@ class SqliteStore:
     async def written(self) -> None:
         """Return when all earlier records were written, or failed."""
         for _ in range(2):  # what failed beside others is tried once more, alone
-            with suppress(StoreError):  # which was told whoever gave the record
+            with suppress(StoreError):  # the caller of that record gets it
                 await self._write(lambda _: None)
 
     async def flush(self) -> None:
@@ -344,7 +344,7 @@ class _Writer:
         later = self._jobs.take_left()
         works = [job.work for job in later]
         if work is not None:
-            works += (work,)
+            works.append(work)
         try:
             self._transact(works)
         except StoreError:
@@ -477,8 +477,7 @@ class _Writer:
         row = formats.exchange_row(state.number, exchange, pack(entries), head)
         self._connection.execute(formats.INSERT_EXCHANGE, row)
         state.exchange_ids.add(exchange.exchange_id)
-        if head not in state.heads:
-            state.heads.add(head)
+        state.heads.add(head)
         state.bodies |= new
 
     def deliver(self, delivery: Delivery) -> None:
@@ -574,20 +573,20 @@ class Job:
     done: asyncio.Future[None] | None = None
     """`None` = nobody waits."""
     failed: Callable[[StoreError], object] | None = None
-    """Told of an error that nobody waits for."""
+    """Called with the error where nobody waits; `None` = nobody wants it."""
 
     def finish(
         self, error: StoreError | None, here: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        """Tell the caller, whose loop may be closed; `here` is this thread's loop."""
+        """Pass the result to the caller, whose loop may be closed; `here` is this thread's loop."""
         if self.done is None and error is None:
             return
         if self.loop is here:
-            self._tell(error)
+            self._pass_on(error)
         elif not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._tell, error)
+            self.loop.call_soon_threadsafe(self._pass_on, error)
 
-    def _tell(self, error: StoreError | None) -> None:
+    def _pass_on(self, error: StoreError | None) -> None:
         if self.done is None:
             if error is not None and self.failed is not None:
                 self.failed(error)

@@ -43,7 +43,7 @@ class Store(Protocol):
         """Record the state of a reply; readers in this process see it at once."""
 
     def deliver_soon(self, delivery: Delivery, failed: Callable[[StoreError], object]) -> None:
-        """Record as `deliver` does, without a wait; `failed` is told the error, if it fails."""
+        """Record as `deliver` does, without a wait; `failed` gets the error of a failure."""
 
     async def close_session(self, outcome: Outcome) -> None:
         """Record the end of a session; a second outcome of the same session is an error."""

@@ -175,7 +175,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "drift": placement.drift,
         "habit": placement.habit,
         "tie": placement.tie,
-        "orphans": (orphans := question.canonical.pairing.orphans) and len(orphans),
+        "orphans": len(question.canonical.pairing.orphans),
         "unpaired": unpaired,
         "repeats": list(placement.repeats),
         "turns": None if (turns := finished.call.turns) is None else turns.as_json(),
@@ -203,8 +203,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "noise": list(finished.prompted.noise),
         "cached_tokens": sample.last.cached_tokens,
         "engine": sample.extra and _others(sample.extra),
-        "engine_before": sample.extra_before
-        and [one for one in map(_others, sample.extra_before) if len(one) > 1],
+        "engine_before": [one for one in map(_others, sample.extra_before) if len(one) > 1],
     }
     return {name: value for name, value in told.items() if value}
 
