@@ -96,25 +96,31 @@ def peak_of(name: str) -> float | None:
     return next((peak for known, peak in PEAKS.items() if known in name), None)
 
 
-def make_model(folder: Path, size: str, context: int) -> transformers.PretrainedConfig:
-    """Write a model of random weights, whose choices are not all alike, and that never stops."""
+def make_model(
+    folder: Path, size: str, context: int, *, seed: int = 0, served: bool = False
+) -> transformers.PretrainedConfig:
+    """Write a model of random weights, whose choices are not all alike, and that never stops.
+
+    One that is `served` has the tokenizer's vocabulary, and weights of its own for its output: vLLM
+    on a CPU does not load tied ones anew.
+    """
     hidden, inner, layers, heads, key_heads, head = SIZES[size]
     tokenizer = transformers.AutoTokenizer.from_pretrained(builtin_tokenizer_dir(), eos_token=None)
     config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer) if size == "toy" else 151936,
+        vocab_size=len(tokenizer) if served or size == "toy" else 151936,
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=key_heads,
         head_dim=head,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not served,
         max_position_embeddings=context,
         initializer_range=0.64 / hidden**0.5,
         bos_token_id=None,
         eos_token_id=None,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with DEVICE:
         model = transformers.Qwen3ForCausalLM(config)
     with torch.no_grad():

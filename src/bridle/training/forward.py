@@ -9,7 +9,6 @@ trained token and nowhere else, because with a large vocabulary they are most of
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -115,13 +114,9 @@ class TraceBatch:
             with replayed(model, None if experts is None else experts[0, : self.prefix]):
                 shared = shared_prefix(model, row[:1, : self.prefix], len(self.samples))
             extra = {"use_cache": True, "past_key_values": shared}
-        if takes_positions(model):
-            extra["logits_to_keep"] = trained
         rest = None if experts is None else np.concatenate([*experts[:, self.prefix : -1]])
         with replayed(model, rest):
-            logits = model(input_ids=row[:, self.prefix : -1], **extra).logits
-        if logits.ndim == 3:
-            logits = logits[trained]
+            logits = logits_at(model, trained, input_ids=row[:, self.prefix : -1], **extra)
         return logits, row[:, self.prefix + 1 :][trained]
 
     def _experts(self, longest: int) -> Rows16 | None:
@@ -164,23 +159,20 @@ class PackedTraces(TraceBatch):
         lengths = [_length(sample) - 1 for sample in self.samples]
         ids = np.concatenate([_ids(sample)[:-1] for sample in self.samples])
         wanted = np.concatenate([_ids(s)[1:][_mask(s)[1:]] for s in self.samples])
-        at = np.flatnonzero(np.concatenate([_mask(sample)[1:] for sample in self.samples]))
-        kept = torch.from_numpy(at).to(device)
-        extra = {"logits_to_keep": kept} if takes_positions(model) else {}
+        at = np.concatenate([_mask(sample)[1:] for sample in self.samples]) != 0
         experts = self._experts(max(lengths) + 1) if replay else None
         if experts is not None:
             rows = zip(experts, lengths, strict=True)
             experts = np.concatenate([row[:length] for row, length in rows])
         with replayed(model, experts):
-            logits = model(
+            logits = logits_at(
+                model,
+                torch.from_numpy(at).to(device)[None],
                 input_ids=torch.from_numpy(ids).long().to(device)[None],
                 position_ids=torch.cat([torch.arange(n, device=device) for n in lengths])[None],
                 lengths=lengths,
                 use_cache=False,
-                **extra,
-            ).logits[0]
-        if not extra:
-            logits = logits[kept]
+            )
         return logits, torch.from_numpy(wanted).long().to(device)
 
 
@@ -234,18 +226,16 @@ class Tree:
         mask = torch.zeros(sees.shape, dtype=model.dtype, device=device)
         mask.masked_fill_(~sees, torch.finfo(model.dtype).min)
         at, place = np.unique(packed.parents[trained], return_inverse=True)
-        kept = torch.from_numpy(at.astype(np.int64)).to(device)
-        extra = {"logits_to_keep": kept} if takes_positions(model) else {}
+        kept = torch.from_numpy(np.isin(np.arange(len(packed.ids)), at)).to(device)
         with replayed(model, packed.routed_experts() if replay else None):
-            logits = model(
+            logits = logits_at(
+                model,
+                kept[None],
                 input_ids=torch.from_numpy(packed.ids).long().to(device)[None],
                 attention_mask=mask[None, None],
                 position_ids=torch.from_numpy(packed.position_ids).long().to(device)[None],
                 use_cache=False,
-                **extra,
-            ).logits[0]
-        if not extra:
-            logits = logits[kept]
+            )
         rows = torch.from_numpy(place.astype(np.int64)).to(device)
         wanted = torch.from_numpy(packed.ids[trained]).long().to(device)
         return _chosen(logits[rows], wanted, temperature)
@@ -355,9 +345,20 @@ def check_ids(samples: Sequence[Sample], model: PreTrainedModel) -> None:
                 )
 
 
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Return whether the model can compute logits at selected positions only."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+def logits_at(model: PreTrainedModel, places: torch.Tensor, **inputs: Any) -> torch.Tensor:  # noqa: ANN401
+    """Logits at some places of the inputs only, shape (N, vocabulary).
+
+    `places` is a mask of shape (B, T). The states behind the last layer are selected before the
+    model's head, because `logits_to_keep` takes a mask in the newest versions of transformers only.
+    """
+
+    def select(_: torch.nn.Module, states: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return states[0][places]
+
+    head = model.get_output_embeddings()
+    with nullcontext() if head is None else head.register_forward_pre_hook(select):
+        logits: torch.Tensor = model(**inputs).logits
+    return logits if logits.ndim == 2 else logits[places]
 
 
 def shared_prefix(model: PreTrainedModel, row: torch.Tensor, copies: int) -> DynamicCache:
@@ -365,8 +366,8 @@ def shared_prefix(model: PreTrainedModel, row: torch.Tensor, copies: int) -> Dyn
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
-    few = {"logits_to_keep": 1} if takes_positions(model) else {}
-    model(input_ids=row, past_key_values=cache, use_cache=True, **few)
+    last = torch.arange(row.shape[1], device=row.device)[None] == row.shape[1] - 1
+    logits_at(model, last, input_ids=row, past_key_values=cache, use_cache=True)
     for layer in cache.layers:
         layer.keys = layer.keys.expand(copies, -1, -1, -1)
         layer.values = layer.values.expand(copies, -1, -1, -1)

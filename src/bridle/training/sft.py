@@ -29,7 +29,7 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.errors import TrainingError
-from bridle.training.forward import shared_prefix, takes_positions, threads
+from bridle.training.forward import logits_at, shared_prefix, threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -350,11 +350,7 @@ def _loss(model: PreTrainedModel, batch: Sequence[TrainingSequence], prefix: int
             "use_cache": True,
             "past_key_values": shared_prefix(model, row[:1, :prefix], len(batch)),
         }
-    if takes_positions(model):
-        extra["logits_to_keep"] = trained
-    logits = model(input_ids=row[:, prefix:-1], **extra).logits
-    if logits.ndim == 3:
-        logits = logits[trained]
+    logits = logits_at(model, trained, input_ids=row[:, prefix:-1], **extra)
     wanted = row[:, prefix + 1 :][trained]
     return torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="sum")
 
