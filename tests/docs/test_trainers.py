@@ -50,6 +50,7 @@ def test_every_recipe_gives_what_its_trainer_takes(parquet_file):
     assert min(prime[2]["advantages"]) == -1
     assert skyrl["rewards"] == [1.0, 1.0, 0.0, 0.5]
     assert sum(skyrl["loss_masks"][3]) == 0
+    assert skyrl["is_last_step"] == [False, True, True, True]
     for one in areal:
         shapes = {one[n].shape for n in ("input_ids", "loss_mask", "logprobs", "versions")}
         assert shapes == {(1, 10)}
@@ -58,6 +59,41 @@ def test_every_recipe_gives_what_its_trainer_takes(parquet_file):
     assert first["model_input"][1:] == first["target_tokens"][:-1].tolist()
     assert first["mask"].tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 1]
     assert np.allclose(first["logprobs"][first["mask"] == 1], -0.5)
+
+
+def skyrl_of(tmp_path, *trajectories):
+    path = tmp_path / "some.parquet"
+    write_trajectories(path, list(trajectories))
+    made = {"parquet_file": path}
+    exec(blocks("recipes.md"), made)  # noqa: S102 - our own page
+    return made["skyrl"]
+
+
+def test_skyrl_gets_the_experts_of_each_id_in_the_order_of_its_sequences(tmp_path):
+    other, cut = rows()[:, ::-1], trace("b0", routed_experts=rows()).cut(4)
+    made = skyrl_of(
+        tmp_path,
+        session("a", 1.0, trace("a0", routed_experts=rows()), trace("a1", routed_experts=other)),
+        session("b", 0.0, cut),
+    )
+    experts = made["rollout_expert_indices"]
+    assert [len(one) for one in experts] == [
+        len(prompt) + len(response) - 1
+        for prompt, response in zip(made["prompt_token_ids"], made["response_ids"], strict=True)
+    ]
+    assert [
+        (one[:9] == own).all()
+        for one, own in zip(experts, (rows()[:9], other[:9], rows()[:6]), strict=True)
+    ] == [True] * 3
+    assert all(one.dtype == np.int16 and one.min() >= 0 for one in experts)
+    assert made["is_last_step"] == [False, True, True]
+
+
+def test_skyrl_gets_no_experts_where_one_sequence_lacks_some(tmp_path):
+    whole = session("a", 1.0, trace("a0", routed_experts=rows()))
+    for other in (trace("b0"), trace("b0", routed_experts=rows(known=5))):
+        made = skyrl_of(tmp_path, whole, session("b", 0.0, other))
+        assert made["rollout_expert_indices"] is None
 
 
 def test_rows_come_as_the_page_says(parquet_file, capsys):
