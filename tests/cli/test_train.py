@@ -8,10 +8,13 @@ import pytest
 from examples.demo.lookups import lookups
 from examples.demo.policy import lookup_task
 from tests.cli.models import untrained
+from tests.training.mixture import save_mixture
 
+from bridle.bridges.logprobs import read_logprobs
 from bridle.cli.output import console
 from bridle.cli.train import load_settings, numbers_line, show_transfer
 from bridle.errors import ConfigError
+from bridle.training.checkpoint import checkpoints, read_state
 from bridle.training.loop import Course
 
 ANTHROPIC_AGENT = """
@@ -117,6 +120,27 @@ def test_a_training_runs_and_resumes_where_it_ended(say, lookup_file, tmp_path):
     summary = json.loads((tmp_path / "out" / "rollouts" / "000" / "summary.json").read_text())
     played = [one for one in summary["sessions"] if one["task_id"].startswith("other:")]
     assert [(one["status"], one["exchanges"]) for one in played] == [("COMPLETED", 1)] * 4
+
+
+@pytest.mark.timeout(180)
+def test_a_resumed_training_and_its_certificate_route_as_the_training_began(
+    say, lookup_file, tmp_path
+):
+    model, out = save_mixture(tmp_path / "model", ties=True), tmp_path / "out"
+    path = config(tmp_path, '[grpo]\nreplay_experts = false\nflat_groups = "keep"\n')
+    flags = ("train", path, "--model", model, "--tasks", lookup_file, "--out", out, "--samples", 2)
+
+    for more in (("--steps", 1), ("--steps", 2, "--resume")):
+        assert (said := say(*flags, "--groups", 1, "--json", *more)).code == 0, said.err
+
+    saved = checkpoints(out / "checkpoints")
+    assert [read_state(one)["replay_experts"] for one in saved] == [False, False]
+    found = []
+    for one in (saved[0], model):
+        file = tmp_path / "l.parquet"
+        say("certify", out / "rollouts" / "001", "--model", one, "--write", file)
+        found.append(read_logprobs(file)[1].experts)
+    assert found == ["routed", "replayed"]
 
 
 @pytest.mark.timeout(180)

@@ -45,7 +45,7 @@ def test_a_learner_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
     other.update(batch)
 
     assert torch.equal(flat(other), flat(learner))
-    known = {"version": 1, "optimizer_steps": 1, "dtype": "float32"}
+    known = {"version": 1, "optimizer_steps": 1, "dtype": "float32", "replay_experts": True}
     assert state == {"step": 1, "mine": [1], **known}
     assert (other.version, other.steps) == (2, 2)
 

@@ -80,6 +80,57 @@ def test_an_update_replays_in_every_layout(folder, rolled, packing):
 
 
 @pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
+def test_the_setting_replay_experts_has_the_trainer_replay_or_choose_by_itself(
+    folder, rolled, packing
+):
+    batch = [group(*(session(float(n), one, name=f"s{n}") for n, one in enumerate(rolled)))]
+    errors: Any = {}
+    for replay in (True, False):
+        settings = GrpoSettings(packing=packing, replay_experts=replay)
+        learner = Learner(off(folder, noise=3e-6), settings)
+        errors[replay] = learner.update(make_batch(batch, settings, version=0)).logprob_error
+    assert GrpoSettings().replay_experts
+    assert errors[True] < 1e-2
+    assert errors[False] > 0.1
+
+
+def test_the_gate_compares_what_trains_with_the_experts_of_the_setting(folder, rolled):
+    batch = [group(*(session(float(n), one, name=f"s{n}") for n, one in enumerate(rolled)))]
+    for replay in (True, False):
+        settings = GrpoSettings(most_mismatch=1e-4, replay_experts=replay)
+        learner = Learner(off(folder, noise=3e-6), settings)
+        made = make_batch(batch, settings, version=0)
+        if replay:
+            assert learner.update(made).tokens
+        else:
+            with pytest.raises(TrainingError, match="most_mismatch"):
+                learner.update(made)
+
+
+@pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
+def test_a_trace_without_experts_beside_others_is_routed_by_the_model_alone(
+    folder, rolled, packing
+):
+    whole, without = rolled[0], dataclasses.replace(rolled[1], routed_experts=None)
+    found = []
+    for first in (whole, dataclasses.replace(whole, routed_experts=None)):
+        settings = GrpoSettings(packing=packing)
+        learner = Learner(off(folder, noise=3e-6), settings)
+        batch = [group(session(0.0, first, name="s0"), session(1.0, without, name="s1"))]
+        (piece,) = learner._pieces(make_batch(batch, settings, version=0))
+        with torch.no_grad():
+            logprobs = piece.logprobs(learner.model, 1.0).numpy()
+        of, apart = piece.places()[0], np.abs(logprobs - piece.tokens().old)
+        names = [sample.trace.trace_id for sample in piece.samples]
+        of_each = {name: apart[of == number] for number, name in enumerate(names)}
+        found.append((of_each[whole.trace_id], of_each[without.trace_id]))
+    (replayed, beside), (alone, _) = found
+    assert replayed.max() < 1e-2
+    assert alone.max() > 0.1
+    assert beside.max() > 0.1
+
+
+@pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
 def test_layers_that_are_computed_again_replay_the_same_experts(folder, rolled, packing):
     found = []
     for again in (False, True):

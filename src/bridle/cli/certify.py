@@ -120,7 +120,9 @@ def _recomputed(model: Path, traces: Sequence[Trace]) -> tuple[list[Recomputed],
         raise ConfigError(f"the sessions were sampled at temperatures {among}, and one is needed")
     temperature = temperatures.pop()
     state = read_state(model) if (model / STATE).is_file() else {}
-    settings = GrpoSettings(dtype=state.get("dtype", "float32"))
+    trained = {name: state[name] for name in ("dtype", "replay_experts") if name in state}
+    settings = GrpoSettings(**trained)
+    replay = settings.replay_experts
     learner = Learner.load(model, settings)
     template = getattr(load_tokenizer(model), "chat_template", None)
     digest = hashlib.sha256(str(template).encode()).hexdigest() if template else None
@@ -133,8 +135,8 @@ def _recomputed(model: Path, traces: Sequence[Trace]) -> tuple[list[Recomputed],
     )
     notes.print(f"computing {sum(int(t.loss_mask.sum()) for t in traces)} logprobs")
     with learner.computing():
-        answers = list(recompute(learner.model, traces, temperature=temperature))
-    return answers, facts_of(learner.model, known, traces)
+        answers = list(recompute(learner.model, traces, temperature=temperature, replay=replay))
+    return answers, facts_of(learner.model, known, traces if replay else ())
 
 
 def _keep(target: Path, found: Certificate, trainer: Path | None) -> None:

@@ -57,6 +57,7 @@ def save_checkpoint(
         "version": learner.version,
         "optimizer_steps": learner.steps,
         "dtype": learner.settings.dtype,
+        "replay_experts": learner.settings.replay_experts,
     }
     (aside / STATE).write_text(json.dumps({**state, **known}, indent=1) + "\n")
     shutil.rmtree(target, ignore_errors=True)

@@ -308,7 +308,9 @@ class Learner:
         for number, piece in enumerate(pieces):
             tokens = piece.tokens()
             with self.computing():
-                logprobs = piece.logprobs(self.model, settings.temperature)
+                logprobs = piece.logprobs(
+                    self.model, settings.temperature, replay=settings.replay_experts
+                )
             with torch.no_grad(), self.computing():
                 reference, teacher = (
                     None
@@ -338,7 +340,9 @@ class Learner:
 
         settings = self.settings
         facts = Facts(version=version, temperature=settings.temperature, dtype=settings.dtype)
-        found = certify_pieces(zip(pieces, logprobs, strict=True), self.model, facts)
+        found = certify_pieces(
+            zip(pieces, logprobs, strict=True), self.model, facts, replay=settings.replay_experts
+        )
         if found is not None and not found.faithful and found.kl > most:
             raise TrainingError(
                 f"update {self.version + 1} is refused ([grpo] most_mismatch = {most:g}): "

@@ -57,11 +57,16 @@ def recompute(
 
 
 def certify_pieces(
-    pieces: Iterable[tuple[Piece, torch.Tensor]], model: PreTrainedModel, facts: Facts
+    pieces: Iterable[tuple[Piece, torch.Tensor]],
+    model: PreTrainedModel,
+    facts: Facts,
+    *,
+    replay: bool = True,
 ) -> Certificate | None:
     """Compare the first logprobs of an update with the rollout's, on tokens of its own version.
 
-    `facts` hold that version. `None` = no token was sampled under it.
+    `facts` hold that version; `replay` says whether the logprobs are those of the rollout's
+    experts. `None` = no token was sampled under it.
     """
     traces: list[Trace] = []
     answers: list[Recomputed] = []
@@ -71,7 +76,7 @@ def certify_pieces(
         traces += [sample.trace for sample in piece.samples]
     if not any(len(answer.positions) for answer in answers):
         return None
-    return certify(traces, answers, facts_of(model, facts, traces))
+    return certify(traces, answers, facts_of(model, facts, traces if replay else ()))
 
 
 def facts_of(model: PreTrainedModel, known: Facts, traces: Iterable[Trace] = ()) -> Facts:

@@ -28,6 +28,9 @@ class GrpoSettings(Settings):
     most_mismatch: float | None = Field(default=None, ge=0)
     """Most divergence of trainer and rollout, nats per token, on tokens that the updated weights
     sampled. Above it the update is refused, with the causes; `None` = nothing is compared."""
+    replay_experts: bool = True
+    """Of a mixture of experts, send each token to the experts that it was sampled with, where these
+    were captured; else, and where they were not, the model's own routers choose."""
     kl: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the model that the training began with."""
     teacher: str | None = None
