@@ -1,13 +1,18 @@
 """The client against a real server with workers whose results a test sets."""
 
 import asyncio
+import socket
 import sys
-from contextlib import asynccontextmanager
+import time
+from contextlib import asynccontextmanager, closing
 
 import pytest
+from structlog.testing import capture_logs
+from tests.server import house
 from tests.server.house import FakeWorkers, a_service, body, ended, failure, served, until
+from tests.server.killing import Killed
 
-from bridle.client import AsyncClient, Client
+from bridle.client import CONNECT_S, SOON_S, AsyncClient, Client
 from bridle.config import AgentSpec, RuntimeSpec, Task
 from bridle.errors import ServerError
 from bridle.server.app import serve_api
@@ -141,6 +146,60 @@ async def test_client_waits_for_a_restarting_server(tmp_path):
             await submitting
             await until(taking.done)
     assert [one.task_id for one in taking.result()] == ["a", "b"]
+
+
+@pytest.mark.timeout(120)
+async def test_waiting_client_logs_that_its_server_is_dead_and_that_it_is_back(
+    tmp_path, record_property
+):
+    server = Killed(tmp_path, tmp_path / "server.sqlite")
+    url = f"http://127.0.0.1:{server.port}"
+    async with AsyncClient(url, token=house.TOKEN.token, patience_s=600) as client:
+        server.start()
+        try:
+            await client.status()
+        except BaseException:
+            server.end()
+            raise
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(anext(client.groups()))
+            with capture_logs() as log:
+                server.kill()
+                killed_at = time.monotonic()
+                await until(lambda: log)
+                record_property("dead_server_logged_s", round(time.monotonic() - killed_at, 2))
+                assert (log[0]["event"], log[0]["url"]) == ("waiting for the server", url)
+                assert "cannot be reached: " in log[0]["error"]
+                assert not waiting.done()
+                new = tmp_path / "new"
+                new.mkdir()
+                async with (
+                    a_service(new) as service,
+                    serve_api(served(service), host="127.0.0.1", port=server.port),
+                ):
+                    assert await client.submit(body("a"))
+                    assert (await waiting).task_id == "a"
+            assert log[-1]["event"] == "the server answers again"
+
+
+async def test_waiting_client_logs_a_server_that_does_not_answer_a_connection():
+    """Its machine drops packets, as this listener does whose queue is full."""
+    with closing(socket.create_server(("127.0.0.1", 0), backlog=0)) as listener:
+        address = listener.getsockname()
+        first, second = (socket.socket() for _ in range(2))
+        with closing(first), closing(second), capture_logs() as log:
+            first.connect(address)
+            second.setblocking(False)
+            second.connect_ex(address)
+            async with (
+                AsyncClient(f"http://127.0.0.1:{address[1]}", patience_s=600) as client,
+                asyncio.TaskGroup() as group,
+            ):
+                waiting = group.create_task(client.status())
+                await until(lambda: log)
+                assert "timeout" in log[0]["error"].lower()
+                waiting.cancel()
+    assert CONNECT_S < SOON_S <= 2
 
 
 async def test_refusals_say_what_is_wrong(tmp_path):

@@ -34,6 +34,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 import orjson
+import structlog
 
 from bridle.config import Task
 from bridle.credentials import find_token, split_token
@@ -45,6 +46,8 @@ from bridle.types import JSON
 T = TypeVar("T")
 P = ParamSpec("P")
 
+log = structlog.get_logger(__name__)
+
 TOKEN_ENV = "BRIDLE_SERVER_TOKEN"  # noqa: S105 - the variable's name
 DEFAULT_URL = "http://127.0.0.1:8080"
 
@@ -53,6 +56,12 @@ BATCH = 100
 
 POLL_S = 30
 """Time that one long poll waits."""
+
+CONNECT_S = 1.5
+"""Time that one try to connect may take."""
+
+SOON_S = 2.0
+"""A client whose patience lasts longer than this logs that it waits."""
 
 Order = Literal["done", "submitted", "priority"]
 
@@ -120,7 +129,9 @@ class AsyncClient:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=POLL_S + 60)
+        timeout = aiohttp.ClientTimeout(
+            total=None, connect=10, sock_connect=CONNECT_S, sock_read=POLL_S + 60
+        )
         self._http = aiohttp.ClientSession(timeout=timeout)
         return self
 
@@ -360,10 +371,10 @@ class AsyncClient:
         query: Mapping[str, Any] | None = None,
         accept: str = "json",
     ) -> bytes:
-        """Send a request, with retries for no connection, 429 and 503."""
+        """Send a request, with retries for no connection, 429 and 503; log that it waits."""
         data = None if body is None else orjson.dumps(body)
         accepted = {"accept": f"application/{accept}" if accept != "json" else "*/*"}
-        deadline, wait_s = time.monotonic() + self._patience_s, 0.1
+        started, wait_s, waits = time.monotonic(), 0.1, False
         while True:
             headers = accepted | self._token_header()
             try:
@@ -372,14 +383,22 @@ class AsyncClient:
                 ) as answer:
                     content = await answer.read()
                 if answer.ok:
+                    if waits:
+                        waited_s = round(time.monotonic() - started, 1)
+                        log.info("the server answers again", url=self.url, waited_s=waited_s)
                     return content
                 fault = _refused(answer.status, content)
                 if answer.status not in (429, 503):
                     raise fault
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 fault = ServerError(f"{self.url} cannot be reached: {error}", code="unreachable")
-            if time.monotonic() + wait_s > deadline:
+            left_s = started + self._patience_s - time.monotonic()
+            if wait_s > left_s:
                 raise fault
+            if not waits and left_s > SOON_S:
+                waits = True
+                left = {"url": self.url, "error": str(fault), "left_s": round(left_s)}
+                log.warning("waiting for the server", **left)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, 5.0)
 
