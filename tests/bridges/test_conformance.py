@@ -8,7 +8,7 @@ from tests.bridges.absent import absent, bare
 from tests.bridges.samples import Sample
 
 from bridle.bridges.base import rows_of
-from bridle.bridges.nemo import response_of
+from bridle.bridges.nemo import response_of, train_batch
 from bridle.bridges.openenv import openenv_trace
 from bridle.bridges.slime import samples_of
 from bridle.bridges.trl import EveryTrace, TrlRollouts, async_rows, session_reward
@@ -207,8 +207,24 @@ def test_trls_asynchronous_samples_train_every_token():
     trainer_conformance(groups, rows).check()
 
 
+@pytest.mark.parametrize("token_level", [True, False])
+def test_nemo_rls_batch_trains_every_token_of_every_trace(token_level):
+    groups = without_images(trainer_sessions())
+    batch, own = train_batch(groups, pad_id=0, token_level_loss=token_level, rows_multiple=8)
+    rows = []
+    for at, row in enumerate(own):
+        length, weight = int(batch["input_lengths"][at]), float(batch["sample_mask"][at])
+        mask, ids, logprobs = (
+            batch[name][at, :length].tolist()
+            for name in ("token_mask", "input_ids", "generation_logprobs")
+        )
+        weight *= sum(mask) if token_level else 1
+        rows.append(TrainedRow(row.session.session_id, ids, mask, logprobs, weight=weight))
+    trainer_conformance(groups, rows).check()
+
+
 def test_nemo_gyms_response_trains_every_call_of_the_largest_trace():
-    groups = trainer_sessions()
+    groups = without_images(trainer_sessions())
     rows = []
     for session in scored(groups):
         for item in response_of(session)["output"]:

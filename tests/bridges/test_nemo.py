@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 from tests.bridges.absent import absent
-from tests.bridges.by_hand import rows, session, trace
+from tests.bridges.by_hand import group, rows, session, trace
 
 from bridle.bridges.base import TaskTable
-from bridle.bridges.nemo import agent_class, items_of, response_of, verify_response
+from bridle.bridges.nemo import agent_class, items_of, response_of, train_batch, verify_response
 from bridle.config import Task
+from bridle.errors import TrainingError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # nemo-gym warns about this and that
 PARAMS = {"input": "go"}
@@ -60,7 +61,30 @@ def test_a_session_is_its_largest_trace_and_the_reply_counts_the_tokens_of_the_o
     result = response_of(session("s", 1.0, small, trace()))
     assert len(with_tokens(result["output"])) == 2
     assert verify_response(session("s", 1.0, small, trace()), PARAMS)["tokens_left_out"] == 2
-    assert response_of(session("s", 1.0))["output"] == []
+
+
+@pytest.mark.parametrize("traces", [(), (trace(loss_mask=np.eye(7, dtype=np.uint8)[1]),)])
+def test_a_session_of_which_no_call_trains_is_a_masked_sample_with_a_token(traces):
+    # NeMo RL ends with an error at a response without any token fields.
+    made = verify_response(session("s", 0.0, *traces), PARAMS)
+    (item,) = with_tokens(made["response"]["output"])
+    assert [len(item[f"generation_{name}"]) for name in ("token_ids", "log_probs")] == [1, 1]
+    assert made["instance_config"] == {"mask_sample": True}
+    assert made["tokens_left_out"] == len(traces)
+    assert not made["failure_reason"]
+
+
+def test_tokens_of_a_call_that_trains_in_part_are_counted_as_left_out():
+    mask = trace().loss_mask.copy()
+    mask[-1] = 0
+    assert verify_response(session("s", 1.0, trace(loss_mask=mask)), PARAMS)["tokens_left_out"] == 2
+
+
+def test_images_are_refused_because_nemo_rl_takes_pixels():
+    seen = session("s", 1.0, trace(media=[{"digest": "d"}]))
+    for bring in (response_of, lambda one: train_batch([group(one)], pad_id=0)):
+        with pytest.raises(TrainingError, match="session s has images"):
+            bring(seen)
 
 
 def test_an_unknown_reward_is_a_masked_sample_with_its_cause():
@@ -68,7 +92,10 @@ def test_an_unknown_reward_is_a_masked_sample_with_its_cause():
     assert (result["reward"], result["mask_sample"]) == (0.0, True)
     assert result["failure_reason"] == "TIMEOUT: late"
     assert result["tokens_left_out"] == 0
-    assert verify_response(session("s", 0.5, trace()), PARAMS)["mask_sample"] is False
+    # At 7ea279a NeMo RL reads `instance_config.mask_sample` (experience/rollouts.py) and no other.
+    assert result["instance_config"] == {"mask_sample": True}
+    known = verify_response(session("s", 0.5, trace()), PARAMS)
+    assert (known["mask_sample"], known["instance_config"]) == (False, {"mask_sample": False})
 
 
 @pytest.mark.train
@@ -136,3 +163,62 @@ def test_a_session_whose_traces_have_rewards_of_their_own_is_named_in_a_warning(
         verify_response(session("u", 1.0, trace()), PARAMS)
     (result,) = logs
     assert (result["event"], result["session"]) == ("trace_rewards_left_out", "s")
+
+
+# Of `ClippedPGLossDataDict` and the batch around it, at NeMo RL's commit 7ea279a
+# (`algorithms/grpo.py`, `models/megatron/data.py`).
+FIELDS = {
+    "input_ids", "input_lengths", "token_mask", "sample_mask", "generation_logprobs", "advantages",
+}  # fmt: skip
+
+
+def two_sessions():
+    """One with two traces, of which one has experts, and one with a cut trace."""
+    cut = trace("u0").cut(4)
+    return [
+        group(
+            session("s", 1.0, trace("s0", routed_experts=rows()), trace("s1")),
+            session("u", 0.0, cut),
+            session("v", None, trace("v0")),
+        )
+    ]
+
+
+def test_a_batch_of_nemo_rl_has_every_trace_with_its_logprobs_advantage_and_experts():
+    batch, own = train_batch(two_sessions(), pad_id=99, rows_multiple=4, length_multiple=8)
+    assert batch.keys() == FIELDS | {"routed_experts"}
+    assert [row.trace.trace_id for row in own] == ["s0", "s1", "u0"]
+    assert batch["input_ids"].shape == (4, 16)
+    assert batch["input_lengths"].tolist() == [10, 10, 7, 1]
+    assert batch["input_ids"][2].tolist() == [1, 2, 3, 4, 5, 6, 7, *[99] * 9]
+    assert batch["token_mask"][0, :10].tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 1]
+    assert batch["token_mask"][3].sum() == batch["sample_mask"][3] == 0
+    assert batch["generation_logprobs"][0, :10].tolist() == [0, 0, 0, -0.5, -0.5, 0, 0, *[-0.5] * 3]
+    assert [of[3].item() for of in batch["advantages"]] == [1, 1, -1, 0]
+    assert batch["routed_experts"].shape == (4, 16, 2, 3)
+    assert batch["routed_experts"][0, :10].tolist() == rows().tolist()
+    assert (batch["routed_experts"][0, 10:] == -1).all()
+    assert (batch["routed_experts"][1:] == -1).all()
+
+
+@pytest.mark.parametrize("token_level", [True, False])
+def test_each_session_counts_once_in_nemo_rls_loss(token_level):
+    batch, own = train_batch(two_sessions(), pad_id=0, token_level_loss=token_level)
+    tokens, samples = batch["token_mask"][:, 1:], batch["sample_mask"]
+    # Its `masked_mean` is over the batch's tokens, or over each sequence's and then over sequences.
+    part = tokens * samples[:, None]
+    if not token_level:
+        part = part / tokens.sum(1, keepdim=True)
+    weights = {"s": 0.0, "u": 0.0}
+    for row, of in zip(own, part.sum(1).tolist(), strict=True):
+        weights[row.session.session_id] += of
+    assert weights == pytest.approx({"s": 1.0, "u": 1.0})
+
+
+def test_what_cannot_be_a_batch_is_refused():
+    with pytest.raises(TrainingError, match="no token of these groups trains"):
+        train_batch([group(session("v", None, trace()))], pad_id=0)
+    other = trace("u0", routed_experts=rows()[:, :1])
+    mixed = group(session("s", 1.0, trace("s0", routed_experts=rows())), session("u", 0.0, other))
+    with pytest.raises(TrainingError, match="experts of several models"):
+        train_batch([mixed], pad_id=0)

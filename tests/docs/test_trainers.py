@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.bridges.by_hand import rows, session, trace
+from tests.bridges.by_hand import group, rows, session, trace
 from tests.cli.models import untrained
 
 from bridle.bridges.parquet import write_trajectories
@@ -113,6 +113,35 @@ def test_traces_and_responses_come_as_their_pages_say():
     assert made["answer"]["reward"] == 1.0
 
 
+class Policy:
+    """Takes the calls of NeMo RL's `Policy`."""
+
+    def prepare_for_lp_inference(self):
+        pass
+
+    def get_logprobs(self, data):
+        return {"logprobs": data["generation_logprobs"]}
+
+    def get_reference_policy_logprobs(self, data):
+        return {"reference_logprobs": data["generation_logprobs"]}
+
+    def prepare_for_training(self):
+        pass
+
+    def train(self, data, loss_fn, gbs):
+        return loss_fn, data, gbs
+
+
+def test_a_step_of_nemo_rl_is_taken_as_its_page_says():
+    made: dict = {"BatchedDataDict": dict}
+    exec(blocks("nemo.md").split("run_webserver()")[1], made)  # noqa: S102
+    groups = [group(session("a", 1.0, trace("a0")), session("b", 0.0, trace("b0")))]
+    loss, batch, size = made["step"](Policy(), "loss", groups, 0, 4)
+    # The fields that `ClippedPGLossDataDict` requires.
+    assert {"input_ids", "advantages", "prev_logprobs", "reference_policy_logprobs"} < {*batch}
+    assert (loss, size) == ("loss", 4)
+
+
 @pytest.mark.train
 @pytest.mark.filterwarnings("default")
 def test_a_model_learns_from_a_set_as_the_page_says(tmp_path):
@@ -133,7 +162,7 @@ def test_every_cell_of_the_table_of_trainers_names_a_test():
     written = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name in tests.values() if f"def {name}(" not in written] == []
     table = [line.split("|")[3:-1] for line in page.splitlines() if line.startswith("| [")]
-    assert len(table) == 9
+    assert len(table) == 10
     cells = [cell.strip() for row in table for cell in row if cell.strip() != "no"]
     assert [cell for cell in cells if not re.search(r"\[\d+\]", cell)] == []
     assert {number for cell in cells for number in re.findall(r"\[(\d+)\]", cell)} == tests.keys()

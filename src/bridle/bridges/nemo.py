@@ -1,13 +1,14 @@
-"""NeMo Gym and NeMo RL: responses whose items carry their tokens, and an agent server.
+"""NeMo Gym and NeMo RL: an agent server with responses, and NeMo RL's batch with all traces.
 
 NeMo RL trains on a Responses object in which the last item of each model call has
 `prompt_token_ids`, `generation_token_ids` and `generation_log_probs`; each call's prompt must begin
 with all tokens of the call before. A trace is exactly that. NeMo RL (checked at commit 7ea279a)
 makes one training sequence of each rollout, so it takes the trace with the most tokens that train;
-the reply counts the tokens of the others.
+the reply counts all others. A call of which not every token trains has no token fields of its own:
+its tokens stand in the prompt of the next call.
 
-A call of which not every token trains has no token fields of its own: its tokens stand in the
-prompt of the next call.
+`train_batch` makes the batch of NeMo RL's policy and loss (`ClippedPGLossDataDict` at 7ea279a)
+from groups instead, with all traces of all sessions.
 
 Routed experts go in the envelope of NeMo Gym 0.7.0 (`token_id_capture/staging/routes.py`), which
 NeMo RL reads at commit 00420a1.
@@ -17,30 +18,137 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridle.bridges.base import Sessions, TaskTable, Turn, turns_of, warn_of_own_rewards
+from bridle.bridges.base import (
+    Row,
+    SessionGroup,
+    Sessions,
+    Shape,
+    TaskTable,
+    Turn,
+    refuse_images,
+    rows_of,
+    turns_of,
+    warn_of_own_rewards,
+)
+from bridle.errors import TrainingError
+from bridle.trajectory.credit import trace_advantages
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON
 
+if TYPE_CHECKING:
+    import torch
+
+
+def train_batch(
+    groups: Sequence[SessionGroup],
+    *,
+    pad_id: int,
+    token_level_loss: bool = True,
+    normalise: bool = True,
+    shape: Shape | None = None,
+    rows_multiple: int = 1,
+    length_multiple: int = 1,
+) -> tuple[dict[str, torch.Tensor], list[Row]]:
+    """Make a batch of NeMo RL with all traces that train, and the row of each sequence.
+
+    The batch lacks `prev_logprobs` and `reference_policy_logprobs`, which the policy computes.
+    `sample_mask` has weights by which each session counts once, under NeMo RL's setting
+    `loss_fn.token_level_loss` as given here. Advantages are those of the group, over its deviation
+    with `normalise`. Behind the rows stand empty ones up to a multiple of `rows_multiple` (the
+    data-parallel size); lengths are padded to a multiple of `length_multiple`. `TrainingError`
+    where nothing trains, for images, and for experts of several models.
+    """
+    import torch
+
+    rows = [row for row in rows_of(groups, shape)[0] if row.mask.any()]
+    if not rows:
+        raise TrainingError("no token of these groups trains")
+    for row in rows:
+        refuse_images("NeMo RL", row.session)
+    kind = "grpo" if normalise else "dr_grpo"
+    advantages = {
+        (group, sample, trace.trace_id): own
+        for group, one in enumerate(groups)
+        for sample, found in enumerate(trace_advantages(one.sessions, kind))
+        for trace, own in zip(one.sessions[sample].traces, found, strict=True)
+    }
+    lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
+    count = -(-len(rows) // rows_multiple) * rows_multiple
+    size = count, -(-max(lengths) // length_multiple) * length_multiple
+    fields: dict[str, Any] = {
+        "input_ids": np.full(size, pad_id, np.int64),
+        "input_lengths": np.ones(count, np.int64),
+        "token_mask": np.zeros(size, np.int64),
+        "sample_mask": np.zeros(count, np.float32),
+        "generation_logprobs": np.zeros(size, np.float32),
+        "advantages": np.zeros(size, np.float32),
+        **_experts_of(rows, size),
+    }
+    for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        response = slice(len(row.prompt_ids), length)
+        fields["input_ids"][at, :length] = np.concatenate([row.prompt_ids, row.response_ids])
+        fields["input_lengths"][at] = length
+        fields["token_mask"][at, response] = row.mask
+        fields["sample_mask"][at] = row.weight / (row.mask.sum() if token_level_loss else 1)
+        fields["generation_logprobs"][at, response] = row.logprobs
+        fields["advantages"][at] = advantages[row.group, row.sample, row.trace.trace_id]
+    return {name: torch.from_numpy(values) for name, values in fields.items()}, rows
+
+
+def _experts_of(rows: Sequence[Row], size: tuple[int, int]) -> dict[str, Any]:
+    """Experts of all ids; -1, where one is not known, has NeMo RL's own router choose."""
+    known = {at: of for at, row in enumerate(rows) if (of := row.trace.routed_experts) is not None}
+    shapes = {of.shape[1:] for of in known.values()}
+    if len(shapes) > 1:
+        raise TrainingError(f"traces have experts of several models: {sorted(shapes)}")
+    if not known:
+        return {}
+    found = np.full((*size, *shapes.pop()), -1, np.int16)
+    for at, of in known.items():
+        found[at, : len(of)] = of
+    return {"routed_experts": found}
+
 
 def response_of(trajectory: Trajectory, *, model: str = "policy") -> JSON:
-    """A session as a Responses object with token fields; without any trace it has no output."""
-    trained = [trace for trace in trajectory.traces if trace.loss_mask.any()]
-    trace = max(trained, key=lambda one: int(one.loss_mask.sum()), default=None)
+    """A session as a Responses object with token fields.
+
+    Where no call trains, it ends with one given and one more token, because NeMo RL ends at a
+    response without any. `TrainingError` for images.
+    """
+    refuse_images("NeMo RL", trajectory)
+    trace = max(trajectory.traces, key=_tokens_of_calls, default=None)
+    output = [] if trace is None else items_of(trace)
+    if trace is None or not _tokens_of_calls(trace):
+        blank = {
+            "prompt_token_ids": [0],
+            "generation_token_ids": [0],
+            "generation_log_probs": [0.0],
+        }
+        output.append(_message("", len(output)) | blank)
     return {
         "id": f"resp_{trajectory.session_id}",
         "object": "response",
         "created_at": 0.0,
         "model": model,
-        "output": [] if trace is None else items_of(trace),
+        "output": output,
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [],
         "metadata": {"session_id": trajectory.session_id, "status": str(trajectory.status)},
     }
+
+
+def _tokens_of_calls(trace: Trace) -> int:
+    """The number of tokens in calls of which every token trains."""
+    return sum(turn.end - turn.start for turn in turns_of(trace) if _trains(trace, turn))
+
+
+def _trains(trace: Trace, turn: Turn) -> bool:
+    return turn.end > turn.start and bool(trace.loss_mask[turn.start : turn.end].all())
 
 
 def items_of(trace: Trace) -> list[JSON]:
@@ -49,7 +157,7 @@ def items_of(trace: Trace) -> list[JSON]:
     for number, turn in enumerate(turns_of(trace)):
         items += [_given(message) for message in turn.given if message["role"] == "tool"]
         said = _said(turn.said, number)
-        if trace.loss_mask[turn.start : turn.end].all():
+        if _trains(trace, turn):
             said[-1] |= _tokens(trace, turn)
         items += said
     return items
@@ -120,20 +228,24 @@ def _message(text: str, number: int) -> JSON:
 def verify_response(trajectory: Trajectory, create_params: JSON) -> JSON:
     """Build the reply of a NeMo Gym agent server to `/run`.
 
-    A session whose reward is not known is masked (`mask_sample`), with how it ended. There is one
-    reward per session: a warning names a session whose traces have their own. `tokens_left_out`
-    counts those of all traces but the largest; NeMo RL logs every number of a reply.
+    A session whose reward is not known, or of which no call trains, is masked: `mask_sample` is
+    NeMo Gym's place for that, `instance_config` NeMo RL's. There is one reward per session: a
+    warning names a session whose traces have their own. `tokens_left_out` counts the tokens that
+    train and are not in the response; NeMo RL logs every number of a reply.
     """
     warn_of_own_rewards("nemo", trajectory)
     known = trajectory.reward is not None
-    tokens = sorted(int(trace.loss_mask.sum()) for trace in trajectory.traces)
+    tokens = sum(int(trace.loss_mask.sum()) for trace in trajectory.traces)
+    given = max(map(_tokens_of_calls, trajectory.traces), default=0)
+    masked = not known or not given
     return {
         "responses_create_params": create_params,
         "response": response_of(trajectory),
         "reward": trajectory.reward if trajectory.reward is not None else 0.0,
-        "mask_sample": not known,
+        "mask_sample": masked,
+        "instance_config": {"mask_sample": masked},
         "failure_reason": None if known else f"{trajectory.status}: {trajectory.error or ''}",
-        "tokens_left_out": sum(tokens[:-1]),
+        "tokens_left_out": tokens - given,
     }
 
 
