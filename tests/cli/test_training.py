@@ -31,7 +31,7 @@ from bridle.cli.training import (
 )
 from bridle.config import AgentSpec, FieldPolicy, SamplingPolicy, Task
 from bridle.engines.base import is_adapter
-from bridle.errors import ConfigError, EngineError
+from bridle.errors import ConfigError
 from bridle.training.checkpoint import checkpoints, read_state
 from bridle.training.grpo import Learner
 from bridle.training.settings import GrpoSettings
@@ -41,7 +41,7 @@ TASK = Task(task_id="t", instruction="go", num_samples=2)
 
 async def test_a_folder_without_a_model_is_named_before_anything_runs(tmp_path):
     settings = TrainSettings(model=str(tmp_path / "gone"), tasks="x", out=str(tmp_path / "out"))
-    with pytest.raises(EngineError, match="gone does not exist"):
+    with pytest.raises(ConfigError, match="gone does not exist"):
         await train_here(settings, [TASK])
     assert not (tmp_path / "out").exists()
 
@@ -93,7 +93,7 @@ async def test_a_task_that_samples_at_another_temperature_is_refused(tmp_path, o
     error, said = (
         (ConfigError, "task t samples at temperature 0.7, and training is for 1")
         if mode == "override"
-        else (EngineError, "gone does not exist")
+        else (ConfigError, "gone does not exist")
     )
     with pytest.raises(error, match=said):
         await train_here(settings, [task])

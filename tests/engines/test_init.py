@@ -53,3 +53,5 @@ def test_a_missing_script_or_tokenizer_is_named(script, tmp_path):
         open_engine(f"scripted:{tmp_path / 'gone.json'}")
     with pytest.raises(ConfigError, match="no such folder"):
         open_engine(f"scripted:{script}", tokenizer=str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match="gone does not exist"):
+        open_engine(f"embedded:{tmp_path / 'gone'}")

@@ -10,6 +10,7 @@ from bridle.runtimes.base import Mount
 from bridle.runtimes.conformance import CHECKS, run_check
 from bridle.runtimes.docker import (
     DockerRuntime,
+    check_daemon,
     client_environment,
     docker,
     image_facts,
@@ -148,6 +149,15 @@ async def test_a_missing_docker_command_is_named(tmp_path, monkeypatch):
     with pytest.raises(RuntimeFailure, match="needs the command docker on PATH"):
         await docker(["ps"])
     assert await remove_left_behind() == 0
+
+
+def test_a_daemon_that_is_down_is_named_before_a_session_starts(fake):
+    calls = fake("echo Cannot connect to the Docker daemon. >&2; exit 1")
+    with pytest.raises(RuntimeFailure, match="daemon cannot be used: Cannot connect to the Docker"):
+        check_daemon()
+    assert calls.read_text() == "version --format {{.Server.Version}}\n"
+    fake("echo 27.0")
+    check_daemon()
 
 
 async def test_an_image_that_is_here_is_not_pulled(fake):

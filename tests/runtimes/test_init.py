@@ -1,11 +1,12 @@
 import pytest
 
 from bridle.config import AUTO, RuntimeSpec
-from bridle.errors import ConfigError
+from bridle.errors import ConfigError, RuntimeFailure
 from bridle.runtimes import (
     RUNTIMES,
     VARIABLE,
     _warn_once,
+    check_machine,
     default_backend,
     make_runtime,
     resolve_auto,
@@ -49,8 +50,21 @@ def machine(tmp_path, monkeypatch):
     return make
 
 
+def test_what_the_machine_lacks_for_a_runtime_is_named(machine):
+    machine(None)
+    for backend, lacking in (
+        *(("bubblewrap", "needs bwrap"), ("docker", "needs the command docker")),
+        ("apptainer", "needs the command apptainer"),
+    ):
+        with pytest.raises(RuntimeFailure, match=lacking):
+            check_machine(backend)
+    check_machine("local")
+    check_machine("package.module:Class")
+
+
 def test_a_machine_whose_bwrap_works_contains(machine, tmp_path):
     machine('for word in "$@"; do :; done; [ "$word" = true ]')
+    check_machine("bubblewrap")
     assert default_backend() == ("bubblewrap", "bwrap is there and works")
     assert resolve_auto(RuntimeSpec()).backend == "bubblewrap"
     assert isinstance(make_runtime(RuntimeSpec(), "s", tmp_path), BubblewrapRuntime)

@@ -35,7 +35,7 @@ from bridle.node.events import Event, Installing, SessionChanged
 from bridle.node.local import LocalNode, NodeSettings, check
 from bridle.node.run_folder import CAPTURE, RUN, TRAJECTORIES
 from bridle.node.session import FINAL, read_replay
-from bridle.runtimes import default_backend, resolve_auto
+from bridle.runtimes import check_machine, default_backend, resolve_auto
 from bridle.runtimes.local import PATH
 from bridle.types import JSON, SessionStatus
 
@@ -174,6 +174,9 @@ def preflight(problems: Problems, tasks: Sequence[Task], gateway: Gateway | None
         problems.found.append(ConfigError(f"{names[0]}{also}: {fault}"))
     if gateway is None:
         return
+    for backend in dict.fromkeys(resolve_auto(task.runtime).backend for task in tasks):
+        with problems.noting():
+            check_machine(backend)
     with problems.noting():
         _check_run_folder(gateway.path)
     with problems.noting():

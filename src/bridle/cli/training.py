@@ -27,6 +27,7 @@ from bridle.cli.process import long_running
 from bridle.client import AsyncClient
 from bridle.config import AgentSpec, Settings, Task
 from bridle.credentials import split_token
+from bridle.engines import check_model_folder
 from bridle.engines.base import is_adapter
 from bridle.errors import ConfigError
 from bridle.gateway.app import GatewayServer
@@ -422,6 +423,7 @@ def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path
         held = "an adapter: give --lora" if is_adapter(last) else "all weights: give no [lora]"
         message = f"{settings.out} holds a training of {held}, or another folder with --out"
         raise ConfigError(message)
+    check_model_folder(settings.model)
     initial = Path(settings.model)
     adapter, model = (last, initial) if settings.lora else (None, last or initial)
     reference = initial if settings.grpo.kl else None

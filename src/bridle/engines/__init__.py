@@ -8,6 +8,7 @@ An engine is given by a short form, `KIND:TARGET`, see `ENGINES`; `open_engine` 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridle.errors import ConfigError
@@ -50,6 +51,8 @@ def open_engine(
             "scripted:FILE, embedded:DIR, http://HOST:PORT, sglang:URL, package.module:Class:TARGET"
         )
         raise ConfigError(f"unknown engine {spec!r}; known forms: {known}")
+    if kind == "embedded":
+        check_model_folder(target)
     factory = load(name, ENGINES, what="engine")
     given = spec if kind in {"http", "https"} else target
     if not hasattr(factory, "open"):
@@ -57,3 +60,9 @@ def open_engine(
         return made
     opened: Engine = factory.open(given, tokenizer=tokenizer, allow_untokenized=allow_untokenized)
     return opened
+
+
+def check_model_folder(folder: str) -> None:
+    """Raise `ConfigError` if there is no such folder; loads nothing."""
+    if not Path(folder).is_dir():
+        raise ConfigError(f"model folder {folder} does not exist")

@@ -23,6 +23,7 @@ from pathlib import Path
 import structlog
 
 from bridle.config import AUTO, RuntimeSpec
+from bridle.errors import RuntimeFailure
 from bridle.plugins import load
 from bridle.runtimes.base import Mount, Runtime, RuntimeFactory
 
@@ -36,7 +37,7 @@ RUNTIMES = {
 """Short name -> `module:Class`; any other `package.module:Class` works too."""
 
 
-__all__ = ["RUNTIMES", "chosen", "default_backend", "make_runtime", "runtime_class"]
+__all__ = ["RUNTIMES", "check_machine", "default_backend", "make_runtime", "runtime_class"]
 
 
 def runtime_class(backend: str) -> RuntimeFactory:
@@ -80,15 +81,31 @@ def default_backend() -> tuple[str, str]:
 
     Tries `bwrap` once per process, for some 10 ms.
     """
-    from bridle.runtimes.bubblewrap import what_is_missing
-
     if named := os.environ.get(VARIABLE):
         return named, f"${VARIABLE} names it"
-    reason = what_is_missing() or _refusal(shutil.which("bwrap") or "bwrap")
+    reason = _no_bubblewrap()
     if reason is None:
         return "bubblewrap", "bwrap is there and works"
     _warn_once(reason)
     return "local", f"NOTHING IS CONTAINED: {reason}"
+
+
+def check_machine(backend: str) -> None:
+    """Raise `RuntimeFailure` where this machine lacks what every session in `backend` needs."""
+    from bridle.runtimes import apptainer, docker
+
+    if backend == "bubblewrap" and (reason := _no_bubblewrap()) is not None:
+        raise RuntimeFailure(reason)
+    if backend == "docker":
+        docker.check_daemon()
+    if backend == "apptainer":
+        apptainer.program()
+
+
+def _no_bubblewrap() -> str | None:
+    from bridle.runtimes.bubblewrap import what_is_missing
+
+    return what_is_missing() or _refusal(shutil.which("bwrap") or "bwrap")
 
 
 @cache

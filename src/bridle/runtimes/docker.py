@@ -23,6 +23,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -106,6 +107,21 @@ def program() -> str:
             "the docker runtime needs the command docker on PATH, and a daemon it may speak to"
         )
     return found
+
+
+def check_daemon() -> None:
+    """Raise `RuntimeFailure` unless the daemon answers; takes some 50 ms."""
+    words = [program(), "version", "--format", "{{.Server.Version}}"]
+    env = client_environment()
+    with boundary(RuntimeFailure, "docker version"):
+        done = subprocess.run(
+            words, capture_output=True, check=False, env=env, text=True, timeout=CALL_S
+        )
+    if done.returncode != 0:
+        said = done.stderr.strip()[-300:]
+        raise RuntimeFailure(
+            f"the docker daemon cannot be used: {said}; start it or set DOCKER_HOST"
+        )
 
 
 def client_environment() -> dict[str, str]:
