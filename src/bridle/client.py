@@ -151,7 +151,8 @@ class AsyncClient:
         """Submit tasks; return whether each is new. Submitting the same one again does nothing.
 
         `terms` are options of each of them: `dispatch_priority`, `callback_url`,
-        `min_completed_fraction`, `early_stop_min_usable_sessions`, `max_refills`, `max_attempts`.
+        `min_completed_fraction`, `early_stop_min_usable_sessions`, `max_refills`, `max_attempts`,
+        `hand_out`.
         Up to 100 tasks are accepted together or not at all; `ServerError` names what is wrong.
         """
         bodies = [_body(task, terms) for task in tasks]

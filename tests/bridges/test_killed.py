@@ -68,12 +68,30 @@ async def test_a_trainer_of_ones_own_trains_every_token_of_every_trace(tmp_path)
     trainer_conformance(groups, rows).check()
 
 
-async def run(*arguments, killed_after=None):
-    """Run a program; kill it once it has said so many lines. Returns what it said."""
+class Killer(FakeWorkers):
+    """Kills a process when so many more sessions have begun."""
+
+    left = 0
+    process: asyncio.subprocess.Process
+
+    async def run(self, task, sample_index, run_id, avoid=frozenset()):
+        self.left -= 1
+        if self.left == 0:
+            self.process.kill()
+        return await super().run(task, sample_index, run_id, avoid)
+
+
+async def run(*arguments, killed_after=None, killer=None):
+    """Run a program; kill it once it has said so many lines, or have the killer do it.
+
+    Returns what it said.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable, *arguments, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
+    if killer is not None:
+        killer.process = process
     said = []
     async for line in process.stdout:
         said.append(line.decode())
@@ -81,7 +99,7 @@ async def run(*arguments, killed_after=None):
             process.kill()
             break
     status = await process.wait()
-    assert status == (0 if killed_after is None else -9)
+    assert status == (0 if killed_after is None and killer is None else -9)
     return said
 
 
@@ -112,32 +130,62 @@ async def test_a_trainer_that_is_killed_twice_trains_every_group_once(tmp_path, 
     assert len(workers.ran) == 16  # no session was played twice
 
 
+async def killed_twice(tmp_path, monkeypatch, trainer, seed, *, unacked):
+    """Run a trainer's loop that is killed twice; its last state and the sessions that were run.
+
+    It is killed while a batch is played, and between two lines. The server starts nothing while
+    `unacked` groups wait to be acknowledged.
+    """
+    drawn, steps = random.Random(seed), 5
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("BRIDLE_SERVER_TOKEN", TOKEN.token)
+    tasks = [json.dumps({"task_id": f"task-{n}", "instruction": "go"}) for n in range(3)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(tasks))
+    checkpoint, workers = tmp_path / "checkpoint.json", Killer()
+    permits = SubmissionPolicy(host_paths=(tmp_path,), local=True)
+    async with (
+        a_service(tmp_path, workers, max_unacked_groups=unacked) as service,
+        serve_api(
+            served(service, permits=permits, tokens=[TOKEN]), host="127.0.0.1", port=0
+        ) as url,
+    ):
+        program = str(Path(__file__).with_name("trainer_loop.py"))
+        arguments = [program, trainer, url, str(tmp_path / "tasks.jsonl"), str(checkpoint)]
+        workers.left = drawn.randint(1, 7)
+        await run(*arguments, str(steps), killer=workers)
+        await run(*arguments, str(steps), killed_after=drawn.randint(1, 7))
+        await run(*arguments, str(steps))
+    state = json.loads(checkpoint.read_text())
+    assert len(state["trained"]) == len(set(state["trained"])) == 2 * steps
+    return state, workers.ran
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", range(2))
 async def test_slimes_loop_that_is_killed_twice_trains_every_group_once(
     tmp_path, seed, monkeypatch
 ):
-    drawn = random.Random(seed)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.setenv("BRIDLE_SERVER_TOKEN", TOKEN.token)
-    tasks = [json.dumps({"task_id": f"task-{n}", "instruction": "go"}) for n in range(3)]
-    (tmp_path / "tasks.jsonl").write_text("\n".join(tasks))
-    checkpoint, workers, rollouts = tmp_path / "checkpoint.json", FakeWorkers(), 5
-    permits = SubmissionPolicy(host_paths=(tmp_path,), local=True)
-    async with (
-        a_service(tmp_path, workers) as service,
-        serve_api(
-            served(service, permits=permits, tokens=[TOKEN]), host="127.0.0.1", port=0
-        ) as url,
-    ):
-        program = str(Path(__file__).with_name("slime_loop.py"))
-        arguments = [program, url, str(tmp_path / "tasks.jsonl"), str(checkpoint), str(rollouts)]
-        for _ in range(2):
-            await run(*arguments, killed_after=drawn.randint(1, 7))
-        await run(*arguments)
-        state = json.loads(checkpoint.read_text())
-    trained = state["trained"]
-    kept = {of[0]["group_index"] for _, of in state["source"][1]["bridle"]}
-    assert {*trained} | kept == {*range(state["source"][0])}  # none was passed over
-    assert len(trained) == len(set(trained)) == 2 * rollouts
-    assert len(workers.ran) == len(set(workers.ran))  # no session was played twice
+    state, ran = await killed_twice(tmp_path, monkeypatch, "slime-async", seed, unacked=12)
+    given, metadata = state["data"]
+    kept = {of[0]["group_index"] for _, of in metadata["bridle"]}
+    assert {*state["trained"]} | kept == {*range(given)}  # none was passed over
+    assert len(ran) == len(set(ran))  # no session was played twice
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("trainer", "seed"),
+    [
+        ("slime", 0),
+        ("slime", 1),
+        ("nemo-rl", 2),
+        ("nemo-gym", 3),
+        pytest.param("verl", 4, marks=pytest.mark.train),
+        pytest.param("verl", 5, marks=pytest.mark.train),
+    ],
+)
+async def test_a_trainers_loop_that_is_killed_twice_trains_every_group_once(
+    tmp_path, trainer, seed, monkeypatch
+):
+    state, _ = await killed_twice(tmp_path, monkeypatch, trainer, seed, unacked=4)
+    assert state["trained"] == [*range(10)]

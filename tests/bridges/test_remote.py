@@ -66,3 +66,20 @@ async def test_a_failed_session_is_returned_and_a_refusal_raises(tmp_path):
 def test_a_sample_that_was_never_begun_is_an_error_without_traces():
     lost = ServerSessions("http://127.0.0.1:1")._trajectory("a", None)
     assert (lost.session_id, lost.metadata) == ("", {"task_id": "a"})
+
+
+@pytest.mark.timeout(60)
+async def test_a_batch_larger_than_the_unacknowledged_groups_allowed_is_played(tmp_path):
+    async with (
+        a_service(tmp_path, FakeWorkers(), max_unacked_groups=1) as service,
+        serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+    ):
+
+        def work():
+            with ServerSessions(url, token=TOKEN.token) as sessions:
+                return sessions.play([task(name) for name in "abcd"])
+
+        played = await asyncio.to_thread(work)
+        assert [one.metadata["task_id"] for one in played] == [*"abcd"]
+        counts = await service.queries.counts()
+        assert (counts.tasks, counts.unacked) == ({"completed": 4}, 0)

@@ -196,7 +196,7 @@ class Slots(ServerSessions):
         self.left: Counter[str] = Counter()
         self.order: list[str] = []
 
-    def hand_in(self, groups):
+    def hand_in(self, groups, *, hand_out=True):
         for name, (_, samples) in groups.items():
             self.queue += [name] * samples
             self.left[name] = samples

@@ -217,3 +217,14 @@ async def test_every_sample_ends_exactly_once(tmp_path_factory, events, samples,
         assert not {SessionState.QUEUED, SessionState.RUNNING} & set(sessions.values())
         assert sum(one is not None for one in finals) <= 1
         assert row["done_seq"] is not None
+
+
+async def test_a_group_that_is_not_handed_out_counts_as_acknowledged_at_its_end(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", hand_out=False), submission("b"))
+        await finish(state, *(done(one) for one in await claim(state)))
+        assert (await state.queries.task("a"))["acked_at"] == NOW
+        handed = await state.queries.groups(after=0, limit=9)
+        assert [row["name"] for row in handed] == ["b"]
+        assert (await state.queries.counts()).unacked == 1
+        assert await submit(state, submission("a", hand_out=False)) == [False]

@@ -252,7 +252,7 @@ def test_every_field_of_a_task_is_listed_as_inside_or_has_a_rule():
     assert sorted(leaves(Task)) == sorted(listed)
     assert set(GroupOptions.model_fields) == {
         *("dispatch_priority", "callback_url", "early_stop_min_usable_sessions", "max_refills"),
-        *("min_completed_fraction", "max_attempts", "retry_backoff_s"),
+        *("min_completed_fraction", "max_attempts", "retry_backoff_s", "hand_out"),
     }, "of these only callback_url leaves the server: `addresses` judges it"
 
 

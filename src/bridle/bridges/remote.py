@@ -3,8 +3,9 @@
     with ServerSessions("http://127.0.0.1:8080") as sessions:
         played = sessions.play(tasks)
 
-Each call hands the tasks in under ids of its own, waits until they are final, fetches trajectories
-and acknowledges the groups. The same interface as `bridle.bridges.local.LocalSessions`.
+Each call hands the tasks in under ids of its own, waits until they are final and fetches
+trajectories. Nobody has to acknowledge these groups, so a trainer that is killed leaves nothing
+behind that would hold up the next one. The same interface as `bridle.bridges.local.LocalSessions`.
 """
 
 from __future__ import annotations
@@ -57,22 +58,26 @@ class ServerSessions:
         once = {task.task_id: task for task in tasks}
         call = uuid.uuid4().hex[:12]
         names = {task_id: f"{task_id}.{call}" for task_id in once}
-        self.hand_in({names[task_id]: (task, counts[task_id]) for task_id, task in once.items()})
+        wanted = {names[task_id]: (task, counts[task_id]) for task_id, task in once.items()}
+        self.hand_in(wanted, hand_out=False)
         found = {
             task_id: self.fetch(name, task_id, counts[task_id]) for task_id, name in names.items()
         }
-        self.ack(names.values())
         return [found[task.task_id].pop(0) for task in tasks]
 
-    def hand_in(self, groups: Mapping[str, tuple[Task, int]]) -> list[str]:
+    def hand_in(
+        self, groups: Mapping[str, tuple[Task, int]], *, hand_out: bool = True
+    ) -> list[str]:
         """Have groups played, each a task and its samples, under these names.
 
-        Returns the names of those that the server had before and that have ended.
+        Groups with `hand_out` come from `ended` until they are acknowledged. Returns the names of
+        those that the server had before and that have ended.
         """
-        fresh = self._client.submit_many(
+        tasks = (
             task.model_copy(update={"task_id": name, "num_samples": samples})
             for name, (task, samples) in groups.items()
         )
+        fresh = self._client.submit_many(tasks, hand_out=hand_out)
         known = [name for name, is_new in zip(groups, fresh, strict=True) if not is_new]
         return [name for name in known if self._client.task(name)["cursor"] is not None]
 

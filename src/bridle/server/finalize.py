@@ -229,6 +229,7 @@ class Finalizer:
             state=step(TASK_TRANSITIONS, task["state"], state),
             ended_at=self._now,
             done_seq=done_seq,
+            acked_at=None if terms.hand_out else self._now,
             expanded=task["target"],
             ended=task["target"],
         )

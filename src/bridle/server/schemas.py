@@ -43,6 +43,9 @@ class GroupOptions(Settings):
     """Runs of one session while infrastructure failures end them."""
     retry_backoff_s: float = Field(default=1.0, ge=0, le=3600)
     """Backoff before the second run; doubles before each later one."""
+    hand_out: bool = True
+    """`GET /v1/groups` hands the group out until it is acknowledged. False = it is fetched by its
+    id alone, and counts as acknowledged when it ends."""
 
     @field_validator("callback_url")
     @classmethod

@@ -356,7 +356,9 @@ class TaskStore:
 
 def _row(submission: Submission, owner: str, now: float, *, tenant: bool) -> dict[str, Any]:
     task, terms = submission.split()
-    spec, agreed = task.model_dump_json(), terms.model_dump_json()
+    # The default is left out: digests from before the field was there stay the same.
+    unsaid = {"hand_out"} if terms.hand_out else None
+    spec, agreed = task.model_dump_json(), terms.model_dump_json(exclude=unsaid)
     return {
         "task_id": task_key(task.task_id, owner if tenant else None),
         "name": task.task_id,
