@@ -11,7 +11,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def shell(line):
-    """What a line prints after scripts/pythons is sourced, its complaints and its exit code."""
+    """Words, complaints and exit code of a line after scripts/pythons is sourced."""
     done = subprocess.run(
         ["bash", "-uc", f". scripts/pythons; {line}"],
         cwd=ROOT,
