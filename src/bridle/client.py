@@ -392,7 +392,9 @@ class AsyncClient:
                 if answer.status not in (429, 503):
                     raise fault
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                fault = ServerError(f"{self.url} cannot be reached: {error}", code="unreachable")
+                number = error.errno if isinstance(error, OSError) else None
+                why = os.strerror(number) if number and number > 0 else error
+                fault = ServerError(f"{self.url} cannot be reached: {why}", code="unreachable")
             left_s = started + self._patience_s - time.monotonic()
             if wait_s > left_s:
                 raise fault
