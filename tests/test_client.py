@@ -219,7 +219,7 @@ async def test_refusals_say_what_is_wrong(tmp_path):
 
 async def test_unreachable_server_raises_after_patience_s():
     async with AsyncClient("http://127.0.0.1:1", patience_s=0.2) as client:
-        with pytest.raises(ServerError, match="cannot be reached: Connection refused$") as caught:
+        with pytest.raises(ServerError, match=r"cannot be reached: Connection refused$") as caught:
             await client.status()
         assert caught.value.code == "unreachable"
 
