@@ -1,7 +1,8 @@
 """The tutorial, as it stands on its page: its files, its commands in order, and the rise.
 
-It runs with an empty home in a fresh folder; the Bridle of the checkout's own environment stands
-for an installed one.
+It runs with an empty home in a fresh folder. The Bridle of the checkout's own environment stands
+for an installed one; `make first-day` names an environment with the wheel (`BRIDLE_TEST_BIN`), and
+a file for the seconds of each command (`BRIDLE_TEST_RECORD`).
 """
 
 import json
@@ -9,12 +10,15 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = ROOT / ".venv" / "bin"
+INSTALLED = Path(os.environ.get("BRIDLE_TEST_BIN", BIN))
+RECORD = Path(os.environ.get("BRIDLE_TEST_RECORD", os.devnull))
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 FILES = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', PAGE, re.DOTALL | re.MULTILINE))
 COMMANDS = re.findall(r"^\$ (.+)$", PAGE, re.MULTILINE)
@@ -30,9 +34,9 @@ def test_the_tutorial_has_few_commands_and_names_every_file():
 
 
 def environment(home: Path) -> dict[str, str]:
-    """An empty home, the checkout's programs and uv; pip's package index, if it has one, for uv."""
+    """An empty home, Bridle's programs and uv; pip's package index, if it has one, for uv."""
     home.mkdir()
-    env = {**os.environ, "HOME": str(home), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    env = {**os.environ, "HOME": str(home), "PATH": f"{INSTALLED}{os.pathsep}{os.environ['PATH']}"}
     pip: list[str | Path] = [BIN / "python", "-m", "pip"]
     index = subprocess.run(
         [*pip, "config", "get", "global.index-url"], capture_output=True, text=True, check=False
@@ -56,8 +60,9 @@ def environment(home: Path) -> dict[str, str]:
 @pytest.mark.timeout(900)
 def test_an_agent_on_the_openai_sdk_learns_as_the_tutorial_says(tmp_path):
     env = environment(tmp_path / "home")
-    folder = tmp_path
+    folder, record = tmp_path, []
     for command in COMMANDS:
+        started = time.monotonic()
         if command.startswith("cd "):
             folder /= command.removeprefix("cd ")
             for name, text in FILES.items():
@@ -72,6 +77,8 @@ def test_an_agent_on_the_openai_sdk_learns_as_the_tutorial_says(tmp_path):
             text=True,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        record.append(f"{time.monotonic() - started:6.1f} s  {command}")
+    (ROOT / RECORD).write_text("\n".join([*record, ""]))
 
     course = json.loads((folder / "runs" / "train" / "course.json").read_text())
     rewards = [step["reward"] for step in course["steps"]]
