@@ -163,6 +163,7 @@ async def test_waiting_client_logs_that_its_server_is_dead_and_that_it_is_back(
             raise
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(anext(client.groups()))
+            await client.status()  # what was sent before has arrived too
             with capture_logs() as log:
                 server.kill()
                 killed_at = time.monotonic()
