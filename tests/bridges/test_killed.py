@@ -189,3 +189,24 @@ async def test_a_trainers_loop_that_is_killed_twice_trains_every_group_once(
 ):
     state, _ = await killed_twice(tmp_path, monkeypatch, trainer, seed, unacked=4)
     assert state["trained"] == [*range(10)]
+
+
+@pytest.mark.train
+@pytest.mark.timeout(300)  # 25 s of a core of one's own
+async def test_trls_trainer_that_is_killed_twice_trains_every_group_once(tmp_path, monkeypatch):
+    from examples.demo.lookups import lookups
+    from examples.demo.policy import lookup_task
+    from tests.cli.models import untrained
+
+    steps = 3
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    untrained(tmp_path / "model")
+    tasks = [lookup_task(one, tmp_path / "files") for one in lookups(2 * steps, seed=5)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(one.model_dump_json() for one in tasks))
+    arguments = [str(Path(__file__).with_name("trl_loop.py")), str(tmp_path), str(steps)]
+    # A step says that it plays, has played, and has saved.
+    for lines in (4, 2):
+        await run(*arguments, killed_after=lines)
+    await run(*arguments)
+    trained = json.loads((tmp_path / "out" / f"checkpoint-{steps}" / "trained.json").read_text())
+    assert Counter(trained) == Counter(task.task_id for task in tasks)
