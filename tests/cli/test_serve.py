@@ -228,6 +228,21 @@ def test_flags_and_file_make_one_configuration(tmp_path):
     assert (config.permits.runtimes, config.permits.callbacks) == (("docker",), ("h",))
 
 
+def test_a_server_that_waits_for_its_first_engine_ends_at_the_first_signal(tmp_path):
+    command = [
+        *(sys.executable, "-m", "bridle.cli", "serve", "--port", "0"),
+        *("--engines-from", str(tmp_path / "none"), "--data", str(tmp_path / "data")),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert any("waiting_for_engines" in line for line in process.stderr)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
+
+
 async def test_a_served_server_follows_its_source(tmp_path, monkeypatch):
     monkeypatch.setattr(discovery, "READ_EVERY_S", 0.01)
     script = tmp_path / "script.json"

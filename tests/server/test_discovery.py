@@ -109,13 +109,13 @@ async def test_a_server_waits_for_the_first_engine(tmp_path, monkeypatch):
     monkeypatch.setattr(discovery, "READ_EVERY_S", 0.01)
     source = tmp_path / "engines"
     async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(first_named(str(source)))
+        waiting = group.create_task(first_named(str(source), asyncio.Event()))
         await asyncio.sleep(0)
         source.write_text("a:1")
     assert waiting.result() == ["http://a:1"]
     monkeypatch.setattr(discovery, "PATIENCE_S", 0.02)
     with pytest.raises(ConfigError, match="named no engine"):
-        await first_named(str(tmp_path / "none"))
+        await first_named(str(tmp_path / "none"), asyncio.Event())
 
 
 class Late(FakeWorkers):

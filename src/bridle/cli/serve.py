@@ -137,7 +137,9 @@ async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
     from bridle.server.discovery import first_named
 
     if config.server.engines_from and not config.engines:
-        found = await first_named(config.server.engines_from)
+        found = await first_named(config.server.engines_from, stop)
+        if not found:
+            return
         config = config.model_copy(update={"engines": tuple(found)})
     async with server_of(config, dashboard=dashboard) as served:
         where = f", on the Ray cluster {ray}" if (ray := _cluster(config)) else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,15 +79,21 @@ def _short(content: bytes) -> bytes:
     return content
 
 
-async def first_named(source: str) -> list[str]:
-    """Wait until engines are named. `ConfigError` if none is for half an hour."""
+async def first_named(source: str, stop: asyncio.Event) -> list[str]:
+    """Wait until engines are named; none if `stop` is set before.
+
+    `ConfigError` if none is named for half an hour.
+    """
     log.info("waiting_for_engines", source=source)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while True:
+            while not stop.is_set():
                 if found := await engines_named(source):
                     return found
-                await asyncio.sleep(READ_EVERY_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(READ_EVERY_S):
+                        await stop.wait()
+            return []
     except TimeoutError:
         raise ConfigError(f"{source} named no engine for {PATIENCE_S:g} s") from None
 
