@@ -21,6 +21,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -45,12 +46,15 @@ from bridle.types import JSON
 TURNS = 4
 """Calls of a session."""
 
-OUTPUT_TOKENS = 64
-"""Sampled tokens of a call."""
+OUTPUT_TOKENS = (16, 256)
+"""Least and most sampled tokens of a call; unequal, so that a release meets calls that run."""
+
+CONTEXT = 8192
+"""Longest session, in tokens."""
 
 GPU_FLAGS = (
     *("--enable-sleep-mode", "--dtype", "bfloat16", "--generation-config", "vllm"),
-    *("--enforce-eager", "--max-model-len", "8192", "--kv-cache-memory-bytes", str(8 << 30)),
+    *("--enforce-eager", "--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", str(8 << 30)),
 )
 
 
@@ -106,18 +110,25 @@ class Load:
         self.waits_s: list[float] = []
         """Seconds of each call."""
 
-    async def play(self) -> None:
-        """One caller. A call that fails ends the run."""
+    async def play(self, number: int) -> None:
+        """Play as caller `number`. A call that fails ends the run."""
+        lengths = random.Random(number)  # noqa: S311
         async with aiohttp.ClientSession() as client:
             while not self.stopped:
                 async with self.gateway.session(task="sleep") as session:
-                    await self.turns(client, session)
+                    await self.turns(client, session, lengths)
 
-    async def turns(self, client: aiohttp.ClientSession, session: Any) -> None:  # noqa: ANN401
-        """The calls of one session."""
+    async def turns(
+        self,
+        client: aiohttp.ClientSession,
+        session: Any,  # noqa: ANN401 - the package names no class for it
+        lengths: random.Random,
+    ) -> None:
+        """Make the calls of one session."""
         messages = [{"role": "user", "content": "Say something."}]
         for _ in range(TURNS):
-            body = {"model": "policy", "messages": messages, "max_completion_tokens": OUTPUT_TOKENS}
+            most = lengths.randint(*OUTPUT_TOKENS)
+            body = {"model": "policy", "messages": messages, "max_completion_tokens": most}
             began = time.perf_counter()
             url = f"{session.openai_url}/chat/completions"
             headers = {"Authorization": f"Bearer {session.key}"}
@@ -151,7 +162,8 @@ async def cycles(server: Server, folder: Path, count: int, callers: int) -> JSON
     gateway = bridle.Gateway(server.url, tokenizer=str(server.weights[0]), data=folder)
     async with gateway, aiohttp.ClientSession() as client, asyncio.TaskGroup() as group:
         load = Load(gateway)
-        tasks = [group.create_task(load.play()) for _ in range(callers)]
+        for number in range(callers):
+            group.create_task(load.play(number))
         await load.further(callers)
         releases_s = []
         for version in range(1, count + 1):
@@ -163,7 +175,6 @@ async def cycles(server: Server, folder: Path, count: int, callers: int) -> JSON
             await engines(gateway, client, state="resumed", version=version)
             await load.further(callers)
         load.stopped = True
-        await asyncio.gather(*tasks)
     traces = [trace for one in gateway.trajectories() for trace in one.traces]
     return {
         "traces": traces,
@@ -180,9 +191,7 @@ def judged(traces: Sequence[Trace], weights: Sequence[Path]) -> JSON:
         model = load_model(folder, dtype="auto", device=DEVICE)
         answers = {one.trace_id: one for one in recompute(model, traces)}
         apart.append(
-            np.concatenate(
-                [np.abs(answers[one.trace_id].logprobs - ours(one)) for one in traces]
-            )
+            np.concatenate([np.abs(answers[one.trace_id].logprobs - ours(one)) for one in traces])
         )
         del model
         freed()
@@ -192,7 +201,6 @@ def judged(traces: Sequence[Trace], weights: Sequence[Path]) -> JSON:
     return {
         "tokens": len(versions),
         "versions": sorted({int(one) for one in versions}),
-        "resumed_replies": sum(resumed(one) for one in traces),
         "rms_own": float(np.sqrt((own**2).mean())),
         "rms_other": float(np.sqrt((other**2).mean())),
         "wrong_versions": wrong(traces, own, other),
@@ -204,15 +212,8 @@ def ours(trace: Trace) -> np.ndarray:
     return trace.response_logprobs[trace.loss_mask > 0]
 
 
-def resumed(trace: Trace) -> int:
-    """Replies that go on under another version than they began with."""
-    places = np.flatnonzero(trace.loss_mask)
-    turns = np.searchsorted(np.array(trace.turn_ends), places, side="right")
-    return int(((np.diff(trace.versions[places]) != 0) & (np.diff(turns) == 0)).sum())
-
-
 def wrong(traces: Sequence[Trace], own: np.ndarray, other: np.ndarray) -> int:
-    """Spans of one version in one trace, of 8 tokens at least, that the other weights fit better."""
+    """Spans of one version in a trace, of 8 tokens at least, that the other weights fit better."""
     found, start = 0, 0
     for trace in traces:
         versions = trace.versions[trace.loss_mask > 0]
@@ -242,13 +243,19 @@ def main() -> None:
         weights = [Path(scratch, f"weights-{seed}") for seed in (0, 1)]
         for seed, folder in enumerate(weights):
             folder.mkdir()
-            make_model(folder, "0.6b" if ON_GPU else "toy", 8192, seed=seed, served=True)
+            if ON_GPU:
+                make_model(folder, "0.6b", CONTEXT, seed=seed, served=True)
+            else:
+                serving.make_model(folder, seed=seed)
         freed()
         with Server(Path(scratch), weights) as server:
             server.running("--logprobs-mode", "processed_logprobs")
-            report = asyncio.run(
-                cycles(server, Path(scratch, "run"), given.cycles, given.callers)
-            )
+            folder = Path(scratch, "run")
+            try:
+                report = asyncio.run(cycles(server, folder, given.cycles, given.callers))
+            except BaseException:
+                print(server.log.read_text(errors="replace")[-8000:], file=sys.stderr)
+                raise
             server.stop()
         traces = report.pop("traces")
         report |= judged(traces, weights)

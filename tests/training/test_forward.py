@@ -11,7 +11,14 @@ from tests.training.made import VOCABULARY, group, plain_logprobs, session, tiny
 
 from bridle.errors import TrainingError
 from bridle.training.compute import pack_attention
-from bridle.training.forward import check_ids, packed_of, rows_of, sharing_saves, trees_of
+from bridle.training.forward import (
+    check_ids,
+    logits_at,
+    packed_of,
+    rows_of,
+    sharing_saves,
+    trees_of,
+)
 from bridle.training.samples import Sample
 
 MODEL, PACKED = tiny_model(), tiny_model()
@@ -95,6 +102,33 @@ def test_trees_give_each_token_its_own_logprob(samples, batch_tokens):
     assert np.allclose(computed(pieces), expected(samples), atol=1e-5)
     assert all(p.computed <= batch_tokens or len(p.samples) == 1 for p in pieces)
     assert all(len({sample.group for sample in piece.samples}) == 1 for piece in pieces)
+
+
+def test_logits_are_computed_at_the_selected_places_only():
+    ids, places = torch.tensor([[2, 3, 4], [5, 6, 7]]), torch.tensor([[0, 1, 0], [1, 0, 1]]) != 0
+    heads = []
+    hook = MODEL.lm_head.register_forward_hook(lambda _, __, out: heads.append(out.shape))
+    with hook, torch.no_grad():
+        found = logits_at(MODEL, places, input_ids=ids)
+        every = MODEL(input_ids=ids).logits
+
+    assert torch.allclose(found, every[places], atol=1e-6)
+    assert heads == [(3, VOCABULARY), (2, 3, VOCABULARY)]
+
+
+def test_logits_are_selected_without_an_argument_of_the_models():
+    """Before transformers 5.23, `logits_to_keep` does not take a mask."""
+    refused = tiny_model()
+    forward = refused.forward
+
+    def strict(*, input_ids):
+        return forward(input_ids=input_ids)
+
+    refused.forward = strict
+    ids, places = torch.tensor([[2, 3, 4]]), torch.tensor([[False, True, True]])
+    with torch.no_grad():
+        found = logits_at(refused, places, input_ids=ids)
+        assert torch.allclose(found, MODEL(input_ids=ids).logits[places], atol=1e-6)
 
 
 def test_a_model_for_packed_traces_refuses_another_layout():
