@@ -144,9 +144,11 @@ def task_overrides(
 
 def load_task_set(path: Path, overrides: JSON, *, strict: bool = False) -> list[Task]:
     """Load the tasks of a path with the name of their set in their metadata."""
+    from bridle.datasets.harbor_registry import SET
     from bridle.datasets.jsonl import load_tasks
 
-    named = {"task_set": path.resolve().stem}
+    of_registry = not path.exists() and SET.fullmatch(str(path))
+    named = {"task_set": path.name.rpartition(":")[2] if of_registry else path.resolve().stem}
     return [
         task.model_copy(update={"metadata": {**named, **task.metadata}})
         for task in load_tasks(path, overrides=overrides, strict=strict)

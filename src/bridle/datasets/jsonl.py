@@ -12,7 +12,8 @@ graded is left out and logged with its line, field and fix, unless the load is s
 thousand rows has some. A mistake in a task of one's own ends the load.
 
 `hf://datasets/ORG/NAME[@REVISION][/FILES]` stands for the Parquet and JSONL files of a set on the
-hub, or for those that match FILES.
+hub, or for those that match FILES; `FILE.json:NAME[@VERSION]` for a set of a Harbor registry
+(`bridle.datasets.harbor_registry`).
 
 A folder with a `task.toml` or `task.json` is that one task, whatever else lies in it (its work
 files); with an `instruction.md` beside it, it is a Harbor task (`bridle.datasets.harbor`). Any
@@ -36,6 +37,7 @@ from pydantic import ValidationError
 
 from bridle.config import Action, Task, explain, merged
 from bridle.datasets.harbor import harbor_task, is_harbor, oracle_settings
+from bridle.datasets.harbor_registry import registry_folders
 from bridle.datasets.manifest import TASK_FILES
 from bridle.datasets.swe import is_swe, swe_oracle, swe_task
 from bridle.errors import ConfigError
@@ -115,11 +117,12 @@ def _files(path: Path) -> Iterator[Path]:
         yield path
         return
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such file or folder")
-    for name in TASK_FILES:
-        if (path / name).is_file():
-            yield path / name
-            return
+        yield from (file for folder in registry_folders(path) for file in _files(folder))
+        return
+    own = next((path / name for name in TASK_FILES if (path / name).is_file()), None)
+    if own is not None:
+        yield own
+        return
     for entry in sorted(path.iterdir()):
         if entry.name.startswith("."):
             continue
