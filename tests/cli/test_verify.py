@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+from bridle.config import AgentSpec, Task
 from bridle.datasets.jsonl import load_tasks
 from bridle.datasets.manifest import require_verified, task_digest
 from bridle.errors import ConfigError
+from bridle.server.settings import ServerSettings
+from bridle.server.submission_policy import SubmissionPolicy
 
 
 @pytest.fixture
@@ -68,6 +71,37 @@ def test_a_run_that_requires_a_manifest_refuses_what_is_not_sound_in_it(tasks, s
     task.write_text(task.read_text().replace("Write right.", "Write wrong."))
     said = say("run", tasks / "sound", *words, tmp_path / "c")
     assert "sound (not verified)" in " ".join((said.out + said.err).split())
+
+
+def test_a_training_refuses_tasks_and_held_out_tasks_that_are_not_verified(tasks, say, tmp_path):
+    manifest = tmp_path / "manifest.jsonl"
+    say("tasks", "verify", tasks, "--manifest", manifest)
+    words = ("train", "--model", tmp_path, "--verified", manifest, "--out", tmp_path / "out")
+    sound, idle = tasks / "sound", tasks / "idle"
+    for chosen in (("--tasks", idle), ("--tasks", sound, "--held-out", idle)):
+        refused = say(*words, *chosen)
+        assert refused.code != 0
+        said = " ".join((refused.out + refused.err).split())
+        assert "1 of 1 tasks are not verified as they are" in said
+        assert "idle (oracle is not 1)" in said
+
+
+def test_a_server_takes_only_verified_tasks_where_its_operator_says_so(tmp_path):
+    manifest = tmp_path / "manifest.jsonl"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ServerSettings(permits=SubmissionPolicy(verified=manifest)).checked()
+    task = Task(task_id="one", instruction="Write.", agent=AgentSpec(harness="empty"))
+    other = task.model_copy(update={"instruction": "Write more."})
+    row = {"task": "one", "verdict": "sound", "digest": task_digest(task)}
+    manifest.write_text(json.dumps(row) + "\n")
+    policy = ServerSettings(permits=SubmissionPolicy(verified=manifest)).checked().permits
+
+    assert dict(policy.refused(task.model_copy(update={"task_id": "own-name"}))) == {}
+    assert "not verified" in dict(policy.refused(other))["task_id"]
+
+    with manifest.open("a") as file:
+        file.write(json.dumps(row | {"digest": task_digest(other), "verdict": "oracle is not 1"}))
+    assert "oracle is not 1" in dict(policy.refused(other))["task_id"]
 
 
 @pytest.mark.parametrize("changed", ["answer.txt", "scores.py", "tests/check.sh"])

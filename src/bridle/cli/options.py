@@ -47,6 +47,10 @@ SamplesOption = Annotated[
     int | None, typer.Option(min=1, help="Sessions per task instead of its own number.")
 ]
 FirstOption = Annotated[int | None, typer.Option(min=1, help="Only the first N tasks.")]
+VerifiedOption = Annotated[
+    Path | None,
+    typer.Option("--verified", help="Manifest of `bridle tasks verify` that must list all tasks."),
+]
 TelemetryOption = Annotated[
     str | None,
     typer.Option(help="Trackers, by comma: wandb, mlflow, tensorboard, trackio, otel."),

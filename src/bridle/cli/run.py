@@ -21,6 +21,7 @@ from bridle.cli.options import (
     StreamOption,
     TelemetryOption,
     UntokenizedOption,
+    VerifiedOption,
     with_option_groups,
 )
 from bridle.cli.output import check_folder, console, print_json, print_table
@@ -56,12 +57,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse a task set with an invalid row.")
     ] = False,
-    manifest: Annotated[
-        Path | None,
-        typer.Option(
-            "--verified", help="Manifest of `bridle tasks verify` that must list all tasks."
-        ),
-    ] = None,
+    manifest: VerifiedOption = None,
     builder: Annotated[
         str | None, typer.Option(help="per_request or prefix_merging, for all tasks.")
     ] = None,

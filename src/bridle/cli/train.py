@@ -14,6 +14,7 @@ from bridle.cli.options import (
     HarnessOption,
     JsonOption,
     TelemetryOption,
+    VerifiedOption,
 )
 from bridle.cli.output import check_folder, console, notes, number, print_json, progress
 from bridle.cli.run import task_overrides
@@ -33,10 +34,9 @@ def train(  # noqa: PLR0913 - one parameter per flag
         Path | None, typer.Argument(help="TOML file with settings; flags come first.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Folder of the initial model.")] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Task file, Harbor task folder, or a folder of them.")
-    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Task file, or a folder of tasks.")] = None,
     held_out: Annotated[str | None, typer.Option(help="Tasks for evaluation only.")] = None,
+    verified: VerifiedOption = None,
     engine: EnginesOption = None,
     server: Annotated[
         str | None, typer.Option(help="URL of a rollout server that runs the sessions instead.")
@@ -71,6 +71,7 @@ def train(  # noqa: PLR0913 - one parameter per flag
         "model": model,
         "tasks": tasks,
         "held_out": held_out,
+        "verified": verified,
         "out": out,
         "engines": engine and tuple(engine),
         "telemetry": telemetry and tuple(telemetry.split(",")),
@@ -131,11 +132,15 @@ def load_settings(config: Path | None, flags: JSON) -> TrainSettings:
 def load(path: str | None, settings: TrainSettings, samples: int) -> list[Task]:
     """Load the tasks of a path with the training's overrides; none for `None`."""
     from bridle.datasets.jsonl import load_tasks
+    from bridle.datasets.manifest import require_verified
 
     if path is None:
         return []
     overrides = task_overrides(harness=settings.harness, samples=samples)
-    return load_tasks(Path(path), overrides=overrides)
+    tasks = load_tasks(Path(path), overrides=overrides)
+    if settings.verified is not None:
+        require_verified(tasks, settings.verified)
+    return tasks
 
 
 class CourseBar:

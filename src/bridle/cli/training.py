@@ -59,6 +59,8 @@ class TrainSettings(Settings):
     """Task file, Harbor task folder, or a folder of them."""
     held_out: str | None = None
     """Tasks for evaluation only; `None` = no evaluation."""
+    verified: Path | None = None
+    """Manifest of `bridle tasks verify` that must call all tasks sound, held-out ones too."""
     out: str = "runs/train"
     """Folder of checkpoints, rollouts and curve."""
     engines: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -68,14 +69,27 @@ def read_manifest(path: Path) -> dict[str, JSON]:
     return found
 
 
-def require_verified(tasks: Sequence[Task], path: Path) -> None:
-    """Raise `ConfigError` with all tasks that a manifest does not call sound, by cause."""
-    known = read_manifest(path)
+@lru_cache(maxsize=8)
+def _lines_of(path: Path, changed_ns: int) -> dict[str, JSON]:  # noqa: ARG001 - a key of the cache
+    return read_manifest(path)
+
+
+def unsound(tasks: Sequence[Task], path: Path) -> dict[str, str]:
+    """Ids of the tasks that a manifest does not call sound, with the cause of each.
+
+    A file that has not changed is read once. `ConfigError` if it cannot be read.
+    """
+    changed_ns = path.stat().st_mtime_ns if path.exists() else 0
+    known = _lines_of(path, changed_ns)
     verdicts = {task.task_id: known.get(task_digest(task), {}).get("verdict") for task in tasks}
-    bad = {
+    return {
         name: verdict or "not verified" for name, verdict in verdicts.items() if verdict != SOUND
     }
-    if bad:
+
+
+def require_verified(tasks: Sequence[Task], path: Path) -> None:
+    """Raise `ConfigError` with all tasks that a manifest does not call sound, by cause."""
+    if bad := unsound(tasks, path):
         causes = ", ".join(f"{cause}: {count}" for cause, count in Counter(bad.values()).items())
         shown = "; ".join(f"{name} ({cause})" for name, cause in list(bad.items())[:5])
         message = (

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from bridle.config import Settings
+from bridle.datasets.manifest import read_manifest
 from bridle.hosts import is_loopback
 from bridle.server.submission_policy import SubmissionPolicy
 
@@ -94,6 +95,11 @@ class ServerSettings(ServiceSettings):
     """Names, paths and addresses that submitted tasks may use."""
 
     def checked(self) -> ServerSettings:
-        """Return them with the defaults that depend on the listening address."""
+        """Return them with the defaults that depend on the listening address.
+
+        `ConfigError` if the manifest of verified tasks cannot be read.
+        """
+        if self.permits.verified is not None:
+            read_manifest(self.permits.verified)
         permits = self.permits.model_copy(update={"local": is_loopback(self.host)})
         return self.model_copy(update={"permits": permits})

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from pydantic import BaseModel, Field
 
 from bridle.config import Settings, Task
+from bridle.datasets.manifest import unsound
 from bridle.evaluators import EVALUATORS
 from bridle.harnesses import CHECKS, HARNESSES
 from bridle.plugins import installed
@@ -145,6 +146,9 @@ class SubmissionPolicy(Settings):
     """Allowed callback addresses: host names, `*.example.org`, IP networks. Private, loopback and
     link-local addresses must be listed by network (`127.0.0.0/8`) or name; an empty list allows
     every public address."""
+    verified: Path | None = None
+    """Manifest of `bridle tasks verify`: a submitted task must be sound in it. `None` = any may be
+    submitted."""
     local: bool = Field(default=False, exclude=True)
     """True if `local` is a default runtime; set from the listening address."""
 
@@ -159,6 +163,9 @@ class SubmissionPolicy(Settings):
                 yield field, "a submitted task may not have this field"
             else:
                 yield from rule(policy_check, field, value)
+        if self.verified is not None:
+            for cause in unsound([task], self.verified).values():
+                yield "task_id", f"the operator requires verified tasks, and this one is: {cause}"
 
     def crossed(self, task: TaskT) -> TaskT:
         """Return the task as it runs: scoring functions that are not trusted run in a sandbox."""
