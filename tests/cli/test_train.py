@@ -12,7 +12,7 @@ from tests.training.mixture import save_mixture
 
 from bridle.bridges.logprobs import read_logprobs
 from bridle.cli.output import console
-from bridle.cli.train import load_settings, numbers_line, show_transfer
+from bridle.cli.train import load_settings, numbers_line, show_course, show_transfer
 from bridle.errors import ConfigError
 from bridle.training.checkpoint import checkpoints, read_state
 from bridle.training.loop import Course
@@ -191,6 +191,22 @@ def test_success_with_each_harness_is_a_table():
         ["b", "50.0%", "50.0%", "+0.0%", "8"],
         ["c", "8"],
     ]
+
+
+def test_held_out_rewards_have_their_intervals():
+    """Courses of earlier versions have none."""
+    held = [{"step": n, "reward": n / 4, "sessions": 8} for n in (1, 3)]
+    written, before = io.StringIO(), console.file
+    console.file = written
+    try:
+        show_course(Course(evaluations=held))
+        without = written.getvalue()
+        show_course(Course(evaluations=[one | {"half_width": 0.125} for one in held]))
+    finally:
+        console.file = before
+    assert "held-out tasks: 25.0% at step 1, 75.0% at step 3 (8 sessions)" in without
+    assert "interval" not in without
+    assert "95% intervals of these, in points: ± 12.5 and ± 12.5" in written.getvalue()
 
 
 def test_the_numbers_are_sums_and_the_largest_difference():

@@ -7,7 +7,7 @@ from bridle.training.loop import Course
 
 COURSE = Course(
     steps=[{"step": n, "reward": None if n == 2 else n / 10} for n in range(1, 11)],
-    evaluations=[{"step": 0, "reward": 0.1}, {"step": 10, "reward": 0.9}],
+    evaluations=[{"step": 0, "reward": 0.1}, {"step": 10, "reward": 0.9, "half_width": 0.08}],
 )
 
 

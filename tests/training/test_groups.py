@@ -118,7 +118,7 @@ async def test_an_evaluation_is_the_mean_of_what_is_known():
 
     assert found is not None
     assert found.rewards == {"a": [0.0, 1.0, None], "b": [0.0, 1.0, None]}
-    assert found.json() == {"reward": 0.5, "sessions": 6, "unknown": 2}
+    assert found.json() == {"reward": 0.5, "sessions": 6, "unknown": 2, "half_width": 0.0}
     async with local_groups(players, draws()) as source:
         assert await source.evaluate() is None
 
@@ -135,7 +135,14 @@ def test_other_harnesses_have_numbers_of_their_own():
         "reward": 1.0,
         "sessions": 2,
         "unknown": 1,
-        "others": {"x": {"reward": 0.75, "sessions": 4, "unknown": 0}},
+        "others": {
+            "x": {
+                "reward": 0.75,
+                "sessions": 4,
+                "unknown": 0,
+                "half_width": pytest.approx(0.49, abs=1e-4),
+            }
+        },
     }
     assert found.others["x"].rewards == {"x:a": [0.0, 1.0], "x:b": [1.0, 1.0]}
 

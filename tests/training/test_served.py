@@ -142,7 +142,8 @@ async def test_evaluations_are_played_first_and_those_of_a_dead_trainer_are_ende
         assert found is not None
         assert again is not None
         assert found.rewards == {f"t{n}": [1.0] for n in range(3)}
-        assert found.json() == again.json() == {"reward": 1.0, "sessions": 3, "unknown": 0}
+        assert found.json() == again.json()
+        assert found.json() == {"reward": 1.0, "sessions": 3, "unknown": 0, "half_width": 0.0}
         tasks_there = [one async for one in client.tasks()]
         assert sorted({one["priority"] for one in tasks_there}) == [0, 100]
 

@@ -177,6 +177,10 @@ def show_course(course: Course) -> None:
             f"held-out tasks: {first['reward']:.1%} at step {first['step']}, "
             f"{last['reward']:.1%} at step {last['step']} ({last['sessions']} sessions)"
         )
+        widths = [one["half_width"] for one in (first, last) if one.get("half_width") is not None]
+        if widths:
+            shown = " and ".join(f"± {100 * width:.1f}" for width in widths)
+            console.print(f"95% intervals of these, in points: {shown}")
     show_transfer(course)
     console.print(numbers_line(course), markup=False)
 

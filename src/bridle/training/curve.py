@@ -69,12 +69,14 @@ def draw_png(path: Path, course: Course, *, title: str) -> Path:
     axes.plot(steps, smoothed(rewards), color="#1f5f8b", label=f"mean of {AVERAGED} steps")
     known = [one for one in course.evaluations if one["reward"] is not None]
     if known:
-        axes.plot(
+        axes.errorbar(
             [one["step"] for one in known],
             [one["reward"] for one in known],
-            "D--",
+            yerr=[one.get("half_width") or 0.0 for one in known],
+            fmt="D--",
+            capsize=3,
             color="#c0392b",
-            label="held-out tasks",
+            label="held-out tasks, 95% intervals",
         )
     axes.set(xlabel="step", ylabel="mean reward", title=title)
     axes.set_ylim(bottom=min(0.0, *rewards, 0.0), top=max(1.02, *rewards, 0.0))

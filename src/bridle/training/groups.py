@@ -25,6 +25,7 @@ from bridle.config import Task
 from bridle.errors import ConfigError, first_error
 from bridle.node.batch import Executor
 from bridle.training.samples import Group
+from bridle.trajectory.scores import clustered_mean
 from bridle.types import JSON
 
 Curriculum = Literal["epochs", "learnable"]
@@ -142,12 +143,16 @@ class HeldOutEvaluation:
     """Sessions without a reward."""
     rewards: dict[str, list[float | None]]
     """Per task, in the order of its samples."""
+    half_width: float | None = None
+    """Of the reward's 95 % interval, over tasks; `None` = fewer than two have a known reward."""
     others: dict[str, HeldOutEvaluation] = field(default_factory=dict)
     """By label, the same tasks with other harnesses; not part of the numbers above."""
 
     def json(self) -> JSON:
         """Return the object that the run's files hold."""
         value: JSON = {"reward": self.reward, "sessions": self.sessions, "unknown": self.unknown}
+        if self.half_width is not None:
+            value["half_width"] = self.half_width
         if self.others:
             value["others"] = {label: one.json() for label, one in self.others.items()}
         return value
@@ -163,9 +168,10 @@ def evaluation_of(
         ids = [task.task_id for task, of in zip(held_out, labels, strict=True) if of == label]
         found = {task_id: list(rewards.get(task_id, ())) for task_id in ids}
         every = [reward for of in found.values() for reward in of]
-        known = [reward for reward in every if reward is not None]
-        mean = sum(known) / len(known) if known else None
-        made[label] = HeldOutEvaluation(mean, len(every), len(every) - len(known), found)
+        known = [[reward for reward in of if reward is not None] for of in found.values()]
+        mean, half_width = clustered_mean([some for some in known if some])
+        unknown = len(every) - sum(map(len, known))
+        made[label] = HeldOutEvaluation(mean, len(every), unknown, found, half_width)
     return replace(made.pop(""), others=made)
 
 
