@@ -6,12 +6,11 @@ beside what a backward pass needs.
 """
 
 import json
-import re
 import sys
-from pathlib import Path
 
 import torch
 import transformers
+from tests.peaks import peak_kib
 from tests.training.made import group, session, trace
 
 from bridle.training.grpo import Learner
@@ -34,11 +33,6 @@ TRACES = [
 SESSIONS = [session(float(n % 2), one, name=one.trace_id) for n, one in enumerate(TRACES)]
 LEARNER = Learner(transformers.Qwen3ForCausalLM(CONFIG), SETTINGS)
 BATCH = make_batch([group(*SESSIONS)], SETTINGS, version=0)
-
-
-def peak_kib() -> int:
-    """Most memory that this program has held; `ru_maxrss` begins with that of its parent."""
-    return int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0])
 
 
 before = peak_kib()
