@@ -18,7 +18,14 @@ from bridle.trajectory import rebuild
 from bridle.trajectory.result import trajectory_bytes
 from bridle.types import Cause, SessionStatus
 
-KEPT = {"harness": "pi", "harness_version": "1", "sample_index": 2, "task_metadata": {"a": 1}}
+KEPT = {
+    "harness": "pi",
+    "harness_version": "1",
+    "sample_index": 2,
+    "task_metadata": {"a": 1},
+    "runtime": "docker",
+    "contains": True,
+}
 ENDED = {"timing": {"run": 1.5}, "exit_code": 0, "signal": None, "logs": {"stdout": "x.log"}}
 
 
@@ -40,6 +47,9 @@ async def test_everything_in_a_result_is_read_from_capture():
     assert (result.session_id, result.task_id, result.sample_index) == ("s", "t", 2)
     assert (result.status, result.cause, result.reward) == ("COMPLETED", None, 0.5)
     assert (result.harness, result.harness_version) == ("pi", "1")
+    assert (result.runtime, result.contains) == ("docker", True)
+    for given in (result.json(), result.summary()):
+        assert (given["runtime"], given["contains"]) == ("docker", True)
     assert (result.timing, result.exit_code, result.logs) == ({"run": 1.5}, 0, {"stdout": "x.log"})
     assert result.metadata == {"a": 1, "evaluation": {"b": 2}}
 

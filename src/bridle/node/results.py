@@ -46,6 +46,10 @@ class SessionResult:
     what enforced the runtime's limits, under `fork` how much of a captured session was replayed."""
     node_id: str | None = None
     """The node that ran it; `None` = there is only one."""
+    runtime: str | None = None
+    """Name of its runtime; `None` = it ended before it had one."""
+    contains: bool | None = None
+    """True if the runtime contains what the agent does (law 7); `None` = as above."""
 
     def json(self) -> JSON:
         """Return the rollout API's form (Polar's `SessionResult` and our additions)."""
@@ -64,6 +68,8 @@ class SessionResult:
             signal=self.signal,
             logs=self.logs,
             node_id=self.node_id,
+            runtime=self.runtime,
+            contains=self.contains,
         )
 
     def summary(self) -> JSON:
@@ -81,6 +87,8 @@ class SessionResult:
             "task_set": self.metadata.get("task_set"),
             "harness": self.harness,
             "harness_version": self.harness_version,
+            "runtime": self.runtime,
+            "contains": self.contains,
             "status": str(self.status),
             "cause": self.cause and str(self.cause),
             "error": self.error,
@@ -116,6 +124,8 @@ def result_of(
         signal=ended.get("signal"),
         logs=ended.get("logs", {}),
         metadata={**kept.get("task_metadata", {}), **more},
+        runtime=kept.get("runtime"),
+        contains=kept.get("contains"),
     )
 
 

@@ -127,6 +127,8 @@ def session_json(session: Row, stage: str | None) -> JSON:
         "scores": result.get("scores", []),
         "harness": result.get("harness"),
         "harness_version": result.get("harness_version"),
+        "runtime": result.get("runtime"),
+        "contains": result.get("contains"),
         "timing": result.get("timing") or {},
         "artifacts": [path.split("/", 2)[-1] for path in (result.get("logs") or {}).values()],
         "started_at": session["started_at"],
