@@ -1,12 +1,15 @@
 """Registries in the form that Harbor documents: sets by name and version."""
 
 import json
+import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from bridle.cli.run import load_task_set
+from bridle.datasets import harbor_registry
 from bridle.datasets.jsonl import load_tasks
 from bridle.errors import ConfigError
 
@@ -152,3 +155,18 @@ def test_a_repository_that_cannot_be_used_is_refused_by_name(
     given = {"git_url": url, "git_commit_id": commit, "path": "inside"} | changes
     with pytest.raises(ConfigError, match=message):
         load_tasks(Path(f"{registry(**given)}:shell@1.0"))
+
+
+def test_a_host_that_never_answers_is_an_error_and_its_git_is_killed(registry, monkeypatch):
+    monkeypatch.setattr(harbor_registry, "FETCH_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"git://127.0.0.1:{silent.getsockname()[1]}/tasks"
+        with pytest.raises(ConfigError, match=r"cannot fetch 'HEAD' of git:.*no answer within 1 s"):
+            load_tasks(Path(f"{registry(git_url=url)}:shell@1.0"))
+        silent.setblocking(False)
+        with suppress(BlockingIOError):  # a busy machine: git had not connected yet
+            connection, _ = silent.accept()
+            connection.setblocking(True)
+            with connection:
+                while connection.recv(1024):  # the request, then the end: nobody has it open
+                    pass

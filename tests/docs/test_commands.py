@@ -1,7 +1,8 @@
 """Every `sh` block of the README and of the guides is run, line by line, as it stands.
 
 A server that the README expects is one of ours in vLLM's shape: its address and the model's folder
-are the only words that are replaced. A command that serves is asked to end when it listens.
+are the only words that are replaced. A JSON file that a page shows under its name is
+there. A command that serves is asked to end when it listens.
 """
 
 import os
@@ -35,6 +36,15 @@ def commands(page: Path) -> list[str]:
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 
+def prepare(page: Path, folder: Path) -> None:
+    """Write what the commands of a page read: the registry that it shows, and the examples."""
+    for name, block in re.findall(
+        r"`(\w+\.json)`:\n\n```json\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
+    ):
+        (folder / name).write_text(block)
+        (folder / "examples").symlink_to(ROOT / "examples")
+
+
 def start(line: str, folder: Path) -> tuple[subprocess.Popen, str]:
     """A command that serves on a free port, and its URL."""
     line = re.sub(r" --port \d+", "", line) + " --port 0"
@@ -60,6 +70,7 @@ def stop(process: subprocess.Popen) -> int:
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
 def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
     words = {MODEL: str(builtin_tokenizer_dir())}
+    prepare(page, tmp_path)
     with ExitStack() as stack:
         for line in commands(page):
             if VLLM in line and VLLM not in words:

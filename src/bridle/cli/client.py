@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridle.cli.options import FirstOption, JsonOption, SamplesOption
+from bridle.cli.options import FirstOption, JsonOption, SamplesOption, TasksArgument
 from bridle.cli.output import console, notes, print_json, print_table, table
 from bridle.types import JSON
 
@@ -107,9 +106,7 @@ def _show_server(state: JSON, *, json: bool) -> None:
 
 
 def submit(  # noqa: PLR0913 - one parameter per flag
-    tasks: Annotated[
-        Path, typer.Argument(help="Task file, Harbor task folder, or a folder of them.")
-    ],
+    tasks: TasksArgument,
     server: ServerOption = SERVER,
     token: TokenOption = None,
     samples: SamplesOption = None,

@@ -63,6 +63,13 @@ AllowHostOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TasksArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="Task file or folder, a set of a Harbor registry (FILE.json:NAME@VERSION), or a set "
+        "on the hub (hf://datasets/ORG/NAME)."
+    ),
+]
 CaptureArgument = Annotated[
     Path, typer.Argument(help="Run folder, a gateway's data folder, or a capture file.")
 ]

@@ -19,6 +19,7 @@ from bridle.cli.options import (
     RuntimeOption,
     SamplesOption,
     StreamOption,
+    TasksArgument,
     TelemetryOption,
     UntokenizedOption,
     VerifiedOption,
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
 
     from bridle.cli.config import FileConfig
     from bridle.config import Task
-
-TasksArgument = Annotated[
-    Path, typer.Argument(help="Task file or folder, or a set on the hub (hf://datasets/ORG/NAME).")
-]
 
 
 @with_option_groups

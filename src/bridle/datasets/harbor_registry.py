@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from difflib import get_close_matches
@@ -30,6 +31,8 @@ SET = re.compile(r"(.+\.json):([^@]+)(?:@([^@]+))?")
 """A registry's file, and the name and version of one of its sets."""
 PROTOCOLS = "https:ssh:git:file"
 """Protocols that `git` may fetch by; others, such as `ext`, run programs."""
+FETCH_S = 600.0
+"""Timeout of one fetch."""
 
 
 class RegistryTask(BaseModel):
@@ -133,14 +136,28 @@ def _checkout(url: str, commit: str, where: str) -> Path:
 
 
 def _git(folder: Path, arguments: tuple[str, ...], what: str) -> None:
+    """Run `git`; after `FETCH_S` its process group is killed, with the programs that it fetches by.
+
+    Raises `ConfigError`.
+    """
     quiet = {"GIT_ALLOW_PROTOCOL": PROTOCOLS, "GIT_TERMINAL_PROMPT": "0"}
-    ended = subprocess.run(
+    with subprocess.Popen(
         [shutil.which("git") or "/usr/bin/git", *arguments],
         cwd=folder,
         env=os.environ | quiet,
-        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-    )
-    if ended.returncode != 0:
-        raise ConfigError(f"{what}: {ended.stderr.strip()[-300:]}")
+        start_new_session=True,
+    ) as process:
+        try:
+            _, error = process.communicate(timeout=FETCH_S)
+        except BaseException as failure:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(failure, subprocess.TimeoutExpired):
+                message = f"{what}: no answer within {FETCH_S:g} s; is the host reachable?"
+                raise ConfigError(message) from None
+            raise
+    if process.returncode != 0:
+        raise ConfigError(f"{what}: {error.strip()[-300:]}")
