@@ -19,7 +19,10 @@ def test_a_run_without_a_certificate_has_no_page_of_one(run_folder):
     with client(run_folder) as browser:
         assert "/certificate" not in browser.get("/").text
         assert browser.get("/certificate").status_code == 404
-        assert "no certificate of the run" in browser.get("/certificate?run=.").text
+        assert (
+            "no certificate by `bridle certify` for the run"
+            in browser.get("/certificate?run=.").text
+        )
 
 
 def test_the_page_tells_verdict_causes_facts_and_turns(run_folder):
@@ -37,8 +40,8 @@ def test_the_page_tells_verdict_causes_facts_and_turns(run_folder):
         overview = browser.get("/").text
         page = browser.get("/certificate?run=.").text
 
-    told = 'bad"><b>✗</b> <a href="/certificate?run=.">trainer and rollout disagree</a>'
-    assert told in overview
+    reply = 'bad"><b>✗</b> <a href="/certificate?run=.">trainer and rollout disagree</a>'
+    assert reply in overview
     text = " ".join(" ".join(Page(page).text).split())
     assert "trainer and rollout disagree" in text
     assert "logprob + entropy explains 97 % 98.5 % 100.0 % 0.97 1 weights large" in text

@@ -73,7 +73,7 @@ def test_an_old_task_toml_is_a_task_in_a_container(folder):
     assert task.metadata["difficulty"] == "easy"
 
 
-def test_a_new_task_toml_with_an_image_of_its_own(folder):
+def test_a_task_toml_of_schema_1_4_is_read_with_its_image_and_health_check(folder):
     text = """schema_version = "1.4"
     [task]
     name = "org/fix-it"

@@ -27,7 +27,7 @@ def treatment(dialect, **fields):
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_everything_that_real_clients_send_is_known(folder):
+def test_every_field_and_block_that_real_clients_send_is_known_to_its_dialect(folder):
     place = GOLDEN / folder
     dialect = Dialect(folder.split("/")[0])
     path = json.loads((place / "turn.json").read_text()).get("path", PATHS.get(dialect))

@@ -126,7 +126,7 @@ def test_a_chunk_that_runs_ahead_of_its_count_loses_nothing():
     assert read.read(piece([5, 6, 7, 8], 4)).output_ids.tolist() == [8]
 
 
-def test_a_waiting_call_that_is_aborted_repeats_nothing():
+def test_the_last_chunk_of_an_aborted_call_adds_no_token_twice():
     aborted = {"finish_reason": {"type": "abort", "message": "Aborted", "status_code": None}}
     read = reading()
     read.read(piece([5, 6], 2))

@@ -127,7 +127,7 @@ def test_only_what_lies_in_the_folder_is_copied_out(source, tmp_path):
     assert sorted(entry.name for entry in (tmp_path / "folder").iterdir()) == ["b"]
 
 
-def test_a_folder_behind_a_link_is_empty(source, tmp_path):
+def test_copying_a_folder_behind_a_symbolic_link_copies_nothing(source, tmp_path):
     (tmp_path / "session").mkdir()
     (tmp_path / "session" / "work").symlink_to(source)
     copy_tree(tmp_path / "session" / "work" / "a", tmp_path / "target", tmp_path / "session")

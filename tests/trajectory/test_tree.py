@@ -83,7 +83,7 @@ def test_what_cannot_be_read_is_left_blank():
     )
 
 
-def test_calls_are_shown_as_calls():
+def test_the_tree_shows_tool_calls_with_their_arguments():
     made = MadeSession()
     reply = (
         b'{"choices":[{"index":0,"finish_reason":"tool_calls","message":{"role":"assistant",'

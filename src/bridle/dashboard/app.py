@@ -274,7 +274,9 @@ class _Pages:
         run, at = request.query_params.get("run", ""), _number(request, "at")
         found = self._source(request).certificate(run)
         if found is None:
-            raise HTTPException(404, f"no certificate of the run {run[:200]!r}")
+            raise HTTPException(
+                404, f"no certificate by `bridle certify` for the run {run[:200]!r}"
+            )
         return self._page(request, "certificate.html", found=found, run=run, at=at, step=LIST)
 
     def _group(self, request: Request) -> SampleGroup:

@@ -192,7 +192,10 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         lengths: tuple[int, ...],
         messages: tuple[Message, ...],
     ) -> None:
-        """Keep what was read of the present body, in place of the shorter beginning `begun`."""
+        """Keep the messages of the body just read, so that the next body need not repeat the work.
+
+        They replace `begun`, the record of the shorter conversation that this body extends.
+        """
         place, self._place = self._place, None
         if place is None:
             return

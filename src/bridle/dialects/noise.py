@@ -41,7 +41,10 @@ RULES: dict[str, NoiseRule] = {rule.name: rule for rule in (BILLING, SERVER_TOOL
 
 
 def split_billing(texts: Sequence[str], rules: Collection[str]) -> tuple[int, dict[str, list[str]]]:
-    """Count the leading system blocks to skip, and tell what that removes."""
+    """Count the leading system blocks to skip as billing headers (`BILLING`, if in `rules`).
+
+    Also returns the removed texts, by the name of the rule.
+    """
     if BILLING.name in rules and texts and texts[0].startswith("x-anthropic-billing-header:"):
         return 1, {BILLING.name: [texts[0]]}
     return 0, {}

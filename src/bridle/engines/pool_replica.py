@@ -252,7 +252,7 @@ class Replica:
             await self.abort(request_id)
 
     async def hold(self, mode: PauseMode) -> None:
-        """Return when it samples nothing; see `EnginePool.hold`."""
+        """Stop sampling; return when no call is sampled any more. `mode`: `EnginePool.hold`."""
         if self.state is ReplicaState.RELEASED:
             return
         if mode == "abort":

@@ -68,10 +68,11 @@ def call_body(
     token_in: bool,
     experts: bool = False,
 ) -> bytes:
-    """Write the JSON of a call. Without `token_in` the messages alone make the prompt.
+    """Write the JSON body of a call. Without `token_in` it has messages in place of prompt ids.
 
-    `room` is the rest of the context, the default budget: two routes would default to 16 tokens.
-    With `experts` the server returns them, and only those of new tokens are asked for.
+    `room` is the rest of the context in tokens, the budget of a request without one (the routes
+    for completions would take 16). With `experts` the body asks for the routed experts of the new
+    tokens.
     """
     stream: JSON = {}
     if request.stream:

@@ -103,7 +103,10 @@ class Places(Protocol):
         """
 
     def untouched(self) -> AbstractAsyncContextManager[Places]:
-        """The places of a session whose agent left its work folder as `prepare` made it."""
+        """Give the places of a session with a fresh work folder, as `prepare` makes it.
+
+        An evaluator scores it to learn the reward of an agent that did nothing.
+        """
 
 
 class NoPlaces:

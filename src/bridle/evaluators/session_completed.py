@@ -21,14 +21,14 @@ class SessionCompletedSettings(Settings):
 
 
 class SessionCompleted:
-    """Implements `base.Evaluator`."""
+    """Reward for a harness that ended by itself with exit code 0. Implements `base.Evaluator`."""
 
     def __init__(self, reward: float = 1.0) -> None:
         self._reward = reward
 
     @classmethod
     def from_config(cls, config: JSON) -> Self:
-        """`{"reward": 1.0}`; raises `ConfigError`."""
+        """Make one from its config, such as `{"reward": 1.0}`; raises `ConfigError`."""
         return cls(parse_config(config, SessionCompletedSettings, "session_completed").reward)
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:

@@ -181,7 +181,10 @@ async def serve_app(
     allowed: Collection[str] = (),
     connection: type[ApiConnection] = ApiConnection,
 ) -> AsyncIterator[str]:
-    """Serve any application inside; see `serve_api`."""
+    """Serve an application within the context, and give its URL.
+
+    `allowed` are further host names that requests may address, as in `serve_api`.
+    """
     listener = _bound(host, port)
     name = f"[{host}]" if ":" in host else host
     url = f"http://{name}:{listener.getsockname()[1]}"

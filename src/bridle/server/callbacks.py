@@ -302,6 +302,7 @@ class Receivers:
         return known.in_flight < (EACH if known.health is ReceiverHealth.HEALTHY else 1)
 
     def begin(self, name: str) -> None:
+        """Count one more callback in flight to this receiver."""
         self._known.setdefault(name, _Receiver()).in_flight += 1
 
     def cancel(self, name: str) -> None:
