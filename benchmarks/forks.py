@@ -97,7 +97,7 @@ async def looped(loop: Loop, again: int, scratch: Path) -> dict[str, Any]:
         runs.append(await run_program(argv, home, loop, replay))
         seconds.append(time.monotonic() - began)
         facts += [replay.facts()] if replay else []
-    told = re.search("the fork's call .*", runs[-1].output)
+    answer = re.search("the fork's call .*", runs[-1].output)
     return {
         "harness": loop.name,
         "replies": f"{replies} of {len(runs[0].exchanges)}",
@@ -105,7 +105,7 @@ async def looped(loop: Loop, again: int, scratch: Path) -> dict[str, Any]:
         "verdicts": [": ".join((one["verdict"], *one["noise"])) for one in facts],
         "first s": seconds[0],
         "again s": statistics.median(seconds[1:]),
-        "error": told[0][:300] if told else "",
+        "error": answer[0][:300] if answer else "",
     }
 
 

@@ -351,7 +351,7 @@ def show(report: dict[str, Any]) -> None:
 def cells(row: dict[str, Any]) -> list[str]:
     """One line of a table; `-` = not known."""
 
-    def told(value: float | None, form: str) -> str:
+    def answer(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
     seen = row.get("fidelity")
@@ -360,10 +360,10 @@ def cells(row: dict[str, Any]) -> list[str]:
         row["packing"],
         row["dtype"],
         "yes" if row["gradient_checkpointing"] else "no",
-        row.get("error") or told(row.get("seconds"), ".2f"),
-        told(row["tokens_s"], ".0f"),
-        told(row["mfu"], ".1%"),
-        told(row["peak_gib"], ".1f"),
+        row.get("error") or answer(row.get("seconds"), ".2f"),
+        answer(row["tokens_s"], ".0f"),
+        answer(row["mfu"], ".1%"),
+        answer(row["peak_gib"], ".1f"),
         "-" if seen is None else f"{seen['kl']:.1e}",
         "-" if seen is None else f"{seen['rms']:.1e} / {seen['tolerance']:g}",
     ]

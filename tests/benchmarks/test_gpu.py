@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
         ("CPU", None),
     ],
 )
-def test_a_peak_is_told_only_of_a_device_that_is_known(name, peak):
+def test_a_peak_is_reported_only_for_a_known_device(name, peak):
     assert gpu.peak_of(name) == peak
 
 

@@ -95,8 +95,8 @@ def test_the_reference_trainer_computes_the_logprobs_of_a_run(say, played, tmp_p
         shown = source.certificate("")
     assert shown is not None
     assert shown.trainer == str(tmp_path / "l.parquet")
-    told = json.loads(json.dumps(asdict(shown)))
-    assert told | again == told
+    reply = json.loads(json.dumps(asdict(shown)))
+    assert reply | again == reply
 
 
 def test_a_checkpoint_is_computed_in_the_precision_that_it_trains_in(say, played, tmp_path):

@@ -103,8 +103,8 @@ async def captured(folder, *, rewards=(1.0, 0.0, None)):
                 )
             )
             names.append(caller.session_id)
-    told = {"config": {"engines": ["scripted:x"], "tasks": [task("one", len(rewards) + 1)]}}
-    (folder / "run.json").write_text(json.dumps(told))
+    reply = {"config": {"engines": ["scripted:x"], "tasks": [task("one", len(rewards) + 1)]}}
+    (folder / "run.json").write_text(json.dumps(reply))
     return names
 
 
@@ -149,8 +149,8 @@ async def write(folder, *made):
                     for exchange in one.exchanges[start : start + 500]:
                         bodies = one.new_bodies[exchange.exchange_id]
                         group.create_task(store.commit(exchange, bodies))
-                        if (told := one.deliveries.get(exchange.exchange_id)) is not None:
-                            group.create_task(store.deliver(told))
+                        if (reply := one.deliveries.get(exchange.exchange_id)) is not None:
+                            group.create_task(store.deliver(reply))
             if one.outcome is not None:
                 await store.close_session(one.outcome)
 

@@ -114,10 +114,10 @@ def test_a_page_tells_its_session_whole(run):
 @pytest.mark.parametrize("path", ["/", "/session/one.0"])
 def test_a_page_leads_with_the_turns_shown_and_then_the_laws(run, path):
     with client(run) as browser:
-        told = " ".join(Page(browser.get(path).text).text)
+        reported = " ".join(Page(browser.get(path).text).text)
     order = ["turns shown", "verbatim", "rerendered", "merge ratio", "captured"]
-    assert sorted(order, key=told.index) == order
-    assert "sampled tokens rendered as other ids" in told
+    assert sorted(order, key=reported.index) == order
+    assert "sampled tokens rendered as other ids" in reported
 
 
 def test_an_exchange_is_shown_beside_its_tree_and_alone_for_htmx(run):

@@ -179,8 +179,8 @@ def test_the_skip_link_comes_first_and_focus_can_be_seen(browser, url):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_tokens_are_coloured_in_both_schemes(browser, url, scheme):
-    told = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", told)
+    answer = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", answer)
     browser.get(f"{url}/sessions?run=run")
     one(browser, "a[data-row]").click()
     browser.get(one(browser, "a[href*='/trace/']").get_attribute("href"))
@@ -288,8 +288,8 @@ def test_hostile_text_runs_and_loads_nothing(browser, tmp_path_factory):
             assert browser.title != "ran"
             assert every(browser, "img[src*='evil']") == []
             assert every(browser, "main script") == []
-    told = [line["message"] for line in browser.get_log("browser")]
-    assert [message for message in told if "404" not in message] == []
+    answer = [line["message"] for line in browser.get_log("browser")]
+    assert [message for message in answer if "404" not in message] == []
 
 
 def test_a_token_is_typed_once(browser, tmp_path_factory):
@@ -304,11 +304,11 @@ def test_a_token_is_typed_once(browser, tmp_path_factory):
         browser.get(f"{where}/session/one.0")
         assert every(browser, "a.turn")
         assert browser.execute_script("return document.cookie") == ""
-    told = [line["message"] for line in browser.get_log("browser")]
-    assert [message for message in told if "401" not in message] == []
+    answer = [line["message"] for line in browser.get_log("browser")]
+    assert [message for message in answer if "401" not in message] == []
 
 
-def test_a_dashboard_that_has_gone_is_told(browser, tmp_path_factory):
+def test_the_page_says_that_the_dashboard_has_stopped(browser, tmp_path_factory):
     import asyncio
 
     folder = tmp_path_factory.mktemp("going")
@@ -318,5 +318,5 @@ def test_a_dashboard_that_has_gone_is_told(browser, tmp_path_factory):
         one(browser, "#live")
     until(lambda: one(browser, ".stale").is_displayed(), "not refreshed")
     browser.get("data:text/html,")
-    told = [line["message"] for line in browser.get_log("browser")]
-    assert all("net::ERR_" in message or "htmx" in message for message in told)
+    answer = [line["message"] for line in browser.get_log("browser")]
+    assert all("net::ERR_" in message or "htmx" in message for message in answer)

@@ -48,7 +48,7 @@ def test_the_first_page_adds_up_all_sessions(run, opened):
     assert seen.versions == (0, 0)
 
 
-def test_runs_below_are_shown_together_and_can_be_told_apart(tmp_path, opened):
+def test_runs_below_a_folder_are_shown_together_under_their_own_names(tmp_path, opened):
     asyncio.run(write(tmp_path / "rounds" / "000", busy()))
     asyncio.run(write(tmp_path / "rounds" / "001", busy(), long(2)))
     source = opened(tmp_path)
@@ -233,7 +233,7 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path):
     run.close()
 
 
-def test_what_cannot_be_read_is_told(tmp_path):
+def test_an_unreadable_file_is_named(tmp_path):
     path = tmp_path / "capture.sqlite"
     run = CapturedRun(path, ".")
 
@@ -252,12 +252,12 @@ def test_what_cannot_be_read_is_told(tmp_path):
 
 def test_half_written_settings_are_as_if_they_were_not_there(tmp_path):
     asyncio.run(write(tmp_path, long(2)))
-    told = {"config": {"tasks": [{"num_samples": 3}, {}], "engines": ["http://e"]}}
+    answer = {"config": {"tasks": [{"num_samples": 3}, {}], "engines": ["http://e"]}}
     run = run_of(tmp_path)
 
-    (tmp_path / "run.json").write_text(json.dumps(told)[:-3])
+    (tmp_path / "run.json").write_text(json.dumps(answer)[:-3])
     half = run.facts()
-    (tmp_path / "run.json").write_text(json.dumps(told))
+    (tmp_path / "run.json").write_text(json.dumps(answer))
     whole = run.facts()
     (tmp_path / "run.json").write_text("[1]")
     run.close()

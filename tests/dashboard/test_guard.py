@@ -51,9 +51,9 @@ def test_a_token_typed_once_opens_all_pages(browser):
 
 
 def test_the_header_opens_them_too(browser):
-    told = {"authorization": f"Bearer {TOKEN}"}
+    answer = {"authorization": f"Bearer {TOKEN}"}
 
-    assert browser.get("/", headers=told).status_code == 200
+    assert browser.get("/", headers=answer).status_code == 200
     assert browser.get("/", headers={"authorization": "Bearer x"}).status_code == 401
 
 

@@ -182,7 +182,7 @@ async def test_a_server_that_cannot_be_reached_is_a_page(tmp_path):
     assert "cannot be reached" in answer.text
 
 
-async def test_a_token_that_is_not_known_is_told():
+async def test_an_unknown_token_is_an_error():
     class Closed:
         def status(self):
             raise ServerError("a known token is needed", status=401)

@@ -107,7 +107,7 @@ def test_a_session_is_measured_by_its_trajectory(tmp_path):
     assert measured.turns >= 4
 
 
-def test_a_trace_is_told_in_parts(tmp_path):
+def test_a_trace_is_shown_in_parts(tmp_path):
     session = opened(tmp_path, busy())
     trace = session.trajectory.traces[0]
 

@@ -134,7 +134,7 @@ def test_every_end_is_in_one_column():
     assert ends_over_time(lines[:1]) == []
 
 
-def test_a_session_took_until_its_end_or_until_it_was_last_heard_of():
+def test_a_sessions_time_ends_at_its_end_or_at_its_last_record():
     assert line(0, opened_at=1.0, ended_at=4.0).seconds == 3.0
     assert line(0, opened_at=1.0, last_at=2.0).seconds == 1.0
     assert line(0).seconds is None
@@ -210,7 +210,7 @@ STEP = {
 }
 
 
-def told(course):
+def answer(course):
     return training_of(".", course)
 
 
@@ -224,7 +224,7 @@ def test_steps_and_evaluations_share_the_axis():
         "evaluations": [{"step": 0, "reward": 0.1}, {"step": 2, "reward": 0.6}],
     }
 
-    found = told(course)
+    found = answer(course)
 
     assert found.steps == [0, 1, 2]
     assert curves(found)["reward"] == [None, 0.25, None]
@@ -237,12 +237,12 @@ def test_steps_and_evaluations_share_the_axis():
 
 
 def test_a_chart_without_a_number_is_left_out():
-    found = told({"steps": [{"step": 1, "reward": 1.0}], "evaluations": []})
+    found = answer({"steps": [{"step": 1, "reward": 1.0}], "evaluations": []})
 
     assert [chart["curves"][0]["name"] for chart in found.charts] == ["reward"]
 
 
 def test_what_is_no_course_is_none():
-    assert told({}) is None
-    assert told({"steps": 3, "evaluations": []}) is None
-    assert told({"steps": [], "evaluations": []}).charts == []
+    assert answer({}) is None
+    assert answer({"steps": 3, "evaluations": []}) is None
+    assert answer({"steps": [], "evaluations": []}).charts == []

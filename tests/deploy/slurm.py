@@ -86,10 +86,10 @@ class Slurm:
     def ended(self, job: int, *, within_s: float) -> dict[str, str]:
         """Wait until a job has ended; what `scontrol` says of it."""
         until = time.monotonic() + within_s
-        while (told := self.job(job))["JobState"] not in ENDED:
-            assert time.monotonic() < until, (told["JobState"], self.output(job))
+        while (answer := self.job(job))["JobState"] not in ENDED:
+            assert time.monotonic() < until, (answer["JobState"], self.output(job))
             time.sleep(0.2)
-        return told
+        return answer
 
     def announce_end(self, job: int) -> None:
         """Leave the job two minutes: Slurm signals what the script asks for."""

@@ -81,22 +81,22 @@ async def test_a_job_serves_tasks_on_all_its_machines_until_slurm_announces_its_
     assert len({one.raw["node_id"] for one in group.results}) == len(MACHINES)
     assert of_ray_or_bridle() != []
     slurm.announce_end(job)
-    told = slurm.ended(job, within_s=100)
-    assert (told["JobState"], told["ExitCode"]) == ("COMPLETED", "0:0"), slurm.output(job)
+    answer = slurm.ended(job, within_s=100)
+    assert (answer["JobState"], answer["ExitCode"]) == ("COMPLETED", "0:0"), slurm.output(job)
     assert of_ray_or_bridle() == []
 
 
 def test_a_job_whose_server_refuses_its_config_fails_with_its_exit_code(slurm, config):
     config.write_text("nonsense = 1\n")
-    told = slurm.ended(job := submitted(slurm, config), within_s=100)
-    assert (told["JobState"], told["ExitCode"]) == ("FAILED", "2:0"), slurm.output(job)
+    answer = slurm.ended(job := submitted(slurm, config), within_s=100)
+    assert (answer["JobState"], answer["ExitCode"]) == ("FAILED", "2:0"), slurm.output(job)
     assert "nonsense" in slurm.output(job)
     assert of_ray_or_bridle() == []
 
 
 def test_a_job_whose_ray_does_not_start_fails(slurm, config):
     job = submitted(slurm, config, "--nodes=1", BRIDLE_RAY_PORT=str(SLURMD_PORT))
-    told = slurm.ended(job, within_s=100)
-    assert (told["JobState"], told["ExitCode"]) == ("FAILED", "1:0"), slurm.output(job)
+    answer = slurm.ended(job, within_s=100)
+    assert (answer["JobState"], answer["ExitCode"]) == ("FAILED", "1:0"), slurm.output(job)
     assert "Ray did not start on node" in slurm.output(job)
     assert of_ray_or_bridle() == []

@@ -52,8 +52,8 @@ def test_a_reply_is_the_same_after_any_other_one(before, wire, size, cuts):
         assert after.feed(piece) is alone.feed(piece)
     for reply in (alone, after):
         assert (reply.body, reply.is_whole) == (body, False)
-    told = ("status", "keeps", "content_type", "retry_after")
-    assert [getattr(after, name) for name in told] == [getattr(alone, name) for name in told]
+    answer = ("status", "keeps", "content_type", "retry_after")
+    assert [getattr(after, name) for name in answer] == [getattr(alone, name) for name in answer]
 
 
 @given(

@@ -132,7 +132,7 @@ async def test_a_model_without_eyes_sees_nothing(sees):
     assert seen is None
 
 
-async def test_text_messages_come_to_no_places(sees):
+async def test_text_messages_have_no_image_places(sees):
     _, seen = await sees(**{RENDER: {**RENDERED, "features": None}})
     assert seen.places == ()
 

@@ -52,14 +52,14 @@ class Speech:
 # ---- Chat Completions
 
 
-def chat_said(told: Any) -> list[JSON]:
+def chat_said(reply: Any) -> list[JSON]:
     """The assistant's message."""
-    if isinstance(told, dict):
-        message = told["choices"][0]["message"]
+    if isinstance(reply, dict):
+        message = reply["choices"][0]["message"]
         kept = {name: value for name, value in message.items() if value is not None}
         return [{"content": None, **kept}]
     message = {"role": "assistant", "content": None}
-    for one in told:
+    for one in reply:
         for choice in one["choices"] if one != "[DONE]" else ():
             delta = choice["delta"]
             for name in ("content", "reasoning_content"):
@@ -102,7 +102,7 @@ RESPONSES = Speech(
         "tools": [{"type": "function", "strict": False, **SHELL}],
     },
     limit=("max_output_tokens",),
-    said=lambda told: (told if isinstance(told, dict) else told[-1]["response"])["output"],
+    said=lambda reply: (reply if isinstance(reply, dict) else reply[-1]["response"])["output"],
     calls=lambda item: [item] if item["type"] == "function_call" else [],
     results=lambda given: [
         {"type": "function_call_output", "call_id": call.get("call_id", "none"), "output": text}
@@ -115,12 +115,12 @@ RESPONSES = Speech(
 # ---- Messages
 
 
-def anthropic_said(told: Any) -> list[JSON]:
+def anthropic_said(reply: Any) -> list[JSON]:
     """The assistant's message."""
-    if isinstance(told, dict):
-        return [{"role": "assistant", "content": told["content"]}]
+    if isinstance(reply, dict):
+        return [{"role": "assistant", "content": reply["content"]}]
     blocks: list[JSON] = []
-    for event in told:
+    for event in reply:
         if event["type"] == "content_block_start":
             blocks.append(event["content_block"] | {"partial_json": ""})
         elif event["type"] == "content_block_delta":
@@ -169,9 +169,9 @@ ANTHROPIC = Speech(
 # ---- Google
 
 
-def google_said(told: Any) -> list[JSON]:
+def google_said(reply: Any) -> list[JSON]:
     """The model's content; of a stream all parts, one after the other."""
-    several = [told] if isinstance(told, dict) else told
+    several = [reply] if isinstance(reply, dict) else reply
     parts = [part for one in several for part in one["candidates"][0]["content"]["parts"]]
     return [{"role": "model", "parts": parts}]
 
@@ -241,7 +241,7 @@ class Harness:
         """The place of the first user message."""
         self.whole = [len(self.messages)]
         """Places before which every call is answered."""
-        self.told: list[Any] = []
+        self.answers: list[Any] = []
 
     async def send(self, messages: list[JSON] | None = None) -> list[JSON] | None:
         """The items of the reply; `None` = it was refused."""
@@ -257,9 +257,9 @@ class Harness:
         ) as response:
             raw, headers = await response.read(), dict(response.headers)
         del headers["Date"]
-        told = events(raw) if self.streams and response.status == 200 else orjson.loads(raw)
-        self.told.append((response.status, headers, told))
-        return speech.said(told) if response.status == 200 else None
+        reply = events(raw) if self.streams and response.status == 200 else orjson.loads(raw)
+        self.answers.append((response.status, headers, reply))
+        return speech.said(reply) if response.status == 200 else None
 
     def take(self, items: list[JSON]) -> None:
         """Add a reply, and what the harness says to it."""
@@ -339,7 +339,7 @@ class Harness:
         for _ in range(self.choose.randrange(1, 4)):
             if (said := await sub.send()) is not None:
                 sub.take(said)
-        self.told += sub.told
+        self.answers += sub.answers
 
     async def unknown(self) -> None:
         self.messages[-1] = {**self.messages[-1], "mood": "good"}

@@ -32,7 +32,7 @@ async def test_base_urls_lead_each_family_of_clients_to_its_session():
         assert handle.key not in str(record)
 
 
-async def test_harnesses_are_told_the_public_address():
+async def test_harnesses_get_the_public_address():
     async with house({"content": "a"}, public_url="http://gateway.internal:99/") as home:
         handle = await home.gateway.open_session("one")
         assert handle.base_urls["google"] == "http://gateway.internal:99/s/one"
@@ -238,7 +238,7 @@ async def test_an_engine_that_cannot_be_trained_on_is_refused_and_closed(info, m
 
 
 class Tokenizes(Lacking):
-    """A good engine whose tokenizer is a mirror image of ours, or ours, or not told."""
+    """A good engine whose tokenizer is a mirror image of ours, or ours, or not reported."""
 
     def __init__(self, tokenizer):
         super().__init__()

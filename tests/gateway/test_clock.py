@@ -74,9 +74,9 @@ async def a_gateway(folder, workers):
 async def opened(client, **options):
     """Id of a new session, and its URL among the headers of its harness."""
     async with client.post("/sessions", json=options) as answer:
-        told = await answer.json()
-    headers = {"url": told["base_url"]["openai"], "Authorization": f"Bearer {told['key']}"}
-    return told["session_id"], headers
+        shown = await answer.json()
+    headers = {"url": shown["base_url"]["openai"], "Authorization": f"Bearer {shown['key']}"}
+    return shown["session_id"], headers
 
 
 async def ask(client, headers, *messages):

@@ -28,9 +28,9 @@ async def test_logprobs_of_a_chat_are_those_that_were_sampled():
             done = await client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "go"}], logprobs=True
             )
-        told = done.choices[0].logprobs
-        assert told is not None
-        assert told.content is not None
-        assert [token.logprob for token in told.content] == pytest.approx(
+        answer = done.choices[0].logprobs
+        assert answer is not None
+        assert answer.content is not None
+        assert [token.logprob for token in answer.content] == pytest.approx(
             caller.exchanges[0].logprobs.tolist()
         )

@@ -31,7 +31,7 @@ from bridle.gateway.settings import GatewaySettings
 from bridle.types import DeliveryState
 
 
-async def test_a_peer_that_guesses_tokens_is_told_to_wait_and_the_right_one_works():
+async def test_a_peer_that_guesses_tokens_must_wait_and_the_right_token_works():
     async with house({"content": "a"}) as home:
         for _ in range(AT_ONCE):
             assert (await home.control("GET", "/sessions", token="wrong"))[0] == 401
@@ -251,8 +251,8 @@ async def test_sessions_are_listed_in_pages():
 async def test_a_wrong_session_request_says_what_is_wrong(body, status, message):
     async with house({"content": "a"}) as home:
         await home.session("taken")
-        told, reply = await home.control("POST", "/sessions", body)
-        assert told == status
+        reported, reply = await home.control("POST", "/sessions", body)
+        assert reported == status
         assert message in reply["error"]["message"]
 
 
@@ -279,8 +279,8 @@ async def test_an_empty_body_opens_a_session():
 async def test_what_does_not_exist_is_a_clear_error(method, path, status):
     async with house({"content": "a"}) as home:
         await home.session("one")
-        told, reply = await home.control(method, path)
-        assert told == status
+        reported, reply = await home.control(method, path)
+        assert reported == status
         assert reply["error"]["message"]
 
 
@@ -294,8 +294,8 @@ async def test_engines_are_released_and_taken_back_under_the_version_that_is_nam
     async with house({"content": "a"}) as home:
 
         async def states():
-            _, told = await home.control("GET", "/replicas")
-            return [(one["state"], one["version"]) for one in told["replicas"]]
+            _, reported = await home.control("GET", "/replicas")
+            return [(one["state"], one["version"]) for one in reported["replicas"]]
 
         assert (await home.control("POST", "/policy", {"released": True}))[0] == 200
         assert await states() == [("released", 0)]
@@ -303,15 +303,17 @@ async def test_engines_are_released_and_taken_back_under_the_version_that_is_nam
         serving = {"released": False, "version": 8}
         assert (await home.control("POST", "/policy", serving))[0] == 200
         assert await states() == [("live", 8)]
-        status, told = await home.control("POST", "/policy", {"released": True, "replicas": ["z"]})
-        assert (status, "no replica 'z'" in told["error"]["message"]) == (400, True)
-        status, told = await home.control("POST", "/policy", {**serving, "weights": "/w"})
-        assert (status, "only a released engine" in told["error"]["message"]) == (400, True)
-        status, told = await home.control("POST", "/policy", {**serving, "released": True})
-        assert (status, "at the resume" in told["error"]["message"]) == (400, True)
+        status, reported = await home.control(
+            "POST", "/policy", {"released": True, "replicas": ["z"]}
+        )
+        assert (status, "no replica 'z'" in reported["error"]["message"]) == (400, True)
+        status, reported = await home.control("POST", "/policy", {**serving, "weights": "/w"})
+        assert (status, "only a released engine" in reported["error"]["message"]) == (400, True)
+        status, reported = await home.control("POST", "/policy", {**serving, "released": True})
+        assert (status, "at the resume" in reported["error"]["message"]) == (400, True)
 
 
-async def test_the_policy_is_told_and_set():
+async def test_the_policy_can_be_read_and_set():
     async with house({"content": "a"}) as home:
         _, policy = await home.control("GET", "/policy")
         assert policy.pop("replicas") == ["engine"]
@@ -375,7 +377,7 @@ async def test_health_is_that_of_the_engine_and_says_no_more():
         assert "secret" not in orjson.dumps(reply).decode()
 
 
-async def test_a_bug_in_a_control_route_is_a_500_and_told_to_nobody():
+async def test_a_bug_in_a_control_route_is_a_500_without_details():
     class Broken(EnginePool):
         async def health(self):
             raise KeyError("secret")

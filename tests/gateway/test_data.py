@@ -1,4 +1,4 @@
-"""The data routes: who is let in, what is refused, and how it is told."""
+"""The data routes: who is let in, what is refused, and in which form."""
 
 import asyncio
 import json
@@ -276,7 +276,7 @@ async def test_a_client_that_keeps_no_connection_gets_a_whole_reply_and_its_end(
 
 
 class LosesDeliveries(MemoryStore):
-    """A store that fails when it is told of a delivery."""
+    """A store that fails to record a delivery."""
 
     def deliver_soon(self, delivery, failed):
         raise RuntimeError(delivery.exchange_id)

@@ -1,6 +1,6 @@
 """Faults of an engine behind a whole gateway, on vLLM's routes and SGLang's, with bystanders.
 
-One session's calls meet the fault. It is told the fault's kind in its dialect and has no sample;
+One session's calls meet the fault. It gets the fault's kind in its dialect and has no sample;
 the samples of the sessions beside it are those of an engine without faults.
 """
 
@@ -163,7 +163,7 @@ DIALECTS = {
 }
 
 
-async def told(home, budget, path):
+async def shown(home, budget, path):
     """Status, error and session of a call in the dialect of `path`."""
     caller = await home.session()
     url = caller.handle.base_urls["anthropic"] + path
@@ -183,7 +183,7 @@ async def test_every_dialect_tells_the_kind_of_a_fault_and_so_does_the_session()
             if name in {"cut", "reset", "500", "garbage"}
         ]
         async with asyncio.TaskGroup() as group:
-            calls = [group.create_task(told(home, budget, path)) for path, budget, _ in kinds]
+            calls = [group.create_task(shown(home, budget, path)) for path, budget, _ in kinds]
         for (path, _, kind), call in zip(kinds, calls, strict=True):
             status, error, caller = call.result()
             assert (path, status in {500, 503}) == (path, True)

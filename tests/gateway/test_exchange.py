@@ -126,7 +126,7 @@ async def test_a_prompt_without_room_is_refused_with_counted_tokens_and_never_sa
         assert not caller.facts.failed_last
 
 
-async def test_a_length_finish_is_told_and_still_extended():
+async def test_a_reply_cut_by_its_length_says_so_and_can_be_extended():
     async with house({"content": "cut of", "finish": "length"}, {"content": "rest"}) as home:
         caller = await home.session()
         body = {"model": "m", "messages": [user("go")]}
@@ -167,8 +167,8 @@ async def test_an_exchange_is_stored_under_the_ids_that_the_engine_says_it_used(
         await caller.ask([user("go"), reply, user("on")])
         first, second = caller.exchanges
         _, trajectory = await home.control("GET", f"/sessions/{caller.session_id}/trajectory")
-        told = trajectory["metadata"]["stats"]["breaks"][0]
-        assert (told["exchange"], told["reason"]) == (first.exchange_id, "engine_prompt")
+        reported = trajectory["metadata"]["stats"]["breaks"][0]
+        assert (reported["exchange"], reported["reason"]) == (first.exchange_id, "engine_prompt")
     assert first.suffix_ids.tolist() == [5, 6, 7]
     assert first.extra["break"] == {"position": 0, "reason": "engine_prompt"}
     assert (second.parent_id, second.continues) == (None, first.exchange_id)
@@ -332,11 +332,11 @@ async def test_calls_in_flight_beyond_the_limit_are_asked_to_come_back():
     ("fault", "status"),
     [(429, 429), (503, 503), (529, 503), (500, 503), (400, 400), (404, 500), ("cut", 503)],
 )
-async def test_an_engine_s_failure_is_told_in_the_dialect_and_not_leaked(fault, status):
+async def test_an_engines_failure_is_an_error_of_the_dialect_without_its_details(fault, status):
     async with house({"fault": fault, "content": "a"}) as home:
         caller = await home.session()
-        told, reply = await caller.post({"model": "m", "messages": [user("go")]})
-        assert told == status
+        reported, reply = await caller.post({"model": "m", "messages": [user("go")]})
+        assert reported == status
         assert "scripted" not in str(reply)
         assert caller.facts.failed_last
         assert caller.exchanges == []
@@ -348,8 +348,8 @@ async def test_a_first_token_that_the_engine_refused_is_tried_again_inside(fault
     async with house({"content": "ok", "fault": fault, "fault_times": 2}) as home:
         caller = await home.session()
         if stream:
-            told = await caller.stream([user("go")])
-            said = "".join(one["choices"][0]["delta"].get("content") or "" for one in told[:-1])
+            reported = await caller.stream([user("go")])
+            said = "".join(one["choices"][0]["delta"].get("content") or "" for one in reported[:-1])
         else:
             said = (await caller.ask([user("go")]))["content"]
         (exchange,) = caller.exchanges
@@ -442,12 +442,12 @@ async def test_reasoning_tokens_are_those_that_were_sampled_between_the_marks():
     async with house({"reasoning": "first this, then that", "content": "a"}) as home:
         caller = await home.session()
         _, reply = await caller.post({"model": "m", "messages": [user("go")]})
-        told = reply["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        reported = reply["usage"]["completion_tokens_details"]["reasoning_tokens"]
         ids = caller.exchanges[0].output_ids.tolist()
         vocabulary = renderer().tokenizer
         begin, end = (vocabulary.convert_tokens_to_ids(t) for t in ("<think>", "</think>"))
-        assert told == ids.index(end) - ids.index(begin) - 1 > 0
-        assert caller.exchanges[0].extra["reasoning_tokens"] == told
+        assert reported == ids.index(end) - ids.index(begin) - 1 > 0
+        assert caller.exchanges[0].extra["reasoning_tokens"] == reported
 
 
 async def test_a_call_that_is_cancelled_before_its_first_step_is_over():

@@ -199,8 +199,10 @@ async def test_over_an_update_and_a_kill_in_mid_reply_every_dialect_reads_one_cl
         async def update():
             assert (await home.control("POST", "/policy", {"hold": "abort"}))[0] == 200
             for engine in engines:
-                told = {"new_version": "7"}
-                async with home.client.post(f"{engine.url}/update_weight_version", json=told) as ok:
+                answer = {"new_version": "7"}
+                async with home.client.post(
+                    f"{engine.url}/update_weight_version", json=answer
+                ) as ok:
                     assert ok.status == 200
             processes.gate(opened=True)
             body = {"version": 7, "hold": False}
@@ -252,7 +254,7 @@ async def test_an_engine_that_is_started_again_finds_its_callers_waiting(process
         assert pool.replicas()[0]["losses"] == 1
 
 
-async def test_without_any_engine_every_dialect_is_told_in_its_own_shape():
+async def test_without_any_engine_every_dialect_gets_its_own_error_shape():
     async with EngineServer(scripted({"content": "a"})) as server:
         pool = EnginePool(
             [make_replica(server.url, VllmEngine)],
@@ -261,7 +263,9 @@ async def test_without_any_engine_every_dialect_is_told_in_its_own_shape():
         await pool.start()
     async with house(engine=pool) as home:
         for ask in DIALECTS:
-            with pytest.raises(Exception, match="overloaded") as told:
+            with pytest.raises(Exception, match="overloaded") as raised:
                 await ask(await home.session(), stream=False)
-            status = getattr(told.value, "status_code", None) or getattr(told.value, "code", None)
+            status = getattr(raised.value, "status_code", None) or getattr(
+                raised.value, "code", None
+            )
             assert status in {503, 529}

@@ -31,9 +31,9 @@ from bridle.gateway import faults
     ],
 )
 def test_an_error_behind_the_gateway_is_mapped_and_not_leaked(error, status, code):
-    told = faults.request_error(error)
-    assert (told.status, told.code) == (status, code)
-    assert "secret" not in str(told)
+    answer = faults.request_error(error)
+    assert (answer.status, answer.code) == (status, code)
+    assert "secret" not in str(answer)
 
 
 def test_what_passes_by_itself_says_when_to_come_back():
@@ -43,22 +43,22 @@ def test_what_passes_by_itself_says_when_to_come_back():
     assert faults.paused().retry_after_s is not None
 
 
-def test_a_refusal_of_ours_is_told_as_it_is():
+def test_a_refusal_by_the_gateway_is_passed_on_unchanged():
     error = RequestError("no", status=404)
     assert faults.request_error(error) is error
 
 
 def test_messages_that_a_model_cannot_be_shown_are_the_harness_s_to_mend():
-    told = faults.request_error(RenderError("two systems"))
-    assert told.status == 400
-    assert "two systems" in str(told)
+    answer = faults.request_error(RenderError("two systems"))
+    assert answer.status == 400
+    assert "two systems" in str(answer)
 
 
 def test_an_overflow_names_both_numbers():
-    told = faults.overflow(9_000, 8_192)
-    assert "9000" in str(told)
-    assert "8192" in str(told)
-    assert (told.prompt_tokens, told.context_length) == (9_000, 8_192)
+    answer = faults.overflow(9_000, 8_192)
+    assert "9000" in str(answer)
+    assert "8192" in str(answer)
+    assert (answer.prompt_tokens, answer.context_length) == (9_000, 8_192)
 
 
 def test_a_dead_key_and_an_unknown_one_are_both_unauthorised():

@@ -31,7 +31,7 @@ def ids_of(servers):
     return [one.url.removeprefix("http://") for one in servers]
 
 
-async def told(home, engine, **body):
+async def put_state(home, engine, **body):
     """The answer of `POST /engines/{engine}`, which must succeed: id -> state and version."""
     status, answer = await home.control("POST", f"/engines/{engine}", body)
     assert status == 200, answer
@@ -45,7 +45,7 @@ async def refused(home, engine, **body):
 
 
 class Load:
-    """Callers that play sessions until they are told to stop, half of them streamed."""
+    """Callers that play sessions until they are stopped, half of them streamed."""
 
     def __init__(self, home, count):
         self.home, self.count = home, count
@@ -113,7 +113,7 @@ async def test_no_released_engine_is_touched_and_no_sample_lost_over_cycles(kind
                     name = draw.choice([*engines, "all"])
                     chosen = list(engines.values()) if name == "all" else [engines[name]]
                     mode = draw.choice(["abort", "abort", "wait"])
-                    states = await told(home, name, state="released", mode=mode)
+                    states = await put_state(home, name, state="released", mode=mode)
                     for server in chosen:
                         await server.sleep()
                     gone = [states[one] for one in ids_of(chosen)]
@@ -122,7 +122,7 @@ async def test_no_released_engine_is_touched_and_no_sample_lost_over_cycles(kind
                     await asyncio.sleep(0.02 * draw.random())
                     for server in chosen:
                         await server.wake(version)
-                    states = await told(home, name, state="resumed", version=version)
+                    states = await put_state(home, name, state="resumed", version=version)
                     assert {states[one] for one in ids_of(chosen)} == {("serving", version)}
                     await load.further(2)
             assert [one.touches for one in servers] == [[], []]
@@ -160,18 +160,18 @@ async def said(home):
 async def test_a_release_and_a_resume_may_be_sent_twice(kind):
     async with serving(kind) as (home, server, name):
         for _ in range(2):
-            assert await told(home, name, state="released") == {name: ("released", 0)}
+            assert await put_state(home, name, state="released") == {name: ("released", 0)}
             await server.sleep()
         await server.wake(5)
         for _ in range(2):
-            resumed = await told(home, name, state="resumed", version=5)
+            resumed = await put_state(home, name, state="resumed", version=5)
             assert resumed == {name: ("serving", 5)}
         assert await said(home) == TEXT
 
 
 async def test_an_engine_that_serves_is_resumed_under_no_other_version(kind):
     async with serving(kind) as (home, _, name):
-        assert await told(home, name, state="resumed") == {name: ("serving", 0)}
+        assert await put_state(home, name, state="resumed") == {name: ("serving", 0)}
         message = await refused(home, name, state="resumed", version=3)
         assert "is live under version 0: only a released engine" in message
         assert "give `state`" in await refused(home, name, version=3)
@@ -185,7 +185,7 @@ async def test_weights_for_a_released_engine_are_refused_and_those_it_missed_are
     async with asleep_servers(kind, TURN) as servers:
         async with house(engine=pool_of(kind, servers)) as home:
             first, second = ids_of(servers)
-            await told(home, first, state="released")
+            await put_state(home, first, state="released")
             await servers[0].sleep()
             weights = {"weights": str(tmp_path), "version": 4}
             message = await refused(home, first, **weights)
@@ -193,11 +193,11 @@ async def test_weights_for_a_released_engine_are_refused_and_those_it_missed_are
             status, _ = await home.control("POST", "/policy", weights)
             assert (status, servers[1]._engine.weights) == (200, 4)
             await servers[0].wake(0)
-            states = await told(home, first, state="resumed")
+            states = await put_state(home, first, state="resumed")
             assert states == {first: ("serving", 4), second: ("serving", 4)}
             assert servers[0]._engine.weights == 4
-            await told(home, first, state="released")
-            states = await told(home, first, state="resumed", weights=str(tmp_path), version=5)
+            await put_state(home, first, state="released")
+            states = await put_state(home, first, state="resumed", weights=str(tmp_path), version=5)
             assert states == {first: ("serving", 5), second: ("serving", 4)}
         assert [one.touches for one in servers] == [[], []]
 
@@ -222,7 +222,7 @@ async def test_two_trainers_at_once_do_not_touch_each_others_engines(kind):
                     assert "is released to 'a', not to 'b'" in message
                 await load.further(5)
                 await servers[0].wake(0)
-                await told(home, first, state="resumed", by="a")
+                await put_state(home, first, state="resumed", by="a")
         assert servers[0].touches == []
 
 
@@ -233,9 +233,9 @@ async def test_a_release_that_is_resumed_under_way_leaves_the_engine_serving(kin
         asyncio.TaskGroup() as group,
     ):
         await load.further(1)
-        group.create_task(told(home, name, state="released", mode="wait"))
+        group.create_task(put_state(home, name, state="released", mode="wait"))
         await asyncio.sleep(0.01)
-        assert await told(home, name, state="resumed") == {name: ("serving", 0)}
+        assert await put_state(home, name, state="resumed") == {name: ("serving", 0)}
         await load.further(1)
 
 
@@ -243,7 +243,7 @@ async def test_a_gateway_that_starts_again_leaves_released_engines_alone(kind, t
     async with asleep_servers(kind, TURN) as servers:
         first, _ = ids_of(servers)
         async with house(engine=pool_of(kind, servers), data_dir=tmp_path) as home:
-            await told(home, "all", state="released", by="trainer")
+            await put_state(home, "all", state="released", by="trainer")
             for server in servers:
                 await server.sleep()
         async with house(engine=pool_of(kind, servers[:1]), data_dir=tmp_path) as home:
@@ -254,7 +254,7 @@ async def test_a_gateway_that_starts_again_leaves_released_engines_alone(kind, t
             await asyncio.sleep(0.1)  # health checks would be due
             assert "not to ''" in await refused(home, first, state="resumed")
             await servers[0].wake(6)
-            states = await told(home, first, state="resumed", version=6, by="trainer")
+            states = await put_state(home, first, state="resumed", version=6, by="trainer")
             assert states[first] == ("serving", 6)
             assert await said(home) == TEXT
             (exchange,) = home.store.exchanges(home.gateway.session_ids()[0])
@@ -268,7 +268,7 @@ async def test_a_gateway_that_starts_again_leaves_released_engines_alone(kind, t
             assert [one["state"] for one in answer["replicas"]] == ["live", "released"]
             await servers[1].wake(0)
             await home.control("DELETE", f"/replicas?name={name}")
-            await told(home, ids_of(servers)[1], state="resumed", by="trainer")
+            await put_state(home, ids_of(servers)[1], state="resumed", by="trainer")
             _, answer = await home.control("POST", "/replicas", body)
             assert [one["state"] for one in answer["replicas"]] == ["live", "live"]
         assert [one.touches for one in servers] == [[], []]
@@ -276,7 +276,7 @@ async def test_a_gateway_that_starts_again_leaves_released_engines_alone(kind, t
 
 async def test_an_operator_resumes_an_engine_whose_trainer_was_killed(kind):
     async with serving(kind, hold_patience_s=0.05) as (home, server, name):
-        await told(home, name, state="released", by="run-7")
+        await put_state(home, name, state="released", by="run-7")
         await server.sleep()
         caller = await home.session()
         assert (await caller.post({"model": "m", "messages": [user("hi")]}))[0] == 503
@@ -284,7 +284,7 @@ async def test_an_operator_resumes_an_engine_whose_trainer_was_killed(kind):
         assert answer["engines"][0]["released_by"] == "run-7"
         assert re.search(r"bridle_replica_released\{.*\} 1.0", home.gateway.metrics())
         await server.wake(0)
-        await told(home, name, state="resumed", by="run-7")
+        await put_state(home, name, state="resumed", by="run-7")
         assert await said(home) == TEXT
 
 
@@ -295,28 +295,28 @@ async def test_sessions_are_cut_if_the_release_says_so(kind):
         async with asyncio.timeout(10), asyncio.TaskGroup() as group:
             call = group.create_task(caller.post(body))
             await caller.until(lambda: server.running)
-            await told(home, name, state="released", mode="cut")
+            await put_state(home, name, state="released", mode="cut")
             await server.sleep()
             assert (await call)[0] == (await other.post(body))[0] == 503
         await server.wake(0)
-        await told(home, name, state="resumed")
+        await put_state(home, name, state="resumed")
         assert await said(home) == TEXT
 
 
 async def test_an_engine_that_was_held_when_it_was_released_samples_after_its_resume(kind):
     async with serving(kind) as (home, server, name):
         await home.control("POST", "/policy", {"hold": "abort"})
-        await told(home, name, state="released")
+        await put_state(home, name, state="released")
         await server.sleep()
         await home.control("POST", "/policy", {"hold": False})
         await server.wake(2)
-        await told(home, name, state="resumed", version=2)
+        await put_state(home, name, state="resumed", version=2)
         assert await said(home) == TEXT
 
 
 async def test_an_engine_that_does_not_answer_its_resume_is_down_until_it_does(kind):
     async with serving(kind) as (home, server, name):
-        await told(home, name, state="released")
+        await put_state(home, name, state="released")
         server.dead = True
         assert "no engine came back" in await refused(home, name, state="resumed", version=2)
         server.dead = False

@@ -39,7 +39,7 @@ def address(listener: Listener) -> tuple[str, int]:
     return host, int(port)
 
 
-async def test_any_free_port_is_found_and_told():
+async def test_port_0_takes_a_free_port_and_reports_it():
     async with (
         listening() as listener,
         aiohttp.ClientSession() as client,
@@ -237,7 +237,7 @@ async def test_a_body_that_was_not_read_is_not_unpacked_after_its_answer():
     assert found[0].total_bytes <= 1 << 20
 
 
-async def test_a_client_whose_body_is_refused_is_told_and_gives_up_its_place():
+async def test_a_client_whose_body_is_refused_gets_an_error_and_frees_its_place():
     async def refuse(_: web.BaseRequest) -> web.StreamResponse:
         return web.Response(status=413)
 

@@ -26,9 +26,9 @@ PROMPT = PromptIds.root(np.array([1, 2], np.int32))
 WORDS = "one two three four five six seven eight nine ten"
 
 
-def chunk(text="", *, delta=None, told=None):
+def chunk(text="", *, delta=None, reported=None):
     ids = np.array(renderer().tokenizer.encode(text), np.int32)
-    return GenerateChunk(ids, np.zeros(len(ids), np.float32), delta=delta, prompt_ids_json=told)
+    return GenerateChunk(ids, np.zeros(len(ids), np.float32), delta=delta, prompt_ids_json=reported)
 
 
 def reply(*, by_ids=True):
@@ -36,7 +36,7 @@ def reply(*, by_ids=True):
     return LiveReply(reader, PROMPT)
 
 
-def told(live):
+def reported(live):
     """Everything that a client is sent, as plain words."""
     return live.after(Mark(), Plain())[0].decode()
 
@@ -46,47 +46,47 @@ def told(live):
 
 def test_pieces_come_from_the_ids():
     live = reply()
-    live.hear(chunk("<think>\nhm"))
-    live.hear(chunk("\n</think>\n\nHello"))
-    assert told(live) == "r:hm;t:Hello;"
+    live.feed(chunk("<think>\nhm"))
+    live.feed(chunk("\n</think>\n\nHello"))
+    assert reported(live) == "r:hm;t:Hello;"
     assert live.is_live
 
 
 def test_pieces_come_from_the_engines_own_parser_where_it_streams():
     live = reply(by_ids=False)
     assert not live.is_live
-    live.hear(chunk("x", delta=TextDelta("hm")))
-    live.hear(chunk("x", delta=TextDelta(text=" as it is ")))
-    assert told(live) == "r:hm;t: as it is ;"
+    live.feed(chunk("x", delta=TextDelta("hm")))
+    live.feed(chunk("x", delta=TextDelta(text=" as it is ")))
+    assert reported(live) == "r:hm;t: as it is ;"
     assert live.is_live
-    live.hear(chunk("x", delta=TextDelta("again", "more")))
-    live.hear(chunk("x", delta=TextDelta(text="more")))
-    assert told(live) == "r:hm;t: as it is ;"
+    live.feed(chunk("x", delta=TextDelta("again", "more")))
+    live.feed(chunk("x", delta=TextDelta(text="more")))
+    assert reported(live) == "r:hm;t: as it is ;"
 
 
 def test_what_an_engine_parsed_is_not_mixed_with_what_we_parse():
     live = reply()
-    live.hear(chunk("x", delta=TextDelta(text="one")))
-    live.hear(chunk("two"))
-    live.hear(chunk("x", delta=TextDelta(text="three")))
-    assert told(live) == "t:one;"
+    live.feed(chunk("x", delta=TextDelta(text="one")))
+    live.feed(chunk("two"))
+    live.feed(chunk("x", delta=TextDelta(text="three")))
+    assert reported(live) == "t:one;"
 
 
 def test_nothing_leaves_that_was_sampled_under_another_prompt():
     live = reply()
-    live.hear(chunk("Hello", told=b"[1,3]"))
-    assert told(live) == ""
+    live.feed(chunk("Hello", reported=b"[1,3]"))
+    assert reported(live) == ""
     same = reply()
-    same.hear(chunk("Hello", told=PROMPT.json()))
-    assert told(same) == "t:Hello;"
+    same.feed(chunk("Hello", reported=PROMPT.json()))
+    assert reported(same) == "t:Hello;"
 
 
 def test_a_client_that_reads_slowly_gets_many_pieces_as_one():
     live, encoder = reply(), Plain()
-    live.hear(chunk("one"))
+    live.feed(chunk("one"))
     first, mark = live.after(Mark(), encoder)
     for word in (" two", " three", " four"):
-        live.hear(chunk(word))
+        live.feed(chunk(word))
     rest, end = live.after(mark, encoder)
     assert (first, rest) == (b"t:one;", b"t: two three four;")
     assert live.after(end, encoder) == (b"", end)
@@ -94,7 +94,7 @@ def test_a_client_that_reads_slowly_gets_many_pieces_as_one():
 
 def test_the_furthest_client_counts():
     live = reply()
-    live.hear(chunk("one two three"))
+    live.feed(chunk("one two three"))
     assert not live.partly_sent
     live.note(Mark(0, 7))
     live.note(Mark(0, 3))
@@ -258,8 +258,8 @@ LATE: Any = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "told_by"), LATE)
-async def test_what_left_before_a_failure_is_recorded_and_does_not_train(path, body, told_by):
+@pytest.mark.parametrize(("path", "body", "error_text"), LATE)
+async def test_what_left_before_a_failure_is_recorded_and_does_not_train(path, body, error_text):
     engine = Gated({"content": WORDS}, gate=6, error=EngineError("secret"))
     async with house(engine=engine, stream="live") as home, asyncio.timeout(15):
         caller = await home.session()
@@ -270,7 +270,7 @@ async def test_what_left_before_a_failure_is_recorded_and_does_not_train(path, b
             engine.sign.set()
         raw = reading.result()
         assert b"one" in raw
-        assert told_by in raw
+        assert error_text in raw
         assert b"secret" not in raw
         assert caller.facts.failed_last
         (exchange,) = caller.exchanges

@@ -26,14 +26,14 @@ def test_counters_are_rendered_as_prometheus_text_and_belong_to_one_gateway():
     assert "outcome=" not in other.render().decode()
 
 
-def test_the_room_left_on_the_disk_is_told_while_the_folder_is_there(tmp_path):
+def test_the_free_disk_space_is_reported_while_the_folder_exists(tmp_path):
     metrics = Metrics()
     assert "bridle_data_free_bytes" not in metrics.render().decode()
     folder = tmp_path / "data"
     folder.mkdir()
     metrics.watch_disk(folder)
-    told = metrics.render().decode()
-    (line,) = (one for one in told.splitlines() if one.startswith("bridle_data_free_bytes "))
+    answer = metrics.render().decode()
+    (line,) = (one for one in answer.splitlines() if one.startswith("bridle_data_free_bytes "))
     assert float(line.split()[1]) > 0
     folder.rmdir()
     assert "bridle_data_free_bytes" not in metrics.render().decode()
@@ -55,15 +55,15 @@ def test_merged_samples_are_added_up_by_name_and_labels():
 
     merged = merged_metrics(texts, [("bridle_workers", "Processes.", "gauge", 2)])
 
-    told = numbers(merged)
+    answer = numbers(merged)
     asked = 'bridle_requests_total{dialect="%s",route="%s",status="%d"}'
-    assert told[asked % ("anthropic", "generate", 200)] == 3
-    assert told[asked % ("google", "models", 401)] == 1
-    assert told["bridle_call_seconds_count"] == 3
-    assert told['bridle_call_seconds_bucket{le="0.02"}'] == 3
-    assert told["bridle_workers"] == 2
+    assert answer[asked % ("anthropic", "generate", 200)] == 3
+    assert answer[asked % ("google", "models", 401)] == 1
+    assert answer["bridle_call_seconds_count"] == 3
+    assert answer['bridle_call_seconds_bucket{le="0.02"}'] == 3
+    assert answer["bridle_workers"] == 2
     created = [numbers(text)["bridle_call_seconds_created"] for text in texts]
-    assert told["bridle_call_seconds_created"] == min(created)
+    assert answer["bridle_call_seconds_created"] == min(created)
 
 
 def test_merged_metrics_list_each_family_once():
@@ -81,11 +81,11 @@ def test_merged_metrics_list_each_family_once():
 def test_a_replica_that_one_worker_lost_is_down_in_the_merged_metrics():
     text = "# TYPE bridle_replica_up gauge\nbridle_replica_up %d\n"
     text += "# TYPE bridle_replica_version gauge\nbridle_replica_version %d\n"
-    told = numbers(merged_metrics([text % (1, 3), text % (0, 4)]))
-    assert told == {"bridle_replica_up": 0, "bridle_replica_version": 4}
+    answer = numbers(merged_metrics([text % (1, 3), text % (0, 4)]))
+    assert answer == {"bridle_replica_up": 0, "bridle_replica_version": 4}
 
 
 def test_free_bytes_of_a_disk_that_workers_share_are_not_added_up():
     text = "# TYPE bridle_data_free_bytes gauge\nbridle_data_free_bytes %d\n"
-    told = numbers(merged_metrics([text % 70, text % 69]))
-    assert told == {"bridle_data_free_bytes": 69}
+    answer = numbers(merged_metrics([text % 70, text % 69]))
+    assert answer == {"bridle_data_free_bytes": 69}

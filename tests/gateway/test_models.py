@@ -209,7 +209,7 @@ async def test_a_hosted_model_gets_messages_and_gives_text():
         assert (len(exchange.output_ids), exchange.logprob_mode) == (0, LogprobMode.NONE)
 
 
-async def test_models_are_listed_and_told_apart_in_the_metrics():
+async def test_models_are_listed_and_have_their_own_metrics():
     async with house({"content": "a"}, models=[other_says("b"), other_says("c", "x-*")]) as home:
         caller = await home.session()
         url = home.gateway.url + "/v1/models"

@@ -22,7 +22,7 @@ def system(text):
     return {"role": "system", "content": text}
 
 
-async def test_who_is_told_what_a_call_of_ours_said_is_a_subagent_and_stays_one():
+async def test_a_conversation_whose_task_is_in_a_tool_call_is_a_subagent_and_stays_one():
     scripts: list[JSON] = [
         {"when": {"system_contains": "You count."}, "turns": [LOOK, {"content": "One."}]},
         {"turns": [START, {"content": "There is one file."}]},
@@ -59,8 +59,8 @@ async def test_a_conversation_that_begins_with_our_summary_continues_it():
         await caller.ask([user("How many files?")], tools=TOOLS)
         summing = [system("You are a context summarization agent."), user("Sum up.")]
         await caller.ask(summing, {"User-Agent": "opencode/1.0"})
-        told = user("Summary of what was done:\nFiles were counted.")
-        after = [told, await caller.ask([told], tools=TOOLS), user("On.")]
+        answer = user("Summary of what was done:\nFiles were counted.")
+        after = [answer, await caller.ask([answer], tools=TOOLS), user("On.")]
         await caller.ask(after, tools=TOOLS)
         first, summary, successor, last = caller.exchanges
     assert [e.kind for e in (first, summary, successor)] == [
@@ -73,7 +73,7 @@ async def test_a_conversation_that_begins_with_our_summary_continues_it():
     assert last.parent_id == successor.exchange_id
 
 
-async def test_a_text_that_nobody_was_told_makes_no_subagent():
+async def test_a_first_message_that_no_call_of_the_session_holds_makes_no_subagent():
     async with house(START, {"content": "Done."}) as home:
         caller = await home.session()
         await caller.ask([user("How many files?")], tools=TOOLS)
@@ -81,7 +81,7 @@ async def test_a_text_that_nobody_was_told_makes_no_subagent():
         assert [e.kind for e in caller.exchanges] == [Kind.AGENT, Kind.AGENT]
 
 
-async def test_a_gateway_that_was_started_again_knows_what_was_told(tmp_path):
+async def test_a_restarted_gateway_still_recognises_subagents(tmp_path):
     path = tmp_path / "capture.sqlite"
     async with on_disk(path, START, {"content": "Done."}) as home:
         caller = await home.session("one")

@@ -63,10 +63,10 @@ async def send(caller, path, body):
 async def test_an_orphan_is_refused_and_the_session_stays_usable(path, body):
     async with house({"content": "a"}) as home:
         caller = await home.session()
-        status, told = await send(caller, path, body)
+        status, answer = await send(caller, path, body)
         assert status == 400
-        assert "lost" in told["error"]["message"]
-        assert 'sampling.orphans = "serve"' in told["error"]["message"]
+        assert "lost" in answer["error"]["message"]
+        assert 'sampling.orphans = "serve"' in answer["error"]["message"]
         assert caller.exchanges == []
         assert (await caller.ask([user("go")]))["content"].strip() == "a"
 
@@ -75,8 +75,8 @@ async def test_an_orphan_is_refused_and_the_session_stays_usable(path, body):
 async def test_an_orphan_is_served_where_the_session_says_so(path, body):
     async with house({"content": "a"}) as home:
         caller = await home.session(sampling=SERVE)
-        status, told = await send(caller, path, body)
-        assert status == 200, told
+        status, answer = await send(caller, path, body)
+        assert status == 200, answer
         [exchange] = caller.exchanges
         assert exchange.extra["orphans"] == 1
 

@@ -114,9 +114,9 @@ def rows_of(home: House, session_id: str) -> list[dict[str, Any]]:
 
 def numbers_of(home: House) -> dict[str, float]:
     """The gateway's metrics that do not tell times or addresses."""
-    told = [line for line in home.gateway.metrics().splitlines() if not line.startswith("#")]
+    answer = [line for line in home.gateway.metrics().splitlines() if not line.startswith("#")]
     found = {}
-    for line in told:
+    for line in answer:
         name, _, value = line.rpartition(" ")
         if "seconds" not in name and "free_bytes" not in name:
             found[name.partition(",replica=")[0]] = float(value)
@@ -151,7 +151,10 @@ async def play(seed: int, name: str, reply: str, *, plain: bool) -> tuple[Any, i
                 await harness.step()
             facts = caller.facts
             return (
-                [(status, headers, timeless(told)) for status, headers, told in harness.told],
+                [
+                    (status, headers, timeless(answer))
+                    for status, headers, answer in harness.answers
+                ],
                 rows_of(home, "s"),
                 numbers_of(home),
                 (facts.calls, facts.turns, facts.delivered, facts.tokens, facts.limit),
@@ -182,7 +185,7 @@ async def test_what_the_sdks_send_takes_the_plain_path(client):
 
 
 class Watched:
-    """A scripted engine whose calls wait for a sign once it is told to hold, and are counted."""
+    """A scripted engine that can hold its calls until a sign, and counts them."""
 
     def __init__(self, *turns: dict[str, Any]):
         self._inner = scripted(*turns)
@@ -219,7 +222,7 @@ class Watched:
 
 
 class OtherPrompt(VllmEngine):
-    """An adapter for a server that uses a prompt of its own, once it is told to."""
+    """An adapter for a server that uses a prompt of its own from a switch on."""
 
     prompt: bytes | None = None
 
@@ -384,7 +387,7 @@ async def test_a_weight_update_in_the_middle_is_one_reply(linear):
         assert len(caller.exchanges) == 3
 
 
-async def test_a_paused_policy_and_a_full_budget_are_told_as_always(linear):
+async def test_a_paused_policy_and_a_full_budget_give_the_general_paths_errors(linear):
     async with linear() as (home, engine, caller, messages, _):
         before = engine.asked
         await home.control("POST", "/policy", {"paused": True})
@@ -423,9 +426,9 @@ async def test_the_head_of_a_stream_leaves_in_time(by_alarm):
             while sofar.count(b"data: ") < 1 + 2 * by_alarm:
                 sofar += await response.content.readany()
             engine.sign.set()
-            told = events(sofar + await response.content.read())
-        assert chat_said(told)[0]["content"] == "a"
-        assert (told[-1], engine.asked) == ("[DONE]", before + 1)
+            answer = events(sofar + await response.content.read())
+        assert chat_said(answer)[0]["content"] == "a"
+        assert (answer[-1], engine.asked) == ("[DONE]", before + 1)
         assert home.gateway.plain.served == 1
         await caller.until(lambda: caller.delivery(2) is DeliveryState.DELIVERED)
         assert len(caller.exchanges) == 3
@@ -451,7 +454,7 @@ async def test_an_engine_s_connection_that_was_idle_for_long_costs_no_task(linea
         assert home.gateway.plain.served == 2
 
 
-async def test_an_engine_that_has_gone_is_told_as_by_the_general_path(linear):
+async def test_a_lost_engine_gives_the_general_paths_error(linear):
     async with linear() as (home, _, caller, messages, _):
         (replica,) = home.gateway._engine._replicas.values()
         connections = replica.engine._client._connections
@@ -491,7 +494,7 @@ async def test_a_stream_begins_with_the_length_of_its_prompt():
         harness = Harness(caller, speech, "You are an agent.", random.Random(0), streams=True)
         for _ in range(2):
             harness.take(await harness.send() or [])
-        begun = [told[0]["message"]["usage"]["input_tokens"] for _, _, told in harness.told]
+        begun = [answer[0]["message"]["usage"]["input_tokens"] for _, _, answer in harness.answers]
         assert begun == [one.prompt_length for one in caller.exchanges]
         assert home.gateway.plain.served == 1
 
@@ -595,7 +598,7 @@ async def test_heads_may_change_from_request_to_request():
             assert parents == [None, *[one.exchange_id for one in caller.exchanges[:-1]]]
 
 
-async def test_a_connection_that_aiohttp_never_served_is_closed_when_it_is_idle_for_long():
+async def test_a_connection_with_plain_turns_only_is_closed_after_the_keepalive_time():
     async with linear_turns(Caller) as (home, engine, caller, messages, _):
         async with raw(home, caller) as (send, receive, _):
             await send(messages)

@@ -96,7 +96,7 @@ async def test_an_engine_s_reply_may_arrive_byte_by_byte(monkeypatch, way):
 
 
 async def said(home: House, caller: Caller, messages: list[Any], leave: Any, way: str) -> bytes:
-    """Send all of a request and leave in some manner; return what was told until then."""
+    """Send all of a request and leave in some manner; return the bytes received until then."""
     url = urlsplit(caller.url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     body = orjson.dumps({"model": "m", "messages": messages, "stream": way != "json"})
@@ -111,29 +111,29 @@ async def said(home: House, caller: Caller, messages: list[Any], leave: Any, way
 
 async def patient(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
     """Read all of the reply."""
-    told = b""
-    while b'"usage"' not in told and b"[DONE]" not in told:  # which end it
-        told += await reader.read(1 << 16)
+    answer = b""
+    while b'"usage"' not in answer and b"[DONE]" not in answer:  # which end it
+        answer += await reader.read(1 << 16)
     await asyncio.sleep(0.1)
     writer.close()
-    return told
+    return answer
 
 
 async def half_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
     """Tell that nothing more is sent, and read on."""
     writer.write_eof()
-    told = await reader.read()
+    answer = await reader.read()
     writer.close()
-    return told
+    return answer
 
 
 async def gone_in_the_middle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
     """Go when a part of the reply has come."""
-    told = b""
-    while told.count(b"data: ") < 3:
-        told += await reader.read(1 << 16)
+    answer = b""
+    while answer.count(b"data: ") < 3:
+        answer += await reader.read(1 << 16)
     writer.transport.abort()
-    return told
+    return answer
 
 
 def over(session: Any) -> bool:
@@ -160,12 +160,12 @@ async def test_a_client_that_leaves_is_treated_alike_by_both_paths(monkeypatch, 
             session: Any = home.gateway._registry.get("s")
             with monkeypatch.context() as patch:
                 seen = begun(patch)
-                told = await said(home, caller, messages, leave, way)
+                answer = await said(home, caller, messages, leave, way)
                 await caller.until(partial(over, session))
                 assert len(seen) == plain
             states = [caller.delivery(at) for at in range(len(caller.exchanges))]
             kept = [(one.finish_reason, one.output_ids.size > 0) for one in caller.exchanges]
-            found.append((told[:12], states, kept, caller.facts.turns))
+            found.append((answer[:12], states, kept, caller.facts.turns))
             assert (session.in_hand.requests, session.in_hand.size) == (0, 0)
             assert not home.gateway._engine._calls
     assert found[0] == found[1]
@@ -196,7 +196,7 @@ async def test_an_update_may_begin_between_placing_and_sampling(monkeypatch, way
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_two_equal_tips_are_told_apart_alike_by_both_paths(way):
+async def test_both_paths_choose_the_same_of_two_equal_parents(way):
     found = []
     for plain in (True, False):
         async with played(TURN, plain=plain, stream=WAYS[way][1]) as home:

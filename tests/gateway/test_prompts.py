@@ -61,7 +61,7 @@ async def test_a_turn_that_comes_back_in_one_piece_with_its_beginning_extends_it
         assert "The answer" not in renderer().decode(two.suffix_ids)
 
 
-async def test_a_begun_answer_that_was_cut_is_gone_on_with_from_all_of_it():
+async def test_a_prefilled_answer_that_was_cut_continues_from_all_of_its_text():
     async with house({"raw": " ha", "finish": "length"}) as home:
         caller = await home.session()
         for text in ("Ha", "Ha ha"):
@@ -72,7 +72,7 @@ async def test_a_begun_answer_that_was_cut_is_gone_on_with_from_all_of_it():
         assert three.parent_id == two.exchange_id
 
 
-async def test_a_reply_that_was_cut_by_its_length_is_gone_on_with_token_by_token():
+async def test_a_reply_that_was_cut_by_its_length_continues_from_its_sampled_ids():
     turns = ({"raw": "<think>\n\n</think>\n\none two", "finish": "length"}, {"raw": " three"})
     async with house(*turns) as home:
         caller = await home.session()
@@ -211,6 +211,6 @@ async def test_a_turn_that_does_not_begin_with_text_cannot_be_begun_by_the_clien
     request_ = parse(Dialect.ANTHROPIC, {"model": "m", "max_tokens": 9, "messages": turns})
     question: Any = SimpleNamespace(request=request_, placement=Placement(PlacementKind.ROOT))
     fake: Any = Thinking()
-    with pytest.raises(RequestError, match="beginning of an answer") as told:
+    with pytest.raises(RequestError, match="beginning of an answer") as raised:
         await Prompts(fake, context_length=1000).prompted(question, None)
-    assert told.value.status == 400
+    assert raised.value.status == 400

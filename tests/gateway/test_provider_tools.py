@@ -152,8 +152,8 @@ async def test_a_tool_that_only_the_provider_runs_is_removed_and_named_and_the_c
         (exchange,) = caller.exchanges
         assert exchange.extra["removed"] == {"server_tools": ["web_search_20250305"]}
         assert (exchange.kind, "kind_rule" in exchange.extra) == ("agent", False)
-        _, told = await home.control("GET", f"/sessions/{caller.session_id}/trajectory")
-        stats = told["metadata"]["stats"]
+        _, shown = await home.control("GET", f"/sessions/{caller.session_id}/trajectory")
+        stats = shown["metadata"]["stats"]
         assert stats["unenforced"] == {"tool: web_search_20250305": 1}
         assert stats["tokens_trained"] == stats["tokens_captured"] > 0
 

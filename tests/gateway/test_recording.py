@@ -175,8 +175,8 @@ def test_extra_facts_are_there_only_if_they_say_something():
     last = GenerateChunk(no_ids(), np.zeros(0, np.float32), FinishReason.STOP, cached_tokens=7)
     call = a_call(asked=Asked(retry_count=2, kind_rule="title"))
     request = a_request(extra={"removed": {"billing": ["x"]}})
-    told = {"extra": {"x": 1}, "extra_before": [{"tokens": 1, "x": 0}]}
-    done = finished(call, placement=placement, last=last, resumed=2, request=request, **told)
+    answer = {"extra": {"x": 1}, "extra_before": [{"tokens": 1, "x": 0}]}
+    done = finished(call, placement=placement, last=last, resumed=2, request=request, **answer)
     assert exchange_record(done, 0).extra == {
         "placement": "rewritten",
         "model": "m",
@@ -247,7 +247,7 @@ class Routed:
         yield GenerateChunk(sampled, -np.ones(size, np.float32), finish, extra=extra)
 
 
-FATES = st.sampled_from(["told", "silent", "lost"])
+FATES = st.sampled_from(["answer", "silent", "lost"])
 TRIES = st.lists(st.tuples(st.integers(1, 4), FATES), max_size=3)
 
 
@@ -256,10 +256,10 @@ async def test_experts_stand_at_their_tokens_over_any_seams(tries, last, extends
     parent = a_parent() if extends else None
     done = finished(parent=parent)
     prompt = done.prompted.prompt
-    engine: Any = Routed(*tries, (last, "told"))
+    engine: Any = Routed(*tries, (last, "answer"))
     sampler = Sampler(engine, mode=LogprobMode.RAW, version=lambda: 1, decode=str)
     request = GenerateRequest("r", prompt, Sampling())
-    sample = await sampler.sample(request, prompt, heard=lambda _: None)
+    sample = await sampler.sample(request, prompt, on_chunk=lambda _: None)
     exchange = exchange_record(dataclasses.replace(done, sample=sample), 0)
     experts = unpack(exchange.experts or b"")
     assert experts.start == max(0, exchange.kept - 1) == (2 if extends else 0)

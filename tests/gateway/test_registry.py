@@ -96,7 +96,7 @@ def test_what_is_stored_of_a_session_does_not_hold_its_key():
 def test_the_last_word_may_be_an_error():
     session, _ = opened(Registry(), "a")
     assert not session.facts().failed_last
-    session.told_error("busy")
+    session.note_error("busy")
     facts = session.facts()
     assert (facts.failed_last, facts.last_error) == (True, "busy")
 

@@ -165,7 +165,7 @@ CONTENTS = {"contents": [{"role": "user", "parts": [{"text": "go"}]}]}
         ("/v1/responses", {"model": "m", "input": "go", "stream": True}),
     ],
 )
-async def test_a_late_failure_is_told_by_the_dialect_s_error_event(path, body):
+async def test_a_failure_in_mid_stream_is_the_dialects_error_event(path, body):
     engine = Failing(EngineError("secret"))
     async with house(engine=engine) as home:
         raw = await late_failure(home, engine, path, body)
@@ -420,8 +420,8 @@ async def test_parallel_calls_of_a_live_google_reply_leave_in_one_event():
             "tools": [{"functionDeclarations": [{"name": "shell", "parameters": schema}]}],
         }
         async with home.client.post(url, json=body, headers=caller.headers) as answer:
-            told = [orjson.loads(event.data) for event in SseParser().feed(await answer.read())]
-    parts = [event["candidates"][0]["content"]["parts"] for event in told]
+            shown = [orjson.loads(event.data) for event in SseParser().feed(await answer.read())]
+    parts = [event["candidates"][0]["content"]["parts"] for event in shown]
     found = [
         [part["functionCall"]["args"] for part in each if "functionCall" in part] for each in parts
     ]

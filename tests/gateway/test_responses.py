@@ -1,4 +1,4 @@
-"""Replies that are named by their id: gone on from, read, listed, deleted."""
+"""Stored replies, by their id: continued, read, listed, deleted."""
 
 import asyncio
 
@@ -102,17 +102,17 @@ async def test_another_session_s_reply_is_not_found():
     async with house({"content": "a"}) as home:
         one, other = await home.session("one"), await home.session("other")
         _, first = await respond(one, input="go")
-        status, told = await respond(other, input="on", previous_response_id=first["id"])
+        status, shown = await respond(other, input="on", previous_response_id=first["id"])
         assert status == 404
-        assert told["error"]["param"] == "previous_response_id"
+        assert shown["error"]["param"] == "previous_response_id"
         for path, method in (
             (first["id"], "GET"),
             (first["id"], "DELETE"),
             (f"{first['id']}/input_items", "GET"),
             (f"{first['id']}/cancel", "POST"),
         ):
-            status, told = await asked(other, path, method)
-            assert (status, told["error"]["code"]) == (404, "not_found")
+            status, shown = await asked(other, path, method)
+            assert (status, shown["error"]["code"]) == (404, "not_found")
         assert (await asked(one, first["id"]))[0] == 200
         assert other.exchanges == []
 
@@ -131,8 +131,8 @@ async def test_a_deleted_reply_stays_deleted_and_captured(tmp_path):
     async with on_disk(path, {"content": "a"}) as home:
         caller = await home.session("one")
         _, first = await respond(caller, input="go")
-        told = {"id": first["id"], "object": "response", "deleted": True}
-        assert await asked(caller, first["id"], "DELETE") == (200, told)
+        shown = {"id": first["id"], "object": "response", "deleted": True}
+        assert await asked(caller, first["id"], "DELETE") == (200, shown)
         assert (await asked(caller, first["id"], "DELETE"))[0] == 404
         assert caller.facts.delivered == 1
     async with on_disk(path, {"content": "a"}) as home:
@@ -154,18 +154,18 @@ async def test_the_items_of_a_request_are_listed_in_pages():
         after = f"{second['id']}/input_items?limit=2&after={page['last_id']}"
         _, rest = await asked(caller, after)
         assert rest["data"] == listed["data"][1::-1]
-        status, told = await asked(caller, f"{second['id']}/input_items?limit=x")
-        assert (status, told["error"]["param"]) == (400, "limit")
+        status, shown = await asked(caller, f"{second['id']}/input_items?limit=x")
+        assert (status, shown["error"]["param"]) == (400, "limit")
 
 
 async def test_what_cannot_be_done_with_a_kept_reply_is_said():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         _, first = await respond(caller, input="go")
-        status, told = await asked(caller, f"{first['id']}/cancel", "POST")
-        assert (status, "synchronous" in told["error"]["message"]) == (400, True)
-        status, told = await asked(caller, f"{first['id']}?stream=true")
-        assert (status, told["error"]["param"]) == (400, "stream")
+        status, shown = await asked(caller, f"{first['id']}/cancel", "POST")
+        assert (status, "synchronous" in shown["error"]["message"]) == (400, True)
+        status, shown = await asked(caller, f"{first['id']}?stream=true")
+        assert (status, shown["error"]["param"]) == (400, "stream")
 
 
 async def test_tokens_of_a_request_that_goes_on_are_counted_with_its_history():
@@ -179,7 +179,7 @@ async def test_tokens_of_a_request_that_goes_on_are_counted_with_its_history():
         assert orjson.loads(raw)["input_tokens"] == caller.exchanges[1].prompt_length
 
 
-async def test_a_compaction_is_gone_on_from_without_what_it_stands_for():
+async def test_a_request_after_a_compaction_has_no_message_that_the_summary_replaced():
     async with house({"content": "all of it"}) as home:
         caller = await home.session()
         _, first = await respond(caller, input="go")
@@ -231,8 +231,8 @@ async def test_items_of_kept_replies_may_come_back_as_references():
         assert two.parent_id == one.exchange_id
         for unknown in ("msg_1", f"msg_{'0' * 24}000", 5):
             reference = {"type": "item_reference", "id": unknown}
-            status, told = await respond(caller, input=[reference])
-            assert status in (400, 404), told
+            status, shown = await respond(caller, input=[reference])
+            assert status in (400, 404), shown
 
 
 async def test_a_reply_asked_for_again_after_a_restart_keeps_its_id(tmp_path):

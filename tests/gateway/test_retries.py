@@ -202,8 +202,8 @@ async def test_a_delivery_names_the_requests_that_joined_its_call():
         room.deliveries.received(room.session, call)
         await room.recorded(call)
         joined_by = room.store.deliveries("s")["e1"].joined_by
-        told = [(one["why"], one["retry_count"]) for one in joined_by]
-        assert told == [("retry_count", 1), ("retry_count", 2), ("client_gone", 0)]
+        answer = [(one["why"], one["retry_count"]) for one in joined_by]
+        assert answer == [("retry_count", 1), ("retry_count", 2), ("client_gone", 0)]
 
 
 async def test_a_refused_client_hears_the_last_word():

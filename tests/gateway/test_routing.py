@@ -30,7 +30,7 @@ def test_a_target_is_taken_apart(raw, target):
 
 
 @pytest.mark.parametrize("path", ["/sessions", "/sessions/a/exchanges", "/health", "/metrics"])
-def test_control_routes_are_told_by_their_first_word(path):
+def test_control_routes_are_recognised_by_their_first_word(path):
     assert split_target(path).is_control
 
 

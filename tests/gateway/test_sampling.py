@@ -62,22 +62,22 @@ def sampler_of(engine, mode=LogprobMode.RAW):
 
 
 async def sampled(
-    engine, *, most=None, mode=LogprobMode.RAW, heard=lambda _: None, retry_until=math.inf
+    engine, *, most=None, mode=LogprobMode.RAW, on_chunk=lambda _: None, retry_until=math.inf
 ):
     sampler = sampler_of(engine, mode)
     request = GenerateRequest("r", PROMPT, Sampling(max_tokens=most))
-    return await sampler.sample(request, PROMPT, heard=heard, retry_until=retry_until)
+    return await sampler.sample(request, PROMPT, on_chunk=on_chunk, retry_until=retry_until)
 
 
 async def test_pieces_become_one_sample():
-    heard = []
+    chunks = []
     engine = Pieces([chunk([1, 2]), chunk([]), chunk([3], STOP, stop_text="x", cached_tokens=4)])
-    sample = await sampled(engine, heard=heard.append)
+    sample = await sampled(engine, on_chunk=chunks.append)
     assert sample.output_ids.tolist() == [1, 2, 3]
     assert sample.logprobs.tolist() == [-1, -2, -3]
     assert (sample.finish, sample.last.stop_text, sample.last.cached_tokens) == (STOP, "x", 4)
     assert sample.versions == (VersionSpan(7, 0, 3),)
-    assert (sample.resumed, heard[-1]) == (0, sample.last)
+    assert (sample.resumed, chunks[-1]) == (0, sample.last)
 
 
 async def test_an_engine_that_tells_versions_is_believed():
@@ -106,7 +106,7 @@ async def test_a_resumed_call_owes_only_the_rest_of_its_least_tokens(least, left
     engine: Any = Pieces([chunk([1, 2, 3], ABORT)], [chunk([4, 5], LENGTH)])
     sampler = Sampler(engine, mode=LogprobMode.RAW, version=lambda: 7, decode=letters)
     asked = GenerateRequest("r", PROMPT, Sampling(max_tokens=5, min_tokens=least))
-    await sampler.sample(asked, PROMPT, heard=lambda _: None)
+    await sampler.sample(asked, PROMPT, on_chunk=lambda _: None)
     assert engine.requests[1].sampling.min_tokens == left
 
 
@@ -115,7 +115,7 @@ async def sampled_as(engine, **fields):
     sampler = Sampler(engine, mode=LogprobMode.RAW, version=lambda: 7, decode=letters)
     sampling = Sampling(**fields.pop("sampling", {}))
     request = GenerateRequest("r", PROMPT, sampling, **fields)
-    return await sampler.sample(request, PROMPT, heard=lambda _: None)
+    return await sampler.sample(request, PROMPT, on_chunk=lambda _: None)
 
 
 async def test_a_stop_string_over_the_seam_ends_the_reply_where_it_ends():
@@ -231,19 +231,19 @@ def request_for(ids):
     return GenerateRequest("r", prompt, Sampling())
 
 
-@pytest.mark.parametrize("told", [None, b"[1,2,3]", b"[1, 2, 3]"])
-def test_the_prompt_that_was_sent_is_no_break_however_it_is_spelled(told):
-    assert another_prompt(request_for([1, 2, 3]), told) == (None, None)
+@pytest.mark.parametrize("answer", [None, b"[1,2,3]", b"[1, 2, 3]"])
+def test_the_prompt_that_was_sent_is_no_break_however_it_is_spelled(answer):
+    assert another_prompt(request_for([1, 2, 3]), answer) == (None, None)
 
 
 @pytest.mark.parametrize(
-    ("told", "position"), [(b"[1,9,3]", 1), (b"[1,2,3,4]", 3), (b"[1,2]", 2), (b"[]", 0)]
+    ("answer", "position"), [(b"[1,9,3]", 1), (b"[1,2,3,4]", 3), (b"[1,2]", 2), (b"[]", 0)]
 )
-def test_another_prompt_is_a_break_at_the_first_difference(told, position):
-    prompt, found = another_prompt(request_for([1, 2, 3]), told)
+def test_another_prompt_is_a_break_at_the_first_difference(answer, position):
+    prompt, found = another_prompt(request_for([1, 2, 3]), answer)
     assert found == position
     assert prompt is not None
-    assert prompt.json() == told
+    assert prompt.json() == answer
 
 
 def test_prompt_ids_that_cannot_be_read_are_an_engine_error():
@@ -292,7 +292,7 @@ async def test_no_token_of_a_reply_that_turns_out_garbled_is_in_a_sample():
     engine = Pieces([chunk([1]), chunk([], ABORT)], [chunk([2]), GarbledError("id -1")])
     sampler, request = sampler_of(engine), GenerateRequest("r", PROMPT, Sampling())
     with pytest.raises(EngineError, match="id -1") as failed:
-        await sampler.sample(request, PROMPT, heard=lambda _: None, sofar=sofar)
+        await sampler.sample(request, PROMPT, on_chunk=lambda _: None, sofar=sofar)
     assert (failed.value.kind, failed.value.retryable) == ("engine_garbled", False)
     sample = sampler.cut(request, sofar)
     assert (sample.output_ids.tolist(), sample.logprobs.tolist()) == ([], [])

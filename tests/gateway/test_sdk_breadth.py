@@ -415,9 +415,9 @@ async def test_models_are_listed_and_named(sdk):
 async def read(error_of: Any) -> Any:
     """Status and text of the error that the SDK raises."""
     raised = (openai.APIStatusError, anthropic.APIStatusError, genai_errors.APIError)
-    with pytest.raises(raised) as told:
+    with pytest.raises(raised) as caught:
         await error_of
-    error: Any = told.value
+    error: Any = caught.value
     return (error.code if isinstance(error, genai_errors.APIError) else error.status_code), error
 
 
@@ -484,7 +484,7 @@ async def test_a_busy_model_says_when_to_come_back(sdk):
             assert error.response.headers["retry-after"] == "1"
 
 
-async def test_google_is_told_when_to_come_back_in_the_error_s_details():
+async def test_googles_error_details_hold_the_retry_delay():
     async with asked(Google) as (speaker, _):
         _, error = await read(speaker.ask("limit", stream=False))
         assert any(d.get("retryDelay") == "1s" for d in error.details["error"]["details"])

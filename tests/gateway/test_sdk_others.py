@@ -131,6 +131,6 @@ async def test_an_overflow_and_a_refusal_are_the_sdks_own_errors():
         async with google_client(caller) as google:
             with pytest.raises(genai_errors.ClientError, match="exceeds the maximum number"):
                 await google.models.generate_content(model="m", contents="word " * 200)
-            with pytest.raises(genai_errors.ClientError, match="refused this request") as told:
+            with pytest.raises(genai_errors.ClientError, match="refused this request") as raised:
                 await google.models.generate_content(model="m", contents="go")
-        assert told.value.code == 400
+        assert raised.value.code == 400

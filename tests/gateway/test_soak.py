@@ -125,19 +125,19 @@ async def soak(seed, calls):
     )
     grown = left.total() - objects.total()
     log.info("left", sessions=rest, objects=grown, kib=more)
-    told = numbers(text)
-    asked = {name: value for name, value in told.items() if 'route="generate"' in name}
+    reply = numbers(text)
+    asked = {name: value for name, value in reply.items() if 'route="generate"' in name}
     assert sum(asked.values()) == calls
     for status in (key for key in answered if isinstance(key, int)):
         name = f'bridle_requests_total{{dialect="openai_chat",route="generate",status="{status}"}}'
-        assert told[name] == answered[status], asked
-    ended = {name: value for name, value in told.items() if name.startswith("bridle_calls_total")}
+        assert reply[name] == answered[status], asked
+    ended = {name: value for name, value in reply.items() if name.startswith("bridle_calls_total")}
     assert sum(ended.values()) == calls, ended
     assert ended['bridle_calls_total{outcome="committed"}'] == answered["whole"], ended
-    assert told['bridle_deliveries_total{state="delivered"}'] == answered["delivered"]
+    assert reply['bridle_deliveries_total{state="delivered"}'] == answered["delivered"]
     assert answered["delivered"] == answered["whole"]
-    assert told["bridle_sampled_tokens_total"] == answered["sampled"] == answered["tokens"]
-    assert told["bridle_calls_in_flight"] == told["bridle_sessions_open"] == 0
+    assert reply["bridle_sampled_tokens_total"] == answered["sampled"] == answered["tokens"]
+    assert reply["bridle_calls_in_flight"] == reply["bridle_sessions_open"] == 0
     assert set(engine.faults) == {"429", "500", "503", "cut"}
     # Connections come and go; what sessions leave is at least one object for each.
     assert grown < rest / 2, left - objects

@@ -19,7 +19,7 @@ LONG = {"content": "one two three four five six seven eight nine ten"}
 
 
 class Trained:
-    """A scripted engine that takes weights, unless it is told not to; calls wait at its gate."""
+    """A scripted engine that takes weights, unless it is set not to; calls wait at its gate."""
 
     def __init__(self, *turns, takes=True):
         self._inner = scripted(*turns)
@@ -57,17 +57,17 @@ class Trained:
 
 
 class Deaf:
-    """A gateway that does not do what it is told, and notes it."""
+    """A gateway that ignores control requests, and records them."""
 
     name = "deaf"
 
     def __init__(self, *refuses):
         self.refuses = refuses
-        self.heard = []
+        self.requests = []
 
     async def steer(self, wanted):
         given = wanted.model_dump(exclude_unset=True)
-        self.heard.append(given)
+        self.requests.append(given)
         if given.keys() & set(self.refuses):
             raise EngineError("no")
         return {"replicas": ["inside"], "hold": None}
@@ -91,7 +91,7 @@ async def two(*turns, **options):
 
 
 def policies(homes):
-    return [(told["version"], told["hold"]) for told in (one.gateway.policy() for one in homes)]
+    return [(reply["version"], reply["hold"]) for reply in (one.gateway.policy() for one in homes)]
 
 
 async def under_way(home):
@@ -144,7 +144,7 @@ async def test_a_gateway_that_does_not_do_its_part_leaves_none_held(step):
         with pytest.raises(EngineError, match="deaf: no"):
             await update([*gateways, deaf], "folder", 3)
         assert [hold for _, hold in policies(homes)] == [None, None]
-        assert deaf.heard[-1] == {"hold": False}
+        assert deaf.requests[-1] == {"hold": False}
 
 
 async def test_a_trainer_that_fails_publishes_nothing():

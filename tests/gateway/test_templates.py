@@ -80,7 +80,7 @@ async def test_our_renderer_is_what_nobody_asked_to_change(ruled):
         assert "prompt" not in one.extra
 
 
-async def test_thinking_is_told_to_the_engines_template(ruled):
+async def test_the_engines_template_gets_the_thinking_mode(ruled):
     async with ruled_house("vllm chat", ruled, {"content": "a"}) as home:
         for name, thinking in (("on", True), ("off", False)):
             caller = await home.session(name)
@@ -138,8 +138,8 @@ async def test_a_prompt_that_leaves_no_room_is_the_dialects_overflow(ruled):
     script = {"context_length": 300}
     async with ruled_house("vllm chat", ruled, {"content": "a"}, script=script) as home:
         caller = await home.session()
-        status, told = await caller.post({"model": "m", "messages": [user("word " * 400)]})
-        assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+        status, reply = await caller.post({"model": "m", "messages": [user("word " * 400)]})
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
         assert not caller.exchanges
 
 
@@ -207,7 +207,7 @@ async def test_a_server_that_samples_under_other_prompts_than_it_tells_is_refuse
                 raise AssertionError
 
 
-async def test_an_engine_that_fails_to_render_is_told_as_an_overload(ruled):
+async def test_an_engine_that_fails_to_render_is_reported_as_an_overload(ruled):
     class Down(VllmEngine):
         async def template(self, messages, tools, arguments):
             if messages[0]["content"] == "hi":

@@ -173,7 +173,7 @@ async def test_a_retry_waits_for_the_connection_of_its_first_try_to_close():
     assert tries.find(ASKED_FOR, RETRY) is call
 
 
-async def test_a_retry_waits_250_ms_for_a_connection_that_stays_open():
+async def test_a_retry_waits_up_to_250_ms_for_the_first_trys_client_to_disconnect():
     tries, clock = tries_of(a_call(clients=1)), asyncio.get_running_loop().time
     began = clock()
     assert await tries.waited(ASKED_FOR, RETRY)

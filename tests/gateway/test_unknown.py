@@ -121,8 +121,8 @@ async def test_unknown_fields_inside_new_messages_are_counted():
 async def test_what_a_provider_s_tool_did_is_shown_to_the_model(path, body, shown):
     async with house({"content": "a"}) as home:
         caller = await home.session()
-        status, told = await send(caller, path, body)
-        assert status == 200, told
+        status, answer = await send(caller, path, body)
+        assert status == 200, answer
         assert all(word in prompt(caller) for word in shown)
         assert "unknown" not in caller.exchanges[0].extra
 
@@ -158,9 +158,9 @@ async def test_what_a_provider_s_tool_did_is_shown_to_the_model(path, body, show
 async def test_context_that_only_another_provider_can_read_is_refused(path, body):
     async with house({"content": "a"}) as home:
         caller = await home.session()
-        status, told = await send(caller, path, body)
+        status, answer = await send(caller, path, body)
         assert status == 400
-        assert "send" in told["error"]["message"]
+        assert "send" in answer["error"]["message"]
         assert caller.exchanges == []
 
 
@@ -194,10 +194,10 @@ async def test_every_item_type_of_openai_s_sdk_is_known():
         for kind in typing.get_args(ResponseInputItemParam):
             item, caller = value_of(kind), await home.session()
             body = {"input": [user("go"), call, item, user("on")]}
-            status, told = await send(caller, "/v1/responses", body)
+            status, answer = await send(caller, "/v1/responses", body)
             known.add(item["type"])
             if status != 200:
-                assert refused.pop(item["type"]) in told["error"]["message"]
+                assert refused.pop(item["type"]) in answer["error"]["message"]
                 continue
             (exchange,) = caller.exchanges
             assert "unknown" not in exchange.extra, (item, exchange.extra)
@@ -216,9 +216,9 @@ async def test_every_block_type_of_anthropic_s_sdk_is_known():
             role = "assistant" if block["type"] in ASSISTANT_S else "user"
             turns = [{"role": "assistant", "content": [call]}, {"role": role, "content": [block]}]
             body = {"max_tokens": 50, "messages": [user("go"), *turns, user("on")]}
-            status, told = await send(caller, "/v1/messages", body)
+            status, answer = await send(caller, "/v1/messages", body)
             if status != 200:
-                assert refused.pop(block["type"]) in told["error"]["message"]
+                assert refused.pop(block["type"]) in answer["error"]["message"]
                 continue
             unknown = caller.exchanges[0].extra.get("unknown")
             foreign = {"redacted_thinking": {"redacted_thinking.data": 1}}
@@ -237,8 +237,8 @@ async def test_tools_that_are_added_within_the_conversation_are_shown_to_the_mod
     async with house({"content": "a"}) as home:
         caller = await home.session()
         body = {"max_tokens": 50, "tools": [later], "messages": [user("go"), user(added)]}
-        status, told = await send(caller, "/v1/messages", body)
-        assert status == 200, told
+        status, answer = await send(caller, "/v1/messages", body)
+        assert status == 200, answer
         shown = prompt(caller)
         assert shown.count("inches") == 2
         assert "Weighs a horse." in shown
@@ -259,9 +259,9 @@ async def test_a_turn_that_another_provider_paused_is_refused_by_its_block():
         use = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}}
         paused = {"role": "assistant", "content": [{"type": "text", "text": "Let me."}, use]}
         body = {"max_tokens": 50, "messages": [user("go"), paused]}
-        status, told = await send(caller, "/v1/messages", body)
+        status, answer = await send(caller, "/v1/messages", body)
         assert status == 400
-        assert "'server_tool_use'" in told["error"]["message"]
+        assert "'server_tool_use'" in answer["error"]["message"]
 
 
 async def test_a_file_of_the_provider_s_is_refused_by_its_block():
@@ -269,10 +269,10 @@ async def test_a_file_of_the_provider_s_is_refused_by_its_block():
         caller = await home.session()
         image = {"type": "image", "source": {"type": "file", "file_id": "file_1"}}
         body = {"max_tokens": 50, "messages": [user([image])]}
-        status, told = await send(caller, "/v1/messages", body)
-        assert (status, told["error"]["type"]) == (400, "invalid_request_error")
-        assert "file" in told["error"]["message"]
-        assert "'image'" in told["error"]["message"]
+        status, answer = await send(caller, "/v1/messages", body)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert "file" in answer["error"]["message"]
+        assert "'image'" in answer["error"]["message"]
 
 
 async def test_more_calls_than_were_wanted_are_recorded():
@@ -327,9 +327,9 @@ async def test_min_p_repetition_penalty_and_logit_bias_are_unenforced_by_default
 async def test_a_wrong_sampling_field_is_refused_by_its_name(body):
     async with house({"content": "a"}) as home:
         caller = await home.session()
-        status, told = await caller.post({"model": "m", "messages": [user("go")], **body})
+        status, answer = await caller.post({"model": "m", "messages": [user("go")], **body})
         assert status == 400
-        assert next(iter(body)) in told["error"]["param"]
+        assert next(iter(body)) in answer["error"]["param"]
 
 
 async def test_the_name_of_a_user_reaches_the_prompt():

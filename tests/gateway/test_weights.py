@@ -66,15 +66,15 @@ async def test_a_trainer_holds_loads_publishes_and_no_harness_hears_of_it(mode):
                 assert not hold.done()
                 engine.gate.set()
                 await call
-            status, told = await hold
-            assert (status, told["hold"]) == (200, mode)
+            status, answer = await hold
+            assert (status, answer["hold"]) == (200, mode)
             assert call.done() == (mode == "wait")
             engine.gate.set()
             waiting = group.create_task((await home.session()).ask([user("go")]))
             await asyncio.sleep(0.02)
             assert not waiting.done()
-            _, told = await home.control("POST", "/policy", {"version": 7, "hold": False})
-            assert (told["version"], told["hold"]) == (7, None)
+            _, answer = await home.control("POST", "/policy", {"version": 7, "hold": False})
+            assert (answer["version"], answer["hold"]) == (7, None)
         assert call.result() == waiting.result()
         ((span,),) = versions(caller)
         assert span.version == (7 if mode == "abort" else 0)
@@ -94,8 +94,8 @@ async def test_one_request_loads_new_weights_into_all_replicas():
     engines = [Trained({"content": "a"}) for _ in range(2)]
     pool = EnginePool([Replica(str(n), engine) for n, engine in enumerate(engines)])
     async with house(engine=pool) as home:
-        status, told = await home.control("POST", "/policy", {"weights": "dir", "version": 4})
-        assert (status, told["version"]) == (200, 4)
+        status, answer = await home.control("POST", "/policy", {"weights": "dir", "version": 4})
+        assert (status, answer["version"]) == (200, 4)
         assert [engine.loaded for engine in engines] == [["dir"], ["dir"]]
         caller = await home.session()
         await caller.ask([user("go")])
@@ -105,11 +105,11 @@ async def test_one_request_loads_new_weights_into_all_replicas():
         assert [engine.loaded for engine in engines] == [["dir", "other"]] * 2
 
 
-async def test_weights_that_did_not_load_are_told_and_sampling_goes_on():
+async def test_weights_that_did_not_load_are_an_error_and_sampling_continues():
     async with house(engine=Trained({"content": "a"})) as home:
-        status, told = await home.control("POST", "/policy", {"weights": "nowhere", "version": 4})
+        status, answer = await home.control("POST", "/policy", {"weights": "nowhere", "version": 4})
         assert status == 500
-        assert "did not load everywhere" in told["error"]["message"]
+        assert "did not load everywhere" in answer["error"]["message"]
         assert (await home.control("GET", "/policy"))[1]["version"] == 0
         assert (await (await home.session()).ask([user("go")]))["content"] == "a"
 
@@ -119,9 +119,9 @@ async def test_weights_that_did_not_load_are_told_and_sampling_goes_on():
 )
 async def test_weights_without_a_version_are_refused(body):
     async with house(engine=Trained({"content": "a"})) as home:
-        status, told = await home.control("POST", "/policy", body)
+        status, answer = await home.control("POST", "/policy", body)
         assert status == 400
-        assert "needs `version`" in told["error"]["message"]
+        assert "needs `version`" in answer["error"]["message"]
 
 
 async def test_a_hold_in_vain_is_an_error_and_no_hold():
@@ -175,9 +175,9 @@ async def test_a_server_with_another_tokenizer_cannot_join(tmp_path):
         EngineServer(scripted({"content": "b"}), tokenizer=str(folder)) as server,
         house({"content": "a"}) as home,
     ):
-        status, told = await home.control("POST", "/replicas", {"engine": server.url})
+        status, answer = await home.control("POST", "/replicas", {"engine": server.url})
         assert status == 500
-        assert "other ids for" in told["error"]["message"]
+        assert "other ids for" in answer["error"]["message"]
         assert [one["name"] for one in await replicas(home)] == ["engine"]
 
 
@@ -259,8 +259,8 @@ async def test_weights_that_cannot_be_written_down_may_be_published_again(
         blocked = tmp_path / f"{WEIGHTS_FILE}.part"
         blocked.symlink_to("/dev/full")
         body = {"weights": "dir", "version": 4}
-        status, told = await home.control("POST", "/policy", body)
-        assert (status, "No space left" in told["error"]["message"]) == (503, True)
+        status, answer = await home.control("POST", "/policy", body)
+        assert (status, "No space left" in answer["error"]["message"]) == (503, True)
         assert (await home.control("GET", "/policy"))[1]["version"] == 4
         assert (engine.loaded, kept(tmp_path)) == (["dir"], None)
         blocked.unlink()
@@ -340,8 +340,8 @@ async def streamed_over_an_update(mode, keep):
                 one.versions,
                 one.finish_reason,
             )
-            told = (one.extra.get("resumed"), one.extra.get("discarded"), caller.delivery(0))
-            return streamed, (text, *facts, *told)
+            answer = (one.extra.get("resumed"), one.extra.get("discarded"), caller.delivery(0))
+            return streamed, (text, *facts, *answer)
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])

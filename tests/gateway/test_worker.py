@@ -19,14 +19,14 @@ SMALL = (sys.executable, str(Path(__file__).parent / "small_worker.py"))
 
 @asynccontextmanager
 async def worker(command=SMALL, *, starts=None, **own):
-    """A worker that is not started; `starts` collects what its starts are told."""
+    """A worker that is not started; `starts` collects the arguments of its starts."""
     gateway = {"data_dir": "/worker-0", "control_token": "t"}
 
     def spec():
-        told = {"gateway": gateway, "worker-0": own, "policy": {}, "replicas": []}
+        answer = {"gateway": gateway, "worker-0": own, "policy": {}, "replicas": []}
         if starts is not None:
-            starts.append(told)
-        return told
+            starts.append(answer)
+        return answer
 
     with listen("127.0.0.1", 0) as data, listen("127.0.0.1", 0) as control:
         made = Worker("worker-0", command=command, spec=spec, sockets=(data, control))

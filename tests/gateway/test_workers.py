@@ -301,7 +301,7 @@ async def test_a_public_url_without_the_workers_port_is_refused(tmp_path):
         (["worker-0/capture.sqlite", "worker-1/capture.sqlite"], 1, "give --workers 2"),
     ],
 )
-def test_a_folder_keeps_its_number_of_workers(tmp_path, made, workers, why):
+def test_a_data_folder_refuses_another_number_of_workers(tmp_path, made, workers, why):
     for name in made:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""scripts/check_prose refuses docstrings that open with a question word."""
+"""scripts/check_prose refuses private words, and docstrings that open with a question word."""
 
 import pytest
 
@@ -39,3 +39,13 @@ def test_the_texts_below_fields_are_checked_in_sources(findings):
     text = 'class A:\n    """A pool."""\n\n    size: int\n    """How many there are."""\n'
     found = findings({"src/bridle/a.py": text, "tests/test_a.py": text})
     assert [line.split(": ")[0] for line in found] == ["src/bridle/a.py:5"]
+
+
+@pytest.mark.parametrize("text", ["HEARD = 1", "X = TOLD_ERROR", "# HAS GONE ON"])
+def test_a_private_word_is_reported_in_names_and_comments(findings, text):
+    (found,) = findings({"src/bridle/a.py": text.lower()})
+    assert found.startswith("src/bridle/a.py:1: private word ")
+
+
+def test_a_word_that_only_contains_a_private_one_passes(findings):
+    assert findings({"src/bridle/a.py": "stolder = unheardof = 1\n"}) == []

@@ -133,7 +133,7 @@ async def test_a_run_that_had_ended_is_recalled_and_one_that_had_not_is_closed(t
             assert await node.recall("cut.0") is None  # and at the next start again
 
 
-async def test_a_run_that_the_stopping_server_ended_did_not_come_to_its_end(tmp_path):
+async def test_a_run_that_the_stopping_server_ended_is_not_complete(tmp_path):
     async with a_node(tmp_path) as node:
         await node.gateway.open_session("a.0", task_id="a")
         await node.gateway.seal("a.0")

@@ -1,4 +1,4 @@
-"""A real server whose workers do as they are told."""
+"""A real server whose workers follow the test's orders."""
 
 from contextlib import asynccontextmanager
 from dataclasses import replace

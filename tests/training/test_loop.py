@@ -110,11 +110,11 @@ def weights(one):
     return torch.cat([p.detach().flatten() for p in one.model.parameters()])
 
 
-async def test_a_policy_learns_and_its_course_is_told(tmp_path):
+async def test_a_policy_learns_and_its_progress_is_reported(tmp_path):
     policy = learner()
-    told = []
+    answer = []
     made = loop(tmp_path, policy, Player(policy.model, size=12), steps=12, evaluate_every=5)
-    made.tell = lambda course: told.append((course.step, len(course.evaluations)))
+    made.tell = lambda course: answer.append((course.step, len(course.evaluations)))
 
     course = await made.run()
 
@@ -123,8 +123,8 @@ async def test_a_policy_learns_and_its_course_is_told(tmp_path):
     assert evaluations[0][1] < 0.6
     assert evaluations[-1][1] > 0.8
     assert [one["step"] for one in course.steps] == list(range(1, 13))
-    assert told[0] == (0, 1)
-    assert len(told) == 12 + 4
+    assert answer[0] == (0, 1)
+    assert len(answer) == 12 + 4
     updates = [one["update"] for one in course.steps if one["update"]]
     assert max(update["logprob_error"] for update in updates) < 1e-4
     assert all(update["lags"].keys() == {"0"} for update in updates)
@@ -327,5 +327,5 @@ async def test_many_rejected_replies_are_warned_of_once(tmp_path, rejected, warn
     player.rejected = rejected
     with capture_logs() as logs:
         await loop(tmp_path, policy, player, steps=2).run()
-    told = [one["share"] for one in logs if one["event"] == "many_rejected_replies"]
-    assert told == ([0.26] if warns else [])
+    answer = [one["share"] for one in logs if one["event"] == "many_rejected_replies"]
+    assert answer == ([0.26] if warns else [])

@@ -1,4 +1,4 @@
-"""Groups of a real server whose workers do as they are told, for trainers that die and return."""
+"""Groups of a real server, with workers that tests control, for trainers that are killed."""
 
 import asyncio
 from collections import Counter
@@ -179,7 +179,7 @@ async def test_groups_of_others_are_left_alone(tmp_path):
         assert states["t0"] is None
 
 
-async def test_a_server_that_refuses_is_told_where_groups_are_taken(tmp_path):
+async def test_a_servers_refusal_is_raised_where_groups_are_taken(tmp_path):
     async def taking(client):
         wrong = TaskDraws(
             [

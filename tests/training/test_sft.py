@@ -165,15 +165,15 @@ def test_the_learning_rate_grows_and_then_follows_its_schedule(schedule, middle,
 
 
 def test_training_leaves_torch_as_it_was_and_tells_every_step():
-    learner, told = model(), []
+    learner, reply = model(), []
     before = torch.get_rng_state()
 
     train(
-        learner, [example([2, 3])], FAST.model_copy(update={"max_steps": 3}), progress=told.append
+        learner, [example([2, 3])], FAST.model_copy(update={"max_steps": 3}), progress=reply.append
     )
 
     assert torch.equal(torch.get_rng_state(), before)
-    assert [(d.step, d.steps, d.tokens) for d in told] == [(1, 3, 1), (2, 3, 2), (3, 3, 3)]
+    assert [(d.step, d.steps, d.tokens) for d in reply] == [(1, 3, 1), (2, 3, 2), (3, 3, 3)]
 
 
 @pytest.mark.parametrize(("asked", "used"), [(None, 1), (2, 2)])

@@ -111,8 +111,8 @@ class ServerSource:
         task = _found(lambda: self._rollouts.task(task_id))
         if task is None:
             return None
-        told = [one | {"task_id": task_id} for one in self._rollouts.sessions(task_id)]
-        lines = self._lines(told)
+        sessions = [one | {"task_id": task_id} for one in self._rollouts.sessions(task_id)]
+        lines = self._lines(sessions)
         return SampleGroup(task_id, lines, state=task["state"], total=task["total_sessions"])
 
     def session(self, session_id: str, run: str) -> SessionView | None:  # noqa: ARG002 - it has no runs

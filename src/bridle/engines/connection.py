@@ -28,7 +28,7 @@ KEEPALIVE_S: Final = 4.0
 CONNECT_S: Final = 10.0
 
 END_S: Final = 1.0
-"""Time in which a stream that has told its last event ends, so that its connection is kept."""
+"""Time in which a stream must end after its last event, so that its connection is kept."""
 
 FIRST_WAIT_S: Final = 0.5
 """Wait before a failed connect is tried again; doubles."""
@@ -264,7 +264,7 @@ class _Connection(asyncio.Protocol):
         self._waiting: asyncio.Future[HttpReply] | None = None
         self._streams = False
         """True if the caller wants each part of the reply as it arrives."""
-        self._heard = 0.0
+        self._received = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._first: tuple[bytes, ...] = ()
@@ -294,7 +294,7 @@ class _Connection(asyncio.Protocol):
         """Send a request, once it is made; return a future of its reply, or head (`streams`)."""
         self._reply, self._streams = HttpReply(self._head), streams
         self._waiting = self._loop.create_future()
-        self._heard = self._loop.time()
+        self._received = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_later(self._silent_s, self._look)
         # asyncio of Python 3.12 and 3.13 would try to send an empty part for ever, and never close.
@@ -309,7 +309,7 @@ class _Connection(asyncio.Protocol):
         if self._reply is None:
             self.close()  # nobody asked
             return
-        self._heard = self._loop.time()
+        self._received = self._loop.time()
         try:
             whole = self._reply.feed(data)
         except ConnectionError as error:
@@ -339,7 +339,7 @@ class _Connection(asyncio.Protocol):
 
     def _done(self) -> None:
         reply, self._reply = self._reply, None
-        self.idle_since = self._heard
+        self.idle_since = self._received
         assert reply is not None
         self._head = reply.head
         reply.is_whole = True
@@ -373,7 +373,7 @@ class _Connection(asyncio.Protocol):
         self._timer = None
         if self._reply is None:
             return
-        left = self._heard + self._silent_s - self._loop.time()
+        left = self._received + self._silent_s - self._loop.time()
         if left > 0:
             self._timer = self._loop.call_later(left, self._look)
         else:

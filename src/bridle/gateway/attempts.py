@@ -1,4 +1,4 @@
-"""Wrong tokens, counted by the address that sends them: guessing is told to stop."""
+"""Wrong tokens, counted by the address that sends them: an address that guesses must wait."""
 
 from __future__ import annotations
 

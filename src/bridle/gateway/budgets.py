@@ -172,7 +172,7 @@ class TokenAccount:
         return most
 
     def release(self, reserved: int) -> None:
-        """A call has ended; what it sampled is told by `spent` from here on."""
+        """A call has ended; `spent` counts its tokens from here on."""
         self.reserved -= reserved
         if self._freed is not None:
             self._freed.set()

@@ -98,7 +98,7 @@ def unenforced(
 
 
 def refusal(error: EngineError, request: ModelRequest) -> BridleError:
-    """The engine's error; a grammar that it cannot use is told as the harness's own affair."""
+    """The engine's error; a grammar that it cannot use is reported as a mistake of the request."""
     if error.status == 400 and request.response_schema is not None:
         return RequestError("this model cannot answer in a given format", param="response_format")
     return error

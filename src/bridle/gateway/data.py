@@ -117,7 +117,7 @@ class DataPlane:
         self._turnstile = Turnstile(BEGUN_PER_ROUND)
 
     async def handle(self, http: web.BaseRequest, head: Head) -> web.StreamResponse:
-        """Serve one request; whatever goes wrong is told in the dialect's shape."""
+        """Serve one request; errors leave in the dialect's shape."""
         connection = http.protocol
         assert isinstance(connection, Connection)
         if connection.handed is None:
@@ -262,7 +262,7 @@ class DataPlane:
 
 def _note(session: GatewaySession, refusal: RequestError) -> None:
     """Note a refusal; a variable with it in a frame that it left would keep that frame alive."""
-    session.told_error(str(refusal), refusal.code)
+    session.note_error(str(refusal), refusal.code)
 
 
 def _upgrade_refused() -> web.Response:

@@ -210,8 +210,8 @@ class Exchanges:
             raise
         except Exception as error:  # noqa: BLE001 - the top of a served request
             self._log_failure(call, error)
-            told = faults.request_error(faults.without_frames(error))
-            self._fail(session, call, told, outcome="failed")
+            refused = faults.request_error(faults.without_frames(error))
+            self._fail(session, call, refused, outcome="failed")
         else:
             self._metrics.call("committed" if call.error is None else "cut")
             self._deliveries.committed(session, call)
@@ -255,7 +255,7 @@ class Exchanges:
 
     def _log_failure(self, call: Call, error: Exception) -> None:
         if isinstance(error, RequestError):
-            return  # the harness's own doing; it is told
+            return  # a mistake of the request; the harness gets the error
         log.warning(
             "call_failed",
             session=call.session_id,
@@ -358,14 +358,17 @@ class Exchanges:
         sofar, sampler = Sofar(), question.served.sampler
         asked = engine_request(call, question, prompted, effective)
 
-        def heard(chunk: GenerateChunk) -> None:
+        def on_chunk(chunk: GenerateChunk) -> None:
             if call.live is not None:
-                call.live.hear(chunk)
-            self.heard(call)
+                call.live.feed(chunk)
+            self.note_first_token(call)
 
         patience_s = min(REFUSED_S, self._settings.headers_after_s)
         sample = partial(
-            sampler.sample, heard=heard, sofar=sofar, retry_until=call.clock_start + patience_s
+            sampler.sample,
+            on_chunk=on_chunk,
+            sofar=sofar,
+            retry_until=call.clock_start + patience_s,
         )
         try:
             if call.live is not None:
@@ -382,17 +385,17 @@ class Exchanges:
         except TimeoutError:
             call.error = self._why_cancelled(session)
         except EngineError as error:
-            told = refusal(error, question.request)
+            refused = refusal(error, question.request)
             if call.live is None or not call.live.partly_sent:
-                raise told from error
+                raise refused from error
             self._log_failure(call, error)
-            call.error = faults.request_error(told)
+            call.error = faults.request_error(refused)
         finally:
             call.leash = None
         return sampler.cut(asked, sofar)
 
-    def heard(self, call: Call) -> None:
-        """A part of the sample is there."""
+    def note_first_token(self, call: Call) -> None:
+        """Note the time of the first part of the sample."""
         if call.first_token_s is None:
             call.first_token_s = time.perf_counter() - call.clock_start
             call.begin_reply()
@@ -548,7 +551,10 @@ class Exchanges:
     def committed(
         self, session: GatewaySession, finished: Finished, bodies: Mapping[bytes, bytes]
     ) -> None:
-        """The exchange is durable: the reply may leave."""
+        """Account for an exchange that the store has made durable; its reply may leave now.
+
+        `bodies` are the raw messages that it stored, by digest.
+        """
         call, request = finished.call, finished.question.request
         session.in_hand.captured += len(request.head) + len(finished.body)
         for body in bodies:
@@ -604,8 +610,8 @@ class Exchanges:
     ) -> Reply:
         """The reply that the sampled ids say; the engine's own parse where it made one."""
         calls = takes_calls(question.request)
-        if (told := sampled.last.reply) is not None:
-            return told if calls else without_calls(told)
+        if (parsed := sampled.last.reply) is not None:
+            return parsed if calls else without_calls(parsed)
         return question.served.renderer.parse(
             sampled.output_ids,
             tools=question.request.tools,

@@ -1,9 +1,9 @@
 """Engine data other than the tokens of one call, over all its chunks and attempts.
 
-Nobody here knows what it means. A list with an entry for each token stands at its tokens, whichever
-piece told it: one engine tells each piece's own part, another the whole try at its end. Anything
-else belongs to its try as a whole; the last try's prompt holds the tokens of those before, so its
-word is the reply's, and theirs are kept beside it.
+This module does not interpret it. A list with an entry for each token stands at its tokens,
+whichever piece brought it: one engine reports each piece's own part, another the whole try at its
+end. Anything else belongs to its try as a whole; the last try's prompt holds the tokens of those
+before, so its data is the reply's, and theirs is kept beside it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class Extras:
     """Collects them; sizes and places are in sampled tokens."""
 
     _lists: dict[str, list[Any]] = field(default_factory=dict)
-    """Name -> one entry per token from the first on; `None` where nothing was told."""
+    """Name -> one entry per token from the first on; `None` where the engine reported none."""
     _whole: JSON = field(default_factory=dict)
     """Of the try under way."""
     _tries: list[JSON] = field(default_factory=list)
-    """Of the tries that ended and told something, with the `tokens` that the call had then."""
+    """Of the tries that ended and reported something, with the `tokens` that the call had then."""
 
     def add(self, extra: JSON, *, begun: int, at: int, size: int) -> None:
-        """Take what a piece of `size` tokens told.
+        """Take what the engine reported with a piece of `size` tokens.
 
         `begun` is the number of tokens before its try, `at` those before the piece itself.
         """
@@ -46,19 +46,22 @@ class Extras:
             self._whole = {}
 
     def clear(self) -> None:
-        """The call begins again: what was told is of tokens that are not its own."""
+        """The call begins again: what was reported belongs to tokens that are not its own."""
         self._lists.clear()
         self._tries.clear()
 
-    def told(self, tokens: int) -> JSON:
-        """All of it, for a call of so many tokens: lists are as long, `None` where untold."""
-        told = {
+    def whole(self, tokens: int) -> JSON:
+        """Return everything that was reported for a call of `tokens` tokens.
+
+        Lists have that length, with `None` where the engine reported no entry.
+        """
+        reported = {
             name: [*entries, *[None] * (tokens - len(entries))]
             for name, entries in self._lists.items()
             if entries
         }
         last = self._tries[-1] if self._tries and self._tries[-1]["tokens"] == tokens else {}
-        return told | {name: value for name, value in last.items() if name != "tokens"}
+        return reported | {name: value for name, value in last.items() if name != "tokens"}
 
     def before(self, tokens: int) -> list[JSON]:
         """Return the data of earlier attempts, each with the `tokens` that the call had then."""

@@ -33,11 +33,11 @@ FAILURES = {
 
 REFUSED = frozenset({400, 413, 422})
 """Statuses by which an engine says that the request is at fault: sending it again changes nothing.
-Others below 500 (keys, paths) are faults of ours and told as failures."""
+Others below 500 (keys, paths) are our own mistakes and are reported as failures."""
 
 
 def request_error(error: BaseException) -> RequestError:
-    """The refusal that a harness is told for `error`; a `RequestError` is returned as it is."""
+    """The refusal that a harness gets for `error`; a `RequestError` is returned as it is."""
     match error:
         case RequestError():
             return error
@@ -91,8 +91,8 @@ def _engine_failed(error: EngineError) -> RequestError:
 def _passing(
     message: str, status: int, code: str, cause: EngineError | None = None
 ) -> RequestError:
-    told = 0.0 if cause is None else cause.retry_after_s or 0.0
-    wait_s = max(RETRY_AFTER_S, told)
+    asked_s = 0.0 if cause is None else cause.retry_after_s or 0.0
+    wait_s = max(RETRY_AFTER_S, asked_s)
     return RequestError(message, status=status, code=code, retry_after_s=wait_s)
 
 

@@ -1,4 +1,4 @@
-"""Messages with images: the engine renders them, and says beforehand what they come to.
+"""Messages with images: the engine renders them, and says beforehand which tokens they become.
 
 Only the engine's own processor knows how many tokens an image is. So a request that shows one is
 not rendered here: its messages go to the chat route, whose prompt is a root (`image`), and the
@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shown:
-    """Messages with images, and what the engine said that they come to."""
+    """Messages with images, and the tokens that the engine said they become."""
 
     messages: list[JSON]
     """Messages as OpenAI Chat has them."""
@@ -51,8 +51,8 @@ class Shown:
     ids: Ids
     """The whole prompt."""
     images: list[JSON]
-    """Digest and media type of each image, in order; `start`, `length` and `grid` where they were
-    told."""
+    """Digest and media type of each image, in order; `start`, `length` and `grid` where the engine
+    gave them."""
     parted: int
     """Number of texts that held what looks like a control token."""
 
@@ -84,10 +84,10 @@ async def show(served: Served, request: ModelRequest) -> Shown | None:
     seen = await _seen(served.engine, messages, tools, arguments)
     if seen is None:
         return None
-    told = [{"digest": part.digest, "media_type": part.media_type} for part in images]
-    if len(seen.places) == len(told):
-        told = [image | place for image, place in zip(told, seen.places, strict=True)]
-    return Shown(messages, tools, arguments, seen.ids, told, parting.count)
+    described = [{"digest": part.digest, "media_type": part.media_type} for part in images]
+    if len(seen.places) == len(described):
+        described = [image | place for image, place in zip(described, seen.places, strict=True)]
+    return Shown(messages, tools, arguments, seen.ids, described, parting.count)
 
 
 async def _seen(
@@ -104,7 +104,7 @@ async def _seen(
 
 
 def pictures(shown: Shown, images: Sequence[JSON]) -> tuple[Picture, ...] | None:
-    """The images of the messages at the places that `images` tells; `None` = not all are told."""
+    """The images of the messages at the places that `images` gives; `None` = a place is missing."""
     urls = [
         part["image_url"]["url"]
         for message in shown.messages

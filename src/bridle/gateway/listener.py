@@ -3,7 +3,7 @@
 A thin layer over aiohttp's low-level server: no router, no middleware, no access log (a path may
 hold a key). A handler is cancelled when its client goes. The head of a request must be complete
 some time after its first byte; bodies are timed by whoever reads them. A client whose body is
-refused before all of it was read is told that its connection ends.
+refused before all of it was read gets `Connection: close`.
 """
 
 from __future__ import annotations

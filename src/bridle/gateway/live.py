@@ -37,11 +37,11 @@ class Mark:
         return f"{self.reasoning} of reasoning, {self.text} of text, {self.calls} calls"
 
     @classmethod
-    def read(cls, told: str) -> Mark | None:
+    def read(cls, text: str) -> Mark | None:
         """A mark from its text; `None` = it is none."""
-        numbers = [int(word) for word in told.split() if word.isdigit()]
+        numbers = [int(word) for word in text.split() if word.isdigit()]
         mark = cls(*numbers) if len(numbers) == 3 else None
-        return mark if mark is not None and str(mark) == told else None
+        return mark if mark is not None and str(mark) == text else None
 
 
 class LiveReply:
@@ -80,20 +80,20 @@ class LiveReply:
         """Ids of the calls that may have left."""
         return [call.id or "" for call in self._calls]
 
-    def hear(self, chunk: GenerateChunk) -> None:
+    def feed(self, chunk: GenerateChunk) -> None:
         """Take what the engine has sampled."""
-        told = chunk.prompt_ids_json
-        if told is not None and told != self._prompt.json():
+        reported = chunk.prompt_ids_json
+        if reported is not None and reported != self._prompt.json():
             self._held = True  # sampled under another prompt, which may read otherwise
         if chunk.delta is not None and (self._by_engine or self._end == Mark()):
             self._by_engine = True
-            self._add(self._told(chunk.delta))
+            self._add(self._parsed(chunk.delta))
         elif self._by_engine or self._reader is None:
             self._held |= bool(len(chunk.output_ids))
         elif not self._held:
             self._add(self._reader.feed(chunk.output_ids.tolist()))
 
-    def _told(self, delta: TextDelta) -> ReplyDelta:
+    def _parsed(self, delta: TextDelta) -> ReplyDelta:
         """Return the engine's own parse; reasoning after text would be out of order."""
         self._held |= bool(delta.reasoning and self._end.text)
         return ReplyDelta() if self._held else ReplyDelta(delta.reasoning, delta.text)

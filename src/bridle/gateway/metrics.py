@@ -181,14 +181,14 @@ class _Replicas(Collector):
             labels=("model", "how"),
         )
         for model, pool in self._pools().items():
-            for told in pool.replicas():
-                place = (model, told["name"])
-                gauges["up"].add_metric(place, told["state"] == "live")
-                gauges["released"].add_metric(place, told["state"] == "released")
+            for replica in pool.replicas():
+                place = (model, replica["name"])
+                gauges["up"].add_metric(place, replica["state"] == "live")
+                gauges["released"].add_metric(place, replica["state"] == "released")
                 for name in ("calls_in_flight", "sessions", "version"):
-                    gauges[name].add_metric(place, told[name])
+                    gauges[name].add_metric(place, replica[name])
                 for name, counter in counters.items():
-                    counter.add_metric(place, told[name])
+                    counter.add_metric(place, replica[name])
             for how, count in pool.routed.items():
                 routed.add_metric((model, how.value), count)
         yield from (*gauges.values(), *counters.values(), routed)

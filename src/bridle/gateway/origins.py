@@ -34,7 +34,7 @@ def after_summary(
 def of_subagent(
     session: GatewaySession, request: ModelRequest, placement: Placement, asked: Asked
 ) -> Asked:
-    """A call that no mark tells apart is a sub-agent's if it was told what to do by a call of ours.
+    """A call that no mark tells apart is a sub-agent's if its task is in a call of ours.
 
     So are those that continue one.
     """

@@ -445,14 +445,14 @@ class PlainCall:
             self.alarm.cancel()
         try:
             chunk = self.linear.pool.arrived(self.request)
-        except EngineError:  # the task is told the same
+        except EngineError:  # the task gets the same error
             chunk = None
         if chunk is None or not self._is_plain(chunk):
             self.hand_over()
             return
         self.linear.pool.end(self.request, chunk)
         try:
-            exchanges.heard(call)
+            exchanges.note_first_token(call)
             finished = exchanges.finished(
                 session, call, self.linear.prompted, self.effective, self._sample(chunk)
             )
@@ -476,13 +476,13 @@ class PlainCall:
 
     def _is_plain(self, chunk: GenerateChunk) -> bool:
         """Return whether a reply is a sample as it is, of one version, under our prompt."""
-        told = chunk.prompt_ids_json
+        reported = chunk.prompt_ids_json
         return (
             chunk.finish_reason is not FinishReason.ABORT
             and not chunk.extra
             and len(chunk.versions) == 1
             and chunk.output_ids.size == chunk.logprobs.size > 0
-            and (told is None or told == self.request.prompt.json())
+            and (reported is None or reported == self.request.prompt.json())
         )
 
     def _sample(self, chunk: GenerateChunk) -> SampledReply:

@@ -75,9 +75,10 @@ class Prompts:
     ) -> Prompted:
         """The ids to sample under: the parent's extended, else rendered anew.
 
-        `parent` is the call that the question's placement names; `shown` is what the engine told of
-        messages with images. Raises `RenderError`, `EngineError` if the engine was to render and
-        failed, or `RequestError` for a prefill that the model's template does not take.
+        `parent` is the call that the question's placement names; `shown` is what the
+        engine reported of messages with images. Raises `RenderError`, `EngineError` if the engine
+        was to render and failed, or `RequestError` for a prefill that the model's template does
+        not take.
         """
         request, placement = question.request, question.placement
         if shown is not None:
@@ -89,7 +90,7 @@ class Prompts:
         elif placement.extend and parent is not None and parent.prompt is not None:
             before, output_ids = parent.sampled()
             if placement.new_from > len(messages):
-                # The client sends back the reply itself, to have it gone on with.
+                # The client sends back the reply itself, to have it continued.
                 if len(output_ids) and output_ids[-1] not in self._renderer.stop_token_ids:
                     return Prompted(before.extend(output_ids, no_ids()), parent, None)
                 reason = "prefill"
@@ -183,11 +184,11 @@ class Prompts:
             sofar = np.concatenate([before.array(), output_ids])
             if np.array_equal(shown.ids[: len(sofar)], sofar):
                 suffix = shown.ids[len(sofar) :]
-        told = pictures(shown, images)
-        if suffix is None or told is None:
+        placed = pictures(shown, images)
+        if suffix is None or placed is None:
             return root
         prompt = before.extend(output_ids, suffix)
-        return Prompted(prompt, parent, None, images=images, pictures=told, parted=parted)
+        return Prompted(prompt, parent, None, images=images, pictures=placed, parted=parted)
 
     async def _root(
         self, messages: tuple[Message, ...], request: ModelRequest, reason: str
@@ -195,16 +196,16 @@ class Prompts:
         """All messages rendered, by the engine's template where that is wanted and takes them."""
         parted, rendered_by = 0, None
         if self._template is not None:
-            told = await self._template.prompt(messages, request)
-            rendered_by = "renderer" if told is None else "engine"
-        if self._template is None or told is None:
+            rendered = await self._template.prompt(messages, request)
+            rendered_by = "renderer" if rendered is None else "engine"
+        if self._template is None or rendered is None:
             ids = await self._within_context(
                 messages,
                 request.tools_span,
                 lambda: self._renderer.render(messages, request.tools, thinking=request.thinking),
             )
         else:
-            ids, parted = told
+            ids, parted = rendered
         prompt = self._prefilled(PromptIds.root(ids), request)
         return Prompted(prompt, None, reason, rendered_by=rendered_by, parted=parted)
 
@@ -264,8 +265,8 @@ class Prompts:
             return reply
         ids = sampled.output_ids
         texts = [self._renderer.decode(ids[i : i + 1]) for i in range(len(ids))]
-        told = tuple(zip(texts, sampled.logprobs.tolist(), strict=True))
-        return replace(reply, token_logprobs=told)
+        token_logprobs = tuple(zip(texts, sampled.logprobs.tolist(), strict=True))
+        return replace(reply, token_logprobs=token_logprobs)
 
 
 def characters(messages: Sequence[Message], tools: bytes | None) -> int:

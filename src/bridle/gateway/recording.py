@@ -127,7 +127,7 @@ def exchange_record(finished: Finished, index: int, unpaired: int = 0) -> Exchan
 
 
 def _experts(sample: SampledReply, prompt_length: int) -> bytes | None:
-    """Pack the routed experts that the engine told; a token has those of the first try."""
+    """Pack the routed experts that the engine reported; a token has those of the first try."""
     parts = [one[KEY] for one in (*sample.extra_before, sample.extra) if KEY in one]
     start = min((part.start for part in parts), default=0)
     moved = [Experts(part.start - start, part.rows) for part in parts]
@@ -165,7 +165,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
     question, sample, reply = finished.question, finished.sample, finished.reply
     placement, request = question.placement, question.request
     asked = finished.call.asked
-    told: JSON = {
+    facts: JSON = {
         "placement": str(placement.kind),
         "model": request.model,
         "other_model": finished.call.other,
@@ -205,12 +205,12 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "engine": sample.extra and _others(sample.extra),
         "engine_before": [one for one in map(_others, sample.extra_before) if len(one) > 1],
     }
-    return {name: value for name, value in told.items() if value}
+    return {name: value for name, value in facts.items() if value}
 
 
-def _others(told: JSON) -> JSON:
-    """Return what an engine told without the routed experts, which stand by themselves."""
-    return {name: value for name, value in told.items() if name != KEY}
+def _others(reported: JSON) -> JSON:
+    """Return what an engine reported without the routed experts, which stand by themselves."""
+    return {name: value for name, value in reported.items() if name != KEY}
 
 
 def _malformed(reply: Reply) -> int:
@@ -246,7 +246,7 @@ def _unknown(finished: Finished) -> JSON:
 
 
 def images_of(finished: Finished) -> Sequence[JSON]:
-    """The images of the prompt, in order; with their places, if it is the prompt that was told."""
+    """The images of the prompt, in order; with their places, if the engine used our prompt."""
     shown = finished.prompted.shown
     images = finished.prompted.images if shown is None else shown.images
     return images if finished.sample.engine_prompt is None else unplaced(images)

@@ -40,7 +40,7 @@ from bridle.types import JSON
 SESSION_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 
 ENDED_KEYS: Final = 10_000
-"""Keys of deleted sessions that are still told what became of them; older ones are unknown."""
+"""Keys of deleted sessions that still get an error that says so; older ones are unknown."""
 
 HEADS: Final = 16
 """Heads of a session's requests that are known at a time."""
@@ -74,13 +74,13 @@ class SessionFacts:
     delivered: int
     """Exchanges whose reply the harness received."""
     failed_last: bool
-    """True if the last word that the harness heard from the model was an error."""
+    """True if the last reply that the harness got from the model was an error."""
     limit: str | None
     """The session limit that a call was refused for (`turns`, `tokens`, `seconds`)."""
     tokens: int
     """Sampled tokens, committed."""
     last_error: str | None
-    """Text of the last error that the harness was told; `None` = none."""
+    """Text of the last error that the harness got; `None` = none."""
     last_error_code: str | None
     """Its kind (`bridle.errors.RequestError.code`); `None` = none."""
     sealed: bool
@@ -201,8 +201,8 @@ class GatewaySession:
         self._unpaired.update(asked.pairing.unpaired)
         return len(self._unpaired) - before
 
-    def told_error(self, message: str, code: str | None = None) -> None:
-        """Note that the last word the harness heard is an error."""
+    def note_error(self, message: str, code: str | None = None) -> None:
+        """Note that the last reply to the harness is an error."""
         self.failed_last = True
         self.last_error = message
         self.last_error_code = code

@@ -3,7 +3,7 @@
 A stream's headers leave with the first sampled token or after a while; from there the encoder's
 keep-alives fill the silence. A live reply leaves as it becomes certain, each client at its own
 pace; what is left of it, or all of it, is written when its exchange is committed, and the last
-event only then (law 4). Whether the client got all of it is told to `Deliveries`, whatever happens.
+event only then (law 4). `Deliveries` learns whether the client got all of it, whatever happens.
 """
 
 from __future__ import annotations

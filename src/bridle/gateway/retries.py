@@ -75,9 +75,9 @@ class Deliveries:
         session.tries.detached()
 
     def refused(self, session: GatewaySession, call: Call, error: RequestError) -> None:
-        """A client was told that the call failed."""
+        """A client got the error of the call."""
         call.clients -= 1
-        session.told_error(str(error), error.code)
+        session.note_error(str(error), error.code)
         if call.stage is Stage.FAILED:
             last = replace(call.asked, retry_count=call.retry_count)
             session.tries.refused(call.question_key, last, error)

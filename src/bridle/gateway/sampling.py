@@ -77,7 +77,7 @@ class SampledReply:
     resumed: int
     """Number of times that the engine aborted the call."""
     discarded: int = 0
-    """Tokens of tries that could not be gone on with (see `bridle.gateway.seam`)."""
+    """Tokens of tries that could not be resumed (see `bridle.gateway.seam`)."""
     mixed: bool = False
     """True if weights changed during a piece of it; such tokens have the version before."""
     extra: JSON = field(default_factory=dict)
@@ -104,11 +104,11 @@ class Sofar:
     """Tries that failed with an error of the engine before the reply's first token."""
     failure: str = "engine_error"
     """Kind of the last error that ended a try."""
-    told_prompt: bytes | None = None
+    reported_prompt: bytes | None = None
     discarded: int = 0
     mixed: bool = False
     extras: Extras | None = None
-    """`None` = the engine told nothing beside the tokens."""
+    """`None` = the engine reported nothing beside the tokens."""
 
     def output_ids(self) -> Ids:
         return _joined(self.ids) if self.ids else no_ids()
@@ -127,14 +127,14 @@ class Sofar:
     def disown(self, version: int) -> None:
         """End a try whose tokens cannot be trusted: the call has none from here on."""
         self.begin_again()
-        self.told_prompt = None
+        self.reported_prompt = None
         self.add(GenerateChunk(no_ids(), no_logprobs()))
         self.end_try((), version)
 
     def add(self, chunk: GenerateChunk) -> None:
         """Take what came."""
-        if not self.ids and self.told_prompt is None:
-            self.told_prompt = chunk.prompt_ids_json
+        if not self.ids and self.reported_prompt is None:
+            self.reported_prompt = chunk.prompt_ids_json
         if chunk.extra:
             at = sum(map(len, self.ids))
             size = len(chunk.output_ids)
@@ -144,13 +144,15 @@ class Sofar:
         self.ids.append(chunk.output_ids)
         self.logprobs.append(chunk.logprobs)
 
-    def end_try(self, told: tuple[VersionSpan, ...], version: int, *, moved: bool = False) -> None:
-        """Close one try: its spans count from its own first token; `version` if it told none.
+    def end_try(
+        self, reported: tuple[VersionSpan, ...], version: int, *, moved: bool = False
+    ) -> None:
+        """Close one try: its spans count from its own first token; `version` if it reported none.
 
         One that was `moved` for no reason of its own is not counted as fruitless.
         """
         start, self.tokens = self.tokens, sum(map(len, self.ids))
-        spans = told or (VersionSpan(version, 0, self.tokens - start),)
+        spans = reported or (VersionSpan(version, 0, self.tokens - start),)
         if start:
             spans = tuple(
                 VersionSpan(span.version, start + span.start, start + span.end) for span in spans
@@ -168,7 +170,7 @@ class Sofar:
 class Sampler:
     """Samples replies of one engine.
 
-    `version` is the policy's where a reply does not tell its own; `decode` gives the text of ids
+    `version` is the policy's where a reply reports none; `decode` gives the text of ids
     without control tokens, for stop strings over a seam.
     """
 
@@ -190,11 +192,11 @@ class Sampler:
         request: GenerateRequest,
         prompt: PromptIds,
         *,
-        heard: Callable[[GenerateChunk], None],
+        on_chunk: Callable[[GenerateChunk], None],
         sofar: Sofar | None = None,
         retry_until: float = 0.0,
     ) -> SampledReply:
-        """Sample one reply under `prompt`; `heard` is told each chunk as it comes.
+        """Sample one reply under `prompt`; `on_chunk` gets each chunk as it arrives.
 
         While there is no token, an error status that may pass is tried again, up to the time
         `retry_until` (of `time.perf_counter`).
@@ -208,7 +210,7 @@ class Sampler:
             if tries or request.stream:
                 left = rest(request, prompt, sofar.output_ids(), tries)
             try:
-                last = await self._try(left, sofar, heard, request.sampling.min_tokens or 0)
+                last = await self._try(left, sofar, on_chunk, request.sampling.min_tokens or 0)
             except EngineError as error:
                 await _wait_after(error, sofar, retry_until)
                 continue
@@ -224,7 +226,7 @@ class Sampler:
                 await asyncio.sleep(BACKOFF_S * 2**sofar.fruitless)
 
     def cut(self, request: GenerateRequest, sofar: Sofar) -> SampledReply:
-        """The tokens of a call that comes to no end, as a sample of their own."""
+        """Return the tokens of a call that will not end as a sample of their own."""
         if sum(map(len, sofar.ids)) > sofar.tokens:
             sofar.end_try((), self._version())
         return self._whole(request, sofar, GenerateChunk(no_ids(), no_logprobs(), _ABORT))
@@ -233,7 +235,7 @@ class Sampler:
         self,
         request: GenerateRequest,
         sofar: Sofar,
-        heard: Callable[[GenerateChunk], None],
+        on_chunk: Callable[[GenerateChunk], None],
         least: int,
     ) -> GenerateChunk | None:
         """One call to the engine; its last chunk, or `None` if it was given up."""
@@ -245,7 +247,7 @@ class Sampler:
                     async for last in stream:
                         sofar.add(last)
                         # What a parser says of a reply's rest alone is not to be relied on.
-                        heard(replace(last, delta=None) if sofar.tokens and last.delta else last)
+                        on_chunk(replace(last, delta=None) if sofar.tokens and last.delta else last)
                 finally:
                     await stream.aclose()
             except EngineError as error:
@@ -284,7 +286,7 @@ class Sampler:
         output_ids, logprobs, extras = _joined(sofar.ids), _joined(sofar.logprobs), sofar.extras
         if self._mode is not LogprobMode.NONE and output_ids.size != logprobs.size:
             raise EngineError(f"{len(output_ids)} sampled ids but {len(logprobs)} logprobs")
-        engine_prompt, position = another_prompt(request, sofar.told_prompt)
+        engine_prompt, position = another_prompt(request, sofar.reported_prompt)
         return SampledReply(
             output_ids=output_ids,
             logprobs=logprobs,
@@ -296,7 +298,7 @@ class Sampler:
             resumed=sofar.tries - 1,
             discarded=sofar.discarded,
             mixed=sofar.mixed,
-            extra={} if extras is None else extras.told(len(output_ids)),
+            extra={} if extras is None else extras.whole(len(output_ids)),
             extra_before=[] if extras is None else extras.before(len(output_ids)),
         )
 
@@ -343,16 +345,16 @@ def _joined(arrays: list[Array]) -> Array:
 
 
 def another_prompt(
-    request: GenerateRequest, told: bytes | None
+    request: GenerateRequest, reported: bytes | None
 ) -> tuple[PromptIds | None, int | None]:
     """The engine's own prompt and where it leaves ours; `(None, None)` if it used ours.
 
-    `told` is the JSON text of the ids it used; `None` = it does not say, which counts as ours.
+    `reported` is the JSON text of the ids it used; `None` = the engine reports none: ours count.
     """
-    if told is None or told == request.prompt.json():
+    if reported is None or reported == request.prompt.json():
         return None, None
     with boundary(EngineError, "reading the engine's prompt ids"):
-        used = parse_ids(compact(told))
+        used = parse_ids(compact(reported))
     sent = request.prompt.array()
     shorter = min(len(used), len(sent))
     differing = np.flatnonzero(used[:shorter] != sent[:shorter])

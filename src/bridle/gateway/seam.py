@@ -78,13 +78,13 @@ async def stopping(
                 yield chunk
                 continue
             kept, text = found
-            last, told = chunk, first_of(chunk.extra, len(chunk.output_ids), kept)
+            last, extra = chunk, first_of(chunk.extra, len(chunk.output_ids), kept)
             if chunk.finish_reason is None:
                 await abort()
                 rest_of_it = [ending async for ending in chunks]
                 last = rest_of_it[-1]
                 size = seam.passed + sum(len(one.output_ids) for one in (chunk, *rest_of_it))
-                told = first_of(last.extra, size, seam.passed + kept) | told
+                extra = first_of(last.extra, size, seam.passed + kept) | extra
             yield GenerateChunk(
                 output_ids=chunk.output_ids[:kept],
                 logprobs=chunk.logprobs[:kept],
@@ -93,7 +93,7 @@ async def stopping(
                 versions=_clipped(last.versions, seam.passed + kept),
                 prompt_ids_json=chunk.prompt_ids_json,
                 cached_tokens=max(chunk.cached_tokens, last.cached_tokens),
-                extra=told,
+                extra=extra,
             )
             return
 

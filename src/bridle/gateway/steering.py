@@ -1,7 +1,7 @@
 """One policy over many gateways: hold all, load, publish everywhere, go on.
 
 A trainer wraps its own loading in `updating`; `update` has the engines load from a folder, each
-once, whichever gateways stand before it. No gateway goes on before all of them know the version,
+once, whichever gateways stand before it. No gateway resumes before all of them know the version,
 and a step that fails at one leaves none of them held: sessions then go on under the old version.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bridle.gateway.app import GatewayServer
 
 RELEASE_S = 60.0
-"""Time that gateways are told to go on, after a failure or a cancelled trainer, too."""
+"""Time limit for ending a hold; it also applies after a failure or a cancelled trainer."""
 
 SLACK_S = 30.0
 """Time of an answer beyond the time that a hold may take."""
@@ -74,12 +74,12 @@ class There:
         url = f"{self.name}/policy"
         try:
             async with self._http.post(url, json=body, timeout=limit) as answer:
-                told: JSON = await answer.json(content_type=None)
+                status: JSON = await answer.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EngineError(f"no answer: {type(error).__name__}: {error}") from error
         if answer.status != 200:
-            raise EngineError(str((told.get("error") or {}).get("message", answer.status)))
-        return told
+            raise EngineError(str((status.get("error") or {}).get("message", answer.status)))
+        return status
 
 
 @asynccontextmanager
@@ -93,11 +93,11 @@ async def updating(
     take the version. When the body raises, nothing is published.
     """
     try:
-        told = await _all(gateways, SetPolicy(hold=mode, timeout_s=timeout_s))
-        yield told
+        states = await _all(gateways, SetPolicy(hold=mode, timeout_s=timeout_s))
+        yield states
         await _all(gateways, SetPolicy(version=version))
     except BaseException:
-        with suppress(EngineError):  # what went wrong first is what is told
+        with suppress(EngineError):  # the first error is the one to report
             await run_shielded(_all(gateways, SetPolicy(hold=False)), timeout_s=RELEASE_S)
         raise
     await run_shielded(_all(gateways, SetPolicy(hold=False)), timeout_s=RELEASE_S)
@@ -114,16 +114,18 @@ async def update(
 ) -> None:
     """Have all engines of all gateways load the folder `weights` as `version`; sessions go on.
 
-    A server that several gateways name alike is told once. `load_s` is how long a gateway's engines
+    A server that several gateways name alike loads once. `load_s` is how long a gateway's engines
     may take. `EngineError` names engines that did not take the weights; the version is then
     published nowhere.
     """
-    async with updating(gateways, version, mode=mode, timeout_s=timeout_s) as told:
-        shares = _shares([one["replicas"] for one in told])
+    async with updating(gateways, version, mode=mode, timeout_s=timeout_s) as states:
+        shares = _shares([one["replicas"] for one in states])
         load = SetPolicy(weights=weights, version=version, timeout_s=load_s)
         async with asyncio.TaskGroup() as group:
             loads = [
-                group.create_task(_told(one, load.model_copy(update={"replicas": tuple(share)})))
+                group.create_task(
+                    _answer_or_error(one, load.model_copy(update={"replicas": tuple(share)}))
+                )
                 for one, share in zip(gateways, shares, strict=True)
                 if share
             ]
@@ -144,13 +146,13 @@ def _shares(named: list[list[str]]) -> list[list[str]]:
 async def _all(gateways: Collection[Steered], wanted: SetPolicy) -> list[JSON]:
     """Have all do the same at once; `EngineError` says which did not."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_told(one, wanted)) for one in gateways]
+        tasks = [group.create_task(_answer_or_error(one, wanted)) for one in gateways]
     results = [task.result() for task in tasks]
     _require([one for one in results if isinstance(one, EngineError)])
     return [one for one in results if not isinstance(one, EngineError)]
 
 
-async def _told(one: Steered, wanted: SetPolicy) -> JSON | EngineError:
+async def _answer_or_error(one: Steered, wanted: SetPolicy) -> JSON | EngineError:
     try:
         return await one.steer(wanted)
     except BridleError as error:

@@ -97,13 +97,13 @@ class Tries:
             del self._open[key]
 
     def failed(self, call: Call) -> None:
-        """A call came to nothing; a client that waits is still to be told."""
+        """A call failed; a client that waits must still get the error."""
         self.end(call)
         if not call.clients:
             self._refuse(call.question_key, call.asked.user_agent, call.retry_count)
 
     def refused(self, question: bytes, asked: Asked, error: RequestError) -> None:
-        """A try was told `error`; if its SDK asks again after that, the retry is a new sample."""
+        """A client got `error`; if its SDK asks again after that, the retry is a new sample."""
         if error.status >= 500 or error.status in RETRIED:
             self._refuse(question, asked.user_agent, asked.retry_count)
 

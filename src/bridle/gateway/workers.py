@@ -290,8 +290,8 @@ class Supervisor:
 
     async def _health(self) -> Answer:
         if down := [worker.name for worker in self.workers if not worker.ready.is_set()]:
-            told = {"status": "worker_unavailable", "detail": ", ".join(down)}
-            return 503, orjson.dumps(told)
+            body = {"status": "worker_unavailable", "detail": ", ".join(down)}
+            return 503, orjson.dumps(body)
         answers = await self._ask_all("GET", "/health")
         return _failure(answers) or answers[0]
 
@@ -400,7 +400,7 @@ class Supervisor:
             return _refused(400, "rolling: not with several workers")
         before = self._policy
         mode = before.get("hold") or wanted.get("mode", "abort")
-        after: JSON = {} if before.get("hold") else {"hold": False}  # an earlier hold goes on
+        after: JSON = {} if before.get("hold") else {"hold": False}  # an earlier hold stays
         limits = {"timeout_s": wanted["timeout_s"]} if "timeout_s" in wanted else {}
         self._policy = before | {"hold": mode}
         try:

@@ -59,11 +59,11 @@ def pack_attention(model: PreTrainedModel) -> None:
     ids = torch.arange(12, device=model.device) % model.get_input_embeddings().weight.shape[0]
     routing = routing_of(model)
     with torch.no_grad(), boundary(ConfigError, refused):
-        with nullcontext() if routing is None else routing.recording() as told:
+        with nullcontext() if routing is None else routing.recording() as recorded:
             apart = model(ids.view(2, 6), use_cache=False).logits.flatten(0, 1)
         model.set_attn_implementation(ATTENTION)
         places = torch.arange(6, device=model.device).repeat(2)[None]
-        with replayed(model, routing.rows(told) if routing and told else None):
+        with replayed(model, routing.rows(recorded) if routing and recorded else None):
             packed = model(ids[None], position_ids=places, lengths=[6, 6], use_cache=False).logits
     if float((packed[0] - apart).abs().max()) > CLOSE * float(apart.abs().max()):
         raise ConfigError(f"{refused}: it mixes them up; take 'rows' or 'tree'")

@@ -42,7 +42,7 @@ MOST_REJECTED: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step, as it is told and kept."""
+    """Results of one step, as the progress and `course.json` have them."""
 
     step: int
     """1 = the first."""
