@@ -30,13 +30,13 @@ messages = st.lists(
 MARKS = ["<think>", "</think>", "<tool_call>", "<|im_end|>"]
 
 
-def test_a_family_that_only_puts_texts_in_their_place_is_held():
+def test_a_family_that_only_inserts_texts_renders_with_placeholders():
     assert isinstance(REPLACED, PlaceholderFamily)
 
 
 @given(messages)
 @settings(max_examples=40)
-def test_a_prompt_is_the_same_held_or_not(asked):
+def test_a_prompt_is_the_same_with_placeholders(asked):
     wanted = PLAIN.render_ids(asked, tools=None, add_generation_prompt=True)
     assert REPLACED.render_ids(asked, tools=None, add_generation_prompt=True) == wanted
 
@@ -44,7 +44,7 @@ def test_a_prompt_is_the_same_held_or_not(asked):
 @example([{"role": "user", "content": ""}], ["a b c d e f g h", "\n", "<think>"])
 @given(messages, st.lists(st.sampled_from(["a b c d e f g h", "\n", *MARKS]), max_size=5))
 @settings(max_examples=60)
-def test_a_suffix_is_the_same_held_or_not(new, said):
+def test_a_suffix_is_the_same_with_placeholders(new, said):
     prompt = PLAIN.render_ids(
         [{"role": "user", "content": "u"}], tools=None, add_generation_prompt=True
     )

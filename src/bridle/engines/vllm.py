@@ -323,6 +323,7 @@ class VllmEngine(ServerAdapter, Immediate):
         return sent.waiting
 
     def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
+        """Return the reply to a call of `begin` if it is whole and has an end, else `None`."""
         answer = self._client.arrived(self._begun[request.request_id])
         if answer is None:
             return None

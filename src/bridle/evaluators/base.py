@@ -105,7 +105,7 @@ class Places(Protocol):
     def untouched(self) -> AbstractAsyncContextManager[Places]:
         """Give the places of a session with a fresh work folder, as `prepare` makes it.
 
-        An evaluator scores it to learn the reward of an agent that did nothing.
+        A checker that failed runs there again, which shows whether the agent caused the failure.
         """
 
 
@@ -113,6 +113,7 @@ class NoPlaces:
     """The places of a stored session: none, as its work folder is not kept. Implements `Places`."""
 
     async def left(self) -> Path:
+        """Raise `EvaluatorError`, as `fresh`, `whole` and `with_work` do."""
         raise self._refusal()
 
     def fresh(self) -> AbstractAsyncContextManager[Runtime]:

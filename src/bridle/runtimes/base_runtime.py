@@ -158,6 +158,7 @@ class OnThisMachine(BaseRuntime):
         """Return the work folder's path on this machine."""
 
     async def copied(self, scratch: Path) -> Self:
+        """End the session's processes; start a runtime in `scratch` with copies of its folders."""
         await self.kill()
         copy = type(self)(self._spec, self._session_id, scratch, self._mounts)
         with boundary(RuntimeFailure, f"cannot copy session {self._session_id}"):
