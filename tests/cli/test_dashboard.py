@@ -18,7 +18,7 @@ from tests.cli.test_serve import a_server, script, tasks
 from tests.dashboard.test_app import links_to
 
 from bridle.cli.config import load_config
-from bridle.cli.dashboard import access_control, may_read
+from bridle.cli.dashboard import access_control, may
 from bridle.cli.serve import executor_flags, server_of
 from bridle.client import AsyncClient, Client
 from bridle.errors import ConfigError
@@ -106,6 +106,9 @@ name = "trainer"
 token = "the-token-of-a-trainer"
 roles = ["submit"]
 [[tokens]]
+name = "trainer"
+token = "the-token-of-a-person"
+[[tokens]]
 name = "stranger"
 token = "the-token-of-a-stranger"
 roles = ["read"]
@@ -117,9 +120,10 @@ roles = ["admin"]
 HTML = {"accept": "text/html"}
 
 
-async def test_a_reader_sees_conversations_under_ui(tmp_path):
+def tenants(tmp_path):
+    """The config of a server with `TOKENS`."""
     (tmp_path / "tokens.toml").write_text(TOKENS)
-    config = load_config(
+    return load_config(
         None,
         engines=[f"scripted:{script(tmp_path)}"],
         server={
@@ -130,8 +134,11 @@ async def test_a_reader_sees_conversations_under_ui(tmp_path):
         },
         executor=executor_flags(None, concurrency=2),
     )
+
+
+async def test_a_reader_sees_conversations_under_ui(tmp_path):
     async with (
-        server_of(config, dashboard=True) as opened,
+        server_of(tenants(tmp_path), dashboard=True) as opened,
         AsyncClient(opened.url, token="the-token-of-a-trainer") as trainer,
         httpx.AsyncClient(base_url=opened.url, headers=HTML) as browser,
     ):
@@ -175,6 +182,43 @@ async def test_a_reader_sees_conversations_under_ui(tmp_path):
     assert api.status_code == 401, "the cookie opens the dashboard and nothing else"
 
 
+async def test_who_may_submit_forks_a_session_from_its_page_and_sees_the_tree(tmp_path):
+    async with (
+        server_of(tenants(tmp_path), dashboard=True) as opened,
+        AsyncClient(opened.url, token="the-token-of-a-person") as person,
+        httpx.AsyncClient(base_url=opened.url, headers={"origin": opened.url}) as browser,
+    ):
+        await person.submit_many(tasks(1, samples=1))
+        await person.wait("task-0", timeout_s=60)
+        (session,) = await person.sessions("task-0")
+        at = f"/ui/session/{session['session_id']}"
+        pages, refused = {}, {}
+        for name in ("reader", "stranger", "person"):
+            browser.cookies.clear()
+            await browser.post("/ui/login", data={"token": f"the-token-of-a-{name}"})
+            pages[name] = await browser.get(f"{at}/attempts")
+            if name != "person":
+                refused[name] = await browser.post(f"{at}/fork", data={"at": "1"})
+        moved = await browser.post(f"{at}/fork", data={"at": "1", "samples": "2"})
+        late = await browser.post(f"{at}/fork", data={"at": "9"})
+        (name,) = [one["task_id"] async for one in person.tasks() if one["task_id"] != "task-0"]
+        await person.wait(name, timeout_s=60)
+        task = await browser.get(moved.headers["location"])
+        tree = await browser.get(f"{at}/attempts")
+        fork, *_ = await person.sessions(name)
+        below = await browser.get(f"/ui/session/{fork['session_id']}/attempts")
+
+    assert 'class="fork"' in pages["person"].text
+    assert 'class="fork"' not in pages["reader"].text
+    assert pages["stranger"].status_code == 404
+    assert {one.status_code for one in refused.values()} == {403}
+    assert (moved.status_code, late.status_code, task.status_code) == (303, 422, 200)
+    assert "replies; at = 9" in late.text
+    for page in (tree, below):
+        assert page.text.count(f"/ui/session/{name}") >= 2
+        assert "<b>2 forks</b>, mean of 3" in page.text
+
+
 def test_a_dashboard_of_a_server_by_itself_asks_for_the_server_s_token(tmp_path, say):
     from tests.cli.test_dashboard import fetch, serving
 
@@ -206,6 +250,6 @@ def test_only_who_may_read_may_look():
         ]
     )
 
-    able = {name for name in (*roles, "x") if may_read(auth, f"token-{name}-of-sixteen")}
+    able = {name for name in (*roles, "x") if may(auth, f"token-{name}-of-sixteen", TokenRole.READ)}
 
     assert able == {"reads", "all"}

@@ -41,6 +41,10 @@ def run(finished_run, tmp_path):
     return tmp_path / "run"
 
 
+KEPT = ("capture.sqlite", "trajectories.jsonl", "trajectories.parquet", "summary.json")
+"""Files that only a reward that is recorded changes."""
+
+
 def rewards(run):
     lines = (run / "trajectories.jsonl").read_text().splitlines()
     return [json.loads(line)["reward"] for line in lines]
@@ -102,6 +106,68 @@ def test_a_wrong_scorer_or_session_is_refused_before_any_is_scored(
     assert said.code == 2
     assert error in " ".join(said.err.split())
     assert rewards(run) == before
+
+
+COMPARED = """
+def short(attempt):
+    return float(len(attempt.instruction) < 40)
+
+def some(attempt):
+    return {"a": 1.0, "b": 0.0}.get(attempt.task_id[:1], 0.5)
+
+def none(attempt):
+    raise KeyError(attempt.task_id)
+"""
+
+
+def test_several_scorers_are_compared_and_change_no_reward(say, run):
+    (run.parent / "compared.py").write_text(COMPARED)
+    files = {path: path.read_bytes() for path in run.glob("*") if path.name in KEPT}
+    before, sessions = rewards(run), say("show", run, "--json").json
+    function, evaluator = f"{run.parent}/compared.py:some", "session_completed"
+    words = ("score", run, "--function", function, "--evaluator", evaluator)
+    said, shown = say(*words, "--json"), say(*words)
+
+    assert said.code == shown.code == 0, said.err
+    assert {path: path.read_bytes() for path in files} == files
+    assert said.json["scorers"] == ["recorded", function, evaluator]
+    assert [one["rewards"]["recorded"] for one in said.json["sessions"]] == before
+    assert len(said.json["sessions"]) == len(sessions)
+    for one in said.json["sessions"]:
+        assert (one["rewards"][function], one["rewards"][evaluator]) == (0.5, 1.0)
+    (apart,) = [pair for pair in said.json["pairs"] if "recorded" not in pair["scorers"]]
+    assert (apart["compared"], apart["differing"]) == (len(sessions), len(sessions))
+    assert apart["difference"] == pytest.approx(0.5)
+    assert f"{len(sessions)} of {len(sessions)} sessions scored differently" in shown.out
+    kept = json.loads((run / "scorers.json").read_text())
+    assert kept["pairs"] == said.json["pairs"]
+
+
+def test_a_scorer_that_fails_is_named_beside_the_others(say, run):
+    (run.parent / "compared.py").write_text(COMPARED)
+    none, some = (f"{run.parent}/compared.py:{name}" for name in ("none", "some"))
+    said = say("score", run, "--function", none, "--function", some, "--json")
+    assert said.code == 1
+    for one in said.json["sessions"]:
+        assert one["rewards"][none] is None
+        assert "KeyError" in one["errors"][none]
+    assert min(pair["compared"] for pair in said.json["pairs"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--evaluator", "session_completed") * 2, "different names"),
+        (("--evaluator", "session_completed", "--evaluator", "judge", "--reward", "1"), "--reward"),
+        (("--evaluator", "session_completed", "--evaluator", "comand"), "unknown evaluator"),
+        (("no", "--evaluator", "session_completed", "--function", "json:loads"), "no session no"),
+    ],
+)
+def test_scorers_that_cannot_be_compared_are_refused(say, run, words, error):
+    said = say("score", run, *words)
+    assert said.code == 2
+    assert error in " ".join(said.err.split())
+    assert not (run / "scorers.json").exists()
 
 
 def test_a_running_run_is_not_scored(say, run):

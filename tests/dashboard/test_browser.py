@@ -207,6 +207,32 @@ def test_a_certificate_is_read_from_the_first_page(browser, url):
     picture(browser, "certificate")
 
 
+def test_a_session_is_forked_from_the_tree_of_its_attempts(browser, tmp_path_factory):
+    """By the command that stands at a reply, as a person copies it."""
+    import asyncio
+    import shlex
+
+    from tests.dashboard.test_attempts import attempts
+
+    folder = tmp_path_factory.mktemp("attempts") / "runs"
+    asyncio.run(attempts(folder))
+    with serving(folder) as where:
+        browser.get(f"{where}/sessions?run=again")
+        one(browser, "a[data-row]").click()
+        one(browser, "a[href*='/attempts']").click()
+        until(lambda: len(every(browser, ".attempts a.turn")) == 5, "all five attempts")
+        assert one(browser, ".attempts a[aria-current]").text.count("one.0.d") == 1
+        assert len(every(browser, ".reply code.command")) == 3, "one at each of its own replies"
+        picture(browser, "attempts")
+        every(browser, ".attempts a.turn")[0].click()
+        one(browser, "a.turn").click()
+        command = one(browser, "#exchange .command")
+        browser.execute_script("getSelection().selectAllChildren(arguments[0])", command)
+        copied = browser.execute_script("return getSelection().toString()")
+    words = ["bridle", "fork", "one.0", "--run", "runs/its run", "--at", "1"]
+    assert shlex.split(copied) == words
+
+
 def test_without_scripts_every_page_tells_the_same(browser, url):
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
@@ -237,7 +263,8 @@ def test_a_list_is_sorted_and_two_samples_are_compared_by_clicks(browser, url):
 PAGES = (
     *("", "a[href*='/certificate?']"),
     *("sessions", "tasks", "a[data-row][href*='/task?']", "a[href*='/compare?']"),
-    *("a[data-row][href*='/session/']", "a.turn", "a[href*='/trace/']"),
+    *("a[data-row][href*='/session/']", "a[href*='/attempts']", ".reply a[href*='/exchange/']"),
+    "a[href*='/trace/']",
 )
 """Pages of a tour: a path, or the link to click on the page before."""
 
@@ -262,7 +289,7 @@ def test_no_page_is_wider_than_a_telephone(browser, url):
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-SHOWN = ("exchange", "trace", "file")
+SHOWN = ("exchange", "trace", "file", "attempts")
 
 
 def test_hostile_text_runs_and_loads_nothing(browser, tmp_path_factory):
@@ -275,7 +302,7 @@ def test_hostile_text_runs_and_loads_nothing(browser, tmp_path_factory):
         links = {
             link.get_attribute("href")
             for link in every(browser, "main a")
-            if any(f"/{part}/" in link.get_attribute("href") for part in SHOWN)
+            if any(f"/{part}" in link.get_attribute("href") for part in SHOWN)
         }
         assert len(links) > 5
         assert sum("/file/" in link for link in links) == 3

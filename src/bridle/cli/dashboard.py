@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from bridle.dashboard.app import Guard
     from bridle.dashboard.server import ServerSource
     from bridle.dashboard.source import DataSource
-    from bridle.server.auth import Auth, Caller
+    from bridle.server.auth import Auth, Caller, TokenRole
 
 TOKEN_ENV: Final = "BRIDLE_DASHBOARD_TOKEN"  # noqa: S105 - the variable's name
 """Token that browsers must give; required off loopback."""
@@ -47,10 +47,11 @@ def dashboard(
     allow_host: AllowHostOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show runs, sessions, exchanges and tokens in a browser, until Ctrl-C; changes nothing.
+    """Show runs, sessions, exchanges and tokens in a browser, until Ctrl-C.
 
-    A server is read with the token in BRIDLE_SERVER_TOKEN, or its own token if it is yours; a
-    browser must give it too. Off loopback a browser must give the token in BRIDLE_DASHBOARD_TOKEN.
+    It changes nothing; of a server's sessions a person can submit forks. A server is read with the
+    token in BRIDLE_SERVER_TOKEN, or its own token if it is yours; a browser must give it too. Off
+    loopback a browser must give the token in BRIDLE_DASHBOARD_TOKEN.
     """
     allowed = tuple(allow_host or ())
     with _source(target) as (source, token):
@@ -126,6 +127,7 @@ def dashboard_mount(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[
     from bridle.dashboard.app import Guard, make_app
     from bridle.dashboard.folder import FolderSource
     from bridle.dashboard.server import ServerSource
+    from bridle.server.auth import TokenRole
 
     with ExitStack() as opened:
         folder = None
@@ -138,17 +140,17 @@ def dashboard_mount(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[
             own = folder if owner_of(auth, token) is None else None
             # The client replaces an empty token by the one that this user's clients find.
             client = opened.enter_context(Client(url(), token=token or "none", patience_s=1.0))
-            return ServerSource(client, "rollout server", own)
+            may_submit = may(auth, token, TokenRole.SUBMIT)
+            return ServerSource(client, "rollout server", own, may_submit=may_submit)
 
-        yield Mount(MOUNT_PATH, make_app(source_of, Guard(lambda token: may_read(auth, token))))
+        guard = Guard(lambda token: may(auth, token, TokenRole.READ))
+        yield Mount(MOUNT_PATH, make_app(source_of, guard))
 
 
-def may_read(auth: Auth, token: str) -> bool:
-    """Return whether a token may read the dashboard."""
-    from bridle.server.auth import TokenRole
-
+def may(auth: Auth, token: str, role: TokenRole) -> bool:
+    """Return whether a token has a role."""
     caller = _caller(auth, token)
-    return caller is not None and caller.may(TokenRole.READ)
+    return caller is not None and caller.may(role)
 
 
 def owner_of(auth: Auth, token: str) -> str | None:

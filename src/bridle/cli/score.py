@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import time
 import tomllib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,10 +18,11 @@ from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.capture.records import SessionCapture
-    from bridle.capture.sqlite import SqliteStore
+    from bridle.capture.sqlite import SqliteReader, SqliteStore
     from bridle.config import EvaluatorSpec, Task
     from bridle.embedded.model import PlainModel
     from bridle.evaluators.base import Evaluation
+    from bridle.trajectory.disagreement import Disagreement, ScoredSession
     from bridle.trajectory.sample import Trace
     from bridle.types import Logprobs
 
@@ -32,10 +33,12 @@ def score(
     target: CaptureArgument,
     sessions: Annotated[list[str] | None, typer.Argument(help="Session ids; default: all.")] = None,
     function: Annotated[
-        str | None, typer.Option(help="Scorer: package.module:name or path/to/file.py:name.")
+        list[str] | None,
+        typer.Option(help="Scorer: package.module:name or path/to/file.py:name; repeatable."),
     ] = None,
     evaluator: Annotated[
-        str | None, typer.Option(help="Evaluator's name, or a TOML file with [evaluator].")
+        list[str] | None,
+        typer.Option(help="Evaluator's name, or a TOML file with [evaluator]; repeatable."),
     ] = None,
     reward: Annotated[float | None, typer.Option(help="The same reward for each session.")] = None,
     why: Annotated[str, typer.Option(help="Reason, recorded with each reward.")] = "",
@@ -47,18 +50,25 @@ def score(
     were cancelled, failed because of the system, or got no reply are left out. Exit code 1 if
     scoring failed for some, for example because the evaluator needs the work folder; these keep
     their reward.
+
+    Several scorers change no reward: their rewards are compared with each other and with the
+    recorded ones. The sessions on which they differ are listed, the most different first, and the
+    comparison is written into the run folder (scorers.json), for the dashboard.
     """
     import asyncio
 
     from bridle.cli.runs import capture_files
 
+    names = [*(function or ()), *(evaluator or ())]
+    if len(names) > 1:
+        failed = _compare(target, function or (), evaluator or (), reward, sessions, json=json)
+        raise typer.Exit(1 if failed else 0)
     scorer = _scorer(target, function, evaluator, reward)
-    why = why or function or evaluator or ("" if reward is not None else "the task's evaluator")
+    why = why or "".join(names) or ("" if reward is not None else "the task's evaluator")
     rows: list[JSON] = []
     for path in capture_files(target):
         rows += asyncio.run(_score(path, scorer, set(sessions or ()), why))
-    if missing := set(sessions or ()) - {row["session_id"] for row in rows}:
-        raise ConfigError(f"{target}: no session {', '.join(sorted(missing))} that can be scored")
+    _check_found(target, sessions, rows)
     if json:
         print_json({"sessions": rows})
     else:
@@ -69,6 +79,101 @@ def score(
         ]
         print_table(f"{len(rows)} sessions scored", columns, table)
     raise typer.Exit(1 if any(row["error"] for row in rows) else 0)
+
+
+def _check_found(target: Path, wanted: Sequence[str] | None, rows: Sequence[JSON]) -> None:
+    if missing := set(wanted or ()) - {row["session_id"] for row in rows}:
+        raise ConfigError(f"{target}: no session {', '.join(sorted(missing))} that can be scored")
+
+
+RECORDED = "recorded"
+"""Name, among scorers, of the rewards that the sessions have."""
+
+
+def _compare(
+    target: Path,
+    functions: Sequence[str],
+    evaluators: Sequence[str],
+    reward: float | None,
+    wanted: Sequence[str] | None,
+    *,
+    json: bool,
+) -> bool:
+    """Compare several scorers on stored sessions; return whether one of them failed."""
+    import asyncio
+    from dataclasses import asdict
+
+    import orjson
+
+    from bridle.cli.runs import capture_files
+    from bridle.folders import private_file
+    from bridle.node.run_folder import SCORERS
+    from bridle.trajectory.disagreement import disagreement_of
+
+    names = [*functions, *evaluators]
+    if reward is not None or len({RECORDED, *names}) <= len(names):
+        raise ConfigError(f"several scorers need different names, and no --reward: {names}")
+    scorers = {name: _scorer(target, [name], None, None) for name in functions}
+    scorers |= {name: _scorer(target, None, [name], None) for name in evaluators}
+    scored = [
+        one
+        for path in capture_files(target)
+        for one in asyncio.run(_score_with(path, scorers, set(wanted or ())))
+    ]
+    found = disagreement_of([RECORDED, *names], scored, time.time())
+    _check_found(target, wanted, [asdict(one) for one in scored])
+    base = target if target.is_dir() else target.parent
+    private_file(base / SCORERS).write_bytes(orjson.dumps(found))
+    if json:
+        print_json(asdict(found))
+    else:
+        _print_disagreement(found)
+    return any(one.errors for one in found.sessions)
+
+
+async def _score_with(
+    path: Path, scorers: Mapping[str, Scorer], wanted: set[str]
+) -> list[ScoredSession]:
+    """Score the sessions of a capture file by each of several scorers; nothing is recorded."""
+    from bridle.capture.sqlite import SqliteReader
+    from bridle.trajectory.disagreement import ScoredSession
+
+    found = []
+    with SqliteReader(path) as reader:
+        for capture in _ended(reader, wanted):
+            assert capture.outcome is not None
+            rewards: dict[str, float | None] = {RECORDED: capture.outcome.reward}
+            errors = {}
+            for name, scorer in scorers.items():
+                try:
+                    rewards[name] = (await scorer(capture)).reward
+                except EvaluatorError as error:
+                    rewards[name], errors[name] = None, str(error)
+            record = capture.session
+            found.append(ScoredSession(record.session_id, record.task_id or "", rewards, errors))
+    return found
+
+
+def _print_disagreement(found: Disagreement) -> None:
+    differing = found.differing
+    rows = [
+        [one.session_id, *(number(one.rewards.get(name)) for name in found.scorers)]
+        for one in differing
+    ]
+    title = f"{len(differing)} of {len(found.sessions)} sessions scored differently"
+    print_table(title, ("session", *(f"#{name}" for name in found.scorers)), rows)
+    pairs = [
+        [" / ".join(pair.scorers), pair.differing, pair.compared, number(pair.difference)]
+        for pair in found.pairs
+    ]
+    print_table("scorers", ("scorers", "#differ", "#of", "#mean difference"), pairs)
+    failed = [
+        [one.session_id, name, error]
+        for one in found.sessions
+        for name, error in one.errors.items()
+    ]
+    if failed:
+        print_table("failed", ("session", "scorer", "error"), failed)
 
 
 async def _score(path: Path, scorer: Scorer, wanted: set[str], why: str) -> list[JSON]:
@@ -86,7 +191,7 @@ async def _score(path: Path, scorer: Scorer, wanted: set[str], why: str) -> list
     return rows
 
 
-def _ended(store: SqliteStore, wanted: set[str]) -> Iterator[SessionCapture]:
+def _ended(store: SqliteStore | SqliteReader, wanted: set[str]) -> Iterator[SessionCapture]:
     """Yield the sessions whose outcome allows a reward, or whose evaluator failed."""
     from bridle.node.ending import is_scored
     from bridle.types import Cause, DeliveryState, SessionStatus
@@ -134,20 +239,23 @@ async def _one(store: SqliteStore, capture: SessionCapture, scorer: Scorer, why:
 
 
 def _scorer(
-    target: Path, function: str | None, evaluator: str | None, reward: float | None
+    target: Path,
+    functions: Sequence[str] | None,
+    evaluators: Sequence[str] | None,
+    reward: float | None,
 ) -> Scorer:
     """Load the scorer that the flags name; `ConfigError` for a mistake."""
     from bridle.cli.runs import tasks_of
 
-    if sum(one is not None for one in (function, evaluator, reward)) > 1:
+    if len([*(functions or ()), *(evaluators or ())]) + (reward is not None) > 1:
         raise ConfigError("give one of --function, --evaluator and --reward")
     base = target if target.is_dir() else target.parent
     if reward is not None:
         return _constant(reward)
     tasks = tasks_of(base)
-    return (
-        _evaluator(evaluator, base, tasks) if function is None else _function(function, base, tasks)
-    )
+    if functions:
+        return _function(functions[0], base, tasks)
+    return _evaluator(evaluators[0] if evaluators else None, base, tasks)
 
 
 def _constant(reward: float) -> Scorer:

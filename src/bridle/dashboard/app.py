@@ -1,7 +1,8 @@
 """The dashboard as an ASGI application: pages over a source, static files, headers, access control.
 
 Handlers are plain functions, so the server runs them on worker threads: they read files and build
-trajectories. Only GET and HEAD are allowed, except for the login form. Every response carries the
+trajectories. Only GET and HEAD are allowed, except for two forms: the login form, and the one that
+forks a session of a server, which a page of another origin cannot send. Every response carries the
 content security policy.
 
 Access control takes a bearer token, or a token that was entered once into the login form. The
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from http import HTTPStatus
 from typing import Any, Final, Protocol
-from urllib.parse import parse_qs, quote, urlencode
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 import structlog
 from starlette.applications import Starlette
@@ -49,7 +50,10 @@ TOKEN: Final = "bridle.token"  # noqa: S105 - a key
 """Key of an ASGI scope under which handlers find the request's token."""
 
 MAX_FORM: Final = 4096
-"""Most bytes of a submitted login form."""
+"""Most bytes of a submitted form."""
+
+MOST_FORKS: Final = 64
+"""Forks that one click may submit."""
 
 
 class LoginForm(Protocol):
@@ -107,12 +111,10 @@ class Guard:
         return token if fresh and self._allows(token) else None
 
     async def _sign_in(self, request: Request, form: LoginForm) -> Response:
-        sent = b""
-        async for part in request.stream():
-            sent += part
-            if len(sent) > MAX_FORM:
-                return PlainTextResponse("the form is too large", 413)
-        token = parse_qs(sent.decode(errors="replace")).get("token", [""])[0].strip()
+        try:
+            token = (await _form(request)).get("token", "").strip()
+        except HTTPException as error:
+            return PlainTextResponse(error.detail, error.status_code)
         base = request.scope.get("root_path", "")
         if not token or not await run_in_threadpool(self._allows, token):
             return form(request, wrong=True)
@@ -131,6 +133,16 @@ class Guard:
             secure=request.url.scheme == "https",
         )
         return answer
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """Read a submitted form: the first value of each field. `HTTPException` if it is too large."""
+    sent = b""
+    async for part in request.stream():
+        sent += part
+        if len(sent) > MAX_FORM:
+            raise HTTPException(413, "the form is too large")
+    return {name: values[0] for name, values in parse_qs(sent.decode(errors="replace")).items()}
 
 
 LIST: Final = 100
@@ -176,14 +188,17 @@ def make_app(
         ("/task", pages.task),
         ("/compare", pages.compare),
         ("/certificate", pages.certificate),
+        ("/scorers", pages.scorers),
         ("/session/{session_id}", pages.session),
         ("/session/{session_id}/exchange/{exchange_id}", pages.session),
         ("/session/{session_id}/exchange/{exchange_id}/{part}.json", pages.raw),
+        ("/session/{session_id}/attempts", pages.attempts),
         ("/session/{session_id}/trace/{number:int}", pages.trace),
         ("/session/{session_id}/trace/{number:int}/messages", pages.messages),
         ("/session/{session_id}/file/{name:path}", pages.file),
     ]
     routes: list[BaseRoute] = [Route(path, handler) for path, handler in shown]
+    routes.append(Route("/session/{session_id}/fork", pages.fork, methods=["POST"]))
     routes.append(Mount("/static", StaticFiles(directory=HERE / "static")))
     handlers: dict[Any, Any] = {
         HTTPException: pages.refused,
@@ -279,6 +294,14 @@ class _Pages:
             )
         return self._page(request, "certificate.html", found=found, run=run, at=at, step=LIST)
 
+    def scorers(self, request: Request) -> Response:
+        """Render the comparison of scorers on a run, with a page of its sessions."""
+        run, at = request.query_params.get("run", ""), _number(request, "at")
+        found = self._source(request).scorers(run)
+        if found is None:
+            raise HTTPException(404, f"no comparison of scorers on the run {run[:200]!r}")
+        return self._page(request, "scorers.html", found=found, run=run, at=at, step=LIST)
+
     def _group(self, request: Request) -> SampleGroup:
         query = request.query_params
         found = self._source(request).group(query.get("id", ""), query.get("run", ""))
@@ -308,6 +331,35 @@ class _Pages:
             request, "session.html", shown=shown, detail=detail, rows=rows, at=at, step=TREE,
             composition=composition,
         )  # fmt: skip
+
+    def attempts(self, request: Request) -> Response:
+        """Render the tree of a session and its forks, a page of its rows at a time."""
+        shown = self._shown(request)
+        path, query = request.path_params, request.query_params
+        tree = self._source(request).attempts(path["session_id"], query.get("run", ""))
+        if tree is None:
+            raise HTTPException(404, "the capture of this session is not available here")
+        at = _number(request, "at")
+        with _holding(shown):
+            replies = {} if shown.session is None else shown.session.replies()
+            return self._page(
+                request, "attempts.html", shown=shown, tree=tree, replies=replies, at=at, step=LIST,
+                rows=tree.rows[at : at + LIST],
+            )  # fmt: skip
+
+    async def fork(self, request: Request) -> Response:
+        """Submit forks of a session, and show their task."""
+        if urlsplit(request.headers.get("origin", "")).netloc != request.headers.get("host"):
+            raise HTTPException(403, "forks are submitted from a page of this dashboard only")
+        submit = self._source(request).fork
+        if submit is None:
+            raise HTTPException(403, "this dashboard cannot submit forks, or your token may not")
+        form = await _form(request)
+        at, samples = (_digits(form.get(name, ""), 1) for name in ("at", "samples"))
+        session_id, samples = request.path_params["session_id"], min(max(1, samples), MOST_FORKS)
+        task_id = await run_in_threadpool(submit, session_id, at, samples)
+        base = request.scope.get("root_path", "")
+        return RedirectResponse(f"{base}/task?{urlencode({'id': task_id})}", 303)
 
     def raw(self, request: Request) -> Response:
         """Send the bytes of a request or a reply."""
@@ -358,7 +410,7 @@ class _Pages:
     def failed(self, request: Request, error: Exception) -> Response:
         """Render the error of a source that cannot be read."""
         status = getattr(error, "status", None)
-        known = status if status in (401, 403, 404) else 503
+        known = status if status in (401, 403, 404, 409, 422) else 503
         log.warning("dashboard_source_failed", error=str(error))
         return self._error(request, known, str(error))
 
@@ -401,6 +453,7 @@ class _Pages:
             .render(
                 url=url,
                 title=self._source(request).title,
+                can_fork=self._source(request).fork is not None,
                 path=request.scope["path"].removeprefix(base),
                 **values,
             )
@@ -415,7 +468,10 @@ class _Pages:
 
 def _number(request: Request, name: str, default: int = 0) -> int:
     """Parse a non-negative integer of the query; `default` for anything else."""
-    given = request.query_params.get(name, "")
+    return _digits(request.query_params.get(name, ""), default)
+
+
+def _digits(given: str, default: int) -> int:
     return int(given) if given.isascii() and given.isdigit() and len(given) < 16 else default
 
 

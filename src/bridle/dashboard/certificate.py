@@ -1,14 +1,15 @@
-"""The certificate that `bridle certify` left in a run folder, checked for its page. Pure."""
+"""Files that `bridle certify` and `bridle score` left in a run folder, checked for pages. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from bridle.trajectory.causes import Suspect
+from bridle.trajectory.disagreement import Disagreement
 from bridle.trajectory.fidelity import TurnAgreement
 from bridle.types import JSON
 
@@ -52,12 +53,23 @@ class RunCertificate:
     turns: Sequence[TurnAgreement]
 
 
-_FILE: Final = TypeAdapter(RunCertificate)
+_CERTIFICATE: Final = TypeAdapter(RunCertificate)
+_SCORERS: Final = TypeAdapter(Disagreement)
+T = TypeVar("T")
 
 
 def certificate_of(content: JSON) -> RunCertificate | None:
     """Convert the content of a certificate; `None` = it is malformed."""
+    return _checked(_CERTIFICATE, content)
+
+
+def scorers_of(content: JSON) -> Disagreement | None:
+    """Convert the content of a comparison of scorers; `None` = it is malformed."""
+    return _checked(_SCORERS, content)
+
+
+def _checked(form: TypeAdapter[T], content: JSON) -> T | None:
     try:
-        return _FILE.validate_python(content)
+        return form.validate_python(content)
     except ValidationError:
         return None

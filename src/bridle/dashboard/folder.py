@@ -12,9 +12,10 @@ serialises access, because SQLite connections need it.
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,8 @@ import orjson
 
 from bridle.capture.reader import SqliteReader
 from bridle.capture.records import Outcome, SessionRecord, Totals
-from bridle.dashboard.certificate import RunCertificate, certificate_of
+from bridle.dashboard.attempts import AttemptTree, Place, attempts_of, place_of
+from bridle.dashboard.certificate import RunCertificate, certificate_of, scorers_of
 from bridle.dashboard.session import CapturedSession
 from bridle.dashboard.source import SessionPage, SessionView
 from bridle.dashboard.summaries import (
@@ -38,13 +40,15 @@ from bridle.dashboard.summaries import (
     last_attempts,
     measured_of,
     newest,
+    origin_of,
     overview_of,
     sort_rows,
     training_of,
 )
 from bridle.errors import BridleError, ConfigError
 from bridle.node.results import result_of, trajectory_of
-from bridle.node.run_folder import CAPTURE, CERTIFICATE, RUN, SESSIONS, SUMMARY
+from bridle.node.run_folder import CAPTURE, CERTIFICATE, RUN, SCORERS, SESSIONS, SUMMARY
+from bridle.trajectory.disagreement import Disagreement
 from bridle.types import JSON
 
 COURSE = "course.json"
@@ -139,11 +143,29 @@ class CapturedRun:
         finished = (self.folder / SUMMARY).is_file()
         certificate = self.certificate()
         certified = None if certificate is None else certificate.faithful
-        return RunFacts(self.name, finished, expected, tuple(engines), self.fault(), certified)
+        found = self.scorers()
+        scored = None if found is None else (len(found.differing), len(found.sessions))
+        return RunFacts(
+            self.name, finished, expected, tuple(engines), self.fault(), certified, scored
+        )
 
     def certificate(self) -> RunCertificate | None:
         """Return what `bridle certify` found last; `None` = nothing that can be read."""
         return certificate_of(self._json(CERTIFICATE))
+
+    def scorers(self) -> Disagreement | None:
+        """Return the last comparison of scorers; `None` = nothing that can be read."""
+        return scorers_of(self._json(SCORERS))
+
+    def fork_command(self, line: SessionRow) -> str | None:
+        """See `SessionView.fork_command`: the run must hold the session's task."""
+        config = self._json(RUN).get("config")
+        tasks = config.get("tasks") if isinstance(config, dict) else None
+        ids = [one.get("task_id") for one in tasks or () if isinstance(one, dict)]
+        if line.task_id not in ids or line.session_id.startswith("-"):
+            return None
+        folder, session = shlex.quote(str(self.folder)), shlex.quote(line.session_id)
+        return f"bridle fork {session} --run {folder} --at"
 
     def _json(self, name: str) -> JSON:
         """Return a file of the folder, parsed again only after a change: it may be large."""
@@ -251,9 +273,11 @@ class CapturedRun:
             sampled=0 if totals is None else totals.sampled,
             measured=self._measured.get(session_id),
             abandoned=finished and outcome is None,
+            origin=origin_of(kept.get("fork")),
         )
         if outcome is None:
             return line
+        verdict = (outcome.metadata.get("fork") or {}).get("verdict")
         return replace(
             line,
             status=outcome.status,
@@ -262,6 +286,7 @@ class CapturedRun:
             reward=outcome.reward,
             ended_at=outcome.ended_at,
             timing=outcome.metadata.get("timing") or {},
+            origin=origin_of(kept.get("fork"), verdict),
         )
 
     def _opened(self) -> SqliteReader:
@@ -346,6 +371,10 @@ class FolderSource:
     def title(self) -> str:
         return str(self.root)
 
+    @property
+    def fork(self) -> None:
+        return None
+
     def close(self) -> None:
         for run in self._runs.values():
             run.close()
@@ -416,11 +445,26 @@ class FolderSource:
                 },
             }
             known = {name: value for name, value in facts.items() if value is not None}
-            return SessionView(line, found.trajectory, found, result.logs, known)
+            command = one.fork_command(line)
+            return SessionView(line, found.trajectory, found, result.logs, known, command)
         return None
+
+    def attempts(self, session_id: str, run: str) -> AttemptTree | None:
+        shown = self.session(session_id, run)
+        if shown is None or shown.session is None:
+            return None
+        runs = self._look()
+        lines = [line for one in runs for line in one.lines()]
+        with shown.session.lock:
+            replies = shown.session.fork_points.values()
+        return attempts_of(place_of(shown.line), lines, _origins(runs, lines), replies)
 
     def certificate(self, run: str) -> RunCertificate | None:
         found = (one.certificate() for one in self._look() if run in ("", one.name))
+        return next((one for one in found if one is not None), None)
+
+    def scorers(self, run: str) -> Disagreement | None:
+        found = (one.scorers() for one in self._look() if run in ("", one.name))
         return next((one for one in found if one is not None), None)
 
     def known(self, session_ids: Iterable[str]) -> dict[str, SessionRow]:
@@ -470,6 +514,30 @@ class FolderSource:
         with self._lock:
             run = next((one for one in self._runs.values() if one.name == line.run), None)
         return (run and run.line(line.session_id)) or line
+
+
+def _origins(
+    runs: Sequence[CapturedRun], lines: Sequence[SessionRow]
+) -> dict[Place, tuple[Place, int]]:
+    """Find, for each fork, the session that it was made of: by the path of its capture file, or by
+    its id where only one session has that, for folders may have been moved.
+    """
+    names = {str(one.path.resolve()): one.name for one in runs}
+    named: defaultdict[str, list[Place]] = defaultdict(list)
+    for line in lines:
+        named[line.session_id].append(place_of(line))
+    found: dict[Place, tuple[Place, int]] = {}
+    for line in lines:
+        if (origin := line.origin) is None:
+            continue
+        run = names.get(origin.capture) if origin.capture else line.run
+        places = named[origin.session_id]
+        same = [place for place in places if place[0] == run] or (
+            places if len(places) == 1 else []
+        )
+        if same:
+            found[place_of(line)] = (same[0], origin.at)
+    return found
 
 
 def _name(folder: Path, root: Path) -> str:

@@ -7,6 +7,7 @@ that has it. A session without a capture is shown by its traces.
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 import threading
 import time
@@ -17,10 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from bridle.dashboard.attempts import AttemptTree, attempts_of, place_of
 from bridle.dashboard.certificate import RunCertificate
 from bridle.dashboard.folder import FolderSource
 from bridle.dashboard.source import SessionPage, SessionView
 from bridle.dashboard.summaries import (
+    AGAIN,
     FAILED,
     Overview,
     SampleGroup,
@@ -29,10 +32,12 @@ from bridle.dashboard.summaries import (
     groups_of,
     measured_of,
     newest,
+    origin_of,
     overview_of,
     sort_rows,
 )
 from bridle.errors import ServerError
+from bridle.trajectory.disagreement import Disagreement
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -53,9 +58,17 @@ FETCHED: Final = 4
 class ServerSource:
     """Implementation of `DataSource`."""
 
-    def __init__(self, rollouts: Client, title: str, folder: FolderSource | None = None) -> None:
+    def __init__(
+        self,
+        rollouts: Client,
+        title: str,
+        folder: FolderSource | None = None,
+        *,
+        may_submit: bool = True,
+    ) -> None:
         self._rollouts = rollouts
         self._title = title
+        self._may_submit = may_submit
         self._folder = folder
         """Source of captures on this machine, if any."""
         self._fetched: OrderedDict[str, SessionView] = OrderedDict()
@@ -64,6 +77,14 @@ class ServerSource:
     @property
     def title(self) -> str:
         return self._title
+
+    @property
+    def fork(self) -> Callable[[str, int, int], str] | None:
+        return self._fork if self._may_submit else None
+
+    def _fork(self, session_id: str, at: int, samples: int) -> str:
+        name = f"{session_id}.at{at}.{secrets.token_hex(3)}"  # as often as a person asks
+        return self._rollouts.fork(session_id, at=at, samples=samples, task_id=name)
 
     def overview(self) -> Overview:
         status = self._rollouts.status()
@@ -139,7 +160,27 @@ class ServerSource:
         )
         return SessionView(line, trajectory, None, logs, known)
 
+    def attempts(self, session_id: str, run: str) -> AttemptTree | None:
+        shown = self.session(session_id, run)
+        if shown is None:
+            return None
+        lines = {line.session_id: line for line in map(line_of, self._newest())}
+        lines[session_id] = shown.line
+        origins = {
+            place_of(line): ((line.run, _session_id(line.origin.session_id)), line.origin.at)
+            for line in lines.values()
+            if line.origin is not None
+        }
+        replies: list[int] = []
+        if shown.session is not None:
+            with shown.session.lock:
+                replies += shown.session.fork_points.values()
+        return attempts_of(place_of(shown.line), [*lines.values()], origins, replies)
+
     def certificate(self, run: str) -> RunCertificate | None:  # noqa: ARG002 - it has no runs
+        return None
+
+    def scorers(self, run: str) -> Disagreement | None:  # noqa: ARG002 - it has no runs
         return None
 
     def file(self, session_id: str, run: str, name: str) -> Path | bytes | None:
@@ -208,8 +249,15 @@ def _run_id(session: JSON) -> str:
     return session_id if attempt <= 1 else f"{session_id}.r{attempt}"
 
 
+def _session_id(run_id: str) -> str:
+    """Return the session whose attempt was captured under an id."""
+    again = AGAIN.fullmatch(run_id)
+    return again[1] if again else run_id
+
+
 def line_of(session: JSON) -> SessionRow:
     """Convert a session of the API."""
+    fork: JSON = session.get("fork") or {}
     return SessionRow(
         session_id=session["session_id"],
         run=".",
@@ -225,4 +273,5 @@ def line_of(session: JSON) -> SessionRow:
         ended_at=session.get("ended_at"),
         last_at=session.get("ended_at"),
         timing=session.get("timing") or {},
+        origin=origin_of(fork, fork.get("verdict")),
     )

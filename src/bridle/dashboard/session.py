@@ -24,6 +24,7 @@ from bridle.capture.records import Delivery, Exchange, SessionCapture
 from bridle.dashboard.formatting import said
 from bridle.dialects.openai_chat_write import chat_messages
 from bridle.errors import BridleError, StoreError
+from bridle.gateway.replay import fork_points
 from bridle.node.results import SessionResult
 from bridle.prompting.texts import decoder_of
 from bridle.trajectory.graph import ExchangeNode, Graph, grow
@@ -60,6 +61,8 @@ class TreeRow:
     delivery: Delivery | None
     at: float
     """Seconds after the session was opened."""
+    replies: int | None
+    """Replies that a fork behind it begins with; `None` = no fork can begin there."""
 
     @property
     def is_root(self) -> bool:
@@ -137,6 +140,18 @@ class CapturedSession:
         )
 
     @cached_property
+    def fork_points(self) -> dict[str, int]:
+        """Return the exchanges behind which a fork can begin, with the number of its replies."""
+        return fork_points(self.capture)
+
+    def replies(self) -> dict[int, TreeRow]:
+        """Return the replies behind which a fork can begin, by their number."""
+        rows = [
+            self._row(depth, node) for depth, node in self._order if _id(node) in self.fork_points
+        ]
+        return {row.replies: row for row in rows if row.replies is not None}
+
+    @cached_property
     def transcript(self) -> Transcript:
         return Transcript(self.capture.exchanges, self.capture.bodies)
 
@@ -182,6 +197,7 @@ class CapturedSession:
             said=excerpt(exchange, self.transcript, EXCERPT),
             delivery=self.capture.deliveries.get(exchange.exchange_id),
             at=exchange.started_at - self.capture.session.opened_at,
+            replies=self.fork_points.get(exchange.exchange_id),
         )
 
     def detail(self, exchange_id: str) -> ExchangeDetail | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from bridle.dashboard.attempts import AttemptTree
 from bridle.dashboard.certificate import RunCertificate
 from bridle.dashboard.session import CapturedSession
 from bridle.dashboard.summaries import Overview, SampleGroup, SessionFilter, SessionRow
+from bridle.trajectory.disagreement import Disagreement
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
 
@@ -38,6 +40,9 @@ class SessionView:
     """Name -> what `DataSource.file` is asked for."""
     facts: JSON = field(default_factory=dict)
     """Further facts: exit code, evaluation, attempts."""
+    fork_command: str | None = None
+    """Command that forks the session, without the value of its last option `--at`; `None` = the
+    command line cannot fork it."""
 
 
 class DataSource(Protocol):
@@ -45,6 +50,12 @@ class DataSource(Protocol):
 
     @property
     def title(self) -> str: ...
+
+    @property
+    def fork(self) -> Callable[[str, int, int], str] | None:
+        """Function that submits forks of a session (its id, `at`, their number) and returns their
+        task's id; `None` = the reader may not, or there is no server.
+        """
 
     def overview(self) -> Overview:
         """Return the data of the overview page."""
@@ -61,8 +72,16 @@ class DataSource(Protocol):
     def session(self, session_id: str, run: str) -> SessionView | None:
         """Return a session; an empty `run` = of whichever run has it."""
 
+    def attempts(self, session_id: str, run: str) -> AttemptTree | None:
+        """Return the tree of a session and its forks; an empty `run` = whichever run has it."""
+
     def certificate(self, run: str) -> RunCertificate | None:
         """Return the certificate of a run; an empty `run` = of the first that has one."""
+
+    def scorers(self, run: str) -> Disagreement | None:
+        """Return the last comparison of scorers on a run; an empty `run` = of the first that has
+        one.
+        """
 
     def file(self, session_id: str, run: str, name: str) -> Path | bytes | None:
         """Return a log or kept file of a session, by a name of `SessionView.logs`."""

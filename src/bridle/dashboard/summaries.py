@@ -62,6 +62,20 @@ def measured_of(trajectory: Trajectory) -> TrajectoryFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """The beginning of a fork."""
+
+    session_id: str
+    """Id under which the session that was forked is captured."""
+    at: int
+    """Number of its replies that the fork began with."""
+    capture: str = ""
+    """Path of its capture file; empty = not known."""
+    verdict: str | None = None
+    """`exact`, `equivalent` or `refused`; `None` = the fork has not ended."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRow:
     """A row of a session list."""
 
@@ -93,6 +107,8 @@ class SessionRow:
     """`None` = not built yet."""
     abandoned: bool = False
     """True if the run ended without an outcome of this session: its process was killed."""
+    origin: Origin | None = None
+    """`None` = not a fork."""
 
     @property
     def seconds(self) -> float | None:
@@ -165,6 +181,17 @@ class SampleGroup:
             GroupSample(line, None if line.reward is None else float(advantage))
             for line, advantage in zip(lines, advantages, strict=True)
         ]
+
+
+def origin_of(fork: object, verdict: object = None) -> Origin | None:
+    """Read what a session's record or result says of its fork; `None` = nothing that is one."""
+    if not isinstance(fork, dict):
+        return None
+    session_id, at, capture = fork.get("session"), fork.get("at"), fork.get("capture") or ""
+    if not isinstance(session_id, str) or not isinstance(at, int):
+        return None
+    known = str(verdict) if verdict else None
+    return Origin(session_id, at, str(capture), known)
 
 
 def last_attempts(lines: Iterable[SessionRow]) -> list[SessionRow]:
@@ -308,6 +335,9 @@ class RunFacts:
     """The reason why the run cannot be read."""
     certified: bool | None = None
     """Verdict of its certificate, `True` = trainer and rollout agree; `None` = it has none."""
+    scored: tuple[int, int] | None = None
+    """Sessions on which several scorers differ, and all that they scored; `None` = they were not
+    compared."""
 
 
 Number = float | int | None

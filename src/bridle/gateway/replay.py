@@ -9,6 +9,7 @@ exchange has the captured ids and those names. Any other is refused with its fir
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -92,11 +93,15 @@ class Replay:
 
     def __init__(
         self,
+        session_id: str,
         replies: Sequence[Captured],
         following: Sequence[ExchangeNode],
         noise: Sequence[Varying] = (),
     ) -> None:
-        """`replies` are given again; `following` came after them, in order of commit."""
+        """`replies` of session `session_id` are given again; `following` came after them, in order
+        of commit.
+        """
+        self._origin: JSON = {"session": session_id, "at": len(replies)}
         self._left = list(replies)
         self._noise = (*noise, *VARYING)
         self._names: set[str] = set()
@@ -160,12 +165,15 @@ class Replay:
         self._given -= 1
 
     def facts(self) -> JSON:
-        """Replies given again, those that were not asked for, and how true the fork is."""
+        """The session and reply that it begins at, the replies given again, those that were not
+        asked for, and how true the fork is.
+        """
         left = sum(one.exchange.kind in CONVERSATIONS for one in self._left)
         met = not left and (self._forked or not self._following)
         verdict = ("equivalent" if self._names else "exact") if met else "refused"
         noise = sorted(self._names)
-        return {"replayed": self._given, "left": left, "verdict": verdict, "noise": noise}
+        given = {"replayed": self._given, "left": left, "verdict": verdict, "noise": noise}
+        return self._origin | given
 
 
 def replay_of(capture: SessionCapture, at: int, noise: Sequence[Varying] = ()) -> Replay:
@@ -183,6 +191,7 @@ def replay_of(capture: SessionCapture, at: int, noise: Sequence[Varying] = ()) -
             message = f"fork: call {node.exchange.index} of session {session_id}: {reason}"
             raise ConfigError(message)
     return Replay(
+        session_id,
         [Captured(node, _call_ids(transcript, node.exchange)) for node in shown[:at]],
         [node for node in shown[at:] if node.exchange.kind in CONVERSATIONS and _is_exact(node)],
         noise,
@@ -192,8 +201,13 @@ def replay_of(capture: SessionCapture, at: int, noise: Sequence[Varying] = ()) -
 def replies_of(capture: SessionCapture) -> tuple[int, int]:
     """Count a session's replies that were given again or sampled, and those given again."""
     shown = _received(capture)
-    fit = next((place for place, node in enumerate(shown) if _unfit(node)), len(shown))
-    return fit, sum("replayed" in node.exchange.extra for node in shown)
+    return len(fork_points(capture)), sum("replayed" in node.exchange.extra for node in shown)
+
+
+def fork_points(capture: SessionCapture) -> dict[str, int]:
+    """Return the exchanges after which a fork can begin, each with the `at` of that fork."""
+    shown = itertools.takewhile(lambda node: not _unfit(node), _received(capture))
+    return {node.exchange.exchange_id: at for at, node in enumerate(shown, 1)}
 
 
 def _received(capture: SessionCapture) -> list[ExchangeNode]:

@@ -8,6 +8,7 @@ RUN/run.json              configuration and versions
     summary.json          one entry per session, and totals
     sessions/<id>/        logs and kept files of each session
     certificate.json      what `bridle certify` found last
+    scorers.json          what `bridle score` found last when it compared several scorers
 ```
 
 Results are appended as sessions end, so SIGKILL takes none of those. `finish` puts the lines into
@@ -40,6 +41,7 @@ TRAJECTORIES = "trajectories.jsonl"
 TRAJECTORIES_PARQUET = "trajectories.parquet"
 SUMMARY = "summary.json"
 CERTIFICATE = "certificate.json"
+SCORERS = "scorers.json"
 SESSIONS = "sessions"
 
 

@@ -125,6 +125,7 @@ def session_json(session: Row, stage: str | None) -> JSON:
         "error": result.get("error"),
         "reward": result.get("reward"),
         "scores": result.get("scores", []),
+        "fork": (result.get("metadata") or {}).get("fork"),
         "harness": result.get("harness"),
         "harness_version": result.get("harness_version"),
         "runtime": result.get("runtime"),
