@@ -24,7 +24,7 @@ import uvloop
 
 from bridle.cli.training import LocalBackend, TrainSettings, local_backend, train_here
 from bridle.config import Task
-from bridle.node.batch import Executor
+from bridle.node.local import Executor
 from bridle.node.results import SessionResult
 from bridle.training.groups import HeldOutEvaluation
 from bridle.training.loop import Course

@@ -35,7 +35,7 @@ from tests.node.simulated import Busy, simulate
 from bridle.aio import Nursery
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import RuntimeSpec
-from bridle.node.batch import LocalExecutor
+from bridle.node.local import LocalExecutor
 from bridle.types import SessionStatus
 
 MIB = 1 << 20

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from bridle.config import RuntimeSpec
-from bridle.node.places import keep_filter
+from bridle.node.workspace import keep_filter
 from bridle.runtimes import make_runtime
 from bridle.runtimes.base import Runtime
 from bridle.runtimes.docker import SESSION_LABEL, docker

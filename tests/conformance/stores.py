@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from tests.capture.made import MadeSession
 
-from bridle.capture.records import Delivery, Score, SessionRecord
-from bridle.capture.store import Store
+from bridle.capture.records import Delivery, Score, SessionRecord, Store
 from bridle.errors import StoreError
 from bridle.types import DeliveryState, FinishReason, Kind, LogprobMode, VersionSpan
 

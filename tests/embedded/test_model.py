@@ -9,8 +9,8 @@ from tests.embedded.models import CONFIGS, SMALL, save_model
 
 from bridle.embedded.model import PlainModel, load
 from bridle.engines.base import GenerateRequest
-from bridle.engines.compare import recompute_logprobs
 from bridle.engines.ids import ArrayIds
+from bridle.engines.probe import recompute_logprobs
 from bridle.errors import EngineError
 from bridle.types import LogprobMode, Sampling
 

@@ -6,7 +6,7 @@ from tests.engines.recording import RecordingEngine
 from tests.engines.shapes import PROMPT, SHAPES, TOKENIZER
 
 from bridle.engines.base import Tokenizing
-from bridle.engines.compare import (
+from bridle.engines.probe import (
     CASES,
     TEXTS,
     compare_rendering,

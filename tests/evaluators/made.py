@@ -7,7 +7,7 @@ import numpy as np
 
 from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec, Task
 from bridle.evaluators.base import EvaluationContext
-from bridle.node.places import SessionPlaces
+from bridle.node.workspace import SessionPlaces
 from bridle.runtimes.base import ExecResult
 from bridle.runtimes.local import LocalRuntime
 from bridle.trajectory.sample import Trace, Trajectory

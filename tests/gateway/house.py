@@ -12,7 +12,7 @@ import aiohttp
 import orjson
 from tests.conformance.memory import MemoryStore
 
-from bridle.capture.store import Store
+from bridle.capture.records import Store
 from bridle.engines.base import EngineInfo
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.models import OtherModel, Served, make_policy

@@ -1,6 +1,6 @@
 import pytest
 
-from bridle.harness_rules.base import VARYING, differing
+from bridle.harness_rules.table import VARYING, differing
 
 
 @pytest.mark.parametrize(

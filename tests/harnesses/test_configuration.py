@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bridle.config import AgentSpec, merged
 from bridle.errors import ConfigError
-from bridle.harnesses.configuration import (
+from bridle.harnesses.base import (
     as_toml,
     events_backwards,
     mcp_entries,

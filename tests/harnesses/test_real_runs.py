@@ -14,7 +14,7 @@ from bridle.harnesses.bundles import Builder, ensure
 from bridle.harnesses.installers import NODE, node_recipe
 from bridle.harnesses.packaged import CHECK_FILE
 from bridle.harnesses.pi import CLI
-from bridle.node.batch import LocalExecutor
+from bridle.node.local import LocalExecutor
 from bridle.node.results import result_from
 from bridle.testing import scripted_engine
 from bridle.trajectory.result import trajectory_bytes

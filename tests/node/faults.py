@@ -15,8 +15,8 @@ from tests.node.house import a_node, checked, nothing_lives, statuses, task
 
 from bridle.config import Action, Limits, RuntimeSpec
 from bridle.errors import StoreError
-from bridle.node.batch import LocalExecutor
 from bridle.node.events import SessionChanged
+from bridle.node.local import LocalExecutor
 from bridle.node.session import TRANSITIONS
 from bridle.runtimes.docker import SESSION_LABEL, docker
 from bridle.testing import scripted_engine

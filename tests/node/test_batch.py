@@ -5,7 +5,7 @@ from tests.node.house import a_node, checked, nothing_lives, task
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.errors import ConfigError, StoreError
-from bridle.node.batch import LocalExecutor
+from bridle.node.local import LocalExecutor
 
 SMALL = {"run_slots": 2, "ready_buffer": 2, "post_slots": 1}
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridle.gateway.registry import SessionFacts
-from bridle.node.ending import (
+from bridle.node.results import (
     COMPLETED,
     ENGINE_CODES,
     Ending,

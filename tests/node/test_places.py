@@ -4,7 +4,7 @@ import pytest
 from tests.evaluators.made import evaluation
 
 from bridle.evaluators.base import Unscorable
-from bridle.node.places import keep_filter
+from bridle.node.workspace import keep_filter
 
 
 @pytest.mark.parametrize(

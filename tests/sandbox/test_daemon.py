@@ -11,7 +11,7 @@ from tests.node.house import a_node, statuses, task
 from tests.sandbox.images import bring_image
 
 from bridle.config import RuntimeSpec
-from bridle.node.ending import Fault, blame
+from bridle.node.results import Fault, blame
 from bridle.runtimes.docker import docker
 from bridle.runtimes.process import running_processes
 from bridle.types import Cause

@@ -13,7 +13,7 @@ from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec, Task
 from bridle.errors import BridleError
 from bridle.evaluators import open_evaluator
 from bridle.evaluators.base import EvaluationContext, Unscorable
-from bridle.node.places import SessionPlaces
+from bridle.node.workspace import SessionPlaces
 from bridle.runtimes import make_runtime
 from bridle.runtimes.base import Mount
 from bridle.trajectory.sample import Trajectory

@@ -10,7 +10,7 @@ from tests.node.house import a_node
 from tests.sandbox.images import put_image
 
 from bridle.datasets.jsonl import load_tasks
-from bridle.node.batch import LocalExecutor
+from bridle.node.local import LocalExecutor
 from bridle.runtimes.docker import docker
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(600)]

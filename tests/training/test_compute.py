@@ -16,9 +16,8 @@ from tests.training.made import group, plain_logprobs, sampled_under, session, t
 from tests.training.test_grpo import a_batch
 
 from bridle.errors import ConfigError
-from bridle.training.compute import pack_attention, recompute_layers
 from bridle.training.forward import packed_of, rows_of
-from bridle.training.grpo import Learner
+from bridle.training.grpo import Learner, pack_attention, recompute_layers
 from bridle.training.samples import Sample, make_batch
 from bridle.training.settings import GrpoSettings
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from bridle.training.curve import draw_png, draw_text, rewards_of, smoothed
-from bridle.training.loop import Course
+from bridle.training.loop import Course, draw_png, draw_text, rewards_of, smoothed
 
 COURSE = Course(
     steps=[{"step": n, "reward": None if n == 2 else n / 10} for n in range(1, 11)],

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tests.training.made import VOCABULARY, group, plain_logprobs, session, tiny_model, trace
 
 from bridle.errors import TrainingError
-from bridle.training.compute import pack_attention
 from bridle.training.forward import (
     check_ids,
     logits_at,
@@ -19,6 +18,7 @@ from bridle.training.forward import (
     sharing_saves,
     trees_of,
 )
+from bridle.training.grpo import pack_attention
 from bridle.training.samples import Sample
 
 MODEL, PACKED = tiny_model(), tiny_model()

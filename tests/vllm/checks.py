@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from tests.conformance.memory import MemoryStore
 
-from bridle.capture.records import Exchange
+from bridle.capture.records import Exchange, Store
 from bridle.capture.sqlite import SqliteReader
-from bridle.capture.store import Store
 from bridle.config import SamplingPolicy
 from bridle.engines.base import Engine, GenerateRequest
 from bridle.engines.connection import Sent

@@ -29,8 +29,7 @@ from bridle.types import JSON
 if TYPE_CHECKING:
     from bridle.config import Task
     from bridle.engines.base import Engine, EngineInfo
-    from bridle.engines.compare import Render
-    from bridle.engines.probe import Finding
+    from bridle.engines.probe import Finding, Render
     from bridle.prompting.renderer import PromptRenderer
     from bridle.types import Ids
 
@@ -302,8 +301,12 @@ async def compare(
     """
     import numpy as np
 
-    from bridle.engines.compare import compare_rendering, compare_template, compare_vocabulary
-    from bridle.engines.probe import Finding
+    from bridle.engines.probe import (
+        Finding,
+        compare_rendering,
+        compare_template,
+        compare_vocabulary,
+    )
     from bridle.engines.vllm import VllmEngine
     from bridle.prompting.renderer import load_renderer
 
@@ -354,7 +357,7 @@ def _render(renderer: PromptRenderer) -> Render:
 async def _recomputed(engine: Engine, info: EngineInfo, render: Render, source: str) -> Finding:
     import asyncio
 
-    from bridle.engines.compare import recompute_logprobs
+    from bridle.engines.probe import recompute_logprobs
 
     folder = Path(info.tokenizer_dir or source)
     try:

@@ -193,7 +193,7 @@ async def _score(path: Path, scorer: Scorer, wanted: set[str], why: str) -> list
 
 def _ended(store: SqliteStore | SqliteReader, wanted: set[str]) -> Iterator[SessionCapture]:
     """Yield the sessions whose outcome allows a reward, or whose evaluator failed."""
-    from bridle.node.ending import is_scored
+    from bridle.node.results import is_scored
     from bridle.types import Cause, DeliveryState, SessionStatus
 
     for session in store.sessions():

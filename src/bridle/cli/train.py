@@ -165,7 +165,7 @@ class CourseBar:
 
 def show_course(course: Course) -> None:
     """Print the learning curve and its numbers."""
-    from bridle.training.curve import draw_text, rewards_of
+    from bridle.training.loop import draw_text, rewards_of
 
     console.print("mean reward of each step's sessions:")
     for line in draw_text([reward for _, reward in rewards_of(course)]):
@@ -228,7 +228,7 @@ def numbers_line(course: Course) -> str:
 def show_picture(trained: Trained, path: Path, *, title: str) -> bool:
     """Write the curve as PNG; return whether matplotlib was there to do so."""
     from bridle.errors import TrainingError
-    from bridle.training.curve import draw_png
+    from bridle.training.loop import draw_png
 
     try:
         draw_png(path, trained.course, title=title)

@@ -31,16 +31,14 @@ from bridle.engines import check_model_folder
 from bridle.engines.base import is_adapter
 from bridle.errors import ConfigError
 from bridle.gateway.app import GatewayServer
-from bridle.node.batch import LocalExecutor
 from bridle.node.events import Events
-from bridle.node.local import LocalNode, NodeSettings, check
+from bridle.node.local import Executor, LocalExecutor, LocalNode, NodeSettings, check
 from bridle.node.run_folder import RunFolder
 from bridle.training.groups import LABEL, Curriculum
 from bridle.training.settings import GrpoSettings, LoopSettings, LoraSettings
 from bridle.types import JSON
 
 if TYPE_CHECKING:
-    from bridle.node.batch import Executor
     from bridle.training.groups import GroupSource, HeldOutEvaluation, TaskDraws
     from bridle.training.grpo import Learner
     from bridle.training.loop import Course, Tell

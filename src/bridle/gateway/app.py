@@ -21,12 +21,11 @@ import structlog
 from aiohttp import web
 
 from bridle.aio import Nursery
-from bridle.capture.records import SessionRecord
-from bridle.capture.store import Store
+from bridle.capture.records import SessionRecord, Store
 from bridle.config import Limits, SamplingPolicy
 from bridle.engines.base import Engine, EngineInfo, PauseMode, Weights
-from bridle.engines.compare import compare_template, compare_vocabulary
 from bridle.engines.pool import as_pool
+from bridle.engines.probe import compare_template, compare_vocabulary
 from bridle.errors import EngineError
 from bridle.gateway.admission import Admission
 from bridle.gateway.call import Stage

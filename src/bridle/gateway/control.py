@@ -23,8 +23,7 @@ from aiohttp import web
 from pydantic import Field, ValidationError
 
 from bridle.aio import Checkup
-from bridle.capture.records import Delivery, Exchange, Outcome, Score
-from bridle.capture.store import Store
+from bridle.capture.records import Delivery, Exchange, Outcome, Score, Store
 from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
 from bridle.credentials import load_or_make_token
 from bridle.dialects.json_reader import check_json

@@ -20,8 +20,7 @@ from functools import partial
 import structlog
 
 from bridle.aio import Nursery
-from bridle.capture.records import Exchange
-from bridle.capture.store import Store
+from bridle.capture.records import Exchange, Store
 from bridle.dialects.base import ReplyHead, StoredReply, WireFormat
 from bridle.dialects.ids import reply_id
 from bridle.engines.base import Engine, EngineInfo, GenerateChunk

@@ -27,7 +27,7 @@ from weakref import WeakValueDictionary, ref
 import structlog
 from aiohttp import HttpVersion11, web
 
-from bridle.capture.store import Store
+from bridle.capture.records import Store
 from bridle.dialects.base import Route, RouteKind, WireFormat
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.pool import EnginePool

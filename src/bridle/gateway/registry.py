@@ -31,7 +31,7 @@ from bridle.gateway.keys import PREFIX, key_digest
 from bridle.gateway.replay import Replay
 from bridle.gateway.responses import Shelf
 from bridle.gateway.tries import Tries
-from bridle.harness_rules.base import KindRule
+from bridle.harness_rules.table import KindRule
 from bridle.prompting.canonical import AtomMemo, Canonical
 from bridle.prompting.conversation import Conversation
 from bridle.prompting.turns import Lineage

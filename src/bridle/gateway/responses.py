@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from bridle.capture.records import Delivery, Exchange
-from bridle.capture.store import Store
+from bridle.capture.records import Delivery, Exchange, Store
 from bridle.dialects.anthropic import Anthropic
 from bridle.dialects.base import Route, StoredReply
 from bridle.dialects.openai_responses import OpenAIResponses

@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 import structlog
 
-from bridle.capture.records import Delivery, Exchange, SessionCapture
-from bridle.capture.store import Store
+from bridle.capture.records import Delivery, Exchange, SessionCapture, Store
 from bridle.config import Limits, SamplingPolicy
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import ReplyHead, Route, RouteKind, WireFormat

@@ -11,8 +11,7 @@ import time
 from dataclasses import replace
 
 from bridle.aio import Nursery
-from bridle.capture.records import Delivery
-from bridle.capture.store import Store
+from bridle.capture.records import Delivery, Store
 from bridle.errors import RequestError
 from bridle.gateway.call import DELIVERED, Asked, Call, Stage
 from bridle.gateway.metrics import Metrics

@@ -12,8 +12,7 @@ import shlex
 from pydantic import Field
 
 from bridle.config import Settings, merged
-from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.configuration import PATIENCE_S, as_json, output_budget
+from bridle.harnesses.base import PATIENCE_S, Launch, LaunchContext, as_json, output_budget
 from bridle.harnesses.packaged import PackagedHarness, PyPI
 from bridle.types import JSON, Dialect
 

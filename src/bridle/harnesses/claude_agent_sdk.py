@@ -10,9 +10,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from bridle.config import Settings
-from bridle.harnesses.base import Launch, LaunchContext
+from bridle.harnesses.base import Launch, LaunchContext, as_json
 from bridle.harnesses.claude_code import claude_env
-from bridle.harnesses.configuration import as_json
 from bridle.harnesses.packaged import PyPI, SdkAgent, script_launch
 from bridle.types import JSON, Dialect
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 from pydantic import Field
 
 from bridle.config import Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.bundles import Builder
-from bridle.harnesses.configuration import (
+from bridle.harnesses.base import (
     PATIENCE_S,
+    Launch,
+    LaunchContext,
     as_json,
+    crash,
     events_backwards,
     output_budget,
 )
+from bridle.harnesses.bundles import Builder
 from bridle.harnesses.installers import NODE
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Cause, Dialect

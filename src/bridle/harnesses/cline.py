@@ -11,8 +11,15 @@ from pydantic import Field
 
 from bridle.config import Settings, merged
 from bridle.errors import ConfigError
-from bridle.harnesses.base import Launch, LaunchContext, check_argument
-from bridle.harnesses.configuration import PATIENCE_S, as_json, events_backwards, output_budget
+from bridle.harnesses.base import (
+    PATIENCE_S,
+    Launch,
+    LaunchContext,
+    as_json,
+    check_argument,
+    events_backwards,
+    output_budget,
+)
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Dialect
 

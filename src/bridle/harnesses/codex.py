@@ -11,8 +11,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from bridle.config import Settings, merged
-from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.configuration import PATIENCE_S, as_toml, events_backwards
+from bridle.harnesses.base import PATIENCE_S, Launch, LaunchContext, as_toml, events_backwards
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Dialect
 

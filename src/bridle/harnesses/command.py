@@ -20,8 +20,8 @@ from bridle.harnesses.base import (
     Unpackaged,
     check_argument,
     parse_settings,
+    refuse_extras,
 )
-from bridle.harnesses.configuration import refuse_extras
 from bridle.types import Dialect
 
 VARIABLES = {

@@ -14,9 +14,8 @@ from typing import Literal
 from pydantic import Field
 
 from bridle.config import Settings
-from bridle.harnesses.base import Launch, LaunchContext
+from bridle.harnesses.base import Launch, LaunchContext, as_json, output_budget
 from bridle.harnesses.bundles import Builder
-from bridle.harnesses.configuration import as_json, output_budget
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Dialect
 

@@ -20,9 +20,16 @@ from pathlib import Path
 
 from bridle.config import AgentSpec, Settings
 from bridle.errors import ConfigError
-from bridle.harnesses.base import SCRIPTS, Launch, LaunchContext, Unpackaged, parse_settings
+from bridle.harnesses.base import (
+    SCRIPTS,
+    Launch,
+    LaunchContext,
+    Unpackaged,
+    as_json,
+    parse_settings,
+    refuse_extras,
+)
 from bridle.harnesses.command import sdk_environment
-from bridle.harnesses.configuration import as_json, refuse_extras
 from bridle.types import Dialect
 
 RUNNER = "function_runner.py"

@@ -12,8 +12,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from bridle.config import Settings, merged
-from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.configuration import as_json, events_backwards
+from bridle.harnesses.base import Launch, LaunchContext, as_json, crash, events_backwards
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Cause, Dialect
 

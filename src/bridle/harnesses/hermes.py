@@ -16,8 +16,7 @@ from pydantic import Field
 
 from bridle.config import Settings, merged
 from bridle.errors import ConfigError
-from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.configuration import PATIENCE_S, as_json, output_budget
+from bridle.harnesses.base import PATIENCE_S, Launch, LaunchContext, as_json, crash, output_budget
 from bridle.harnesses.packaged import PackagedHarness, PyPI
 from bridle.types import JSON, Cause, Dialect
 

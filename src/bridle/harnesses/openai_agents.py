@@ -11,8 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from bridle.config import Settings
-from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.configuration import PATIENCE_S
+from bridle.harnesses.base import PATIENCE_S, Launch, LaunchContext
 from bridle.harnesses.packaged import INSTRUCTIONS, PyPI, SdkAgent, plain_servers, script_launch
 from bridle.types import Dialect
 

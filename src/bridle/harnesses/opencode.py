@@ -10,9 +10,15 @@ from __future__ import annotations
 from pydantic import Field
 
 from bridle.config import McpServer, Settings, merged
-from bridle.harnesses.base import Launch, LaunchContext
+from bridle.harnesses.base import (
+    PATIENCE_S,
+    Launch,
+    LaunchContext,
+    as_json,
+    events_backwards,
+    output_budget,
+)
 from bridle.harnesses.bundles import Builder
-from bridle.harnesses.configuration import PATIENCE_S, as_json, events_backwards, output_budget
 from bridle.harnesses.installers import NODE
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Dialect

@@ -12,8 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from bridle.config import Settings
-from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.configuration import PATIENCE_S, output_budget
+from bridle.harnesses.base import PATIENCE_S, Launch, LaunchContext, output_budget
 from bridle.harnesses.packaged import PyPI, SdkAgent, script_launch
 from bridle.types import JSON, Dialect
 

@@ -21,21 +21,19 @@ from bridle.errors import ConfigError, HarnessError
 from bridle.harness_rules.table import HARNESS_RULES
 from bridle.harnesses.base import (
     SCRIPTS,
+    TRANSPORTS,
     Launch,
     LaunchContext,
     SettingsT,
+    as_json,
     crash,
+    mcp_entries,
     parse_settings,
     refuse_commands,
-)
-from bridle.harnesses.bundles import Builder, Recipe, ensure
-from bridle.harnesses.configuration import (
-    TRANSPORTS,
-    as_json,
-    mcp_entries,
     refuse_extras,
     skill_folders,
 )
+from bridle.harnesses.bundles import Builder, Recipe, ensure
 from bridle.harnesses.installers import NODE, PYTHON, Setup, find_python, node_recipe, python_recipe
 from bridle.runtimes.process import Command, run_process
 from bridle.types import JSON, Cause, Dialect

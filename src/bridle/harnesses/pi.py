@@ -11,8 +11,7 @@ import json
 from typing import Literal
 
 from bridle.config import Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.configuration import events_backwards
+from bridle.harnesses.base import Launch, LaunchContext, crash, events_backwards
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Cause, Dialect
 

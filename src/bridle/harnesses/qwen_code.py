@@ -13,9 +13,8 @@ from typing import Literal
 from pydantic import Field
 
 from bridle.config import Settings, merged
-from bridle.harnesses.base import Launch, LaunchContext
+from bridle.harnesses.base import PATIENCE_S, Launch, LaunchContext, as_json, output_budget
 from bridle.harnesses.claude_code import claude_cause
-from bridle.harnesses.configuration import PATIENCE_S, as_json, output_budget
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Cause, Dialect
 

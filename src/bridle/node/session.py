@@ -46,21 +46,30 @@ from bridle.evaluators.base import (
 )
 from bridle.gateway.registry import SessionFacts
 from bridle.gateway.replay import Replay, replay_of
-from bridle.harness_rules.base import Varying
+from bridle.harness_rules.table import Varying
 from bridle.harnesses.base import Harness, Launch, LaunchContext, needs_model
-from bridle.node.ending import (
+from bridle.node.events import SessionChanged, SessionEnded
+from bridle.node.results import (
     COMPLETED,
     Ending,
+    SessionResult,
     failed,
     is_scored,
     judge,
     out_of_time,
+    result_of,
+    trajectory_of,
+    uncaptured_result,
     without_a_model,
 )
-from bridle.node.events import SessionChanged, SessionEnded
-from bridle.node.places import SessionPlaces
-from bridle.node.results import SessionResult, result_of, trajectory_of, uncaptured_result
-from bridle.node.workspace import Prewarmed, base_commit, keep_files, prepare, put_harness_files
+from bridle.node.workspace import (
+    Prewarmed,
+    SessionPlaces,
+    base_commit,
+    keep_files,
+    prepare,
+    put_harness_files,
+)
 from bridle.runtimes import make_runtime
 from bridle.runtimes.base import ExecResult, Mount, Runtime
 from bridle.trajectory import with_outcome

@@ -17,7 +17,7 @@ from sqlalchemy import RowMapping, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bridle.errors import BridleError
-from bridle.node.ending import Fault, blame, is_scored
+from bridle.node.results import Fault, blame, is_scored
 from bridle.server import tables as t
 from bridle.server.schemas import GroupOptions, Reward
 from bridle.server.tables import (

@@ -23,7 +23,7 @@ import numpy as np
 
 from bridle.config import Task
 from bridle.errors import ConfigError, first_error
-from bridle.node.batch import Executor
+from bridle.node.local import Executor
 from bridle.training.samples import Group
 from bridle.trajectory.scores import clustered_mean
 from bridle.types import JSON

@@ -17,31 +17,213 @@ with the batch (`bridle.training.samples`).
 Every update compares p0 with q on the tokens that were sampled under these very weights: there the
 two are the same number computed twice, and a difference means that trainer and engine disagree
 about tokens, positions or weights.
+
+Gradient checkpointing and attention of packed traces are the same code on a CPU and a GPU, and
+change neither the model's class nor what a checkpoint holds. A LoRA policy keeps the model's
+weights and trains small matrices beside them: `peft` makes the layers inside of the model, whose
+other uses do not change, and `save_pretrained` writes the adapter alone.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from bridle.errors import ConfigError, TrainingError
-from bridle.training.compute import pack_attention, recompute_layers
-from bridle.training.forward import Piece, Tokens, check_ids, packed_of, rows_of, threads, trees_of
-from bridle.training.lora import add_adapter, policy_weights
+from bridle.embedded.model import load_adapter
+from bridle.embedded.routing import routing_of
+from bridle.errors import ConfigError, TrainingError, boundary, install_extra
+from bridle.training.forward import (
+    Piece,
+    Tokens,
+    check_ids,
+    packed_of,
+    replayed,
+    rows_of,
+    threads,
+    trees_of,
+)
 from bridle.training.samples import Batch, nothing_left
 from bridle.training.settings import GrpoSettings, LoraSettings
+from bridle.types import JSON
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PreTrainedModel
+
+    from bridle.training.settings import LoraSettings
+
+
+def add_adapter(
+    model: PreTrainedModel,
+    settings: LoraSettings,
+    folder: Path,
+    saved: Path | None = None,
+    *,
+    seed: int = 0,
+) -> None:
+    """Have only an adapter of `model` train: the `saved` one, or one that changes nothing yet.
+
+    `folder` is the model's own. `ConfigError` if `peft` is missing, for target modules that the
+    model does not have or that cannot be adapted, and for a saved adapter of other settings.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"[lora] needs peft: run {install_extra('lora')}")
+    import peft
+    from peft.tuners.lora import LoraLayer
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if saved is not None:
+            load_adapter(model, saved)
+            _check_saved(saved, model.peft_config["default"], settings)
+        else:
+            wanted = peft.LoraConfig(
+                r=settings.rank,
+                lora_alpha=settings.alpha,
+                target_modules=list(settings.targets) or "all-linear",
+                task_type="CAUSAL_LM",
+            )
+            try:
+                model.add_adapter(wanted)
+            except ValueError as error:
+                raise ConfigError(f"[lora] targets = {list(settings.targets)}: {error}") from error
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(module, LoraLayer):
+            raise ConfigError(
+                f"[lora] targets = {list(settings.targets)}: the embeddings and the output layer "
+                "cannot be adapted, other linear layers can"
+            )
+    model.peft_config["default"].base_model_name_or_path = str(folder.absolute())
+
+
+def _check_saved(saved: Path, config: LoraConfig, settings: LoraSettings) -> None:
+    """Refuse to go on with an adapter of another form than the settings ask for."""
+    old: JSON = {"rank": config.r, "alpha": config.lora_alpha}
+    new: JSON = {"rank": settings.rank, "alpha": settings.alpha}
+    if settings.targets:
+        old["targets"] = sorted(config.target_modules)
+        new["targets"] = sorted(settings.targets)
+    if old != new:
+        raise ConfigError(f"[lora]: {saved} was trained with {old}, the settings ask for {new}")
+
+
+def policy_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the state dict by the plain model's names, with an adapter's part added in."""
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    if not getattr(model, "peft_config", None):
+        return weights
+    from peft.tuners.lora import LoraLayer
+
+    weights = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in weights.items()
+        if ".lora_" not in name
+    }
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, LoraLayer):
+                weights[f"{name}.weight"] = weights[f"{name}.weight"] + module.get_delta_weight(
+                    "default"
+                )
+    return weights
+
+
+ATTENTION = "bridle_packed"
+"""Name of `_attend` among transformers' attention functions."""
+
+CLOSE = 1e-3
+"""Largest difference of logits, as a share of the largest, of one computation done in two ways."""
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Have backward passes compute each layer again, so that only its input is kept until then.
+
+    `ConfigError` for a model whose layers are not known.
+    """
+    from torch.utils.checkpoint import checkpoint
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    if not layers:
+        name = type(model).__name__
+        raise ConfigError(f"[grpo] gradient_checkpointing: the layers of {name} are not known")
+    for layer in layers:
+        # transformers' own needs training mode, and so dropout. The flag tells `Routing`.
+        layer.gradient_checkpointing = True
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+def pack_attention(model: PreTrainedModel) -> None:
+    """Have the model take traces end to end, with their `lengths` as an argument.
+
+    `ConfigError` for a model that computes packed traces otherwise than separate ones, such as one
+    with recurrent layers.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attend)
+    refused = f"[grpo] packing = 'sequence': {type(model).__name__} cannot compute packed traces"
+    ids = torch.arange(12, device=model.device) % model.get_input_embeddings().weight.shape[0]
+    routing = routing_of(model)
+    with torch.no_grad(), boundary(ConfigError, refused):
+        with nullcontext() if routing is None else routing.recording() as recorded:
+            apart = model(ids.view(2, 6), use_cache=False).logits.flatten(0, 1)
+        model.set_attn_implementation(ATTENTION)
+        places = torch.arange(6, device=model.device).repeat(2)[None]
+        with replayed(model, routing.rows(recorded) if routing and recorded else None):
+            packed = model(ids[None], position_ids=places, lengths=[6, 6], use_cache=False).logits
+    if float((packed[0] - apart).abs().max()) > CLOSE * float(apart.abs().max()):
+        raise ConfigError(f"{refused}: it mixes them up; take 'rows' or 'tree'")
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    lengths: list[int] | None = None,
+    **more: Any,  # noqa: ANN401 - what transformers hands to attention functions
+) -> tuple[torch.Tensor, None]:
+    """Attend within each of several sequences of these lengths, shapes (1, heads, T, head size).
+
+    torch's kernels for one causal sequence need no mask. Without `lengths` each row is one sequence
+    (B, heads, T, head size). Raises `TrainingError` for the layouts that need a mask or a cache.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if attention_mask is not None or key.shape[2] != query.shape[2]:
+        raise TrainingError("a model that is prepared for packing takes traces end to end only")
+    window = more.get("sliding_window")
+    lengths = lengths or [query.shape[2]]
+    found = [
+        sdpa_attention_forward(module, *three, _window(three[0], window), **more)[0]
+        for three in zip(*(one.split(lengths, 2) for one in (query, key, value)), strict=True)
+    ]
+    return torch.cat(found, 1), None
+
+
+def _window(query: torch.Tensor, size: int | None) -> torch.Tensor | None:
+    """Return the mask of a causal sliding window; `None` = every token sees all before it."""
+    length = query.shape[2]
+    if size is None or length <= size:
+        return None
+    seen = torch.ones(length, length, dtype=torch.bool, device=query.device)
+    return seen.tril().triu(1 - size)[None, None]
 
 
 @dataclass(frozen=True, slots=True)

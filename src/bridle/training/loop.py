@@ -7,6 +7,9 @@ left out and counted.
 
 A step that has nothing to train (all sessions failed, no group varies) updates nothing and is
 recorded as such. Many of them in a row end the training, saying what became of the sessions.
+
+`draw_text` and `draw_png` draw a training's course, in the terminal and with matplotlib (extra
+`train`).
 """
 
 from __future__ import annotations
@@ -14,14 +17,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from bridle.errors import BridleError, TrainingError
+from bridle.errors import BridleError, TrainingError, install_extra
 from bridle.training.checkpoint import save_checkpoint
 from bridle.training.groups import GroupSource, History
 from bridle.training.samples import Group, make_batch, nothing_left
@@ -261,3 +264,79 @@ def _nothing_trains(groups: list[Group]) -> str:
         f"{len(groups)} groups in a row train nothing: of {len(sessions)} sessions "
         f"{dict(status)}, rewards {dict(rewards.most_common(5))}{example}"
     )
+
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+AVERAGED = 5
+"""Steps of the running mean."""
+
+
+def rewards_of(course: Course) -> list[tuple[int, float]]:
+    """(step, mean reward of its sessions), where one is known."""
+    return [(one["step"], one["reward"]) for one in course.steps if one["reward"] is not None]
+
+
+def smoothed(values: Sequence[float], width: int = AVERAGED) -> list[float]:
+    """The mean of each value and up to `width - 1` before it."""
+    means = []
+    for end in range(1, len(values) + 1):
+        part = values[max(0, end - width) : end]
+        means.append(sum(part) / len(part))
+    return means
+
+
+def draw_text(values: Sequence[float], *, height: int = 6, low: float = 0.0) -> list[str]:
+    """Values as columns of blocks, `height` lines, top first; the scale is from `low` to 1 or more.
+
+    Nothing for no values.
+    """
+    if not values:
+        return []
+    top = max(1.0, *values)
+    eighths = [round((value - low) / (top - low) * height * 8) for value in values]
+    lines = []
+    for row in range(height - 1, -1, -1):
+        cells = "".join(BLOCKS[min(8, max(0, count - 8 * row))] for count in eighths)
+        mark = f"{low + (top - low) * (row + 1) / height:4.2f} "
+        lines.append(f"{mark}┤{cells}")
+    lines.append(f"     └{'─' * len(values)}")
+    return lines
+
+
+def draw_png(path: Path, course: Course, *, title: str) -> Path:
+    """Write the learning curve: reward per step, its running mean, and the evaluations.
+
+    Raises `TrainingError` if matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise TrainingError(
+            f"the curve as PNG needs matplotlib: run {install_extra('train')}"
+        ) from error
+    points = rewards_of(course)
+    steps = [step for step, _ in points]
+    rewards = [reward for _, reward in points]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(steps, rewards, ".", color="#9db4c8", label="sessions of the step")
+    axes.plot(steps, smoothed(rewards), color="#1f5f8b", label=f"mean of {AVERAGED} steps")
+    known = [one for one in course.evaluations if one["reward"] is not None]
+    if known:
+        axes.errorbar(
+            [one["step"] for one in known],
+            [one["reward"] for one in known],
+            yerr=[one.get("half_width") or 0.0 for one in known],
+            fmt="D--",
+            capsize=3,
+            color="#c0392b",
+            label="held-out tasks, 95% intervals",
+        )
+    axes.set(xlabel="step", ylabel="mean reward", title=title)
+    axes.set_ylim(bottom=min(0.0, *rewards, 0.0), top=max(1.02, *rewards, 0.0))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
