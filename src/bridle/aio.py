@@ -205,3 +205,30 @@ async def retry(
             await asyncio.sleep(backoff_s * 2**k)
     message = f"attempts must be at least 1, not {attempts}"
     raise ValueError(message)
+
+
+class Condition:
+    """A broadcast that wakes every waiter, which then checks its condition again.
+
+    A waiter takes a `ticket` before it checks, so that it misses no notification.
+    """
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify_all(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    def ticket(self) -> asyncio.Event:
+        """Return the event that the next notification sets."""
+        return self._event
+
+    @staticmethod
+    async def wait(ticket: asyncio.Event, timeout_s: float | None) -> None:
+        """Return once `ticket` is notified, or after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await ticket.wait()
+        except TimeoutError:
+            return

@@ -10,8 +10,7 @@ the JSON of rows and trajectories.
 
 Work: `service` is the entry: it accepts tasks, takes over from dead servers and removes old files.
 `scheduler` starts sessions on a `bridle.node.base.SessionRunner`, `discovery` adds and removes its
-engines, `callbacks` delivers results, `pubsub` wakes waiting requests, `metrics` counts, `settings`
-configures.
+engines, `callbacks` delivers results, `metrics` counts, `settings` configures.
 
 A session is accepted when its task's row is committed. It ends exactly once: its trajectory is in a
 file before its row is final, and only the run that holds its lease makes the row final.

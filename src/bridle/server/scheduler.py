@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 import structlog
 
-from bridle.aio import Nursery, run_shielded
+from bridle.aio import Condition, Nursery, run_shielded
 from bridle.config import Task
 from bridle.errors import (
     BridleError,
@@ -38,7 +38,6 @@ from bridle.server.database import until_done
 from bridle.server.files import TrajectoryFiles, UnwritableError
 from bridle.server.finalize import empty_result
 from bridle.server.metrics import ServerMetrics
-from bridle.server.pubsub import Condition
 from bridle.server.queries import Queries
 from bridle.server.settings import ServiceSettings
 from bridle.server.store import ClaimLimits, TaskStore

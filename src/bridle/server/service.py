@@ -13,6 +13,9 @@ files (trajectories, capture, logs and artifacts of every run; oldest groups fir
 `keep_rows_days` its rows; its task's name, digest and counts stay, so that a second submission is
 still recognised. Groups that nobody acknowledges count as acknowledged after `keep_unacked_days`.
 Nothing of a group is removed while one of its callbacks is pending.
+
+`EventBus` is the event stream of `GET /events`. A subscriber that reads too slowly loses its oldest
+events and gets their number; it delays nobody.
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from typing import Final, NamedTuple, Self
 
 import structlog
 
-from bridle.aio import Checkup, Nursery
+from bridle.aio import Checkup, Condition, Nursery
 from bridle.config import Task
 from bridle.errors import BridleError, ConfigError
 from bridle.gateway.faults import trace_of
@@ -38,7 +42,6 @@ from bridle.node.local import plan
 from bridle.server.database import Database, until_done
 from bridle.server.files import TrajectoryFiles
 from bridle.server.metrics import ServerMetrics
-from bridle.server.pubsub import Condition, EventBus
 from bridle.server.queries import Queries
 from bridle.server.scheduler import Scheduler
 from bridle.server.schemas import Reward, Submission
@@ -500,3 +503,73 @@ class Retention:
             for attempt in range(1, session["attempt"] + 1):
                 await self._service.workers.remove(run_id(session["session_id"], attempt))
         await self._service.store.forget_files(group["seq"])
+
+
+BACKLOG: Final = 1000
+"""Unread events that are kept for one subscriber of `GET /events`."""
+
+
+class EventSubscriber:
+    """The queue of one reader of the event stream."""
+
+    def __init__(self, owner: str | None) -> None:
+        self.owner = owner
+        """Only events of this owner's tasks; `None` = of all."""
+        self._events: deque[JSON] = deque()
+        self._lost = 0
+        self._ready = asyncio.Event()
+
+    def push(self, event: JSON) -> None:
+        """Queue an event; a full queue drops its oldest one."""
+        if len(self._events) == BACKLOG:
+            self._events.popleft()
+            self._lost += 1
+        self._events.append(event)
+        self._ready.set()
+
+    async def next(self, timeout_s: float) -> JSON | None:
+        """Return the next event, or `None` after `timeout_s` without one.
+
+        Before it comes `{"type": "lost", "count": n}` if events were dropped.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            return None
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            return {"type": "lost", "count": lost}
+        event = self._events.popleft()
+        if not self._events:
+            self._ready.clear()
+        return event
+
+
+class EventBus:
+    """Publishes events to all subscribers."""
+
+    def __init__(self) -> None:
+        self.subscribers: set[EventSubscriber] = set()
+
+    def publish(self, event: JSON, *, owner: str | None = None, key: str | None = None) -> None:
+        """Send an event to the subscribers of `owner` and to those of all owners.
+
+        The latter get `owner` too, and the task's `key` as `task_id`, because two owners may use
+        the same id. `None` = the event is for every subscriber.
+        """
+        for subscriber in self.subscribers:
+            if owner is None or subscriber.owner == owner:
+                subscriber.push(event)
+            elif subscriber.owner is None:
+                subscriber.push(event | {"owner": owner, "task_id": key})
+
+    @contextmanager
+    def subscribe(self, owner: str | None = None) -> Iterator[EventSubscriber]:
+        """Subscribe inside to the events of `owner`; `None` = of all owners."""
+        subscriber = EventSubscriber(owner)
+        self.subscribers.add(subscriber)
+        try:
+            yield subscriber
+        finally:
+            self.subscribers.discard(subscriber)

@@ -1,7 +1,7 @@
 """Export of a run's numbers, samples and traces to trackers: `--telemetry wandb,otel`.
 
-`base` has the interface; each other file is the adapter of one package, which is configured
-(project, server, key, offline mode) by that package's own environment variables.
+`base` has the interface, `trackers` and `otel` the adapters of packages, each configured (project,
+server, key, offline mode) by the package's own environment variables.
 `package.module:Class` names any other tracker.
 """
 
@@ -21,11 +21,11 @@ from bridle.telemetry.base import Telemetry
 from bridle.types import JSON, without_user_info
 
 TRACKERS: Final[Mapping[str, str]] = {
-    "mlflow": "bridle.telemetry.mlflow:Mlflow",
+    "mlflow": "bridle.telemetry.trackers:Mlflow",
     "otel": "bridle.telemetry.otel:Otel",
-    "tensorboard": "bridle.telemetry.tensorboard:Tensorboard",
-    "trackio": "bridle.telemetry.wandb:Trackio",
-    "wandb": "bridle.telemetry.wandb:Wandb",
+    "tensorboard": "bridle.telemetry.trackers:Tensorboard",
+    "trackio": "bridle.telemetry.trackers:Trackio",
+    "wandb": "bridle.telemetry.trackers:Wandb",
 }
 
 PACKAGES: Final = {"otel": "opentelemetry", "tensorboard": "tensorboardX"}

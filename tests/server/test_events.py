@@ -1,6 +1,7 @@
 import asyncio
 
-from bridle.server.pubsub import BACKLOG, Condition, EventBus
+from bridle.aio import Condition
+from bridle.server.service import BACKLOG, EventBus
 
 
 async def test_a_notification_wakes_everyone_with_an_earlier_ticket():
