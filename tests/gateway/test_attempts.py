@@ -2,7 +2,7 @@
 
 import pytest
 
-from bridle.gateway.attempts import AT_ONCE, EACH_S, PEERS, WrongTokens
+from bridle.gateway.keys import AT_ONCE, EACH_S, PEERS, WrongTokens
 
 
 class Clock:

@@ -18,7 +18,6 @@ from bridle.capture.records import Delivery
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica
 from bridle.errors import ConfigError, EngineError
-from bridle.gateway.attempts import AT_ONCE
 from bridle.gateway.control import (
     TOKEN_ENV,
     Refusal,
@@ -27,6 +26,7 @@ from bridle.gateway.control import (
     encode,
     exchanges_json,
 )
+from bridle.gateway.keys import AT_ONCE
 from bridle.gateway.settings import GatewaySettings
 from bridle.types import DeliveryState
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.gateway.extras import Extras, first_of
+from bridle.gateway.sampling import Extras, first_of
 
 TRIES = st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=4), st.booleans()), max_size=4)
 

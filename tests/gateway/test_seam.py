@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridle.engines.base import GenerateChunk, GenerateRequest
-from bridle.gateway.seam import rest, stopping
+from bridle.gateway.sampling import rest, stopping
 from bridle.prompting.prompt import PromptIds
 from bridle.types import FinishReason, Sampling, VersionSpan
 

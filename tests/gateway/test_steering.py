@@ -11,8 +11,8 @@ from bridle.engines.base import GenerateChunk
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica
 from bridle.errors import EngineError
-from bridle.gateway.steering import Here, There, update, updating
 from bridle.gateway.weights import SetPolicy
+from bridle.node.fleet import Here, There, update, updating
 from bridle.types import FinishReason
 
 LONG = {"content": "one two three four five six seven eight nine ten"}

@@ -12,7 +12,7 @@ import pytest
 
 from bridle.errors import BridleError, ConfigError
 from bridle.gateway.listener import listen
-from bridle.gateway.worker import Worker
+from bridle.gateway.workers import Worker
 
 SMALL = (sys.executable, str(Path(__file__).parent / "small_worker.py"))
 

@@ -4,7 +4,7 @@ import pytest
 from tests.server.house import an_app, body
 
 from bridle.errors import EngineError, StateError, StoreError
-from bridle.gateway.attempts import AT_ONCE
+from bridle.gateway.keys import AT_ONCE
 from bridle.server.auth import ApiToken, TokenRole
 from bridle.server.http import MAX_BODY
 from bridle.server.submission_policy import SubmissionPolicy

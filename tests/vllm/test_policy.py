@@ -8,7 +8,7 @@ from tests.gateway.sdk_agents import openai_client
 
 from bridle.engines.vllm_routes import VllmRoute
 from bridle.errors import EngineError
-from bridle.gateway.steering import Here, update
+from bridle.node.fleet import Here, update
 from bridle.trajectory import rebuild
 from bridle.types import VersionSpan
 

@@ -212,7 +212,7 @@ async def _serve_worker(spec: JSON, sockets: list[socket]) -> None:
     """Serve until standard input is closed. `BridleError` if the worker cannot start."""
     import asyncio
 
-    from bridle.gateway.worker import END_S as KILLED_S
+    from bridle.gateway.workers import END_S as KILLED_S
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 

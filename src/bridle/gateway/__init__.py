@@ -11,8 +11,8 @@ One request goes through these files in order:
 - `registry`  sessions with their keys, limits and facts; `restore` brings them back after a crash;
 - `control`   the routes for those who run sessions, with a token of their own.
 
-With `--workers N`, `workers` supervises N processes (`worker`) that are each a whole gateway with a
-port of its own, and answers the control routes for all of them.
+With `--workers N`, `workers` supervises N processes that are each a whole gateway with a port of
+its own, and answers the control routes for all of them.
 
 The one entry is `bridle.gateway.app.GatewayServer`. Everything runs on one event loop, so there are
 no locks: between two awaits nobody else acts.

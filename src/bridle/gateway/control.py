@@ -37,8 +37,8 @@ from bridle.errors import (
     StoreError,
     root_cause,
 )
-from bridle.gateway.attempts import TOO_MANY, WrongTokens
 from bridle.gateway.faults import trace_of
+from bridle.gateway.keys import TOO_MANY, WrongTokens
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import FACTS, SessionFacts, SessionHandle, facts_of
 from bridle.gateway.relay import JSON_TYPE, json_response

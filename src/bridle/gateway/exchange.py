@@ -25,7 +25,7 @@ from bridle.dialects.base import ReplyHead, StoredReply, WireFormat
 from bridle.dialects.ids import reply_id
 from bridle.engines.base import Engine, EngineInfo, GenerateChunk
 from bridle.errors import EngineError, RenderError, RequestError, boundary
-from bridle.gateway import budgets, faults, lineage, origins
+from bridle.gateway import budgets, faults, lineage
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.constraints import (
     grammar_of,
@@ -131,7 +131,7 @@ class Exchanges:
             clock_start=time.perf_counter(),
             question_key=question.key,
             other=served.other,
-            asked=origins.of_subagent(session, request, question.placement, asked),
+            asked=lineage.of_subagent(session, request, question.placement, asked),
             question=question,
         )
         call.head = ReplyHead(drawn[24:], request.model, int(call.started_at))
@@ -168,7 +168,7 @@ class Exchanges:
         template_args = served.template_args(request)
         placement = session.conversation.place(request, key, template_args=template_args)
         if placement.kind is PlacementKind.ROOT:
-            placement = origins.after_summary(session, request, placement)
+            placement = lineage.after_summary(session, request, placement)
         parent = session.calls.get(placement.parent or "")
         if parent is not None and parent.other != served.other:
             placement = replace(placement, reason="other_model", extend=False)

@@ -1,15 +1,23 @@
-"""The lineage of calls: replies are indexed, and the turns that later requests show are counted."""
+"""The lineage of calls: replies are indexed, and the turns that later requests show are counted.
+
+The dialects' rules know the marks that harnesses put on the wire. Where a conversation has none,
+its origin is a sampled call or a summary of the same session, which `Lineage` finds by what the
+session's own replies said.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
-from bridle.gateway.call import Call, Question
+from bridle.gateway.call import Asked, Call, Question
 from bridle.gateway.recording import issued_ids
 from bridle.gateway.registry import GatewaySession
 from bridle.prompting.canonical import Canonical, answer_atoms, joined_atoms
+from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.turns import TurnCounts
 from bridle.types import Kind, Message, ModelRequest
@@ -82,3 +90,37 @@ def standing(prompt: PromptIds, parent: Call | None) -> Call | None:
     before, output_ids = parent.sampled()
     ids = np.concatenate((before.array(), output_ids))
     return parent if np.array_equal(prompt.array()[: len(ids)], ids) else None
+
+
+SPAWNED: Final = "spawned"
+"""The rule that makes a call a sub-agent's by the instruction that a call of ours gave it."""
+
+SUMMARISED: Final = "summarised"
+"""Root reason of what goes on from a summary of ours."""
+
+
+def after_summary(
+    session: GatewaySession, request: ModelRequest, placement: Placement
+) -> Placement:
+    """A root (`placement`) whose text holds a summary of ours continues what wrote it."""
+    parent = session.lineage.summarised_by(request.messages)
+    if parent not in session.calls:
+        return placement
+    return replace(placement, kind=PlacementKind.FORK, parent=parent, reason=SUMMARISED)
+
+
+def of_subagent(
+    session: GatewaySession, request: ModelRequest, placement: Placement, asked: Asked
+) -> Asked:
+    """A call that no mark tells apart is a sub-agent's if its task is in a call of ours.
+
+    So are those that continue one.
+    """
+    if asked.kind is not Kind.AGENT or asked.kind_rule is not None:
+        return asked
+    parent = None if placement.parent is None else session.calls.get(placement.parent)
+    new = placement.new_from if placement.extend else 0
+    inherits = parent is not None and parent.asked.kind is Kind.SUBAGENT
+    if inherits or session.lineage.is_spawned(request.messages[new:]):
+        return replace(asked, kind=Kind.SUBAGENT, kind_rule=SPAWNED)
+    return asked

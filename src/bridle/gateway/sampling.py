@@ -5,16 +5,29 @@ prompt is a break: the sample then belongs to the engine's ids, not to ours (law
 
 A call that the engine gave up (a weight update, a dead replica) is resumed from the tokens so far;
 the harness sees one reply, and each token knows the version that sampled it.
+
+A resumed call is the same call with the tokens so far at the end of its prompt. What an engine
+knows of a call from its own tokens alone is put right here: the budget and the least number of
+tokens that are left, a seed of its own (the same seed would draw the same numbers again), and stop
+strings that begin before the seam and end behind it. A grammar cannot be entered in its middle, so
+a constrained call begins again; so does one whose prompt is messages with images.
+
+`Extras` is engine data other than the tokens of one call, over all its chunks and attempts. This
+module does not interpret it. A list with an entry for each token stands at its tokens, whichever
+piece brought it: one engine reports each piece's own part, another the whole try at its end.
+Anything else belongs to its try as a whole; the last try's prompt holds the tokens of those before,
+so its data is the reply's, and theirs is kept beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import numpy as np
 
@@ -22,8 +35,7 @@ from bridle.capture.records import no_ids, no_logprobs
 from bridle.engines.base import CutError, Engine, GarbledError, GenerateChunk, GenerateRequest
 from bridle.engines.ids import compact, parse_ids
 from bridle.errors import EngineError, boundary
-from bridle.gateway.extras import Extras
-from bridle.gateway.seam import rest, stopping
+from bridle.gateway.budgets import derived_seed
 from bridle.prompting.prompt import PromptIds
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
 
@@ -31,6 +43,182 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from bridle.types import Ids, Logprobs
+
+
+_CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""Text that a decoder shows for a character whose last bytes are still to come."""
+
+
+def rest(request: GenerateRequest, prompt: PromptIds, sofar: Ids, tries: int) -> GenerateRequest:
+    """Return the request for the rest of `request` after the tokens `sofar`.
+
+    `prompt` is its prompt, `tries` how often it was given to an engine. A call that would begin
+    again is not streamed, so that nothing of it is shown which a later try would not repeat.
+    """
+    if request.begins_again and request.stream:
+        request = replace(request, stream=False)
+    if not tries:
+        return request
+    sampling = request.sampling
+    if sampling.seed is not None and len(sofar):
+        sampling = replace(sampling, seed=derived_seed(sampling.seed, f"after {len(sofar)}"))
+    most, least = sampling.max_tokens, sampling.min_tokens
+    return replace(
+        request,
+        request_id=f"{request.request_id}-{tries}",
+        prompt=prompt.behind(sofar) if len(sofar) else prompt,
+        sampling=replace(
+            sampling,
+            max_tokens=None if most is None else most - len(sofar),
+            min_tokens=None if least is None else max(0, least - len(sofar)),
+        ),
+    )
+
+
+async def stopping(
+    chunks: AsyncGenerator[GenerateChunk, None],
+    *,
+    before: Ids,
+    stop: Sequence[str],
+    least: int,
+    decode: Callable[[Ids], str],
+    abort: Callable[[], Awaitable[None]],
+) -> AsyncGenerator[GenerateChunk, None]:
+    """The chunks of a resumed call, up to a stop string that began in `before`.
+
+    `decode` shows no control tokens, as engines look for stop strings. `least` is how many tokens
+    must be sampled in all before one counts. `abort` ends the engine's call, whose last chunk then
+    tells the versions.
+    """
+    seam = _Seam(before, stop, least, decode)
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            found = seam.feed(chunk.output_ids)
+            if found is None:
+                yield chunk
+                continue
+            kept, text = found
+            last, extra = chunk, first_of(chunk.extra, len(chunk.output_ids), kept)
+            if chunk.finish_reason is None:
+                await abort()
+                rest_of_it = [ending async for ending in chunks]
+                last = rest_of_it[-1]
+                size = seam.passed + sum(len(one.output_ids) for one in (chunk, *rest_of_it))
+                extra = first_of(last.extra, size, seam.passed + kept) | extra
+            yield GenerateChunk(
+                output_ids=chunk.output_ids[:kept],
+                logprobs=chunk.logprobs[:kept],
+                finish_reason=FinishReason.STOP,
+                stop_text=text,
+                versions=_clipped(last.versions, seam.passed + kept),
+                prompt_ids_json=chunk.prompt_ids_json,
+                cached_tokens=max(chunk.cached_tokens, last.cached_tokens),
+                extra=extra,
+            )
+            return
+
+
+class _Seam:
+    """Looks for stop strings across the seam, until none can begin before it any more."""
+
+    def __init__(
+        self, before: Ids, stop: Sequence[str], least: int, decode: Callable[[Ids], str]
+    ) -> None:
+        self._stop = stop
+        self._longest = max(map(len, stop))
+        # A character may take as many tokens as it has bytes.
+        self._ids = before[-4 * self._longest - 8 :]
+        self._decode = decode
+        self._begins = len(decode(self._ids).rstrip(_CUT_CHARACTER))
+        self._due = least - len(before)
+        self._open = True
+        self.passed = 0
+        """Tokens of the resumed call that ended no stop string."""
+
+    def feed(self, ids: Ids) -> tuple[int, str] | None:
+        """Return how many of `ids` are kept and the stop string that ends there; else `None`."""
+        for kept in range(1, len(ids) + 1 if self._open else 0):
+            text = self._decode(np.concatenate((self._ids, ids[:kept])))
+            if self.passed + kept > self._due:
+                for stop in self._stop:
+                    at = text.find(stop, max(0, self._begins - len(stop) + 1))
+                    if 0 <= at < self._begins:
+                        return kept, stop
+            if len(text.rstrip(_CUT_CHARACTER)) - self._begins >= self._longest - 1:
+                self._open = False
+                break
+        if self._open:
+            self._ids = np.concatenate((self._ids, ids))
+        self.passed += len(ids)
+        return None
+
+
+def _clipped(spans: Sequence[VersionSpan], size: int) -> tuple[VersionSpan, ...]:
+    """The spans over the first `size` tokens."""
+    return tuple(replace(span, end=min(span.end, size)) for span in spans if span.start < size)
+
+
+@dataclass(slots=True)
+class Extras:
+    """Collects them; sizes and places are in sampled tokens."""
+
+    _lists: dict[str, list[Any]] = field(default_factory=dict)
+    """Name -> one entry per token from the first on; `None` where the engine reported none."""
+    _whole: JSON = field(default_factory=dict)
+    """Of the try under way."""
+    _tries: list[JSON] = field(default_factory=list)
+    """Of the tries that ended and reported something, with the `tokens` that the call had then."""
+
+    def add(self, extra: JSON, *, begun: int, at: int, size: int) -> None:
+        """Take what the engine reported with a piece of `size` tokens.
+
+        `begun` is the number of tokens before its try, `at` those before the piece itself.
+        """
+        for name, value in extra.items():
+            if isinstance(value, list) and len(value) in {size, at + size - begun}:
+                start = at if len(value) == size else begun
+                entries = self._lists.setdefault(name, [])
+                entries += [None] * (start - len(entries))
+                entries[start:] = value
+            else:
+                self._whole[name] = value
+
+    def end_try(self, tokens: int) -> None:
+        """A try ended when the call had so many tokens."""
+        if self._whole:
+            self._tries.append({"tokens": tokens, **self._whole})
+            self._whole = {}
+
+    def clear(self) -> None:
+        """The call begins again: what was reported belongs to tokens that are not its own."""
+        self._lists.clear()
+        self._tries.clear()
+
+    def whole(self, tokens: int) -> JSON:
+        """Return everything that was reported for a call of `tokens` tokens.
+
+        Lists have that length, with `None` where the engine reported no entry.
+        """
+        reported = {
+            name: [*entries, *[None] * (tokens - len(entries))]
+            for name, entries in self._lists.items()
+            if entries
+        }
+        last = self._tries[-1] if self._tries and self._tries[-1]["tokens"] == tokens else {}
+        return reported | {name: value for name, value in last.items() if name != "tokens"}
+
+    def before(self, tokens: int) -> list[JSON]:
+        """Return the data of earlier attempts, each with the `tokens` that the call had then."""
+        return [one for one in self._tries if one["tokens"] != tokens]
+
+
+def first_of(extra: JSON, size: int, kept: int) -> JSON:
+    """The extras of `size` tokens, of which the first `kept` stand."""
+    return {
+        name: value[:kept] if isinstance(value, list) and len(value) == size else value
+        for name, value in extra.items()
+    }
+
 
 Array = TypeVar("Array", bound="npt.NDArray[np.generic]")
 
@@ -77,11 +265,11 @@ class SampledReply:
     resumed: int
     """Number of times that the engine aborted the call."""
     discarded: int = 0
-    """Tokens of tries that could not be resumed (see `bridle.gateway.seam`)."""
+    """Tokens of tries that could not be resumed (see `bridle.gateway.sampling`)."""
     mixed: bool = False
     """True if weights changed during a piece of it; such tokens have the version before."""
     extra: JSON = field(default_factory=dict)
-    """Data of the engine besides the tokens (see `bridle.gateway.extras`)."""
+    """Data of the engine besides the tokens (see `bridle.gateway.sampling`)."""
     extra_before: list[JSON] = field(default_factory=list)
     """Data that the attempts before the last one reported as wholes."""
     replayed: str | None = None

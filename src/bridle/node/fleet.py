@@ -1,25 +1,160 @@
 """All nodes of a cluster at once: their policy, their engines, and what they keep of runs.
 
 Nodes that join later get the same policy and the same engines.
+
+`update` and `updating` have one policy follow many gateways: hold all, load, publish everywhere,
+resume. A trainer wraps its own loading in `updating`; `update` has the engines load from a folder,
+each once, whichever gateways use it. No gateway resumes before all of them know the version, and a
+step that fails at one leaves none of them held: sessions then continue under the old version.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 
+import aiohttp
 import structlog
 from pydantic import ValidationError
 
+from bridle.aio import run_shielded
+from bridle.engines.base import PauseMode
 from bridle.engines.pool_replica import engine_id
 from bridle.errors import BridleError, ConfigError, EngineError, NodeLostError, StoreError
-from bridle.gateway.steering import SLACK_S, update
 from bridle.gateway.weights import AddReplica, SetPolicy
 from bridle.node.scheduling import Member
 from bridle.types import JSON, without_user_info
+
+if TYPE_CHECKING:
+    from bridle.gateway.app import GatewayServer
+
+
+T = TypeVar("T")
+
+RELEASE_S = 60.0
+"""Time limit for ending a hold; it also applies after a failure or a cancelled trainer."""
+
+LOAD_S = 600.0
+"""Time that the engines of a gateway may take to load weights."""
+
+SLACK_S = 30.0
+"""Time of an answer beyond the time that a hold may take."""
+
+
+class Steered(Protocol):
+    """A gateway, in this process or another."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def steer(self, wanted: SetPolicy) -> JSON:
+        """Do it; what `GET /policy` then answers. `EngineError` if it did not do its part."""
+
+
+class Here:
+    """A gateway of this process."""
+
+    def __init__(self, gateway: GatewayServer, name: str = "this gateway") -> None:
+        self._gateway = gateway
+        self.name = name
+
+    async def steer(self, wanted: SetPolicy) -> JSON:
+        await self._gateway.set_policy(wanted)
+        return self._gateway.policy()
+
+
+class There:
+    """A gateway at a URL, steered over its control routes; an async context manager."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.name = url.rstrip("/")
+        self._token = token
+
+    async def __aenter__(self) -> Self:
+        """Nothing is connected yet."""
+        self._http = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._token}"})
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close its connections."""
+        await self._http.close()
+
+    async def steer(self, wanted: SetPolicy) -> JSON:
+        body = wanted.model_dump(mode="json", exclude_unset=True)
+        limit = aiohttp.ClientTimeout(total=None, sock_read=wanted.timeout_s + SLACK_S)
+        url = f"{self.name}/policy"
+        try:
+            async with self._http.post(url, json=body, timeout=limit) as answer:
+                status: JSON = await answer.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise EngineError(f"no answer: {type(error).__name__}: {error}") from error
+        if answer.status != 200:
+            raise EngineError(str((status.get("error") or {}).get("message", answer.status)))
+        return status
+
+
+@asynccontextmanager
+async def updating(
+    gateways: Sequence[Steered], version: int, *, mode: PauseMode = "abort", timeout_s: float = 60.0
+) -> AsyncGenerator[list[JSON]]:
+    """Nothing samples within; leaving it publishes `version` to all, and then all go on.
+
+    It gives what each gateway says of its policy, `replicas` among it. `mode` is what a hold does
+    to running calls. `EngineError` if a gateway could not be held within `timeout_s`, or did not
+    take the version. When the body raises, nothing is published.
+    """
+    try:
+        states = await _all(gateways, SetPolicy(hold=mode, timeout_s=timeout_s))
+        yield states
+        await _all(gateways, SetPolicy(version=version))
+    except BaseException:
+        with suppress(EngineError):  # the first error is the one to report
+            await run_shielded(_all(gateways, SetPolicy(hold=False)), timeout_s=RELEASE_S)
+        raise
+    await run_shielded(_all(gateways, SetPolicy(hold=False)), timeout_s=RELEASE_S)
+
+
+async def update(
+    gateways: Sequence[Steered],
+    weights: str,
+    version: int,
+    *,
+    mode: PauseMode = "abort",
+    timeout_s: float = 60.0,
+) -> None:
+    """Have all engines of all gateways load the folder `weights` as `version`; sessions go on.
+
+    A server that several gateways name alike loads once. `EngineError` names engines
+    that did not take the weights; the version is then published nowhere.
+    """
+    async with updating(gateways, version, mode=mode, timeout_s=timeout_s) as states:
+        shares = _shares([one["replicas"] for one in states])
+        load = SetPolicy(weights=weights, version=version, timeout_s=LOAD_S)
+        await all_of(
+            (one.name, partial(one.steer, load.model_copy(update={"replicas": tuple(share)})))
+            for one, share in zip(gateways, shares, strict=True)
+            if share
+        )
+
+
+def _shares(named: list[list[str]]) -> list[list[str]]:
+    """Return the replicas that each gateway loads: a server's URL once, an embedded one always."""
+    seen: set[str] = set()
+    shares = []
+    for names in named:
+        share = [name for name in names if "://" not in name or name not in seen]
+        seen.update(share)
+        shares.append(share)
+    return shares
+
+
+async def _all(gateways: Iterable[Steered], wanted: SetPolicy) -> list[JSON]:
+    """Have all do the same at once; `EngineError` names those that did not."""
+    return await all_of((one.name, partial(one.steer, wanted)) for one in gateways)
+
 
 METRICS_S: Final = 3.0
 """Time limit for a node's metrics. A scrape waits 10 s by default, and `bridle_node_up` shows which
@@ -75,13 +210,13 @@ class Fleet:
         if wanted.released is not None:
             await self._hand_over(nodes, wanted)
         elif wanted.weights is None or wanted.version is None or wanted.rolling:
-            await _steer_all(nodes, wanted)
+            await _all(nodes, wanted)
         else:
             await update(
                 nodes, wanted.weights, wanted.version, mode=wanted.mode, timeout_s=wanted.timeout_s
             )
             if wanted.paused is not None:
-                await _steer_all(nodes, SetPolicy(paused=wanted.paused))
+                await _all(nodes, SetPolicy(paused=wanted.paused))
         # Weights that a trainer has loaded by itself are with the engines that the nodes share.
         changes = wanted.model_dump(include={"version", "paused"}, exclude_none=True)
         if wanted.version is not None:
@@ -94,7 +229,7 @@ class Fleet:
         if wanted.weights is not None:
             await nodes[0].steer(wanted)
             nodes, wanted = nodes[1:], wanted.model_copy(update={"weights": None})
-        await _steer_all(nodes, wanted)
+        await _all(nodes, wanted)
         replicas = wanted.replicas
         ended = [one for one in self.released if replicas is None or one.replicas == replicas]
         self.released = [one for one in self.released if one not in ended]
@@ -210,7 +345,7 @@ class Fleet:
 
 
 class SteeredNode:
-    """A node as weight updates see it; implements `gateway.steering.Steered`."""
+    """A node as weight updates see it; implements `Steered`."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -235,22 +370,22 @@ def _merged(engines: Iterable[JSON]) -> list[JSON]:
     return list(merged.values())
 
 
-async def _steer_all(nodes: Collection[SteeredNode], wanted: SetPolicy) -> None:
-    await all_of([(node.name, partial(node.steer, wanted)) for node in nodes])
+async def all_of(calls: Iterable[tuple[str, Callable[[], Awaitable[T]]]]) -> list[T]:
+    """Make all calls at once, await every one and return their results in order.
 
-
-async def all_of(calls: Collection[tuple[str, Callable[[], Awaitable[object]]]]) -> None:
-    """Make all calls at once and await every one. `EngineError` names those that failed."""
+    `EngineError` names those that failed.
+    """
     failed: list[str] = []
 
-    async def one(name: str, call: Callable[[], Awaitable[object]]) -> None:
+    async def one(name: str, call: Callable[[], Awaitable[T]]) -> list[T]:
         try:
-            await call()
+            return [await call()]
         except BridleError as error:
             failed.append(f"{name}: {error}")
+            return []
 
     async with asyncio.TaskGroup() as group:
-        for name, call in calls:
-            group.create_task(one(name, call))
+        tasks = [group.create_task(one(name, call)) for name, call in calls]
     if failed:
         raise EngineError("; ".join(failed))
+    return [result for task in tasks for result in task.result()]

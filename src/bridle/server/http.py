@@ -33,8 +33,8 @@ from bridle.errors import (
     StateError,
     StoreError,
 )
-from bridle.gateway.attempts import TOO_MANY, WrongTokens
 from bridle.gateway.faults import trace_of
+from bridle.gateway.keys import TOO_MANY, WrongTokens
 from bridle.gateway.listener import most_connections
 from bridle.server.auth import Auth, Caller, TokenRole, sent_tokens
 from bridle.server.callbacks import CallbackAddresses
