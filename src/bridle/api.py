@@ -141,15 +141,8 @@ class Gateway:
             opened = await SqliteStore.open(self.folder.capture)
             self.store = await stack.enter_async_context(opened)
             stack.push_async_callback(self._finish)
-            self.app = await stack.enter_async_context(
-                app.GatewayServer(
-                    engine=setup.engine,
-                    renderer=setup.renderer,
-                    store=self.store,
-                    settings=config.gateway,
-                    models=setup.models,
-                )
-            )
+            gateway = setup.gateway(self.store, config.gateway)
+            self.app = await stack.enter_async_context(gateway)
             self._stack, self._started = stack.pop_all(), True
         return self
 

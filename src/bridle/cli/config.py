@@ -19,7 +19,9 @@ from bridle.node.scheduling import ExecutorSettings
 from bridle.server.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from bridle.capture.records import Store
     from bridle.engines.pool import EnginePool
+    from bridle.gateway.app import GatewayServer
     from bridle.gateway.models import OtherModel
     from bridle.prompting.renderer import PromptRenderer
 
@@ -93,6 +95,19 @@ class EngineSetup:
     engine: EnginePool
     renderer: PromptRenderer
     models: Sequence[OtherModel]
+
+    def gateway(self, store: Store, settings: GatewaySettings, **more: Any) -> GatewayServer:  # noqa: ANN401 - as `GatewayServer` takes them
+        """Return their gateway, not started."""
+        from bridle.gateway.app import GatewayServer
+
+        return GatewayServer(
+            engine=self.engine,
+            renderer=self.renderer,
+            models=self.models,
+            store=store,
+            settings=settings,
+            **more,
+        )
 
 
 def open_setup(config: FileConfig) -> EngineSetup:

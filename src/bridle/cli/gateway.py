@@ -127,21 +127,12 @@ async def open_gateway(
     """
     from bridle.capture.sqlite import SqliteStore
     from bridle.cli.config import open_setup
-    from bridle.gateway.app import GatewayServer
 
     with FolderLock(data, patience_s=patience_s):
         setup = open_setup(config)
         async with (
             await SqliteStore.open(data / CAPTURE, fsync="group" if fsync else "off") as store,
-            GatewayServer(
-                engine=setup.engine,
-                renderer=setup.renderer,
-                store=store,
-                settings=config.gateway,
-                models=setup.models,
-                sockets=sockets,
-                prepare=prepare,
-            ) as served,
+            setup.gateway(store, config.gateway, sockets=sockets, prepare=prepare) as served,
         ):
             yield served
 

@@ -256,7 +256,6 @@ class OpensNode:
 async def _opened(config: FileConfig, folder: Path, cpus: float | None) -> AsyncIterator[LocalNode]:
     from bridle.capture.sqlite import SqliteStore
     from bridle.cli.config import open_setup
-    from bridle.gateway.app import GatewayServer
     from bridle.node.local import LocalNode, NodeSettings
     from bridle.node.run_folder import ServerFolder
 
@@ -267,13 +266,8 @@ async def _opened(config: FileConfig, folder: Path, cpus: float | None) -> Async
     async with AsyncExitStack() as stack:
         logs = stack.enter_context(ServerFolder.open(folder / "node"))
         store = await stack.enter_async_context(await SqliteStore.open(folder / "capture.sqlite"))
-        gateway = GatewayServer(
-            engine=setup.engine,
-            renderer=setup.renderer,
-            store=store,
-            settings=config.gateway.model_copy(update={"data_dir": folder}),
-            models=setup.models,
-        )
+        own = config.gateway.model_copy(update={"data_dir": folder})
+        gateway = setup.gateway(store, own)
         await stack.enter_async_context(gateway)
         settings = NodeSettings.model_validate(given)
         node = LocalNode(gateway=gateway, store=store, folder=logs, settings=settings)

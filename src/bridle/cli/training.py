@@ -299,9 +299,7 @@ async def local_backend(
         )
         stack.callback(folder.discard_if_unused)
         store = await stack.enter_async_context(await SqliteStore.open(folder.capture))
-        gateway = GatewayServer(
-            engine=setup.engine, renderer=setup.renderer, store=store, settings=config.gateway
-        )
+        gateway = setup.gateway(store, config.gateway)
         await stack.enter_async_context(gateway)
         _check_tokenizer(gateway.info.tokenizer_dir, model)
         stack.enter_context(long_running())

@@ -5,20 +5,295 @@ whether content), an entry per token, made in Python; nobody here reads them, an
 take as long as the tokenizer itself. Ids of a text are the same wherever it is tokenised, and
 renderers only put them in their place. `with_placeholders` compares both ways on fixed
 conversations, and leaves a family as it is where they differ.
+
+Suffixes of a prompt come from a layout that was learned from the family's own bridge. Most turns of
+an agent have one shape: a reply that ends alike, then a tool's result. The family puts other texts
+between the same ids each time. A layout holds these ids and the places of the texts. It is learned
+from a bridge over probe texts, and is used only if it gives the family's ids for further probes,
+which hold whatever a family may look for in a text, and for the request itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, product
+from typing import TypeAlias
 
 from bridle.errors import RenderError, boundary
 from bridle.prompting.family import Bridged, Family, Parsed
-from bridle.prompting.layouts import Layouts
 from bridle.prompting.plain import PlainReplies
 from bridle.prompting.tokenizer import PLACEHOLDER_CHARS, PromptTokenizer
 from bridle.types import JSON
+
+Suffix: TypeAlias = Callable[[list[int], list[int], list[JSON]], list[int] | None]
+"""The ids that a family puts behind the last ids of a prompt and a reply; `None` = it refuses."""
+
+KEPT = 256
+"""Shapes that are remembered for each end; for later ones the family is asked."""
+MOST_ENDS = 16
+"""Number of times that the end of a prompt is learned."""
+MOST_MESSAGES = 8
+MOST_MARKS = 32
+"""Control tokens of a reply, beyond which its shape is not remembered."""
+
+_FIELDS = ("content", "tool_call_id", "name")
+_SPACE = " \n\t\r\x0b\x0c\x1c\x85\u2003\n "
+_WORDS = "some words about a file, and what stands in it " * (PLACEHOLDER_CHARS // 40)
+_SPELLED = (
+    "a few words",
+    "<think> <tool_call> <|channel>thought\n",
+    "</think> </tool_call> <channel|> <|im_end|>",
+    "\n",
+)
+"""Ordinary tokens of a prompt or a reply, in which a family may look for markers."""
+_TEXTS = (
+    "{0} plain",
+    "7{0}",
+    '{{"text": "{0}"}}',
+    '["{0}", 1]',
+    "<think>{0}",
+    "{0}</think>\n\n{0}",
+    "<tool_response>{0}</tool_response>",
+    "<tool_response>\n{0}\n</tool_response>\n",
+    "{0} /no_think",
+    "{0}/nothink",
+    "\n{0}\n",
+    "--- {0}\n+++ b\n@@ -1 +1 @@\n",
+    "<image>{0}",
+)
+"""Texts on which a family may decide something; the first word differs at each place."""
+
+Shape: TypeAlias = tuple[tuple[int, ...], tuple[tuple[str, int, int], ...], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """The place of one field of a new message inside a text."""
+
+    message: int
+    field: str
+    stripped: bool
+
+
+_Text: TypeAlias = tuple[tuple[tuple[str, _Slot], ...], str]
+"""Each slot of a text with what stands before it, and what stands behind the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Ids, and texts that are tokenised with the new messages' own words in their slots."""
+
+    first: list[int]
+    pieces: tuple[tuple[_Text, list[int]], ...]
+    """Texts, and the ids behind each."""
+
+    def ids(self, messages: list[JSON], tokenizer: PromptTokenizer) -> list[int]:
+        """The suffix for these messages."""
+        ids = self.first.copy()
+        for (slots, text), behind in self.pieces:
+            whole = ""
+            for before, slot in slots:
+                value: str = messages[slot.message][slot.field]
+                whole += before + (value.strip() if slot.stripped else value)
+            ids += tokenizer.encode(whole + text)
+            ids += behind
+        return ids
+
+
+class Layouts:
+    """The layouts of one family with one tokenizer."""
+
+    def __init__(self, tokenizer: PromptTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ends: dict[tuple[int, ...], dict[Shape, Layout | None]] = {}
+        """For the ids that end a prompt: the layouts by shape; `None` = this shape has none."""
+        self._looked = 0
+        """Number of times that an end was looked for."""
+        self._fillers = [tokenizer.encode(tokenizer.escape(text)) for text in _SPELLED]
+
+    def suffix(
+        self, tail: list[int], sampled: list[int], messages: list[JSON], *, tools: bool, ask: Suffix
+    ) -> list[int] | None:
+        """The same as `ask`; from a layout where there is one.
+
+        `tools` says whether the request has any. A refusal is never remembered.
+        """
+        tokenizer = self._tokenizer
+        shape = self._shape(sampled, messages, tools=tools)
+        end = None if shape is None else self.end(tail)
+        known = {} if end is None else self._ends[end]
+        layout = None if shape is None else known.get(shape)
+        if layout is not None:
+            return layout.ids(messages, tokenizer)
+        ids = tokenizer.laid_out(lambda: ask(tail, sampled, messages))
+        if ids is None or shape is None or shape in known:
+            return ids
+        try:
+            with boundary(RenderError, "learning a layout"):
+                if end is None and self._looked < MOST_ENDS:
+                    self._learn_end(tail, sampled, messages, ask)
+                elif end is not None and len(known) < KEPT:
+                    layout = self._learned(end, sampled, messages, ask)
+                    right = layout is not None and layout.ids(messages, tokenizer) == ids
+                    known[shape] = layout if right else None
+        except RenderError:  # the family takes this request, and does not take every probe
+            known[shape] = None
+        return ids
+
+    def known(
+        self, tail: list[int], sampled: list[int], messages: list[JSON], *, tools: bool
+    ) -> list[int] | None:
+        """The suffix by a layout that is known; `None` = there is none."""
+        if (end := self.end(tail)) is None:
+            return None
+        if (shape := self._shape(sampled, messages, tools=tools)) is None:
+            return None
+        layout = self._ends[end].get(shape)
+        return None if layout is None else layout.ids(messages, self._tokenizer)
+
+    def _shape(self, sampled: list[int], messages: list[JSON], *, tools: bool) -> Shape | None:
+        """The facts that decide on a layout, beside the end of the prompt; `None` = none is kept.
+
+        A reply counts by its control tokens and whether words stand between them.
+        """
+        if len(messages) > MOST_MESSAGES:
+            return None
+        fields: list[tuple[str, int, int]] = []
+        places: dict[object, int] = {None: -1}
+        for message in messages:
+            content = message["content"]
+            if content.__class__ is not str or not content or content.isspace():
+                return None
+            call = name = -1
+            if "tool_call_id" in message:
+                call = places.setdefault(message["tool_call_id"], len(places))
+            if "name" in message:
+                name = places.setdefault(message["name"], len(places))
+            fields.append((message["role"], call, name))
+        marks = self._marks(sampled)
+        if len(marks) > MOST_MARKS or "" in places:
+            return None
+        return marks, tuple(fields), tools
+
+    def _marks(self, sampled: list[int]) -> tuple[int, ...]:
+        """The control tokens of a reply, in order, and -1 for ordinary ones between them."""
+        control = self._tokenizer.control_ids
+        if len(sampled) > 1 and control.isdisjoint(sampled[:-1]):
+            return (-1, sampled[-1]) if sampled[-1] in control else (-1,)
+        marks: list[int] = []
+        for id_ in sampled:
+            mark = id_ if id_ in control else -1
+            if mark >= 0 or not marks or marks[-1] >= 0:
+                marks.append(mark)
+        return tuple(marks)
+
+    def end(self, tail: list[int]) -> tuple[int, ...] | None:
+        """The known end of a prompt, behind an ordinary token."""
+        control = self._tokenizer.control_ids
+        for end in self._ends:
+            at = len(tail) - len(end)
+            if at > 0 and tuple(tail[at:]) == end and tail[at - 1] not in control:
+                return end
+        return None
+
+    def _learn_end(
+        self, tail: list[int], sampled: list[int], messages: list[JSON], ask: Suffix
+    ) -> None:
+        """Remember the ids behind the last new text: the next prompt ends in them."""
+        self._looked += 1
+        probes = _with(messages, _texts(0, _WORDS))
+        layout = self._laid(tail, sampled, probes, ask)
+        if layout is None:
+            return
+        control = self._tokenizer.control_ids
+        last = len(layout.pieces[-1][1] if layout.pieces else layout.first)
+        ids = layout.ids(probes, self._tokenizer)
+        at = next((at for at in range(len(ids) - last, len(ids)) if ids[at] in control), 0)
+        while at and ids[at - 1] in control:
+            at -= 1
+        if at:  # text of a message holds no control token, so that none can look alike
+            self._ends = {**self._ends, tuple(ids[at:]): {}}
+
+    def _learned(
+        self, end: tuple[int, ...], sampled: list[int], messages: list[JSON], ask: Suffix
+    ) -> Layout | None:
+        """The layout of a shape; `None` where the family looks at more than the shape."""
+        words = self._fillers[0]
+        layout = self._laid([*words, *end], sampled, _with(messages, _texts(0, _WORDS)), ask)
+        if layout is None:
+            return None
+        marks = self._marks(sampled)
+        before = [(words, filler) for filler in self._fillers]
+        before += [(filler, words) for filler in self._fillers]
+        for turn, (asked, said) in enumerate(before + [(words, words)] * len(_TEXTS)):
+            reply = [id_ for mark in marks for id_ in (said if mark < 0 else [mark])]
+            escape = self._tokenizer.escape
+            probes = [
+                {field: escape(text) for field, text in message.items()}
+                for message in _with(messages, _texts(turn, "a short one"))
+            ]
+            wanted = ask([*asked, *end], reply, probes)
+            if wanted is None or layout.ids(probes, self._tokenizer) != wanted:
+                return None
+        return layout
+
+    def _laid(
+        self, tail: list[int], sampled: list[int], probes: list[JSON], ask: Suffix
+    ) -> Layout | None:
+        """The layout that the family makes of probe texts; `None` = it refuses."""
+        slots: dict[str, _Slot] = {}
+        for index, message in enumerate(probes):
+            for field in _FIELDS:
+                if field in message:
+                    text: str = message[field]
+                    slots.setdefault(text, _Slot(index, field, stripped=False))
+                    slots.setdefault(text.strip(), _Slot(index, field, stripped=True))
+        with self._tokenizer.placeholders() as texts:
+            ids = ask(tail, sampled, probes)
+        if ids is None:
+            return None
+        found = re.compile("(" + "|".join(map(re.escape, slots)) + ")")
+        first: list[int] = []
+        pieces: list[tuple[_Text, list[int]]] = []
+        for id_ in ids:
+            plain = pieces[-1][1] if pieces else first
+            parts = [] if id_ >= 0 else found.split(texts[-id_ - 1])
+            if len(parts) <= 1:
+                plain += [id_] if id_ >= 0 else self._tokenizer.encode(parts[0])
+                continue
+            # Of what was split every second part is a slot.
+            held = zip(parts[:-1:2], [slots[part] for part in parts[1::2]], strict=True)
+            pieces.append(((tuple(held), parts[-1]), []))
+        return Layout(first, tuple(pieces))
+
+
+def _texts(turn: int, words: str) -> Iterator[str]:
+    """Different texts for the fields of a turn's messages; the first turn's have space around."""
+    for place in count():
+        if turn == 0:
+            yield f"{_SPACE}{place} {words}{place}{_SPACE}"
+        else:
+            yield _TEXTS[(turn + place) % len(_TEXTS)].format(f"{place} {words}")
+
+
+def _with(messages: list[JSON], texts: Iterator[str]) -> list[JSON]:
+    """The messages with other texts; ids and names that were the same stay the same."""
+    given: dict[str, str] = {}
+    made: list[JSON] = []
+    for message in messages:
+        probe: JSON = {"role": message["role"]}
+        for field in _FIELDS:
+            if field == "content":
+                probe[field] = next(texts)
+            elif (value := message.get(field)) is not None:
+                if value not in given:
+                    given[value] = next(texts)
+                probe[field] = given[value]
+        made.append(probe)
+    return made
+
 
 _LONG = "Some words about a file, and what stands in it. " * (PLACEHOLDER_CHARS // 40)
 _CALL: JSON = {"name": "look", "arguments": {"path": "a.txt"}}

@@ -319,9 +319,11 @@ class DockerRuntime(Contained[RunningSandbox]):
 
     async def _network(self) -> str:
         """Return the network to join, made if it is missing; sets the gateway's `_address`."""
-        if self._spec.network == "none" or (self._spec.network == "gateway_only" and _enters()):
+        if self._spec.network == "none" or (
+            self._spec.network == "gateway_only" and is_privileged()
+        ):
             return "none"
-        if self._spec.network == "open" and _enters():
+        if self._spec.network == "open" and is_privileged():
             return "bridge"
         name = "bridge" if self._spec.network == "open" else NETWORK
         with suppress(RuntimeFailure):
@@ -342,7 +344,7 @@ class DockerRuntime(Contained[RunningSandbox]):
 
     async def _listen(self, up: RunningSandbox) -> socket.socket:
         del up
-        if _enters():
+        if is_privileged():
             pid = int(await docker(["inspect", "--format", "{{.State.Pid}}", self._id]))
             await self._is_here(pid)
             return await asyncio.to_thread(listen_inside, pid, self._address[1], timeout_s=CALL_S)
@@ -514,17 +516,9 @@ class DockerRuntime(Contained[RunningSandbox]):
 
     @property
     def _id(self) -> str:
-        self._must_have_container()
-        return str(self._container)
-
-    def _must_have_container(self) -> None:
         if self._container is None:
             raise RuntimeFailure(f"session {self._session_id} has no container")
-
-
-def _enters() -> bool:
-    """Return whether this process may enter the networks of containers."""
-    return is_privileged()
+        return self._container
 
 
 def refuse_what_docker_cannot(spec: RuntimeSpec) -> None:
