@@ -242,6 +242,19 @@ class Sampling:
     """Token id, as text -> what is added to its logit."""
 
 
+SHAPING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_p",
+    "logit_bias",
+)
+"""Fields of `Sampling` that make the sampled distribution another than the model's."""
+
+
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Output tokens `start <= i < end` were sampled under policy `version`."""

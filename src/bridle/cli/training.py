@@ -36,7 +36,7 @@ from bridle.node.local import Executor, LocalExecutor, LocalNode, NodeSettings, 
 from bridle.node.run_folder import RunFolder
 from bridle.training.groups import LABEL, Curriculum
 from bridle.training.settings import GrpoSettings, LoopSettings, LoraSettings
-from bridle.types import JSON
+from bridle.types import JSON, SHAPING
 
 if TYPE_CHECKING:
     from bridle.training.groups import GroupSource, HeldOutEvaluation, TaskDraws
@@ -432,7 +432,6 @@ def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path
 def _check_sampling(tasks: Sequence[Task], temperature: float) -> None:
     """Refuse tasks whose sampling distribution is not the one that is trained."""
     from bridle.training.samples import unfit_setting
-    from bridle.trajectory.sample import SHAPING
 
     for task in tasks:
         for field in SHAPING:

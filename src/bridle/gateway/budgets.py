@@ -14,19 +14,9 @@ from typing import Any, Final
 from bridle.config import FieldPolicy, Limits, SamplingPolicy
 from bridle.errors import RequestError
 from bridle.gateway import faults
-from bridle.types import Sampling
+from bridle.types import SHAPING, Sampling
 
-FIELDS: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_p",
-    "logit_bias",
-    "seed",
-)
+FIELDS: Final = (*SHAPING, "seed")
 """The sampling fields that a policy decides one by one."""
 
 

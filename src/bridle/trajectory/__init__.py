@@ -48,10 +48,10 @@ from bridle.trajectory.drift import Joined, Splice, join
 from bridle.trajectory.graph import ExchangeNode, grow, order_of
 from bridle.trajectory.masks import Marks, mark
 from bridle.trajectory.packing import pack
-from bridle.trajectory.sample import SHAPING, MaskReason, Trace, Trajectory
+from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.trajectory.stats import Built, measure, with_texts
 from bridle.trajectory.transcript import Messages, Transcript
-from bridle.types import JSON, Cause, FinishReason, Kind, SessionStatus
+from bridle.types import JSON, SHAPING, Cause, FinishReason, Kind, SessionStatus
 
 if TYPE_CHECKING:
     from bridle.types import Ids

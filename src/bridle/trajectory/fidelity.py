@@ -25,8 +25,8 @@ import numpy as np
 
 from bridle.errors import ConfigError
 from bridle.trajectory.causes import Mismatch, Scored, diagnose
-from bridle.trajectory.sample import SHAPING, Trace
-from bridle.types import JSON, LogprobMode
+from bridle.trajectory.sample import Trace
+from bridle.types import JSON, SHAPING, LogprobMode
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -20,19 +20,6 @@ if TYPE_CHECKING:
     from bridle.types import Ids, Logprobs
 
 
-SHAPING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_p",
-    "logit_bias",
-)
-"""Fields of `bridle.types.Sampling` that make the sampled distribution another than the model's."""
-
-
 class MaskReason(IntEnum):
     """Reasons why a token of a trace trains or does not; one `uint8` per response token."""
 
