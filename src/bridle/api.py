@@ -41,7 +41,7 @@ from bridle.gateway.replay import replay_of
 from bridle.harnesses import HARNESSES
 from bridle.harnesses.function import import_path
 from bridle.node.events import SessionEnded
-from bridle.node.results import result_from, trajectory_of
+from bridle.node.results import rebuild_facts, result_from, trajectory_of
 from bridle.node.run_folder import RunFolder
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause, SessionStatus
@@ -170,7 +170,7 @@ class Gateway:
         opened = await self.app.open_session(
             session_id,
             task_id=whole.task_id if whole else str(task) if task else None,
-            metadata={"harness": "python", **_kept(whole), **metadata},
+            metadata={"harness": "python", **(rebuild_facts(whole) if whole else {}), **metadata},
             sampling=sampling or (whole.sampling if whole else None),
             limits=limits or (whole.limits if whole else None),
             replay=replay,
@@ -494,19 +494,6 @@ def _ending(error: BaseException) -> tuple[SessionStatus, Cause, str | None]:
     scorer = isinstance(error, EvaluatorError)
     cause = Cause.EVALUATOR if scorer else Cause.HARNESS_CRASH
     return SessionStatus.ERROR, cause, str(error) if scorer else f"{type(error).__name__}: {error}"
-
-
-def _kept(task: Task | None) -> JSON:
-    """Return the fields of a task that a rebuild of the trajectory needs."""
-    if task is None:
-        return {}
-    return {
-        "builder": task.builder.model_dump(mode="json"),
-        "train": [str(kind) for kind in task.train],
-        "rejected": task.rejected,
-        "rejected_reward": task.rejected_reward,
-        "task_metadata": task.metadata,
-    }
 
 
 def _in_thread(work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever `work` returns

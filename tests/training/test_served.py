@@ -9,8 +9,7 @@ from tests.training.server import Death, Workers, a_server, tasks
 
 from bridle.config import RuntimeSpec
 from bridle.errors import ServerError
-from bridle.training.groups import History, TaskDraws
-from bridle.training.served import Name, server_groups
+from bridle.training.groups import History, Name, TaskDraws, server_groups
 
 
 def draws():

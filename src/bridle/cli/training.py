@@ -228,7 +228,7 @@ class ServerBackend:
     def groups(
         self, draws: TaskDraws, held_out: Sequence[Task], *, version: int, cursor: JSON | None
     ) -> AbstractAsyncContextManager[GroupSource]:
-        from bridle.training.served import server_groups
+        from bridle.training.groups import server_groups
 
         return server_groups(
             self.client,

@@ -304,3 +304,14 @@ def result_from(capture: SessionCapture) -> SessionResult:
 def trajectory_of(capture: SessionCapture, builder: BuilderSpec | None = None) -> Trajectory:
     """Rebuild a trajectory, with the texts of its breaks if the tokenizer still exists."""
     return rebuild(capture, builder=builder, decode=decoder_of(capture.session.metadata))
+
+
+def rebuild_facts(task: Task) -> JSON:
+    """Return the fields of a task that a rebuild of its trajectories needs, for the capture."""
+    return {
+        "builder": task.builder.model_dump(mode="json"),
+        "train": [str(kind) for kind in task.train],
+        "rejected": task.rejected,
+        "rejected_reward": task.rejected_reward,
+        "task_metadata": task.metadata,
+    }

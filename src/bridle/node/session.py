@@ -57,6 +57,7 @@ from bridle.node.results import (
     is_scored,
     judge,
     out_of_time,
+    rebuild_facts,
     result_of,
     trajectory_of,
     uncaptured_result,
@@ -320,11 +321,7 @@ class SessionRun:
             ],
             "runtime": task.runtime.backend,
             "contains": runtime.contains,
-            "builder": task.builder.model_dump(mode="json"),
-            "train": [str(kind) for kind in task.train],
-            "rejected": task.rejected,
-            "rejected_reward": task.rejected_reward,
-            "task_metadata": task.metadata,
+            **rebuild_facts(task),
             "owner": task.owner,
         }
 
