@@ -93,7 +93,7 @@ Work = Callable[["_Writer"], None]
 
 
 class SqliteStore:
-    """The store of nodes (`bridle.capture.store.Store`). Make one with `open`."""
+    """The store of nodes (`bridle.capture.records.Store`). Make one with `open`."""
 
     def __init__(self, path: Path, writer: _Writer, reader: SqliteReader) -> None:
         self.path = path

@@ -46,7 +46,7 @@ SESSIONS = "sessions"
 
 
 class Captures(Protocol):
-    """The part of `bridle.capture.store.Store` that `finish` reads."""
+    """The part of `bridle.capture.records.Store` that `finish` reads."""
 
     def sessions(self) -> Sequence[SessionRecord]:
         """Return all sessions in the order they were opened."""
