@@ -1,4 +1,4 @@
-"""Makes a data set of packages' releases: tasks, attempts, filters, and a table by repository.
+"""Makes a data set of packages' releases: tasks, attempts, filters; tables of pairs and sessions.
 
     python examples/offline-data/run.py PACKAGE[==A..B]... --out OUT [--engine ENGINE]
 
@@ -10,10 +10,12 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 BRIDLE = [sys.executable, "-m", "bridle.cli"]
-FINISHED = ".finished"
+PAIRS = ".pairs.json"
+"""In the folder of a package that is done: the verdict on each pair of releases."""
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 TITLES = (
     "repository",
@@ -27,22 +29,32 @@ TITLES = (
 )
 
 
-def make_tasks(packages: list[str], tasks: Path, most: int) -> None:
+def make_tasks(packages: list[str], tasks: Path, *making: str) -> None:
     """Make a folder of tasks for each package, but for those that an earlier call finished."""
     for package in packages:
         folder = tasks / package
-        if (folder / FINISHED).exists():
+        if (folder / PAIRS).exists():
             continue
         shutil.rmtree(folder, ignore_errors=True)
-        command = ["tasks", "from-releases", package, "--most", str(most), "--out", str(folder)]
-        if subprocess.run([*BRIDLE, *command], check=False).returncode > 1:  # 1: no task was kept
+        command = ["tasks", "from-releases", package, *making, "--out", str(folder)]
+        ended = subprocess.run([*BRIDLE, *command, "--json"], check=False, stdout=subprocess.PIPE)
+        if ended.returncode > 1:  # 1: no task was kept
             raise SystemExit(2)
-        (folder / FINISHED).touch()
+        (folder / PAIRS).write_bytes(ended.stdout)
     for folder in tasks.iterdir():
-        if not (folder / FINISHED).exists():  # a package that this call does not name
+        if not (folder / PAIRS).exists():  # a package that this call does not name
             shutil.rmtree(folder)
     if not any(tasks.glob("*/*/task.json")):
         raise SystemExit(f"{tasks}: no task was kept of {', '.join(packages)}")
+
+
+def causes(tasks: Path) -> str:
+    """What became of the pairs of releases, as a Markdown table."""
+    rows = [row for path in tasks.glob(f"*/{PAIRS}") for row in json.loads(path.read_text())]
+    counts = Counter(row["verdict"] for row in rows).most_common()
+    lines = [f"| {cause} | {count} | {100 * count / len(rows):.0f} |" for cause, count in counts]
+    head = ["| pairs of releases | count | % |", "|---|---:|---:|"]
+    return "\n".join([*head, *lines, f"| all | {len(rows)} | 100 |"]) + "\n"
 
 
 def write_script(tasks: Path, script: Path) -> None:
@@ -76,13 +88,14 @@ def main() -> int:
     parser.add_argument("packages", nargs="+", metavar="PACKAGE[==A..B]")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--most", type=int, default=3, help="tasks of a package")
+    parser.add_argument("--hint", default="notes", help="as `from-releases` takes it")
     parser.add_argument("--engine", help="as `bridle generate` takes it; default: a script")
     parser.add_argument("--harness", default="mini_swe_agent")
     parser.add_argument("--price", type=float, default=0.0, help="of an hour of the engine")
     given, options = parser.parse_known_args()
     tasks, data = given.out / "tasks", given.out / "set"
     tasks.mkdir(parents=True, exist_ok=True)
-    make_tasks(given.packages, tasks, given.most)
+    make_tasks(given.packages, tasks, "--most", str(given.most), "--hint", given.hint)
     engine = given.engine
     if engine is None:
         write_script(tasks, given.out / "script.json")
@@ -92,6 +105,7 @@ def main() -> int:
     if ended.returncode > 1:  # 1: nothing was accepted, which the table shows
         return ended.returncode
     report = table(json.loads((data / "statistics.json").read_text()), given.price)
+    report += "\n" + causes(tasks)
     (given.out / "report.md").write_text(report)
     sys.stdout.write(report)
     return ended.returncode

@@ -162,6 +162,8 @@ def test_the_example_makes_and_resumes_a_data_set_of_a_package(shared, say, tmp_
     (interrupted / "task.json").write_text("{}")
     _, report = example(1)
     assert not interrupted.exists()
+    assert "| no tests | 1 | 33 |" in report
+    assert "| all | 3 | 100 |" in report
     assert "| tinytext / mini_swe_agent | 1 | 1 | 100 | 3.0 |" in report
     said, report = example(3)
     assert "building" not in said
