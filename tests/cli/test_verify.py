@@ -14,7 +14,10 @@ from bridle.server.submission_policy import SubmissionPolicy
 
 @pytest.fixture
 def tasks(tmp_path):
-    """A sound task, one whose solution works once, and one whose solution does nothing."""
+    """A sound task, one whose solution works once, and one whose solution does nothing.
+
+    They have a harness of their own, which takes no part in their verification.
+    """
     folder = tmp_path / "tasks"
     solutions = {
         "sound": "echo right > out.txt",
@@ -27,6 +30,7 @@ def tasks(tmp_path):
         task = {
             "task_id": name,
             "instruction": "Write right.",
+            "agent": {"harness": "command", "command": "false"},
             "runtime": {"backend": "local"},
             "evaluator": {"strategy": "command", "config": {"command": "grep -q right out.txt"}},
         }

@@ -127,12 +127,13 @@ def verify_tasks(path: Path, manifest: Path | None = None) -> list[JSON]:
 
     Verdicts in the manifest are reused; new ones are appended as they become known.
     """
+    from bridle.cli.run import task_overrides
     from bridle.datasets.jsonl import load_tasks
     from bridle.datasets.manifest import read_manifest, task_digest
 
     known = read_manifest(manifest) if manifest is not None and manifest.exists() else {}
     loaded = {
-        harness: load_tasks(path, overrides={"agent": {"harness": harness}, "num_samples": TIMES})
+        harness: load_tasks(path, overrides=task_overrides(harness=harness, samples=TIMES))
         for harness in EXPECTED
     }
     digests = [task_digest(task) for task in loaded["empty"]]
