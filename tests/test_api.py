@@ -230,7 +230,14 @@ async def test_a_session_is_forked_at_one_of_its_replies(tmp_path):
                 pass
     captured, forked = results(gateway.path)
     assert (captured.metadata.get("fork"), forked.task_id) == (None, "sum-1")
-    assert forked.metadata["fork"] == {"replayed": 1, "left": 0, "verdict": "exact", "noise": []}
+    assert forked.metadata["fork"] == {
+        "session": captured.session_id,
+        "at": 1,
+        "replayed": 1,
+        "left": 0,
+        "verdict": "exact",
+        "noise": [],
+    }
     assert forked.trajectory.metadata["stats"]["tokens_excluded"] == {"replayed": 4}
 
 
