@@ -1,5 +1,7 @@
+from dataclasses import replace
+
 import pytest
-from tests.evaluators.made import evaluation
+from tests.evaluators.made import evaluation, trace
 
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Evaluation
@@ -19,11 +21,12 @@ class Fixed:
     async def evaluate(self, context):
         if "fails" in self.config:
             raise EvaluatorError(self.config["fails"])
-        return Evaluation(self.config["reward"], self.config.get("traces"), {"seen": True})
+        traces, turns = (self.config.get(name) for name in ("traces", "turns"))
+        return Evaluation(self.config["reward"], traces, {"seen": True}, turns)
 
 
 def part(reward=None, *, name, **more):
-    config = {key: more.pop(key) for key in ("traces", "fails") if key in more}
+    config = {key: more.pop(key) for key in ("traces", "turns", "fails") if key in more}
     return {
         "strategy": "tests.evaluators.test_composite:Fixed",
         "config": {"reward": reward, **config},
@@ -32,8 +35,9 @@ def part(reward=None, *, name, **more):
     }
 
 
-async def found(tmp_path, *parts, **config):
+async def found(tmp_path, *parts, traces=(), **config):
     async with evaluation(tmp_path) as context:
+        context = replace(context, trajectory=replace(context.trajectory, traces=traces))  # noqa: PLW2901
         made = CompositeEvaluator.from_config({"parts": list(parts), **config})
         return await made.evaluate(context)
 
@@ -57,6 +61,20 @@ async def test_below_a_gate_nothing_more_is_done(tmp_path, gate, reward):
 async def test_trace_rewards_are_added_by_weight(tmp_path):
     parts = part(1.0, name="a", traces=(1.0, 0.0)), part(0.0, name="b", traces=(0.0, 1.0), weight=3)
     assert (await found(tmp_path, *parts)).trace_rewards == (0.25, 0.75)
+
+
+async def test_a_part_without_trace_rewards_gives_each_trace_its_reward(tmp_path):
+    parts = part(1.0, name="tests"), part(0.5, name="judge", traces=(1.0, 0.0), weight=3)
+    assert (await found(tmp_path, *parts)).trace_rewards == (1.0, 0.25)
+
+
+async def test_turn_rewards_are_added_by_weight_to_the_last_turn_s_outcome(tmp_path):
+    """A judge of turns beside tests: the tests still count, for every turn before the end."""
+    one, two = trace(("user", "do it")), replace(trace(("user", "more")), exchange_ids=("e-2",))
+    judge = part(0.5, name="judge", turns={"e-0": 0.5, "e-1": 0.0})
+    evaluated = await found(tmp_path, part(1.0, name="tests"), judge, traces=(one, two))
+    assert evaluated.reward == 0.75
+    assert evaluated.turn_rewards == {"e-0": 0.25, "e-1": 0.5, "e-2": 0.5}
 
 
 async def test_parts_that_disagree_on_traces_are_a_failure(tmp_path):

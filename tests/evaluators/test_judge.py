@@ -3,6 +3,7 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from aiohttp import web
 from tests.evaluators.made import evaluation, trace
@@ -90,6 +91,72 @@ async def test_each_trace_is_scored_on_its_own(tmp_path):
     found, model = await judged(tmp_path, *answers, mode="process", coefficient=0.5)
     assert (found.reward, found.trace_rewards) == (0.25, (0.5, 0.0))
     assert len(model.asked) == 2
+
+
+def turns_of(*trained, starts=(0, 2, 4)):
+    """A trace of three turns, of which the named ones train; tool results stand between them."""
+    said = [("user", "fix it")]
+    for number in range(3):
+        said += [("assistant", f"reply {number}"), ("tool", f"result {number}")]
+    mask = np.array([number in trained for number in range(3) for _ in "ab"], np.uint8)
+    return replace(
+        trace(*said),
+        response_ids=np.arange(6, dtype=np.int32),
+        loss_mask=mask,
+        response_logprobs=np.zeros(6, np.float32),
+        versions=np.zeros(6, np.int32),
+        reasons=np.zeros(6, np.uint8),
+        exchange_ids=("e-0", "e-1", "e-2"),
+        turn_ends=(2, 4, 6),
+        turn_messages=starts,
+    )
+
+
+async def test_each_turn_that_trains_is_scored_in_one_question_for_each_trace(tmp_path):
+    traces = turns_of(0, 1, 2), replace(turns_of(2), exchange_ids=("e-0", "e-1", "e-9"))
+    answers = '{"scores": [1, 0, 0.5]}', '{"scores": [0.5]}'
+    found, model = await judged(tmp_path, *answers, traces=traces, mode="turns", coefficient=2)
+
+    assert found.turn_rewards == {"e-0": 0.5, "e-1": 0, "e-2": 0.25, "e-9": 0.25}
+    assert found.reward == sum(found.turn_rewards.values()) == 1
+    first, second = (asked["messages"][1]["content"] for asked in model.asked)
+    mark = first.splitlines()[0][2:-2]
+    for number in range(3):
+        turn = first.partition(f"<<{mark} turn {number + 1}>>\n")[2].partition(f"\n<<{mark}>>")[0]
+        assert f"reply {number}" in turn
+        assert "result" not in turn
+    assert all(f"result {number}" in first for number in range(3))
+    assert "exactly 3 numbers" in model.asked[0]["messages"][0]["content"]
+    assert second.count(" turn ") == 1
+    assert mark not in second
+
+
+async def test_all_turns_of_a_long_session_are_shown(tmp_path):
+    long = replace(turns_of(0, 1, 2), prompt_messages=[{"role": "user", "content": "x" * 90_000}])
+    answer = '{"scores": [0, 0, 1]}'
+    _, model = await judged(tmp_path, answer, traces=(long,), mode="turns", max_chars=2000)
+    shown = model.asked[0]["messages"][1]["content"]
+    assert len(shown) < 3000
+    assert all(f"reply {number}" in shown for number in range(3))
+
+
+@pytest.mark.parametrize(
+    "answer", ['{"scores": [1, 1]}', '{"scores": [1, 1, 2]}', GOOD, "[1, 1, 1]"]
+)
+async def test_an_answer_without_a_score_for_each_turn_is_none(tmp_path, answer):
+    with pytest.raises(EvaluatorError, match="no JSON object with 3 scores from 0 to 1"):
+        await judged(tmp_path, answer, traces=(turns_of(0, 1, 2),), mode="turns")
+
+
+@pytest.mark.parametrize(
+    ("traces", "why"),
+    [((), "no turn to judge"), ((turns_of(),), "no turn"), ((turns_of(0, starts=()),), "be read")],
+)
+async def test_a_session_without_turns_that_can_be_read_is_not_judged_by_turn(
+    tmp_path, traces, why
+):
+    with pytest.raises(EvaluatorError, match=why):
+        await judged(tmp_path, GOOD, traces=traces, mode="turns")
 
 
 async def test_an_answer_that_cannot_be_read_is_asked_for_again(tmp_path):

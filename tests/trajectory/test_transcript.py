@@ -7,6 +7,7 @@ import pytest
 from tests.capture.made import MadeSession, content_digest
 
 from bridle.capture.records import Exchange, RequestRecord
+from bridle.dialects.openai_chat_write import chat_messages
 from bridle.errors import StoreError
 from bridle.trajectory.transcript import Messages, Transcript
 from bridle.types import Dialect
@@ -252,7 +253,16 @@ def test_messages_that_cannot_be_read_are_none_and_say_why():
 
 def test_tools_are_none_only_where_none_were_sent():
     chat = a_chat()
-    assert chat.transcript().trace(chat.exchanges)[2] is None
+    assert chat.transcript().trace(chat.exchanges)["tools"] is None
     chat = Recorded(Dialect.OPENAI_CHAT, {"model": "m"}, tools=[])
     chat.call([{"role": "user", "content": "hi"}], None)
-    assert chat.transcript().trace(chat.exchanges)[2] == []
+    assert chat.transcript().trace(chat.exchanges)["tools"] == []
+
+
+def test_each_turn_s_reply_is_found_among_the_messages_of_a_trace():
+    chat = a_chat()
+    path = chat.exchanges
+    texts = chat.transcript().trace(path)
+    for exchange, start in zip(path, texts["turn_messages"], strict=True):
+        reply = chat_messages(chat.transcript().reply(exchange))
+        assert texts["response_messages"][start : start + len(reply)] == reply

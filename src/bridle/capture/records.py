@@ -210,7 +210,8 @@ def with_scores(outcome: Outcome, scores: Sequence[Score]) -> Outcome:
     if not scores:
         return outcome
     last = scores[-1]
-    metadata = {name: kept for name, kept in outcome.metadata.items() if name != "token_rewards"}
+    replaced = ("token_rewards", "turn_rewards")
+    metadata = {name: kept for name, kept in outcome.metadata.items() if name not in replaced}
     metadata["scores"] = [
         {"at": s.at, "reward": s.reward, "trace_rewards": s.trace_rewards, "by": s.by, "why": s.why}
         for s in scores

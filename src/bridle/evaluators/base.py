@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -167,6 +167,8 @@ class Evaluation:
     reward: float
     trace_rewards: tuple[float, ...] | None = None
     metadata: JSON = field(default_factory=dict)
+    turn_rewards: Mapping[str, float] | None = None
+    """Rewards of turns, by the id of their exchange; a turn that is not among them gets 0."""
 
 
 class Evaluator(Protocol):

@@ -8,14 +8,17 @@
 
 The reward is the mean of the parts' rewards by weight. Parts are done in order; one whose reward is
 below its `gate` ends it: the reward is then `otherwise`, and later parts are not run. A part that
-fails is the whole's failure. Trace rewards are those of the parts that give any, added by weight.
+fails is the whole's failure. Where a part rewards traces or turns, these rewards are added by
+weight; another part then gives each trace its reward, or the last turn of each.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, field_validator
 
@@ -30,6 +33,9 @@ from bridle.evaluators.base import (
     parse_config,
 )
 from bridle.types import JSON
+
+if TYPE_CHECKING:
+    from bridle.trajectory.sample import Trajectory
 
 
 class Part(Settings):
@@ -124,16 +130,50 @@ class CompositeEvaluator:
         weights = {one.name: one.part.weight for one in self._parts}
         total = sum(weights.values())
         reward = sum(weights[name] * each.reward for name, each in found.items()) / total
-        traces = [
-            [weights[name] / total * value for value in each.trace_rewards]
-            for name, each in found.items()
-            if each.trace_rewards is not None
-        ]
-        if len({len(values) for values in traces}) > 1:
-            message = f"parts reward different numbers of traces: {sorted(map(len, traces))}"
-            raise EvaluatorError(message)
-        added = tuple(map(sum, zip(*traces, strict=True))) if traces else None
-        return Evaluation(reward, added, {"parts": _parts_json(found)})
+        shares = {name: weight / total for name, weight in weights.items()}
+        traces = _trace_rewards(found, shares)
+        turns = None
+        if any(each.turn_rewards for each in found.values()):
+            turns = _turn_rewards(found, shares, context.trajectory)
+        return Evaluation(reward, traces, {"parts": _parts_json(found)}, turns)
+
+
+def _trace_rewards(
+    found: Mapping[str, Evaluation], shares: Mapping[str, float]
+) -> tuple[float, ...] | None:
+    """Add up the rewards of traces; a part without them gives each trace its session's reward.
+
+    `EvaluatorError` for parts that reward different numbers of traces.
+    """
+    counts = {len(one.trace_rewards) for one in found.values() if one.trace_rewards is not None}
+    if len(counts) > 1:
+        message = f"parts reward different numbers of traces: {sorted(counts)}"
+        raise EvaluatorError(message)
+    if not counts:
+        return None
+    (count,) = counts
+    rewards = [0.0] * count
+    for name, one in found.items():
+        own = [one.reward] * count if one.trace_rewards is None else one.trace_rewards
+        rewards = [sum_ + shares[name] * value for sum_, value in zip(rewards, own, strict=True)]
+    return tuple(rewards)
+
+
+def _turn_rewards(
+    found: Mapping[str, Evaluation], shares: Mapping[str, float], trajectory: Trajectory
+) -> dict[str, float]:
+    """Add up the rewards of turns; a part without them rewards the last turn of each trace."""
+    rewards: dict[str, float] = defaultdict(float)
+    for name, one in found.items():
+        if one.turn_rewards is not None:
+            for turn, reward in one.turn_rewards.items():
+                rewards[turn] += shares[name] * reward
+            continue
+        own = one.trace_rewards or [one.reward] * len(trajectory.traces)
+        for trace, reward in zip(trajectory.traces, own, strict=False):
+            if turns := [*trace.trained_turns()]:
+                rewards[trace.exchange_ids[turns[-1]]] += shares[name] * reward
+    return dict(rewards)
 
 
 def _parts_json(found: dict[str, Evaluation]) -> JSON:

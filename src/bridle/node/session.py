@@ -461,7 +461,8 @@ class SessionRun:
                 evaluation = await evaluate_with_control(self._evaluator, context)
             except Unscorable as error:
                 evaluation = Evaluation(0.0, metadata={"unscorable": str(error)})
-        rewards = (evaluation.reward, *(evaluation.trace_rewards or ()))
+        turns = (evaluation.turn_rewards or {}).values()
+        rewards = (evaluation.reward, *(evaluation.trace_rewards or ()), *turns)
         if not all(math.isfinite(reward) for reward in rewards):
             raise EvaluatorError(f"a reward must be a finite number, not {rewards}")
         return replace(evaluation, metadata=writable({**evaluation.metadata, **places.facts()}))
@@ -573,6 +574,8 @@ class SessionRun:
             metadata["limits"] = self._limits
         if evaluation is not None and evaluation.metadata:
             metadata["evaluation"] = evaluation.metadata
+        if evaluation is not None and evaluation.turn_rewards:
+            metadata["turn_rewards"] = dict(evaluation.turn_rewards)
         return Outcome(
             session_id=self.session_id,
             status=ending.status,

@@ -215,6 +215,8 @@ def with_outcome(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
     trace; else every trace gets the session's reward (that of a rejected reply the session's
     `rejected_reward`, if there is one) and the metadata says so. Rewards per token
     (`outcome.metadata["token_rewards"]`, one list per trace) must fit each trace's response.
+    Rewards per turn (`outcome.metadata["turn_rewards"]`, by exchange) are rewards of the turn's
+    last token that trains.
     """
     metadata, traces = trajectory.metadata, trajectory.traces
     rewards: Sequence[float | None] | None = outcome.trace_rewards
@@ -230,6 +232,8 @@ def with_outcome(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
     if tokens and [len(own or ()) for own in tokens] != [len(t.response_ids) for t in traces]:
         metadata = metadata | {"token_rewards_ignored": "they do not fit the traces' responses"}
         tokens = ()
+    if turns := outcome.metadata.get("turn_rewards"):
+        tokens = [_token_rewards(trace, turns) for trace in traces]
     ended = dataclasses.replace(
         trajectory,
         status=outcome.status,
@@ -248,6 +252,13 @@ def with_outcome(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
         ),
     )
     return _cut_by(ended, outcome)
+
+
+def _token_rewards(trace: Trace, turns: Mapping[str, float]) -> list[float]:
+    rewards = [0.0] * len(trace.response_ids)
+    for turn, last in trace.trained_turns().items():
+        rewards[last] = turns.get(trace.exchange_ids[turn], 0.0)
+    return rewards
 
 
 def _cut_by(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
@@ -355,15 +366,8 @@ def _described(trace: Trace, joined: Joined, marks: Marks, transcript: Transcrip
     placeholders = [place for node in nodes for place in _placeholders(node)]
     if transcript is None:
         return dataclasses.replace(trace, metadata=metadata, media=placeholders)
-    before, after, tools = transcript.trace(path)
-    return dataclasses.replace(
-        trace,
-        prompt_messages=before,
-        response_messages=after,
-        tools=tools,
-        metadata=metadata,
-        media=Messages(lambda: _media(transcript.media(path), placeholders)),
-    )
+    media = Messages(lambda: _media(transcript.media(path), placeholders))
+    return dataclasses.replace(trace, metadata=metadata, media=media, **transcript.trace(path))
 
 
 def _sampling(trace: Trace, path: Sequence[Exchange]) -> JSON:

@@ -89,6 +89,9 @@ class Trace:
     prompt_messages: Sequence[JSON] = field(default_factory=list)
     """In the form of OpenAI Chat; `bridle.trajectory.transcript.Messages` are read when used."""
     response_messages: Sequence[JSON] = field(default_factory=list)
+    turn_messages: Sequence[int] = ()
+    """For each exchange, the place of its reply in `response_messages`; read when used. Empty in a
+    trace that was read from a file."""
     tools: Sequence[JSON] | None = None
     """`None` = none were sent."""
     reward: float | None = None
@@ -121,6 +124,18 @@ class Trace:
         if self.routed_experts is not None and len(self.routed_experts) != tokens:
             rows = len(self.routed_experts)
             raise ValueError(f"trace {self.trace_id}: {rows} rows of experts for {tokens} ids")
+
+    def trained_turns(self) -> dict[int, int]:
+        """Return the turns that train here, by their place in `exchange_ids`, each with the place
+        of its last token that trains.
+        """
+        found, start = {}, 0
+        for turn, end in enumerate(self.turn_ends):
+            (trained,) = self.loss_mask[start:end].nonzero()
+            if len(trained):
+                found[turn] = start + int(trained[-1])
+            start = max(start, end)
+        return found
 
     def cut(self, end: int, begin: int = 0) -> Trace:
         """Return the trace with the first `end` tokens of its response, and without the first

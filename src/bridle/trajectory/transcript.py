@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import overload
+from typing import TypedDict, TypeVar, overload
 
 from bridle.capture.records import Exchange
 from bridle.dialects import DIALECTS
@@ -69,15 +69,16 @@ class Transcript:
             self._replies[exchange.exchange_id] = known
         return known
 
-    def trace(self, path: Sequence[Exchange]) -> tuple[Messages, Messages, Messages | None]:
+    def trace(self, path: Sequence[Exchange]) -> TraceTexts:
         """A trace's messages before its first reply, those from that on, and its tools."""
         root = path[0]
         sent = root.request.tools is not None
-        return (
-            Messages(lambda: self.prompt_messages(root)),
-            Messages(lambda: self.response_messages(path)),
-            Messages(lambda: self.tools(root) or []) if sent else None,
-        )
+        return {
+            "prompt_messages": Messages(lambda: self.prompt_messages(root)),
+            "response_messages": Messages(lambda: self.response_messages(path)),
+            "turn_messages": ReadLater(lambda: self.turn_messages(path)),
+            "tools": Messages(lambda: self.tools(root) or []) if sent else None,
+        }
 
     def media(self, path: Sequence[Exchange]) -> list[JSON]:
         """The media of a path's last request, in order: digest and type."""
@@ -94,7 +95,17 @@ class Transcript:
 
     def response_messages(self, path: Sequence[Exchange]) -> list[JSON]:
         """Return the messages after the first request on a path, in the form of OpenAI Chat."""
-        said = list(self.reply(path[0]))
+        return chat_messages([message for part in self._response(path) for message in part])
+
+    def turn_messages(self, path: Sequence[Exchange]) -> list[int]:
+        """Return, for each exchange of a path, the place of its reply in `response_messages`."""
+        # Each is one message there. Replies and what was added to them take turns.
+        ends = itertools.accumulate(map(len, self._response(path)), initial=0)
+        return [*itertools.islice(ends, 0, 2 * len(path), 2)]
+
+    def _response(self, path: Sequence[Exchange]) -> list[Sequence[Message]]:
+        """Return the first reply on a path, then what the harness added, the next reply, ..."""
+        parts: list[Sequence[Message]] = [self.reply(path[0])]
         if len(path) > 1:
             last = self.request(path[-1])
             ends = _ends_of_spans(last)
@@ -102,9 +113,8 @@ class Transcript:
                 start, end = (
                     ends[min(span_count(each), len(ends) - 1)] for each in (before, exchange)
                 )
-                said += self._added(before, last.messages[start:end])
-                said += self.reply(exchange)
-        return chat_messages(said)
+                parts += [self._added(before, last.messages[start:end]), self.reply(exchange)]
+        return parts
 
     def added(self, exchange: Exchange) -> tuple[Message, ...]:
         """Messages that are new with a request: all of a first one, else without our reply."""
@@ -143,15 +153,18 @@ class Transcript:
             at = self._exchanges[request.base]
 
 
-class Messages(Sequence[JSON]):
-    """Messages or tools in the form of OpenAI Chat, read when the first of them is asked for.
+T = TypeVar("T")
 
-    Equal to any list of the same messages. Empty where they cannot be read; `missing` says why.
+
+class ReadLater(Sequence[T]):
+    """Values that are read when the first of them is asked for.
+
+    Equal to any list of the same values. Empty where they cannot be read; `missing` says why.
     """
 
-    def __init__(self, read: Callable[[], list[JSON]]) -> None:
-        self._read: Callable[[], list[JSON]] | None = read
-        self._messages: list[JSON] = []
+    def __init__(self, read: Callable[[], list[T]]) -> None:
+        self._read: Callable[[], list[T]] | None = read
+        self._values: list[T] = []
         self._missing: str | None = None
 
     @property
@@ -160,22 +173,22 @@ class Messages(Sequence[JSON]):
         self.whole()
         return self._missing
 
-    def whole(self) -> list[JSON]:
+    def whole(self) -> list[T]:
         if self._read is not None:
             try:
-                self._messages = self._read()
+                self._values = self._read()
             except StoreError as error:
                 self._missing = str(error)
             self._read = None
-        return self._messages
+        return self._values
 
     @overload
-    def __getitem__(self, index: int) -> JSON: ...
+    def __getitem__(self, index: int) -> T: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Sequence[JSON]: ...
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
 
-    def __getitem__(self, index: int | slice) -> JSON | Sequence[JSON]:
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
         return self.whole()[index]
 
     def __len__(self) -> int:
@@ -189,8 +202,21 @@ class Messages(Sequence[JSON]):
     def __repr__(self) -> str:
         return repr(self.whole())
 
-    def __reduce__(self) -> tuple[type[list[JSON]], tuple[list[JSON]]]:
+    def __reduce__(self) -> tuple[type[list[T]], tuple[list[T]]]:
         return list, (self.whole(),)
+
+
+class Messages(ReadLater[JSON]):
+    """Messages or tools in the form of OpenAI Chat."""
+
+
+class TraceTexts(TypedDict):
+    """The texts of a trace, by the names of its fields."""
+
+    prompt_messages: Messages
+    response_messages: Messages
+    turn_messages: ReadLater[int]
+    tools: Messages | None
 
 
 @contextmanager
