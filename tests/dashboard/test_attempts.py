@@ -259,3 +259,13 @@ def test_a_refused_fork_and_a_large_form_are_pages_with_the_reason(folder):
 
     assert (refused.status_code, "it has 3 replies &lt;b&gt;" in refused.text) == (422, True)
     assert (large.status_code, "too large" in large.text) == (413, True)
+
+
+def test_a_task_with_forks_leads_to_their_tree_in_place_of_advantages(folder):
+    with client(folder) as browser:
+        tree = browser.get("/task?id=one").text
+        flat = browser.get("/task?id=one&run=its run").text
+
+    assert "branch by branch" in tree
+    assert "/attempts" in tree
+    assert "branch by branch" not in flat

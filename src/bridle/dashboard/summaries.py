@@ -123,7 +123,8 @@ class GroupSample:
 
     line: SessionRow
     advantage: float | None
-    """Advantage in its group as GRPO computes it; `None` = its reward is not known."""
+    """Advantage in its group as GRPO computes it; `None` = its reward is not known, or its group
+    has forks, which are compared branch by branch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,12 @@ class SampleGroup:
         return len(self.rewards) > 1 and not any(grpo_advantages(self.rewards))
 
     @property
+    def has_forks(self) -> bool:
+        """Return whether there are forks of its own sessions."""
+        ids = {line.session_id for line in self.lines}
+        return any(line.origin is not None and line.origin.session_id in ids for line in self.lines)
+
+    @property
     def ended(self) -> int:
         return sum(line.status in ENDED for line in self.lines)
 
@@ -177,8 +184,9 @@ class SampleGroup:
         lines = sorted(self.lines, key=lambda line: (line.run, line.sample_index, line.session_id))
         rewards = [float("nan") if line.reward is None else line.reward for line in lines]
         advantages = grpo_advantages(rewards)
+        has_forks = self.has_forks
         return [
-            GroupSample(line, None if line.reward is None else float(advantage))
+            GroupSample(line, None if has_forks or line.reward is None else float(advantage))
             for line, advantage in zip(lines, advantages, strict=True)
         ]
 
