@@ -81,13 +81,7 @@ class ClaudeCode(PackagedHarness[ClaudeCodeSettings]):
             files[servers] = as_json({"mcpServers": self._mcp(type_field="type")})
         command += settings.args
         env = {**claude_env(context), "CLAUDE_CONFIG_DIR": folder}
-        return Launch(
-            tuple(command),
-            env,
-            files,
-            folders=self._skills(f"{folder}/skills"),
-            stdin=context.instruction.encode(),
-        )
+        return self._with_stdin(context, folder, command, env, files)
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
         """Read from the last event whether the run ended in an error, and in which."""

@@ -52,14 +52,9 @@ class Codex(PackagedHarness[CodexSettings]):
             *self._settings.args,
             "-",
         )
-        return Launch(
-            command,
-            {"CODEX_HOME": folder, "GATEWAY_KEY": context.key},
-            files={f"{folder}/config.toml": as_toml(self._config(context))},
-            folders=self._skills(f"{folder}/skills"),
-            stdin=context.instruction.encode(),
-            logs=(f"{folder}/sessions",),
-        )
+        files = {f"{folder}/config.toml": as_toml(self._config(context))}
+        env = {"CODEX_HOME": folder, "GATEWAY_KEY": context.key}
+        return self._with_stdin(context, folder, command, env, files, logs=(f"{folder}/sessions",))
 
     def _config(self, context: LaunchContext) -> JSON:
         ours: JSON = {

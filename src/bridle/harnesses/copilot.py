@@ -97,11 +97,4 @@ class Copilot(PackagedHarness[CopilotSettings]):
         if self._agent.mcp_servers:
             servers = self._mcp(type_field="type", stdio="local", tools=["*"])
             files[f"{folder}/mcp-config.json"] = as_json({"mcpServers": servers})
-        return Launch(
-            command,
-            env,
-            files,
-            folders=self._skills(f"{folder}/skills"),
-            stdin=context.instruction.encode(),
-            logs=(f"{folder}/logs",),
-        )
+        return self._with_stdin(context, folder, command, env, files, logs=(f"{folder}/logs",))

@@ -59,13 +59,8 @@ class GeminiCli(PackagedHarness[GeminiCliSettings]):
             "GEMINI_CLI_TRUST_WORKSPACE": "true",
             "GEMINI_CLI_NO_RELAUNCH": "true",
         }
-        return Launch(
-            command,
-            env,
-            files={f"{folder}/settings.json": as_json(self._config(context))},
-            folders=self._skills(f"{folder}/skills"),
-            stdin=context.instruction.encode(),
-        )
+        files = {f"{folder}/settings.json": as_json(self._config(context))}
+        return self._with_stdin(context, folder, command, env, files)
 
     def _config(self, context: LaunchContext) -> JSON:
         ours: JSON = {

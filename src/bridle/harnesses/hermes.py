@@ -81,14 +81,8 @@ class Hermes(PackagedHarness[HermesSettings]):
             "HERMES_CODEX_TTFB_TIMEOUT_SECONDS": "0",
             "HERMES_CODEX_EVENT_STALE_TIMEOUT_SECONDS": "0",
         }
-        return Launch(
-            command,
-            env,
-            files={f"{folder}/config.yaml": as_json(self._config(context))},
-            folders=self._skills(f"{folder}/skills"),
-            stdin=context.instruction.encode(),
-            logs=(f"{folder}/logs",),
-        )
+        files = {f"{folder}/config.yaml": as_json(self._config(context))}
+        return self._with_stdin(context, folder, command, env, files, logs=(f"{folder}/logs",))
 
     def _config(self, context: LaunchContext) -> JSON:
         mode, url = MODES[self.dialect]

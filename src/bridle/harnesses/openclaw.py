@@ -70,13 +70,8 @@ class Openclaw(PackagedHarness[OpenclawSettings]):
             "OPENCLAW_STATE_DIR": folder,
             "OPENCLAW_CONFIG_PATH": config,
         }
-        return Launch(
-            (*command, *self._settings.args),
-            env,
-            files={config: as_json(self._config(context))},
-            folders=self._skills(f"{folder}/skills"),
-            stdin=context.instruction.encode(),
-        )
+        files = {config: as_json(self._config(context))}
+        return self._with_stdin(context, folder, (*command, *self._settings.args), env, files)
 
     def _config(self, context: LaunchContext) -> JSON:
         api, url, path = ADAPTERS[self.dialect]

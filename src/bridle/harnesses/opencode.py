@@ -82,12 +82,13 @@ class Opencode(PackagedHarness[OpencodeSettings]):
             "OPENCODE_DISABLE_PRUNE": "1",
             "OPENCODE_DISABLE_TERMINAL_TITLE": "1",
         }
-        return Launch(
+        files = {f"{folder}/opencode.json": as_json(self._config(context))}
+        return self._with_stdin(
+            context,
+            folder,
             command,
             env,
-            files={f"{folder}/opencode.json": as_json(self._config(context))},
-            folders=self._skills(f"{folder}/skills"),
-            stdin=context.instruction.encode(),
+            files,
             logs=(f"{context.home}/.local/share/opencode/log",),
         )
 

@@ -175,6 +175,20 @@ class PackagedHarness(Generic[SettingsT]):
         """Return the folders of the task's skills, each to be copied into `target`."""
         return skill_folders(self._agent, target)
 
+    def _with_stdin(
+        self,
+        context: LaunchContext,
+        folder: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        files: Mapping[str, bytes],
+        logs: tuple[str, ...] = (),
+    ) -> Launch:
+        """Return a launch with the instruction on stdin and the task's skills below `folder`."""
+        skills = self._skills(f"{folder}/skills")
+        stdin = context.instruction.encode()
+        return Launch(tuple(command), env, files, folders=skills, stdin=stdin, logs=logs)
+
     def _mcp(self, **form: Any) -> JSON:  # noqa: ANN401 - as `mcp_entries` takes it
         return mcp_entries(self._agent, **form)
 

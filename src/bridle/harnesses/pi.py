@@ -77,9 +77,7 @@ class Pi(PackagedHarness[PiSettings]):
             f"{folder}/settings.json": json.dumps(own).encode(),
         }
         # From stdin: an argument has a size limit, and one that begins with @ or - means another.
-        stdin = context.instruction.encode()
-        folders = self._skills(f"{folder}/skills")
-        return Launch(tuple(command), env, files, folders=folders, stdin=stdin)
+        return self._with_stdin(context, folder, command, env, files)
 
     def _models(self, context: LaunchContext) -> JSON:
         model = {

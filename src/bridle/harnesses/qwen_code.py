@@ -71,13 +71,8 @@ class QwenCode(PackagedHarness[QwenCodeSettings]):
             "QWEN_CODE_LEGACY_MCP_BLOCKING": "1",
             "QWEN_CODE_MAX_OUTPUT_TOKENS": str(output_budget(context.context_length)),
         }
-        return Launch(
-            command,
-            env,
-            files={f"{folder}/settings.json": as_json(self._config(context))},
-            folders=self._skills(f"{folder}/skills"),
-            stdin=context.instruction.encode(),
-        )
+        files = {f"{folder}/settings.json": as_json(self._config(context))}
+        return self._with_stdin(context, folder, command, env, files)
 
     def _config(self, context: LaunchContext) -> JSON:
         generation = {
