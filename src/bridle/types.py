@@ -11,9 +11,10 @@ all times are seconds. `None` always means "not given", never zero.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +28,18 @@ if TYPE_CHECKING:
 
 JSON: TypeAlias = dict[str, Any]
 """A JSON object as decoded; only its owner knows its keys."""
+
+C = TypeVar("C")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def record(*, eq: bool = True) -> Callable[[type[C]], type[C]]:
+    """Make a class what `dataclass(frozen=True, slots=True, eq=eq)` makes of it.
+
+    For what each model call makes, some forty values: the type checker refuses a change of a field,
+    but nothing does so at run time, because a frozen value takes four times as long to make.
+    """
+    return dataclass(slots=True, eq=eq, unsafe_hash=eq)
 
 
 USER_INFO: Final = re.compile(r"://[^/@\"\s]*@")
@@ -151,14 +164,14 @@ class Role(StrEnum):
     TOOL = "tool"
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class TextPart:
     """Text, byte for byte as the harness sent it."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class MediaPart:
     """An image, document, audio or unknown content block, kept in place."""
 
@@ -173,7 +186,7 @@ class MediaPart:
 Part: TypeAlias = TextPart | MediaPart
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class ToolCall:
     """One call that an assistant turn makes."""
 
@@ -186,7 +199,7 @@ class ToolCall:
     """True for a freeform tool, whose `arguments` are not JSON."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Message:
     """One message of a conversation, in place, losing nothing that the model must see."""
 
@@ -221,7 +234,7 @@ class ToolSpec:
     strict: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Sampling:
     """Sampling parameters; `None` = not asked for. Names and meaning are vLLM's."""
 
@@ -255,7 +268,7 @@ SHAPING = (
 """Fields of `Sampling` that make the sampled distribution another than the model's."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class VersionSpan:
     """Output tokens `start <= i < end` were sampled under policy `version`."""
 
@@ -264,7 +277,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Reply:
     """An assistant turn as parsed from sampled ids, before any dialect dresses it."""
 
@@ -289,7 +302,7 @@ class Reply:
     """Text and logprob of each sampled token, for a client that asked; `None` = it did not."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Usage:
     """Token counts, as every dialect reports them; always what was really used."""
 
@@ -299,7 +312,7 @@ class Usage:
     reasoning_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class ModelRequest:
     """One model call of a harness, normalised by its dialect."""
 

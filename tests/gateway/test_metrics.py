@@ -1,6 +1,8 @@
 """Numbers for operators."""
 
-from bridle.gateway.metrics import Metrics, merged_metrics
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from bridle.gateway.metrics import Metrics, Spread, _Tallies, merged_metrics
 
 
 def test_counters_are_rendered_as_prometheus_text_and_belong_to_one_gateway():
@@ -89,3 +91,21 @@ def test_free_bytes_of_a_disk_that_workers_share_are_not_added_up():
     text = "# TYPE bridle_data_free_bytes gauge\nbridle_data_free_bytes %d\n"
     answer = numbers(merged_metrics([text % 70, text % 69]))
     assert answer == {"bridle_data_free_bytes": 69}
+
+
+def test_spread_reads_as_the_library_s_own_histogram():
+    bounds, seconds = (0.005, 0.5, 1, 30), (0.005, 0.0051, 0.5, 29, 30, 31, 4000, 0)
+    libraries = CollectorRegistry()
+    library = Histogram("bridle_s", "Seconds.", buckets=bounds, registry=libraries)
+    spread = Spread("bridle_s", "Seconds.", bounds)
+    for value in seconds:
+        library.observe(value)
+        spread.observe(value)
+    ours = CollectorRegistry()
+    ours.register(_Tallies([spread]))
+    found, wanted = (
+        [line for line in generate_latest(one).decode().splitlines() if "_created " not in line]
+        for one in (ours, libraries)
+    )
+    assert found == wanted
+    assert "bridle_s_created" in numbers(generate_latest(ours).decode())

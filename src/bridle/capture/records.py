@@ -30,6 +30,7 @@ from bridle.types import (
     Sampling,
     SessionStatus,
     VersionSpan,
+    record,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class SessionRecord:
         return "judge_of" in self.metadata
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class RequestRecord:
     """Request as it came, without the parts that are already stored.
 
@@ -84,7 +85,7 @@ class RequestRecord:
     """Content digest of the raw tool list; `None` = none sent."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Exchange:
     """One model call as captured.
 
@@ -152,7 +153,7 @@ class Exchange:
             raise ValueError(message)
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Delivery:
     """Delivery state of an exchange's reply; the last record of an exchange counts."""
 

@@ -54,6 +54,7 @@ from bridle.capture.texts import (
 )
 from bridle.errors import StoreError, boundary
 from bridle.folders import check_room
+from bridle.types import record
 
 __all__ = ["SqliteReader", "SqliteStore"]
 
@@ -342,11 +343,11 @@ class _Writer:
     def _transact_with_later(self, work: Work | None) -> None:
         """Write `work` and the deferred jobs in one transaction; if it fails, each in its own."""
         later = self._jobs.take_left()
-        works = [job.work for job in later]
-        if work is not None:
-            works.append(work)
+        works: list[Work] = []
+        for job in later:
+            works += (job.work,)
         try:
-            self._transact(works)
+            self._transact(works if work is None else (*works, work))
         except StoreError:
             if not later:
                 raise
@@ -456,7 +457,8 @@ class _Writer:
 
     def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         """Record an exchange and the texts that its session does not have yet."""
-        state = self._state(exchange.session_id)
+        session_id = exchange.session_id
+        state = self._states.get(session_id) or self._state(session_id)
         if exchange.exchange_id in state.exchange_ids:
             message = f"{self._path}: exchange {exchange.exchange_id!r} is recorded already"
             raise StoreError(message)
@@ -465,6 +467,7 @@ class _Writer:
         head = state.head[1]
         entries: list[Packed] = [(REPLY, bytes(DIGEST_BYTES), exchange.reply)]
         if head not in state.heads:
+            state.heads.add(head)
             entries += ((HEAD, head, exchange.request.head),)
         new: set[bytes] = set()
         for digest, body in bodies.items():
@@ -477,11 +480,11 @@ class _Writer:
         row = formats.exchange_row(state.number, exchange, pack(entries), head)
         self._connection.execute(formats.INSERT_EXCHANGE, row)
         state.exchange_ids.add(exchange.exchange_id)
-        state.heads.add(head)
         state.bodies |= new
 
     def deliver(self, delivery: Delivery) -> None:
-        state = self._state(delivery.session_id)
+        session_id = delivery.session_id
+        state = self._states.get(session_id) or self._state(session_id)
         self._connection.execute(
             "INSERT INTO deliveries VALUES (?, ?, ?, ?, ?, ?, ?)",
             formats.delivery_row(state.number, state.deliveries, delivery),
@@ -563,7 +566,7 @@ class Written(Enum):
     """The record must be queued."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Job:
     """Work to write, and the future of its caller."""
 
@@ -645,8 +648,9 @@ class Jobs:
 
     def leave(self, job: Job) -> bool:
         """Defer a job to the next transaction; return whether it is the first."""
+        is_first = not self.left
         self.left.append(job)
-        return len(self.left) == 1
+        return is_first
 
     def take_left(self) -> list[Job]:
         """Return all deferred jobs; they are the caller's now."""

@@ -239,8 +239,8 @@ class StoredExchange(Exchange):
     ) -> StoredExchange:
         """Make the exchange of the row that `texts` got last, from its other fields in order.
 
-        The slots are set directly: through the constructor of a frozen class each costs twice as
-        much. Raises `ValueError` as `Exchange` does, or if values are missing.
+        The slots are set directly, but for the two that are read later. Raises `ValueError` as
+        `Exchange` does, or if values are missing.
         """
         exchange = cls.__new__(cls)
         for give, value in zip(_GIVE, values, strict=True):
@@ -248,6 +248,10 @@ class StoredExchange(Exchange):
         exchange.__post_init__()
         object.__setattr__(exchange, "_place", (texts, texts.rows - 1, request))
         return exchange
+
+    def __reduce__(self) -> tuple[type[Exchange], tuple[object, ...]]:
+        """Copy it as a plain exchange, with all that it has."""
+        return Exchange, tuple(getattr(self, field.name) for field in fields(Exchange))
 
     def __getattr__(self, name: str) -> object:
         """Read the reply or the request, once."""

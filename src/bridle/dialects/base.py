@@ -96,7 +96,7 @@ class Route:
     """STORED only: `get`, `delete`, `input_items` or `cancel`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ReplyHead:
     """The fields that every form of one reply shares."""
 

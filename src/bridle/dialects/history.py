@@ -49,6 +49,10 @@ class Begun:
     """The body's other fields; empty = not kept."""
     head: Any = None
     """Values that a dialect made of these fields; `None` = nothing yet."""
+    size: int = 0
+    """Length of `prefix`."""
+    behind: int = 0
+    """Length of `tail`."""
 
     def grown(self, body: bytes) -> bytes | None:
         """Return the bytes of `body` between a comma behind these items and the same `tail`.
@@ -56,7 +60,7 @@ class Begun:
         If that is whole items, `body` is this one with more of them, and all else in it is known.
         `None` if it does not begin and end like this.
         """
-        start, end = len(self.prefix), len(body) - len(self.tail)
+        start, end = self.size, len(body) - self.behind
         if not self.fields or start >= end or body[start] != _COMMA:
             return None
         alike = body.endswith(self.tail) and body.startswith(self.prefix)
@@ -66,7 +70,7 @@ class Begun:
         """Return `body` without the items that are known; `None` if it does not begin like this."""
         if not body.startswith(self.prefix):
             return None
-        after = body[len(self.prefix) :]
+        after = body[self.size :]
         # A second array of that name would be the one that counts.
         if b'"%s"' % self.key.encode() in after:
             return None
@@ -108,7 +112,7 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
             newest, others = self._begun[0], self._begun[1:]
             if newest.key == key and newest.salt == salt and (found := newest.grown(body)):
                 for other in others:
-                    if len(other.prefix) > len(newest.prefix):
+                    if other.size > newest.size:
                         break
                 else:
                     return newest, found
@@ -134,7 +138,7 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
 
     def news(self, body: bytes) -> int:
         """Count the bytes of `body` behind the longest known beginning."""
-        known = [len(one.prefix) for one in self._begun if body.startswith(one.prefix)]
+        known = [one.size for one in self._begun if body.startswith(one.prefix)]
         return len(body) - max(known, default=0)
 
     def adopt(self, other: RequestHistory) -> None:
@@ -149,7 +153,7 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         for begun in self._begun:
             if begun.key != key or begun.salt != salt:
                 continue
-            if best is not None and len(begun.prefix) <= len(best[0].prefix):
+            if best is not None and begun.size <= best[0].size:
                 continue
             if (found := cut(begun, body)) is not None:
                 best = begun, found
@@ -203,10 +207,9 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         kept = self._begun
         if begun is not None:
             kept = kept[1:] if kept[0] is begun else [one for one in kept if one is not begun]
-        prefix, tail = body[:end], body[end:]
+        head = begun.head if begun is not None and begun is self.same else None
         newest = Begun(
-            salt, key, prefix, start, items, digests, lengths, messages, tail=tail, fields=fields
+            *(salt, key, body[:end], start, items, digests, lengths, messages),
+            *(body[end:], fields, head, end, len(body) - end),
         )
-        if begun is not None and begun is self.same:
-            newest.head = begun.head
         self._begun = [newest, *kept][:KEPT]

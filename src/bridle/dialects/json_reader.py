@@ -355,10 +355,11 @@ def _split_grown(
         return None
     if not items:  # a comma before the end of the array
         return None
-    if len(begun.items) + len(items) > MOST_ITEMS:
-        check_count(len(begun.items) + len(items), begun.key)
-    history.reads(begun, body, begun.start, len(body) - len(begun.tail), begun.fields)
-    return dict(begun.fields), begun.items + tuple(map(bytes, items))
+    whole = begun.items + tuple(map(bytes, items))
+    if len(whole) > MOST_ITEMS:
+        check_count(len(whole), begun.key)
+    history.reads(begun, body, begun.start, len(body) - begun.behind, begun.fields)
+    return dict(begun.fields), whole
 
 
 def _place(body: bytes, items: Sequence[msgspec.Raw]) -> tuple[int, int]:
@@ -436,8 +437,7 @@ def read_spans(
     messages = [] if begun is None else list(begun.messages)
     digests = [] if begun is None else list(begun.digests)
     lengths = [] if begun is None else list(begun.lengths)
-    for index in range(len(digests), len(spans)):
-        span = spans[index]
+    for index, span in enumerate(spans[len(digests) :], len(digests)):
         digest = sha256(span).digest()[:16]  # `content_digest`
         key = salt + digest
         known = memo.get(key)

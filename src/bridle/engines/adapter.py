@@ -299,7 +299,9 @@ class ReplyCheck:
             raise GarbledError(
                 f"the engine sampled {self._count} tokens or more, but max_tokens was {most}"
             )
-        self._check_range("sampled", *_least_and_most(chunk.output_ids))
+        low, high = _least_and_most(chunk.output_ids)
+        if low < 0 or (self._limit is not None and high >= self._limit):
+            self._check_range("sampled", low, high)
         values = chunk.logprobs
         found = values.size
         if found != count and (found or self._needs_logprobs):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 import numpy as np
 
 from bridle.errors import EngineError
-from bridle.types import JSON, FinishReason, LogprobMode, Reply, Sampling, VersionSpan
+from bridle.types import JSON, FinishReason, LogprobMode, Reply, Sampling, VersionSpan, record
 
 if TYPE_CHECKING:
     from bridle.types import Ids, Logprobs
@@ -54,7 +54,7 @@ class Picture:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class GenerateRequest:
     """One call to sample."""
 
@@ -108,7 +108,7 @@ class TextDelta:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class GenerateChunk:
     """Piece of one reply as sampled. The last one carries `finish_reason`."""
 

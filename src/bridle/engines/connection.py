@@ -57,8 +57,9 @@ class CutReplyError(ConnectionError):
     """The connection ended in mid-reply."""
 
 
-_Head: TypeAlias = tuple[bytes, bytes, bool, bytes]
-"""A head before and behind its `Content-Length`; whether the connection stays; the type."""
+_Head: TypeAlias = tuple[bytes, int, bytes, int, bool, bytes]
+"""A head before its `Content-Length`, and behind it, each with its size; whether the connection
+stays; the type."""
 
 
 class HttpReply:
@@ -97,7 +98,8 @@ class HttpReply:
     @property
     def body(self) -> bytes:
         """Return the whole body, once `feed` or `ended` returned true."""
-        return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        pieces = self._pieces
+        return pieces[0] if pieces and not pieces[1:] else b"".join(pieces)
 
     def take(self) -> bytes:
         """Return the part of the body that arrived since the last call; needs the head."""
@@ -109,6 +111,9 @@ class HttpReply:
 
     def feed(self, data: bytes) -> bool:
         """Add bytes; return whether the reply is whole."""
+        known = None if self.status or self._pieces else self.head
+        if known is not None and self._begins_alike(data, known):
+            return self._length <= self._size
         self._size += len(data)
         if self._size > MOST_BYTES:
             self._bound(self._size)
@@ -116,7 +121,7 @@ class HttpReply:
             if self._chunked:
                 return self._read_chunks(data)
             self._pieces.append(data)
-        elif self._pieces or self.head is None or not self._begins_alike(data, self.head):
+        else:
             self._pieces.append(data)
             if not self._read_head():
                 return False
@@ -126,17 +131,17 @@ class HttpReply:
 
     def _begins_alike(self, data: bytes, known: _Head) -> bool:
         """Read a head that differs from a known one in its length alone."""
-        before, after, keeps, content_type = known
-        start = len(before)
+        before, start, after, behind, keeps, content_type = known
         end = data.find(b"\r", start, start + 20)
         length = data[start:end]
         if not (data.startswith(before) and length.isdigit() and data.startswith(after, end)):
             return False
         self.status, self.keeps, self._content_type = 200, keeps, content_type
         self._length = int(length)
-        self._bound(self._length)
-        self._pieces = [data[end + len(after) :]]
-        self._size = len(self._pieces[0])
+        if self._length > MOST_BYTES:
+            self._bound(self._length)
+        body = data[end + behind :]
+        self._pieces, self._size = [body], len(body)
         return True
 
     def ended(self) -> bool:
@@ -175,7 +180,8 @@ class HttpReply:
             self._length = 0
         elif status == 200 and len(lengths) == 1 and not self._chunked and not self.retry_after:
             after = text[lengths[0] : end + 4].lstrip(b"0123456789")
-            self.head = text[: lengths[0]], after, self.keeps, self._content_type
+            ends = text[: lengths[0]], lengths[0], after, len(after)
+            self.head = *ends, self.keeps, self._content_type
         return True
 
     def _take(self, name: bytes, raw: bytes) -> None:

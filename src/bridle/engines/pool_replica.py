@@ -196,10 +196,11 @@ class Replica:
     def begin(self, call: RoutedCall) -> None:
         """Register a call that it runs."""
         self.calls += 1
+        if not self.running:
+            self.idle.clear()
+            self.quiet.clear()
         self.running[call.request.request_id] = call
         call.version, call.moved, call.pinned = self.version, False, False
-        self.idle.clear()
-        self.quiet.clear()
 
     def end(self, call: RoutedCall) -> None:
         """Remove a call that it no longer runs."""

@@ -26,7 +26,7 @@ from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
 from bridle.engines.vllm_images import fold_images
 from bridle.errors import EngineError
 from bridle.experts import KEY, npy_rows
-from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
+from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan, record
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -159,7 +159,7 @@ def _response_format(grammar: JSON) -> JSON:
 # ---- replies
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Read:
     """One decoded reply or stream chunk."""
 

@@ -22,7 +22,7 @@ from bridle.prompting.canonical import Canonical
 from bridle.prompting.conversation import Placement
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.turns import TurnCounts
-from bridle.types import JSON, DeliveryState, FinishReason, Kind, ModelRequest, Reply, Usage
+from bridle.types import JSON, DeliveryState, FinishReason, Kind, ModelRequest, Reply, Usage, record
 
 if TYPE_CHECKING:
     from bridle.gateway.models import Served
@@ -58,7 +58,7 @@ DELIVERED: Final = frozenset({DeliveryState.DELIVERED, DeliveryState.SUPERSEDED}
 """States of a reply that is known to have reached the harness."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Asked:
     """Data of a request outside of its body."""
 
@@ -74,7 +74,7 @@ class Asked:
     """Names in its beta headers that nobody here knows."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Question:
     """Data that a call needs only until its reply is delivered."""
 
@@ -89,7 +89,7 @@ class Question:
     """`Call.question_key`."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Answer:
     """A committed reply, ready to be dressed for whoever waits."""
 

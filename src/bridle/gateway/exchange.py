@@ -314,10 +314,8 @@ class Exchanges:
 
     def know(self, session: GatewaySession, call: Call, prompted: Prompted) -> None:
         """Note what follows from the prompt."""
-        head, question = call.head, call.question
-        assert head is not None, "it was asked here"
-        assert question is not None, "it is not delivered"
-        call.head = ReplyHead(head.reply_id, head.model, head.created, prompted.prompt.length)
+        question = call.posed()
+        call.reply_head().prompt_tokens = prompted.prompt.length
         call.turns = lineage.turns_shown(session, question, prompted.parent)
 
     def live(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from bridle.capture.records import Exchange
@@ -18,7 +17,7 @@ from bridle.gateway.images import Shown, unplaced
 from bridle.gateway.sampling import SampledReply
 from bridle.prompting.arguments import parsed_object
 from bridle.prompting.prompt import PromptIds
-from bridle.types import JSON, LogprobMode, Message, Reply, Sampling, TextPart
+from bridle.types import JSON, LogprobMode, Message, Reply, Sampling, TextPart, record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ NAME_CHARS: Final = 200
 """Of such a name."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Prompted:
     """A prompt and how it came to be."""
 
@@ -55,7 +54,7 @@ class Prompted:
     """Named texts in which the request differs from the captured one whose prompt this is."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Finished:
     """All that is known of a call when its reply is whole."""
 
@@ -175,7 +174,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "drift": placement.drift,
         "habit": placement.habit,
         "tie": placement.tie,
-        "orphans": len(question.canonical.pairing.orphans),
+        "orphans": len(orphans) if (orphans := question.canonical.pairing.orphans) else 0,
         "unpaired": unpaired,
         "repeats": list(placement.repeats),
         "turns": None if (turns := finished.call.turns) is None else turns.as_json(),
@@ -203,7 +202,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "noise": list(finished.prompted.noise),
         "cached_tokens": sample.last.cached_tokens,
         "engine": sample.extra and _others(sample.extra),
-        "engine_before": [one for one in map(_others, sample.extra_before) if len(one) > 1],
+        "engine_before": sample.extra_before and _all_others(sample.extra_before),
     }
     return {name: value for name, value in facts.items() if value}
 
@@ -211,6 +210,11 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
 def _others(reported: JSON) -> JSON:
     """Return what an engine reported without the routed experts, which stand by themselves."""
     return {name: value for name, value in reported.items() if name != KEY}
+
+
+def _all_others(told: list[JSON]) -> list[JSON]:
+    """Return the same of each earlier try, where there is more than its number of tokens."""
+    return [one for one in map(_others, told) if len(one) > 1]
 
 
 def _malformed(reply: Reply) -> int:

@@ -37,7 +37,7 @@ from bridle.engines.ids import compact, parse_ids
 from bridle.errors import EngineError, boundary
 from bridle.gateway.budgets import derived_seed
 from bridle.prompting.prompt import PromptIds
-from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
+from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan, record
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -245,7 +245,7 @@ REFUSED_S: Final = 10.0
 """The time since its request after which a call is not tried again."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class SampledReply:
     """One whole reply as the engine gave it."""
 

@@ -16,7 +16,7 @@ takes its atoms and chain over whole, without a look-up per message of its histo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 from hashlib import sha256
 from struct import pack
@@ -40,6 +40,7 @@ from bridle.types import (
     TextPart,
     ToolCall,
     ToolSpec,
+    record,
 )
 
 
@@ -63,7 +64,7 @@ ASSISTANT = frozenset({AtomKind.TEXT, AtomKind.CALL})
 """The kinds that a model's turn is made of."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Atom:
     """One thing that the model sees, or evidence about it."""
 
@@ -82,7 +83,7 @@ class Atom:
     """Index of its message in the span."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Hint:
     """Evidence as it lies beside a request's atoms."""
 
@@ -94,7 +95,7 @@ class Hint:
     reasoning: bytes | None
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Canonical:
     """A request's atoms and the chain over them."""
 
@@ -175,9 +176,10 @@ def _grown(request: ModelRequest, tools: bytes, memo: AtomMemo, known: Known) ->
     chain, hints = list(begun.chain), begun.hints
     before = atoms[-1].kind if atoms else None
     for at, span in enumerate(request.span_digests[done:], known.messages):
-        made = memo.get(tools + span)
+        key = tools + span
+        made = memo.get(key)
         if made is None:
-            made = memo[tools + span] = _read_one(request, tools, memo, at)
+            made = memo[key] = _read_one(request, tools, memo, at)
         for atom in made:
             kind = atom.kind
             if kind is AtomKind.EVIDENCE:
@@ -580,7 +582,7 @@ KEPT = 4
 """Requests that are remembered: one per conversation that continues (agent, sub-agents)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Known:
     """A request that was read."""
 
@@ -621,5 +623,9 @@ class Walks:
         head = request.messages[: request.head_messages]
         newest = Known(head, request.span_digests, len(request.messages), canonical)
         key = request.dialect, canonical.tools_digest
-        kept = [known for known in self._known.get(key, ()) if known is not instead_of]
-        self._known[key] = [newest, *kept][:KEPT]
+        known = self._known.get(key, [])
+        if known and known[0] is instead_of:
+            known[0] = newest
+        else:
+            kept = [one for one in known if one is not instead_of]
+            self._known[key] = [newest, *kept][:KEPT]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from itertools import takewhile
 from typing import Literal
@@ -29,7 +28,7 @@ from bridle.prompting.canonical import (
 from bridle.prompting.echo import EXTENDABLE, WEAK, Drift, drift_of, has_text, is_beginning
 from bridle.prompting.index import Index, Indexed
 from bridle.prompting.turns import TurnCounter, turns_of
-from bridle.types import DeliveryState, ModelRequest, Role
+from bridle.types import DeliveryState, ModelRequest, Role, record
 
 _ID_IN_TEXT = re.compile(r"[A-Za-z0-9_-]{16,}")
 """Pattern of ids of ours inside text; looked up, so a wrong guess costs nothing."""
@@ -50,7 +49,7 @@ class PlacementKind(StrEnum):
     """It holds turns of ours, but under another history or beside unknown turns."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Placement:
     """Position of a request in its session's conversation."""
 
@@ -76,7 +75,7 @@ class Placement:
     `childless`, `newest`; `None` = there was one."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class _Found:
     """Result of the search, before the guards."""
 
@@ -162,8 +161,8 @@ class Conversation:
         for message in request.messages[new_from:]:
             if message.role is Role.ASSISTANT:
                 return None
-        first = last + 1 - len(chosen.shown)
         if chosen.calls or canonical.hints:
+            first = last + 1 - len(chosen.shown)
             ids = [value for atom in atoms[first : last + 1] for value in atom.ids]
             for hint in reversed(canonical.hints):
                 if hint.position < first:

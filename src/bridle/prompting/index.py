@@ -201,7 +201,8 @@ class Index:
         for key in exchange.content_keys:
             _take_out(self._by_content, key, exchange)
         exchange.shown = shown
-        self._longest = max(self._longest, len(shown))
+        if shown[self._longest :]:
+            self._longest = len(shown)
         exchange.turn_keys = (chain_after(exchange.prompt_key, shown),) if shown else ()
         exchange.content_keys = (chain_after(_CONTENT, shown),) if shown else ()
         whole = bool(shown) and shown == exchange.answer

@@ -38,11 +38,15 @@ def chat_messages(
             else:
                 chat.append(turn)
             continue
-        content = _content(index, message, escape, media)
+        content: str | list[JSON]
+        if media is None:
+            content = escape(_text_of(index, message))
+        else:
+            content = _content(index, message, escape, media)
         if message.role is Role.TOOL:
             chat.append(_result(message, content, escape))
         else:
-            chat.append({"role": str(message.role), "content": content})
+            chat += ({"role": str(message.role), "content": content},)
     return chat
 
 
@@ -65,10 +69,10 @@ def _content(
     index: int,
     message: Message,
     escape: Escape,
-    media: Callable[[MediaPart], JSON] | None,
+    media: Callable[[MediaPart], JSON],
 ) -> str | list[JSON]:
     """The text of a message; with media, its parts in their order."""
-    if media is None or not any(isinstance(part, MediaPart) for part in message.content):
+    if not any(isinstance(part, MediaPart) for part in message.content):
         return escape(_text_of(index, message))
     shown: list[JSON] = []
     for part in message.content:

@@ -109,6 +109,8 @@ class Layouts:
         self._tokenizer = tokenizer
         self._ends: dict[tuple[int, ...], dict[Shape, Layout | None]] = {}
         """For the ids that end a prompt: the layouts by shape; `None` = this shape has none."""
+        self._sizes: list[tuple[tuple[int, ...], int]] = []
+        """These ends, each with its length."""
         self._looked = 0
         """Number of times that an end was looked for."""
         self._fillers = [tokenizer.encode(tokenizer.escape(text)) for text in _SPELLED]
@@ -171,7 +173,7 @@ class Layouts:
                 call = places.setdefault(message["tool_call_id"], len(places))
             if "name" in message:
                 name = places.setdefault(message["name"], len(places))
-            fields.append((message["role"], call, name))
+            fields += ((message["role"], call, name),)
         marks = self._marks(sampled)
         if len(marks) > MOST_MARKS or "" in places:
             return None
@@ -180,7 +182,8 @@ class Layouts:
     def _marks(self, sampled: list[int]) -> tuple[int, ...]:
         """The control tokens of a reply, in order, and -1 for ordinary ones between them."""
         control = self._tokenizer.control_ids
-        if len(sampled) > 1 and control.isdisjoint(sampled[:-1]):
+        words = sampled[:-1]
+        if words and control.isdisjoint(words):
             return (-1, sampled[-1]) if sampled[-1] in control else (-1,)
         marks: list[int] = []
         for id_ in sampled:
@@ -192,9 +195,9 @@ class Layouts:
     def end(self, tail: list[int]) -> tuple[int, ...] | None:
         """The known end of a prompt, behind an ordinary token."""
         control = self._tokenizer.control_ids
-        for end in self._ends:
-            at = len(tail) - len(end)
-            if at > 0 and tuple(tail[at:]) == end and tail[at - 1] not in control:
+        for end, size in self._sizes:
+            ordinary = tail[-size - 1 : -size]
+            if tuple(tail[-size:]) == end and ordinary and ordinary[0] not in control:
                 return end
         return None
 
@@ -215,6 +218,7 @@ class Layouts:
             at -= 1
         if at:  # text of a message holds no control token, so that none can look alike
             self._ends = {**self._ends, tuple(ids[at:]): {}}
+            self._sizes = [(end, len(end)) for end in self._ends]
 
     def _learned(
         self, end: tuple[int, ...], sampled: list[int], messages: list[JSON], ask: Suffix

@@ -137,10 +137,11 @@ class PromptIds:
 def _link(before: _Link | None, segments: tuple[Ids, ...]) -> _Link:
     hashed = sha256() if before is None else before.hashed.copy()
     length = 0 if before is None else before.length
+    texts: list[bytes] = []
     for segment in segments:
         hashed.update(segment.data if _LITTLE else segment.astype("<i4").data)
         length += segment.size
-    texts = [orjson.dumps(one, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for one in segments]
+        texts += (orjson.dumps(segment, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1],)
     return _Link(before, segments, texts, hashed, length)
 
 

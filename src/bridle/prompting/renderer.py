@@ -166,13 +166,14 @@ class PromptRenderer:
         escape = self._tokens.escape
         listed = chat_tools(tools, escape)
         chat = chat_messages(ordered, escape)
+        on = self._thinking if thinking is None else thinking
         try:
-            ids = self._rendered(chat, listed, thinking=self._effective(thinking=thinking))
+            ids = self._rendered(chat, listed, thinking=on)
         except RenderError:
             objects = chat_messages(ordered, escape, objects=True)
             if objects == chat:
                 raise
-            ids = self._rendered(objects, listed, thinking=self._effective(thinking=thinking))
+            ids = self._rendered(objects, listed, thinking=on)
         return _array(ids)
 
     def _rendered(
@@ -198,7 +199,7 @@ class PromptRenderer:
 
         `RenderError` names a part that is not text.
         """
-        on = self._effective(thinking=thinking)
+        on = self._thinking if thinking is None else thinking
         family = self._family_for(thinking=on)
         chat = chat_messages(new_messages, self._tokens.escape)
         sampled: list[int] = output_ids.tolist()
@@ -324,10 +325,7 @@ class PromptRenderer:
 
     def template_args(self, request: ModelRequest) -> Hashable:
         """Return what shapes the prompt of this request besides messages and tools: thinking."""
-        return self._effective(thinking=request.thinking)
-
-    def _effective(self, *, thinking: bool | None) -> bool | None:
-        return self._thinking if thinking is None else thinking
+        return self._thinking if request.thinking is None else request.thinking
 
     def _family_for(self, *, thinking: bool | None) -> Family | None:
         """The family's renderer with thinking on, off, or as the family has it."""

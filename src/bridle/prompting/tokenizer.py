@@ -171,7 +171,8 @@ class PromptTokenizer:
         """
         if add_special_tokens:
             return self._encode(text, add_special_tokens=True)
-        if len(text) <= SHORT:
+        size = len(text)
+        if size <= SHORT:
             short = self._short.get(text)
             if short is None:
                 short = tuple(self._encode(text))
@@ -179,10 +180,10 @@ class PromptTokenizer:
                     self._short[text] = short
             return list(short)
         long_texts = _LONG_TEXTS.get()
-        if long_texts is not None and len(text) >= PLACEHOLDER_CHARS:
+        if long_texts is not None and size >= PLACEHOLDER_CHARS:
             long_texts.append(text)
             return [-len(long_texts)]
-        if len(text) < LONG:
+        if size < LONG:
             return self._encode(text)
         with self._long_lock:
             known = self._long.get(text)
@@ -194,7 +195,7 @@ class PromptTokenizer:
         with self._long_lock:
             if text not in self._long:
                 self._long[text] = np.array(ids, dtype=np.int32)
-                self._long_chars += len(text)
+                self._long_chars += size
             while self._long_chars > self._long_kept_chars:
                 self._long_chars -= len(self._long.popitem(last=False)[0])
         return ids

@@ -22,13 +22,13 @@ from hashlib import sha256
 from bridle.prompting.arguments import argument_texts, text_bytes
 from bridle.prompting.canonical import Atom, Canonical, Hint
 from bridle.prompting.index import Index, Indexed, content_key
-from bridle.types import JSON, Message, Role, TextPart
+from bridle.types import JSON, Message, Role, TextPart, record
 
 LONGEST_MATCH = 256
 """Atoms of one reply beyond which a turn is recognised by ids only."""
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class TurnCounts:
     """The counts of the assistant turns that one request shows."""
 
