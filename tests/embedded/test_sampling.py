@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -73,7 +74,8 @@ samplings = st.builds(
 @given(st.lists(samplings, min_size=1, max_size=4), st.integers(0, 99))
 def test_logprobs_are_those_of_the_defined_distribution(asked, seed):
     logits = np.random.default_rng(seed).normal(0, 2, (len(asked), VOCAB)).astype(np.float32)
-    fields = [{name: getattr(a, name) for name in Sampling.__slots__} for a in asked]
+    names = [one.name for one in dataclasses.fields(Sampling)]
+    fields = [{name: getattr(a, name) for name in names} for a in asked]
     calls = [call(stop_ids=[3], sampled=[4, 5, 4], **given_fields) for given_fields in fields]
     tokens, logprobs = sample(torch.from_numpy(logits.copy()), calls)
     for row, a, token, logprob in zip(logits, asked, tokens, logprobs, strict=True):

@@ -30,7 +30,6 @@ from tests.gateway.sdk_agents import CLIENTS, reading
 from tests.gateway.sdk_agents import TURNS as TURNS_OF_SDK
 from tests.gateway.speech import ERRAND, SPEECHES, Harness, chat_said, events
 
-from bridle.capture.sqlite import SqliteStore
 from bridle.config import Limits, SamplingPolicy
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.vllm import VllmEngine
@@ -497,22 +496,6 @@ async def test_a_stream_begins_with_the_length_of_its_prompt():
         begun = [answer[0]["message"]["usage"]["input_tokens"] for _, _, answer in harness.answers]
         assert begun == [one.prompt_length for one in caller.exchanges]
         assert home.gateway.plain.served == 1
-
-
-async def test_a_store_that_is_busy_is_waited_for(tmp_path):
-    async with await SqliteStore.open(tmp_path / "capture.sqlite", fsync="group") as store:
-        engine = Watched({"content": "a"})
-        async with played(server=engine, store=store) as home:
-            caller = await home.session("s")
-            messages: list[Any] = [user("go")]
-            before = engine.asked
-            for _ in range(4):
-                messages += [await caller.ask(messages), user("and then")]
-            assert home.gateway.plain.served == 0, "the general path waited for the disk"
-            assert engine.asked == before + 4
-            assert [caller.delivery(n) for n in range(4)] == [DeliveryState.DELIVERED] * 4
-            parents = [one.parent_id for one in caller.exchanges]
-            assert parents[1:] == [one.exchange_id for one in caller.exchanges[:-1]]
 
 
 # ---- the wire

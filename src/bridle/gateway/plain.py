@@ -3,14 +3,15 @@
 A request with a head that was authenticated before, and that extends an exchange whose reply was
 delivered, is read, placed and prompted by the functions of the general path in the callback that
 brought its last byte; its sample is parsed, made durable and answered in the callback that brought
-the engine's last byte. Nothing is kept for this: what is known of a session is the same on both
-paths, so they may alternate as they like.
+the engine's last byte. Where the store's thread writes (with fsync, or after a slow write), it is
+answered when that has written. Nothing is kept for this: what is known of a session is the same on
+both paths, so they may alternate as they like.
 
 A stream that leaves while it is sampled begins here as well; a task samples it, and the general
 path answers its client. Any doubt before the engine was asked leaves the request to the general
 path, as if it had not been looked at. From then on the call is the session's as any other, in the
 stage SAMPLING, and a `PlainCall` carries it. Whatever is not plain there (an error, an abort,
-another prompt, a client that goes, a seal, a store that is busy) hands it over: a task goes on with
+another prompt, a client that goes, a seal, a write that fails) hands it over: a task goes on with
 the engine's call under way, or with the sample in hand, and nothing is sampled twice.
 `tests/gateway/test_plain.py` plays the same traffic with and without this file.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakValueDictionary, ref
@@ -40,7 +41,7 @@ from bridle.gateway.listener import MOST_KEPT, Connection
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import Models, Served
 from bridle.gateway.prompts import engine_request
-from bridle.gateway.recording import Prompted
+from bridle.gateway.recording import Finished, Prompted
 from bridle.gateway.registry import GatewaySession
 from bridle.gateway.relay import takes_at_once, whole_reply, whole_stream
 from bridle.gateway.responses import Responses
@@ -412,6 +413,9 @@ class PlainCall:
     request: GenerateRequest = field(init=False)
     alarm: asyncio.TimerHandle | None = None
     """Rings when the head of a stream is to leave."""
+    written: tuple[Finished, Mapping[bytes, bytes], asyncio.Future[None]] | None = None
+    """The call and the bodies that the store's thread writes, and the end of that; `None` = none.
+    """
 
     def begin(self) -> None:
         """Give the call to the engine."""
@@ -441,8 +445,6 @@ class PlainCall:
         call, session, exchanges = self.call, self.taken.session, self.path.exchanges
         if call.flight is not self:
             return  # a task goes on with it
-        if self.alarm is not None:
-            self.alarm.cancel()
         try:
             chunk = self.linear.pool.arrived(self.request)
         except EngineError:  # the task gets the same error
@@ -465,9 +467,27 @@ class PlainCall:
         except StoreError as error:
             self.hand_over(exchanges.written(session, finished, bodies, _failing(error)))
             return
-        if written is not None:
-            self.hand_over(exchanges.written(session, finished, bodies, written))
-            return
+        if written is None:
+            self._committed(finished, bodies)
+        else:
+            self.written = finished, bodies, written
+            written.add_done_callback(self._durable)
+
+    def _durable(self, written: asyncio.Future[None]) -> None:
+        """The store's thread has written, or failed."""
+        if self.call.flight is not self:
+            return  # a task waits for the same
+        assert self.written is not None, "it waits for this"
+        if written.cancelled() or written.exception() is not None:
+            self.hand_over()
+        else:
+            self._committed(*self.written[:2])
+
+    def _committed(self, finished: Finished, bodies: Mapping[bytes, bytes]) -> None:
+        """The exchange is durable: answer."""
+        exchanges, session, call = self.path.exchanges, self.taken.session, self.call
+        if self.alarm is not None:
+            self.alarm.cancel()
         exchanges.committed(session, finished, bodies)
         call.flight = None
         exchanges.succeeded(session, call)
@@ -513,7 +533,8 @@ class PlainCall:
     def hand_over(self, work: Coroutine[None, None, None] | None = None) -> None:
         """Have a task go on with the call, and the general path answer its client.
 
-        `work` is what is left to do; `None` = to wait for the engine, and all that follows.
+        `work` is what is left to do; `None` = to wait for the engine or the store, and all that
+        follows.
         """
         self._start_task(work)
         if self.line.flight is self:
@@ -524,6 +545,8 @@ class PlainCall:
         call.flight = None
         if self.alarm is not None:
             self.alarm.cancel()
+        if work is None and self.written is not None:
+            work = exchanges.written(session, *self.written)
         work = work or exchanges.resumed(session, call, self.linear.prompted, self.effective)
         exchanges.start(session, call, work)
         assert call.task is not None

@@ -212,9 +212,9 @@ def _others(reported: JSON) -> JSON:
     return {name: value for name, value in reported.items() if name != KEY}
 
 
-def _all_others(told: list[JSON]) -> list[JSON]:
+def _all_others(reported: list[JSON]) -> list[JSON]:
     """Return the same of each earlier try, where there is more than its number of tokens."""
-    return [one for one in map(_others, told) if len(one) > 1]
+    return [one for one in map(_others, reported) if len(one) > 1]
 
 
 def _malformed(reply: Reply) -> int:
