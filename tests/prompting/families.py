@@ -53,19 +53,19 @@ UNRENDERED = "not rendered"
 
 HEAD = """# Families
 
-Where a prompt by extension is what the family's whole rendering of the conversation would be, with
-`history = "exact"`. Bridle samples under the extension in every case: it holds the sampled ids as
-they are. Where the two differ, a trainer that renders conversations anew trains on other ids than
-were sampled under. Families come from `renderers` {version}; each got the shipped tokenizer with
-the control tokens that it asks for.
+With `history = "exact"` Bridle extends a prompt: it keeps the sampled ids and appends the new
+messages. The table compares this extension with the ids that the family's template renders for the
+whole conversation. Where the two differ, a trainer that renders conversations anew trains on other
+ids than those that the engine sampled from. Families come from `renderers` {version}; each got the
+shipped tokenizer with the control tokens that it asks for.
 
-- `=`: the same ids.
-- `opening`: the prompt opens a thinking block for the reply; the whole shows the turn without it.
-- `drops`: the whole leaves reasoning out, or shows it otherwise, once more follows; the number says
-  how many last ids of the prompt that touches. The extension keeps it.
-- `a/b`: the whole ends with `a` other ids where the extension has `b`.
-- `refuses`: the family does not extend here; Bridle's difference of the model's own template does.
-- `not rendered`: the family's template has no such conversation.
+- `=`: both give the same ids.
+- `opening`: the prompt opens a thinking block for the reply; the whole rendering omits the block.
+- `drops`: once a message follows, the whole rendering omits or changes reasoning; the number counts
+  the last ids of the prompt that this changes. The extension keeps the reasoning.
+- `a/b`: the whole rendering ends with `a` ids where the extension has `b` other ones.
+- `refuses`: the family cannot extend here; Bridle extends by a difference of the model's template.
+- `not rendered`: the family's template cannot render this conversation.
 
 `gpt-oss` is not measured: {untried}.
 
