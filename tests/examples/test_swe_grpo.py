@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shlex
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,7 +42,9 @@ def run():
 def arguments(tmp_path):
     rows = [{**ROW, "instance_id": f"org__repo-{n}"} for n in range(2)]
     (tmp_path / "swe.json").write_text(json.dumps(rows))
-    return ["--tasks", str(tmp_path / "swe.json"), "--out", str(tmp_path / "out"), "--dry-run"]
+    (tmp_path / "held-out.json").write_text(json.dumps([{**ROW, "instance_id": "org__repo-9"}]))
+    sets = ["--tasks", str(tmp_path / "swe.json"), "--held-out", str(tmp_path / "held-out.json")]
+    return [*sets, "--out", str(tmp_path / "out"), "--dry-run"]
 
 
 @pytest.mark.parametrize("trainer", ["slime", "verl"])
@@ -55,7 +58,14 @@ def test_a_dry_run_writes_all_that_the_programs_read(run, arguments, tmp_path, h
     assert {task.budgets.agent_s for task in tasks} == {2400}
     assert not any(task.evaluator.trusted for task in tasks)
     assert {task.evaluator.strategy for task in tasks} == {"swebench"}
+    (held,) = load_tasks(folder / "held-out.jsonl")
+    assert held.task_id == "org__repo-9"
     command = shlex.split((folder / "command.sh").read_text())
+    assert any(str(folder / "held-out-prompts") in word for word in command)
+    assert "docker pull --quiet org/image:1\n" in (folder / "prepare.sh").read_text()
+    for script in ("prepare", "export"):
+        subprocess.run(["bash", "-n", folder / f"{script}.sh"], check=True)
+    assert str(folder / "exported") in (folder / "export.sh").read_text()
     assert any("bridle.bridges" in word or "bridle_server=" in word for word in command)
 
 
@@ -67,11 +77,19 @@ def test_the_papers_numbers_reach_the_trainers(run, arguments, tmp_path):
         for trainer in ("slime", "verl")
     )
     for words in ("--rollout-batch-size 4", "--n-samples-per-prompt 16", "--use-tis",
-                  "--actor-num-gpus-per-node 8", "--global-batch-size 64"):  # fmt: skip
+                  "--actor-num-gpus-per-node 8", "--global-batch-size 64",
+                  "--eval-interval 20"):  # fmt: skip
         assert words in slime
     for word in ("data.train_batch_size=4", "rollout.n=16", "rollout_is=token",
-                 "trainer.n_gpus_per_node=8", "rollout_is_threshold=2.0"):  # fmt: skip
+                 "trainer.n_gpus_per_node=8", "rollout_is_threshold=2.0",
+                 "trainer.test_freq=20"):  # fmt: skip
         assert word in verl
+
+
+def test_a_task_that_trains_is_not_held_out(run, arguments, tmp_path, capsys):
+    (tmp_path / "held-out.json").write_text((tmp_path / "swe.json").read_text())
+    assert run.main([*arguments, "--harness", "pi", "--trainer", "slime", "--count", "2"]) == 1
+    assert "org__repo-0: it is held out, and trains" in capsys.readouterr().err
 
 
 def test_wrong_arguments_are_reported_and_nothing_is_started(run, arguments, capsys):
@@ -105,6 +123,6 @@ def test_verl_knows_every_setting_and_starts_the_agent_loop(run, arguments, tmp_
     (loop,) = json.loads(Path(rollout.agent.agent_loop_config_path).read_text())
     assert loop["name"] == rollout.agent.default_agent_loop
     made = hydra.utils.instantiate(loop, trainer_config=SimpleNamespace(config=config))
-    assert [task.task_id for task in made._tasks] == ["org__repo-0", "org__repo-1"]
+    assert [task.task_id for task in made._tasks] == ["org__repo-0", "org__repo-1", "org__repo-9"]
     made._sessions.__exit__()
     open_server.cache_clear()
