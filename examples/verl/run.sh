@@ -33,8 +33,8 @@ END
 rm -f "$out/engines.yml"
 bridle serve --engines-from "$out/engines.yml" --tokenizer "$model" --data "$out/server" \
   --port "${PORT:-8080}" --allow-path "$(dirname "$tasks")" &
-server=$!
-trap 'kill "$server" || true; wait "$server" || true' EXIT
+running=$!
+trap 'kill $running || true; wait' EXIT
 
 rollout=actor_rollout_ref.rollout
 python -m verl.trainer.main_ppo \
@@ -53,4 +53,6 @@ python -m verl.trainer.main_ppo \
   $rollout.agent.agent_loop_config_path="$out/agent-loops.yaml" \
   ++$rollout.custom.bridle_server="http://127.0.0.1:${PORT:-8080}" \
   ++$rollout.custom.bridle_tasks="$tasks" \
-  trainer.val_before_train=False trainer.default_local_dir="$out/checkpoints" "$@"
+  trainer.val_before_train=False trainer.default_local_dir="$out/checkpoints" "$@" &
+running="$running $!"
+wait -n # the server ends first only where it cannot start

@@ -1,11 +1,14 @@
 """Samples for slime and Miles: groups, siblings, masks, versions; advantages by session."""
 
+import asyncio
 from collections import Counter
 from heapq import heappop, heappush
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tests.bridges.by_hand import group, rows, session, trace
 from tests.bridges.samples import Sample, Status
 
@@ -22,6 +25,7 @@ from bridle.bridges.slime import (
 )
 from bridle.config import Task
 from bridle.errors import ConfigError
+from bridle.server.discovery import engines_named
 
 TASKS = TaskTable([Task(task_id=name, instruction="go") for name in "ab"])
 ARGS = SimpleNamespace(grpo_std_normalization=True)
@@ -177,6 +181,30 @@ def test_an_evaluation_gives_rewards(opened, function):
     sessions.play = Player(session("s", 1.0, trace()), session("u", None)).play
     result = function(args, 5, None, evaluation=True)
     assert result["bridle"]["rewards"] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        (
+            "/workers",
+            {"workers": [{"id": "a", "url": "http://127.0.0.1:1@0"}, {"url": "http://h:2"}]},
+        ),
+        ("/list_workers", {"urls": ["http://127.0.0.1:1", "http://h:2"]}),
+    ],
+)
+async def test_the_engines_at_the_trainers_router_are_named_in_a_file(tmp_path, path, answer):
+    async def workers(request):
+        return web.json_response(answer)
+
+    app = web.Application()
+    app.router.add_get(path, workers)
+    args = SimpleNamespace(bridle_engines=str(tmp_path / "engines.json"))
+    async with TestServer(app) as router:
+        args.sglang_router_ip, args.sglang_router_port = router.host, router.port
+        await asyncio.to_thread(slime._name_engines, args)
+    named = await engines_named(f"sglang:{args.bridle_engines}")
+    assert named == ["sglang:http://127.0.0.1:1", "sglang:http://h:2"]
 
 
 def test_settings_come_from_the_arguments_or_the_environment(monkeypatch):

@@ -6,7 +6,8 @@
 
 The data set's rows name tasks by `metadata.task_id` (or by their prompt). `args.bridle_server` and
 `args.bridle_tasks`, from `--custom-config-path`, say where they are played; so do the variables
-`BRIDLE_SERVER` and `BRIDLE_TASKS`.
+`BRIDLE_SERVER` and `BRIDLE_TASKS`. `args.bridle_engines` is a file that gets the engines' addresses
+for `bridle serve --engines-from sglang:FILE`.
 
 A session gives as many samples as it has traces. They share `rollout_id`, so the loss counts the
 session once, and `group_index`. slime's own group normalisation needs as many samples in each
@@ -20,9 +21,13 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import json
 import os
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +50,7 @@ def generate_rollout(
     evaluation: bool = False,  # noqa: FBT001, FBT002 - slime calls it so
 ) -> Any:  # noqa: ANN401 - slime's own
     """Slime's rollout function: groups of the data source, played and turned into samples."""
+    _name_engines(args)
     sessions, tasks = open_server(
         _setting(args, "bridle_server"),
         _setting(args, "bridle_eval_tasks" if evaluation else "bridle_tasks"),
@@ -57,6 +63,34 @@ def generate_rollout(
         wanted = data_source.get_samples(args.rollout_batch_size)
         samples, counts = play_groups(sessions, tasks, wanted)
     return _output(samples, counts)
+
+
+def _name_engines(args: Any) -> None:  # noqa: ANN401 - slime's own
+    """Write the addresses of slime's engines to the file `args.bridle_engines`, if that is set.
+
+    slime calls a rollout function while its engines serve. A server that waits for this file
+    therefore never probes engines whose memory slime has.
+    """
+    if not (named := getattr(args, "bridle_engines", None)):
+        return
+    path, draft = Path(named), Path(f"{named}.new")
+    draft.write_text(json.dumps(_workers(f"{args.sglang_router_ip}:{args.sglang_router_port}")))
+    draft.replace(path)
+
+
+def _workers(router: str) -> list[str]:
+    """The engines that a router names: SGLang's router, or Miles' own."""
+    for route in ("workers", "list_workers"):
+        try:
+            with urllib.request.urlopen(f"http://{router}/{route}", timeout=30) as answer:
+                found = json.load(answer)
+        except urllib.error.HTTPError as refused:
+            if refused.code != 404:
+                raise
+            continue
+        urls = found.get("urls") or [one["url"] for one in found.get("workers", ())]
+        return list(dict.fromkeys(url.partition("@")[0] for url in urls))
+    raise ConfigError(f"the router {router} has neither /workers nor /list_workers")
 
 
 @contextmanager
@@ -97,6 +131,7 @@ def generate_rollout_async(
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
     if _offloads(args):
         raise ConfigError("generate_rollout_async needs engines with GPUs of their own")
+    _name_engines(args)
     sessions, tasks = open_server(_setting(args, "bridle_server"), _setting(args, "bridle_tasks"))
     # train_async.py begins a rollout before the update of the one before it.
     sessions.set_version(max(0, rollout_id - 1))
