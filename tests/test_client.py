@@ -4,9 +4,11 @@ import asyncio
 import socket
 import sys
 import time
-from contextlib import asynccontextmanager, closing
+from contextlib import ExitStack, asynccontextmanager, closing
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 from tests.server import house
 from tests.server.house import FakeWorkers, a_service, body, ended, failure, served, until
@@ -14,6 +16,7 @@ from tests.server.killing import Killed
 
 from bridle.client import CONNECT_S, SOON_S, AsyncClient, Client
 from bridle.config import AgentSpec, RuntimeSpec, Task
+from bridle.credentials import announce_server
 from bridle.errors import ServerError
 from bridle.server.app import serve_api
 from bridle.server.auth import ApiToken, TokenRole
@@ -40,6 +43,22 @@ def task(task_id, samples=1):
         runtime=RuntimeSpec(backend="local"),
         agent=AgentSpec(harness="command", command="true"),
     )
+
+
+async def test_a_client_that_asked_before_its_server_was_announced_looks_again(tmp_path):
+    (tmp_path / "token").write_text(TOKEN.token)
+    with ExitStack() as announced:
+
+        async def tasks(request):
+            if "authorization" not in request.headers:
+                announced.enter_context(announce_server(client.url, tmp_path / "token"))
+                raise web.HTTPUnauthorized
+            return web.json_response({"paused": False})
+
+        app = web.Application()
+        app.router.add_get("/v1/status", tasks)
+        async with TestServer(app) as server, AsyncClient(str(server.make_url(""))) as client:
+            assert await client.status() == {"paused": False}
 
 
 async def test_client_retries_while_the_quota_is_full(tmp_path):

@@ -389,6 +389,8 @@ class AsyncClient:
                         log.info("the server answers again", url=self.url, waited_s=waited_s)
                     return content
                 fault = _refused(answer.status, content)
+                if answer.status == 401 and "authorization" not in headers and self._token_header():
+                    continue  # it started while this was sent, and announces itself first
                 if answer.status not in (429, 503):
                     raise fault
             except (aiohttp.ClientError, TimeoutError, OSError) as error:

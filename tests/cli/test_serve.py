@@ -23,6 +23,7 @@ from bridle.cli.config import load_config
 from bridle.cli.serve import OpensNode, executor_flags, server_of, workers_of
 from bridle.client import AsyncClient, Client
 from bridle.config import AgentSpec, Task
+from bridle.credentials import announce_server
 from bridle.errors import ConfigError, ServerError
 from bridle.folders import FolderLock
 from bridle.server import discovery
@@ -202,6 +203,18 @@ async def test_clients_of_the_same_user_find_the_token_by_themselves(tmp_path, s
     async with AsyncClient(opened.url, patience_s=0.1) as late:
         with pytest.raises(ServerError, match="cannot be reached"):
             await late.status()
+
+
+async def test_a_server_is_announced_before_it_answers(tmp_path, monkeypatch):
+    found = []
+
+    def announced(url, token_file):
+        found.append([task for task in asyncio.all_tasks() if task.get_name() == "http"])
+        return announce_server(url, token_file)
+
+    monkeypatch.setattr("bridle.credentials.announce_server", announced)
+    async with server_of(whole_config(tmp_path)):
+        assert found == [[]]
 
 
 async def test_a_server_that_is_open_to_others_has_a_token_too(tmp_path):

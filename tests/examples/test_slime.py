@@ -44,7 +44,7 @@ def run(tmp_path, *options):
     return json.loads((tmp_path / "out" / "checkpoints" / "said.json").read_text())
 
 
-@pytest.mark.timeout(600)  # 15 s of a core of its own
+@pytest.mark.timeout(300)  # 15 s of a core of its own
 @pytest.mark.parametrize("options", [("--rollout-num-gpus", "4"), ("--colocate",)])
 def test_the_script_starts_the_trainer_which_gets_samples_of_real_sessions(tmp_path, options):
     said = run(tmp_path, *options)

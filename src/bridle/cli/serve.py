@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
+    ExitStack,
     asynccontextmanager,
     contextmanager,
 )
@@ -174,7 +175,6 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
     from bridle.aio import Nursery
     from bridle.bridges import parquet
     from bridle.cli.dashboard import dashboard_mount
-    from bridle.credentials import announce_server
     from bridle.server.app import serve_api
     from bridle.server.auth import TOKEN_FILE, Auth, callback_secrets, load_tokens, own_token
     from bridle.server.callbacks import CallbackAddresses, CallbackSender, callback_secret
@@ -222,13 +222,23 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
                 port=settings.port,
                 mounts=mounts,
                 allowed=settings.hosts,
+                announced=lambda url: _announced(url, data / TOKEN_FILE),
             )
         )
+        yield ServerSetup(service, url, data / TOKEN_FILE)
+
+
+@contextmanager
+def _announced(url: str, token_file: Path) -> Iterator[None]:
+    """Let clients find the token inside, or note that they cannot."""
+    from bridle.credentials import announce_server
+
+    with ExitStack() as stack:
         try:
-            stack.enter_context(announce_server(url, data / TOKEN_FILE))
+            stack.enter_context(announce_server(url, token_file))
         except OSError as error:
             notes.print(f"clients cannot find the token by themselves: {error}", markup=False)
-        yield ServerSetup(service, url, data / TOKEN_FILE)
+        yield
 
 
 def _owner(data: Path) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any, ClassVar, Final
 
 import uvicorn
@@ -39,6 +39,8 @@ from bridle.server.http import (
 )
 from bridle.types import JSON
 
+Announced = Callable[[str], AbstractContextManager[object]]
+"""Announces the URL of a server."""
 HEAD_S: Final = 20.0
 """Seconds from the first byte of a request, or from the connection, to the end of its head."""
 
@@ -157,14 +159,16 @@ async def serve_api(
     port: int,
     mounts: Sequence[Mount] = (),
     allowed: Collection[str] = (),
+    announced: Announced = nullcontext,
 ) -> AsyncIterator[str]:
     """Serve inside; yields the server's URL. Raises `ConfigError` if the port is not available.
 
-    `allowed` are names that the `Host` header may have besides the listener's own. On leaving,
-    requests in progress get one second.
+    `allowed` are names that the `Host` header may have besides the listener's own. `announced` is
+    entered with the URL before the first connection. On leaving, requests in progress get one
+    second.
     """
     app = make_app(context, mounts)
-    async with serve_app(app, host=host, port=port, allowed=allowed) as url:
+    async with serve_app(app, host=host, port=port, allowed=allowed, announced=announced) as url:
         try:
             yield url
         finally:
@@ -180,10 +184,11 @@ async def serve_app(
     port: int,
     allowed: Collection[str] = (),
     connection: type[ApiConnection] = ApiConnection,
+    announced: Announced = nullcontext,
 ) -> AsyncIterator[str]:
     """Serve an application within the context, and give its URL.
 
-    `allowed` are further host names that requests may address, as in `serve_api`.
+    `allowed` and `announced` as in `serve_api`.
     """
     listener = _bound(host, port)
     name = f"[{host}]" if ":" in host else host
@@ -199,7 +204,10 @@ async def serve_app(
         http=connection,
     )
     server = _Server(config)
-    async with asyncio.TaskGroup() as group:
+    async with AsyncExitStack() as stack:
+        stack.callback(listener.close)
+        stack.enter_context(announced(url))
+        group = await stack.enter_async_context(asyncio.TaskGroup())
         task = group.create_task(server.serve(sockets=[listener]), name="http")
         try:
             await server.up.wait()
@@ -207,7 +215,6 @@ async def serve_app(
         finally:
             server.should_exit = True
             await asyncio.wait({task})
-            listener.close()
 
 
 def _guarded(app: ASGIApp, hosts: Hosts) -> ASGIApp:
