@@ -15,6 +15,8 @@ import msgspec
 import pytest
 from tests.server.house import FakeWorkers, a_service, body, result, served
 
+from bridle.bridges.trl import STATE
+from bridle.config import EvaluatorSpec
 from bridle.server.app import serve_api
 from bridle.server.auth import ApiToken, TokenRole
 from bridle.server.submission_policy import SubmissionPolicy
@@ -191,18 +193,27 @@ async def test_a_trainers_loop_that_is_killed_twice_trains_every_group_once(
     assert state["trained"] == [*range(10)]
 
 
-@pytest.mark.train
-@pytest.mark.timeout(300)  # 25 s of a core of one's own
-async def test_trls_trainer_that_is_killed_twice_trains_every_group_once(tmp_path, monkeypatch):
+def prepared(folder, monkeypatch, number, **changes):
+    """Write a model and tasks for a trainer that plays in its own process; the tasks."""
     from examples.demo.lookups import lookups
     from examples.demo.policy import lookup_task
     from tests.cli.models import untrained
 
-    steps = 3
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    untrained(tmp_path / "model")
-    tasks = [lookup_task(one, tmp_path / "files") for one in lookups(2 * steps, seed=5)]
-    (tmp_path / "tasks.jsonl").write_text("\n".join(one.model_dump_json() for one in tasks))
+    untrained(folder / "model")
+    tasks = [
+        lookup_task(one, folder / "files").model_copy(update=changes)
+        for one in lookups(number, seed=5)
+    ]
+    (folder / "tasks.jsonl").write_text("\n".join(one.model_dump_json() for one in tasks))
+    return tasks
+
+
+@pytest.mark.train
+@pytest.mark.timeout(300)  # 25 s of a core of one's own
+async def test_trls_trainer_that_is_killed_twice_trains_every_group_once(tmp_path, monkeypatch):
+    steps = 3
+    tasks = prepared(tmp_path, monkeypatch, 2 * steps)
     arguments = [str(Path(__file__).with_name("trl_loop.py")), str(tmp_path), str(steps)]
     # A step says that it plays, has played, and has saved.
     for lines in (4, 2):
@@ -210,3 +221,28 @@ async def test_trls_trainer_that_is_killed_twice_trains_every_group_once(tmp_pat
     await run(*arguments)
     trained = json.loads((tmp_path / "out" / f"checkpoint-{steps}" / "trained.json").read_text())
     assert Counter(trained) == Counter(task.task_id for task in tasks)
+
+
+@pytest.mark.train
+@pytest.mark.timeout(600)  # 40 s of a core of one's own
+async def test_trls_asynchronous_trainer_that_is_killed_twice_trains_every_row_once(
+    tmp_path, monkeypatch
+):
+    steps = 4
+    toss = {"command": "test $(( $(od -An -N1 -tu1 /dev/urandom) % 2 )) = 0"}
+    evaluator = EvaluatorSpec(strategy="command", config=toss)
+    prepared(tmp_path, monkeypatch, 5, evaluator=evaluator)
+    arguments = [str(Path(__file__).with_name("trl_async_loop.py")), str(tmp_path), str(steps)]
+    # Of these lines, four steps say one for each of six groups or more, and four checkpoints.
+    for lines in (3, 6):
+        await run(*arguments, killed_after=lines)
+    await run(*arguments)
+    rows = json.loads((tmp_path / "out" / f"checkpoint-{steps}" / "trained.json").read_text())
+    assert len(rows) == len({*map(tuple, rows)}) == 3 * steps
+    flat = {int(line) for line in (tmp_path / "flat.txt").read_text().split()}
+    state = json.loads((tmp_path / "out" / f"checkpoint-{steps}" / STATE).read_text())
+    numbers = Counter(number for number, _ in rows)
+    part = {row["group_id"] for row in state["rows"]}
+    assert {*numbers, *state["again"], *flat} >= {*range(state["drawn"])}  # none was passed over
+    assert not {*numbers} & {*state["again"]}
+    assert {number for number, of in numbers.items() if of != 2} == part

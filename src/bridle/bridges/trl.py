@@ -23,18 +23,23 @@ sampled from the weights that it updates.
 `num_generations` sessions in threads while the trainer trains, and the *weight transfer* puts the
 trainer's parameters into the engine, which resumes calls in flight. A row is as old as its oldest
 token that trains, so TRL's `max_staleness` bounds what it promises to. Sessions without a reward,
-and groups whose rewards do not vary, give no rows; `counts` says how many.
+and groups whose rewards do not vary, give no rows; `counts` says how many. A trainer made as
+`class Trainer(EveryGroupOnce, AsyncGRPOTrainer)` that was killed goes on from its checkpoint with
+the groups that this has not trained.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import queue
 import random
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -279,6 +284,15 @@ def _row(
     )
 
 
+def _from_json(fields: Mapping[str, Any]) -> AsyncRow:
+    arrays = {
+        "input_ids": np.array(fields["input_ids"], np.int64),
+        "completion_mask": np.array(fields["completion_mask"], np.int64),
+        "old_log_probs": np.array(fields["old_log_probs"], np.float32),
+    }
+    return AsyncRow(**{**fields, **arrays})
+
+
 class TrlAsyncRollouts:
     """TRL's `rollout_worker` and `weight_transfer` over tasks; its prompts are their ids."""
 
@@ -312,8 +326,17 @@ class TrlAsyncRollouts:
             for n in range(groups_at_once)
         ]
         self._normalise = normalise
-        self._draws = enumerate(_epochs(list(self._tasks), seed))
+        self._draws: Iterator[tuple[int, Task]] = enumerate(_epochs(list(self._tasks), seed))
         self._lock = threading.Lock()
+        self._putting = threading.Lock()
+        """Held while the rows of one group are put in the queue, so that they stand together."""
+        self._drawn = 0
+        self._playing: set[int] = set()
+        self._queued: dict[int, list[AsyncRow]] = {}
+        """Rows that were put in the queue and are not trained, by group, in the queue's order."""
+        self._begun: int | None = None
+        """The group of which some rows are trained and others not."""
+        self._restored: list[AsyncRow] = []
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
         self._barren: list[Trajectory] = []
@@ -379,19 +402,71 @@ class TrlAsyncRollouts:
     def destroy(self) -> None:
         """Nothing is held."""
 
+    # ---- checkpoints
+
+    def trained(self, rows: Mapping[int, int]) -> None:
+        """The trainer has trained so many more rows of these groups, in the queue's order."""
+        with self._lock:
+            order = list(self._queued)
+            newest = max(order.index(number) for number in rows)
+            del self._queued[order[newest]][: rows[order[newest]]]
+            # Of the groups before it in the queue, TRL has trained or dropped every row.
+            self._begun = order[newest] if self._queued[order[newest]] else None
+            for number in order[: newest + (self._begun is None)]:
+                del self._queued[number]
+
+    def save(self, path: Path) -> None:
+        """Write what the trainer has not trained yet, as part of its checkpoint."""
+        with self._lock:
+            rest = [] if self._begun is None else self._queued[self._begun]
+            state = {
+                "version": self.version,
+                "drawn": self._drawn,
+                "again": sorted({*self._playing, *self._queued} - {self._begun}),
+                "rows": [asdict(row) for row in rest],
+            }
+        path.write_text(json.dumps(state, default=lambda array: array.tolist()))
+
+    @property
+    def dealt_with(self) -> int:
+        """Groups that were drawn and are trained, dropped or of no use."""
+        with self._lock:
+            return self._drawn - len({*self._playing, *self._queued})
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint; to be called before `start`.
+
+        Groups that it has not trained are played again; of one that it has trained in part, the
+        other rows are given out.
+        """
+        state = json.loads(path.read_text())
+        draws = list(itertools.islice(self._draws, state["drawn"]))
+        self._draws = itertools.chain((draws[number] for number in state["again"]), self._draws)
+        self._drawn, self.version = state["drawn"], state["version"]
+        self._playing = set(state["again"])
+        self._restored = [_from_json(row) for row in state["rows"]]
+        if self._restored:
+            self._begun = self._restored[0].group_id
+            self._queued[self._begun] = list(self._restored)
+
     # ---- groups
 
     def _play(self) -> None:
         try:
             while not self._stopping.is_set() and self._barren_groups < GIVE_UP:
                 with self._lock:
+                    restored, self._restored = self._restored, []
+                if restored:
+                    self._give(restored[0].group_id, restored)
+                with self._lock:
                     number, task = next(self._draws)
+                    self._drawn = max(self._drawn, number + 1)
+                    self._playing.add(number)
                 version = self.version
                 played = self._sessions.play([task] * self._size)
                 made = async_rows(number, played, version=version, normalise=self._normalise)
                 self._count(played, made)
-                for row in made:
-                    self._put(row)
+                self._give(number, made)
         except BaseException as error:  # noqa: BLE001 - raised in the trainer's thread
             self._failure = error
 
@@ -409,6 +484,16 @@ class TrlAsyncRollouts:
         known = [one.reward for one in played if one.reward is not None]
         if known:
             self.metrics_queue.put({"rollout/reward": float(np.mean(known))})
+
+    def _give(self, number: int, rows: Sequence[AsyncRow]) -> None:
+        """Put the rows of a group in the queue, together."""
+        with self._putting:
+            with self._lock:
+                self._playing.discard(number)
+                if rows:
+                    self._queued[number] = list(rows)
+            for row in rows:
+                self._put(row)
 
     def _put(self, row: AsyncRow) -> None:
         while not self._stopping.is_set():
@@ -433,3 +518,60 @@ def _epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
     drawn = random.Random(seed)  # noqa: S311 - an order
     while tasks:
         yield from drawn.sample(tasks, len(tasks))
+
+
+STATE = "bridle-rollouts.json"
+"""Name of the file in a checkpoint."""
+
+
+class _TrainedGroups(set[int]):
+    """TRL's set of the groups that it has trained, which also has the rows of each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: deque[Counter[int]] = deque()
+
+    def update(self, *groups: Iterable[int]) -> None:
+        """Add the groups of the rows of one micro-batch; TRL's collator calls it for each."""
+        for of in map(list, groups):
+            self.batches.append(Counter(of))
+            super().update(of)
+
+
+class EveryGroupOnce:
+    """Mixin for `trl.experimental.async_grpo.AsyncGRPOTrainer` (1.16): resumes `TrlAsyncRollouts`.
+
+    TRL's checkpoint has the place of TRL's own rollout worker alone. This one has what was not
+    trained of another's groups; the collator is a micro-batch ahead of the training.
+    """
+
+    rollout_worker: TrlAsyncRollouts
+    accelerator: Any
+    args: Any
+    state: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - TRL's
+        super().__init__(*args, **kwargs)
+        self._trained_groups = _TrainedGroups()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - TRL's
+        """Train on a micro-batch, and count its rows."""
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if self.accelerator.is_main_process:
+            self.rollout_worker.trained(self._trained_groups.batches.popleft())
+        return loss
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - TRL's
+        if self.accelerator.is_main_process:
+            folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+            folder.mkdir(parents=True, exist_ok=True)
+            self.rollout_worker.save(folder / STATE)
+        super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - TRL's
+        checkpoint = kwargs.get("resume_from_checkpoint")
+        if checkpoint and self.accelerator.is_main_process:
+            self.rollout_worker.load(Path(checkpoint, STATE))
+            self.model_version = self.rollout_worker.version
+            self._groups_before_resume = self.rollout_worker.dealt_with
+        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
