@@ -21,8 +21,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +161,9 @@ class InstantWorkers:
         """None is kept."""
 
 
-async def serve(folder: Path, workers: InstantWorkers) -> None:
-    """Serve until SIGTERM; prints the URL, and at last how long slots were empty."""
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+@asynccontextmanager
+async def serving(folder: Path, workers: InstantWorkers) -> AsyncIterator[str]:
+    """Run a server over these workers; its URL."""
     async with AsyncExitStack() as stack:
         database = await stack.enter_async_context(await Database.open(folder / "s.sqlite"))
         service = Service(
@@ -176,7 +175,14 @@ async def serve(folder: Path, workers: InstantWorkers) -> None:
         served = ServerContext(
             service, SubmissionPolicy(local=True), Auth([TOKEN]), CallbackAddresses([])
         )
-        url = await stack.enter_async_context(serve_api(served, host="127.0.0.1", port=0))
+        yield await stack.enter_async_context(serve_api(served, host="127.0.0.1", port=0))
+
+
+async def serve(folder: Path, workers: InstantWorkers) -> None:
+    """Serve until SIGTERM; prints the URL, and at last how long slots were empty."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    async with serving(folder, workers) as url:
         print(url, flush=True)
         await stop.wait()
     print(json.dumps(spread(workers.empty_s)), flush=True)
