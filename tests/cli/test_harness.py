@@ -8,10 +8,10 @@ import pytest
 
 from bridle.cli.harness import check_harness, history_of
 from bridle.cli.runs import sessions
-from bridle.cli.show import script_of
 from bridle.harnesses import HARNESSES
 from bridle.harnesses.bundles import MARKER
 from bridle.scripted.script import make_script
+from bridle.trajectory.script import script_of
 
 
 def test_the_list_has_every_harness_with_version_dialects_and_whether_it_is_here(

@@ -10,6 +10,7 @@ from tests.dashboard.house import HOSTILE, busy, client, long, looked_at, write
 
 from bridle.dashboard import app as pages
 from bridle.dashboard.session import PAGE
+from bridle.scripted.script import make_script
 
 
 class Page(HTMLParser):
@@ -109,6 +110,20 @@ def test_a_page_tells_its_session_whole(run):
     assert "does not contain" in page
     assert page.count('class="turn') == 5
     assert "it broke &lt;script&gt;" in failed
+
+
+def test_a_session_is_downloaded_and_replayed_as_a_script(run):
+    with client(run) as browser:
+        page = Page(browser.get("/session/one.0").text)
+        trajectory = browser.get("/session/one.0/trajectory.json").json()
+        script = make_script(browser.get("/session/one.0/script.json").json(), "the download")
+        other = browser.get("/session/one.0/other.json").status_code
+
+    assert {"/session/one.0/trajectory.json", "/session/one.0/script.json"} <= {*page.links}
+    assert "/session/one.0/trace/0/messages" in page.links
+    assert trajectory["session_id"] == "one.0"
+    assert [len(one.turns) for one in script.conversations] == [3, 3, 1]
+    assert other == 404
 
 
 @pytest.mark.parametrize("path", ["/", "/session/one.0"])

@@ -127,8 +127,11 @@ async def test_with_the_capture_at_hand_the_conversation_is_shown(tmp_path):
     async with a_server(tmp_path) as url:
         shown = await asked(url, lambda source: source.session("a.0", ""), folder)
         seen = await asked(url, ServerSource.overview, folder)
+        wanted = SessionFilter(text="you fix tests")
+        found = await asked(url, lambda source: source.sessions(wanted, 0, 10), folder)
     folder.close()
 
+    assert [line.session_id for line in found.lines] == ["a.0"]
     assert shown.session.size == 8
     assert shown.line.status == "COMPLETED"
     assert seen.exchanges == 8

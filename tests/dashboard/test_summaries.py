@@ -215,7 +215,7 @@ def answer(course):
 
 
 def curves(training):
-    return {curve.name: list(curve.values) for chart in training.curves for curve in chart}
+    return {curve.name: list(curve.values) for chart in training.curves.values() for curve in chart}
 
 
 def test_steps_and_evaluations_share_the_axis():

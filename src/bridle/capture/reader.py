@@ -28,6 +28,10 @@ SELECT s.session_id, max(e.n), count(*), sum(length(e.output_ids)) / 4,
        max(e.started_at + e.duration_s)
 FROM exchanges e JOIN sessions s ON s.n = e.session WHERE e.n > ? GROUP BY e.session
 """
+_TEXTS = """
+SELECT e.n, s.session_id, e.texts FROM exchanges e JOIN sessions s ON s.n = e.session
+WHERE e.n > ? ORDER BY e.n LIMIT ?
+"""
 _EXTENT = """
 SELECT (SELECT count(*) FROM exchanges e JOIN sessions s ON s.n = e.session WHERE session_id = ?),
        (SELECT count(*) FROM deliveries d JOIN sessions s ON s.n = d.session WHERE session_id = ?),
@@ -88,6 +92,19 @@ class SqliteReader:
                 after = max(after, last)
                 found[session_id] = Totals(*values)
             return found, after
+
+    def texts(self, after: int, count: int) -> Sequence[tuple[int, str, bytes]]:
+        """Return (row, session id, packed texts) of `count` exchanges after row `after`.
+
+        Their texts are those that their session had not had before (`bridle.capture.texts`).
+        """
+        with self._reading():
+            return self._rows(_TEXTS, (after, count))
+
+    def exchanges_after(self, after: int) -> int:
+        """Count the exchanges after a row."""
+        with self._reading():
+            return int(self._rows("SELECT count(*) FROM exchanges WHERE n > ?", (after,))[0][0])
 
     def extent(self, session_id: str) -> tuple[int, ...]:
         """Return the row counts of a session, which change exactly when a record is added."""

@@ -12,15 +12,13 @@ import typer
 from bridle.cli.options import JsonOption
 from bridle.cli.output import console, number, print_json, print_table
 from bridle.errors import ConfigError
-from bridle.types import JSON, Role
+from bridle.types import JSON
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from bridle.capture.records import Exchange, SessionCapture
-    from bridle.trajectory.graph import ExchangeNode
+    from bridle.capture.records import SessionCapture
     from bridle.trajectory.scores import HarnessScore
-    from bridle.trajectory.transcript import Transcript
 
 
 COLUMNS = (
@@ -67,6 +65,8 @@ def show(
         decode = decoder_of(capture.session.metadata)
         console.print("\n".join(explain_fork(capture, *diff, decode=decode)), markup=False)
     elif as_script:
+        from bridle.trajectory.script import script_of
+
         print_json(script_of(capture))
     else:
         _show_session(capture, json=json)
@@ -216,47 +216,3 @@ def _show_session(capture: SessionCapture, *, json: bool) -> None:
         console.print(line, markup=False, soft_wrap=True)
     if capture.outcome is None:
         console.print("this session has no outcome: it is running, or its process was killed")
-
-
-def script_of(capture: SessionCapture) -> JSON:
-    """Convert a session to a script: a conversation per leaf, longest first, with the sampled ids.
-
-    Conversations are recognised by the system and first user text of their root, so that of several
-    branches of a root the longest is replayed. Replay needs the tokenizer of the run.
-    """
-    from bridle.trajectory.graph import grow
-    from bridle.trajectory.transcript import Transcript
-
-    graph = grow(capture.session.session_id, capture.exchanges)
-    transcript = Transcript(capture.exchanges, capture.bodies)
-    paths = [_path(node) for node in graph.nodes.values() if node.is_leaf]
-    paths.sort(key=len, reverse=True)
-    return {"conversations": [_conversation(path, transcript) for path in paths]}
-
-
-def _path(leaf: ExchangeNode) -> list[Exchange]:
-    path = [leaf]
-    while path[-1].parent is not None:
-        path.append(path[-1].parent)
-    return [node.exchange for node in reversed(path)]
-
-
-def _conversation(path: list[Exchange], transcript: Transcript) -> JSON:
-    messages = transcript.request(path[0]).messages
-    texts = {role: [m.text for m in messages if m.role is role] for role in Role}
-    when = {"system_contains": texts[Role.SYSTEM][:1], "user_contains": texts[Role.USER][:1]}
-    return {
-        "when": {name: found for name, found in when.items() if any(found)},
-        "skip": len(texts[Role.ASSISTANT]),
-        "turns": [_turn(exchange, transcript) for exchange in path],
-    }
-
-
-def _turn(exchange: Exchange, transcript: Transcript) -> JSON:
-    """Return a turn with its ids; the text is for readers of the script only."""
-    turn: JSON = {"token_ids": exchange.output_ids.tolist()}
-    if text := " ".join(message.text for message in transcript.reply(exchange)):
-        turn["content"] = text
-    if exchange.finish_reason == "length":
-        turn["finish"] = "length"
-    return turn

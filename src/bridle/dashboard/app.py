@@ -34,12 +34,14 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bridle.dashboard.formatting import HERE, environment
-from bridle.dashboard.session import compare, composition, conversation_of, token_page
+from bridle.dashboard.session import compare, composition, conversation_of, longest, token_page
 from bridle.dashboard.source import DataSource, SessionView
 from bridle.dashboard.summaries import SampleGroup, SessionFilter
 from bridle.errors import BridleError
 from bridle.gateway.faults import trace_of
+from bridle.trajectory.result import encode, trajectory_bytes
 from bridle.trajectory.sample import Trace
+from bridle.trajectory.script import script_of
 
 COOKIE: Final = "bridle_dashboard"
 KEEP_S: Final = 12 * 3600.0
@@ -193,6 +195,7 @@ def make_app(
         ("/session/{session_id}/exchange/{exchange_id}", pages.session),
         ("/session/{session_id}/exchange/{exchange_id}/{part}.json", pages.raw),
         ("/session/{session_id}/attempts", pages.attempts),
+        ("/session/{session_id}/{part}.json", pages.download),
         ("/session/{session_id}/trace/{number:int}", pages.trace),
         ("/session/{session_id}/trace/{number:int}/messages", pages.messages),
         ("/session/{session_id}/file/{name:path}", pages.file),
@@ -329,7 +332,7 @@ class _Pages:
         rows = [] if session is None else session.rows(at, TREE)
         return self._page(
             request, "session.html", shown=shown, detail=detail, rows=rows, at=at, step=TREE,
-            composition=composition,
+            composition=composition, longest=longest,
         )  # fmt: skip
 
     def attempts(self, request: Request) -> Response:
@@ -371,6 +374,17 @@ class _Pages:
         if found is None:
             raise HTTPException(404, "no such exchange")
         return _as_text(found)
+
+    def download(self, request: Request) -> Response:
+        """Send a session's trajectory, or the script by which it is replayed."""
+        shown, part = self._shown(request), request.path_params["part"]
+        if part == "trajectory" and shown.trajectory is not None:
+            with _holding(shown):
+                return _as_text(trajectory_bytes(shown.trajectory))
+        if part == "script" and shown.session is not None:
+            with _holding(shown):
+                return _as_text(encode(script_of(shown.session.capture)))
+        raise HTTPException(404, "this session has no such file")
 
     def trace(self, request: Request) -> Response:
         """Render a page of a trace's tokens."""

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from bridle.capture.reader import SqliteReader
 from bridle.capture.records import Outcome, SessionRecord, Totals
 from bridle.dashboard.attempts import AttemptTree, Place, attempts_of, place_of
 from bridle.dashboard.certificate import RunCertificate, certificate_of, scorers_of
+from bridle.dashboard.search import TextSearch
 from bridle.dashboard.session import CapturedSession
 from bridle.dashboard.source import SessionPage, SessionView
 from bridle.dashboard.summaries import (
@@ -109,6 +111,7 @@ class CapturedRun:
         self._seen = 0
         self._measured: dict[str, TrajectoryFacts] = {}
         self._open: OrderedDict[tuple[str, tuple[int, ...]], CapturedSession] = OrderedDict()
+        self._search = TextSearch("")
 
     @property
     def folder(self) -> Path:
@@ -197,6 +200,22 @@ class CapturedRun:
                 return []
             finished = (self.folder / SUMMARY).is_file()
             return [self._line(session_id, finished) for session_id in self._records]
+
+    def search(self, text: str, until: float) -> tuple[AbstractSet[str], int]:
+        """Search the messages for a text until a time of `time.monotonic`.
+
+        Returns the ids of the sessions that have it, and how many calls are left. Later calls with
+        the same text go on.
+        """
+        with self._lock:
+            try:
+                reader = self._opened()
+                if self._search.text != text:
+                    self._search = TextSearch(text)
+                left = self._search.go_on(reader, until)
+            except BridleError:
+                return frozenset(), 0
+            return frozenset(self._search.found), left
 
     def line(self, session_id: str) -> SessionRow | None:
         with self._lock:
@@ -348,6 +367,9 @@ def measure_some(runs: list[CapturedRun], budget_s: float) -> int:
 MEASURE_S = 0.4
 """Time that one request of the overview may spend on building trajectory facts."""
 
+SEARCH_S = 1.0
+"""Time that one request may spend on searching messages."""
+
 SAME_S = 60.0
 """Time for which an unchanged overview is cached; its throughput is of the recent past."""
 
@@ -403,7 +425,9 @@ class FolderSource:
     def sessions(self, wanted: SessionFilter, start: int, count: int) -> SessionPage:
         runs = self._look()
         lines = [line for run in runs for line in run.lines()]
-        found = sort_rows([line for line in lines if wanted.takes(line)], wanted.sort)
+        said, unsearched = self.search(wanted.text)
+        taken = (one for one in lines if wanted.takes(one, said=(one.run, one.session_id) in said))
+        found = sort_rows(list(taken), wanted.sort)
         page = [self._measured(line) for line in found[start : start + count]]
         choices = {
             "status": sorted({line.status for line in lines}),
@@ -411,7 +435,21 @@ class FolderSource:
             "harness": sorted({line.harness for line in lines if line.harness}),
             "run": [run.name for run in runs] if len(runs) > 1 else [],
         }
-        return SessionPage(page, len(found), choices)
+        return SessionPage(page, len(found), choices, unsearched)
+
+    def search(self, text: str) -> tuple[AbstractSet[tuple[str, str]], int]:
+        """Search all messages for a text, for at most `SEARCH_S`.
+
+        Returns (run, session id) of the sessions that have it, and how many calls are left.
+        """
+        if not text:
+            return frozenset(), 0
+        found, left, until = set(), 0, time.monotonic() + SEARCH_S
+        for run in self._look():
+            ids, more = run.search(text, until)
+            found |= {(run.name, session_id) for session_id in ids}
+            left += more
+        return found, left
 
     def groups(self, run: str, start: int, count: int) -> tuple[Sequence[SampleGroup], int]:
         lines = (line for one in self._look() if run in ("", one.name) for line in one.lines())

@@ -115,14 +115,21 @@ class ServerSource:
         state = wanted.status if wanted.status in FAILED | {"COMPLETED"} else None
         sessions = {one["session_id"]: one for one in self._newest(state)}
         lines = [line_of(one) for one in sessions.values()]
-        matching = sort_rows([line for line in lines if wanted.takes(line)], wanted.sort)
+        said: set[str] = set()
+        left = 0
+        if self._folder is not None:
+            captured, left = self._folder.search(wanted.text)
+            ids = {session_id for _, session_id in captured}
+            said = {name for name, one in sessions.items() if _run_id(one) in ids}
+        taken = (line for line in lines if wanted.takes(line, said=line.session_id in said))
+        matching = sort_rows(list(taken), wanted.sort)
         found = [sessions[line.session_id] for line in matching]
         choices = {
             "status": sorted({*FAILED, "COMPLETED", "RUNNING", "QUEUED"}),
             "cause": sorted({line.cause for line in lines if line.cause}),
             "harness": sorted({line.harness for line in lines if line.harness}),
         }
-        return SessionPage(self._lines(found[start : start + count]), len(found), choices)
+        return SessionPage(self._lines(found[start : start + count]), len(found), choices, left)
 
     def groups(self, run: str, start: int, count: int) -> tuple[Sequence[SampleGroup], int]:  # noqa: ARG002 - it has no runs
         groups = groups_of(line_of(one) for one in self._newest())

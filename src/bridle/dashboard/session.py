@@ -299,14 +299,18 @@ class Comparison:
         return self.messages == (None, None)
 
 
+def longest(trajectory: Trajectory) -> int:
+    """Return the number of the trace with the most exchanges; 0 without a trace."""
+    sizes = [len(trace.exchange_ids) for trace in trajectory.traces]
+    return max(range(len(sizes)), key=sizes.__getitem__, default=0)
+
+
 def conversation_of(trajectory: Trajectory | None) -> list[JSON]:
     """Return the messages of the longest trace; empty without a trace."""
-    traces = () if trajectory is None else trajectory.traces
-    return max(
-        ([*trace.prompt_messages, *trace.response_messages] for trace in traces),
-        key=len,
-        default=[],
-    )
+    if trajectory is None or not trajectory.traces:
+        return []
+    trace = trajectory.traces[longest(trajectory)]
+    return [*trace.prompt_messages, *trace.response_messages]
 
 
 def compare(one: Sequence[JSON], two: Sequence[JSON]) -> Comparison:

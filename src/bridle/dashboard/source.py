@@ -25,6 +25,8 @@ class SessionPage:
     """Sessions on all pages."""
     choices: Mapping[str, Sequence[str]]
     """Values that the list can be filtered by: `status`, `cause`, `harness`, `run`."""
+    unsearched: int = 0
+    """Calls whose messages have yet to be searched for the text of the filter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,19 +233,19 @@ class SessionFilter:
     task: str = ""
     run: str = ""
     text: str = ""
-    """Substring of a session id, task id or error."""
+    """Substring of a session id, task id or error, or of a message."""
     sort: str = ""
     """Order of the list, see `sort_rows`."""
 
-    def takes(self, line: SessionRow) -> bool:
-        """Return whether the session matches every field."""
+    def takes(self, line: SessionRow, *, said: bool = False) -> bool:
+        """Return whether the session matches every field; `said` = a message has the text."""
         return (
             (not self.status or self._status(line))
             and (not self.cause or line.cause == self.cause)
             and (not self.harness or line.harness == self.harness)
             and (not self.task or line.task_id == self.task)
             and (not self.run or line.run == self.run)
-            and (not self.text or self._text(line))
+            and (not self.text or said or self._text(line))
         )
 
     def _status(self, line: SessionRow) -> bool:
@@ -367,8 +367,8 @@ class TrainingProgress:
     name: str
     """Its folder, relative to the folder that is shown."""
     steps: Sequence[int]
-    curves: Sequence[Sequence[TrainingCurve]]
-    """Charts; the curves of a chart share an axis."""
+    curves: Mapping[str, Sequence[TrainingCurve]]
+    """Charts by title, which has their unit; the curves of a chart share an axis."""
     last: JSON
     """The last step; empty = no step yet."""
     held_out: Sequence[tuple[int, float]]
@@ -379,27 +379,28 @@ class TrainingProgress:
         """Return the charts in the form that the page's script draws."""
         return [
             {
+                "title": title,
                 "steps": list(self.steps),
                 "curves": [
                     {"label": curve.label, "name": curve.name, "values": list(curve.values)}
                     for curve in chart
                 ],
             }
-            for chart in self.curves
+            for title, chart in self.curves.items()
             if any(value is not None for curve in chart for value in curve.values)
         ]
 
     @property
     def rows(self) -> list[tuple[int, list[Number]]]:
         """Return (step, value of each curve), newest first, for the table below the charts."""
-        flat = [curve for chart in self.curves for curve in chart]
+        flat = [curve for chart in self.curves.values() for curve in chart]
         return [(step, [curve.values[n] for curve in flat]) for n, step in enumerate(self.steps)][
             ::-1
         ]
 
     @property
     def labels(self) -> list[str]:
-        return [curve.label for chart in self.curves for curve in chart]
+        return [curve.label for chart in self.curves.values() for curve in chart]
 
 
 def training_of(name: str, course: JSON) -> TrainingProgress | None:
@@ -418,28 +419,28 @@ def training_of(name: str, course: JSON) -> TrainingProgress | None:
     def values(*path: str) -> list[Number]:
         return [_at(by_step.get(step), path) for step in steps]
 
-    curves = (
-        (
+    curves = {
+        "Reward": (
             TrainingCurve("reward", "reward of the step", values("reward")),
             TrainingCurve("held_out", "held-out tasks", [held.get(step) for step in steps]),
         ),
-        (
+        "Trainer against rollout, nats": (
             TrainingCurve(
                 "logprob_error", "largest logprob error, nats", values("update", "logprob_error")
             ),
         ),
-        (
+        "Staleness, policy versions": (
             TrainingCurve(
                 "lag", "mean staleness, versions", [_lag(by_step.get(step)) for step in steps]
             ),
         ),
-        (
+        "Times, seconds": (
             TrainingCurve("waited", "waited for groups, s", values("waited_s")),
             TrainingCurve("update", "update, s", values("update", "seconds")),
             TrainingCurve("published", "weights to engines, s", values("published_s")),
         ),
-        (TrainingCurve("norm", "gradient norm", values("update", "norm")),),
-    )
+        "Gradient norm": (TrainingCurve("norm", "gradient norm", values("update", "norm")),),
+    }
     last = by_step[max(by_step)] if by_step else {}
     return TrainingProgress(name, steps, curves, last, sorted(held.items()))
 

@@ -20,6 +20,7 @@
     const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 44 };
     const plot = new uPlot(
       {
+        title: chart.title,
         width: element.clientWidth - 10,
         height: 170,
         scales: { x: { time: false }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), high > 0 ? high * 1.05 : 1] } },

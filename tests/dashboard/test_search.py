@@ -1,0 +1,62 @@
+"""Search in the messages of a capture file: every form of a text, a little at a time."""
+
+import asyncio
+import math
+
+import pytest
+from tests.dashboard.house import HOSTILE, client, long, looked_at, write
+
+from bridle.capture.reader import SqliteReader
+from bridle.dashboard import search
+from bridle.dashboard.search import TextSearch
+from bridle.dashboard.summaries import SessionFilter
+
+ALL = {"one.0", "one.1", "one.2"}
+
+
+def found(run, text):
+    """Sessions whose messages have a text."""
+    with SqliteReader(run / "capture.sqlite") as reader:
+        wanted = TextSearch(text)
+        assert wanted.go_on(reader, math.inf) == 0
+        return wanted.found
+
+
+@pytest.mark.parametrize("text", ["fix it", "LOOK FIRST.", "result <script>", HOSTILE])
+def test_a_text_is_found_in_requests_replies_and_calls(run, text):
+    assert found(run, text) == ALL
+
+
+def test_a_text_that_nobody_wrote_is_found_nowhere(run):
+    assert found(run, "a unicorn") == set()
+
+
+def test_the_list_of_sessions_has_those_whose_messages_have_the_text(run):
+    source = looked_at(run)
+
+    assert source.sessions(SessionFilter(text="look first."), 0, 10).total == 3
+    assert source.sessions(SessionFilter(text="look first.", status="ERROR"), 0, 10).total == 1
+    assert source.sessions(SessionFilter(text="a unicorn"), 0, 10).total == 0
+
+
+def test_a_search_goes_on_where_it_ended_and_the_page_says_what_is_left(tmp_path, run, monkeypatch):
+    asyncio.run(write(tmp_path, long(7)))
+    monkeypatch.setattr(search, "ROWS", 2)
+    with SqliteReader(tmp_path / "capture.sqlite") as reader:
+        wanted = TextSearch("x")
+        assert wanted.go_on(reader, 0.0) == 7
+        assert wanted.go_on(reader, math.inf) == 0
+    monkeypatch.setattr("bridle.dashboard.folder.SEARCH_S", 0.0)
+    with client(run) as browser:
+        page = browser.get("/sessions?text=look+first").text
+    assert "15 calls have yet to be searched" in " ".join(page.split())
+
+
+def test_a_damaged_text_hides_no_other(tmp_path):
+    class Rows:
+        def texts(self, after, count):
+            return [(1, "a", b"\x01nothing"), (2, "b", b"?")][after:count]
+
+    wanted = TextSearch("x")
+    assert wanted.go_on(Rows(), math.inf) == 0  # type: ignore[arg-type]  # what it reads
+    assert wanted.found == set()
