@@ -1,5 +1,7 @@
 import asyncio
 import json
+import socket
+from contextlib import closing
 from itertools import pairwise
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from tests.engines.stub import Stub, events
 from yarl import URL
 
+from bridle.engines import connection, http
 from bridle.engines.base import CutError
 from bridle.engines.http import (
     AbortedError,
@@ -167,6 +170,28 @@ async def test_a_reply_that_fails_is_an_engine_error(client, reply, kind, says):
     _, made = await client(timeout_s=0.5 if reply is silence else 15, call=reply)
     with pytest.raises(kind, match=says):
         await made.post("/call", b"{}", HttpCall(), prompt_tokens=1)
+
+
+async def test_a_server_that_takes_no_connection_is_not_called_silent(monkeypatch):
+    """Its machine drops packets, as this listener does whose queue is full."""
+    for module in (connection, http):
+        monkeypatch.setattr(module, "CONNECT_S", 0.1)
+    with closing(socket.create_server(("127.0.0.1", 0), backlog=0)) as listener:
+        address = listener.getsockname()
+        first, second = (socket.socket() for _ in range(2))
+        with closing(first), closing(second):
+            first.connect(address)
+            second.setblocking(False)
+            second.connect_ex(address)
+            made = EngineClient(f"http://127.0.0.1:{address[1]}", api_key=None, timeout_s=1800)
+            for asked in (
+                made.get("/v1/models"),
+                made.post("/call", b"{}", HttpCall(), prompt_tokens=1),
+            ):
+                with pytest.raises(EngineError, match=r"took no connection in 0\.1 s") as caught:
+                    await asked
+                assert caught.value.retryable
+            await made.aclose()
 
 
 async def test_large_bodies_arrive(client):

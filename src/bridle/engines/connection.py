@@ -53,6 +53,10 @@ _SMALL_BYTES: Final = 1 << 12
 """Bytes of an unfinished chunk up to which it is read again with what comes behind it."""
 
 
+class NoConnectionError(TimeoutError):
+    """The server took no connection within `CONNECT_S`."""
+
+
 class CutReplyError(ConnectionError):
     """The connection ended in mid-reply."""
 
@@ -557,13 +561,16 @@ class Connections:
     async def _connect(self, connection: _Connection | None = None) -> _Connection:
         """Make a connection, or this one."""
         secure = ssl.create_default_context() if self._url.scheme == "https" else None
-        async with asyncio.timeout(CONNECT_S):
-            _, made = await asyncio.get_running_loop().create_connection(
-                lambda: connection or _Connection(self._silent_s, self._made),
-                str(self._url.host),
-                self._url.port or 80,
-                ssl=secure,
-            )
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, made = await asyncio.get_running_loop().create_connection(
+                    lambda: connection or _Connection(self._silent_s, self._made),
+                    str(self._url.host),
+                    self._url.port or 80,
+                    ssl=secure,
+                )
+        except TimeoutError as error:
+            raise NoConnectionError from error
         return made
 
     async def aclose(self) -> None:

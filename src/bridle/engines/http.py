@@ -29,6 +29,7 @@ from bridle.engines.connection import (
     Connections,
     CutReplyError,
     HttpReply,
+    NoConnectionError,
     Sent,
 )
 from bridle.errors import ContextOverflowError, EngineError
@@ -255,6 +256,10 @@ class EngineClient:
             raise self._failure(path, error) from error
 
     def _failure(self, path: str, error: Exception) -> EngineError:
+        if isinstance(error, NoConnectionError | aiohttp.ConnectionTimeoutError):
+            where = self._url(path)
+            message = f"{where} took no connection in {CONNECT_S:g} s; is the engine running there?"
+            return EngineError(message, retryable=True, kind="engine_reset")
         if isinstance(error, TimeoutError):
             message = f"{self._url(path)} sent nothing for {self._timeout_s:g} s"
             return EngineError(message, retryable=True, kind="engine_silent")
