@@ -351,6 +351,23 @@ def test_task_without_a_runtime_is_checked_with_the_default_one():
     assert "runtime.backend" in refused(SubmissionPolicy(runtimes=("podman",)), **auto)
 
 
+def test_a_task_without_a_runtime_is_contained_wherever_it_runs(monkeypatch, tmp_path):
+    from bridle import runtimes
+
+    monkeypatch.setenv("PATH", str(tmp_path))  # the server's machine has no bubblewrap, nodes have
+    monkeypatch.delenv(runtimes.VARIABLE, raising=False)
+    task = Task.model_validate(BASE | runtime(backend="auto"))
+    for permits, backend in (
+        (SubmissionPolicy(), "bubblewrap"),
+        (SubmissionPolicy(runtimes=("bubblewrap",), local=True), "bubblewrap"),
+        (SubmissionPolicy(local=True), "auto"),
+    ):
+        assert list(permits.refused(task)) == []
+        assert permits.crossed(task).runtime.backend == backend
+    with_image = task.model_copy(update={"runtime": task.runtime.model_copy(update={"gpus": 1})})
+    assert SubmissionPolicy().crossed(with_image).runtime.backend == "docker"
+
+
 def test_unknown_runtime_passes_to_the_runtimes_own_error():
     assert refused(SubmissionPolicy(), **runtime(backend="nope")) == {}
 

@@ -67,12 +67,19 @@ BOUND = ("--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--die-with-
 log = structlog.get_logger(__name__)
 
 
-def resolve_auto(spec: RuntimeSpec) -> RuntimeSpec:
-    """Return `spec` with `auto` replaced by a runtime of this machine; any other unchanged."""
+def resolve_auto(spec: RuntimeSpec, *, contained: bool = False) -> RuntimeSpec:
+    """Return `spec` with `auto` replaced by a runtime of this machine; any other unchanged.
+
+    `contained` = by one that contains, even where this machine has none: another one runs it.
+    """
     if spec.backend != AUTO:
         return spec
-    in_image = spec.image is not None and not Path(spec.image).is_dir()
-    backend = "docker" if in_image or spec.gpus is not None else default_backend()[0]
+    if (spec.image is not None and not Path(spec.image).is_dir()) or spec.gpus is not None:
+        backend = "docker"
+    elif contained:
+        backend = os.environ.get(VARIABLE) or "bubblewrap"
+    else:
+        backend = default_backend()[0]
     return spec.model_copy(update={"backend": backend})
 
 

@@ -95,11 +95,12 @@ def check(request: ApiRequest, submission: Submission) -> Submission:
         except ForbiddenAddressError as error:
             message = f"callback_url: {error}"
             raise ApiError(422, "not_permitted", message, param="callback_url") from None
+    crossed = policy.crossed(submission)
     try:
-        request.service.check(task)
+        request.service.check(crossed.split()[0])
     except ConfigError as error:
         raise ApiError(422, "invalid", str(error), param=_param(str(error))) from None
-    return policy.crossed(submission)
+    return crossed
 
 
 def check_forks(caller: Caller, submissions: Iterable[Submission]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from pydantic import BaseModel, Field
 
-from bridle.config import Settings, Task
+from bridle.config import RuntimeSpec, Settings, Task
 from bridle.datasets.manifest import unsound
 from bridle.evaluators import EVALUATORS
 from bridle.harnesses import CHECKS, HARNESSES
@@ -168,10 +168,26 @@ class SubmissionPolicy(Settings):
                 yield "task_id", f"the operator requires verified tasks, and this one is: {cause}"
 
     def crossed(self, task: TaskT) -> TaskT:
-        """Return the task as it runs: scoring functions that are not trusted run in a sandbox."""
+        """Return the task as it runs.
+
+        Scoring functions that are not trusted run in a sandbox, and a task that names no runtime
+        runs in the one that was permitted.
+        """
         spec = task.evaluator
         config = self._confined(spec.strategy, spec.config)
-        return task.model_copy(update={"evaluator": spec.model_copy(update={"config": config})})
+        evaluator = spec.model_copy(update={"config": config})
+        update = {"evaluator": evaluator, "runtime": self.placed(task.runtime)}
+        return task.model_copy(update=update)
+
+    def placed(self, runtime: RuntimeSpec) -> RuntimeSpec:
+        """Return a runtime as it runs. Where `local` is not permitted, `auto` is one that contains,
+        on whichever machine the session runs.
+        """
+        return resolve_auto(runtime, contained=True) if not self.permits_local else runtime
+
+    @property
+    def permits_local(self) -> bool:
+        return self.local if self.runtimes is None else "local" in self.runtimes
 
     def _confined(self, strategy: str, config: JSON) -> JSON:
         name = _short(strategy, EVALUATORS)
@@ -197,7 +213,7 @@ class _PolicyCheck:
     @property
     def runtime(self) -> str:
         """The task's runtime, by its short name if it is one of Bridle's."""
-        return _short(resolve_auto(self.task.runtime).backend, RUNTIMES)
+        return _short(resolve_auto(self.policy.placed(self.task.runtime)).backend, RUNTIMES)
 
     def backend(self, field: str, _: str) -> Refused:
         given, listed = self.runtime, self.policy.runtimes
@@ -205,7 +221,7 @@ class _PolicyCheck:
             yield from self.trusted(field, given, "runtime")
             return
         known = sorted(RUNTIMES if listed is None else listed)
-        if listed is None and not self.policy.local:
+        if listed is None and not self.policy.permits_local:
             known.remove("local")
         if given not in known:
             yield field, f"runtime {given!r} is not permitted; permitted: {', '.join(known)}"
