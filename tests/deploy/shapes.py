@@ -116,11 +116,11 @@ KINDS: dict[tuple[str, str], Any] = {
 
 SERVICE = {
     "image": str,
-    "build": {"context": str, "dockerfile": str},
+    "build": {"context": str, "dockerfile": str, "args": STRINGS},
     "command": [str],
     "entrypoint": [str],
     "environment": {"*": str},
-    "ports": [re.compile(r"[\d.]+:\d+(:\d+)?")],
+    "ports": [re.compile(r"[\d.]+:(\d+|\$\{\w+:-\d+\})(:\d+)?")],
     "volumes": [re.compile(r"[a-z./][\w./-]*:/[\w./-]*(:ro)?")],
     "depends_on": {
         "*": {
@@ -142,6 +142,7 @@ SERVICE = {
     "shm_size": re.compile(r"\d+[kmg]b?"),
     "cap_add": [str],
     "security_opt": [str],
+    "networks": {"*": {"aliases": [NAME]}},
     "profiles": [str],
     "ipc": str,
     "deploy": {

@@ -42,7 +42,7 @@ def test_what_services_name_of_each_other_exists(compose):
     assert "--address=server:6379" in node
     [resources] = [word for word in node if word.startswith("--resources=")]
     assert json.loads(resources.partition("=")[2]) == {config.executor.ray.resource: 1}
-    assert f"127.0.0.1:8080:{config.server.port}" in services["server"]["ports"]
+    assert f"127.0.0.1:${{PORT:-8080}}:{config.server.port}" in services["server"]["ports"]
     assert f"data:{config.server.data}" in services["server"]["volumes"]
 
 

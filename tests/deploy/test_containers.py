@@ -1,8 +1,14 @@
-"""The image and the services of `deploy/` in a real Docker daemon (`make test-deploy`)."""
+"""The image and the services of `deploy/` in a real Docker daemon (`make test-deploy`).
+
+The trial of docs/guides/deploy.md runs as it stands there, with a real Docker Compose; images of
+Debian's packages stand for those of a registry.
+"""
 
 import json
+import os
 import re
 import shlex
+import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -10,14 +16,24 @@ from pathlib import Path
 
 import pytest
 import yaml  # type: ignore[import-untyped]  # it ships no types
-from tests.deploy.images import BRIDLE, POSTGRES, docker, make_base, make_bridle, make_postgres
-from tests.deploy.services import running
+from tests.deploy.images import (
+    BASE,
+    BRIDLE,
+    POSTGRES,
+    docker,
+    make_base,
+    make_bridle,
+    make_postgres,
+)
 
 from bridle.client import AsyncClient
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 TOKEN = "a-token-of-the-test"
-GIVEN = {"MODEL": "builtin", "BRIDLE_SERVER_TOKEN": TOKEN, "POSTGRES_PASSWORD": "the-database"}
+PAGE = (DEPLOY.parent / "docs" / "guides" / "deploy.md").read_text()
+[BLOCK] = re.findall(r'^```console title="trial"\n(.*?)^```', PAGE, re.DOTALL | re.MULTILINE)
+*TRIAL, END = re.findall(r"^\$ (.+)$", BLOCK, re.MULTILINE)
+PROJECT = "bridle-test"
 SCRIPT = {"conversations": [{"turns": [{"content": "It is done."}]}]}
 ASK = """
 import json, os, urllib.request
@@ -54,23 +70,6 @@ def script(tmp_path):
     return path
 
 
-@pytest.fixture
-def compose(script):
-    """The services, with a scripted engine in place of the one for GPUs, on a free port."""
-    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    for name in ("server", "node"):
-        services[name]["image"] = BRIDLE
-    services["postgres"]["image"] = POSTGRES
-    services["server"]["ports"] = ["127.0.0.1:0:8080"]
-    services["engine"] = {
-        "image": BRIDLE,
-        "restart": "no",
-        "volumes": [f"{script}:/script.json:ro"],
-        "command": ["bridle", "engine", "scripted:/script.json", "--host", "0.0.0.0"],
-    }
-    return services
-
-
 def published(container):
     """URL of a container's port 8080 on this machine."""
     return "http://" + docker("port", container, "8080").split()[0]
@@ -84,8 +83,9 @@ def test_the_image_has_the_command_and_a_user_without_rights():
     assert (config["User"], list(config["Volumes"])) == ("bridle", ["/var/lib/bridle"])
 
 
-def test_sandboxes_contain_in_a_container_as_the_file_says(compose):
-    options = [f"--security-opt={each}" for each in compose["node"]["security_opt"]]
+def test_sandboxes_contain_in_a_container_as_the_file_says():
+    node = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["node"]
+    options = [f"--security-opt={each}" for each in node["security_opt"]]
     done = subprocess.run(
         ["docker", "run", "--rm", *options, BRIDLE, "bridle", "doctor", "--runtime", "bubblewrap"],
         check=False,
@@ -98,8 +98,7 @@ def test_sandboxes_contain_in_a_container_as_the_file_says(compose):
 @pytest.fixture
 def as_the_page_says(script):
     """Starts a container by the command of the page; all of them share its volume."""
-    page = (DEPLOY.parent / "docs" / "guides" / "deploy.md").read_text()
-    [line] = re.findall(r"^docker run .*?[^\\]$", page, re.DOTALL | re.MULTILINE)
+    [line] = re.findall(r"^docker run .*?[^\\]$", PAGE, re.DOTALL | re.MULTILINE)
     words = shlex.split(line.replace("\\\n", " "))
     for shown, given in (
         ("bridle", BRIDLE),  # the image; the next one is the command
@@ -144,23 +143,42 @@ async def completed(client):
     assert all(one.trajectory.traces for one in group.results)
 
 
-async def test_the_first_day_by_compose_ends_with_a_task_in_postgresql(compose):
-    with running(compose, "bridle-test", GIVEN) as names:
-        url = published(names["server"])
-        async with AsyncClient(url, token=TOKEN, patience_s=100) as client:
-            await client.submit(FIRST)
-            await completed(client)
-        assert b"ok" in fetched(f"{url}/health")
-        metrics = fetched(f"{url}/metrics", TOKEN).decode()
-        assert 'bridle_server_sessions{state="COMPLETED"} 2.0' in metrics
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            fetched(f"{url}/metrics")
-        query = ["psql", "-U", "bridle", "-t", "-A", "-c", "select count(*) from sessions"]
-        assert docker("exec", names["postgres"], *query) == "2\n"
-        assert "The object store is using" not in docker("logs", names["node"])  # a disk, slowly
-        # Data outlives the container: the volume belongs to the image's user.
-        owner = docker("exec", names["server"], "stat", "-c", "%U", "/var/lib/bridle/server.token")
-        assert owner == "bridle\n"
+@pytest.fixture
+def trial():
+    """Runs commands with the names that a test needs; all services end with it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {"BASE": BASE, "POSTGRES_IMAGE": POSTGRES, "PORT": str(port)}
+    env = {**os.environ, **given, "COMPOSE_PROJECT_NAME": PROJECT, "BRIDLE_SERVER_TOKEN": TOKEN}
+
+    def run(*commands):
+        """Run commands in one shell, with the token of the test; their output."""
+        text = "\n".join(commands).replace("BRIDLE_SERVER_TOKEN=$(openssl rand -hex 16)", "")
+        line = ["bash", "-euo", "pipefail", "-c", text]
+        done = subprocess.run(
+            line, check=False, capture_output=True, cwd=DEPLOY.parent, env=env, text=True
+        )
+        assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+        return done.stdout
+
+    yield run
+    run(*TRIAL[:2], END)
+
+
+def test_the_trial_with_compose_ends_with_a_task_in_postgresql(trial):
+    said = trial(*TRIAL)
+    assert "1 of 1: hello completed" in said
+    assert 'bridle_server_sessions{state="COMPLETED"} 1.0' in said
+    url = published(f"{PROJECT}-server-1")
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        fetched(f"{url}/metrics")
+    query = ["psql", "-U", "bridle", "-t", "-A", "-c", "select count(*) from sessions"]
+    assert docker("exec", f"{PROJECT}-postgres-1", *query) == "1\n"
+    # A disk in the place of shared memory would be slow.
+    assert "The object store is using" not in docker("logs", f"{PROJECT}-node-1")
+    # Data outlives the container: the volume belongs to the image's user.
+    path = "/var/lib/bridle/server.token"
+    assert docker("exec", f"{PROJECT}-server-1", "stat", "-c", "%U", path) == "bridle\n"
 
 
 def fetched(url, token=None):

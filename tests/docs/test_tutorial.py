@@ -56,7 +56,6 @@ def environment(home: Path) -> dict[str, str]:
 
 
 @pytest.mark.train
-@pytest.mark.drawn_with("tutorial")
 @pytest.mark.timeout(900)
 def test_an_agent_on_the_openai_sdk_learns_as_the_tutorial_says(tmp_path):
     env = environment(tmp_path / "home")

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.draw import Draw
 
 ROOT = Path(__file__).resolve().parents[2]
 GIT = ("git", "-c", "user.name=n", "-c", "user.email=e@example.com", "-c", "commit.gpgsign=false")
@@ -48,3 +49,16 @@ def test_one_commit_in_four_runs_sglang_in_the_place_of_vllm(ran, commits, suite
 
     assert status == 0
     assert re.findall(r"^test-(vllm|sglang)", summary, re.MULTILINE) == [suite]
+
+
+def test_each_day_of_first_day_is_drawn_within_three_commits():
+    """The salt of the script gives each of the three days a part of its own."""
+    text = (ROOT / "scripts" / "first-day").read_text()
+    [days] = re.findall(r"days=\(([a-z -]+)\)", text)
+    [spec] = re.findall(r"tests\.draw (\S+)", text)
+    for block in range(3, 30, 3):
+        drawn = [
+            [day for day in days.split() if Draw.parse(spec, str(block + n)).takes(day)]
+            for n in range(3)
+        ]
+        assert sorted(drawn) == [["agent"], ["pull-request"], ["server"]]
