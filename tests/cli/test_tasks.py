@@ -11,7 +11,8 @@ from tests.datasets.packages import make_index
 
 from bridle.config import cache_dir
 
-OFFLINE_DATA = Path(__file__).parents[2] / "examples" / "offline-data" / "run.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OFFLINE_DATA = EXAMPLES / "offline-data" / "run.py"
 
 pytestmark = [pytest.mark.tasks, pytest.mark.timeout(600), pytest.mark.usefixtures("index")]
 
@@ -172,6 +173,14 @@ def test_the_example_makes_and_resumes_a_data_set_of_a_package(shared, say, tmp_
     sizes = [len((run / "trajectories.jsonl").read_text().splitlines()) for run in rounds.iterdir()]
     assert sorted(sizes) == [1, 2]
     assert len((tmp_path / "set" / "data.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_task_is_verified_again_in_an_environment_that_is_made_of_its_lock(made, shared):
+    assert made.is_dir()
+    command = [sys.executable, "-m", "benchmarks.releases", str(shared)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES.parent)
+    assert done.returncode == 0, done.stderr
+    assert "| sound | 1 | 100 |" in done.stdout
 
 
 def test_a_task_whose_solution_does_not_solve_it_is_not_sound(made, say, tmp_path):
