@@ -134,7 +134,7 @@ class LoopClock:
         self._last = time.monotonic()
 
     def __call__(self) -> float:
-        """Seconds counted since the clock was made."""
+        """Return the seconds counted since the clock was made."""
         return self._counted_s + min(time.monotonic() - self._last, self._most_s)
 
     async def run(self) -> None:
@@ -173,7 +173,7 @@ class Turnstile:
         await turn
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        """A new round: as many as it takes go through."""
+        """Begin a new round: as many as it takes go through."""
         self._free = self._per_round
         while self._free and self._waiting:
             turn = self._waiting.popleft()

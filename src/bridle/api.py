@@ -90,7 +90,7 @@ class Gateway:
         telemetry: Sequence[str] = (),
         facts: JSON | None = None,
     ) -> None:
-        """Nothing is started. `ConfigError` for settings that are wrong.
+        """Keep the settings; start nothing yet. `ConfigError` for settings that are wrong.
 
         Args:
             engine: URL of a served engine, `embedded:DIR` or `scripted:FILE`; several are replicas.

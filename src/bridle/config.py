@@ -323,7 +323,9 @@ class BranchingSpec(Settings):
     """Sampled tokens of the task's sessions after which no fork begins; `None` = any number."""
 
     def points(self, first: int, replies: int) -> list[int]:
-        """The fork points of a session with so many replies, from `first` on, before its last."""
+        """Return the fork points of a session with so many replies, from `first` on, before its
+        last.
+        """
         if isinstance(self.at, str):
             step = int(self.at.partition(":")[2])
             return [at for at in range(step, replies, step) if at >= first]
@@ -377,7 +379,7 @@ _NONE: dict[str, Any] = {}
 
 
 def _fields(given: Any) -> dict[str, Any]:  # noqa: ANN401 - not validated yet
-    """The fields that were given; `_NONE` for what has no fields."""
+    """Return the fields that were given; `_NONE` for what has no fields."""
     if isinstance(given, BaseModel):
         return {name: getattr(given, name) for name in given.model_fields_set}
     return given if isinstance(given, dict) else _NONE
@@ -388,12 +390,14 @@ MOST_FAULTS: Final = 1000
 
 
 def first_fault(error: ValidationError) -> ErrorDetails | None:
-    """The first fault of a pydantic error; `None` = there are more than `MOST_FAULTS`."""
+    """Return the first fault of a pydantic error; `None` = there are more than `MOST_FAULTS`."""
     return None if error.error_count() > MOST_FAULTS else error.errors()[0]
 
 
 def explain(error: ValidationError, where: str) -> ConfigError:
-    """The first fault of a pydantic error as one line: where, which field, what was given."""
+    """Return the first fault of a pydantic error as one line: where, which field, what was
+    given.
+    """
     first = first_fault(error)
     if first is None:
         return ConfigError(f"{where}: {error.error_count()} of its values are wrong")
@@ -406,7 +410,9 @@ def explain(error: ValidationError, where: str) -> ConfigError:
 
 
 def _meant(title: str, loc: Sequence[int | str]) -> str:
-    """A question after the field at `loc` that is nearest to the unknown one there, or nothing."""
+    """Return a question after the field at `loc` that is nearest to the unknown one there, or
+    nothing.
+    """
     models: list[type[BaseModel]] = [Settings]
     for one in models:
         models += one.__subclasses__()
@@ -419,7 +425,7 @@ def _meant(title: str, loc: Sequence[int | str]) -> str:
 
 
 def _model_of(annotation: object) -> type[BaseModel] | None:
-    """The model in a field's type, such as a tuple of them."""
+    """Return the model in a field's type, such as a tuple of them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_of, get_args(annotation))), None)

@@ -27,7 +27,7 @@ TRIES = 20
 
 
 def load_or_make_token(path: Path) -> str:
-    """The token in a file (0600), which is made if it is not there.
+    """Return the token in a file (0600), which is made if it is not there.
 
     `ConfigError` if it cannot be read or written, or is empty.
     """
@@ -47,7 +47,7 @@ def load_or_make_token(path: Path) -> str:
 
 
 def split_token(url: str) -> tuple[str, str | None]:
-    """A URL without user info, and the token that is its password (`http://x:TOKEN@host`)."""
+    """Return a URL without user info, and the token that is its password (`http://x:TOKEN@host`)."""
     parts = urlsplit(url)
     info, at, place = parts.netloc.rpartition("@")
     if not at:
@@ -78,7 +78,8 @@ def announce_server(url: str, token_file: Path) -> Iterator[None]:
 
 
 def find_token(url: str) -> tuple[str, str] | None:
-    """The token of this user's server at a URL of this machine, and the URL with its address.
+    """Return the token of this user's server at a URL of this machine, and the URL with its
+    address.
 
     `None` = no server of this user's is known there. The address stands for `localhost`, so that
     the token goes to that server and to no other that listens under the name.
@@ -100,7 +101,10 @@ def find_token(url: str) -> tuple[str, str] | None:
 
 
 def _note(host: str, port: int) -> Path:
-    """The file of a server; the name says of which machine, as home folders may be shared."""
+    """Return the file of a server.
+
+    The name says of which machine, as home folders may be shared.
+    """
     state = os.environ.get("XDG_STATE_HOME")
     folder = Path(state) if state else Path.home() / ".local" / "state"
     return folder / "bridle" / "servers" / f"{socket.gethostname()}_{host}_{port}"

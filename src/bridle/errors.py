@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 def install_extra(extra: str) -> str:
-    """The command that installs an optional part of Bridle, for error messages."""
+    """Return the command that installs an optional part of Bridle, for error messages."""
     from importlib.metadata import distribution
 
     return f"pip install {requirement(distribution('bridle').read_text('direct_url.json'), extra)}"
 
 
 def requirement(direct_url: str | None, extra: str) -> str:
-    """The words after `pip install` that add an extra to where Bridle was installed from.
+    """Return the words after `pip install` that add an extra to where Bridle was installed from.
 
     `direct_url` is pip's record of a folder, an archive or a repository (PEP 610); `None` = an
     index.
@@ -87,7 +87,7 @@ class Problems:
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    """The error for an address that cannot be bound."""
+    """Return the error for an address that cannot be bound."""
     if error.errno == errno.EADDRINUSE:
         why = "the port is in use; choose another, or 0 for any"
     elif error.errno == errno.EADDRNOTAVAIL:
@@ -257,7 +257,7 @@ class boundary:  # noqa: N801 - used as a function
         self._doing = doing
 
     def __enter__(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, cause: BaseException | None, trace: object

@@ -50,7 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 def name_of(host: str) -> str:
-    """The name or address in a `Host` header, in lower case, without port and brackets.
+    """Return the name or address in a `Host` header, in lower case, without port and brackets.
 
     Empty for anything else: what follows a name could be read as a path.
     """

@@ -17,13 +17,15 @@ from bridle.errors import ConfigError
 
 
 def installed(what: str) -> dict[str, str]:
-    """Names that installed packages add for an `engine`, `harness`...: name -> `module:Class`."""
+    """Return names that installed packages add for an `engine`, `harness`...: name ->
+    `module:Class`.
+    """
     group = f"bridle.{what}es" if what.endswith("s") else f"bridle.{what}s"
     return {entry.name: entry.value for entry in entry_points(group=group)}
 
 
 def load(name: str, table: Mapping[str, str], *, what: str) -> Any:  # noqa: ANN401 - whatever the name stands for
-    """The object that `name` stands for.
+    """Return the object that `name` stands for.
 
     `name` is a key of `table`, the name of an installed entry point or `package.module:Attribute`.
     Raises `ConfigError` naming what was given, what is known, and why an import failed.

@@ -32,7 +32,7 @@ def scripted_engine(
     tokenizer: str | None = None,
     **fields: object,
 ) -> ScriptedEngine:
-    """A scripted engine from Python values in place of a file.
+    """Return a scripted engine from Python values in place of a file.
 
     `turns` play for every request that none of `conversations` fits; `fields` are the script's
     other fields (`model`, `context_length`). Raises `ConfigError` as a file would.

@@ -46,12 +46,12 @@ USER_INFO: Final = re.compile(r"://[^/@\"\s]*@")
 
 
 def without_user_info(text: str) -> str:
-    """A text with its URLs as others may see them: without names and passwords."""
+    """Return a text with its URLs as others may see them: without names and passwords."""
     return USER_INFO.sub("://", text)
 
 
 def one_line(data: bytes) -> bytes:
-    """JSON text with U+2028, U+2029 and U+0085 escaped: some clients end a line there."""
+    """Return JSON text with U+2028, U+2029 and U+0085 escaped: some clients end a line there."""
     if b"\xe2\x80" in data:
         data = data.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
     return data.replace(b"\xc2\x85", b"\\u0085") if b"\xc2\x85" in data else data

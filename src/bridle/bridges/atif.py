@@ -35,7 +35,7 @@ def write_atif(
 
 
 def document(capture: SessionCapture, trajectory: Trajectory, examples: Sequence[Example]) -> JSON:
-    """A session as ATIF; `examples` are its conversations, at least one."""
+    """Return a session as ATIF; `examples` are its conversations, at least one."""
     kept = capture.session.metadata
     names = {exchange.exchange_id: _model(exchange.request.head) for exchange in capture.exchanges}
     agent: JSON = {
@@ -148,7 +148,7 @@ class _Steps:
         self.steps.append(step)
 
     def _observe(self, message: JSON) -> None:
-        """A result belongs to the step that called."""
+        """Add a result to the step that called."""
         step = self.steps[-1]
         calls = {call["tool_call_id"] for call in step.get("tool_calls", ())}
         result: JSON = {"content": _content(message.get("content"))}
@@ -174,7 +174,7 @@ def _agent_fields(message: JSON) -> JSON:
 
 
 def _arguments(text: str | None) -> JSON:
-    """An object; what the model wrote that is none stands under `arguments`."""
+    """Return an object; what the model wrote that is none stands under `arguments`."""
     try:
         value: Any = orjson.loads(text or "{}")
     except ValueError:
@@ -183,7 +183,7 @@ def _arguments(text: str | None) -> JSON:
 
 
 def _content(content: object) -> str | list[JSON]:
-    """Text, or parts; a part that the format does not know is its JSON as text."""
+    """Return text, or parts; a part that the format does not know is its JSON as text."""
     if not isinstance(content, list):
         return str(content or "")
     return [_part(part) for part in content]

@@ -45,7 +45,7 @@ class Sessions(Protocol):
     """Has tasks played."""
 
     def play(self, tasks: Sequence[Task]) -> list[Trajectory]:
-        """One session per entry, in order; a task may stand there several times."""
+        """Play one session per entry, in order; a task may stand there several times."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +176,7 @@ def play(sessions: Sessions, tasks: Sequence[Task], samples: int) -> list[Sessio
 
 
 def by_task(trajectories: Iterable[Trajectory]) -> list[SessionGroup]:
-    """The groups of a run's trajectories, in the order of their first sessions."""
+    """Return the groups of a run's trajectories, in the order of their first sessions."""
     found: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         found.setdefault(str(trajectory.metadata.get("task_id") or ""), []).append(trajectory)
@@ -205,7 +205,9 @@ class TaskTable:
 def rows_of(
     groups: Sequence[SessionGroup], shape: Shape | None = None
 ) -> tuple[list[Row], RowCounts]:
-    """The rows of groups, in the order of groups, samples and traces; and counts of the rest."""
+    """Return the rows of groups, in the order of groups, samples and traces; and counts of the
+    rest.
+    """
     shape = shape or Shape()
     counts = RowCounts()
     rows: list[Row] = []
@@ -231,7 +233,7 @@ def rows_of(
 
 
 def _of_session(session: Trajectory, shape: Shape, counts: RowCounts) -> list[Trace]:
-    """A session's traces as the shape wants them."""
+    """Return a session's traces as the shape wants them."""
     trained = [trace for trace in session.traces if trace.loss_mask.any()]
     if not trained:
         counts.left_out["empty"] += 1
@@ -260,7 +262,9 @@ def refuse_images(trainer: str, session: Trajectory) -> None:
 
 
 def fit_trace(trace: Trace, shape: Shape) -> Trace | None:
-    """The trace itself if it fits, else what the shape's policy leaves of it; `None` = nothing."""
+    """Return the trace itself if it fits, else what the shape's policy leaves of it; `None` =
+    nothing.
+    """
     prompt, response = len(trace.prompt_ids), len(trace.response_ids)
     most = prompt if shape.max_prompt is None else shape.max_prompt
     long_prompt = prompt > most
@@ -275,7 +279,7 @@ def fit_trace(trace: Trace, shape: Shape) -> Trace | None:
 
 
 def without_training(trace: Trace) -> Trace:
-    """The trace with nothing that trains."""
+    """Return the trace with nothing that trains."""
     return dataclasses.replace(
         trace,
         loss_mask=np.zeros_like(trace.loss_mask),
@@ -284,7 +288,7 @@ def without_training(trace: Trace) -> Trace:
 
 
 def blank_row(session: Trajectory) -> Trace:
-    """One given token and one more, neither of which trains."""
+    """Return one given token and one more, neither of which trains."""
     return Trace(
         trace_id=f"{session.session_id}/blank",
         prompt_ids=np.zeros(1, np.int32),
@@ -314,7 +318,7 @@ class Turn:
 
 
 def turns_of(trace: Trace) -> list[Turn]:
-    """The turns along a trace with their messages.
+    """Return the turns along a trace with their messages.
 
     The messages can be identified where there are as many runs of model messages as turns. (A
     harness may write model messages of its own.)

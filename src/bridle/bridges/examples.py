@@ -86,7 +86,10 @@ class Example:
 
 
 def examples_of(trajectory: Trajectory, capture: SessionCapture | None = None) -> list[Example]:
-    """A session's examples. `capture` is what text without ids is read from; without, none is."""
+    """Return a session's examples.
+
+    `capture` is what text without ids is read from; without, none is.
+    """
     if trajectory.traces or capture is None:
         return [
             Example(
@@ -107,7 +110,7 @@ def examples_of(trajectory: Trajectory, capture: SessionCapture | None = None) -
 
 
 def _texts(trajectory: Trajectory, capture: SessionCapture) -> Iterator[Example]:
-    """One example for each conversation whose turns an engine gave as text."""
+    """Yield one example for each conversation whose turns an engine gave as text."""
     kinds = trajectory.metadata["train"]
     said = [one for one in capture.exchanges if _was_said(one, capture) and one.kind in kinds]
     by_id = {one.exchange_id: one for one in said}

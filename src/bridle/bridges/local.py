@@ -42,7 +42,7 @@ class LocalSessions:
         tokenizer: str | None = None,
         node: NodeSettings | None = None,
     ) -> None:
-        """Nothing is started.
+        """Keep the settings; start nothing yet.
 
         Args:
             engine: As `--engine` of `bridle run` takes it, e.g. `embedded:DIR`.
@@ -73,7 +73,7 @@ class LocalSessions:
         self._thread.join()
 
     def play(self, tasks: Sequence[Task]) -> list[Trajectory]:
-        """One session per entry, in order; a task may stand there several times.
+        """Play one session per entry, in order; a task may stand there several times.
 
         The outcome of every session is in its trajectory. `ConfigError` for a task that names what
         is not there.

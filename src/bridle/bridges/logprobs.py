@@ -55,7 +55,7 @@ def write_logprobs(path: str | Path, answers: Iterable[Recomputed], facts: Facts
 
 
 def read_logprobs(path: str | Path) -> tuple[list[Recomputed], Facts]:
-    """The answers and the facts of a file; columns that may be null may be absent.
+    """Return the answers and the facts of a file; columns that may be null may be absent.
 
     Raises `BridleError` for what is not such a file, and `ConfigError` for values that are wrong.
     """

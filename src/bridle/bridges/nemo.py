@@ -114,7 +114,7 @@ def _experts_of(rows: Sequence[Row], size: tuple[int, int]) -> dict[str, Any]:
 
 
 def response_of(trajectory: Trajectory, *, model: str = "policy") -> JSON:
-    """A session as a Responses object with token fields.
+    """Return a session as a Responses object with token fields.
 
     Where no call trains, it ends with one given and one more token, because NeMo RL ends at a
     response without any. `TrainingError` for images.
@@ -143,7 +143,7 @@ def response_of(trajectory: Trajectory, *, model: str = "policy") -> JSON:
 
 
 def _tokens_of_calls(trace: Trace) -> int:
-    """The number of tokens in calls of which every token trains."""
+    """Return the number of tokens in calls of which every token trains."""
     return sum(turn.end - turn.start for turn in turns_of(trace) if _trains(trace, turn))
 
 
@@ -152,7 +152,9 @@ def _trains(trace: Trace, turn: Turn) -> bool:
 
 
 def items_of(trace: Trace) -> list[JSON]:
-    """The output items along a trace: results as they were given, calls with their tokens."""
+    """Return the output items along a trace: results as they were given, calls with their
+    tokens.
+    """
     items: list[JSON] = []
     for number, turn in enumerate(turns_of(trace)):
         items += [_given(message) for message in turn.given if message["role"] == "tool"]
@@ -174,7 +176,9 @@ def _tokens(trace: Trace, turn: Turn) -> JSON:
 
 
 def _experts(trace: Trace, turn: Turn) -> JSON:
-    """Rows of the call's prompt and output in NeMo Gym's envelope; -1 has the trainer choose."""
+    """Return rows of the call's prompt and output in NeMo Gym's envelope; -1 has the trainer
+    choose.
+    """
     if trace.routed_experts is None:
         return {}
     rows = trace.routed_experts[: len(trace.prompt_ids) + turn.end]
@@ -193,7 +197,10 @@ def _given(message: JSON) -> JSON:
 
 
 def _said(messages: Sequence[JSON], number: int) -> list[JSON]:
-    """A call's items: reasoning, text, function calls; an empty text where they are unknown."""
+    """Return a call's items: reasoning, text, function calls.
+
+    An empty text where they are unknown.
+    """
     items: list[JSON] = []
     for message in messages:
         if reasoning := message.get("reasoning_content"):
@@ -250,7 +257,8 @@ def verify_response(trajectory: Trajectory, create_params: JSON) -> JSON:
 
 
 def agent_class(sessions: Sessions, tasks: TaskTable) -> type[Any]:
-    """The class of an agent server whose rollouts are sessions; `.run_webserver()` starts one.
+    """Return the class of an agent server whose rollouts are sessions; `.run_webserver()` starts
+    one.
 
     A rollout's row names its task: `{"responses_create_params": {...}, "task_id": "..."}`. Needs
     the package `nemo-gym`.
@@ -270,7 +278,7 @@ def agent_class(sessions: Sessions, tasks: TaskTable) -> type[Any]:
         """Drives Bridle; the harness brings its own tools and model calls."""
 
         async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
-            """A single model call is not what an agent does."""
+            """Refuse: a single model call is not what an agent does."""
             raise NotImplementedError("ask /run: a session is played as a whole")
 
         async def run(self, body: Run) -> Answer:  # type: ignore[valid-type]

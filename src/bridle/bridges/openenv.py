@@ -16,7 +16,7 @@ from bridle.types import JSON
 
 
 def training_trace(trajectory: Trajectory) -> JSON:
-    """A session in the fields of `openenv.core.harness.training.TrainingTrace`."""
+    """Return a session in the fields of `openenv.core.harness.training.TrainingTrace`."""
     turns: dict[str, JSON] = {}
     for trace in trajectory.traces:
         for turn in turns_of(trace):
@@ -42,7 +42,7 @@ def training_trace(trajectory: Trajectory) -> JSON:
 
 
 def openenv_trace(trajectory: Trajectory) -> Any:  # noqa: ANN401 - OpenEnv's own
-    """A session as OpenEnv's own `TrainingTrace`; its validator's error if one is wrong."""
+    """Return a session as OpenEnv's own `TrainingTrace`; its validator's error if one is wrong."""
     from openenv.core.harness.training import TrainingTrace
 
     return TrainingTrace.model_validate(training_trace(trajectory))

@@ -66,7 +66,7 @@ def write_pairs(
 
 
 def sibling_pairs(capture: SessionCapture) -> Iterator[JSON]:
-    """A line for each rejected answer of a session of which another answer was continued.
+    """Yield a line for each rejected answer of a session of which another answer was continued.
 
     As a line of `write_pairs`, of one session and without rewards.
     """

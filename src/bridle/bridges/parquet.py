@@ -181,7 +181,7 @@ def write_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> 
 
 
 def read_trajectories(path: str | Path) -> list[Trajectory]:
-    """The trajectories of a file, those with traces first, in the order they were written.
+    """Return the trajectories of a file, those with traces first, in the order they were written.
 
     Raises `BridleError` for what is not such a file or has a newer format.
     """
@@ -189,7 +189,7 @@ def read_trajectories(path: str | Path) -> list[Trajectory]:
 
 
 def pack(trajectory: Trajectory) -> bytes:
-    """The file of one trajectory, as bytes."""
+    """Return the file of one trajectory, as bytes."""
     sink = pa.BufferOutputStream()
     rows = rows_of(trajectory)
     table = SCHEMA.empty_table() if rows.table is None else rows.table
@@ -200,7 +200,7 @@ def pack(trajectory: Trajectory) -> bytes:
 
 
 def unpack(packed: bytes) -> Trajectory:
-    """The one trajectory of a file that was read as bytes. Raises `BridleError`."""
+    """Return the one trajectory of a file that was read as bytes. Raises `BridleError`."""
     found = _read(pa.BufferReader(packed), "a packed trajectory")
     if len(found) != 1:
         message = f"a packed trajectory: holds {len(found)} trajectories"
@@ -209,7 +209,7 @@ def unpack(packed: bytes) -> Trajectory:
 
 
 def arrow(trajectory: Trajectory) -> bytes:
-    """An Arrow IPC stream with the file's columns, one row per trace."""
+    """Return an Arrow IPC stream with the file's columns, one row per trace."""
     rows = rows_of(trajectory)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SCHEMA) as stream:
@@ -241,7 +241,10 @@ def _read(source: Any, name: str | Path) -> list[Trajectory]:  # noqa: ANN401 - 
 
 
 def _table(rows: Sequence[tuple[Trajectory, Trace]]) -> pa.Table:
-    """Rows as columns; token arrays are laid end to end without a Python object per token."""
+    """Return rows as columns.
+
+    Token arrays are laid end to end without a Python object per token.
+    """
     sessions = [trajectory for trajectory, _ in rows]
     traces = [trace for _, trace in rows]
     columns: dict[str, Any] = {

@@ -46,7 +46,7 @@ class Rebuilt:
 def rebuild_all(
     path: Path, session_ids: Sequence[str], spec: BuilderSpec | None, *, workers: int | None = None
 ) -> Iterator[Rebuilt]:
-    """Each session's trajectory, in the order given.
+    """Yield each session's trajectory, in the order given.
 
     `spec` = `None` builds each as it was run. `workers` = `None` uses every core that this process
     may use where there are enough sessions; 1 stays in this process. Raises `BridleError`.

@@ -32,7 +32,7 @@ class ServerSessions:
     def __init__(
         self, url: str = DEFAULT_URL, *, token: str | None = None, patience_s: float = 1800.0
     ) -> None:
-        """Nothing is asked of the server yet.
+        """Keep the settings; send the server nothing yet.
 
         `token`: as of `Client`. A server that cannot be reached is waited
         for `patience_s`: it may be started once the trainer's engine is up.
@@ -49,7 +49,7 @@ class ServerSessions:
         self._client.__exit__()
 
     def play(self, tasks: Sequence[Task]) -> list[Trajectory]:
-        """One session per entry, in order; a task may stand there several times.
+        """Play one session per entry, in order; a task may stand there several times.
 
         The outcome of every session is in its trajectory; its `metadata["task_id"]` is the task's
         own. `ServerError` if the server refuses a task or cannot be reached.
@@ -101,7 +101,7 @@ class ServerSessions:
         self._client.ack(task_ids=list(names))
 
     def set_version(self, version: int) -> None:
-        """Sessions begun from here on are sampled under this policy version."""
+        """Set the policy version of the sessions that begin from here on."""
         self._client.set_policy(version=version)
 
     def give_up(self) -> None:

@@ -50,7 +50,7 @@ class Rules(Settings):
         return next((reason for reason, fails in self._checks(example) if fails), None)
 
     def _checks(self, example: Example) -> Iterator[tuple[str, bool]]:
-        """Every rule that an example can fail."""
+        """Yield every rule that an example can fail."""
         reward = example.reward
         judged = self.min_reward is not None or self.max_reward is not None
         yield "status", example.trajectory.status not in self.statuses
@@ -86,7 +86,7 @@ class SourceCounts:
     """Seconds of model calls of all sessions, one after the other."""
 
     def json(self) -> JSON:
-        """With the shares that people ask for."""
+        """Return the counts as JSON, with the shares that people ask for."""
         return {
             "attempted": self.attempted,
             "accepted": self.accepted,
@@ -185,7 +185,9 @@ def survey(sessions: Iterable[tuple[SessionCapture, Trajectory]], rules: Rules) 
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that at least one of the spans covers: a pause before a resume is not counted."""
+    """Return seconds that at least one of the spans covers: a pause before a resume is not
+    counted.
+    """
     covered, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         covered += max(0.0, end - max(start, until))
@@ -260,7 +262,7 @@ def select_examples(
     sessions: Iterable[tuple[SessionCapture, Trajectory]],
     accepted: Mapping[str, Collection[str]],
 ) -> Iterator[tuple[SessionCapture, Trajectory, list[Example]]]:
-    """The accepted sessions with their accepted examples, in order."""
+    """Yield the accepted sessions with their accepted examples, in order."""
     for capture, trajectory in sessions:
         names = accepted.get(capture.session.session_id)
         if names is not None:

@@ -67,7 +67,7 @@ def write_lines(path: str | Path, lines: Iterable[JSON]) -> int:
 
 
 def line(example: Example) -> JSON:
-    """One line: exact tokens beside readable messages."""
+    """Return one line: exact tokens beside readable messages."""
     ids = mask = None
     if (trace := example.trace) is not None:
         ids = np.concatenate([trace.prompt_ids, trace.response_ids]).tolist()
@@ -85,10 +85,10 @@ def line(example: Example) -> JSON:
 
 
 def tools_text(example: Example) -> str | None:
-    """The tool list as JSON; `None` = none was sent."""
+    """Return the tool list as JSON; `None` = none was sent."""
     return None if example.tools is None else encode([*example.tools]).decode()
 
 
 def chat(message: JSON) -> JSON:
-    """A message whose `content` is never null, so that every line has the same types."""
+    """Return a message whose `content` is never null, so that every line has the same types."""
     return {**message, "content": message.get("content") or ""}

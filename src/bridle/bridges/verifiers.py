@@ -18,7 +18,8 @@ from bridle.types import JSON, SessionStatus
 
 
 def trace_record(trajectory: Trajectory, *, experts: bool = False) -> JSON:
-    """A session in the fields of `verifiers.v1.trace.WireTrace`, as its `model_validate` takes.
+    """Return a session in the fields of `verifiers.v1.trace.WireTrace`, as its `model_validate`
+    takes.
 
     It has one reward per session: a warning names a session whose traces have their own. With
     `experts` nodes have their routed experts, which are arrays; without, all is plain JSON.
@@ -49,7 +50,7 @@ def trace_record(trajectory: Trajectory, *, experts: bool = False) -> JSON:
 
 
 def verifiers_trace(trajectory: Trajectory) -> Any:  # noqa: ANN401 - verifiers' own
-    """A session as verifiers' own `WireTrace`."""
+    """Return a session as verifiers' own `WireTrace`."""
     from verifiers.v1.trace import WireTrace
 
     return WireTrace.model_validate(trace_record(trajectory, experts=True))
@@ -72,7 +73,7 @@ def _add_experts(trace: Trace, nodes: list[JSON]) -> None:
 
 
 def _add(trace: Trace, nodes: list[JSON]) -> None:
-    """One branch: the prompt's messages, then turn by turn."""
+    """Add one branch: the prompt's messages, then turn by turn."""
     parent: int | None = None
     tools = [_tool(tool) for tool in trace.tools or ()]
 

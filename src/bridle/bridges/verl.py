@@ -48,7 +48,7 @@ THREADS = 1024
 
 
 def outputs_of(session: Trajectory, shape: Shape) -> list[Any]:
-    """A session as `AgentLoopOutput`s, one per trace; none if its reward is not known.
+    """Return a session as `AgentLoopOutput`s, one per trace; none if its reward is not known.
 
     Such a session has no part in its group's mean. One of which nothing trains has, as an output
     with mask 0. `TrainingError` for images: verl takes pixels, and a trace has their digests.
@@ -79,7 +79,7 @@ def outputs_of(session: Trajectory, shape: Shape) -> list[Any]:
 
 
 def _experts(row: Row) -> dict[str, Any]:
-    """Rows of all tokens but the last, which verl fills; nothing where one is not known."""
+    """Return rows of all tokens but the last, which verl fills; nothing where one is not known."""
     rows = complete_rows(row.trace.routed_experts)
     return {} if rows is None else {EXPERTS: rows}
 

@@ -74,7 +74,7 @@ def certify(
 
 
 def _traces(target: Path) -> list[Trace]:
-    """The traces of a run that train. `ConfigError` if there is none."""
+    """Return the traces of a run that train. `ConfigError` if there is none."""
     from bridle.bridges.parquet import read_trajectories
     from bridle.cli.runs import sessions
     from bridle.node.results import trajectory_of
@@ -101,7 +101,9 @@ def _engine_facts(path: Path | None) -> Facts:
 
 
 def _recomputed(model: Path, traces: Sequence[Trace]) -> tuple[list[Recomputed], Facts]:
-    """The logprobs of the reference trainer at the sessions' own temperature, and its facts."""
+    """Return the logprobs of the reference trainer at the sessions' own temperature, and its
+    facts.
+    """
     import hashlib
 
     from bridle.training.checkpoint import STATE, load_tokenizer, read_state

@@ -82,7 +82,7 @@ class Wheel:
     """Files that it installs into site-packages."""
 
     def needs(self, *extras: str) -> list[str]:
-        """Its requirements with some of its extras, for this Python, as pip takes them."""
+        """Return its requirements with some of its extras, for this Python, as pip takes them."""
         needed: dict[str, None] = {}
         for each in self.requires:
             marker = each.marker
@@ -112,7 +112,9 @@ class VirtualEnvironment:
 
 
 def safe_backend(wanted: str) -> str:
-    """The runtime for strangers' code; `ConfigError` where none contains it and none was named."""
+    """Return the runtime for strangers' code; `ConfigError` where none contains it and none was
+    named.
+    """
     if wanted != "auto":
         backend = wanted
     else:
@@ -128,7 +130,7 @@ def safe_backend(wanted: str) -> str:
 
 
 def runtime_fields(backend: str, environment: VirtualEnvironment | None) -> JSON:
-    """The fields of a `RuntimeSpec` in which `environment` is the Python on PATH."""
+    """Return the fields of a `RuntimeSpec` in which `environment` is the Python on PATH."""
     base = Path(sys.base_prefix)
     binds = [] if base.is_relative_to("/usr") else [str(base)]
     path = SYSTEM_PATH
@@ -147,7 +149,7 @@ class Bench:
 
     @asynccontextmanager
     async def place(self, environment: VirtualEnvironment | None = None) -> AsyncIterator[Runtime]:
-        """A fresh sandbox without network."""
+        """Open a fresh sandbox without network."""
         fields = runtime_fields(self.backend, environment)
         spec = RuntimeSpec(**fields, network="open" if self.backend == "local" else "none")
         with tempfile.TemporaryDirectory(prefix="bridle-bench-") as scratch:
@@ -212,14 +214,14 @@ def read_pyproject(tree: Path) -> JSON:
 
 
 def requirements_of(asked: object) -> list[str]:
-    """A list of requirements from a stranger, for pip; `None` = none. Raises `Refused`."""
+    """Return a list of requirements from a stranger, for pip; `None` = none. Raises `Refused`."""
     if not isinstance(asked, list | None):
         raise Refused("environment", f"requirements must be a list, not {asked!r:.80}")
     return [requirement(each) for each in asked or ()]
 
 
 def requirement(text: object) -> str:
-    """A requirement that pip finds on an index; `Refused` for any other text."""
+    """Return a requirement that pip finds on an index; `Refused` for any other text."""
     try:
         read = Requirement(str(text))
     except InvalidRequirement as error:
@@ -279,7 +281,9 @@ def _is_about(name: str) -> bool:
 
 
 def licence(fields: Message) -> str:
-    """The licence that metadata name; its SPDX expression, else classifiers, else free text."""
+    """Return the licence that metadata name; its SPDX expression, else classifiers, else free
+    text.
+    """
     prefix = "License :: "
     named = [each for each in fields.get_all("Classifier", ()) if each.startswith(prefix)]
     text = str(fields["License"] or "").strip().partition("\n")[0][:100]
@@ -295,7 +299,7 @@ def _text(wheel: zipfile.ZipFile, name: str) -> str:
 async def make_environment(
     requirements: Sequence[str], files: Mapping[str, str] | None = None
 ) -> VirtualEnvironment:
-    """A virtual environment with these requirements and `files` in its site-packages.
+    """Make a virtual environment with these requirements, and `files` in its site-packages.
 
     It is kept in the cache and found there again. Raises `Refused` with pip's last word.
     """
@@ -344,12 +348,12 @@ async def host_python(*words: str) -> bytes:
 
 
 def last_line(said: bytes) -> str:
-    """The last line that says something, or pip's last error."""
+    """Return the last line that says something, or pip's last error."""
     lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines or [""])[-1].strip()[:300]
 
 
 def last(said: bytes) -> bytes:
-    """The last line of output."""
+    """Return the last line of output."""
     return said.strip().rpartition(b"\n")[2]

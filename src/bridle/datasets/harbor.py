@@ -105,7 +105,7 @@ def is_harbor(path: Path) -> bool:
 
 
 def harbor_task(folder: Path, wanted: Mapping[str, Any]) -> JSON:
-    """A Harbor folder as the fields of a `Task`.
+    """Return a Harbor folder as the fields of a `Task`.
 
     `wanted` is what whoever runs it asks for (defaults and overrides): `runtime.backend` and
     `agent.harness` decide how the folder is read. Raises `ConfigError` naming the file and what it
@@ -153,7 +153,7 @@ def oracle_settings(folder: Path, target: str | None) -> JSON:
 
 
 def folder_digest(folder: Path) -> str:
-    """Hex digest of a folder's files: names, modes, links and contents."""
+    """Return the hex digest of a folder's files: names, modes, links and contents."""
     digest = hashlib.sha256()
     for entry in sorted(folder.rglob("*")):
         name = entry.relative_to(folder).as_posix()
@@ -251,7 +251,9 @@ def _budgets(read: HarborTask) -> JSON:
 
 
 def _env(given: Mapping[str, str], file: Path, field: str) -> dict[str, str]:
-    """The variables, with `${NAME:-default}` filled; nothing of our environment is given away."""
+    """Return the variables, with `${NAME:-default}` filled; nothing of our environment is given
+    away.
+    """
     filled = {}
     for name, value in given.items():
         found = re.fullmatch(r"\$\{(\w+)(?::-(.*))?\}", value, re.DOTALL)
@@ -306,7 +308,7 @@ class Steps:
 
 
 def dockerfile_steps(path: Path) -> Steps:
-    """The steps of a Dockerfile. `ConfigError` names the line that has no meaning here."""
+    """Return the steps of a Dockerfile. `ConfigError` names the line that has no meaning here."""
     steps = Steps()
     for number, word, rest in _instructions(path.read_text(encoding="utf-8")):
         where = f"{path}:{number}: {word}"

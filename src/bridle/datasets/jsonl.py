@@ -73,7 +73,7 @@ def load_tasks(
     overrides: JSON | None = None,
     strict: bool = False,
 ) -> list[Task]:
-    """All tasks of a file or folder, in order.
+    """Return all tasks of a file or folder, in order.
 
     `defaults` lie under the file's own defaults and the tasks, `overrides` over them; both are
     merged object by object. Raises `ConfigError`: no such path, no task in it, a syntax error, a
@@ -149,7 +149,7 @@ def _hub_files(name: str, revision: str | None, files: str | None) -> list[Path]
 
 
 def _read(path: Path, wanted: JSON) -> tuple[JSON, list[RawTask]]:
-    """A file's own defaults and its tasks. `wanted` is what stands for every task."""
+    """Return a file's own defaults and its tasks. `wanted` is what stands for every task."""
     if is_harbor(path):
         task = harbor_task(path.parent, wanted)
         return {}, [RawTask(path, 1, path.read_text(encoding="utf-8"), task)]
@@ -179,7 +179,7 @@ def _read_lines(path: Path, text: str) -> Iterator[RawTask]:
 
 
 def _read_parquet(path: Path) -> Iterator[RawTask]:
-    """One task a row; empty cells are left out, objects may be written as JSON."""
+    """Yield one task a row; empty cells are left out, objects may be written as JSON."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -193,7 +193,7 @@ def _read_parquet(path: Path) -> Iterator[RawTask]:
 
 
 def _unpacked(name: str, cell: object) -> object:
-    """A cell of a Parquet file; a field of a task that is an object may be JSON text."""
+    """Return a cell of a Parquet file; a field of a task that is an object may be JSON text."""
     known = Task.model_fields.get(name)
     if not isinstance(cell, str) or known is None or known.annotation is str:
         return cell
@@ -237,7 +237,7 @@ def _read_toml(path: Path, text: str) -> tuple[JSON, list[RawTask]]:
 
 
 def _common(path: Path, whole: JSON) -> JSON:
-    """The `defaults` beside `tasks`."""
+    """Return the `defaults` beside `tasks`."""
     strange = sorted(whole.keys() - {"defaults", "tasks"})
     if strange:
         raise ConfigError(f"{path}:1: {strange[0]}: beside 'tasks' only 'defaults' may stand")
@@ -309,7 +309,7 @@ def _task(raw: RawTask, under: JSON, over: JSON) -> Task:
 
 
 def _resolved(raw: RawTask, task: Task, folder: Path) -> Task:
-    """The task with its paths made absolute, after a look at every file that it uploads."""
+    """Return the task with its paths made absolute, after a look at every file that it uploads."""
     stages = {
         stage: tuple(
             _action(raw, f"runtime.{stage}.{index}", action, folder)
@@ -343,7 +343,9 @@ def _action(raw: RawTask, field: str, action: Action, folder: Path) -> Action:
 
 
 def _line_of(raw: RawTask, fields: list[str]) -> int:
-    """The line where the innermost of `fields` that is written stands; else the task's own."""
+    """Return the line where the innermost of `fields` that is written stands; else the task's
+    own.
+    """
     for name in reversed(fields):
         key = re.escape(name)
         written = rf"""(?m)(?:^\s*|[{{,]\s*)(?:"{key}"\s*:|"?{key}"?\s*=)|^\s*\[+[^\]]*\b{key}\]"""
@@ -357,7 +359,7 @@ HOLE = re.compile(r"\{\{\s*([\w.-]+)\s*\}\}")
 
 
 def read_template(path: Path) -> str:
-    """A template's text. `ConfigError` if it cannot be read."""
+    """Return a template's text. `ConfigError` if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -365,7 +367,7 @@ def read_template(path: Path) -> str:
 
 
 def with_template(task: Task, template: str) -> Task:
-    """The task with its instruction put into `template`.
+    """Return the task with its instruction put into `template`.
 
     `ConfigError` names a hole that nothing fills, and a template that leaves the instruction out.
     """

@@ -24,7 +24,7 @@ SOUND = "sound"
 
 
 def task_digest(task: Task) -> str:
-    """Hex digest of what decides a task's reward; the same wherever its folder lies."""
+    """Return the hex digest of what decides a task's reward; the same wherever its folder lies."""
     decides = task.model_dump(mode="json", include={"instruction", "runtime", "evaluator"})
     text = json.dumps(decides, sort_keys=True)
     folder = Path(task.task_dir or ".")
@@ -36,7 +36,9 @@ def task_digest(task: Task) -> str:
 
 
 def _files_of(task: Task, folder: Path) -> Iterator[Path]:
-    """The files and folders that are uploaded or score, of a task without a folder of its own."""
+    """Yield the files and folders that are uploaded or score, of a task without a folder of its
+    own.
+    """
     for action in (*task.runtime.prepare, *task.runtime.eval_prepare):
         if action.source is not None:
             yield folder / action.source
@@ -53,7 +55,7 @@ def _digest_of(path: Path) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, JSON]:
-    """The lines by digest, the last of each. `ConfigError` names a line that is none."""
+    """Return the lines by digest, the last of each. `ConfigError` names a line that is none."""
     found: dict[str, JSON] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -75,7 +77,7 @@ def _lines_of(path: Path, changed_ns: int) -> dict[str, JSON]:  # noqa: ARG001 -
 
 
 def unsound(tasks: Sequence[Task], path: Path) -> dict[str, str]:
-    """Ids of the tasks that a manifest does not call sound, with the cause of each.
+    """Return ids of the tasks that a manifest does not call sound, with the cause of each.
 
     A file that has not changed is read once. `ConfigError` if it cannot be read.
     """

@@ -121,7 +121,7 @@ class Maker:
     kept: list[tuple[str, Change]] = field(default_factory=list)
 
     async def make(self, older: Source, newer: Source) -> Made:
-        """The task of a pair, as a folder of `out`. Raises `Refused`."""
+        """Return the task of a pair, as a folder of `out`. Raises `Refused`."""
         pair = f"{older.package} {older.version}..{newer.version}"
         name = f"{canonicalize_name(older.package)}-{older.version}-{newer.version}"
         with tempfile.TemporaryDirectory(prefix="bridle-releases-") as scratch:
@@ -156,7 +156,7 @@ class Maker:
             return Made(self._write(name, task, change, base, environment), task)
 
     async def _diff(self, base: Path, release: Path) -> str:
-        """Both trees compared by git, in a sandbox: git obeys files of a tree."""
+        """Return both trees compared by git, in a sandbox: git obeys files of a tree."""
         async with self.bench.place() as runtime:
             await runtime.upload(base, "base")
             await runtime.upload(release, "release")
@@ -233,7 +233,7 @@ class Maker:
         environment: VirtualEnvironment,
         command: str,
     ) -> JSON:
-        """The fields of the task, without its instruction."""
+        """Return the fields of the task, without its instruction."""
         base, release = wheels
         limit = round(max(60.0, 4 * found.seconds))
         return {
@@ -289,7 +289,8 @@ class Maker:
 
 
 async def pairs(wanted: str) -> list[tuple[Source, Source]]:
-    """The pairs of following releases that `PACKAGE` or `PACKAGE==A..B` stands for, newest first.
+    """Return the pairs of following releases that `PACKAGE` or `PACKAGE==A..B` stands for, newest
+    first.
 
     Pre-releases and withdrawn releases are passed over, unless they are A or B. Raises
     `ConfigError` for another form and for versions without a source distribution.
@@ -326,7 +327,7 @@ def parse_wanted(wanted: str) -> tuple[str, tuple[Version, ...]]:
 
 
 async def fetch(source: Source, folder: Path) -> tuple[Path, str]:
-    """The unpacked tree of a source distribution, and its SHA-256. Raises `Refused`."""
+    """Return the unpacked tree of a source distribution, and its SHA-256. Raises `Refused`."""
     words = ("-P", str(SOURCES), source.package, source.file, str(folder))
     digest = json.loads(last(await host_python(*words)))["sha256"]
     return await asyncio.to_thread(unpack, folder / source.file), digest
@@ -358,7 +359,7 @@ def unpack(archive: Path) -> Path:
 
 
 def _dated(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
-    """An entry with a time that a wheel can hold. `Refused` for what leads elsewhere."""
+    """Return an entry with a time that a wheel can hold. `Refused` for what leads elsewhere."""
     found = safe_entry(entry, folder)
     if found is None:
         raise Refused("source distribution", f"{entry.name[:200]!r} leads elsewhere")
@@ -366,7 +367,7 @@ def _dated(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
 
 
 def change_notes(base: Path, release: Path) -> str:
-    """The lines that the release added to its files of changes."""
+    """Return the lines that the release added to its files of changes."""
     added: list[str] = []
     for path in sorted([*release.glob("*"), *release.glob("doc*/*")]):
         if NOTES.fullmatch(path.name) and path.is_file() and not path.is_symlink():
@@ -389,7 +390,7 @@ def is_test(path: PurePosixPath | Path) -> bool:
 
 
 def source_root(tree: Path, wheel: Wheel) -> str:
-    """The folder of a tree whose files the wheel installs as they are. Raises `Refused`."""
+    """Return the folder of a tree whose files the wheel installs as they are. Raises `Refused`."""
     modules = [name for name in wheel.files if name.endswith(".py")]
     tops = (path.name for path in sorted(tree.glob("[A-Za-z]*")) if path.is_dir())
     tops = (name for name in tops if re.fullmatch(r"[\w.-]+", name))
@@ -400,7 +401,7 @@ def source_root(tree: Path, wheel: Wheel) -> str:
 
 
 def divide(diff: str, root: str, installed: Iterable[str]) -> Change:
-    """A diff by kind of file; `installed` are the paths of both wheels below `root`."""
+    """Return a diff by kind of file; `installed` are the paths of both wheels below `root`."""
     shipped = {str(PurePosixPath(root, name)) for name in installed}
     source, tests, files, lines = [], [], [], set()
     for path, text in files_of(diff):
@@ -419,13 +420,13 @@ def divide(diff: str, root: str, installed: Iterable[str]) -> Change:
 
 
 def code_lines(patch: str) -> set[str]:
-    """The changed lines of a patch, with their sign, less empty lines and comments."""
+    """Return the changed lines of a patch, with their sign, less empty lines and comments."""
     changed = re.findall(r"(?m)^([+-])(?!(?:\+\+|--) )[ \t]*([^\s#].*?)\s*$", patch)
     return {sign + text for sign, text in changed}
 
 
 def without_versions(lines: Iterable[str], versions: Sequence[Version]) -> set[str]:
-    """The lines that name no version of the pair, in either of its forms."""
+    """Return the lines that name no version of the pair, in either of its forms."""
     forms = {str(version) for version in versions}
     forms |= {", ".join(map(str, version.release)) for version in versions}
     return {line for line in lines if not any(form in line for form in forms)}
@@ -458,7 +459,7 @@ def brings(lock: str, package: str) -> bool:
 
 
 def group_requirements(groups: Mapping[str, object], name: str, depth: int = 8) -> list[str]:
-    """The requirements of a dependency group (PEP 735) and of those that it includes."""
+    """Return the requirements of a dependency group (PEP 735) and of those that it includes."""
     found: list[str] = []
     listed = groups.get(name, ())
     for each in listed if isinstance(listed, list) else ():
@@ -470,7 +471,9 @@ def group_requirements(groups: Mapping[str, object], name: str, depth: int = 8) 
 
 
 def file_requirements(path: Path) -> list[str]:
-    """The requirements of a requirements file; its options, paths and addresses are left out."""
+    """Return the requirements of a requirements file; its options, paths and addresses are left
+    out.
+    """
     if path.is_symlink() or not path.is_file():
         return []
     found: list[str] = []
@@ -483,7 +486,7 @@ def file_requirements(path: Path) -> list[str]:
 
 
 def applying(text: str) -> list[str]:
-    """A requirement without its marker, if that holds for this Python; else nothing."""
+    """Return a requirement without its marker, if that holds for this Python; else nothing."""
     read = Requirement(requirement(text))
     if read.marker is not None and not read.marker.evaluate({"extra": ""}):
         return []
@@ -522,7 +525,7 @@ def outcomes(
 
 
 def command_of_tests(root: str, tree: Path) -> str:
-    """The bash line that runs all tests of a tree."""
+    """Return the bash line that runs all tests of a tree."""
     places: dict[str, None] = {}
     for path in sorted(tree.rglob("*.py")):
         inside = path.relative_to(tree)

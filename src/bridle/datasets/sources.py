@@ -17,7 +17,7 @@ MOST_BYTES = 64 << 20
 
 
 def main(name: str, wanted: str = "", folder: str = "") -> dict[str, Any]:
-    """The source distributions of a package; with a file name, that one is fetched."""
+    """List the source distributions of a package; with a file name, fetch that one."""
     from pip._internal.commands import create_command
     from pip._internal.network.utils import HEADERS
 

@@ -71,14 +71,17 @@ def is_swe(value: object) -> bool:
 
 
 def _not_graded(value: object) -> str | None:
-    """The field by which a row is known to be of a set that cannot be graded."""
+    """Return the field by which a row is known to be of a set that cannot be graded."""
     if not isinstance(value, dict) or "task_id" in value:
         return None
     return next((field for field in NOT_GRADED if field in value), None)
 
 
 def swe_task(value: object, where: str) -> JSON:
-    """A row as the fields of a `Task`. `ConfigError` names `where`, the field and what is wrong."""
+    """Return a row as the fields of a `Task`.
+
+    `ConfigError` names `where`, the field and what is wrong.
+    """
     row = _instance(value) or {}
     graded = all(row.get(name) for name in GRADED)
     if not graded and (field := _not_graded(value)) is not None:
@@ -125,7 +128,7 @@ def swe_oracle(value: object, where: str) -> JSON:
 
 
 def _instance(value: object) -> JSON | None:
-    """The row itself, or the one that is wrapped in it; empty cells are left out."""
+    """Return the row itself, or the one that is wrapped in it; empty cells are left out."""
     if not isinstance(value, dict) or "task_id" in value:
         return None
     metadata = decode_field(value.get("metadata"))
@@ -163,7 +166,7 @@ def _names(row: Mapping[str, Any], field: str, where: str) -> list[str]:
 
 
 def _patch(row: Mapping[str, Any], field: str, where: str, most: int = MOST_BYTES) -> str:
-    """A patch that stays in the repository, with one newline at its end."""
+    """Return a patch that stays in the repository, with one newline at its end."""
     patch = _text(row, field, where, most)
     for path in re.findall(r"(?m)^(?:---|\+\+\+|rename to|copy to) (?:[ab]/)?([^\t\n]+)", patch):
         if path != "/dev/null" and (path.startswith("/") or ".." in PurePosixPath(path).parts):
@@ -172,7 +175,7 @@ def _patch(row: Mapping[str, Any], field: str, where: str, most: int = MOST_BYTE
 
 
 def _applied(patch: str, *words: str) -> str:
-    """A command that applies a patch, which ends a line that no patch has."""
+    """Return a command that applies a patch, which ends a line that no patch has."""
     end = f"EOF_{sha256(patch.encode(errors='replace')).hexdigest()[:16]}"
     return f"git apply {' '.join(words)} - <<'{end}'\n{patch}{end}"
 
@@ -184,7 +187,9 @@ def _specs() -> JSON:
 
 
 def _spec(row: Mapping[str, Any], image: str, where: str) -> tuple[JSON, str]:
-    """The commands of a row's tests with the kind and the parser of their log, and its image."""
+    """Return the commands of a row's tests with the kind and the parser of their log, and its
+    image.
+    """
     specs = _specs()
     own = decode_field(row.get("install_config"))
     if isinstance(own, dict):
@@ -217,7 +222,7 @@ def _spec(row: Mapping[str, Any], image: str, where: str) -> tuple[JSON, str]:
 
 
 def _script(row: Mapping[str, Any], spec: Mapping[str, Any], where: str) -> str:
-    """The set's evaluation: its own tests at their own state, run between the marks."""
+    """Return the set's evaluation: its own tests at their own state, run between the marks."""
     base = _text(row, "base_commit", where)
     if re.fullmatch(r"[0-9a-fA-F]{7,64}", base) is None:
         raise ConfigError(f"{where}: base_commit: must be the hash of a commit, not {base!r:.80}")
@@ -249,7 +254,9 @@ def _script(row: Mapping[str, Any], spec: Mapping[str, Any], where: str) -> str:
 def _listed(
     row: Mapping[str, Any], spec: Mapping[str, Any], tests: tuple[str, str], where: str
 ) -> str:
-    """The evaluation where all is installed in the image, and the commands name the tests."""
+    """Return the evaluation where all is installed in the image, and the commands name the
+    tests.
+    """
     assets = decode_field(row.get("image_assets"))
     if isinstance(assets, dict) and assets.get("test_patch"):
         raise ConfigError(
@@ -273,7 +280,7 @@ def _listed(
 
 
 def _tests(repo: str, command: str, patch: str, where: str) -> str:
-    """The command with the tests that a patch touches, in the repository's own way."""
+    """Return the command with the tests that a patch touches, in the repository's own way."""
     if command.endswith(" -k"):  # mypy's tests are cases in data files
         names = re.findall(r"\[case ([^\]]+)\]", patch)
         words = [shlex.quote(" or ".join(names))] if names else []
@@ -293,7 +300,8 @@ def _tests(repo: str, command: str, patch: str, where: str) -> str:
 def _with_bug(
     row: Mapping[str, Any], names: Sequence[str], fail: Sequence[str], where: str
 ) -> JSON:
-    """The step that makes SWE-smith's image the task: its bug, and a history without the fix.
+    """Return the step that makes SWE-smith's image the task: its bug, and a history without the
+    fix.
 
     As on the set's own branches, the first commit has the bug and the second lacks the tests that
     fail by it.

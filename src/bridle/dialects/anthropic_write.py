@@ -100,7 +100,7 @@ def stop_reason(reply: Reply) -> tuple[str, str | None]:
 
 
 def usage_json(usage: Usage) -> JSON:
-    """Token counts; cached tokens are not part of `input_tokens`."""
+    """Return token counts; cached tokens are not part of `input_tokens`."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

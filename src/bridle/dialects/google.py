@@ -403,7 +403,7 @@ def _parts_of(value: JSON, path: str) -> Iterator[tuple[JSON, str]]:
 
 
 def _content_part(part: JSON, path: str) -> Iterator[Part]:
-    """Text, media, or a block kept as it is."""
+    """Yield text, media, or a block kept as it is."""
     if "text" in part:
         if text := text_at(part, "text", path):
             yield TextPart(text)

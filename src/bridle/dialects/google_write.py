@@ -89,7 +89,7 @@ def finish_reason(reply: Reply) -> str:
 
 
 def usage_json(usage: Usage) -> JSON:
-    """Token counts; thoughts are counted apart from the candidate."""
+    """Return token counts; thoughts are counted apart from the candidate."""
     counts = {
         "promptTokenCount": usage.prompt_tokens,
         "candidatesTokenCount": usage.completion_tokens - usage.reasoning_tokens,
@@ -173,7 +173,7 @@ class ContentStream(StreamEncoder):
         return self._piece(parts) if parts else b""
 
     def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Nothing before; the finish reason, usage, and the signature where no call had one."""
+        """Write the finish reason, usage, and the signature where no call had one."""
         signed = reply.content and not reply.tool_calls
         parts = [{"text": "", **(sign(self._head, 0) if signed else {})}]
         last = self._framed(response_json(self._head, parts, finish_reason(reply), usage))

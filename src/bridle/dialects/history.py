@@ -167,7 +167,7 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         end: int,
         fields: Mapping[str, msgspec.Raw],
     ) -> None:
-        """The items between these offsets of `body` are about to be read, after those `found`.
+        """Note that the items between these offsets of `body` will be read, after those `found`.
 
         `fields` are the body's others.
         """

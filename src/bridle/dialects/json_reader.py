@@ -203,7 +203,7 @@ def encode(value: Any) -> bytes:
 
 
 def one_line(raw: bytes | msgspec.Raw) -> msgspec.Raw:
-    """JSON text without white space around its tokens, as an event needs it."""
+    """Return JSON text without white space around its tokens, as an event needs it."""
     return msgspec.Raw(msgspec.json.format(bytes(raw), indent=-1))
 
 
@@ -467,7 +467,7 @@ class shallow:  # noqa: N801 - used as a function
         self._path = path
 
     def __enter__(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
         if isinstance(cause, RecursionError):
@@ -645,7 +645,7 @@ def arguments_text(value: Any) -> str:
 
 
 def arguments_object(arguments: str) -> bytes:
-    """JSON text of call arguments for a dialect that needs an object.
+    """Return JSON text of call arguments for a dialect that needs an object.
 
     An object stays as it was written, but on one line. Empty text and `null` are `{}`. Anything
     else goes under the key `INVALID_JSON`, which Anthropic's documentation uses for it, so that the

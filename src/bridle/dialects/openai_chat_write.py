@@ -72,7 +72,7 @@ def logprobs_json(reply: Reply) -> JSON | None:
 
 
 def usage_json(usage: Usage) -> JSON:
-    """Token counts. The details are always objects (trae-agent fails on null)."""
+    """Return token counts. The details are always objects (trae-agent fails on null)."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -185,7 +185,7 @@ class ChatStream(StreamEncoder):
         return self._delta({"tool_calls": [{"index": index, **call}]})
 
     def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Nothing before; the finish chunk, the usage chunk if asked for, and `[DONE]`."""
+        """Write the finish chunk, the usage chunk if asked for, and `[DONE]`."""
         reason = b',"finish_reason":' + encode(finish_reason(reply)) + b"}]"
         null = b',"usage":null' if self._include_usage else b""
         last = self._before + b"{}" + reason + null + b"}\n\n"

@@ -173,7 +173,7 @@ def call_item(head: ReplyHead, dress: Dress, index: int, call: ToolCall) -> JSON
 
 
 def usage_json(usage: Usage) -> JSON:
-    """Token counts; the details are always objects."""
+    """Return token counts; the details are always objects."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

@@ -208,7 +208,7 @@ class SlotCache:
         self.slots, self.length = slots, length
 
     def token_bytes(self) -> int:
-        """Bytes of cache per token and slot; 0 before the first step."""
+        """Return bytes of cache per token and slot; 0 before the first step."""
         tensors = [tensor for pair in self.layers.values() for tensor in pair]
         return sum(t.shape[1] * t.shape[3] * t.element_size() for t in tensors)
 

@@ -59,7 +59,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, special tokens included."""
+        """Return text of ids, special tokens included."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
 

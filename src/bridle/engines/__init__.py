@@ -32,7 +32,7 @@ the target: a script file, a model folder, a server's URL."""
 def open_engine(
     spec: str, *, tokenizer: str | None = None, allow_untokenized: bool = False
 ) -> Engine:
-    """The engine that `spec` names, not started yet.
+    """Return the engine that `spec` names, not started yet.
 
     `scripted:FILE`, `embedded:DIR`, `http://HOST:PORT` or `https://...` (vLLM's HTTP shape),
     `sglang:URL`, `openai:URL#MODEL` (text only), `NAME:TARGET` of an installed entry point, or

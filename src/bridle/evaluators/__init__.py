@@ -22,6 +22,6 @@ EVALUATORS = {
 
 
 def open_evaluator(spec: EvaluatorSpec) -> Evaluator:
-    """The evaluator that a task names; `ConfigError` names what is unknown or wrong."""
+    """Return the evaluator that a task names; `ConfigError` names what is unknown or wrong."""
     kind: EvaluatorClass = load(spec.strategy, EVALUATORS, what="evaluator")
     return kind.from_config(spec.config)

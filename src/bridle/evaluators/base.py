@@ -85,12 +85,14 @@ class Places(Protocol):
         """
 
     def fresh(self) -> AbstractAsyncContextManager[Runtime]:
-        """A runtime with the steps of `prepare` and `eval_prepare`, and nothing of the agent's."""
+        """Open a runtime with the steps of `prepare` and `eval_prepare`, and nothing of the
+        agent's.
+        """
 
     def with_work(
         self, ours: Sequence[str] = (), only: Sequence[str] | None = None
     ) -> AbstractAsyncContextManager[Runtime]:
-        """A fresh runtime whose work folder is the agent's; where the task says `trusted`, the
+        """Open a fresh runtime whose work folder is the agent's; where the task says `trusted`, the
         agent's own.
 
         `ours` and what is not below one of `only` (paths in the work folder; `None` = all) is not
@@ -98,7 +100,7 @@ class Places(Protocol):
         """
 
     def whole(self) -> AbstractAsyncContextManager[Runtime]:
-        """A runtime with all files of the agent's and no process of it; where the task says
+        """Open a runtime with all files of the agent's and no process of it; where the task says
         `trusted`, the agent's own.
         """
 

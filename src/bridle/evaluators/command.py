@@ -126,5 +126,5 @@ def parse_reward(text: str, name: str) -> tuple[float, JSON]:
 
 
 def _tail(result: ExecResult) -> str:
-    """The end of what the command said, for people."""
+    """Return the end of what the command said, for people."""
     return (result.stdout + result.stderr).decode(errors="replace").strip()[-TAIL_CHARS:]

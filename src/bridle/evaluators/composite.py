@@ -112,7 +112,10 @@ class CompositeEvaluator:
                 raise ConfigError(f"part {one.name!r} of 'composite': {error}") from error
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """Every part in order, up to a closed gate. Raises `EvaluatorError` naming the part."""
+        """Return every part in order, up to a closed gate.
+
+        Raises `EvaluatorError` naming the part.
+        """
         found: dict[str, Evaluation] = {}
         began = time.monotonic()
         for one in self._parts:

@@ -107,7 +107,7 @@ class FunctionEvaluator(Configured[FunctionSettings]):
             _check_import(self._located(Path(task.task_dir or "")), tuple(env.items()))
 
     def _located(self, folder: Path) -> str:
-        """The function's path with its file, if it names one, below `folder`."""
+        """Return the function's path with its file, if it names one, below `folder`."""
         function = self._settings.function
         return str((folder / function).absolute()) if ".py:" in function else function
 
@@ -231,7 +231,7 @@ def _session(context: EvaluationContext, folder: str | None) -> JSON:
 
 
 def trace_messages(context: EvaluationContext) -> list[list[JSON]]:
-    """The messages of each trace, in the form of OpenAI Chat."""
+    """Return the messages of each trace, in the form of OpenAI Chat."""
     return [
         [*trace.prompt_messages, *trace.response_messages] for trace in context.trajectory.traces
     ]
@@ -278,7 +278,8 @@ class Confined:
 
 @asynccontextmanager
 async def sandboxed(module: str, *files: Path) -> AsyncIterator[Confined]:
-    """A sandbox inside, with the outermost package of `module` and `files` where they lie here.
+    """Open a sandbox inside, with the outermost package of `module` and `files` where they lie
+    here.
 
     `EvaluatorError` where there is no such module, `RuntimeFailure` where there can be no sandbox.
     """
@@ -300,7 +301,8 @@ async def sandboxed(module: str, *files: Path) -> AsyncIterator[Confined]:
 
 
 def _source(module: str) -> tuple[Path, Path]:
-    """The file or package folder of a module, and the folder in which its first name is found.
+    """Return the file or package folder of a module, and the folder in which its first name is
+    found.
 
     Nothing is imported. Folders without `__init__.py` are passed through, and never the answer.
     """

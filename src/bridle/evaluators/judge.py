@@ -178,8 +178,9 @@ class JudgeEvaluator(Configured[JudgeSettings]):
 
 
 async def _complete(access: ModelAccess, body: JSON) -> str:
-    """The text of a chat completion. `EvaluatorError` for an answer that is none, raised when the
-    gateway's `Retry-After` is over.
+    """Return the text of a chat completion.
+
+    `EvaluatorError` for an answer that is none, raised when the gateway's `Retry-After` is over.
     """
     headers = {"Authorization": f"Bearer {access.key}"}
     url = f"{access.base_url}/chat/completions"
@@ -199,7 +200,7 @@ async def _complete(access: ModelAccess, body: JSON) -> str:
 
 
 def parse_answer(text: str, low: float, high: float, turns: int = 0) -> JSON:
-    """The judge's object, with a score of each of so many turns, or one score in all.
+    """Return the judge's object, with a score of each of so many turns, or one score in all.
 
     `EvaluatorError` if it is not exactly one object, or a score is none.
     """
@@ -264,12 +265,12 @@ def _is_reply(message: JSON) -> bool:
 
 
 def longest(traces: list[list[JSON]]) -> list[JSON]:
-    """The trace that shows most of a session; nothing for a session without one."""
+    """Return the trace that shows most of a session; nothing for a session without one."""
     return max(traces, key=len, default=[])
 
 
 def cut(text: str, most: int) -> str:
-    """At most `most` characters: the beginning and the end, and a word on what is left out."""
+    """Return at most `most` characters: beginning, end, and a note on what is left out."""
     if len(text) <= most:
         return text
     half = most // 2

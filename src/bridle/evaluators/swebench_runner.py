@@ -32,7 +32,7 @@ def swebench_report(instance: Instance, prediction: Instance, log: str) -> Insta
 
 
 def swesmith_script(instance: Instance) -> str:
-    """The profile's command, run on the tests as the commit before the last has them."""
+    """Return the profile's command, run on the tests as the commit before the last has them."""
     from swesmith.constants import TEST_OUTPUT_END, TEST_OUTPUT_START
     from swesmith.profiles import registry
 

@@ -180,8 +180,8 @@ class TestOnOutput(Configured[TestOnOutputSettings]):
 async def take_patch(
     context: EvaluationContext, fresh: Runtime, repo: str, base: str | None
 ) -> str:
-    """All that the agent's repository differs in from the tree `base` of the fresh one, new files
-    too, but for those that git ignores.
+    """Return all that the agent's repository differs in from the tree `base` of the fresh one, new
+    files too, but for those that git ignores.
 
     `None` = from what lies there, since images have changes of their own; from its commit where
     `eval_prepare` steps have put tests there. Raises `EvaluatorError`.
@@ -228,8 +228,8 @@ async def _git(runtime: Runtime, repo: str, *words: str, strip: bool = True) -> 
 
 
 def filter_patch(diff: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> Patch:
-    """The files of a patch whose paths are included and not excluded; never what test runners obey
-    unasked, such as a `conftest.py`.
+    """Return the files of a patch whose paths are included and not excluded; never what test
+    runners obey unasked, such as a `conftest.py`.
     """
     kept, dropped, texts = [], [], []
     for path, text in files_of(diff):

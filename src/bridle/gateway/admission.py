@@ -99,11 +99,11 @@ class Admission:
         self._threads = asyncio.Semaphore(THREADS)
 
     def of(self, session: GatewaySession) -> Taken:
-        """A part of the session's share, to be entered."""
+        """Return a part of the session's share, to be entered."""
         return Taken(self, session)
 
     async def body(self, http: web.BaseRequest, taken: Taken) -> bytes:
-        """The whole body, decoded, within the limits of size and time. `RequestError`."""
+        """Return the whole body, decoded, within the limits of size and time. `RequestError`."""
         if (http.content_length or 0) > self.max_body_bytes:
             raise self._too_large()
         try:

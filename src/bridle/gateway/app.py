@@ -436,11 +436,11 @@ class GatewayServer:
         return True
 
     def session_ids(self) -> list[str]:
-        """All sessions, those of earlier processes on this store included, oldest first."""
+        """Return all sessions, those of earlier processes on this store included, oldest first."""
         return [session.session_id for session in self._registry]
 
     def page(self, after: int, limit: int) -> tuple[list[str], int | None]:
-        """Ids of up to `limit` sessions behind `after`, and where the next ones follow."""
+        """Return ids of up to `limit` sessions behind `after`, and where the next ones follow."""
         found = self._registry.page(after, limit + 1)
         more = found[limit - 1].number if len(found) > limit else None
         return [session.session_id for session in found[:limit]], more
@@ -471,5 +471,5 @@ def check_engine(info: EngineInfo, *, allow_untokenized: bool) -> None:
 
 
 def _log_lost(error: BaseException) -> None:
-    """A record of a delivery could not be written; the exchange itself is durable."""
+    """Log a delivery whose record could not be written; the exchange itself is durable."""
     log.error("delivery_not_recorded", error=f"{type(error).__name__}: {error}")

@@ -70,7 +70,7 @@ def _decide(field: FieldPolicy, asked: Any) -> Any:  # noqa: ANN401 - the field'
 
 
 def derived_seed(seed: int, salt: str) -> int:
-    """A seed of 31 bits that is a fixed function of `seed` and `salt`."""
+    """Return a seed of 31 bits that is a fixed function of `seed` and `salt`."""
     digest = hashlib.sha256(f"{seed}:{salt}".encode()).digest()
     return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
 
@@ -83,7 +83,7 @@ def output_budget(
     task: int | None,
     minimum: int,
 ) -> int:
-    """The most tokens that a call may sample: the least of what each party allows.
+    """Return the most tokens that a call may sample: the least of what each party allows.
 
     What the session has left is reserved after this (`TokenAccount`).
 
@@ -114,7 +114,7 @@ def reached_limit(limits: Limits, *, turns: int, tokens: int, seconds: float) ->
 
 
 def too_many_in_flight(limits: Limits, in_flight: int) -> RequestError | None:
-    """The refusal of a call beyond `max_calls_in_flight`; it passes by itself."""
+    """Return the refusal of a call beyond `max_calls_in_flight`; it passes by itself."""
     if limits.max_calls_in_flight is None or in_flight < limits.max_calls_in_flight:
         return None
     return RequestError(
@@ -162,7 +162,7 @@ class TokenAccount:
         return most
 
     def release(self, reserved: int) -> None:
-        """A call has ended; `spent` counts its tokens from here on."""
+        """Release the reservation of a call that ended; `spent` counts its tokens from here on."""
         self.reserved -= reserved
         if self._freed is not None:
             self._freed.set()

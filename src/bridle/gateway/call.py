@@ -231,12 +231,12 @@ class Call:
         return self.delivery in DELIVERED
 
     def posed(self) -> Question:
-        """The question; only before the reply is delivered."""
+        """Return the question; only before the reply is delivered."""
         assert self.question is not None, f"{self.exchange_id} is already delivered"
         return self.question
 
     def answered(self) -> Answer:
-        """The committed reply, until it is delivered."""
+        """Return the committed reply, until it is delivered."""
         assert self.answer is not None, f"{self.exchange_id} has no reply to give"
         return self.answer
 
@@ -289,7 +289,7 @@ class SpanList:
             base._whole = None  # noqa: SLF001 - another instance of this class
 
     def whole(self) -> tuple[bytes, ...]:
-        """All digests, in order."""
+        """Return all digests, in order."""
         chain: list[SpanList] = []
         node: SpanList | None = self
         while node is not None and node._whole is None:  # noqa: SLF001 - see above
@@ -301,7 +301,7 @@ class SpanList:
         return digests
 
     def record(self, head: bytes, base_id: str | None, tools: bytes | None) -> RequestRecord:
-        """The request as capture keeps it; `base_id` is the exchange of `base`."""
+        """Return the request as capture keeps it; `base_id` is the exchange of `base`."""
         return RequestRecord(
             head=head,
             base=base_id if self.kept else None,

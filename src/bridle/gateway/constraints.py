@@ -38,7 +38,7 @@ _values = attrgetter(*_SHAPING)
 def grammar_of(
     request: ModelRequest, plan: SamplingPlan, info: EngineInfo, renderer: PromptRenderer
 ) -> JSON | None:
-    """The grammar to sample under; `None` = freely."""
+    """Return the grammar to sample under; `None` = freely."""
     if not (plan.enforces and info.grammar):
         return None
     if request.tool_choice not in ("auto", "none"):
@@ -60,7 +60,9 @@ def takes_calls(request: ModelRequest) -> bool:
 
 
 def without_calls(reply: Reply) -> Reply:
-    """The reply of an engine that parsed calls where none was wanted: each is a line of text."""
+    """Return the reply of an engine that parsed calls where none was wanted: each is a line of
+    text.
+    """
     calls = [
         f'{{"name": {json.dumps(c.name)}, "arguments": {c.arguments}}}' for c in reply.tool_calls
     ]
@@ -71,7 +73,7 @@ def without_calls(reply: Reply) -> Reply:
 def unenforced(
     request: ModelRequest, reply: Reply, effective: Sampling, *, constrained: bool
 ) -> list[str]:
-    """Names of what the request asked of its answer and nobody saw to."""
+    """Return names of what the request asked of its answer and nobody saw to."""
     extra, found = request.extra, []
     if "unenforced" in extra:
         found += extra["unenforced"]
@@ -98,7 +100,9 @@ def unenforced(
 
 
 def refusal(error: EngineError, request: ModelRequest) -> BridleError:
-    """The engine's error; a grammar that it cannot use is reported as a mistake of the request."""
+    """Return the engine's error; a grammar that it cannot use is reported as a mistake of the
+    request.
+    """
     if error.status == 400 and request.response_schema is not None:
         return RequestError("this model cannot answer in a given format", param="response_format")
     return error

@@ -120,11 +120,12 @@ class SessionControl(Protocol):
         """Drop an ended session from memory."""
 
     def page(self, after: int, limit: int) -> tuple[list[str], int | None]:
-        """Ids of some sessions, oldest first, and where the next ones follow."""
+        """Return ids of some sessions, oldest first, and where the next ones follow."""
 
 
 def control_token(settings: GatewaySettings) -> str:
-    """The token of the control routes: given, from the environment, kept in `data_dir`, or new.
+    """Return the token of the control routes: given, from the environment, kept in `data_dir`, or
+    new.
 
     A new one is written to `data_dir/control.token` with mode 0600. `ConfigError` when that file
     cannot be read or written.
@@ -158,7 +159,7 @@ class Refusal(Exception):
         self._retry_after_s = retry_after_s
 
     def response(self) -> web.Response:
-        """The answer."""
+        """Return the answer."""
         response = _error(self.status, str(self))
         if self._retry_after_s:
             response.headers["Retry-After"] = str(self._retry_after_s)
@@ -415,12 +416,12 @@ def _whole(query: Mapping[str, list[str]], name: str, default: int) -> int:
 
 
 def encode(value: object) -> bytes:
-    """JSON of plain data, dataclasses and numpy arrays."""
+    """Return JSON of plain data, dataclasses and numpy arrays."""
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
 def exchanges_json(exchanges: Sequence[Exchange], deliveries: Mapping[str, Delivery]) -> list[JSON]:
-    """One object per exchange, in commit order; `encode` turns it into bytes.
+    """Return one object per exchange, in commit order; `encode` turns it into bytes.
 
     `prompt_ids` are `None` where an exchange that they stand on could not be read.
     """
@@ -480,7 +481,10 @@ def _error(status: int, message: str, code: str | None = None) -> web.Response:
 
 
 async def _body(http: web.BaseRequest, model: type[ModelT]) -> ModelT:
-    """The request's JSON as `model`; an empty body is `{}`. `ConfigError` names what is wrong."""
+    """Return the request's JSON as `model`; an empty body is `{}`.
+
+    `ConfigError` names what is wrong.
+    """
     body = await read_body(http)
     try:
         check_json(body)

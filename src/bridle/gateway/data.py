@@ -241,7 +241,7 @@ class DataPlane:
         wire: WireFormat,
         taken: Taken,
     ) -> tuple[Call, ModelRequest]:
-        """The call that answers the request, begun or joined."""
+        """Return the call that answers the request, begun or joined."""
         session.requests += 1
         body = b""
         try:

@@ -218,7 +218,7 @@ class Exchanges:
             self._end(session, call)
 
     def succeeded(self, session: GatewaySession, call: Call) -> None:
-        """A call without a task is committed; its client waits for the reply."""
+        """Account for a committed call without a task; its client waits for the reply."""
         self._metrics.call("committed")
         self._deliveries.committed(session, call)
         self._end(session, call)
@@ -321,7 +321,7 @@ class Exchanges:
     def live(
         self, session: GatewaySession, call: Call, prompted: Prompted, effective: Sampling
     ) -> LiveReply | None:
-        """The reply to be, if it leaves while it is sampled; `None` = it leaves whole.
+        """Return the reply to be, if it leaves while it is sampled; `None` = it leaves whole.
 
         What may have to begin again (`seam`: a grammar, images) leaves whole; so do samples that
         no template is for, and those whose logprobs leave beside them.
@@ -347,7 +347,7 @@ class Exchanges:
         prompted: Prompted,
         effective: Sampling,
     ) -> SampledReply:
-        """The sample. `EngineError` or `RequestError` if there is none.
+        """Return the sample. `EngineError` or `RequestError` if there is none.
 
         Where a part of the reply has left already, what there is of the sample stands, and
         `call.error` says why it has no end.
@@ -440,7 +440,9 @@ class Exchanges:
     async def _effective(
         self, session: GatewaySession, call: Call, question: Question, prompt_tokens: int
     ) -> Sampling:
-        """The sampling in effect, its tokens reserved; the overflow when there is no room left."""
+        """Return the sampling in effect, its tokens reserved; the overflow when there is no room
+        left.
+        """
         budget = self.budget(session, question, prompt_tokens)
         try:
             call.reserved = await session.account.reserve(budget, lambda: session.tokens)
@@ -450,7 +452,7 @@ class Exchanges:
         return self.sampling(session, question, call.reserved)
 
     def budget(self, session: GatewaySession, question: Question, prompt_tokens: int) -> int:
-        """The most tokens to sample, but for what the session has left; the overflow."""
+        """Return the most tokens to sample, but for what the session has left; the overflow."""
         return budgets.output_budget(
             prompt_tokens=prompt_tokens,
             context_length=question.served.info.context_length,
@@ -490,7 +492,7 @@ class Exchanges:
         effective: Sampling,
         sampled: SampledReply,
     ) -> Finished:
-        """The facts of a call whose reply is whole; it is COMMITTING then."""
+        """Return the facts of a call whose reply is whole; it is COMMITTING then."""
         question = call.posed()
         request, wire, served = question.request, question.wire, question.served
         prompt, extended = sampled_under(prompted, sampled)
@@ -605,7 +607,7 @@ class Exchanges:
     def _parse(
         self, call: Call, question: Question, prompt: PromptIds, sampled: SampledReply
     ) -> Reply:
-        """The reply that the sampled ids say; the engine's own parse where it made one."""
+        """Return the reply that the sampled ids say; the engine's own parse where it made one."""
         calls = takes_calls(question.request)
         if (parsed := sampled.last.reply) is not None:
             return parsed if calls else without_calls(parsed)
@@ -621,5 +623,5 @@ class Exchanges:
 
 
 def _parent(session: GatewaySession, placement: Placement) -> Call | None:
-    """The call that a placement continues; `None` = none, or its commit failed."""
+    """Return the call that a placement continues; `None` = none, or its commit failed."""
     return None if placement.parent is None else session.calls.get(placement.parent)

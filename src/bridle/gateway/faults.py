@@ -37,7 +37,7 @@ Others below 500 (keys, paths) are our own mistakes and are reported as failures
 
 
 def request_error(error: BaseException) -> RequestError:
-    """The refusal that a harness gets for `error`; a `RequestError` is returned as it is."""
+    """Return the refusal that a harness gets for `error`; a `RequestError` is returned as it is."""
     match error:
         case RequestError():
             return error
@@ -97,7 +97,7 @@ def _passing(
 
 
 def overflow(prompt_tokens: int, context_length: int) -> RequestError:
-    """The prompt leaves no room to sample; the text has both numbers, as some clients read it."""
+    """Return the error of a prompt that leaves no room to sample, with both numbers for clients."""
     return RequestError(
         f"prompt is too long: {prompt_tokens} tokens > {context_length} maximum "
         f"(this model's maximum context length is {context_length} tokens)",
@@ -109,7 +109,7 @@ def overflow(prompt_tokens: int, context_length: int) -> RequestError:
 
 
 def orphan(found: Orphan) -> RequestError:
-    """A tool result answers a call that stands nowhere before it."""
+    """Return the error of a tool result whose call stands nowhere before it."""
     named = f"the id {found.call_id!r}" if found.call_id else f"the name {found.name!r}"
     which = named if found.call_id or found.name else "neither an id nor a name"
     return RequestError(
@@ -120,17 +120,17 @@ def orphan(found: Orphan) -> RequestError:
 
 
 def unauthorized(message: str = "unknown or missing session key") -> RequestError:
-    """The key is not one of a living session."""
+    """Return the error of a key that belongs to no open session."""
     return RequestError(message, status=401, code="authentication_error")
 
 
 def session_ended() -> RequestError:
-    """The session is sealed; its key is dead."""
+    """Return the error of a sealed session, whose key is dead."""
     return unauthorized("this session has ended; its key is no longer valid")
 
 
 def spent(limit: str) -> RequestError:
-    """A limit of the session is reached; it does not pass by itself."""
+    """Return the error of a session that has reached a limit; waiting does not help."""
     return RequestError(
         f"the session's budget of {limit} is used up", status=429, code="budget_exhausted"
     )
@@ -142,7 +142,7 @@ def paused() -> RequestError:
 
 
 def shutting_down() -> RequestError:
-    """The gateway ends; another one may take over."""
+    """Return the error of a gateway that ends; another one may take over."""
     return RequestError("the gateway is shutting down", status=503, code="overloaded")
 
 

@@ -58,7 +58,7 @@ class Shown:
 
 
 def unplaced(images: Sequence[JSON]) -> list[JSON]:
-    """The images without their places."""
+    """Return the images without their places."""
     lost = {"start", "length"}
     return [{name: value for name, value in image.items() if name not in lost} for image in images]
 
@@ -104,7 +104,9 @@ async def _seen(
 
 
 def pictures(shown: Shown, images: Sequence[JSON]) -> tuple[Picture, ...] | None:
-    """The images of the messages at the places that `images` gives; `None` = a place is missing."""
+    """Return the images of the messages at the places that `images` gives; `None` = a place is
+    missing.
+    """
     urls = [
         part["image_url"]["url"]
         for message in shown.messages
@@ -123,7 +125,7 @@ def pictures(shown: Shown, images: Sequence[JSON]) -> tuple[Picture, ...] | None
 
 
 def media_of(messages: Sequence[Message]) -> list[MediaPart]:
-    """All parts of the messages that are not shown as text, in order."""
+    """Return all parts of the messages that are not shown as text, in order."""
     return [
         part
         for message in messages

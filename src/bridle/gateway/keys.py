@@ -25,7 +25,7 @@ _KEY = re.compile(r"bk-[A-Za-z0-9_-]{8,}")
 
 
 def mint_key() -> str:
-    """A new key: `bk-` and 43 URL-safe characters that hold 256 random bits."""
+    """Return a new key: `bk-` and 43 URL-safe characters that hold 256 random bits."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
@@ -35,12 +35,12 @@ def key_digest(key: str) -> bytes:
 
 
 def redact(text: str) -> str:
-    """The same text with every session key replaced by `bk-***`, for logs and messages."""
+    """Return the same text with every session key replaced by `bk-***`, for logs and messages."""
     return _KEY.sub(PREFIX + "***", text)
 
 
 def presented_keys(headers: Mapping[str, str], query: str) -> list[str]:
-    """All credentials of a request, in no particular order of trust; may be empty.
+    """Return all credentials of a request, in no particular order of trust; may be empty.
 
     `headers` have lower-case names. Read are `Authorization: Bearer`, `x-api-key`,
     `x-goog-api-key` and `?key=`: clients of one provider use several of them, sometimes at once.

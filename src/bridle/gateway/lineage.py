@@ -53,7 +53,7 @@ def index_reply(
 def turns_shown(
     session: GatewaySession, question: Question, parent: Call | None
 ) -> TurnCounts | None:
-    """The counts of a request whose prompt extends `parent`; `None` = it is a root.
+    """Return the counts of a request whose prompt extends `parent`; `None` = it is a root.
 
     `None` is returned where those of the parent are not known (a capture file of an older version).
     """
@@ -72,7 +72,7 @@ def turns_shown(
 
 
 def turns_under(session: GatewaySession, call: Call, prompt: PromptIds) -> TurnCounts | None:
-    """The counts of a call whose `prompt` was not made from its parent's ids.
+    """Return the counts of a call whose `prompt` was not made from its parent's ids.
 
     An engine that rendered the messages itself may have come to the same ids.
     """
@@ -102,7 +102,9 @@ SUMMARISED: Final = "summarised"
 def after_summary(
     session: GatewaySession, request: ModelRequest, placement: Placement
 ) -> Placement:
-    """A root (`placement`) whose text holds a summary of ours continues what wrote it."""
+    """Place a root (`placement`) whose text holds a summary of ours as its writer's
+    continuation.
+    """
     parent = session.lineage.summarised_by(request.messages)
     if parent not in session.calls:
         return placement
@@ -112,7 +114,7 @@ def after_summary(
 def of_subagent(
     session: GatewaySession, request: ModelRequest, placement: Placement, asked: Asked
 ) -> Asked:
-    """A call that no mark tells apart is a sub-agent's if its task is in a call of ours.
+    """Classify a call without a mark as a sub-agent's if its task is in a call of ours.
 
     So are those that continue one.
     """

@@ -60,7 +60,7 @@ class DisconnectListener(Protocol):
     """Whoever waits at a connection for a reply."""
 
     def lost(self) -> None:
-        """The connection was lost."""
+        """Handle the loss of the connection."""
 
 
 class ConnectionServer(DisconnectListener, Protocol):
@@ -127,7 +127,7 @@ class Connection(RequestHandler):
         return waiter is not None and not waiter.done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has come; it gets the time of a head to send its first byte."""
+        """Accept a client; it gets the time of a head to send its first byte."""
         super().connection_made(transport)
         self._begin_deadline()
 
@@ -179,7 +179,7 @@ class Connection(RequestHandler):
             self._manager.make_room()
 
     def head_arrived(self) -> None:
-        """A request is whole but for its body."""
+        """Handle a request whose head is whole."""
         self.was_served = True
         if self._unfinished:
             self._let_go()
@@ -214,7 +214,7 @@ class Connection(RequestHandler):
             self._deadline = None
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The client has gone."""
+        """Handle a client that has gone."""
         self._end_deadline()
         self._let_go()
         for served in (self.line, self.handed):
@@ -260,7 +260,7 @@ class _Server(web.Server):
 
 
 def most_connections() -> int:
-    """Half of the files that the process may have open: a model call has a second one."""
+    """Return half of the files that the process may have open: a model call has a second one."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MANY_CONNECTIONS if soft == resource.RLIM_INFINITY else max(soft // 2, 16)
 

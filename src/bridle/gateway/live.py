@@ -25,7 +25,7 @@ class Mark:
     calls: int = 0
 
     def within(self, reply: Reply) -> Reply:
-        """The beginning of `reply` that ends here."""
+        """Return the beginning of `reply` that ends here."""
         return Reply(
             content=reply.content[: self.text],
             reasoning=(reply.reasoning or "")[: self.reasoning] or None,
@@ -38,7 +38,7 @@ class Mark:
 
     @classmethod
     def read(cls, text: str) -> Mark | None:
-        """A mark from its text; `None` = it is none."""
+        """Return a mark from its text; `None` = it is none."""
         numbers = [int(word) for word in text.split() if word.isdigit()]
         mark = cls(*numbers) if len(numbers) == 3 else None
         return mark if mark is not None and str(mark) == text else None
@@ -121,7 +121,7 @@ class LiveReply:
             follower()
 
     def after(self, mark: Mark, encoder: StreamEncoder) -> tuple[bytes, Mark]:
-        """The events of what lies behind `mark`, and where that ends."""
+        """Return the events of what lies behind `mark`, and where that ends."""
         end, events = self._end, b""
         if encoder.calls_at_end and end.calls != mark.calls:
             end = Mark(end.reasoning, end.text, mark.calls)
@@ -134,7 +134,7 @@ class LiveReply:
         return events, end
 
     def note(self, mark: Mark) -> None:
-        """A client was written the reply up to `mark`."""
+        """Note that the reply up to `mark` was written to a client."""
         self.partly_sent = True
         if (mark.calls, mark.text, mark.reasoning) > (
             self.sent.calls,

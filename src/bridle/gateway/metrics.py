@@ -126,11 +126,11 @@ class Metrics:
         self._registry.register(_Tallies(tallies))
 
     def request(self, dialect: str, route: str, status: int) -> None:
-        """One more answered request."""
+        """Count one more answered request."""
         self.requests.values[dialect, route, status] += 1
 
     def call(self, outcome: str) -> None:
-        """One more ended call."""
+        """Count one more ended call."""
         self.calls.values[(outcome,)] += 1
 
     def committed(self, usage: Usage, seconds: float, *, replayed: bool) -> None:
@@ -142,11 +142,11 @@ class Metrics:
         self.duration.observe(seconds)
 
     def placement(self, kind: str, *, extended: bool) -> None:
-        """One more placed call."""
+        """Count one more placed call."""
         self.placements.values[kind, extended] += 1
 
     def delivery(self, state: str) -> None:
-        """One more delivery record."""
+        """Count one more delivery record."""
         self.deliveries.values[(state,)] += 1
 
     def watch(self, pools: Callable[[], Mapping[str, EnginePool]]) -> None:
@@ -158,7 +158,7 @@ class Metrics:
         self._registry.register(_Disk(folder))
 
     def render(self) -> bytes:
-        """All of them as Prometheus text, version 0.0.4."""
+        """Return all of them as Prometheus text, version 0.0.4."""
         return generate_latest(self._registry)
 
 
@@ -169,7 +169,7 @@ class _Tallies(Collector):
         self._tallies = tallies
 
     def collect(self) -> Iterator[Metric]:
-        """One family per tally."""
+        """Yield one family per tally."""
         return (tally.family() for tally in self._tallies)
 
 
@@ -180,7 +180,7 @@ class _Disk(Collector):
         self._folder = folder
 
     def collect(self) -> Iterator[Metric]:
-        """One number; none while the folder cannot be reached."""
+        """Yield one number; none while the folder cannot be reached."""
         try:
             free = shutil.disk_usage(self._folder).free
         except OSError:
@@ -196,7 +196,7 @@ class _Replicas(Collector):
         self._pools = pools
 
     def collect(self) -> Iterator[Metric]:
-        """One family per number."""
+        """Yield one family per number."""
         labels = ("model", "replica")
         gauges = {
             name: GaugeMetricFamily(f"bridle_replica_{name}", text, labels=labels)

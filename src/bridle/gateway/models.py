@@ -131,7 +131,7 @@ class Models:
                 yield entry.served
 
     def of(self, other: str | None) -> Served:
-        """The engine of that name, or the policy where there is none of it (any more)."""
+        """Return the engine of that name, or the policy where there is none of it (any more)."""
         named = (entry.served for entry in self._entries if entry.served.other == other)
         return self.policy if other is None else next(named, self.policy)
 
@@ -157,7 +157,7 @@ def make_policy(
     *,
     by_engine: bool = False,
 ) -> Served:
-    """The policy, which answers whatever no entry of the table is for.
+    """Make the policy, which answers whatever no entry of the table is for.
 
     `by_engine` = the engine's own template renders the roots; it must be `Templating`.
     """
@@ -174,7 +174,7 @@ def make_policy(
 def make_sampler(
     engine: Engine, info: EngineInfo, renderer: PromptRenderer, version: Callable[[], int]
 ) -> Sampler:
-    """The sampler of an engine; `version` = of tokens whose engine does not tell theirs."""
+    """Make the sampler of an engine; `version` = of tokens whose engine does not report theirs."""
     return Sampler(
         engine,
         mode=info.logprob_mode,
@@ -200,7 +200,9 @@ def check_models(models: Sequence[OtherModel]) -> None:
 
 
 def _plan(spec: ModelSpec, *, own: bool) -> SamplingPlan | None:
-    """An engine that does not train samples as it is asked to, unless the entry says otherwise."""
+    """Return the sampling policy of an engine: one that does not train samples as it is asked
+    to.
+    """
     if spec.sampling is not None:
         return SamplingPlan(spec.sampling)
     return SamplingPlan(AS_ASKED) if own else None

@@ -75,7 +75,7 @@ class Handed:
     deliveries: Deliveries
 
     def lost(self) -> None:
-        """The client has gone before that."""
+        """Handle a client that has gone before that."""
         self.taken.__exit__()
         self.deliveries.left(self.session, self.call, partly=False)
 
@@ -208,7 +208,7 @@ class PlainConnection:
         self.connection.pass_on(data)
 
     def lost(self) -> None:
-        """The client has gone."""
+        """Handle a client that has gone."""
         if self._parts:
             _, taken = self._whole()
             taken.__exit__()
@@ -277,7 +277,7 @@ class PlainPath:
             session.in_hand.heads.append(line.known)
 
     def find(self, data: bytes) -> KnownHead | None:
-        """The known head that `data` begins with."""
+        """Return the known head that `data` begins with."""
         end = data.find(b"\r\n\r\n", 0, MOST_KEPT) + 4
         length = _LENGTH.search(data, 0, end) if self._known and end > 4 else None
         if length is None:
@@ -285,7 +285,7 @@ class PlainPath:
         return self._known.get((data[: length.start(1)], data[length.end(1) : end]))
 
     def taken(self, session: GatewaySession, size: int) -> Taken | None:
-        """A request's part of its session's share; `None` = it is to be refused."""
+        """Take a request's part of its session's share; `None` = it is to be refused."""
         taken = Taken(self.admission, session)
         try:
             taken.__enter__()
@@ -441,7 +441,7 @@ class PlainCall:
             self.alarm = asyncio.get_running_loop().call_later(patience_s, self.hand_over)
 
     def arrived(self, _: asyncio.Future[Any]) -> None:
-        """The engine's reply is there, or failed: commit, then answer."""
+        """Commit the engine's reply, or handle its failure; then answer."""
         call, session, exchanges = self.call, self.taken.session, self.path.exchanges
         if call.flight is not self:
             return  # a task goes on with it
@@ -474,7 +474,7 @@ class PlainCall:
             written.add_done_callback(self._durable)
 
     def _durable(self, written: asyncio.Future[None]) -> None:
-        """The store's thread has written, or failed."""
+        """Handle the end of the write in the store's thread."""
         if self.call.flight is not self:
             return  # a task waits for the same
         assert self.written is not None, "it waits for this"
@@ -484,7 +484,7 @@ class PlainCall:
             self._committed(*self.written[:2])
 
     def _committed(self, finished: Finished, bodies: Mapping[bytes, bytes]) -> None:
-        """The exchange is durable: answer."""
+        """Answer the client: the exchange is durable."""
         exchanges, session, call = self.path.exchanges, self.taken.session, self.call
         if self.alarm is not None:
             self.alarm.cancel()
@@ -565,7 +565,7 @@ class PlainCall:
         connection.pass_on(self.data)
 
     def client_gone(self) -> None:
-        """The client has gone: the call goes on without it, for a retry to claim."""
+        """Detach the client that has gone; the call continues, for a retry to claim."""
         self.line.flight = None
         if self.call.flight is self:
             self._start_task(None)

@@ -73,7 +73,7 @@ class Prompts:
     async def prompted(
         self, question: Question, parent: Call | None, shown: Shown | None = None
     ) -> Prompted:
-        """The ids to sample under: the parent's extended, else rendered anew.
+        """Return the ids to sample under: the parent's extended, else rendered anew.
 
         `parent` is the call that the question's placement names; `shown` is what the
         engine reported of messages with images. Raises `RenderError`, `EngineError` if the engine
@@ -150,7 +150,7 @@ class Prompts:
         )
 
     def extended_now(self, question: Question, parent: Call, size: int) -> Prompted | None:
-        """The parent's prompt extended, as `prompted` does; `None` = that is to be asked.
+        """Return the parent's prompt extended, as `prompted` does; `None` = that is to be asked.
 
         Only where it takes little time. `size`: of the request, bytes. `RenderError`.
         """
@@ -169,7 +169,9 @@ class Prompts:
     async def _among_images(
         self, question: Question, parent: Call | None, shown: Shown
     ) -> Prompted:
-        """A prompt with images: the parent's extended where the engine takes both, else a root."""
+        """Return a prompt with images: the parent's extended where the engine takes both, else a
+        root.
+        """
         root = Prompted(PromptIds.root(shown.ids), None, "image", shown=shown, parted=shown.parted)
         placement = question.placement
         if not self._pictures or not placement.extend or parent is None or parent.prompt is None:
@@ -196,7 +198,9 @@ class Prompts:
     async def _root(
         self, messages: tuple[Message, ...], request: ModelRequest, reason: str
     ) -> Prompted:
-        """All messages rendered, by the engine's template where that is wanted and takes them."""
+        """Return all messages rendered, by the engine's template where that is wanted and takes
+        them.
+        """
         parted, rendered_by = 0, None
         if self._template is not None:
             rendered = await self._template.prompt(messages, request)
@@ -230,7 +234,7 @@ class Prompts:
         return prompt.behind(begun)
 
     def plain_reply(self, request: ModelRequest, prompt: PromptIds, sampled: SampledReply) -> Reply:
-        """The reply to a prefill: the sampled text, and the calls after it."""
+        """Return the reply to a prefill: the sampled text, and the calls after it."""
         assert request.prefill is not None
         ids, stop = sampled.output_ids, sampled.last.stop_text
         if len(ids) and ids[-1] in self._renderer.stop_token_ids:
@@ -245,7 +249,8 @@ class Prompts:
     def _calls_behind(
         self, begun: str, request: ModelRequest, prompt: PromptIds, sampled: SampledReply
     ) -> Reply | None:
-        """The rest of a turn that the client began, where it holds calls; `None` = it holds none.
+        """Return the rest of a turn that the client began, where it holds calls; `None` = it holds
+        none.
 
         The turn is parsed whole, as its family writes it; what was begun is not shown again.
         """
@@ -289,7 +294,7 @@ def characters(messages: Sequence[Message], tools: bytes | None) -> int:
 def engine_request(
     call: Call, question: Question, prompted: Prompted, effective: Sampling
 ) -> GenerateRequest:
-    """The request to the engine that samples `call`."""
+    """Return the request to the engine that samples `call`."""
     request, served = question.request, question.served
     text_only, shown = not served.info.token_in, prompted.shown
     messages, tools = (shown.messages, shown.tools) if shown is not None else (None, None)

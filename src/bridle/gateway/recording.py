@@ -73,7 +73,7 @@ class Finished:
 
 
 def issued_ids(messages: tuple[Message, ...]) -> list[str]:
-    """Every id and opaque value of a reply that only we can have made."""
+    """Return every id and opaque value of a reply that only we can have made."""
     issued: list[str] = []
     for message in messages:
         if message.tool_calls:
@@ -83,7 +83,7 @@ def issued_ids(messages: tuple[Message, ...]) -> list[str]:
 
 
 def exchange_record(finished: Finished, index: int, unpaired: int = 0) -> Exchange:
-    """The exchange of a finished call; `index` is its place in the order of commit.
+    """Return the exchange of a finished call; `index` is its place in the order of commit.
 
     `unpaired`: calls without a result that the session's requests did not show before.
     """
@@ -135,7 +135,7 @@ def _experts(sample: SampledReply, prompt_length: int) -> bytes | None:
 
 
 def sampled_under(prompted: Prompted, sample: SampledReply) -> tuple[PromptIds, Call | None]:
-    """The prompt that the engine really used, and the call whose ids it extends."""
+    """Return the prompt that the engine really used, and the call whose ids it extends."""
     if sample.engine_prompt is not None:
         return sample.engine_prompt, None
     return prompted.prompt, prompted.parent
@@ -148,7 +148,7 @@ def _root_reason(finished: Finished) -> str | None:
 
 
 def new_bodies(finished: Finished, stored: set[bytes]) -> Mapping[bytes, bytes]:
-    """The raw messages and tools whose digests are not in `stored`."""
+    """Return the raw messages and tools whose digests are not in `stored`."""
     request, span_list = finished.question.request, finished.call.span_list()
     spans = zip(span_list.new, request.message_spans[span_list.kept :], strict=True)
     new = {digest: body for digest, body in spans if digest not in stored}
@@ -250,7 +250,9 @@ def _unknown(finished: Finished) -> JSON:
 
 
 def images_of(finished: Finished) -> Sequence[JSON]:
-    """The images of the prompt, in order; with their places, if the engine used our prompt."""
+    """Return the images of the prompt, in order; with their places, if the engine used our
+    prompt.
+    """
     shown = finished.prompted.shown
     images = finished.prompted.images if shown is None else shown.images
     return images if finished.sample.engine_prompt is None else unplaced(images)

@@ -162,7 +162,7 @@ class GatewaySession:
         self.last_error_code: str | None = None
 
     def seconds(self) -> float:
-        """Time since this was asked for the first time (by the first call)."""
+        """Return the time since the first question, which the first call asks."""
         now = time.monotonic()
         if self._first_call_at is None:
             self._first_call_at = now
@@ -173,7 +173,7 @@ class GatewaySession:
         return len(self.running)
 
     def facts(self) -> SessionFacts:
-        """A snapshot of the counters."""
+        """Return a snapshot of the counters."""
         return SessionFacts(
             session_id=self.session_id,
             calls=self.requests,
@@ -255,7 +255,7 @@ class Registry:
         return list(islice(rest, limit))
 
     def get(self, session_id: str) -> GatewaySession | None:
-        """The session of that id, sealed or not; `None` if there is none."""
+        """Return the session of that id, sealed or not; `None` if there is none."""
         return self._by_id.get(session_id)
 
     def check_new_id(self, session_id: str) -> None:
@@ -276,7 +276,7 @@ class Registry:
         return known[1]
 
     def authenticate(self, path_token: str | None, keys: Sequence[str]) -> GatewaySession:
-        """The living session that the path and the keys name.
+        """Return the living session that the path and the keys name.
 
         `path_token` is what follows `/s/`: a session id, or a key; `None` = no such prefix. Keys
         beside a key in the path may be anything that names no other session (clients that want one
@@ -315,7 +315,7 @@ def stored_settings(digest: bytes, sampling: SamplingPolicy, limits: Limits) -> 
 
 
 def facts_of(outcome: Outcome | None) -> SessionFacts | None:
-    """The facts of a session that was deleted; `None` = it was not."""
+    """Return the facts of a session that was deleted; `None` = it was not."""
     kept = None if outcome is None else outcome.metadata.get(FACTS)
     return None if kept is None else SessionFacts(**kept)
 

@@ -44,7 +44,7 @@ def json_response(
 
 
 def refusal(wire: WireFormat, error: RequestError) -> web.Response:
-    """An error in the provider's shape."""
+    """Return an error in the provider's shape."""
     status, headers, body = wire.error(error)
     return json_response(body, status, headers)
 
@@ -211,7 +211,7 @@ class _Follower:
 
 
 def _head(headers: dict[str, str]) -> bytes:
-    """The head of a reply over a connection that stays; the date is left to be filled in."""
+    """Return the head of a reply over a connection that stays; the date is left to be filled in."""
     lines = [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join(
         ["HTTP/1.1 200 OK", *lines, "Date: %b", f"Server: {SERVER_SOFTWARE}", "\r\n"]
@@ -222,7 +222,7 @@ _HEAD: Final = _head({"Content-Type": JSON_TYPE, "Content-Length": "%d"})
 
 
 def whole_reply(body: bytes) -> bytes:
-    """A whole reply over a connection that stays, its head included."""
+    """Return a whole reply over a connection that stays, its head included."""
     return _HEAD % (len(body), rfc822_formatted_time().encode()) + body
 
 
@@ -233,7 +233,7 @@ _STREAM_HEADS: Final = {
 
 
 def whole_stream(call: Call, request: ModelRequest, route: Route, wire: WireFormat) -> bytes:
-    """A committed reply as a stream over a connection that stays, its head included."""
+    """Return a committed reply as a stream over a connection that stays, its head included."""
     encoder, answer = wire.stream(request, call.reply_head()), call.answered()
     opening = encoder.open()
     before, last = encoder.close(answer.reply, answer.usage)
@@ -256,10 +256,10 @@ class _Written(web.StreamResponse):
     status = 200
 
     async def prepare(self, request: web.BaseRequest) -> None:
-        """Nothing is left to send."""
+        """Do nothing: nothing is left to send."""
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """Nothing is left to send."""
+        """Do nothing: nothing is left to send."""
 
 
 _WRITTEN: Final = _Written()

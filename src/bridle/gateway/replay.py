@@ -58,7 +58,7 @@ class Captured:
         return self.node.exchange
 
     def sample(self, decode: Callable[[Ids], str]) -> SampledReply:
-        """The reply as if it had been sampled now."""
+        """Return the reply as if it had been sampled now."""
         exchange = self.exchange
         stops = exchange.sampling.stop
         text = decode(exchange.output_ids) if stops else ""
@@ -148,7 +148,9 @@ class Replay:
     def _equivalent(
         self, prompted: Prompted, node: ExchangeNode, decode: Callable[[Ids], str]
     ) -> Prompted | None:
-        """The captured prompt of `node`, if `prompted` differs from it in named texts only."""
+        """Return the captured prompt of `node`, if `prompted` differs from it in named texts
+        only.
+        """
         old, new = first_ids(node, node.prompt_length), prompted.prompt.array()
         kept, at = prompted.prompt.kept, first_difference(old, new)
         if at < kept or prompted.shown is not None or prompted.images:
@@ -165,8 +167,8 @@ class Replay:
         self._given -= 1
 
     def facts(self) -> JSON:
-        """The session and reply that it begins at, the replies given again, those that were not
-        asked for, and how true the fork is.
+        """Return the session and reply that it begins at, the replies given again, those that were
+        not asked for, and how true the fork is.
         """
         left = sum(one.exchange.kind in CONVERSATIONS for one in self._left)
         met = not left and (self._forked or not self._following)
@@ -211,7 +213,9 @@ def fork_points(capture: SessionCapture) -> dict[str, int]:
 
 
 def _received(capture: SessionCapture) -> list[ExchangeNode]:
-    """The exchanges of the policy whose replies the harness received, in order of capture."""
+    """Return the exchanges of the policy whose replies the harness received, in order of
+    capture.
+    """
     graph = grow(capture.session.session_id, capture.exchanges)
     nodes = sorted(graph.nodes.values(), key=lambda node: node.exchange.index)
     of_policy = [node for node in nodes if not node.exchange.extra.get("other_model")]
@@ -229,7 +233,7 @@ def _is_exact(node: ExchangeNode) -> bool:
 
 
 def _unfit(node: ExchangeNode) -> str | None:
-    """The reason why a reply cannot be given again; `None` = it can."""
+    """Return the reason why a reply cannot be given again; `None` = it can."""
     if not _is_exact(node):
         return "its prompt is not known exactly"
     if node.exchange.finish_reason is FinishReason.ABORT:

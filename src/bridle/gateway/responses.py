@@ -48,27 +48,27 @@ class Shelf:
         """By id; the newest last."""
 
     def keep(self, response_id: str, exchange_id: str, kept: StoredReply) -> None:
-        """A reply is committed: it can be named from here on, and its items are at hand."""
+        """Register a committed reply: it can be named from here on, and its items are in memory."""
         self.know(response_id, exchange_id)
         self._newest[response_id] = kept
         if len(self._newest) > NEWEST:
             del self._newest[next(iter(self._newest))]
 
     def know(self, response_id: str, exchange_id: str) -> None:
-        """A reply of an earlier process can be named."""
+        """Register a reply of an earlier process."""
         self._exchanges[response_id] = exchange_id
 
     def forget(self, response_id: str) -> None:
-        """Nobody can name this reply any more."""
+        """Remove a reply: it cannot be named any more."""
         self._exchanges.pop(response_id, None)
         self._newest.pop(response_id, None)
 
     def exchange_of(self, response_id: str) -> str | None:
-        """The exchange of a kept reply; `None` = there is none of that id."""
+        """Return the exchange of a kept reply; `None` = there is none of that id."""
         return self._exchanges.get(response_id)
 
     def at_hand(self, response_id: str) -> StoredReply | None:
-        """The reply and its request, if they need not be read from the store."""
+        """Return the reply and its request, if they need not be read from the store."""
         return self._newest.get(response_id)
 
 
@@ -81,13 +81,15 @@ class Responses:
         self._messages = Anthropic()
 
     def resolved(self, session: GatewaySession, dialect: Dialect, body: bytes) -> bytes:
-        """A request's body with the items of kept replies in place of references to them."""
+        """Return a request's body with the items of kept replies in place of references to them."""
         if dialect is not Dialect.OPENAI_RESPONSES:
             return body
         return self._wire.resolved(body, lambda item_id: self._item(session, item_id))
 
     def _item(self, session: GatewaySession, item_id: str) -> bytes | None:
-        """An output item of a kept reply; its id begins with its reply's (`dialects.ids`)."""
+        """Return an output item of a kept reply; its id begins with its reply's
+        (`dialects.ids`).
+        """
         of = item_id.partition("_")[2][:REPLY_ID]
         if (found := self._find(session, f"resp_{of}")) is None:
             return None
@@ -112,7 +114,10 @@ class Responses:
         return wire.parse(route, wire.continued(body, found), session.messages)
 
     async def answer(self, session: GatewaySession, route: Route, query: str) -> bytes:
-        """The JSON of what is asked about one kept reply. `RequestError` as the API has it."""
+        """Return the JSON of what is asked about one kept reply.
+
+        `RequestError` as the API has it.
+        """
         response_id = route.resource or ""
         found = self._find(session, response_id)
         if found is None:
@@ -135,7 +140,7 @@ class Responses:
     def _find(
         self, session: GatewaySession, response_id: str, prefix: str = "resp_"
     ) -> StoredReply | None:
-        """A kept reply whose id has the prefix of its dialect; `None` = there is none."""
+        """Return a kept reply whose id has the prefix of its dialect; `None` = there is none."""
         exchange_id = session.shelf.exchange_of(response_id)
         call = session.calls.get(exchange_id or "")
         if call is None or not response_id.startswith(prefix):

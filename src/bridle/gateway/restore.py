@@ -169,7 +169,7 @@ class Restorer:
             session.tries.begin(call)
 
     def _spans(self, session: GatewaySession, exchange: Exchange) -> SpanList:
-        """The digests of the request's raw messages, as a delta on those of its base."""
+        """Return the digests of the request's raw messages, as a delta on those of its base."""
         kept = exchange.request
         base = session.calls[kept.base].span_list() if kept.base is not None else None
         before = base.whole()[: kept.kept_spans] if base is not None else ()
@@ -183,7 +183,7 @@ class Restorer:
         wire: WireFormat,
         digests: tuple[bytes, ...],
     ) -> ModelRequest:
-        """The request, parsed again from its stored parts."""
+        """Return the request, parsed again from its stored parts."""
         kept = exchange.request
         body = wire.body(
             kept.head,
@@ -196,7 +196,7 @@ class Restorer:
         return wire.parse(route, body, session.messages)
 
     def _prompt(self, session: GatewaySession, exchange: Exchange) -> PromptIds:
-        """The chain node of the prompt that was sampled under."""
+        """Return the chain node of the prompt that was sampled under."""
         if exchange.parent_id is None:
             return PromptIds.root(exchange.suffix_ids)
         before, output_ids = session.calls[exchange.parent_id].sampled()

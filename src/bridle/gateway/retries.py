@@ -33,7 +33,8 @@ class Deliveries:
         self._metrics = metrics
 
     def joined(self, session: GatewaySession, question: bytes, asked: Asked) -> Call | None:
-        """The call that a request joins, its client attached; `None` = it is a sample of its own.
+        """Return the call that a request joins, its client attached; `None` = it is a sample of its
+        own.
 
         The reply that was delivered under the same idempotency key is superseded then: its client
         asks for it again, so it never arrived.
@@ -54,7 +55,7 @@ class Deliveries:
         return None
 
     def attach(self, session: GatewaySession, call: Call, asked: Asked) -> None:
-        """One more client waits for `call`."""
+        """Attach one more client that waits for `call`."""
         call.clients += 1
         call.retry_count = asked.retry_count
         if asked.idempotency_key is not None:
@@ -64,7 +65,7 @@ class Deliveries:
             call.grace = None
 
     def received(self, session: GatewaySession, call: Call) -> None:
-        """A client got the whole reply over a live connection."""
+        """Note that a client got the whole reply over a live connection."""
         call.clients -= 1
         if call.delivery is not DeliveryState.DELIVERED:
             self.record(session, call, DeliveryState.DELIVERED)
@@ -74,7 +75,7 @@ class Deliveries:
         session.tries.detached()
 
     def refused(self, session: GatewaySession, call: Call, error: RequestError) -> None:
-        """A client got the error of the call."""
+        """Note that a client got the error of the call."""
         call.clients -= 1
         session.note_error(str(error), error.code)
         if call.stage is Stage.FAILED:
@@ -83,7 +84,7 @@ class Deliveries:
         session.tries.detached()
 
     def left(self, session: GatewaySession, call: Call, *, partly: bool) -> None:
-        """A client went before it had the whole reply; `partly` = some of it was written."""
+        """Note that a client left before it had the whole reply; `partly` = it had some of it."""
         call.clients -= 1
         call.partly_written |= partly
         self._release(call)
@@ -99,7 +100,7 @@ class Deliveries:
             call.grace = loop.call_later(self._grace_s, self.expire, session, call)
 
     def expire(self, session: GatewaySession, call: Call) -> None:
-        """Nobody claimed `call`: cancel it, or keep it as abandoned if it had ended."""
+        """Cancel `call`, which nobody claimed, or keep it as abandoned if it had ended."""
         if call.grace is not None:
             call.grace.cancel()
             call.grace = None
@@ -116,7 +117,7 @@ class Deliveries:
                 pass  # `committed` looks again; a failed call has nothing to record
 
     def close(self, session: GatewaySession, call: Call) -> None:
-        """The session ends: say what became of a reply that is not known to be delivered."""
+        """Close the session: record what became of a reply that is not known to be delivered."""
         if call.stage is Stage.COMMITTED and call.delivery is None:
             cut = call.partly_written or call.clients > 0
             self.record(session, call, DeliveryState.CUT if cut else DeliveryState.ABANDONED)
@@ -131,7 +132,7 @@ class Deliveries:
         self.record(session, call, DeliveryState.CUT)
 
     def _expect_echo(self, session: GatewaySession, call: Call) -> None:
-        """A reply broke off: a harness that keeps what it got may go on at once.
+        """Expect the partial reply back: a harness that keeps what it got may continue at once.
 
         What left is found by the conversation from here on; the call's commit puts all of it there.
         """
@@ -149,7 +150,7 @@ class Deliveries:
         )
 
     def shown(self, session: GatewaySession, call: Call, by: str) -> None:
-        """A later request shows this reply, so the harness has it, whatever we saw."""
+        """Mark a reply as delivered, because a later request shows it."""
         call.continued = True
         if call.stage is Stage.COMMITTED and call.delivery is not DeliveryState.DELIVERED:
             self.record(session, call, DeliveryState.DELIVERED, f"shown by {by}")
@@ -194,7 +195,8 @@ class Deliveries:
 
 
 def _delivered(call: Call) -> tuple[Message, ...] | None:
-    """The part of a live reply that was written to a client, as its harness may send it back.
+    """Return the part of a live reply that was written to a client, as its harness may send it
+    back.
 
     `None` = it is not known what was written.
     """

@@ -84,7 +84,7 @@ async def stopping(
     decode: Callable[[Ids], str],
     abort: Callable[[], Awaitable[None]],
 ) -> AsyncGenerator[GenerateChunk, None]:
-    """The chunks of a resumed call, up to a stop string that began in `before`.
+    """Yield the chunks of a resumed call, up to a stop string that began in `before`.
 
     `decode` shows no control tokens, as engines look for stop strings. `least` is how many tokens
     must be sampled in all before one counts. `abort` ends the engine's call, whose last chunk then
@@ -154,7 +154,7 @@ class _Seam:
 
 
 def _clipped(spans: Sequence[VersionSpan], size: int) -> tuple[VersionSpan, ...]:
-    """The spans over the first `size` tokens."""
+    """Return the spans over the first `size` tokens."""
     return tuple(replace(span, end=min(span.end, size)) for span in spans if span.start < size)
 
 
@@ -184,13 +184,13 @@ class Extras:
                 self._whole[name] = value
 
     def end_try(self, tokens: int) -> None:
-        """A try ended when the call had so many tokens."""
+        """Note that a try ended when the call had so many tokens."""
         if self._whole:
             self._tries.append({"tokens": tokens, **self._whole})
             self._whole = {}
 
     def clear(self) -> None:
-        """The call begins again: what was reported belongs to tokens that are not its own."""
+        """Forget what was reported: the call begins again."""
         self._lists.clear()
         self._tries.clear()
 
@@ -213,7 +213,7 @@ class Extras:
 
 
 def first_of(extra: JSON, size: int, kept: int) -> JSON:
-    """The extras of `size` tokens, of which the first `kept` stand."""
+    """Return the extras of `size` tokens, of which the first `kept` stand."""
     return {
         name: value[:kept] if isinstance(value, list) and len(value) == size else value
         for name, value in extra.items()
@@ -426,7 +426,7 @@ class Sampler:
         on_chunk: Callable[[GenerateChunk], None],
         least: int,
     ) -> GenerateChunk | None:
-        """One call to the engine; its last chunk, or `None` if it was given up."""
+        """Make one call to the engine; return its last chunk, or `None` if it was given up."""
         last: GenerateChunk | None = None
         with _SAMPLING:
             stream = self._chunks(request, sofar, least)
@@ -456,7 +456,7 @@ class Sampler:
     def _chunks(
         self, request: GenerateRequest, sofar: Sofar, least: int
     ) -> AsyncGenerator[GenerateChunk, None]:
-        """The engine's chunks; of a resumed call, up to a stop string over the seam."""
+        """Yield the engine's chunks; of a resumed call, up to a stop string over the seam."""
         chunks = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
         if not sofar.tokens or not request.sampling.stop:
             return chunks
@@ -507,7 +507,7 @@ async def _wait_after(error: EngineError, sofar: Sofar, until: float) -> None:
 
 
 def _budget_spent(request: GenerateRequest, sofar: Sofar) -> GenerateChunk | None:
-    """The end of a call that was given up just when its output budget was used."""
+    """Return the end of a call that was given up just when its output budget was used."""
     most = request.sampling.max_tokens
     if most is None or sofar.tokens < most:
         return None
@@ -515,7 +515,9 @@ def _budget_spent(request: GenerateRequest, sofar: Sofar) -> GenerateChunk | Non
 
 
 def _spanned(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """The spans that hold tokens, those of one version joined; of a reply without any, the last."""
+    """Return the spans that hold tokens, those of one version joined; of a reply without any, the
+    last.
+    """
     if len(spans) == 1:
         return (spans[0],)
     joined: list[VersionSpan] = []
@@ -535,7 +537,7 @@ def _joined(arrays: list[Array]) -> Array:
 def another_prompt(
     request: GenerateRequest, reported: bytes | None
 ) -> tuple[PromptIds | None, int | None]:
-    """The engine's own prompt and where it leaves ours; `(None, None)` if it used ours.
+    """Return the engine's own prompt and where it leaves ours; `(None, None)` if it used ours.
 
     `reported` is the JSON text of the ids it used; `None` = the engine reports none: ours count.
     """

@@ -40,7 +40,7 @@ class Parting:
         self.count = 0
 
     def __call__(self, text: str) -> str:
-        """The text as the model reads it, no part of it a control token."""
+        """Return the text as the model reads it, no part of it a control token."""
         made = self._renderer.apart(text)
         self.count += made != text
         return made
@@ -62,7 +62,7 @@ class EngineTemplate:
         self._renderer = renderer
 
     async def prompt(self, messages: Sequence[Message], request: ModelRequest) -> Templated | None:
-        """The ids of `messages`; `None` = the template refuses them.
+        """Return the ids of `messages`; `None` = the template refuses them.
 
         Raises `RenderError` for parts that are not text, `EngineError` if the engine fails.
         """

@@ -72,22 +72,22 @@ class Tries:
         """Set, and dropped, when a client is detached from a call; made by the first who waits."""
 
     def begin(self, call: Call) -> None:
-        """A call that is not delivered may be joined."""
+        """Register a call that may be joined until it is delivered."""
         key = call.question_key
         self._open[key] = [*self._open[key], call] if key in self._open else [call]
 
     def named(self, call: Call, idempotency_key: str) -> None:
-        """A client of `call` sent this key."""
+        """Note the idempotency key that a client of `call` sent."""
         call.idempotency_keys.add(idempotency_key)
         self._by_idempotency[idempotency_key] = call
 
     def same_key(self, question: bytes, asked: Asked) -> Call | None:
-        """The call of the same idempotency key and question, delivered or not."""
+        """Return the call of the same idempotency key and question, delivered or not."""
         call = self._by_idempotency.get(asked.idempotency_key or "")
         return call if call is not None and call.question_key == question else None
 
     def end(self, call: Call) -> None:
-        """A call is delivered or failed: nobody joins it any more."""
+        """Remove a call that is delivered or failed: nobody joins it any more."""
         key = call.question_key
         if (found := self._open.get(key)) is None:
             return
@@ -97,13 +97,13 @@ class Tries:
             del self._open[key]
 
     def failed(self, call: Call) -> None:
-        """A call failed; a client that waits must still get the error."""
+        """Note that a call failed; a client that waits must still get the error."""
         self.end(call)
         if not call.clients:
             self._refuse(call.question_key, call.asked.user_agent, call.retry_count)
 
     def refused(self, question: bytes, asked: Asked, error: RequestError) -> None:
-        """A client got `error`; if its SDK asks again after that, the retry is a new sample."""
+        """Note that a client got `error`; a retry after that is a new sample."""
         if error.status >= 500 or error.status in RETRIED:
             self._refuse(question, asked.user_agent, asked.retry_count)
 
@@ -111,13 +111,13 @@ class Tries:
         self._refused[question, user_agent, retry_count + 1] += 1
 
     def detached(self) -> None:
-        """A client has left a call, or has its reply."""
+        """Wake those that wait: a client has left a call, or has its reply."""
         if self._changed is not None:
             self._changed.set()
             self._changed = None
 
     def find(self, question: bytes, asked: Asked) -> Call | None:
-        """The call that a request joins; `None` = there is none now.
+        """Return the call that a request joins; `None` = there is none now.
 
         Of several lost calls, the one whose next retry this is, then the newest.
         """

@@ -204,7 +204,7 @@ async def _hand_over(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> 
 
 
 def kept_releases(data_dir: Path | None) -> dict[str, Release]:
-    """The servers that trainers had when the last process of a gateway ended.
+    """Return the servers that trainers had when the last process of a gateway ended.
 
     `ConfigError` if what it left cannot be read.
     """
@@ -215,7 +215,7 @@ def kept_releases(data_dir: Path | None) -> dict[str, Release]:
 
 
 def kept_weights(data_dir: Path | None) -> tuple[str, int] | None:
-    """The folder and version that the last life of a gateway had loaded; `None` = none.
+    """Return the folder and version that the last life of a gateway had loaded; `None` = none.
 
     `ConfigError` if what it left cannot be read.
     """
@@ -243,7 +243,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _forget(path: Path | None, version: int) -> None:
-    """A version that came with no folder is of weights that a trainer has loaded by itself."""
+    """Forget the kept folder: this version's weights were loaded by a trainer."""
     if path is not None and (kept := kept_weights(path.parent)) and kept[1] != version:
         with boundary(StoreError, f"{path}: cannot be removed"):
             path.unlink(missing_ok=True)
@@ -271,14 +271,14 @@ def engines_json(replicas: Sequence[JSON]) -> list[JSON]:
 
 
 async def add_replica(wanted: AddReplica, engines: EnginePool) -> None:
-    """A server joins. `ConfigError` if it is there already, `EngineError` if it cannot serve."""
+    """Add a server. `ConfigError` if it is there already, `EngineError` if it cannot serve."""
     from bridle.engines import open_engine
 
     await engines.add(make_replica(wanted.engine, open_engine))
 
 
 async def remove_replica(name: str, drain_s: str, engines: EnginePool) -> None:
-    """A replica leaves, its calls after `drain_s` seconds. `ConfigError` names a mistake."""
+    """Remove a replica, its calls after `drain_s` seconds. `ConfigError` names a mistake."""
     try:
         seconds = float(drain_s)
     except ValueError:

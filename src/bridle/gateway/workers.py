@@ -322,7 +322,7 @@ class Supervisor:
     # ---- sessions
 
     async def _list(self) -> Answer:
-        """All sessions of all workers, asked page by page."""
+        """Return all sessions of all workers, asked page by page."""
         sessions: list[JSON] = []
         for worker in self.workers:
             after: int | None = 0
@@ -480,7 +480,7 @@ def _port(listening: socket.socket) -> int:
 
 
 def _object(body: bytes) -> JSON | None:
-    """The JSON object of a body, `{}` of an empty one; `None` if it is not an object."""
+    """Return the JSON object of a body, `{}` of an empty one; `None` if it is not an object."""
     try:
         read = orjson.loads(body or b"{}")
     except orjson.JSONDecodeError:
@@ -493,7 +493,7 @@ def _failure(answers: Sequence[Answer]) -> Answer | None:
 
 
 def _newest(answers: Sequence[Answer]) -> Answer:
-    """The policy of all workers, with the newest version that one of them knows."""
+    """Return the policy of all workers, with the newest version that one of them knows."""
     policies = [orjson.loads(body) for _, body in answers]
     version = max(one["version"] for one in policies)
     return 200, orjson.dumps({**policies[0], "version": version})
@@ -539,7 +539,7 @@ class Worker:
         spec: Callable[[], JSON],
         sockets: Sequence[socket.socket],
     ) -> None:
-        """Nothing is started. `spec` is asked for what the process reads, at every start."""
+        """Keep the settings, start nothing. Each start asks `spec` for what the process reads."""
         self.name = name
         self.sockets = sockets
         """Listening sockets that the process inherits; the caller closes them."""

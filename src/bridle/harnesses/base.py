@@ -173,7 +173,7 @@ def as_toml(value: Mapping[str, Any]) -> bytes:
 
 
 def output_budget(context_length: int) -> int:
-    """Tokens that a program may ask for in one reply: most of them keep this much free."""
+    """Return the tokens that a program may ask for in one reply; most keep this much free."""
     return max(256, min(32_000, context_length // 4))
 
 

@@ -229,7 +229,7 @@ def _pythons(minimum: tuple[int, int], below: tuple[int, int]) -> list[str]:
 async def _install_carried(
     builder: Builder, requirements: str, python: str, *, locked: bool
 ) -> None:
-    """A copy of `python` with these packages, and what they load."""
+    """Install a copy of `python` with these packages, and what they load."""
     folder, tool = builder.folder, builder.folder / PIP_TOOL
     await carry_python(builder, python)
     await _make_venv(builder, tool, requirements, python, locked=locked, into=folder)
@@ -246,7 +246,7 @@ async def _make_venv(
     locked: bool = True,
     into: Path | None = None,
 ) -> None:
-    """A virtual environment; its pip installs into it, or into the prefix `into`."""
+    """Make a virtual environment; its pip installs into it, or into the prefix `into`."""
     try:
         # Symbolic links: a copied interpreter would not find its own library.
         await builder.run((python, "-m", "venv", "--symlinks", str(folder)))

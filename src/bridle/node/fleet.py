@@ -74,7 +74,7 @@ class There:
         self._token = token
 
     async def __aenter__(self) -> Self:
-        """Nothing is connected yet."""
+        """Open the connection pool; connect to nothing yet."""
         self._http = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._token}"})
         return self
 
@@ -100,7 +100,7 @@ class There:
 async def updating(
     gateways: Sequence[Steered], version: int, *, mode: PauseMode = "abort", timeout_s: float = 60.0
 ) -> AsyncGenerator[list[JSON]]:
-    """Nothing samples within; leaving it publishes `version` to all, and then all go on.
+    """Hold all sampling within; leaving it publishes `version` to all, and then all resume.
 
     It gives what each gateway says of its policy, `replicas` among it. `mode` is what a hold does
     to running calls. `EngineError` if a gateway could not be held within `timeout_s`, or did not

@@ -41,7 +41,7 @@ def text_bytes(text: str) -> bytes:
 
 
 def canonical_arguments(text: str, defaults: Mapping[str, bytes] | None = None) -> bytes:
-    """One tag byte (`j` JSON, `r` raw) and the canonical bytes.
+    """Return one tag byte (`j` JSON, `r` raw) and the canonical bytes.
 
     `""`, white space and `null` are `{}`. A top-level key whose value equals its default in
     `defaults` is dropped.
@@ -62,7 +62,9 @@ def canonical_arguments(text: str, defaults: Mapping[str, bytes] | None = None) 
 
 
 def argument_texts(text: str) -> Iterator[str]:
-    """Every text among the values of a call's arguments, blank ones left out; none if no JSON."""
+    """Yield every text among the values of a call's arguments, blank ones left out; none if no
+    JSON.
+    """
     try:
         left = [_parse(text)[0]]
     except (ValueError, RecursionError):
@@ -76,7 +78,7 @@ def argument_texts(text: str) -> Iterator[str]:
 
 
 def parsed_object(text: str) -> dict[str, Any] | None:
-    """The object that a call's arguments are; `None` = they are malformed."""
+    """Return the object that a call's arguments are; `None` = they are malformed."""
     try:
         value = _parse(text)[0]
     except (ValueError, RecursionError):
@@ -102,7 +104,7 @@ _known: dict[int, tuple[tuple[ToolSpec, ...], Defaults]] = {}
 
 
 def schema_defaults(tools: Sequence[ToolSpec]) -> Defaults:
-    """The defaults that each tool's schema declares for its top-level arguments."""
+    """Return the defaults that each tool's schema declares for its top-level arguments."""
     known = _known.get(id(tools))
     if known is not None and known[0] is tools:
         return known[1]
@@ -127,7 +129,7 @@ def _read_defaults(tools: Sequence[ToolSpec]) -> Defaults:
 
 
 def _parse(text: str) -> tuple[Any, bool]:
-    """The value, and whether only the standard library could read it.
+    """Return the value, and whether only the standard library could read it.
 
     That is the case for NaN, infinities and lone surrogates, which orjson refuses; a value that
     holds one is always read here, so equal values always take the same way.
@@ -170,7 +172,7 @@ def _fast_text(value: Any) -> bytes | None:  # noqa: ANN401 - any JSON value
 
 
 def _with_plain_numbers(value: Any, depth: int) -> Any:  # noqa: ANN401 - any JSON value
-    """The same value with each number in the one form that doubles give it."""
+    """Return the same value with each number in the one form that doubles give it."""
     if depth > MAX_DEPTH:
         raise _TooDeepError
     if isinstance(value, dict):

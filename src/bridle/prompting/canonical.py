@@ -146,7 +146,7 @@ SEEDS = {dialect: digest("bridle-chain-1", dialect.encode()) for dialect in Dial
 
 
 def canonical(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> Canonical:
-    """The request's atoms and chain.
+    """Return the request's atoms and chain.
 
     `memo` belongs to one session (an `AtomMemo`; a plain dict works, hashing the chain anew each
     time): only spans not seen before are normalised.
@@ -196,7 +196,7 @@ def _grown(request: ModelRequest, tools: bytes, memo: AtomMemo, known: Known) ->
 
 
 def _read_one(request: ModelRequest, tools: bytes, memo: AtomMemo, at: int) -> tuple[Atom, ...]:
-    """The atoms of a message that is a span of its own."""
+    """Return the atoms of a message that is a span of its own."""
     message = request.messages[at]
     defaults: Defaults | None = None
     if message.tool_calls:
@@ -213,7 +213,7 @@ def _walked(
     memo: AtomMemo,
     known: Known | None,
 ) -> Canonical:
-    """The request's atoms and chain, after those that are `known`."""
+    """Return the request's atoms and chain, after those that are `known`."""
     walk = _Walk(request, tools, memo, None if known is None else known.canonical)
     position, done = request.head_messages, 0
     if known is None:
@@ -239,14 +239,14 @@ def _walked(
 
 
 def chain_after(link: bytes, atoms: Iterable[Atom]) -> bytes:
-    """The chain's digest after more atoms."""
+    """Return the chain's digest after more atoms."""
     for atom in atoms:
         link = sha256(link + atom.digest).digest()[:16]
     return link
 
 
 def answer_atoms(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[Atom, ...]:
-    """The atoms of a delivered answer, as a faithful harness will send them back.
+    """Return the atoms of a delivered answer, as a faithful harness will send them back.
 
     `messages` are the assistant messages of the reply in its dialect's own shape. EVIDENCE stands
     beside the atoms; an answer without any other atom (reasoning only, empty) cannot be found by
@@ -260,7 +260,7 @@ def answer_atoms(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tupl
 
 
 def joined_atoms(request: ModelRequest, messages: Sequence[Message]) -> tuple[Atom, ...]:
-    """The atoms, no EVIDENCE, of an answer in one piece with what the client began of it.
+    """Return the atoms, no EVIDENCE, of an answer in one piece with what the client began of it.
 
     Most clients of a prefill send both back as one text. Empty = the client began nothing.
     """
@@ -292,7 +292,7 @@ NO_TOOLS = digest("tools")
 def message_atoms(
     message: Message, dialect: Dialect, defaults: Defaults | None = None, offset: int = 0
 ) -> tuple[Atom, ...]:
-    """One message's atoms, in order. `defaults` are those of the request's tools."""
+    """Return one message's atoms, in order. `defaults` are those of the request's tools."""
     if message.role is Role.TOOL:
         ids = () if message.tool_call_id is None else (message.tool_call_id,)
         payload = _result_digest(message.content, dialect)
@@ -306,14 +306,14 @@ def message_atoms(
 
 
 def _only_text(content: Sequence[Part]) -> str | None:
-    """The text of a content that is one text; `None` = it is not."""
+    """Return the text of a content that is one text; `None` = it is not."""
     if content and not content[1:] and type(part := content[0]) is TextPart:
         return part.text
     return None
 
 
 def results_in_call_order(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages with each run of tool results as the calls that they answer stand (R8).
+    """Return the messages with each run of tool results as the calls that they answer stand (R8).
 
     A template without ids shows results by position only, so they come in the order of the calls;
     a run is left in its own order unless the id of every result in it is known from the assistant
@@ -332,7 +332,7 @@ def results_in_call_order(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def _settled(calls: Sequence[ToolCall], results: Sequence[Message]) -> list[Message]:
-    """One run of results, named and in order."""
+    """Return one run of results, named and in order."""
     names = {call.id: call.name for call in calls if call.id is not None}
     named = [
         replace(message, name=names[message.tool_call_id])
@@ -347,7 +347,7 @@ def _settled(calls: Sequence[ToolCall], results: Sequence[Message]) -> list[Mess
 
 
 def messages_after(messages: Sequence[Message], new_from: int) -> tuple[Message, ...]:
-    """The messages from `new_from` on, results named and ordered by the calls before them.
+    """Return the messages from `new_from` on, results named and ordered by the calls before them.
 
     What a prompt is extended by: as `results_in_call_order` of all, at the cost of these only.
     """
@@ -378,7 +378,7 @@ class _Walk:
         """Number of closed atoms: ordered, and in the chain."""
 
     def span_atoms(self, messages: Sequence[Message]) -> tuple[Atom, ...]:
-        """The atoms of a span not seen before."""
+        """Return the atoms of a span not seen before."""
         defaults = self._memo.defaults.get(self._tools)
         if defaults is None:
             defaults = self._memo.defaults[self._tools] = schema_defaults(self._request.tools)
@@ -516,7 +516,7 @@ def _media_atom(part: MediaPart, offset: int) -> Atom:
 
 
 def _result_digest(content: Iterable[Part], dialect: Dialect) -> bytes:
-    """A result's parts; Google's are JSON objects, compared by value."""
+    """Return a result's parts; Google's are JSON objects, compared by value."""
     fields: list[bytes] = []
     for part in _joined(content):
         if isinstance(part, MediaPart):
@@ -548,7 +548,7 @@ def _joined(content: Iterable[Part]) -> list[MediaPart | str]:
 
 
 def _tools_digest_of(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> bytes:
-    """The tools' digest, computed once per distinct raw tool list."""
+    """Return the tools' digest, computed once per distinct raw tool list."""
     if not request.tools or request.tools_span is None:
         return tools_digest(request.tools)
     key = b"tools:" + list_digest(request.tools_span)
@@ -559,7 +559,7 @@ def _tools_digest_of(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]])
 
 
 def _calls_before(messages: Sequence[Message], start: int) -> list[ToolCall]:
-    """The calls of the assistant messages that end right before `start`."""
+    """Return the calls of the assistant messages that end right before `start`."""
     first = start
     while first and messages[first - 1].role is Role.ASSISTANT:
         first -= 1
@@ -567,7 +567,7 @@ def _calls_before(messages: Sequence[Message], start: int) -> list[ToolCall]:
 
 
 def _ranks(calls: Sequence[str | None], results: Sequence[str | None]) -> list[int] | None:
-    """For each result the index of its call; `None` unless all are known, each once."""
+    """Return for each result the index of its call; `None` unless all are known, each once."""
     index = {call: rank for rank, call in enumerate(calls) if call is not None}
     ranks = [index[result] for result in results if result in index]
     whole = len(ranks) == len(results) == len(set(ranks))
@@ -603,7 +603,7 @@ class Walks:
         """Newest first."""
 
     def find(self, request: ModelRequest, tools: bytes) -> Known | None:
-        """The longest request that this one continues; `tools` is its tools' digest."""
+        """Return the longest request that this one continues; `tools` is its tools' digest."""
         head = request.messages[: request.head_messages]
         best, most = None, -1
         for known in self._known.get((request.dialect, tools), ()):

@@ -143,7 +143,7 @@ class Conversation:
         )
 
     def _plainly(self, request: ModelRequest, canonical: Canonical) -> _Found | None:
-        """The turn that comes last, if it is one delivered reply as it was; `None` = search.
+        """Return the turn that comes last, if it is one delivered reply as it was; `None` = search.
 
         What `_Search` finds, too, where nothing else can be meant.
         """
@@ -175,7 +175,7 @@ class Conversation:
     def begin(
         self, exchange_id: str, canonical: Canonical, *, continues: str | None = None
     ) -> None:
-        """An exchange is in flight: visible to `repeats`, and its parent has one child more.
+        """Add an exchange in flight: visible to `repeats`, and its parent has one child more.
 
         `continues` names the parent of one that was not placed here, but is read from the store.
         """
@@ -210,7 +210,7 @@ class Conversation:
         )
 
     def forget(self, exchange_id: str) -> None:
-        """An exchange in flight failed: nothing was captured of it."""
+        """Remove an exchange in flight that failed: nothing was captured of it."""
         self._index.forget(exchange_id)
 
     def mark(
@@ -249,7 +249,7 @@ class _Search:
     # ---- the last turn came back as it was delivered
 
     def _exact(self, last: int) -> _Found | None:
-        """The last turn's exchange by the chain; `None` = no such, or an id contradicts."""
+        """Return the last turn's exchange by the chain; `None` = no such, or an id contradicts."""
         candidates = self._index.turns_at(self._chain[last + 1])
         if not candidates:
             return None
@@ -269,7 +269,7 @@ class _Search:
     def _decide(
         self, candidates: Sequence[Indexed], last: int
     ) -> tuple[Indexed | None, str | None]:
-        """One of several exchanges with one visible form, and what decided.
+        """Return one of several exchanges with one visible form, and what decided.
 
         (`None`, "id") = the turn's id belongs to none of them; (`None`, `None`) = all abandoned.
         """
@@ -298,7 +298,9 @@ class _Search:
         return left[0], tie
 
     def _silent_turn(self, last: int) -> _Found | None:
-        """A turn without atoms after the last visible one, by its ids, reasoning, or place."""
+        """Return a turn without atoms after the last visible one, by its ids, reasoning, or
+        place.
+        """
         start = self._message_of[last] + 1 if last >= 0 else 0
         for message in range(len(self._messages) - 1, start - 1, -1):
             if self._messages[message].role is not Role.ASSISTANT:
@@ -314,7 +316,7 @@ class _Search:
     # ---- it did not
 
     def _changed(self, last: int) -> _Found:
-        """The last run of assistant atoms was not sampled like that, or not under this history."""
+        """Place a turn that was not sampled like that, or not under this history."""
         start = self._run_start(last)
         before, end, tie = self._before(last)
         owner = self._owner(start, last)
@@ -334,7 +336,10 @@ class _Search:
         return self._by_content() or _Found(PlacementKind.ROOT, reason="foreign")
 
     def _by_content(self) -> _Found | None:
-        """The last turn of ours that stands under another history; `None` = no turn is ours."""
+        """Return the last turn of ours that stands under another history.
+
+        `None` = no turn is ours.
+        """
         turns = turns_of(self._index, self._messages, self._canonical)
         owners = [turn.owner for turn in turns if turn.owner is not None]
         if not owners:
@@ -343,7 +348,9 @@ class _Search:
         return _Found(PlacementKind.FORK, owners[-1], reason, new_from=len(self._messages))
 
     def _before(self, last: int) -> tuple[Indexed | None, int, str | None]:
-        """The latest earlier turn that the chain knows, the index of its last atom, its tie."""
+        """Return the latest earlier turn that the chain knows, the index of its last atom,
+        its tie.
+        """
         index = self._last_assistant(last)
         while index >= 0:
             candidates = self._index.turns_at(self._chain[index + 1])
@@ -360,7 +367,7 @@ class _Search:
         return start <= begins <= last and self._chain[begins] == owner.prompt_key
 
     def _rewritten(self, owner: Indexed, begins: int, last: int) -> _Found:
-        """A turn that is `owner`'s under an equal prompt, and how it was changed."""
+        """Return a turn that is `owner`'s under an equal prompt, and how it was changed."""
         echo = self._atoms[begins : last + 1]
         if [atom.digest for atom in echo] == [atom.digest for atom in owner.answer]:
             return self._found(PlacementKind.CHILD, owner, last)
@@ -370,7 +377,7 @@ class _Search:
         return self._found(kind, owner, last, reason=reason, drift=drift)
 
     def _by_text(self, start: int, last: int) -> _Found | None:
-        """No id came back: an id inside the text, a cut turn's beginning, or the text itself."""
+        """Find the turn by an id inside the text, a cut turn's beginning, or the text itself."""
         echo = self._atoms[start : last + 1]
         for value in _ids_in_text(echo):
             owner = self._index.owner_of(value)
@@ -407,7 +414,9 @@ class _Search:
         return last
 
     def _owner(self, first: int, last: int) -> Indexed | None:
-        """The exchange of the last id of ours among these atoms and the evidence beside them."""
+        """Return the exchange of the last id of ours among these atoms and the evidence beside
+        them.
+        """
         for value in self._ids_backwards(first, last):
             owner = self._index.owner_of(value)
             if owner is not None:
@@ -422,7 +431,7 @@ class _Search:
                 yield from reversed(hints.pop().ids)
 
     def _after(self, message: int) -> int:
-        """The first message after this one that is not a silent rest of the same turn."""
+        """Return the first message after this one that is not a silent rest of the same turn."""
         index = message + 1
         while (
             index < len(self._messages)
@@ -480,7 +489,7 @@ _MASKABLE = frozenset({AtomKind.RESULT, AtomKind.USER})
 
 
 def habit_of(before: Canonical, after: Canonical) -> Habit:
-    """The change from the request `before` to a later one that does not begin with it."""
+    """Return the change from the request `before` to a later one that does not begin with it."""
     old_head, old = _parted(before.atoms)
     new_head, new = _parted(after.atoms)
     if old_head != new_head:
@@ -507,6 +516,6 @@ def habit_of(before: Canonical, after: Canonical) -> Habit:
 
 
 def _parted(atoms: Sequence[Atom]) -> tuple[list[bytes], Sequence[Atom]]:
-    """The system's texts at the beginning, and the rest."""
+    """Return the system's texts at the beginning, and the rest."""
     head = [atom.digest for atom in takewhile(lambda one: one.kind is AtomKind.SYSTEM, atoms)]
     return head, atoms[len(head) :]

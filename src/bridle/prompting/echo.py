@@ -79,7 +79,7 @@ def drift_of(
     tools: Sequence[ToolSpec] = (),
     reasoning: Collection[bytes] = (),
 ) -> Drift:
-    """The kind of difference between an echoed turn and the delivered answer.
+    """Return the kind of difference between an echoed turn and the delivered answer.
 
     Args:
         echo: The turn's atoms as they came back (TEXT, CALL).
@@ -165,7 +165,7 @@ def _calls(atoms: Sequence[Atom]) -> list[Atom]:
 
 
 def _squeezed(atoms: Sequence[Atom]) -> str:
-    """All text without white space."""
+    """Return all text without white space."""
     texts = (atom.text or "" for atom in atoms if atom.kind is AtomKind.TEXT)
     return "".join("".join(texts).split())
 
@@ -237,7 +237,7 @@ class _Comparison:
 
 
 def _listed(schema: JSON, key: str) -> list[Any]:
-    """The list under a key; empty where something else stands there."""
+    """Return the list under a key; empty where something else stands there."""
     found = schema.get(key)
     return found if isinstance(found, list) else []
 
@@ -250,7 +250,7 @@ def _is_missing(declared: JSON, value: object) -> bool:
 
 
 def _resolved(root: JSON, schema: object) -> JSON | None:
-    """The schema behind a reference within `root`; `None` = there is none."""
+    """Return the schema behind a reference within `root`; `None` = there is none."""
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, dict):
             return None
@@ -268,7 +268,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def _coerced(value: str | float | bool) -> object:  # noqa: FBT001 - a JSON value
-    """A scalar as a validator may read it."""
+    """Return a scalar as a validator may read it."""
     text = value.strip().lower() if isinstance(value, str) else value
     if isinstance(text, bool) or text in ("true", "false"):
         return ("flag", text in (True, "true"))

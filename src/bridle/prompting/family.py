@@ -56,7 +56,7 @@ class Parser(Protocol):
         """Parse a sampled turn."""
 
     def get_stop_token_ids(self) -> Sequence[int]:
-        """Ids that end a turn."""
+        """Return ids that end a turn."""
 
 
 class Family(Parser, Protocol):
@@ -65,7 +65,7 @@ class Family(Parser, Protocol):
     def render_ids(
         self, messages: list[JSON], *, tools: list[JSON] | None, add_generation_prompt: bool
     ) -> list[int]:
-        """Ids of a whole conversation."""
+        """Return ids of a whole conversation."""
 
     def bridge_to_next_turn(
         self,
@@ -75,7 +75,7 @@ class Family(Parser, Protocol):
         *,
         tools: list[JSON] | None,
     ) -> Bridged | None:
-        """The next prompt on top of these very ids; `None` = it refuses."""
+        """Return the next prompt on top of these very ids; `None` = it refuses."""
 
 
 _TOOLS: list[JSON] = [
@@ -129,7 +129,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 def family_names() -> list[str]:
-    """The families that can be asked for by name."""
+    """Return the families that can be asked for by name."""
     from renderers.base import MODEL_RENDERER_MAP  # type: ignore[import-untyped]
 
     return list(dict.fromkeys(MODEL_RENDERER_MAP.values()))
@@ -138,7 +138,7 @@ def family_names() -> list[str]:
 def make_family(
     name: str, tokenizer: PromptTokenizer, *, thinking: bool | None, history: History
 ) -> Family:
-    """A family's renderer for this tokenizer. `RenderError` if its tokens are not there.
+    """Return a family's renderer for this tokenizer. `RenderError` if its tokens are not there.
 
     With `history="exact"` it extends over user messages too, keeping all reasoning.
     """
@@ -161,7 +161,7 @@ def make_family(
 def find_family(
     tokenizer: PromptTokenizer, template: ChatTemplate
 ) -> tuple[str, bool | None] | None:
-    """The first family that renders every probe as the template does, and how it thinks.
+    """Return the first family that renders every probe as the template does, and how it thinks.
 
     That is `None` where family and template agree by themselves, else the setting of the family
     that the template has for its default. `None` for both = no family.
@@ -180,7 +180,7 @@ def find_family(
 
 
 def differences(family: Family, template: ChatTemplate) -> Iterator[str]:
-    """Names of the probes that the family renders otherwise than the template.
+    """Yield names of the probes that the family renders otherwise than the template.
 
     A probe that the template refuses is no difference.
     """
@@ -218,7 +218,9 @@ class _PlainParser:
 
 
 def plain_parser(tokenizer: PromptTokenizer) -> Parser:
-    """A parser for a template of no known family, chosen by the markup that the template names."""
+    """Return a parser for a template of no known family, chosen by the markup that the template
+    names.
+    """
     from renderers import (  # type: ignore[import-untyped]
         DefaultRenderer,
         DefaultRendererConfig,

@@ -155,7 +155,7 @@ class Index:
             self._by_id[id_key(value)] = exchange
 
     def forget(self, exchange_id: str) -> None:
-        """An exchange in flight failed: nothing was captured of it."""
+        """Remove an exchange in flight that failed: nothing was captured of it."""
         exchange = self._exchanges.pop(exchange_id, None)
         if exchange is not None:
             if exchange.continues is not None:
@@ -221,15 +221,17 @@ class Index:
     # ---- looking up
 
     def turns_at(self, key: bytes) -> list[Indexed]:
-        """Exchanges whose answer ends at this point of a chain."""
+        """Return exchanges whose answer ends at this point of a chain."""
         return self._by_turn.get(key, [])
 
     def prompts_at(self, key: bytes) -> list[Indexed]:
-        """Exchanges, those in flight included, whose request ends at this point; oldest first."""
+        """Return exchanges, those in flight included, whose request ends at this point; oldest
+        first.
+        """
         return self._by_prompt.get(key, [])
 
     def asked(self, exchange: Indexed) -> Canonical | None:
-        """The request of one of the last exchanges; `None` = it was asked longer ago."""
+        """Return the request of one of the last exchanges; `None` = it was asked longer ago."""
         keys = (one for one in self._newest if one.chain[-1] == exchange.prompt_key)
         return next(keys, None)
 
@@ -237,7 +239,8 @@ class Index:
         return self._exchanges.get(exchange_id)
 
     def longest_said(self, atoms: Sequence[Atom]) -> tuple[int, Indexed | None]:
-        """The longest beginning of `atoms` that is a whole answer, and the newest that gave it.
+        """Return the longest beginning of `atoms` that is a whole answer, and the newest that gave
+        it.
 
         (0, `None`) = there is none.
         """
@@ -252,7 +255,8 @@ class Index:
         return length, owner
 
     def silent_at(self, key: bytes, hints: Sequence[Hint]) -> Indexed | None:
-        """The exchange of a turn without atoms that stands at `key`; `hints` is what it carries.
+        """Return the exchange of a turn without atoms that stands at `key`; `hints` is what it
+        carries.
 
         An id of ours says which it is, else its reasoning, under any history. Where it carries
         neither, its place decides.
@@ -268,12 +272,14 @@ class Index:
         return max(found, key=lambda e: (e in here, e.order), default=None)
 
     def owner_of(self, value: str) -> Indexed | None:
-        """The exchange that issued an id."""
+        """Return the exchange that issued an id."""
         return self._by_id.get(id_key(value))
 
 
 def id_key(value: str) -> str:
-    """An id as it is looked up: Google's Python clients return base64 in its URL-safe form."""
+    """Return an id as it is looked up: Google's Python clients return base64 in its URL-safe
+    form.
+    """
     return value.translate(_URL_SAFE).rstrip("=")
 
 

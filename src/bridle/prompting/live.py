@@ -145,7 +145,7 @@ class LiveReader:
             piece.text += shown
 
     def _end_part(self, piece: ReplyDelta) -> None:
-        """The part is over: all of it is certain but white space at its end."""
+        """End the part: all of it is certain but white space at its end."""
         self._take(self._text.rest(), piece)
         if not self._is_held():
             self._give(len(self._buffer), piece)
@@ -155,7 +155,7 @@ class LiveReader:
         return self._part is _Part.HELD
 
     def _marker(self, id_: int, piece: ReplyDelta) -> None:
-        """A control token outside of calls."""
+        """Handle a control token outside of calls."""
         if self._is_held():
             return
         marks = self._marks
@@ -177,7 +177,7 @@ class LiveReader:
             self._part = _Part.HELD
 
     def _call(self, id_: int, piece: ReplyDelta) -> None:
-        """One more id behind an opener."""
+        """Handle one more id behind an opener."""
         if id_ in self._stop_ids:
             self._part = _Part.HELD
             return
@@ -206,7 +206,7 @@ class _Decoder:
         return len(self._ids) - self._context > INCOMPLETE_MOST
 
     def push(self, ids: list[int]) -> str:
-        """The text that became certain."""
+        """Return the text that became certain."""
         self._ids += ids
         for waiting in range(min(CHARACTER_MOST, len(self._ids) - self._context)):
             text = self._tokenizer.decode(self._ids[: len(self._ids) - waiting])

@@ -20,7 +20,7 @@ def chat_messages(
     objects: bool = False,
     media: Callable[[MediaPart], JSON] | None = None,
 ) -> list[JSON]:
-    """The messages for a template. `RenderError` names a part that is not text.
+    """Return the messages for a template. `RenderError` names a part that is not text.
 
     `media` gives the form of such parts, for engines that take them; an answer never holds any.
     Arguments that are no JSON object stay the text that they are; with `objects`, for templates
@@ -56,7 +56,9 @@ def server_messages(
     escape: Escape = str,
     media: Callable[[MediaPart], JSON] | None = None,
 ) -> list[JSON]:
-    """The messages as servers of OpenAI's chat take them: as for a template, arguments as text."""
+    """Return the messages as servers of OpenAI's chat take them: as for a template, arguments as
+    text.
+    """
     chat = chat_messages(messages, escape, media=media)
     for call in (call for turn in chat for call in turn.get("tool_calls", ())):
         arguments = call["function"]["arguments"]
@@ -71,7 +73,7 @@ def _content(
     escape: Escape,
     media: Callable[[MediaPart], JSON],
 ) -> str | list[JSON]:
-    """The text of a message; with media, its parts in their order."""
+    """Return the text of a message; with media, its parts in their order."""
     if not any(isinstance(part, MediaPart) for part in message.content):
         return escape(_text_of(index, message))
     shown: list[JSON] = []
@@ -85,7 +87,10 @@ def _content(
 
 
 def chat_tools(tools: Iterable[ToolSpec], escape: Escape | None = None) -> list[JSON] | None:
-    """The tools for a template; `None` if there are none. Without `escape`, for parsing only."""
+    """Return the tools for a template; `None` if there are none.
+
+    Without `escape`, for parsing only.
+    """
     listed = [
         {
             "type": "function",
@@ -142,7 +147,7 @@ def _call(call: ToolCall, escape: Escape, *, objects: bool) -> JSON:
 
 
 def _arguments(call: ToolCall, escape: Escape) -> JSON | str:
-    """An object where the text is one (as serving engines do), else the text itself."""
+    """Return an object where the text is one (as serving engines do), else the text itself."""
     if call.custom:  # the model was shown a function with the one argument `input`
         return {"input": escape(call.arguments)}
     try:
@@ -179,7 +184,7 @@ def _merge(turn: JSON, piece: JSON) -> None:
 
 
 def _escaped(value: Any, escape: Escape) -> Any:  # noqa: ANN401 - any JSON value
-    """The same JSON value with every string in it escaped, keys too."""
+    """Return the same JSON value with every string in it escaped, keys too."""
     if isinstance(value, str):
         return escape(value)
     if isinstance(value, dict):

@@ -49,7 +49,9 @@ class Pairing:
     def after(
         self, atoms: Sequence[Atom], hints: Sequence[Hint], chain: Sequence[bytes]
     ) -> Pairing:
-        """The pairing of a request that continues this one's; `chain` is that of all its atoms."""
+        """Return the pairing of a request that continues this one's; `chain` is that of all its
+        atoms.
+        """
         read, hinted = self._read
         place = (len(atoms), len(hints))
         new = atoms[read:]
@@ -118,7 +120,7 @@ class Pairing:
             self.orphans.append(Orphan(call_id or None, name))
 
     def _first(self, groups: Sequence[_Group]) -> int | None:
-        """The number of the first call of these groups without a result."""
+        """Return the number of the first call of these groups without a result."""
         found = [next(iter(self._open[group])) for group in groups if self._open.get(group)]
         return min(found, default=None)
 

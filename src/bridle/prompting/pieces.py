@@ -73,7 +73,8 @@ def count_against(allowance: Allowance) -> Iterator[None]:
 
 
 def chars_per_token(backend: Tokenizer) -> float:
-    """The most characters of a text that one token can stand for; infinite = no bound is known.
+    """Return the most characters of a text that one token can stand for; infinite = no bound is
+    known.
 
     A token of a byte-level vocabulary has one character per byte, and no character has less than a
     byte. NFC makes one character of at most four.
@@ -106,7 +107,7 @@ def takes_pieces(backend: Tokenizer) -> bool:
 
 
 def _state(part: object) -> JSON | None:
-    """A part of a tokenizer as its file has it."""
+    """Return a part of a tokenizer as its file has it."""
     return None if part is None else json.loads(part.__getstate__())  # type: ignore[arg-type]
 
 
@@ -136,7 +137,7 @@ def tokenised(
     added: re.Pattern[str] | None,
     encode: Callable[[str], list[int]] | None = None,
 ) -> list[int]:
-    """The ids of a text, without special tokens. `ContextOverflowError`, `RenderError`.
+    """Return the ids of a text, without special tokens. `ContextOverflowError`, `RenderError`.
 
     `added` finds the tokenizer's added tokens, near which no piece ends; `None` = the text is to be
     tokenised whole. `encode` gives what `backend` gives; `None` = `backend` itself.
@@ -189,5 +190,5 @@ def _end_in(backend: Tokenizer, text: str, added: re.Pattern[str]) -> int | None
 
 
 def ids_of(backend: Tokenizer, text: str) -> list[int]:
-    """Ids of a text; without offsets, which nobody asks for, in two thirds of the time."""
+    """Return ids of a text; without offsets, which nobody asks for, in two thirds of the time."""
     return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids

@@ -90,7 +90,7 @@ class Layout:
     """Texts, and the ids behind each."""
 
     def ids(self, messages: list[JSON], tokenizer: PromptTokenizer) -> list[int]:
-        """The suffix for these messages."""
+        """Return the suffix for these messages."""
         ids = self.first.copy()
         for (slots, text), behind in self.pieces:
             whole = ""
@@ -118,7 +118,7 @@ class Layouts:
     def suffix(
         self, tail: list[int], sampled: list[int], messages: list[JSON], *, tools: bool, ask: Suffix
     ) -> list[int] | None:
-        """The same as `ask`; from a layout where there is one.
+        """Return the same as `ask`; from a layout where there is one.
 
         `tools` says whether the request has any. A refusal is never remembered.
         """
@@ -147,7 +147,7 @@ class Layouts:
     def known(
         self, tail: list[int], sampled: list[int], messages: list[JSON], *, tools: bool
     ) -> list[int] | None:
-        """The suffix by a layout that is known; `None` = there is none."""
+        """Return the suffix by a layout that is known; `None` = there is none."""
         if (end := self.end(tail)) is None:
             return None
         if (shape := self._shape(sampled, messages, tools=tools)) is None:
@@ -156,7 +156,8 @@ class Layouts:
         return None if layout is None else layout.ids(messages, self._tokenizer)
 
     def _shape(self, sampled: list[int], messages: list[JSON], *, tools: bool) -> Shape | None:
-        """The facts that decide on a layout, beside the end of the prompt; `None` = none is kept.
+        """Return the facts that decide on a layout, beside the end of the prompt; `None` = none is
+        kept.
 
         A reply counts by its control tokens and whether words stand between them.
         """
@@ -180,7 +181,7 @@ class Layouts:
         return marks, tuple(fields), tools
 
     def _marks(self, sampled: list[int]) -> tuple[int, ...]:
-        """The control tokens of a reply, in order, and -1 for ordinary ones between them."""
+        """Return the control tokens of a reply, in order, and -1 for ordinary ones between them."""
         control = self._tokenizer.control_ids
         words = sampled[:-1]
         if words and control.isdisjoint(words):
@@ -193,7 +194,7 @@ class Layouts:
         return tuple(marks)
 
     def end(self, tail: list[int]) -> tuple[int, ...] | None:
-        """The known end of a prompt, behind an ordinary token."""
+        """Return the known end of a prompt, behind an ordinary token."""
         control = self._tokenizer.control_ids
         for end, size in self._sizes:
             ordinary = tail[-size - 1 : -size]
@@ -223,7 +224,7 @@ class Layouts:
     def _learned(
         self, end: tuple[int, ...], sampled: list[int], messages: list[JSON], ask: Suffix
     ) -> Layout | None:
-        """The layout of a shape; `None` where the family looks at more than the shape."""
+        """Return the layout of a shape; `None` where the family looks at more than the shape."""
         words = self._fillers[0]
         layout = self._laid([*words, *end], sampled, _with(messages, _texts(0, _WORDS)), ask)
         if layout is None:
@@ -246,7 +247,7 @@ class Layouts:
     def _laid(
         self, tail: list[int], sampled: list[int], probes: list[JSON], ask: Suffix
     ) -> Layout | None:
-        """The layout that the family makes of probe texts; `None` = it refuses."""
+        """Return the layout that the family makes of probe texts; `None` = it refuses."""
         slots: dict[str, _Slot] = {}
         for index, message in enumerate(probes):
             for field in _FIELDS:
@@ -283,7 +284,7 @@ def _texts(turn: int, words: str) -> Iterator[str]:
 
 
 def _with(messages: list[JSON], texts: Iterator[str]) -> list[JSON]:
-    """The messages with other texts; ids and names that were the same stay the same."""
+    """Return the messages with other texts; ids and names that were the same stay the same."""
     given: dict[str, str] = {}
     made: list[JSON] = []
     for message in messages:
@@ -361,7 +362,7 @@ class PlaceholderFamily:
     def suffix(
         self, prompt: list[int], completion: list[int], new: list[JSON], tools: list[JSON] | None
     ) -> list[int] | None:
-        """The ids of a bridge behind those that it is given; `None` = it refuses.
+        """Return the ids of a bridge behind those that it is given; `None` = it refuses.
 
         The family is asked only where no layout is known.
         """
@@ -374,7 +375,10 @@ class PlaceholderFamily:
     def known_suffix(
         self, end: list[int], completion: list[int], new: list[JSON], *, tools: bool
     ) -> list[int] | None:
-        """The same by a layout; `end` is the last ids of the prompt. `None` = none is known."""
+        """Return the same by a layout; `end` is the last ids of the prompt.
+
+        `None` = none is known.
+        """
         return self._layouts.known(end, completion, new, tools=tools)
 
     def parse_response(
@@ -392,7 +396,10 @@ class PlaceholderFamily:
     def _suffix(
         self, tail: list[int], sampled: list[int], new: list[JSON], *, tools: list[JSON] | None
     ) -> list[int] | None:
-        """The family's own suffix. Of a turn that is all plain text it is shown only the end."""
+        """Return the family's own suffix.
+
+        Of a turn that is all plain text it is shown only the end.
+        """
         control = self._tokenizer.control_ids
         shown = sampled
         if self._marked and control.isdisjoint(shown[:-1]) and self._open.isdisjoint(shown[-1:]):
@@ -407,7 +414,7 @@ def suffix_of(
     new: list[JSON],
     tools: list[JSON] | None,
 ) -> list[int] | None:
-    """The ids of a family's bridge behind those that it is given; `None` = it refuses."""
+    """Return the ids of a family's bridge behind those that it is given; `None` = it refuses."""
     if isinstance(family, PlaceholderFamily):
         return family.suffix(prompt, completion, new, tools)
     found = family.bridge_to_next_turn(prompt, completion, new, tools=tools)

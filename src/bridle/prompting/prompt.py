@@ -58,21 +58,21 @@ class PromptIds:
 
     @classmethod
     def root(cls, ids: Ids) -> PromptIds:
-        """A prompt that extends nothing. `ids`: int32, shape (T,)."""
+        """Return a prompt that extends nothing. `ids`: int32, shape (T,)."""
         return cls(_link(None, (_frozen(ids),)))
 
     def extend(self, output_ids: Ids, suffix: Ids) -> PromptIds:
-        """The prompt of a child: this one, what was sampled under it, and new ids."""
+        """Return the prompt of a child: this one, what was sampled under it, and new ids."""
         before, self._array, self._json = self._json, None, None
         return PromptIds(_link(self._link, (_frozen(output_ids), _frozen(suffix))), before)
 
     def instead(self, suffix: Ids) -> PromptIds:
-        """The same prompt with another suffix."""
+        """Return the same prompt with another suffix."""
         link = self._link
         return PromptIds(_link(link.before, (*link.segments[:-1], _frozen(suffix))))
 
     def behind(self, ids: Ids) -> PromptIds:
-        """The same prompt with more ids at its end; they belong to its own suffix."""
+        """Return the same prompt with more ids at its end; they belong to its own suffix."""
         return self.instead(np.concatenate((self.suffix, ids)))
 
     def __len__(self) -> int:
@@ -94,14 +94,14 @@ class PromptIds:
         return self._link.hashed.digest()
 
     def array(self) -> Ids:
-        """All ids, int32, shape (T,). Read-only."""
+        """Return all ids, int32, shape (T,). Read-only."""
         if self._array is None:
             segments = [segment for link in _chain(self._link) for segment in link.segments]
             self._array = _frozen(np.concatenate(segments))
         return self._array
 
     def json(self) -> bytes:
-        """All ids as the text of a JSON array without spaces."""
+        """Return all ids as the text of a JSON array without spaces."""
         if self._json is None:
             if self._before is None or self._before == b"[]":
                 texts = [text for link in _chain(self._link) for text in link.texts if text]
@@ -114,7 +114,7 @@ class PromptIds:
         return self._json
 
     def tail(self, count: int) -> Ids:
-        """The last `count` ids, or all if there are fewer. Read-only."""
+        """Return the last `count` ids, or all if there are fewer. Read-only."""
         last = self._link.segments[-1]
         if 0 < count <= len(last):
             return last[-count:]
@@ -146,7 +146,7 @@ def _link(before: _Link | None, segments: tuple[Ids, ...]) -> _Link:
 
 
 def _chain(last: _Link) -> list[_Link]:
-    """The links from the root to this one."""
+    """Return the links from the root to this one."""
     links: list[_Link] = []
     link: _Link | None = last
     while link is not None:
@@ -157,7 +157,7 @@ def _chain(last: _Link) -> list[_Link]:
 
 
 def _frozen(ids: Ids) -> Ids:
-    """The same ids as a read-only, contiguous int32 array that nobody else writes to."""
+    """Return the same ids as a read-only, contiguous int32 array that nobody else writes to."""
     if not ids.flags.writeable and ids.dtype == np.int32 and ids.flags.c_contiguous:
         return ids
     copied = np.array(ids, dtype=np.int32)

@@ -67,7 +67,7 @@ def load_renderer(
     family: str | None = None,
     new_call_id: Callable[[], str] | None = None,
 ) -> PromptRenderer:
-    """The renderer of a tokenizer folder, or of the one shipped in the package.
+    """Return the renderer of a tokenizer folder, or of the one shipped in the package.
 
     Args:
         source: A folder with a fast tokenizer and a chat template, or `builtin`.
@@ -328,7 +328,7 @@ class PromptRenderer:
         return self._thinking if request.thinking is None else request.thinking
 
     def _family_for(self, *, thinking: bool | None) -> Family | None:
-        """The family's renderer with thinking on, off, or as the family has it."""
+        """Return the family's renderer with thinking on, off, or as the family has it."""
         if self.family is None:
             return None
         if thinking not in self._families:
@@ -357,7 +357,8 @@ CALL_FAMILIES: Final = frozenset({"qwen3", "prime-qwen3", "qwen3-vl"})
 
 
 def call_grammar(form: str | None, tools: Sequence[ToolSpec], choice: str) -> JSON | None:
-    """A structural tag for `choice` (`required`, or a tool's name); `None` = no such form is known.
+    """Return a structural tag for `choice` (`required`, or a tool's name); `None` = no such form is
+    known.
 
     `form` is the family's name, or that of the tool parser where there is no family.
     """

@@ -127,7 +127,7 @@ def parse_reply(  # noqa: PLR0913 - one fact of the reply each
 def read_calls(
     family: Parser, region: list[int], *, tools: list[JSON] | None, new_id: Callable[[], str]
 ) -> list[ToolCall]:
-    """The whole calls of ids that begin where calls begin; none where a parser fails."""
+    """Return the whole calls of ids that begin where calls begin; none where a parser fails."""
     try:
         with boundary(RenderError, "parsing"):
             parsed = family.parse_response(region, tools=tools, prompt_ids=[])
@@ -137,7 +137,9 @@ def read_calls(
 
 
 def argument_text(raw: str, arguments: object) -> str:
-    """The arguments as sampled: their own text inside `raw`, else JSON of the parsed value."""
+    """Return the arguments as sampled: their own text inside `raw`, else JSON of the parsed
+    value.
+    """
     if isinstance(arguments, str):
         return arguments
     if (found := _USUAL.match(raw)) is not None:
@@ -155,7 +157,7 @@ def argument_text(raw: str, arguments: object) -> str:
 
 
 def member(raw: str, key: str) -> tuple[str, Any] | None:
-    """A member's value in the text of a JSON object: its exact text and what it is.
+    """Return a member's value in the text of a JSON object: its exact text and what it is.
 
     `None` = `raw` is no such object or has no such member.
     """
@@ -226,7 +228,7 @@ def _open_xml(raw: str, *, read: bool) -> tuple[str, str] | None:
 
 
 def _broken_arguments(text: str) -> str:
-    """The arguments of a JSON call, from their first character to the end of the call."""
+    """Return the arguments of a JSON call, from their first character to the end of the call."""
     try:
         _, end = json.JSONDecoder().raw_decode(text)
         if text[_skip(text, end) :][:1] in ("", ",", "}"):

@@ -53,7 +53,7 @@ class ChatTemplate:
         thinking: bool | None,
         generation: bool = True,
     ) -> str:
-        """The prompt as text, marks included; with the beginning of a turn if `generation`.
+        """Return the prompt as text, marks included; with the beginning of a turn if `generation`.
 
         Raises `RenderError` with what the template says against the messages.
         """
@@ -71,7 +71,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, *, thinking: bool | None
     ) -> list[int]:
-        """Ids of a whole prompt, ready to sample."""
+        """Return ids of a whole prompt, ready to sample."""
         return self._tokenizer.encode(self.text(messages, tools, thinking=thinking))
 
     def extend(
@@ -82,7 +82,8 @@ class ChatTemplate:
         closed: bool,
         thinking: bool | None,
     ) -> list[int] | None:
-        """Ids after a sampled turn; `None` = this template cannot be extended by these messages.
+        """Return ids after a sampled turn; `None` = this template cannot be extended by these
+        messages.
 
         `closed` says whether the sampled turn ends with an end token; if not, one is put before.
         """
@@ -113,7 +114,7 @@ class ChatTemplate:
         return None if _STAND_IN_NAME in behind[end:] else behind[end:]
 
     def _find_close(self) -> str | None:
-        """The end token that stands right behind an assistant's text."""
+        """Return the end token that stands right behind an assistant's text."""
         stand_in = [_USER, {"role": "assistant", "content": STAND_IN}]
         try:
             text = self.text(stand_in, None, thinking=None, generation=False)
@@ -145,7 +146,7 @@ class ChatTemplate:
 
 
 def _stand_in(new_messages: Sequence[JSON]) -> JSON:
-    """An assistant turn that makes the calls which the new messages answer."""
+    """Return an assistant turn that makes the calls which the new messages answer."""
     turn: JSON = {"role": "assistant", "content": STAND_IN}
     calls = []
     for message in new_messages:

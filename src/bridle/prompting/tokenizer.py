@@ -142,7 +142,7 @@ class PromptTokenizer:
         return len(self.fast)
 
     def escape(self, text: str) -> str:
-        """Text of a message, made so that `encode` finds no control token in it.
+        """Return text of a message, made so that `encode` finds no control token in it.
 
         Lone surrogates, which no tokenizer takes, become U+FFFD.
         """
@@ -155,7 +155,8 @@ class PromptTokenizer:
         return text
 
     def apart(self, text: str) -> str:
-        """Text of a message for a server that tokenises by itself: it finds no control token there.
+        """Return text of a message for a server that tokenises by itself: it finds no control token
+        there.
 
         `JOINER` stands behind the first character of whatever looks like one; nothing else changes.
         """
@@ -164,7 +165,7 @@ class PromptTokenizer:
         return text
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: object) -> list[int]:  # noqa: FBT001, FBT002 - the shape that is asked for
-        """Ids of rendered text; its escaped parts become ordinary tokens.
+        """Return ids of rendered text; its escaped parts become ordinary tokens.
 
         What a template says in every turn (`SHORT`) and the long texts that sessions share
         (`LONG`: system prompts, tools, a task) are remembered.
@@ -211,7 +212,7 @@ class PromptTokenizer:
             _LONG_TEXTS.reset(token)
 
     def laid_out(self, lay: Callable[[], list[int] | None]) -> list[int] | None:
-        """The ids that `lay` gives, with long texts tokenised when it is done."""
+        """Return the ids that `lay` gives, with long texts tokenised when it is done."""
         with self.placeholders() as texts:
             ids = lay()
         if ids is None or not texts:
@@ -240,7 +241,7 @@ class PromptTokenizer:
         return ids
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: object) -> str:  # noqa: ANN401, FBT001, FBT002 - the shape that is asked for
-        """Text of ids, control tokens shown unless `skip_special_tokens`."""
+        """Return text of ids, control tokens shown unless `skip_special_tokens`."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -255,7 +256,7 @@ class PromptTokenizer:
 
 
 def load_tokenizer(folder: Path) -> PromptTokenizer:
-    """The tokenizer in `folder`. `RenderError` says what is missing."""
+    """Return the tokenizer in `folder`. `RenderError` says what is missing."""
     if not (folder / "tokenizer.json").is_file():
         raise RenderError(
             f"{folder}: no tokenizer.json; give a folder with a fast tokenizer "
@@ -352,7 +353,7 @@ def _quick(backend: Tokenizer) -> Encode:
 
 
 def _pattern(state: JSON) -> str:
-    """The regular expression of a splitter into words, which is one of `PATTERNS`."""
+    """Return the regular expression of a splitter into words, which is one of `PATTERNS`."""
     parts = state.get("pretokenizers", [])
     if [part["type"] for part in parts] != ["Split", "ByteLevel"] or parts[1]["use_regex"]:
         raise _OtherwiseError("its words are not split by one pattern")
@@ -380,7 +381,7 @@ def _ranks(backend: Tokenizer, model: JSON) -> dict[bytes, int]:
 
 
 def _reached(backend: Tokenizer, model: JSON, tokens: Iterable[str]) -> Iterable[str]:
-    """Those tokens which merging their own characters gives."""
+    """Return those tokens which merging their own characters gives."""
     from tokenizers import models
 
     bpe = backend.model
@@ -391,7 +392,7 @@ def _reached(backend: Tokenizer, model: JSON, tokens: Iterable[str]) -> Iterable
 
 
 def _alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for."""
+    """Return the byte that each character of a byte-level vocabulary stands for."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in set(shown)]
     return {chr(byte): byte for byte in shown} | {

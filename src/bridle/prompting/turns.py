@@ -49,7 +49,7 @@ class TurnCounts:
         return self.verbatim + self.rerendered
 
     def as_json(self) -> JSON:
-        """The counts as capture keeps them."""
+        """Return the counts as capture keeps them."""
         return {
             "verbatim": self.verbatim,
             "rerendered": self.rerendered,
@@ -60,7 +60,7 @@ class TurnCounts:
 
     @classmethod
     def of_json(cls, kept: JSON | None) -> TurnCounts | None:
-        """The counts of a captured exchange; `None` where it has none."""
+        """Return the counts of a captured exchange; `None` where it has none."""
         return None if kept is None else cls(**kept)
 
 
@@ -91,7 +91,7 @@ class TurnCounter:
         before: TurnCounts | None = None,
         rewritten: str | None = None,
     ) -> TurnCounts:
-        """The counts of a request.
+        """Return the counts of a request.
 
         An extension gives its parent's counts as `before` and the index of its `first` message
         after the parent's reply: only turns from there on are looked at, and the parent's own is
@@ -140,7 +140,7 @@ class TurnCounter:
 def turns_of(
     index: Index, messages: Sequence[Message], canonical: Canonical, first: int = 0
 ) -> Iterator[ShownTurn]:
-    """The assistant turns from message `first` on, in order."""
+    """Yield the assistant turns from message `first` on, in order."""
     at = first
     while at < len(messages):
         if messages[at].role is not Role.ASSISTANT:
@@ -178,7 +178,9 @@ class _Run:
             at = stop
 
     def _said(self, at: int) -> tuple[Indexed | None, int]:
-        """The exchange whose whole answer stands at `at`, and where it ends; the longest one."""
+        """Return the exchange whose whole answer stands at `at`, and where it ends; the longest
+        one.
+        """
         atoms = self._canonical.atoms[at : min(self._end, at + LONGEST_MATCH)]
         length, owner = self._index.longest_said(atoms)
         if owner is None:
@@ -187,7 +189,7 @@ class _Run:
         return proved or owner, at + length
 
     def _proved(self, at: int) -> tuple[Indexed | None, int]:
-        """The exchange whose ids stand from `at` on, and where another turn begins."""
+        """Return the exchange whose ids stand from `at` on, and where another turn begins."""
         owner = self._owner(at, at + 1)
         stop = at + 1
         while stop < self._end and self._said(stop)[0] is None:
@@ -199,7 +201,7 @@ class _Run:
         return owner, stop
 
     def _owner(self, start: int, stop: int) -> Indexed | None:
-        """The exchange of the last id of ours at these atoms and beside them."""
+        """Return the exchange of the last id of ours at these atoms and beside them."""
         low = bisect_left(self._hints, start, key=_position)
         beside = self._hints[low : bisect_left(self._hints, stop, key=_position)]
         atoms: Sequence[Atom | Hint] = (*beside, *self._canonical.atoms[start:stop])
@@ -248,7 +250,7 @@ class Lineage:
         return any(_key(text) in self._asked for text in texts)
 
     def summarised_by(self, messages: Sequence[Message]) -> str | None:
-        """The newest exchange whose summary some text holds; `None` = there is none.
+        """Return the newest exchange whose summary some text holds; `None` = there is none.
 
         Harnesses let the user tell it, or the model.
         """
@@ -260,7 +262,7 @@ class Lineage:
 
 
 def _user_texts(messages: Sequence[Message]) -> Iterator[str]:
-    """Each text part of the user's messages."""
+    """Yield each text part of the user's messages."""
     for message in messages:
         if message.role is Role.USER:
             yield from (part.text for part in message.content if isinstance(part, TextPart))

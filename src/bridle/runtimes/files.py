@@ -206,7 +206,8 @@ class TooMuch(RuntimeFailure):
 
 
 def check_archive(archive: Path, limits: CopyLimits) -> int:
-    """Bytes of all files of an archive with their holes, read before anything of it is taken out.
+    """Return bytes of all files of an archive with their holes, read before anything of it is taken
+    out.
 
     Raises `TooMuch`, and `RuntimeFailure` if the archive is incomplete.
     """
@@ -513,8 +514,8 @@ def remove_folders(folders: Iterable[Path]) -> None:
 
 
 def host_path(path: PurePosixPath, folders: Mapping[str, Path]) -> Path | None:
-    """The path on this machine of one inside a runtime, by the folders that it shares; `None` = it
-    lies in none of them.
+    """Return the path on this machine of one inside a runtime, by the folders that it shares;
+    `None` = it lies in none of them.
     """
     for top, folder in folders.items():
         if path.is_relative_to(top) and ".." not in path.parts:

@@ -251,7 +251,7 @@ def members_of(namespace: str) -> list[int]:
 
 
 def disk_use(folders: Iterable[Path]) -> int:
-    """Bytes on disk of all files below `folders`; a file with several names counts once.
+    """Return bytes on disk of all files below `folders`; a file with several names counts once.
 
     What vanishes meanwhile or may not be read counts nothing.
     """

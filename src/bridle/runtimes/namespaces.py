@@ -314,7 +314,8 @@ def is_privileged() -> bool:
 
 
 def begin(procs_files: Sequence[str] = ()) -> list[str]:
-    """The beginning of a command line; what follows starts with a session keyring of its own.
+    """Return the beginning of a command line; what follows starts with a session keyring of its
+    own.
 
     `procs_files` are the files `cgroup.procs` of control groups.
     """
@@ -322,7 +323,8 @@ def begin(procs_files: Sequence[str] = ()) -> list[str]:
 
 
 def enter(pid: int, procs_files: Sequence[str] = ()) -> list[str]:
-    """The beginning of a command line; what follows, an absolute path and arguments, runs inside.
+    """Return the beginning of a command line; what follows, an absolute path and arguments, runs
+    inside.
 
     It runs under the profile of the sandbox of process `pid` (by this machine's numbers), and in
     the control groups of `procs_files`. Exit code and signal are those of the command.
@@ -337,7 +339,7 @@ def _perl(program: str) -> list[str]:
 def listen_inside(
     pid: int, port: int, *, timeout_s: float, privileged: bool | None = None
 ) -> socket.socket:
-    """A socket that listens on 127.0.0.1:`port` in the network of the sandbox of process `pid`.
+    """Open a socket on 127.0.0.1:`port` in the network of the sandbox of process `pid`.
 
     Blocks; without privileges for the start of an interpreter. Raises `RuntimeFailure`.
     """

@@ -135,7 +135,7 @@ class ScriptedEngine:
         """Return at once: this engine does not fail."""
 
     async def set_version(self, version: int) -> None:
-        """Tokens from here on carry `version`."""
+        """Set the version of the tokens from here on."""
         self.version = version
 
     async def template(

@@ -42,13 +42,15 @@ KIND = re.compile(r"sglang:(?=https?://|/|\.)")
 
 
 def engines_in(text: str) -> list[str]:
-    """The engines that a text names, each once, as `--engine` takes them."""
+    """Return the engines that a text names, each once, as `--engine` takes them."""
     found = [one if "://" in one else f"http://{one}" for one in ENGINE.findall(text)]
     return list(dict.fromkeys(found))
 
 
 async def engines_named(source: str) -> list[str]:
-    """The engines that a file or an `http(s)://` URL names now; none where it cannot be read."""
+    """Return the engines that a file or an `http(s)://` URL names now; none where it cannot be
+    read.
+    """
     if kind := KIND.match(source):
         found = await engines_named(source[kind.end() :])
         return [kind[0] + one if one.startswith("http") else one for one in found]

@@ -68,7 +68,7 @@ def save_checkpoint(
 
 
 def write_model(folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The weights as a model folder that engines load."""
+    """Write the weights as a model folder that engines load."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -82,14 +82,17 @@ def write_model(folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBa
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, as engines load it; `EngineError` if there is none."""
+    """Return the tokenizer of a model folder, as engines load it.
+
+    `EngineError` if there is none.
+    """
     from bridle.embedded import model
 
     return model.load_tokenizer(folder)
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All whole checkpoints in `folder`, oldest first; none if it does not exist."""
+    """Return all whole checkpoints in `folder`, oldest first; none if it does not exist."""
     found = [path for path in folder.glob("step-*") if (path / STATE).is_file()]
     return sorted(path for path in found if path.suffix != ".part")
 

@@ -80,12 +80,12 @@ class TraceBatch:
         )
 
     def places(self) -> Places:
-        """The sample and the position of each of `tokens`."""
+        """Return the sample and the position of each of `tokens`."""
         found = [np.flatnonzero(_mask(sample)) for sample in self.samples]
         return np.repeat(np.arange(len(found)), [*map(len, found)]), np.concatenate(found)
 
     def padding(self) -> list[int]:
-        """Tokens of padding behind each sample."""
+        """Return tokens of padding behind each sample."""
         lengths = [_length(sample) for sample in self.samples]
         return [max(lengths) - length for length in lengths]
 
@@ -148,7 +148,7 @@ class PackedTraces(TraceBatch):
         return sum(_length(sample) - 1 for sample in self.samples)
 
     def padding(self) -> list[int]:
-        """Tokens of padding behind each sample: there are none."""
+        """Return tokens of padding behind each sample: there are none."""
         return [0] * len(self.samples)
 
     def logits(
@@ -208,12 +208,12 @@ class Tree:
         )
 
     def places(self) -> Places:
-        """The sample and the position of each of `tokens`."""
+        """Return the sample and the position of each of `tokens`."""
         trained = self._trained()
         return self.packed.trace_of[trained], self.packed.position_ids[trained]
 
     def padding(self) -> list[int]:
-        """Tokens of padding behind each sample: there are none."""
+        """Return tokens of padding behind each sample: there are none."""
         return [0] * len(self.samples)
 
     def logprobs(
@@ -247,7 +247,7 @@ Piece = TraceBatch | Tree
 def rows_of(
     samples: Sequence[Sample], batch_tokens: int, *, share: bool, width: int | None = None
 ) -> Iterator[TraceBatch]:
-    """Samples in pieces of at most `batch_tokens` computed tokens, like lengths together.
+    """Yield samples in pieces of at most `batch_tokens` computed tokens, like lengths together.
 
     With `share` a piece's common beginning is computed once; only for models whose cache is of keys
     and values. `width` is the model's hidden size: given it, only where that is less work.
@@ -272,7 +272,9 @@ def rows_of(
 
 
 def packed_of(samples: Sequence[Sample], batch_tokens: int) -> Iterator[PackedTraces]:
-    """Samples in as few pieces of at most `batch_tokens` computed tokens as first fit finds."""
+    """Yield samples in as few pieces of at most `batch_tokens` computed tokens as first fit
+    finds.
+    """
     pieces: list[list[Sample]] = []
     room: list[int] = []
     for sample in sorted(samples, key=_length, reverse=True):
@@ -300,7 +302,7 @@ def sharing_saves(lengths: Sequence[int], prefix: int, width: int) -> bool:
 
 
 def trees_of(samples: Sequence[Sample], batch_tokens: int) -> Iterator[Tree]:
-    """Samples in trees, one per group; a group that is too large for one comes in several.
+    """Yield samples in trees, one per group; a group that is too large for one comes in several.
 
     Memory and time of a dense mask grow with the square of a tree, so groups are never joined.
     """

@@ -122,7 +122,7 @@ class TaskDraws:
             raise ConfigError("two tasks have one task_id")
 
     def draw(self, number: int) -> Task:
-        """The task of draw `number`, 0 the first."""
+        """Return the task of draw `number`, 0 the first."""
         size = len(self._ids)
         if self._curriculum == "epochs":
             epoch, place = divmod(number, size)
@@ -138,7 +138,7 @@ class TaskDraws:
         return task_id in self._tasks
 
     def named(self, task_id: str) -> Task:
-        """The task of that id; `ConfigError` if the set has none."""
+        """Return the task of that id; `ConfigError` if the set has none."""
         if task_id not in self._tasks:
             raise ConfigError(f"the checkpoint goes on with task {task_id!r}, which is not there")
         return self._tasks[task_id]
@@ -198,7 +198,7 @@ class GroupSource(Protocol):
         """Let so many more groups begin."""
 
     async def take(self) -> Group:
-        """The next group whose sessions have all ended; raises what broke the source."""
+        """Return the next group whose sessions have all ended; raises what broke the source."""
 
     async def evaluate(self) -> HeldOutEvaluation | None:
         """Play the held-out tasks with the weights that the engine has; `None` = there are none."""
@@ -209,7 +209,7 @@ class GroupSource(Protocol):
         """
 
     async def kept(self) -> None:
-        """A checkpoint has the last `cursor`: what was taken before it is not needed again."""
+        """Note that a checkpoint has the last `cursor`: earlier groups are not needed again."""
 
 
 class _Groups:
@@ -493,7 +493,7 @@ class ServerGroups(_Groups):
 
 
 def _newest(sessions: Sequence[Trajectory]) -> int:
-    """The newest version of any token that was sampled; -1 = none is known."""
+    """Return the newest version of any token that was sampled; -1 = none is known."""
     versions_by_trace = [trace.versions for session in sessions for trace in session.traces]
     return max((int(versions.max()) for versions in versions_by_trace if len(versions)), default=-1)
 

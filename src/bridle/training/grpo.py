@@ -281,7 +281,7 @@ def objective(
     reference: torch.Tensor | None = None,
     teacher: torch.Tensor | None = None,
 ) -> Terms:
-    """The loss of tokens with these logprobs now, all shape (N,).
+    """Return the loss of tokens with these logprobs now, all shape (N,).
 
     `start` are the logprobs at the beginning of the batch (`None` = these are they), `reference`
     those of the reference model (`None` = no divergence), `teacher` those of the teacher.
@@ -381,7 +381,7 @@ class Learner:
         lora: LoraSettings | None = None,
         adapter: Path | None = None,
     ) -> Learner:
-        """A learner in float32 on the model in `folder`, on the GPU when there is one.
+        """Load a learner in float32 from the model in `folder`, on the GPU when there is one.
 
         With `lora` an adapter of it is trained, the one in the folder `adapter` or a new one.
         `EngineError` if a folder holds no causal language model, `ConfigError` if the teacher has
@@ -564,7 +564,7 @@ def _align(model: PreTrainedModel) -> None:
 def _largest(
     so_far: float | None, logprobs: torch.Tensor, tokens: Tokens, version: int
 ) -> float | None:
-    """The largest difference from the rollout's logprobs on tokens of `version`."""
+    """Return the largest difference from the rollout's logprobs on tokens of `version`."""
     same = tokens.versions == version
     if not same.any():
         return so_far

@@ -216,7 +216,7 @@ class Loop:
             )
 
     async def _gather(self) -> tuple[list[Group], list[Group]]:
-        """The groups of a step: all that were taken, and those that are its batch.
+        """Return the groups of a step: all that were taken, and those that are its batch.
 
         In the order in which they were begun, so that with a lag of 0 a batch is the same whoever
         ended first.
@@ -278,7 +278,7 @@ def rewards_of(course: Course) -> list[tuple[int, float]]:
 
 
 def smoothed(values: Sequence[float], width: int = AVERAGED) -> list[float]:
-    """The mean of each value and up to `width - 1` before it."""
+    """Return the mean of each value and up to `width - 1` before it."""
     means = []
     for end in range(1, len(values) + 1):
         part = values[max(0, end - width) : end]

@@ -80,7 +80,7 @@ def certify_pieces(
 
 
 def facts_of(model: PreTrainedModel, known: Facts, traces: Iterable[Trace] = ()) -> Facts:
-    """The facts that the model itself shows, behind those that are known.
+    """Return the facts that the model itself shows, behind those that are known.
 
     `traces` were replayed; where all of their experts are known, the trainer had no choice.
     """
@@ -99,7 +99,9 @@ def facts_of(model: PreTrainedModel, known: Facts, traces: Iterable[Trace] = ())
 
 
 def digest_of_weights(model: PreTrainedModel) -> str:
-    """Hex digest of the model's weights: sha256 over names and bytes, in the order of names."""
+    """Return the hex digest of the model's weights: sha256 over names and bytes, in the order of
+    names.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode() + b"\0")

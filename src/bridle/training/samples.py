@@ -110,7 +110,7 @@ class Batch:
 def make_batch(
     groups: Sequence[Group], settings: GrpoSettings, *, version: int, max_lag: int | None = None
 ) -> Batch:
-    """The samples of `groups` for an update of weights `version`.
+    """Return the samples of `groups` for an update of weights `version`.
 
     With `max_lag`, a session is left out that has a token sampled more updates ago (`stale`) or of
     an unknown version (`unversioned`). Raises `TrainingError` for sessions that were not sampled
@@ -171,7 +171,7 @@ def _trained(session: Trajectory) -> int:
 
 
 def advantages_of(group: Group, kind: str) -> tuple[list[list[float | Floats]], int]:
-    """The advantage of each session's traces; how many are the session's for want of others.
+    """Return the advantage of each session's traces; how many are the session's for want of others.
 
     Where an evaluator gave traces rewards of their own, a trace is compared with those of its role
     (kind and name of the agent) in the group's other sessions. Where it gave rewards per token,
@@ -242,7 +242,10 @@ def _fitting(
     settings: GrpoSettings,
     left_out: Counter[str],
 ) -> list[tuple[Trace, float | Floats]]:
-    """The session's traces within the limit; a masked one stays, with nothing that trains."""
+    """Return the session's traces within the limit.
+
+    A masked one stays, with nothing that trains.
+    """
     kept = []
     for trace, advantage in zip(session.traces, advantages, strict=True):
         length = len(trace.prompt_ids) + len(trace.response_ids)
@@ -312,7 +315,7 @@ def unfit_setting(field: str, value: float | JSON | None, temperature: float) ->
 
 
 def _weights(sessions: Sequence[Sequence[Trace]], settings: GrpoSettings) -> list[list[float]]:
-    """For each session the weight of a token of each of its traces."""
+    """Return for each session the weight of a token of each of its traces."""
     counts = [[trains(trace) for trace in traces] for traces in sessions]
     share = 1.0 / max(1, len(sessions))
     if settings.advantage == "dr_grpo":
@@ -330,7 +333,9 @@ def _weights(sessions: Sequence[Sequence[Trace]], settings: GrpoSettings) -> lis
 
 
 def _sizes(traces: Sequence[Trace]) -> list[int]:
-    """Tokens of each trace that count for its session's weight, also where they are masked now."""
+    """Return tokens of each trace that count for its session's weight, also where they are masked
+    now.
+    """
     return [trains(t) or int((t.reasons == 0).sum()) for t in traces]
 
 

@@ -108,7 +108,7 @@ class SftResult:
 
 
 def read_examples(path: str | Path) -> list[TrainingSequence]:
-    """The examples of a JSONL or Parquet file with `input_ids` and `loss_mask`.
+    """Return the examples of a JSONL or Parquet file with `input_ids` and `loss_mask`.
 
     A Parquet file of trajectories (`prompt_ids`, `response_ids`, `loss_mask`) will do too.
     Raises `TrainingError` naming the file, and the line or row, of what cannot be used.
@@ -262,7 +262,7 @@ def train_folder(
 def _checked(
     examples: Sequence[TrainingSequence], model: PreTrainedModel, max_length: int | None
 ) -> list[TrainingSequence]:
-    """The examples that train, cut to length."""
+    """Return the examples that train, cut to length."""
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
     kept = []
     for number, example in enumerate(examples, start=1):

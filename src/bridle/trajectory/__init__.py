@@ -94,7 +94,7 @@ def rebuild(
     train: Collection[Kind] | None = None,
     decode: Callable[[Ids], str] | None = None,
 ) -> Trajectory:
-    """A session's trajectory from everything that capture holds of it.
+    """Return a session's trajectory from everything that capture holds of it.
 
     `builder` and `train` are those of the session's own metadata where they are `None` (the
     defaults of a task if it has none either). `decode` turns ids into text: the breaks then have
@@ -157,7 +157,7 @@ def build(
     bodies: Mapping[bytes, bytes] | None = None,
     damaged: Sequence[Damaged] = (),
 ) -> Trajectory:
-    """A session's trajectory. `bodies` give the traces their messages; without them, none.
+    """Return a session's trajectory. `bodies` give the traces their messages; without them, none.
 
     `damaged` rows are counted as excluded.
 
@@ -194,7 +194,7 @@ def build(
 
 
 def _with_a_conversation(exchanges: Sequence[Exchange]) -> Sequence[Exchange]:
-    """The exchanges; where a rule made all of them side calls, they are the agent's.
+    """Return the exchanges; where a rule made all of them side calls, they are the agent's.
 
     A rule may tell calls apart, but it never takes a session's only conversation.
     """
@@ -209,7 +209,8 @@ def _with_a_conversation(exchanges: Sequence[Exchange]) -> Sequence[Exchange]:
 
 
 def with_outcome(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
-    """The trajectory of a session that has ended: status, error and rewards are the outcome's.
+    """Return the trajectory of a session that has ended: status, error and rewards are the
+    outcome's.
 
     The same as building it with the outcome. Rewards per trace are used if there is one for each
     trace; else every trace gets the session's reward (that of a rejected reply the session's
@@ -287,7 +288,7 @@ def _cut_by(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
 
 
 def _without_training(traces: Iterable[Trace]) -> list[Trace]:
-    """The traces with nothing left to train; their metadata says so."""
+    """Return the traces with nothing left to train; their metadata says so."""
     return [
         dataclasses.replace(
             mask_all(trace, MaskReason.TRUNCATED), metadata=trace.metadata | {"tokens_trained": 0}
@@ -325,12 +326,12 @@ def _limited(whole: Sequence[Trace], config: BuilderConfig, cut: str | None) -> 
 
 
 def _trained(traces: Sequence[Trace]) -> int:
-    """Tokens of the traces that train."""
+    """Return tokens of the traces that train."""
     return sum(int(np.count_nonzero(trace.loss_mask)) for trace in traces)
 
 
 def _within(trace: Trace, config: BuilderConfig) -> Trace | None:
-    """The trace as the length limit leaves it; `None` = not at all."""
+    """Return the trace as the length limit leaves it; `None` = not at all."""
     size = len(trace.prompt_ids) + len(trace.response_ids)
     if config.max_tokens is None or size <= config.max_tokens:
         return trace
@@ -342,7 +343,7 @@ def _within(trace: Trace, config: BuilderConfig) -> Trace | None:
 
 
 def _described(trace: Trace, joined: Joined, marks: Marks, transcript: Transcript | None) -> Trace:
-    """The trace with its messages, tools, media and metadata."""
+    """Return the trace with its messages, tools, media and metadata."""
     nodes = [joined.graph.nodes[exchange_id] for exchange_id in trace.exchange_ids]
     path = [node.exchange for node in nodes]
     # As unsigned numbers -1 is the largest, so the least is the first version that sampled.
@@ -371,7 +372,7 @@ def _described(trace: Trace, joined: Joined, marks: Marks, transcript: Transcrip
 
 
 def _sampling(trace: Trace, path: Sequence[Exchange]) -> JSON:
-    """For each field that shapes a distribution, its values in the turns that train here."""
+    """Return each field that shapes a distribution with its values in the turns that train."""
     found = []
     start = 0
     for exchange, end in zip(path, trace.turn_ends, strict=True):
@@ -419,7 +420,7 @@ def _placeholders(node: ExchangeNode) -> list[JSON]:
 
 
 def _media(parts: list[JSON], placeholders: Sequence[JSON]) -> list[JSON]:
-    """The media of the messages, in order, each with the next placeholder of its digest."""
+    """Return the media of the messages, in order, each with the next placeholder of its digest."""
     waiting = [*placeholders]
     found = []
     for part in parts:

@@ -61,7 +61,7 @@ Builder: TypeAlias = Callable[[Graph, Marks], list[Plan]]
 
 
 def per_request(graph: Graph, marks: Marks) -> list[Plan]:
-    """One plan per exchange of which something trains."""
+    """Return one plan per exchange of which something trains."""
     return [
         Plan(node, {exchange_id: (0, len(node.exchange.output_ids))}, whole_prompt=True)
         for exchange_id, node in graph.nodes.items()
@@ -70,7 +70,7 @@ def per_request(graph: Graph, marks: Marks) -> list[Plan]:
 
 
 def prefix_merging(graph: Graph, marks: Marks) -> list[Plan]:
-    """One plan per path to a last exchange that trains; each token trains in one of them."""
+    """Return one plan per path to a last exchange that trains; each token trains in one of them."""
     ends = _ends(graph, marks)
     totals = _path_totals(graph, marks)
 
@@ -91,7 +91,7 @@ def prefix_merging(graph: Graph, marks: Marks) -> list[Plan]:
 
 
 def tree(graph: Graph, marks: Marks) -> list[Plan]:
-    """The plans of `prefix_merging`: a tree is a packing of its traces."""
+    """Return the plans of `prefix_merging`: a tree is a packing of its traces."""
     return prefix_merging(graph, marks)
 
 
@@ -138,7 +138,7 @@ def _path_totals(graph: Graph, marks: Marks) -> dict[str, int]:
 
 
 def _claim(end: ExchangeNode, marks: Marks, done: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """The ranges on the path to `end` that no path before it had; they are done then.
+    """Return the ranges on the path to `end` that no path before it had; they are done then.
 
     Walks up only as far as something is left: a path that has a token has all above it.
     """
@@ -159,7 +159,10 @@ def _claim(end: ExchangeNode, marks: Marks, done: dict[str, int]) -> dict[str, t
 
 
 def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
-    """A plan's aligned arrays; messages, tools and reward are added by `bridle.trajectory`."""
+    """Return a plan's aligned arrays.
+
+    Messages, tools and reward are added by `bridle.trajectory`.
+    """
     leaf = plan.leaf
     path = pieces(leaf, leaf.length)
     runs = [piece.ids for piece in path]
@@ -208,7 +211,7 @@ def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
 
 
 def _experts(path: Sequence[Piece], ids: Ids) -> npt.NDArray[np.int16] | None:
-    """Rows of experts of a path; a token has those of the first exchange that reported them.
+    """Return rows of experts of a path; a token has those of the first exchange that reported them.
 
     That is the one that brought it, or, for the last token of a reply, the one after it.
     """
@@ -229,7 +232,7 @@ def _experts(path: Sequence[Piece], ids: Ids) -> npt.NDArray[np.int16] | None:
 
 
 def _seen_from(node: ExchangeNode, moved: int, ids: Ids) -> int:
-    """First position of a path that an exchange's own prompt has as the path has it.
+    """Return first position of a path that an exchange's own prompt has as the path has it.
 
     Where drift joined it, what it saw in place of the turn before is no part of the path.
     """
@@ -241,14 +244,14 @@ def _seen_from(node: ExchangeNode, moved: int, ids: Ids) -> int:
 
 
 def _first_sampled(path: Sequence[Piece]) -> int:
-    """Ids before the first sampled one."""
+    """Return ids before the first sampled one."""
     return sum(len(p.ids) for p in itertools.takewhile(lambda piece: not piece.is_output, path))
 
 
 def _reasons_here(
     reasons: npt.NDArray[np.uint8], part: tuple[int, int] | None
 ) -> npt.NDArray[np.uint8]:
-    """An exchange's reasons in a trace that trains only `part` of it (`None` = nothing)."""
+    """Return an exchange's reasons in a trace that trains only `part` of it (`None` = nothing)."""
     start, stop = part or (0, 0)
     if stop - start == len(reasons):
         return reasons
@@ -258,7 +261,7 @@ def _reasons_here(
 
 
 def shorten(trace: Trace, max_tokens: int) -> Trace | None:
-    """The trace up to the last whole turn with which it has at most `max_tokens` ids.
+    """Return the trace up to the last whole turn with which it has at most `max_tokens` ids.
 
     The trace itself if it is short enough; `None` if no turn that trains is left.
     """
@@ -280,7 +283,7 @@ def shorten(trace: Trace, max_tokens: int) -> Trace | None:
 
 
 def mask_all(trace: Trace, reason: MaskReason) -> Trace:
-    """The trace with nothing left to train: its trained tokens get `reason`."""
+    """Return the trace with nothing left to train: its trained tokens get `reason`."""
     reasons = trace.reasons.copy()
     reasons[reasons == MaskReason.TRAINED] = reason
     return dataclasses.replace(

@@ -153,7 +153,7 @@ DeclaredFacts = Mapping[str, Any]
 def diagnose(
     scored: Scored, trainer: DeclaredFacts, rollout: DeclaredFacts, tolerance: float
 ) -> list[Mismatch]:
-    """The mismatches of a comparison with their causes; none if both sides agree.
+    """Return the mismatches of a comparison with their causes; none if both sides agree.
 
     `tolerance` is the root mean square of the differences, in nats, that is no mismatch.
     """
@@ -184,7 +184,9 @@ def _rms(values: Numbers) -> float:
 def _ranked(
     suspects: Sequence[Suspect], trainer: DeclaredFacts, rollout: DeclaredFacts
 ) -> list[Suspect]:
-    """The suspects with what the facts say about them, best first; those that remain likely."""
+    """Return the suspects with what the facts say about them, best first; those that remain
+    likely.
+    """
     weighed = []
     for suspect in suspects:
         score, evidence = suspect.score, suspect.evidence
@@ -242,7 +244,9 @@ def _other_ids(scored: Scored) -> Iterator[tuple[list[Suspect], Flags]]:
 def _stale(
     scored: Scored, trainer: DeclaredFacts, tolerance: float
 ) -> Iterator[tuple[list[Suspect], Flags]]:
-    """The tokens that other versions than the trainer's sampled, where some are of its own."""
+    """Yield the tokens that other versions than the trainer's sampled, where some are of its
+    own.
+    """
     stale = (scored.versions >= 0) & (scored.versions != trainer["version"])
     if trainer["version"] is None or stale.all() or _rms(scored.differences[stale]) <= tolerance:
         return
@@ -252,7 +256,8 @@ def _stale(
 
 
 def _part(scored: Scored, left: Flags, tolerance: float) -> tuple[list[Suspect], Flags] | None:
-    """The part of the tokens that holds all that is off, with its causes; `None` = there is none.
+    """Return the part of the tokens that holds all that is off, with its causes; `None` = there is
+    none.
 
     Of several parts the one that tells most about which tokens are off.
     """
@@ -313,7 +318,7 @@ def _parts(
 def _wrong_turns(
     scored: Scored, later: Flags, off: Flags
 ) -> tuple[tuple[MismatchCause, ...], Flags, str, float]:
-    """The later turns that are off, where the engine did not tell its cache hits.
+    """Return the later turns that are off, where the engine did not tell its cache hits.
 
     Wrong positions spoil all of them; a stale cache those that hit it, which any of them may be.
     """
@@ -442,7 +447,7 @@ def _processor(scored: Scored, left: Flags) -> list[Suspect]:
 
 
 def _biased(ids: Ids, apart: Numbers) -> list[Suspect]:
-    """A bias of single tokens: the id explains the differences."""
+    """Return a bias of single tokens: the id explains the differences."""
     _, place, counts = np.unique(ids, return_inverse=True, return_counts=True)
     free = len(apart) - len(counts)
     if free < SMALLEST_PART:

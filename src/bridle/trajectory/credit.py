@@ -26,7 +26,7 @@ rounding into advantages of full size."""
 
 
 def grpo_advantages(group: Sequence[float], *, normalise: bool = True) -> Floats:
-    """Advantage of each session against its group's mean; shape (G,).
+    """Return advantage of each session against its group's mean; shape (G,).
 
     `normalise` divides by the group's standard deviation (population form), as in DeepSeekMath
     (arXiv 2402.03300, eq. 3); without it this is Dr. GRPO's (arXiv 2503.20783). A group that does
@@ -45,7 +45,7 @@ def grpo_advantages(group: Sequence[float], *, normalise: bool = True) -> Floats
 
 
 def rloo_advantages(group: Sequence[float]) -> Floats:
-    """Advantage of each session against the mean of all others (leave one out); shape (G,).
+    """Return advantage of each session against the mean of all others (leave one out); shape (G,).
 
     REINFORCE leave-one-out, arXiv 2402.14740 eq. 6. A group of one gets 0.
     """
@@ -57,7 +57,7 @@ def rloo_advantages(group: Sequence[float]) -> Floats:
 
 
 def leave_one_out_baselines(group: Sequence[float]) -> Floats:
-    """For each session the mean reward of all others that have one; shape (G,).
+    """Return for each session the mean reward of all others that have one; shape (G,).
 
     `NaN` where no other has one.
     """
@@ -70,7 +70,7 @@ def leave_one_out_baselines(group: Sequence[float]) -> Floats:
 
 
 def shared_advantages(sessions: Sequence[Sequence[float]], kind: str) -> list[list[float]]:
-    """Advantages of several known rewards per session, where each session has one vote.
+    """Return advantages of several known rewards per session, where each session has one vote.
 
     `kind` is `grpo`, `dr_grpo` or `rloo`. With one reward each, these are the advantages above.
     """
@@ -86,7 +86,7 @@ def shared_advantages(sessions: Sequence[Sequence[float]], kind: str) -> list[li
 
 
 def session_advantages(rewards: Sequence[float], kind: str) -> list[float]:
-    """Advantage of each session; `kind` is `grpo`, `dr_grpo` or `rloo`."""
+    """Return advantage of each session; `kind` is `grpo`, `dr_grpo` or `rloo`."""
     found = (
         rloo_advantages(rewards)
         if kind == "rloo"
@@ -98,7 +98,7 @@ def session_advantages(rewards: Sequence[float], kind: str) -> list[float]:
 def role_advantages(
     rewards: Sequence[float], parts: Sequence[Sequence[tuple[Hashable, float]]], kind: str
 ) -> tuple[list[list[float]], int]:
-    """Advantages of the parts of sessions (traces, turns), each compared within its role.
+    """Return advantages of the parts of sessions (traces, turns), each compared within its role.
 
     `rewards` has each session's own, `parts` the role and reward of each of its parts. Returns the
     advantages of the parts, and how many are the session's because no other session has that role.
@@ -138,7 +138,9 @@ def role_of(trace: Trace) -> tuple[str | None, str | None]:
 
 
 def trace_reward(trace: Trace, session: Trajectory) -> float:
-    """The sum of its token rewards, else its own reward, else the session's; `NaN` = not known."""
+    """Return the sum of its token rewards, else its own reward, else the session's; `NaN` = not
+    known.
+    """
     if session.reward is None:
         return float("nan")
     if trace.token_rewards is not None:
@@ -147,7 +149,7 @@ def trace_reward(trace: Trace, session: Trajectory) -> float:
 
 
 def trace_advantages(sessions: Sequence[Trajectory], kind: str) -> list[list[float]]:
-    """One advantage per trace of each session of a group.
+    """Return one advantage per trace of each session of a group.
 
     It is the session's, unless an evaluator rewarded traces or tokens of the group: then a trace is
     compared with those of its role in the other sessions.
@@ -161,7 +163,7 @@ def trace_advantages(sessions: Sequence[Trajectory], kind: str) -> list[list[flo
 
 
 def roots_of(sessions: Sequence[Trajectory]) -> list[int]:
-    """For each session of a group the place of the one that it descends from by forks, or its own.
+    """Return each session's ancestor by forks, or itself, as a place in the group.
 
     A fork of a session that is not in the group descends from none.
     """
@@ -181,7 +183,8 @@ def _origin(session: Trajectory, places: Mapping[str, int]) -> int | None:
 
 
 def tree_advantages(sessions: Sequence[Trajectory], kind: str) -> list[list[Floats]]:
-    """Advantages of each response token of each trace, in a group with forks of its own sessions.
+    """Return advantages of each response token of each trace, in a group with forks of its own
+    sessions.
 
     At a branch point, what a session did next is compared with what its forks from there did: each
     of them is worth the mean of what the next branch point has, or its reward where there is none.
@@ -222,7 +225,7 @@ class _Tree:
         ]
 
     def _branches(self, place: int, number: int) -> list[tuple[int, int]]:
-        """The sessions that part at a branch point, each with its part that begins there."""
+        """Return the sessions that part at a branch point, each with its part that begins there."""
         return [(place, number + 1), *((fork, 0) for fork in self._points[place][number][1])]
 
     def _compare(self, branches: Sequence[tuple[int, int]]) -> None:
@@ -233,7 +236,10 @@ class _Tree:
             self._found[place][part] = own
 
     def _value(self, place: int, part: int) -> float:
-        """The worth of a session from the beginning of one of its parts; `NaN` = not known."""
+        """Return the worth of a session from the beginning of one of its parts.
+
+        `NaN` = not known.
+        """
         if part == len(self._points[place]):
             reward = self._sessions[place].reward
             return float("nan") if reward is None else float(reward)
@@ -252,7 +258,7 @@ class _Tree:
 
 
 def session_weights(traces: Sequence[int]) -> list[Floats]:
-    """For each session with `traces[s]` traces, the weight of each: they sum to 1.
+    """Return for each session with `traces[s]` traces the weight of each: they sum to 1.
 
     So a session that forked into many traces does not outvote one with few.
     """

@@ -181,7 +181,7 @@ def _attach(node: ExchangeNode, before: ExchangeNode, suffix: Ids) -> bool:
 
 
 def _parents_first(graph: Graph) -> dict[str, ExchangeNode]:
-    """The nodes in an order in which parents come before children."""
+    """Return the nodes in an order in which parents come before children."""
     found: dict[str, ExchangeNode] = {}
     rank = sorted((n for n in graph.nodes.values() if n.parent is None), key=_by_time)
     while rank:

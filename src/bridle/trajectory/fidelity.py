@@ -77,7 +77,9 @@ class Facts:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], source: str) -> Facts:
-        """The facts of a JSON object; `ConfigError` naming `source` for a name that is unknown."""
+        """Return the facts of a JSON object; `ConfigError` naming `source` for a name that is
+        unknown.
+        """
         known = [one.name for one in dataclasses.fields(cls)]
         if unknown := sorted(set(given) - set(known)):
             message = f"{source}: unknown fact {unknown[0]!r}; known: {', '.join(known)}"
@@ -114,7 +116,7 @@ class Recomputed:
 
     @classmethod
     def of(cls, trace: Trace, logprobs: Logprobs, **more: Any) -> Recomputed:  # noqa: ANN401
-        """The logprobs of a trace's trained tokens, given one for each of `response_ids`.
+        """Return the logprobs of a trace's trained tokens, given one for each of `response_ids`.
 
         This is the shape in which trainers have them; `more` are other fields.
         """
@@ -179,7 +181,9 @@ class Certificate:
         return not self.mismatches
 
     def facts(self) -> list[tuple[str, Any, Any, bool | None]]:
-        """Each fact of both sides, and whether they are the same; `None` = one side is silent."""
+        """Return each fact of both sides, and whether they are the same; `None` = one side is
+        silent.
+        """
         ours, theirs = dataclasses.asdict(self.rollout), dataclasses.asdict(self.trainer)
         return [
             (name, ours[name], theirs[name], _same(ours[name], theirs[name]))
@@ -215,7 +219,7 @@ def _same(ours: object, theirs: object) -> bool | None:
 
 
 def digest_of_ids(rows: Iterable[tuple[str, Ids]]) -> str:
-    """Hex digest of the ids of traces, given with their trace ids, in any order."""
+    """Return the hex digest of the ids of traces, given with their trace ids, in any order."""
     digest = hashlib.sha256()
     for name, ids in sorted(rows, key=lambda row: row[0]):
         digest.update(name.encode() + b"\0" + np.asarray(ids, dtype="<i4").tobytes())
@@ -269,7 +273,7 @@ def certify(
 def _all_facts(
     pairs: Sequence[tuple[Trace, Recomputed]], trainer: Facts, rollout: Facts
 ) -> tuple[Facts, Facts]:
-    """The facts of both sides, with those that the traces and the sent ids show."""
+    """Return the facts of both sides, with those that the traces and the sent ids show."""
     traces = [trace for trace, _ in pairs]
     modes = {str(trace.logprob_mode) for trace in traces}
     raw = modes == {LogprobMode.RAW.value}
@@ -299,7 +303,7 @@ def _all_facts(
 
 
 def _tolerance(trainer: Facts, rollout: Facts) -> float:
-    """The least tolerance of the declared dtypes; half precision's if one side is silent."""
+    """Return the least tolerance of the declared dtypes; half precision's if one side is silent."""
     declared = [TOLERANCES[one] for one in (trainer.dtype, rollout.dtype) if one is not None]
     return min(declared) if len(declared) == 2 else TOLERANCES["bfloat16"]
 
@@ -309,7 +313,7 @@ def _ids(trace: Trace) -> Ids:
 
 
 def _scored(pairs: Sequence[tuple[Trace, Recomputed]]) -> Scored:
-    """The tokens that both sides scored, as columns."""
+    """Return the tokens that both sides scored, as columns."""
     columns: dict[str, list[npt.NDArray[Any]]] = {}
     for number, (trace, answer) in enumerate(pairs):
         for name, values in _columns(number, trace, answer).items():
@@ -360,7 +364,7 @@ def _columns(number: int, trace: Trace, answer: Recomputed) -> dict[str, npt.NDA
 def _turns(
     scored: Scored, divergence: npt.NDArray[np.float64], mismatches: Sequence[Mismatch]
 ) -> Iterable[TurnAgreement]:
-    """The turns with scored tokens, in order."""
+    """Yield the turns with scored tokens, in order."""
     keys, place = np.unique(np.stack([scored.trace, scored.turns], 1), axis=0, return_inverse=True)
     whole = max(float(divergence.sum()), 1e-12)
     for number, (trace_number, turn) in enumerate(keys.tolist()):

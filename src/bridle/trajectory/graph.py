@@ -127,7 +127,7 @@ def grow(session_id: str, exchanges: Iterable[Exchange]) -> Graph:
 
 
 def pieces(node: ExchangeNode, take: int) -> list[Piece]:
-    """The runs of ids that make the first `take` ids of a node's path, root first."""
+    """Return the runs of ids that make the first `take` ids of a node's path, root first."""
     found: list[Piece] = []
     at: ExchangeNode | None = node
     while at is not None and take > 0:
@@ -146,13 +146,13 @@ def pieces(node: ExchangeNode, take: int) -> list[Piece]:
 
 
 def first_ids(node: ExchangeNode, take: int) -> Ids:
-    """The first `take` ids of a node's path, shape (take,), int32."""
+    """Return the first `take` ids of a node's path, shape (take,), int32."""
     runs = [piece.ids for piece in pieces(node, take)]
     return np.concatenate(runs) if runs else no_ids()
 
 
 def first_difference(one: Ids, two: Ids) -> int:
-    """First position at which two id arrays differ; the shorter's length if neither does."""
+    """Return first position at which two id arrays differ; the shorter's length if neither does."""
     shared = min(len(one), len(two))
     different = np.flatnonzero(one[:shared] != two[:shared])
     return int(different[0]) if len(different) else shared
@@ -171,7 +171,9 @@ def _needs_parent(exchange: Exchange) -> bool:
 def _parents_first(
     unique: dict[str, Exchange], lose: Callable[[Exchange, str], None]
 ) -> Iterator[Exchange]:
-    """Exchanges in an order in which parents come first; what has no such place goes to `lose`."""
+    """Yield exchanges in an order in which parents come first; what has no such place goes to
+    `lose`.
+    """
     waiting: dict[str, list[Exchange]] = {}
     ready: list[Exchange] = []
     for exchange in unique.values():
@@ -239,7 +241,7 @@ class _Grower:
         self.note(exchange, reason)
 
     def admit(self, session_id: str, exchanges: Iterable[Exchange]) -> dict[str, Exchange]:
-        """The session's exchanges by id, each id once, in the order of `order_of`."""
+        """Return the session's exchanges by id, each id once, in the order of `order_of`."""
         unique: dict[str, Exchange] = {}
         given = [*exchanges]
         if len({exchange.exchange_id for exchange in given}) < len(given):
@@ -286,7 +288,7 @@ class _Grower:
         self.nodes[exchange.exchange_id] = node
 
     def _hash_of(self, parent: ExchangeNode | None, kept: int) -> _Hash:
-        """A running sha256 over the first `kept` ids of the parent's path."""
+        """Return a running sha256 over the first `kept` ids of the parent's path."""
         if parent is None:
             return hashlib.sha256()
         after_prompt, after_output = self._hashes[parent.exchange.exchange_id]
@@ -345,7 +347,7 @@ _LITTLE = np.dtype("<i4")
 
 
 def _bytes(array: Ids) -> memoryview:
-    """The ids in the form that digests are taken of."""
+    """Return the ids in the form that digests are taken of."""
     if array.dtype == _LITTLE and array.flags.c_contiguous:
         return array.data
     return np.ascontiguousarray(array, dtype=_LITTLE).data

@@ -134,7 +134,7 @@ _BY_STATE = {
 def _of_tokens(
     graph: Graph, by_exchange: Mapping[str, MaskReason]
 ) -> tuple[dict[str, npt.NDArray[np.uint8]], dict[str, int], dict[MaskReason, int]]:
-    """The exchange's reason for each token, how many train, and how many have each reason.
+    """Return the exchange's reason for each token, how many train, and how many have each reason.
 
     A token without a usable logprob has its own reason. All arrays are views of one.
     """
@@ -167,7 +167,7 @@ def _of_tokens(
 
 
 def shown_whole(exchanges: Sequence[Exchange]) -> frozenset[str]:
-    """Exchanges whose whole reply a later request shows."""
+    """Return exchanges whose whole reply a later request shows."""
     lengths = {e.exchange_id: e.prompt_length + len(e.output_ids) for e in exchanges}
     shown = set()
     for exchange in exchanges:
@@ -206,7 +206,7 @@ def rejected(
 def _siblings(
     exchanges: Iterable[Exchange], deliveries: Mapping[str, Delivery], shown: Collection[str]
 ) -> list[list[Exchange]]:
-    """The delivered answers of each question that has several, oldest first."""
+    """Return the delivered answers of each question that has several, oldest first."""
     groups: defaultdict[tuple[str, str], list[Exchange]] = defaultdict(list)
     for exchange in exchanges:
         delivery = deliveries.get(exchange.exchange_id)

@@ -87,7 +87,9 @@ class Packed:
 
 
 def pack(trajectories: Iterable[Trajectory]) -> Packed:
-    """All traces of `trajectories` as one tree, in order; traces without an id have no place."""
+    """Return all traces of `trajectories` as one tree, in order; traces without an id have no
+    place.
+    """
     traces = [trace for trajectory in trajectories for trace in trajectory.traces]
     root = _Run(0, 0, 0)
     sources = [_Source.of(trace) for trace in traces]
@@ -182,7 +184,7 @@ def _shared(run: _Run, at: int, source: _Source, sources: Sequence[_Source]) -> 
 
 
 def _laid_out(root: _Run, traces: list[Trace], sources: list[_Source]) -> Packed:
-    """The tree's arrays, depth first."""
+    """Return the tree's arrays, depth first."""
     order: list[tuple[_Run, int]] = []
     stack = [(run, -1) for run in _below(root)]
     while stack:
@@ -233,5 +235,5 @@ def _laid_out(root: _Run, traces: list[Trace], sources: list[_Source]) -> Packed
 
 
 def _below(run: _Run) -> list[_Run]:
-    """A run's children in reverse, for a stack."""
+    """Return a run's children in reverse, for a stack."""
     return [child for same in run.children.values() for child in same][::-1]

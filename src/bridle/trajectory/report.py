@@ -128,7 +128,7 @@ class Report:
         return self.uncounted < self.sessions
 
     def as_json(self) -> JSON:
-        """The numbers as plain JSON values."""
+        """Return the numbers as plain JSON values."""
         return {
             "sessions": self.sessions,
             "statuses": dict(sorted(self.statuses.items())),
@@ -249,7 +249,7 @@ def without_effect(unknown: Counter[str], unenforced: Counter[str]) -> Iterator[
 
 
 def report_of(sessions: Iterable[tuple[str, str, str, JSON]]) -> Report:
-    """A batch's report from `(session id, harness, status, stats)` of each session."""
+    """Return a batch's report from `(session id, harness, status, stats)` of each session."""
     report = Report()
     for session_id, harness, status, stats in sessions:
         report.add(session_id, harness, status, stats)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def trace_json(trace: Trace) -> JSON:
-    """One trace as plain JSON values."""
+    """Return one trace as plain JSON values."""
     rows = trace.routed_experts
     return {
         "prompt_ids": trace.prompt_ids.tolist(),
@@ -52,7 +52,7 @@ def trace_json(trace: Trace) -> JSON:
 
 
 def trace_metadata(trace: Trace) -> JSON:
-    """A trace's metadata; with `messages_missing` where its messages cannot be read."""
+    """Return a trace's metadata; with `messages_missing` where its messages cannot be read."""
     for part in (trace.prompt_messages, trace.response_messages, trace.tools, trace.media):
         if isinstance(part, Messages) and part.missing is not None:
             return trace.metadata | {"messages_missing": part.missing}
@@ -60,7 +60,7 @@ def trace_metadata(trace: Trace) -> JSON:
 
 
 def trajectory_json(trajectory: Trajectory) -> JSON:
-    """A trajectory as plain JSON values."""
+    """Return a trajectory as plain JSON values."""
     return {
         "status": str(trajectory.status),
         "metadata": trajectory.metadata,
@@ -73,7 +73,7 @@ def trajectory_json(trajectory: Trajectory) -> JSON:
 
 
 def trajectory_of(value: JSON) -> Trajectory:
-    """A trajectory from its JSON; what Bridle adds to Polar's names may be missing.
+    """Return a trajectory from its JSON; what Bridle adds to Polar's names may be missing.
 
     Raises `KeyError` or `ValueError` for what is not a trajectory.
     """
@@ -130,7 +130,9 @@ def session_result_json(
     metadata: Mapping[str, Any] | None = None,
     **additions: object,
 ) -> JSON:
-    """A session's result as plain JSON values; `additions` (cause, harness...) become keys."""
+    """Return a session's result as plain JSON values; `additions` (cause, harness...) become
+    keys.
+    """
     return {
         "session_id": trajectory.session_id,
         "task_id": task_id,
@@ -146,7 +148,7 @@ def session_result_json(
 
 
 def encode(value: object) -> bytes:
-    """The bytes of what the functions above give, without a line end."""
+    """Return the bytes of what the functions above give, without a line end."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except orjson.JSONEncodeError:
@@ -154,7 +156,7 @@ def encode(value: object) -> bytes:
 
 
 def writable(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """The JSON value with lone surrogates, which UTF-8 cannot hold, as backslash escapes."""
+    """Return the JSON value with lone surrogates, which UTF-8 cannot hold, as backslash escapes."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -165,7 +167,7 @@ def writable(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def trajectory_bytes(trajectory: Trajectory) -> bytes:
-    """One line of `trajectories.jsonl`, without its line end."""
+    """Return one line of `trajectories.jsonl`, without its line end."""
     return one_line(encode(trajectory_json(trajectory)))
 
 
@@ -191,13 +193,16 @@ ARRAYS = {
 
 
 def packed_json(trajectory: Trajectory) -> JSON:
-    """A trajectory as msgpack takes it."""
+    """Return a trajectory as msgpack takes it."""
     whole = trajectory_json(Trajectory(**_without_traces(trajectory)))
     return whole | {"traces": [_packed(trace) for trace in trajectory.traces]}
 
 
 def from_packed(value: JSON) -> Trajectory:
-    """A trajectory from what `packed_json` gave. `KeyError` or `ValueError` for anything else."""
+    """Return a trajectory from what `packed_json` gave.
+
+    `KeyError` or `ValueError` for anything else.
+    """
     try:
         return trajectory_of(value | {"traces": [_unpacked(trace) for trace in value["traces"]]})
     except TypeError as error:

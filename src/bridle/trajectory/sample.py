@@ -108,7 +108,7 @@ class Trace:
     `grid`, and whatever else it said. Read when used, as messages are."""
 
     def __post_init__(self) -> None:
-        """All response arrays have the same length."""
+        """Check that all response arrays have the same length."""
         lengths = {
             len(self.response_ids),
             len(self.loss_mask),

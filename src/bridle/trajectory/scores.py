@@ -74,7 +74,7 @@ class HarnessScore:
     causes: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> JSON:
-        """The same numbers; `interval` is `[low, high]`."""
+        """Return the same numbers; `interval` is `[low, high]`."""
         interval = None
         if self.mean is not None and self.half_width is not None:
             interval = [self.mean - self.half_width, self.mean + self.half_width]
@@ -94,12 +94,12 @@ class HarnessScore:
 
 
 def pass_at_k(attempts: int, passes: int, k: int) -> float:
-    """The chance that at least one of `k` attempts, drawn from those made, is a success."""
+    """Return the chance that at least one of `k` attempts, drawn from those made, is a success."""
     return 1.0 - math.comb(attempts - passes, k) / math.comb(attempts, k)
 
 
 def scores_of(sessions: Iterable[Attempted]) -> list[HarnessScore]:
-    """One score for each harness on each task set, by name."""
+    """Return one score for each harness on each task set, by name."""
     groups: defaultdict[tuple[str, str], list[Attempted]] = defaultdict(list)
     for session in sessions:
         groups[session.task_set, session.harness].append(session)
@@ -107,7 +107,7 @@ def scores_of(sessions: Iterable[Attempted]) -> list[HarnessScore]:
 
 
 def from_summaries(lines: Iterable[JSON]) -> Iterator[Attempted]:
-    """Sessions from the lines of a run's summary."""
+    """Yield sessions from the lines of a run's summary."""
     for line in lines:
         yield Attempted(
             task_set=line.get("task_set") or "-",

@@ -58,7 +58,7 @@ def measure(
     *,
     damaged: Sequence[Damaged] = (),
 ) -> JSON:
-    """The law numbers."""
+    """Count the law numbers."""
     graph = joined.graph
     captured = sum(len(exchange.output_ids) for exchange in exchanges)
     captured += sum(row.sampled for row in damaged)
@@ -139,7 +139,7 @@ def _rejected(exchanges: Iterable[Exchange], marks: Marks) -> JSON:
 
 
 def with_texts(stats: JSON, decode: Callable[[Ids], str]) -> JSON:
-    """The numbers, with the texts of its breaks beside their ids."""
+    """Return the numbers, with the texts of its breaks beside their ids."""
     breaks = [
         found | {"texts": [decode(np.array(side, dtype=np.int32)) for side in found["ids"]]}
         if "ids" in found
@@ -150,7 +150,7 @@ def with_texts(stats: JSON, decode: Callable[[Ids], str]) -> JSON:
 
 
 def _break(found: Break) -> JSON:
-    """A break, with the ids on both sides where they are known."""
+    """Return a break, with the ids on both sides where they are known."""
     sides = {} if found.around is None else {"ids": [list(side) for side in found.around]}
     return {
         "exchange": found.exchange,

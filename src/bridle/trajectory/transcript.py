@@ -39,7 +39,7 @@ class Transcript:
         self._replies: dict[str, tuple[Message, ...]] = {}
 
     def request(self, exchange: Exchange) -> ModelRequest:
-        """The request as its dialect reads it."""
+        """Return the request as its dialect reads it."""
         known = self._requests.get(exchange.exchange_id)
         if known is None:
             body = self.body(exchange)
@@ -50,7 +50,7 @@ class Transcript:
         return known
 
     def body(self, exchange: Exchange) -> bytes:
-        """The request's JSON: the bytes of its parts are those that came."""
+        """Return the request's JSON: the bytes of its parts are those that came."""
         with _reading(exchange, "request"):
             tools = exchange.request.tools
             return DIALECTS[exchange.dialect].body(
@@ -60,7 +60,7 @@ class Transcript:
             )
 
     def reply(self, exchange: Exchange) -> tuple[Message, ...]:
-        """The assistant messages of a reply; none where nothing was kept of it."""
+        """Return the assistant messages of a reply; none where nothing was kept of it."""
         known = self._replies.get(exchange.exchange_id)
         if known is None:
             with _reading(exchange, "reply"):
@@ -70,7 +70,7 @@ class Transcript:
         return known
 
     def trace(self, path: Sequence[Exchange]) -> TraceTexts:
-        """A trace's messages before its first reply, those from that on, and its tools."""
+        """Return a trace's messages before its first reply, those from that on, and its tools."""
         root = path[0]
         sent = root.request.tools is not None
         return {
@@ -81,7 +81,7 @@ class Transcript:
         }
 
     def media(self, path: Sequence[Exchange]) -> list[JSON]:
-        """The media of a path's last request, in order: digest and type."""
+        """Return the media of a path's last request, in order: digest and type."""
         return [
             {"digest": part.digest, "media_type": part.media_type}
             for message in self.request(path[-1]).messages
@@ -90,7 +90,7 @@ class Transcript:
         ]
 
     def prompt_messages(self, exchange: Exchange) -> list[JSON]:
-        """All messages of a request as OpenAI Chat has them."""
+        """Return all messages of a request as OpenAI Chat has them."""
         return chat_messages(self.request(exchange).messages)
 
     def response_messages(self, path: Sequence[Exchange]) -> list[JSON]:
@@ -127,12 +127,12 @@ class Transcript:
         return self._added(base, new)
 
     def tools(self, exchange: Exchange) -> list[JSON] | None:
-        """The tool list of a request as OpenAI Chat has it; `None` if it sent none."""
+        """Return the tool list of a request as OpenAI Chat has it; `None` if it sent none."""
         tools = self.request(exchange).tools
         return chat_tools(tools) if tools else None
 
     def _added(self, before: Exchange, new: Sequence[Message]) -> tuple[Message, ...]:
-        """The new messages after an exchange without the harness's copy of its reply."""
+        """Return the new messages after an exchange without the harness's copy of its reply."""
         echo = len(self.reply(before))
         own = itertools.takewhile(lambda message: message.role is Role.ASSISTANT, new[:echo])
         return tuple(new[sum(1 for _ in own) :])

@@ -29,7 +29,7 @@ AROUND = 8
 
 
 def draw(capture: SessionCapture, train: Collection[Kind]) -> list[tuple[int, str]]:
-    """The conversation of a session as `(depth, text)` lines.
+    """Return the conversation of a session as `(depth, text)` lines.
 
     Each root begins with a line of its own; then one line per exchange: its id and kind, who spoke
     in what is new, tokens in and out, the use of the sampled tokens, the beginning of the
@@ -114,7 +114,7 @@ def speakers(exchange: Exchange, transcript: Transcript) -> str:
 
 
 def excerpt(exchange: Exchange, transcript: Transcript, length: int = EXCERPT) -> str:
-    """The first `length` characters of what was said, calls as `name(arguments)`."""
+    """Return the first `length` characters of what was said, calls as `name(arguments)`."""
     try:
         messages = transcript.reply(exchange)
     except StoreError:
