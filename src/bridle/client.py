@@ -119,7 +119,7 @@ class AsyncClient:
     def __init__(
         self, url: str = DEFAULT_URL, *, token: str | None = None, patience_s: float = 60.0
     ) -> None:
-        """The token is the URL's (`http://x:TOKEN@host`), else `token`, else
+        """Take the token from the URL (`http://x:TOKEN@host`), else `token`, else
         `$BRIDLE_SERVER_TOKEN`, else that of this user's own server at this URL.
         """
         self.url, own = split_token(url.rstrip("/"))

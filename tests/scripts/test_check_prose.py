@@ -30,6 +30,13 @@ def test_a_docstring_that_opens_with_a_verb_passes(findings):
     assert findings({"src/bridle/gateway/app.py": VERB, "tests/a.py": "x = 1\n"}) == []
 
 
+def test_a_function_of_the_sources_opens_with_a_verb_but_a_property_may_not(findings):
+    noun = 'def size():\n    """The size."""\n'
+    found = findings({"src/bridle/a.py": noun, "tests/test_a.py": noun})
+    assert [line.split(": ")[0] for line in found] == ["src/bridle/a.py:2"]
+    assert findings({"src/bridle/a.py": "@property\n" + noun}) == []
+
+
 def test_tests_and_benchmarks_are_checked_too(findings):
     found = findings({"tests/gateway/test_a.py": QUESTION, "benchmarks/b.py": QUESTION})
     assert [line.split(":")[0] for line in found] == ["benchmarks/b.py", "tests/gateway/test_a.py"]

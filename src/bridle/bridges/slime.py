@@ -79,7 +79,7 @@ def _name_engines(args: Any) -> None:  # noqa: ANN401 - slime's own
 
 
 def _workers(router: str) -> list[str]:
-    """The engines that a router names: SGLang's router, or Miles' own."""
+    """Return the engines that a router names: SGLang's router, or Miles' own."""
     for route in ("workers", "list_workers"):
         try:
             with urllib.request.urlopen(f"http://{router}/{route}", timeout=30) as answer:
@@ -149,7 +149,7 @@ class Ahead:
     """
 
     def __init__(self, sessions: ServerSessions, tasks: TaskTable, source: Any, run: str) -> None:  # noqa: ANN401 - slime's own
-        """Nothing is asked of the server yet."""
+        """Keep the settings; send the server nothing yet."""
         self._sessions, self._tasks, self._source, self._run = sessions, tasks, source, run
         self._groups: dict[str, Sequence[Sample]] = {}
         """By name: those under way, and those of the latest rollouts."""
@@ -221,14 +221,14 @@ def play_groups(
 
 
 def task_of(sample: Sample) -> str:
-    """The id of the task that a row of the data set names."""
+    """Return the id of the task that a row of the data set names."""
     return str((sample.metadata or {}).get("task_id") or sample.prompt)
 
 
 def samples_of(
     groups: Sequence[SessionGroup], templates: Sequence[Sequence[Sample]]
 ) -> tuple[list[list[list[Sample]]], RowCounts]:
-    """The samples of groups; `templates` has one of slime's samples for each session.
+    """Return the samples of groups; `templates` has one of slime's samples for each session.
 
     A session of which nothing trains is one sample with `remove_sample`.
     """
@@ -306,7 +306,7 @@ def post_process_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[flo
 
 
 def _advantages(sessions: Sequence[Sequence[Sample]], kind: str) -> list[list[float]]:
-    """One advantage per sample of each session of a group."""
+    """Return one advantage per sample of each session of a group."""
     known = [of[0].metadata.get("reward_known", True) for of in sessions]
     means = [
         float(np.mean([sample.reward for sample in of])) if is_known else float("nan")

@@ -87,7 +87,7 @@ class TrainedSessions(Sessions, Protocol):
         """Sample from these from here on."""
 
     def set_version(self, version: int) -> None:
-        """The engine has the weights of this version already."""
+        """Note that the engine has the weights of this version already."""
 
 
 # ---- GRPOTrainer
@@ -96,7 +96,7 @@ class TrainedSessions(Sessions, Protocol):
 def session_reward(
     prompts: Sequence[object], completions: Sequence[object], **fields: Sequence[Any]
 ) -> list[float | None]:
-    """A reward function of TRL: what the task's evaluator said; `None` = not known."""
+    """Return a reward function of TRL: what the task's evaluator said; `None` = not known."""
     del prompts, completions
     return [None if reward is None else float(reward) for reward in fields[REWARD]]
 
@@ -116,7 +116,7 @@ class TrlRollouts:
         """Of each row in its session; 0 for rows that fill up the batch."""
 
     def rows(self) -> list[dict[str, str]]:
-        """The data set: one row per task, `prompt` is its id."""
+        """Return the data set: one row per task, `prompt` is its id."""
         return [{"prompt": task.task_id} for task in self._tasks]
 
     def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, list[Any]]:  # noqa: ANN401 - TRL's
@@ -146,7 +146,7 @@ class TrlRollouts:
         }
 
     def _rows(self, played: Sequence[Trajectory]) -> list[Row]:
-        """All rows, the first of every session before the others."""
+        """Return all rows, the first of every session before the others."""
         for session in played:
             refuse_images("TRL", session)
             warn_of_own_rewards("trl", session)
@@ -244,7 +244,7 @@ class AsyncCounts:
 def async_rows(
     group_id: int, sessions: Sequence[Trajectory], *, version: int, normalise: bool = True
 ) -> list[AsyncRow]:
-    """The rows of a group; none if its rewards do not vary.
+    """Return the rows of a group; none if its rewards do not vary.
 
     `version` is that of tokens which do not tell theirs. `TrainingError` for images.
     """
@@ -307,7 +307,7 @@ class TrlAsyncRollouts:
         normalise: bool = True,
         seed: int = 0,
     ) -> None:
-        """Nothing is started. `ConfigError` if two tasks have one id.
+        """Keep the settings; start nothing yet. `ConfigError` if two tasks have one id.
 
         Args:
             sessions: What plays.
@@ -349,7 +349,10 @@ class TrlAsyncRollouts:
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
 
     def rows(self) -> list[dict[str, str]]:
-        """The data set: one row per task, `prompt` is its id. TRL counts epochs by its length."""
+        """Return the data set: one row per task, `prompt` is its id.
+
+        TRL counts epochs by its length.
+        """
         return [{"prompt": task.task_id} for task in self._tasks]
 
     # ---- TRL's rollout worker
@@ -386,10 +389,10 @@ class TrlAsyncRollouts:
     # ---- TRL's weight transfer
 
     def init_weight_transfer(self) -> None:
-        """Nothing: the engine takes weights as it is."""
+        """Do nothing: the engine takes weights as it is."""
 
     def pause(self) -> None:
-        """Nothing: the gateway holds its calls while weights are loaded."""
+        """Do nothing: the gateway holds its calls while weights are loaded."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Put parameters into the engine, as the version that TRL will name next."""
@@ -397,15 +400,15 @@ class TrlAsyncRollouts:
         self._sessions.update_weights(dict(iterator), self._sent)
 
     def resume(self) -> None:
-        """Nothing: calls that were held continued."""
+        """Do nothing: calls that were held continued."""
 
     def destroy(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     # ---- checkpoints
 
     def trained(self, rows: Mapping[int, int]) -> None:
-        """The trainer has trained so many more rows of these groups, in the queue's order."""
+        """Note how many more rows of these groups are trained, in the queue's order."""
         with self._lock:
             order = list(self._queued)
             newest = max(order.index(number) for number in rows)
@@ -514,7 +517,7 @@ class TrlAsyncRollouts:
 
 
 def _epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
-    """All tasks once, in an order of the seed's, then again in another."""
+    """Yield all tasks once, in an order of the seed's, then again in another."""
     drawn = random.Random(seed)  # noqa: S311 - an order
     while tasks:
         yield from drawn.sample(tasks, len(tasks))

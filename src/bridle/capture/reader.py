@@ -122,7 +122,7 @@ class SqliteReader:
             return int((pages - free) * each)
 
     def captured(self, session_id: str) -> int:
-        """Bytes of a session's exchanges, which are not read for it; 0 where it is unknown."""
+        """Return the size in bytes of a session's exchanges without reading them; 0 = unknown."""
         with self._reading():
             return sum(number for (number,) in self._session_rows(_CAPTURED, session_id))
 

@@ -201,7 +201,7 @@ class CapturedSession:
         )
 
     def detail(self, exchange_id: str) -> ExchangeDetail | None:
-        """An exchange with its messages; `None` = the tree has none of that id."""
+        """Return an exchange with its messages; `None` = the tree has none of that id."""
         place = self.place(exchange_id)
         if place is None:
             return None

@@ -169,7 +169,7 @@ class EngineClient:
         prompt_tokens: int,
         sent: Sent | None = None,
     ) -> bytes:
-        """The whole body of a 200 answer. `prompt_tokens` goes into a context overflow.
+        """Return the whole body of a 200 answer. `prompt_tokens` goes into a context overflow.
 
         `sent` is the request if `begin` has sent it.
         """
