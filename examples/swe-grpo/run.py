@@ -2,6 +2,7 @@
 
     python run.py --harness codex --trainer slime --dry-run   # checks all but GPUs, images, weights
     python run.py --harness codex --trainer slime             # checks all, and starts the trainer
+    python run.py --smoke --out out/smoke                     # every piece here, with a small model
 
 Reads run.toml beside it; writes what the programs read to `out/HARNESS-TRAINER`: `tasks.jsonl`
 (the tasks with their harness and budgets), `held-out.jsonl`, `server.toml` (the rollout server),
@@ -239,10 +240,14 @@ def check(settings: dict, sets: dict, server: Path, *, dry: bool) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
+    if "--smoke" in words:
+        return subprocess.run([sys.executable, HERE / "smoke.py", *words], check=False).returncode
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--harness", choices=HARNESSES, required=True)
     parser.add_argument("--trainer", choices=TRAINERS, required=True)
     parser.add_argument("--config", type=Path, default=HERE / "run.toml")
+    parser.add_argument("--smoke", action="store_true", help="see smoke.py, which takes the rest")
     parser.add_argument("--tasks", help="another task set than run.toml's")
     parser.add_argument("--held-out", help="another held-out set than run.toml's")
     parser.add_argument("--count", type=int, help="another number of tasks than run.toml's")
