@@ -113,7 +113,9 @@ def test_a_fork_gets_the_captured_replies_and_then_samples_under_the_captured_pr
     assert said.code == 0, said.err
     assert said.json["exact"] == 2
     for line in said.json["sessions"]:
-        assert line["fork"] == {"replayed": 1, "left": 0, "verdict": "exact", "noise": []}
+        came = {"session": original.session.session_id, "at": 1}
+        exact = {"replayed": 1, "left": 0, "verdict": "exact", "noise": []}
+        assert line["fork"] == came | exact
         assert (line["status"], line["reward"]) == ("COMPLETED", 0.0)
     for fork in captures(tmp_path / "forks"):
         first, second = fork.exchanges
@@ -146,7 +148,9 @@ def test_all_replies_are_given_again_without_an_engine(say, run, other, tmp_path
     words = ("--run", run, "--at", 2, "--engine", other, "--out", tmp_path / "forks", "--json")
     said = say("fork", original.session.session_id, *words)
     (line,) = said.json["sessions"]
-    assert line["fork"] == {"replayed": 2, "left": 0, "verdict": "exact", "noise": []}
+    came = {"session": original.session.session_id, "at": 2}
+    exact = {"replayed": 2, "left": 0, "verdict": "exact", "noise": []}
+    assert line["fork"] == came | exact
     assert (line["reward"], line["tokens_trained"]) == (1.0, 0)
 
 

@@ -74,7 +74,9 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
     with ExitStack() as stack:
         for line in commands(page):
             if VLLM in line and VLLM not in words:
-                script = "scripted:my-tasks/hello/script.json"
+                bridle = ["bridle", "init", "served"]
+                subprocess.run(bridle, cwd=tmp_path, env={**os.environ, "PATH": PATH}, check=True)
+                script = "scripted:served/hello/script.json"
                 served, words[VLLM] = start(f"bridle engine {script}", tmp_path)
                 stack.callback(stop, served)
             for word, instead in words.items():

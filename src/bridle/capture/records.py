@@ -11,7 +11,6 @@ cannot lose the exchange; only then does the gateway send the last event of a re
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -34,6 +33,8 @@ from bridle.types import (
 )
 
 if TYPE_CHECKING:
+    import asyncio
+
     from bridle.types import Ids, Logprobs
 
 

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Final
 
 from bridle.capture.records import Outcome, SessionCapture, SessionRecord
 from bridle.config import BuilderSpec, Task
-from bridle.gateway.registry import SessionFacts
 from bridle.prompting.texts import decoder_of
-from bridle.runtimes.base import ExecResult
 from bridle.trajectory import rebuild
 from bridle.trajectory.result import session_result_json
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause, SessionStatus
 
 if TYPE_CHECKING:
+    from bridle.gateway.registry import SessionFacts
     from bridle.harnesses.base import Harness
+    from bridle.runtimes.base import ExecResult
 
 
 ENGINE_CODES = frozenset(
