@@ -56,7 +56,7 @@ def start(line: str, folder: Path) -> tuple[subprocess.Popen, str]:
     assert process.stderr is not None
     for text in process.stderr:
         said += text
-        if found := re.search(r" at (http://[\w.]+:\d+)", said):
+        if found := re.search(r" at\s+(http://[\w.]+:\d+)", said):
             return process, found[1]
     raise AssertionError(f"{line}: {said}")
 
