@@ -95,6 +95,12 @@ def test_an_array_field_is_an_array():
     assert raised.value.param == "a"
 
 
+@pytest.mark.parametrize("value", [b"Infinity", b"-Infinity", b"NaN", b'{"b": Infinity}'])
+def test_a_number_that_only_python_reads_is_no_array(value):
+    with pytest.raises(RequestError, match="an array of objects"):
+        split_array(split_object(b'{"a": %s}' % value)["a"], "a")
+
+
 @given(st.text())
 def test_any_text_is_encoded(text):
     assert json.loads(encode({"text": text})) == {"text": without_lone_surrogates(text)}

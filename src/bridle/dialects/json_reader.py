@@ -401,6 +401,8 @@ def split_array(raw: msgspec.Raw, path: str) -> tuple[bytes, ...]:
         raise wrong(path, "an array of objects", decode(raw, path)) from None
     except _REFUSED:
         items = decode(raw, path)
+        if not isinstance(items, list):
+            raise wrong(path, "an array of objects", items) from None
         return tuple(json.dumps(item).encode() for item in items)
 
 
