@@ -49,7 +49,7 @@ def make_tasks(packages: list[str], tasks: Path, *making: str) -> None:
 
 
 def causes(tasks: Path) -> str:
-    """What became of the pairs of releases, as a Markdown table."""
+    """Count the verdicts on the pairs of releases, as a Markdown table."""
     rows = [row for path in tasks.glob(f"*/{PAIRS}") for row in json.loads(path.read_text())]
     counts = Counter(row["verdict"] for row in rows).most_common()
     lines = [f"| {cause} | {count} | {100 * count / len(rows):.0f} |" for cause, count in counts]

@@ -343,11 +343,11 @@ class _Writer:
     def _transact_with_later(self, work: Work | None) -> None:
         """Write `work` and the deferred jobs in one transaction; if it fails, each in its own."""
         later = self._jobs.take_left()
-        works: list[Work] = []
-        for job in later:
-            works += (job.work,)
+        works = [job.work for job in later]
+        if work is not None:
+            works.append(work)
         try:
-            self._transact(works if work is None else (*works, work))
+            self._transact(works)
         except StoreError:
             if not later:
                 raise
@@ -457,8 +457,7 @@ class _Writer:
 
     def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         """Record an exchange and the texts that its session does not have yet."""
-        session_id = exchange.session_id
-        state = self._states.get(session_id) or self._state(session_id)
+        state = self._state(exchange.session_id)
         if exchange.exchange_id in state.exchange_ids:
             message = f"{self._path}: exchange {exchange.exchange_id!r} is recorded already"
             raise StoreError(message)
@@ -483,8 +482,7 @@ class _Writer:
         state.bodies |= new
 
     def deliver(self, delivery: Delivery) -> None:
-        session_id = delivery.session_id
-        state = self._states.get(session_id) or self._state(session_id)
+        state = self._state(delivery.session_id)
         self._connection.execute(
             "INSERT INTO deliveries VALUES (?, ?, ?, ?, ?, ?, ?)",
             formats.delivery_row(state.number, state.deliveries, delivery),
