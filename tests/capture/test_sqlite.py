@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from tests.capture.made import MadeSession, digest_of
@@ -357,6 +358,27 @@ async def test_the_file_costs_little_more_than_what_is_new(path):
             4 * len(e.suffix_ids) + 8 * len(e.output_ids) for e in made.exchanges
         )
         assert file.stat().st_size <= 1.5 * distinct
+
+
+@pytest.mark.parametrize("new", [0, 255, 256, 20_000])
+async def test_the_ids_of_long_prompts_are_compressed_and_come_back(path, new):
+    made = MadeSession(texts=False)
+    made.call(new=new)
+    made.call("x0", new=new)
+    await written(path, made)
+    with closing(sqlite3.connect(path)) as connection:
+        rows = connection.execute(
+            "SELECT length(suffix_ids), suffix_zlib FROM exchanges"
+        ).fetchall()
+    if new < 256:
+        assert rows == [(4 * new, 0)] * 2
+    else:
+        assert all(stored < 0.8 * 4 * new and packed for stored, packed in rows)
+    with SqliteReader(path) as reader:
+        for exchange, expected in zip(reader.exchanges("s1"), made.exchanges, strict=True):
+            assert exchange.suffix_ids.dtype == np.dtype("<i4")
+            assert exchange.suffix_ids.tolist() == expected.suffix_ids.tolist()
+        assert reader.captured("s1") >= 8 * new
 
 
 async def test_commits_that_wait_together_are_written_together(path):
