@@ -42,7 +42,8 @@ SELECT (SELECT count(*) FROM exchanges e JOIN sessions s ON s.n = e.session WHER
 
 _CAPTURED = """
 SELECT coalesce(sum(4 * (prompt_length - kept) + length(output_ids) + length(logprobs)
-       + length(spans) + length(head) + length(extra) + length(texts) + coalesce(length(experts), 0)), 0)
+       + length(spans) + length(head) + length(extra) + length(texts)
+       + coalesce(length(experts), 0)), 0)
        FROM exchanges WHERE session = ?
 """
 
