@@ -7,12 +7,15 @@ its holder for the process that comes second (`tests/test_folders.py`).
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
 import socket
 import tempfile
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, Self
 
@@ -20,6 +23,7 @@ from bridle.errors import ConfigError
 
 LOCK: Final = ".lock"
 RETRY_S: Final = 0.05
+POLL_S: Final = 0.2
 
 ROOM: Final = 1 << 20
 """Bytes of free disk below which a folder counts as full."""
@@ -70,6 +74,25 @@ def try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+@asynccontextmanager
+async def exclusive(path: Path, waiting: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
+    """Hold a lock file; `waiting` is called once if another process holds it.
+
+    The system drops the lock when this process ends.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        announced = False
+        while not try_lock(file):
+            if not announced:
+                waiting()
+                announced = True
+            await asyncio.sleep(POLL_S)
+        yield
+    finally:
+        os.close(file)
 
 
 def _holder(path: Path) -> str:

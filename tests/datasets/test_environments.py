@@ -1,11 +1,18 @@
 """Metadata and hooks of strangers' packages are read, never believed."""
 
+import asyncio
 import zipfile
 
 import pytest
 from packaging.version import Version
 
-from bridle.datasets.environments import Refused, build_system, read_wheel, requirements_of
+from bridle.datasets.environments import (
+    Refused,
+    build_system,
+    make_environment,
+    read_wheel,
+    requirements_of,
+)
 
 HEAD = "Metadata-Version: 2.1\nName: p\nVersion: 1.0\n"
 
@@ -76,3 +83,15 @@ def test_a_project_file_of_another_form_is_refused(tmp_path, text):
     (tmp_path / "pyproject.toml").write_text(text)
     with pytest.raises(Refused):
         build_system(tmp_path)
+
+
+async def test_an_environment_that_several_ask_for_at_once_is_made_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path))
+    files = {"own.pth": "/work\n"}
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(make_environment([], files)) for _ in range(3)]
+    first, *others = [call.result() for call in calls]
+    assert others == [first, first]
+    (packages,) = first.folder.glob("lib/python3*/site-packages")
+    assert (packages / "own.pth").read_text() == "/work\n"
+    assert [path.name for path in first.folder.parent.glob("[!.]*")] == [first.folder.name]

@@ -33,6 +33,7 @@ from packaging.version import InvalidVersion, Version
 from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec, cache_dir
 from bridle.errors import BridleError, ConfigError
+from bridle.folders import exclusive
 from bridle.runtimes import default_backend, make_runtime
 from bridle.runtimes.base import Runtime
 from bridle.runtimes.process import Command, run_process
@@ -308,16 +309,29 @@ async def make_environment(
     folder = cache_dir() / "environments" / key
     lock = folder / "requirements.lock"
     if not lock.exists():
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        await host_python("-m", "venv", "--without-pip", "--symlinks", str(folder))
-        locked = await _install(folder, requirements) if requirements else ""
-        (packages,) = folder.glob("lib/python3*/site-packages")
-        for name, text in (files or {}).items():
-            (packages / name).parent.mkdir(exist_ok=True)
-            (packages / name).write_text(text, encoding="utf-8")
-        lock.write_text(locked)
+        await asyncio.to_thread(folder.parent.mkdir, parents=True, exist_ok=True)
+        async with exclusive(folder.with_name(f".{key}.lock")):
+            if not lock.exists():
+                await _fill(folder, requirements, files or {})
     return VirtualEnvironment(folder, lock.read_text())
+
+
+async def _fill(folder: Path, requirements: Sequence[str], files: Mapping[str, str]) -> None:
+    """Make the environment anew; its lock, which says that it is whole, comes last."""
+    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    await host_python("-m", "venv", "--without-pip", "--symlinks", str(folder))
+    locked = await _install(folder, requirements) if requirements else ""
+    await asyncio.to_thread(_write_files, folder, files)
+    (folder / "requirements.part").write_text(locked)
+    (folder / "requirements.part").rename(folder / "requirements.lock")
+
+
+def _write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write files into an environment's site-packages."""
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    for name, text in files.items():
+        (packages / name).parent.mkdir(exist_ok=True)
+        (packages / name).write_text(text, encoding="utf-8")
 
 
 async def _install(folder: Path, requirements: Sequence[str]) -> str:

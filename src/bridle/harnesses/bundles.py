@@ -21,18 +21,17 @@ import platform
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bridle.config import cache_dir
 from bridle.errors import HarnessError, RuntimeFailure
-from bridle.folders import try_lock
+from bridle.folders import exclusive, try_lock
 from bridle.runtimes.process import Command, run_process
 
 MARKER = "bridle-bundle.json"
-LOCK_POLL_S = 0.2
 STEP_TIMEOUT_S = 1800.0
 FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_TARGET", "PIP_PREFIX", "NODE_OPTIONS")
 """Variables of the caller that would lead an installer astray."""
@@ -146,7 +145,8 @@ async def ensure(recipe: Recipe, bundles: Path, report: Report) -> Path:
         free_mb = await asyncio.to_thread(_free_mb, bundles)
     except OSError as error:
         raise HarnessError(f"{label}: cannot use the bundle folder {bundles}: {error}") from error
-    async with _locked(bundles / f".{recipe.folder_name}.lock", report, label):
+    waiting = f"{label}: another process is building it; waiting"
+    async with exclusive(bundles / f".{recipe.folder_name}.lock", lambda: report(waiting)):
         hold(final)
         if _is_whole(final, recipe):
             return final
@@ -227,22 +227,6 @@ def _remove_ruins(bundles: Path, name: str) -> None:
 def _size_mb(folder: Path) -> int:
     sizes = (path.lstat().st_blocks * 512 for path in folder.rglob("*"))
     return sum(sizes) >> 20
-
-
-@asynccontextmanager
-async def _locked(path: Path, report: Report, label: str) -> AsyncIterator[None]:
-    """Hold the lock file; the system lets it go when this process dies."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        announced = False
-        while not try_lock(file):
-            if not announced:
-                report(f"{label}: another process is building it; waiting")
-                announced = True
-            await asyncio.sleep(LOCK_POLL_S)
-        yield
-    finally:
-        os.close(file)
 
 
 # ---- pruning
