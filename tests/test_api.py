@@ -4,8 +4,11 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
 
@@ -200,7 +203,14 @@ def test_a_command_line_is_scored_by_a_function_of_a_module(engine, tmp_path, mo
 @pytest.mark.parametrize(
     ("agent", "scorer", "match"),
     [
-        (lambda session: None, None, "is not an async function"),
+        (5, None, "agent: 5 is not a function, harness name"),
+        (agent, lambda attempt, answer: 1.0, r"scorer\(attempt, answer\) must take one argument"),
+        (agent, 5, "scorer must take one argument, the attempt: 5 is not a callable"),
+        (
+            "claude-code",
+            None,
+            "'claude-code' is no harness and no command; did you mean 'claude_code'",
+        ),
         ("true", lambda attempt: 1.0, "no module holds"),
         ("true", 5, "no module holds"),
     ],
@@ -211,6 +221,124 @@ def test_a_wrong_agent_or_scorer_is_refused_before_anything_runs(
     with pytest.raises(ConfigError, match=match):
         bridle.rollout(agent, ["a"], scorer=scorer, engine=engine, data=tmp_path / "run")
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "settings", "message"),
+    [
+        ([], {}, "tasks: there are none"),
+        ("2 + 2?", {}, "tasks: give a list, also of one task; given: '2 + 2?'"),
+        (["a", 3], {}, "tasks[1]: 3 is not an instruction, a Task or its fields"),
+        ([{"instruction": ""}], {}, "tasks[0]: instruction: String should have at least 1"),
+        ([{"instruktion": "a"}], {}, "tasks[0]: instruction: Field required"),
+        ([{"task_id": "task-1", "instruction": "a"}, "b"], {}, "'task-1' is that of another task"),
+        (["a"], {"samples": 0}, "samples: 0; give 1 or more"),
+        (["a"], {"concurrency": -1}, "concurrency: -1; give 1 or more"),
+    ],
+)
+def test_wrong_tasks_of_a_rollout_are_refused_before_anything_runs(
+    engine, tmp_path, tasks, settings, message
+):
+    with pytest.raises(ConfigError) as caught:
+        bridle.rollout(agent, tasks, engine=engine, data=tmp_path / "run", **settings)
+    assert message in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def late(session):
+    """Return what is to be awaited."""
+    return agent(session)
+
+
+class Agent:
+    async def __call__(self, session):
+        return await agent(session)
+
+
+@pytest.mark.parametrize("given", [agent, partial(agent), late, Agent()])
+@pytest.mark.parametrize("one", [True, np.float64(1), np.float32(1), {"reward": np.True_}])
+def test_agents_and_scorers_may_be_any_functions(engine, tmp_path, given, one):
+    (found,) = bridle.rollout(
+        given, ["a"], scorer=lambda attempt: attempt.returned == "Four." and one,
+        engine=engine, data=tmp_path / "run",
+    )  # fmt: skip
+    assert (found.error, found.reward) == (None, 1.0)
+
+
+def test_sync_agents_run_at_once_in_threads(engine, tmp_path):
+    both = threading.Barrier(8, timeout=60)
+
+    def sync(session):
+        both.wait()
+        with openai.OpenAI(base_url=session.openai_url, api_key=session.key) as client:
+            messages: list = [{"role": "user", "content": session.task.instruction}]
+            reply = client.chat.completions.create(model="policy", messages=messages)
+        return reply.choices[0].message.content
+
+    found = bridle.rollout(
+        sync, ["a", "b"], scorer=lambda attempt: float(attempt.returned == "Four."),
+        engine=engine, samples=4, data=tmp_path / "run",
+    )  # fmt: skip
+    assert [one.reward for one in found] == [1.0] * 8
+
+
+SCRIPT = """
+import sys
+import bridle
+
+
+def right(attempt):
+    print("scored")
+    return float(attempt.traces[-1]["messages"][-1]["content"] == "Four.")
+
+
+def main():
+    task = {{"instruction": "2 + 2?", "runtime": {{"backend": "local"}}}}
+    command = f"{{sys.executable}} {scripts}/shell_agent.py"
+    found = bridle.rollout(command, [task], scorer=right, engine={engine!r}, data={data!r})
+    print([one.reward for one in found])
+
+
+{call}
+"""
+
+
+def script_of(tmp_path, engine, call):
+    script = tmp_path / "rollout.py"
+    names = {"scripts": SCRIPTS, "engine": engine, "data": str(tmp_path / "run"), "call": call}
+    script.write_text(SCRIPT.format(**names))
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.timeout(120)  # it starts Python anew
+def test_a_scorer_of_the_script_that_runs_scores_a_harness(engine, tmp_path):
+    done = script_of(tmp_path, engine, 'if __name__ == "__main__":\n    main()')
+    assert (done.returncode, done.stdout) == (0, "[1.0]\n"), done.stderr
+
+
+@pytest.mark.timeout(120)  # it starts Python anew
+def test_a_script_that_would_run_again_to_score_is_refused(engine, tmp_path):
+    done = script_of(tmp_path, engine, "main()")
+    assert done.returncode == 1
+    assert "put the call of rollout under `if __name__ == '__main__':`" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.timeout(120)  # it starts Python anew
+def test_a_program_s_stdout_has_no_line_of_ours(engine, tmp_path):
+    code = f"""
+import bridle
+async def agent(session):
+    raise OSError("no disk")
+bridle.rollout(agent, ["a"], engine={engine!r}, data={str(tmp_path / "run")!r})
+bridle.rollout(agent, ["a"], engine={engine!r}, data={str(tmp_path / "run2")!r})
+import structlog
+structlog.get_logger().warning("a_log_line")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    assert "sessions" in done.stderr  # the progress
+    assert "a_log_line" in done.stderr
 
 
 async def test_a_session_is_forked_at_one_of_its_replies(tmp_path):

@@ -14,16 +14,23 @@ Everything is captured in a run folder, which `bridle show`, `export` and `dashb
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import math
+import os
+import shutil
+import statistics
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import orjson
+import structlog
+from pydantic import ValidationError
 
 from bridle import telemetry as trackers
 from bridle.aio import run_shielded
@@ -31,11 +38,18 @@ from bridle.bridges.parquet import TrajectoryWriter
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteReader, SqliteStore
 from bridle.cli.config import EngineSetup, FileConfig, load_config, open_setup
-from bridle.config import AgentSpec, EvaluatorSpec, Limits, SamplingPolicy, Task
+from bridle.cli.output import log_to_stderr, progress
+from bridle.config import AgentSpec, EvaluatorSpec, Limits, SamplingPolicy, Task, explain
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Evaluation
 from bridle.evaluators.function import evaluation_of
-from bridle.evaluators.function_runner import Attempt
+from bridle.evaluators.function_runner import (
+    IMPORTS,
+    Attempt,
+    ScorerError,
+    check_scorer,
+    returned_json,
+)
 from bridle.gateway import app
 from bridle.gateway.replay import replay_of
 from bridle.harnesses import HARNESSES
@@ -47,6 +61,8 @@ from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause, SessionStatus
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from bridle.gateway.registry import SessionHandle
     from bridle.gateway.replay import Replay
     from bridle.telemetry.base import Telemetry
@@ -54,11 +70,12 @@ if TYPE_CHECKING:
 FINISH_S = 120.0
 """Timeout of writing the last files of a run."""
 
-Agent = Callable[["Session"], Awaitable[object]]
+Agent = Callable[["Session"], object]
 """Function that does an open session's `task` through the session's base URL and key."""
 
 Scorer = Callable[[Attempt], float | JSON | Awaitable[float | JSON]]
-"""Function that returns a reward, or an object with `reward` and optionally `trace_rewards`."""
+"""Function that returns a reward (`True` is 1), or an object with `reward` and optionally
+`trace_rewards`."""
 
 
 def new_run_folder(runs: Path = Path("runs")) -> Path:
@@ -127,7 +144,12 @@ class Gateway:
         return self._setup
 
     async def __aenter__(self) -> Self:
-        """Start; `ConfigError` or `EngineError` if that fails."""
+        """Start; `ConfigError` or `EngineError` if that fails.
+
+        In a program that does not configure structlog, log lines go to stderr.
+        """
+        if not structlog.is_configured():
+            log_to_stderr()
         config = self.config
         async with AsyncExitStack() as stack:
             setup = self.prepare()
@@ -345,12 +367,14 @@ def rollout(
     fails is a trajectory with its status and error, never an exception.
 
     Args:
-        agent: An async function that gets a `Session` and runs in this process without a sandbox;
-            or, in a sandbox, the name of a packaged harness, a command line or an `AgentSpec`.
+        agent: A function that gets a `Session` and runs in this process without a sandbox, in a
+            thread unless it is async; or, in a sandbox, the name of a packaged harness, a command
+            line or an `AgentSpec`.
         tasks: `Task`s, their fields, or plain instructions.
         engine: As for `Gateway`.
         scorer: Called with an `Attempt` of each session that completed. For an agent in a sandbox
-            a function of an importable module, or an `EvaluatorSpec`; `None` = the tasks' own.
+            a function of a module or of the script that runs, which is imported in a process of
+            its own, or an `EvaluatorSpec`; `None` = the tasks' own.
         tokenizer: As for `Gateway`.
         samples: Sessions per task; `None` = each task's `num_samples`.
         concurrency: Sessions at once; `None` = 16 for a function, else twice the cores.
@@ -359,8 +383,21 @@ def rollout(
     Raises:
         ConfigError: A task, the agent or the scorer is invalid; nothing was sampled.
     """
-    given = [_task(task, number, samples) for number, task in enumerate(tasks)]
+    if IMPORTS in os.environ:
+        message = (
+            "rollout: the file of a scorer was imported; put the call of rollout under"
+            " `if __name__ == '__main__':`"
+        )
+        raise ConfigError(message)
+    for name, value in (("samples", samples), ("concurrency", concurrency)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}: {value}; give 1 or more")
+    given = _tasks(tasks, samples)
     if not isinstance(agent, (str, AgentSpec)):
+        if isinstance(scorer, EvaluatorSpec):
+            message = "scorer: give a function for an agent that is a function, not an evaluator"
+            raise ConfigError(message)
+        _check(agent, given, scorer)
         facts = {"tasks": [task.model_dump(mode="json") for task in given]}
         gateway = Gateway(engine, tokenizer=tokenizer, data=data, facts=facts)
         _in_thread(lambda: asyncio.run(_play(agent, given, scorer, gateway, concurrency or 16)))
@@ -380,40 +417,61 @@ def rollout(
     return _by_task(folder, given)
 
 
-async def _play(
-    agent: Agent,
-    tasks: Sequence[Task],
-    scorer: Scorer | EvaluatorSpec | None,
-    gateway: Gateway,
-    concurrency: int,
-) -> None:
-    if not inspect.iscoroutinefunction(agent):
-        message = f"agent: {agent!r} is not an async function, harness name, command or AgentSpec"
+def _check(agent: Agent, tasks: Sequence[Task], scorer: Scorer | None) -> None:
+    """Raise `ConfigError` for what an agent that is a function cannot be used with."""
+    if not callable(agent):
+        message = f"agent: {agent!r} is not a function, harness name, command or AgentSpec"
         raise ConfigError(message)
     if any(task.branching for task in tasks):
         message = (
             "branching: only tasks of a harness can branch; use `session.fork` in an agent function"
         )
         raise ConfigError(message)
-    if isinstance(scorer, EvaluatorSpec):
-        message = "scorer: give a function for an agent that is a function, not an evaluator"
-        raise ConfigError(message)
+    if scorer is not None:
+        try:
+            check_scorer(scorer, "scorer")
+        except ScorerError as error:
+            raise ConfigError(str(error)) from None
+
+
+async def _play(
+    agent: Agent, tasks: Sequence[Task], scorer: Scorer | None, gateway: Gateway, concurrency: int
+) -> None:
+    """Run an agent that is a function on all samples of the tasks."""
     slots = asyncio.Semaphore(concurrency)
+    rewards: list[float] = []
 
-    async def one(task: Task, sample: int) -> None:
-        async with slots:
-            try:
-                async with gateway.session(task, sample_index=sample) as session:
-                    returned = await agent(session)
-                    if scorer is not None:
-                        await _score(scorer, session, returned)
-            except Exception:  # noqa: BLE001, S110 - recorded as the session's outcome
-                pass
+    async def one(task: Task, sample: int, threads: Executor) -> None:
+        async with slots, gateway.session(task, sample_index=sample) as session:
+            returned = await _called(agent, session, threads)
+            if scorer is not None:
+                await _score(scorer, session, returned)
+        if session.reward is not None:
+            rewards.append(session.reward)
 
-    async with gateway, asyncio.TaskGroup() as group:
-        for task in tasks:
-            for sample in range(task.num_samples):
-                group.create_task(one(task, sample))
+    async def shown(bars: Progress, bar: TaskID, *of: Any) -> None:  # noqa: ANN401 - those of `one`
+        with suppress(Exception):  # it is recorded as the session's outcome
+            await one(*of)
+        note = f"mean reward {statistics.fmean(rewards):.2f} over {len(rewards)}" if rewards else ""
+        bars.update(bar, advance=1, note=note)
+
+    with progress() as bars, ThreadPoolExecutor(concurrency) as threads:
+        bar = bars.add_task("sessions", total=sum(task.num_samples for task in tasks), note="")
+        async with gateway, asyncio.TaskGroup() as group:
+            for task in tasks:
+                for sample in range(task.num_samples):
+                    group.create_task(shown(bars, bar, task, sample, threads))
+
+
+async def _called(agent: Agent, session: Session, threads: Executor) -> object:
+    """Call an agent, in a thread unless it is async."""
+    if any(map(inspect.iscoroutinefunction, (agent, type(agent).__call__))):
+        returned = agent(session)
+    else:
+        context = contextvars.copy_context()
+        loop = asyncio.get_running_loop()
+        returned = await loop.run_in_executor(threads, context.run, agent, session)
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 async def _score(scorer: Scorer, session: Session, returned: object) -> None:
@@ -448,7 +506,7 @@ async def call_scorer(scorer: Scorer, attempt: Attempt) -> Evaluation:
         found = scorer(attempt)
         if inspect.isawaitable(found):
             found = await found
-        return evaluation_of(orjson.dumps(found), name)
+        return evaluation_of(returned_json(found).encode(), name)
     except EvaluatorError:
         raise
     except Exception as error:
@@ -465,26 +523,49 @@ def _by_task(folder: Path, tasks: Sequence[Task]) -> list[Trajectory]:
     return [result.trajectory for result in results]
 
 
-def _task(task: Task | JSON | str, number: int, samples: int | None) -> Task:
-    if isinstance(task, str):
-        task = {"task_id": f"task-{number}", "instruction": task}
-    if not isinstance(task, Task):
-        task = Task.model_validate({"task_id": f"task-{number}", **task})
-    return task if samples is None else task.model_copy(update={"num_samples": samples})
+def _tasks(tasks: Iterable[Task | JSON | str], samples: int | None) -> list[Task]:
+    """Make tasks of instructions and fields. `ConfigError` names the first that is none."""
+    if isinstance(tasks, (str, Mapping, Task)):
+        raise ConfigError(f"tasks: give a list, also of one task; given: {tasks!r}")
+    made: dict[str, Task] = {}
+    for number, given in enumerate(tasks):
+        task = _task(given, number)
+        if task.task_id in made:
+            raise ConfigError(f"tasks[{number}]: task_id: {task.task_id!r} is that of another task")
+        made[task.task_id] = task
+    if not made:
+        raise ConfigError("tasks: there are none")
+    if samples is None:
+        return list(made.values())
+    return [task.model_copy(update={"num_samples": samples}) for task in made.values()]
+
+
+def _task(given: Task | JSON | str, number: int) -> Task:
+    if isinstance(given, Task):
+        return given
+    fields = {"instruction": given} if isinstance(given, str) else given
+    if not isinstance(fields, Mapping):
+        message = f"tasks[{number}]: {given!r} is not an instruction, a Task or its fields"
+        raise ConfigError(message)
+    try:
+        return Task.model_validate({"task_id": f"task-{number}", **fields})
+    except ValidationError as error:
+        raise explain(error, f"tasks[{number}]") from None
 
 
 def _agent(words: str) -> AgentSpec:
     if words in HARNESSES:
         return AgentSpec(harness=words)
+    if (meant := get_close_matches(words, HARNESSES, 1)) and shutil.which(words) is None:
+        raise ConfigError(
+            f"agent: {words!r} is no harness and no command; did you mean {meant[0]!r}?"
+        )
     return AgentSpec(harness="command", command=words)
 
 
 def _evaluator(scorer: Scorer) -> EvaluatorSpec:
-    path = import_path(scorer, "scorer")
-    if path.rpartition(":")[0].endswith(".py"):
-        message = f"scorer: {path} is not a module; put the function into an importable module"
-        raise ConfigError(message)
-    return EvaluatorSpec(strategy="function", config={"function": path})
+    config = {"function": import_path(scorer, "scorer")}
+    return EvaluatorSpec(strategy="function", config=config)
 
 
 def _ending(error: BaseException) -> tuple[SessionStatus, Cause, str | None]:

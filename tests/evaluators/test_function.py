@@ -115,7 +115,7 @@ async def test_a_function_that_fails_is_the_evaluator_s_failure(tmp_path, name, 
 
 
 @pytest.mark.parametrize(
-    "returned", [None, "good", True, [1], {"score": 1}, {"reward": 1, "trace_rewards": [None]}]
+    "returned", [None, "good", [1], {"score": 1}, {"reward": 1, "trace_rewards": [None]}]
 )
 async def test_what_is_no_reward_is_refused(tmp_path, returned):
     async with evaluation(tmp_path) as context:
@@ -123,6 +123,15 @@ async def test_what_is_no_reward_is_refused(tmp_path, returned):
         task = context.task.model_copy(update={"metadata": metadata})
         with pytest.raises(EvaluatorError, match="must return a finite number"):
             await evaluator("no_number").evaluate(replace(context, task=task))
+
+
+@pytest.mark.parametrize(("returned", "reward"), [(True, 1.0), ({"reward": False}, 0.0), (2, 2.0)])
+async def test_a_truth_value_is_a_reward(tmp_path, returned, reward):
+    async with evaluation(tmp_path) as context:
+        metadata = {"returns": json.dumps(returned)}
+        task = context.task.model_copy(update={"metadata": metadata})
+        found = await evaluator("no_number").evaluate(replace(context, task=task))
+    assert (type(found.reward), found.reward) == (float, reward)
 
 
 async def test_what_cannot_leave_the_runtime_is_named(tmp_path):

@@ -10,8 +10,9 @@ in one of its own. Before a run it is imported and its signature checked. It get
      "traces": [{"messages": [...]}],                         what was said, one per trace
      "folder": PATH or null}                                  copies of `config.files`
 
-It returns a number, or an object with `reward` and perhaps `trace_rewards`; all else in the object
-is kept as metadata. An exception, another value or a timeout is the evaluator's failure.
+It returns a number or a truth value, or an object with `reward` and perhaps `trace_rewards`; all
+else in the object is kept as metadata. An exception, another value or a timeout is the evaluator's
+failure.
 
 The sandbox (`bwrap`) has no network, and shows the system, the Python that runs Bridle and the
 function's own modules.
@@ -182,13 +183,17 @@ def _check_import(function: str, env: tuple[tuple[str, str], ...]) -> None:
 
 
 def evaluation_of(text: bytes, who: str) -> Evaluation:
-    """Read a scoring function's return value; `EvaluatorError` quotes what is no reward."""
+    """Read a scoring function's return value; `EvaluatorError` quotes what is no reward.
+
+    `true` and `false` are rewards of 1 and 0.
+    """
     try:
         given = orjson.loads(text)
     except ValueError:
         given = None
     whole = dict(given) if isinstance(given, dict) else {"reward": given}
     reward, traces = whole.pop("reward", None), whole.pop("trace_rewards", None)
+    reward = float(reward) if isinstance(reward, bool) else reward
     if not is_number(reward) or not (
         traces is None or (isinstance(traces, list) and all(map(is_number, traces)))
     ):

@@ -20,6 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+IMPORTS = "BRIDLE_IMPORTS_SCORER"
+"""Environment variable that is set while a scorer's file is imported."""
+
 
 class ScorerError(Exception):
     """A scoring function that cannot be called; the text names its file, its name and the fault."""
@@ -42,6 +45,7 @@ def load_scorer(path: str) -> Callable[[Attempt], Any]:
     if module.endswith(".py") and not Path(module).is_file():
         message = f"there is no file {module}"
         raise ScorerError(message)
+    os.environ[IMPORTS] = path
     try:
         found = (
             _of_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
@@ -49,21 +53,41 @@ def load_scorer(path: str) -> Callable[[Attempt], Any]:
     except (Exception, SystemExit) as error:
         message = f"{module} cannot be imported: {type(error).__name__}: {error}"
         raise ScorerError(message) from error
+    finally:
+        os.environ.pop(IMPORTS)
     where = found.__file__ or module
     function = getattr(found, name, None)
     if not callable(function):
         close = difflib.get_close_matches(name, [one for one in vars(found) if one[0] != "_"], 1)
         message = f"{where} has no function {name!r}"
         raise ScorerError(message + (f"; did you mean {close[0]!r}?" if close else ""))
+    check_scorer(function, f"{where}: {name}")
+    return function  # type: ignore[no-any-return]  # it is callable
+
+
+def check_scorer(scorer: Callable[[Attempt], Any], name: str) -> None:
+    """Raise `ScorerError` unless the function takes one argument."""
+    signature: object = ""
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(scorer)
         signature.bind(None)
     except ValueError:  # a builtin without a signature
         pass
     except TypeError as error:
-        message = f"{where}: {name}{signature} must take one argument, the attempt: {error}"
+        message = f"{name}{signature} must take one argument, the attempt: {error}"
         raise ScorerError(message) from None
-    return function  # type: ignore[no-any-return]  # it is callable
+
+
+def returned_json(returned: object) -> str:
+    """Write what a scorer returned as JSON; scalars of numpy and torch are numbers."""
+    return json.dumps(returned, default=_scalar)
+
+
+def _scalar(value: Any) -> object:  # noqa: ANN401 - of any package
+    if hasattr(value, "item"):
+        return value.item()
+    message = f"{value!r} of type {type(value).__name__} is not JSON"
+    raise TypeError(message)
 
 
 def _of_file(file: Path) -> ModuleType:
@@ -98,7 +122,7 @@ def main() -> None:
         if inspect.isawaitable(result):
             result = asyncio.run(_waited(result))
     with os.fdopen(output, "w") as value:
-        json.dump(result, value)
+        value.write(returned_json(result))
 
 
 if __name__ == "__main__":
