@@ -83,14 +83,25 @@ async def test_a_session_has_the_reward_that_its_block_set(engine, tmp_path):
     }
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", [1], np.zeros(2)])
 async def test_a_reward_is_a_finite_number(engine, tmp_path, value):
     async with (
         bridle.Gateway(engine, data=tmp_path / "run") as gateway,
         gateway.session() as session,
     ):
-        with pytest.raises(ConfigError, match="is not a finite number"):
+        with pytest.raises(ConfigError, match=r"^reward: .* is not a finite number"):
             session.reward = value
+        with pytest.raises(ConfigError, match=r"^trace_rewards: .* is not a finite number"):
+            session.trace_rewards = (1.0, value)
+        session.trace_rewards = np.array([1, 2], np.float32)
+        assert session.trace_rewards == (1.0, 2.0)
+
+
+async def test_a_session_of_a_gateway_that_does_not_run_is_refused(engine, tmp_path):
+    gateway = bridle.Gateway(engine, data=tmp_path / "run")
+    with pytest.raises(ConfigError, match="open its sessions in its `async with`"):
+        async with gateway.session():
+            pass
 
 
 async def test_a_failed_or_cancelled_block_is_no_reward_but_an_ending(engine, tmp_path):

@@ -27,7 +27,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat
 
 import structlog
 from pydantic import ValidationError
@@ -188,6 +188,8 @@ class Gateway:
         `replay` holds its first replies (`Session.fork`). An exception in the block ends it as
         ERROR without a reward (CANCELLED if the task was cancelled) and escapes.
         """
+        if not self._started:
+            raise ConfigError("the gateway does not run: open its sessions in its `async with`")
         whole = task if isinstance(task, Task) else None
         opened = await self.app.open_session(
             session_id,
@@ -269,11 +271,11 @@ class Session:
         self.google_url = handle.base_urls["google"]
         self.evaluation: JSON = {}
         """Recorded beside the reward."""
-        self.trace_rewards: tuple[float, ...] | None = None
         self.replay: Replay | None = None
         """Captured replies that it gets first; `None` = not a fork."""
         self.ended = False
         self._reward: float | None = None
+        self._trace_rewards: tuple[float, ...] | None = None
 
     @property
     def reward(self) -> float | None:
@@ -282,13 +284,25 @@ class Session:
 
     @reward.setter
     def reward(self, value: float | None) -> None:
+        self._check_open(self._reward)
+        self._reward = None if value is None else _finite(value, "reward")
+
+    @property
+    def trace_rewards(self) -> tuple[float, ...] | None:
+        """Return the rewards of the traces in their order; `None` = each has the session's."""
+        return self._trace_rewards
+
+    @trace_rewards.setter
+    def trace_rewards(self, values: Iterable[float] | None) -> None:
+        self._check_open(self._trace_rewards)
+        if values is not None:
+            values = tuple(_finite(value, "trace_rewards") for value in values)
+        self._trace_rewards = values
+
+    def _check_open(self, value: object) -> None:
         if self.ended:
-            message = f"session {self.session_id} has ended; its reward stays {self._reward}"
+            message = f"session {self.session_id} has ended; its reward stays {value}"
             raise ConfigError(message)
-        if value is not None and not math.isfinite(value):
-            message = f"reward: {value!r} is not a finite number"
-            raise ConfigError(message)
-        self._reward = None if value is None else float(value)
 
     def trajectory(self) -> Trajectory:
         """Build the trajectory of the exchanges captured so far."""
@@ -307,6 +321,15 @@ class Session:
             self.task or capture.session.task_id, replay=replay_of(capture, at), fork=origin
         ) as session:
             yield session
+
+
+def _finite(value: object, name: str) -> float:
+    """Return a reward. `ConfigError` if it is no finite number."""
+    if isinstance(value, SupportsFloat):
+        with suppress(TypeError):  # an array
+            if math.isfinite(value):
+                return float(value)
+    raise ConfigError(f"{name}: {value!r} is not a finite number")
 
 
 def fork(
