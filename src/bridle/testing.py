@@ -5,10 +5,12 @@ Nothing in Bridle imports this file.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,9 +20,6 @@ from bridle.scripted.script import make_script
 from bridle.scripted.tokenizer import load_tokenizer
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.types import JSON
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -46,6 +45,11 @@ def scripted_engine(
 
 Part = tuple[str, Sequence[int], MaskReason, int | Sequence[int]]
 """Call, ids, reason, and the policy version of all or of each; no call for ids that were given."""
+
+_PNG = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGM4oaEBAALUARkFUI+kAAAAAElFTkSuQmCC"
+)
+"""A picture of one pixel, base64."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +154,11 @@ def trainer_sessions() -> list[SessionGroup]:
         for n in range(2)
     ]  # fmt: skip
     cut = _trace("main", [1, 2, 3], first, tool, ("last", [30, 31], MaskReason.CUT, 3))
-    image: JSON = {"digest": "0" * 64, "media_type": "image/png", "start": 1, "length": 1}
+    digest = hashlib.sha256(base64.b64decode(_PNG)).hexdigest()
+    image: JSON = {"digest": digest, "media_type": "image/png", "start": 1, "length": 1}
+    picture = _trace("main", [1, 2, 3], first, media=(image,))
+    shown: JSON = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_PNG}"}}
+    picture = replace(picture, prompt_messages=[{"role": "user", "content": [shown]}])
     drift = _trace("main", [1, 2, 3], ("first", [10, 11, 12], MaskReason.BROKEN, 3), tool, last)
     mixed = _trace("main", [1, 2, 3], first, tool, ("last", [30, 31, 32, 33], yes, [3, 3, 4, 4]))
     refused = _trace("again", [1, 2, 3], ("refused", [13, 14], MaskReason.REJECTED, 3))
@@ -161,7 +169,7 @@ def trainer_sessions() -> list[SessionGroup]:
               _session("subagents", 0.5, whole, *helpers)),
         "b": (_session("partial", 1.0, cut, status="TIMEOUT"),
               _session("truncated", 0.0, _trace("main", [1, 2, 3], first, finish="length")),
-              _session("images", 1.0, _trace("main", [1, 2, 3], first, media=(image,))),
+              _session("images", 1.0, picture),
               _session("drift", 0.0, drift)),
         "c": (_session("versions", 1.0, mixed), _session("rejected", 0.0, whole, refused),
               _session("unscored", None, whole), _session("failed", None, status="ERROR")),

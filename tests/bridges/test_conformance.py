@@ -14,6 +14,7 @@ from bridle.bridges.slime import samples_of
 from bridle.bridges.trl import EveryTrace, TrlRollouts, async_rows, session_reward
 from bridle.bridges.verifiers import verifiers_trace
 from bridle.config import Task
+from bridle.errors import TrainingError
 from bridle.testing import TrainedRow, trainer_conformance, trainer_sessions
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn about this and that
@@ -81,8 +82,11 @@ def test_a_token_that_trains_twice_is_found():
 
 
 def test_slime_and_miles_samples_train_every_token():
-    groups = trainer_sessions()
+    seen = trainer_sessions()
+    groups = without_images(seen)
     templates = [[Sample(group_index=n, index=4 * n + m) for m in range(4)] for n in range(3)]
+    with pytest.raises(TrainingError, match="images, whose pixels slime would not get"):
+        samples_of(seen, templates)
     rows = []
     for sample in (one for of in samples_of(groups, templates)[0] for many in of for one in many):
         sample.validate()

@@ -8,7 +8,7 @@ from tests.training.made import session, trace
 
 from bridle.bridges.base import RowCounts
 from bridle.bridges.local import LocalSessions
-from bridle.bridges.trl import EveryTrace, TrlRollouts, session_reward
+from bridle.bridges.trl import EveryTrace, TrlRollouts, async_rows, session_reward
 from bridle.config import Task
 from bridle.errors import ConfigError, TrainingError
 from bridle.node.local import NodeSettings
@@ -87,11 +87,16 @@ def test_a_session_that_cannot_train_is_a_row_that_does_not():
 
 def test_a_trainer_of_one_row_per_prompt_and_images_are_refused():
     seen = session(1.0, trace([1], [2], media=({"digest": "0" * 64},)))
+    other = session(0.0, trace([1], [2]))
     rollouts = TrlRollouts(Player(seen), TASKS)
     with pytest.raises(ConfigError, match="Plain takes one row per prompt: use `class Trainer"):
         rollouts(["a"], type("Plain", (), {})())
-    with pytest.raises(TrainingError, match="has images"):
-        rollouts(["a"], Trainer())
+    for bring in (
+        lambda: rollouts(["a"], Trainer()),
+        lambda: async_rows(0, [seen, other], version=1),
+    ):
+        with pytest.raises(TrainingError, match="images, whose pixels TRL would not get"):
+            bring()
 
 
 def test_rows_come_in_the_order_of_the_prompts_one_for_each():

@@ -9,7 +9,7 @@ from tests.bridges.by_hand import rows, session, trace
 from bridle.bridges.base import Shape
 from bridle.bridges.remote import open_server
 from bridle.bridges.verl import BridleAgentLoop, outputs_of
-from bridle.errors import ConfigError, TrainingError
+from bridle.errors import ConfigError
 from bridle.testing import TrainedRow, trainer_conformance, trainer_sessions
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # verl, ray and tensordict warn
@@ -79,10 +79,7 @@ async def test_verls_v1_queue_trains_every_token_of_every_trace(queue):
     worker, put, _ = queue
     groups = trainer_sessions()
     for number, one in enumerate(one for group in groups for one in group.sessions):
-        if any(trace.media for trace in one.traces):
-            with pytest.raises(TrainingError, match="has images"):
-                outputs_of(one, SHAPE)
-            continue
+        worker.processor = sees(2) if one.session_id == "images" else None
         kwargs = {"uid": "u", "session_id": number, "global_steps": 4}
         await worker._agent_loop_postprocess(outputs_of(one, SHAPE), False, **kwargs)
     rows = []
@@ -93,6 +90,11 @@ async def test_verls_v1_queue_trains_every_token_of_every_trace(queue):
             given = len(fields["prompts"][at])
             pad = [0] * given
             mask = fields["loss_mask"][at].tolist()
+            pixels = fields["multi_modal_inputs"][at].get("pixel_values")
+            assert (pixels is not None) is (extra["bridle_session"] == "images")
+            if pixels is not None:
+                made = sees(2).image_processor([red()], return_tensors="pt")
+                assert pixels.equal(made["pixel_values"])
             assert key.endswith(f"_{at}")
             assert (tags[at]["seq_len"], mask) == (
                 given + len(mask),
@@ -102,7 +104,29 @@ async def test_verls_v1_queue_trains_every_token_of_every_trace(queue):
                 extra["bridle_session"], fields["input_ids"][at].tolist(), [*pad, *mask],
                 [*pad, *fields["rollout_log_probs"][at].tolist()], [*pad, *extra["token_versions"]],
             ))  # fmt: skip
-    trainer_conformance(groups, rows).check(missing={"images": 3})
+    trainer_conformance(groups, rows).check()
+
+
+def sees(token):
+    """A processor of a real model family, to which an image is one token with this id."""
+    from transformers import LlavaProcessor, PreTrainedTokenizerFast
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    from bridle.config import builtin_tokenizer_dir
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(builtin_tokenizer_dir())
+    size = {"height": 28, "width": 28}
+    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size)
+    return LlavaProcessor(
+        images, tokenizer, patch_size=28, vision_feature_select_strategy="full",
+        image_token=tokenizer.convert_ids_to_tokens(token),
+    )  # fmt: skip
+
+
+def red():
+    from PIL import Image
+
+    return Image.new("RGB", (1, 1), (200, 40, 40))
 
 
 @pytest.mark.train

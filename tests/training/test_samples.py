@@ -177,6 +177,12 @@ def test_sessions_sampled_from_another_distribution_are_refused(field, value, al
     assert of([group(session(1.0, unused, trace([1], [2])), PAIR.sessions[1])]).tokens == 2
 
 
+def test_a_session_with_images_is_refused_because_the_model_would_not_see_them():
+    seen = replace(trace([1], [2, 3]), media=[{"digest": "d", "media_type": "image/png"}])
+    with pytest.raises(TrainingError, match="has images, whose pixels `bridle train` would not"):
+        of([group(session(1.0, seen), session(0.0, trace([1], [8])))])
+
+
 def test_sessions_sampled_with_a_logit_bias_are_refused():
     plain = trace([1], [2], metadata={"sampling": {"logit_bias": [None]}})
     other = trace([1], [2], metadata={"sampling": {"logit_bias": [None, {"7": -100.0}]}})

@@ -358,6 +358,15 @@ def test_images_stand_in_order_with_their_placeholders():
     assert trace.media == [{"digest": digest, "media_type": "image/png"}]
 
 
+def test_a_block_of_unknown_type_that_is_shown_as_text_is_no_image():
+    made = MadeSession()
+    block = {"type": "searched", "query": "q"}
+    made.call(first_message={"role": "user", "content": [{"type": "text", "text": "see"}, block]})
+    (trace,) = built(made).traces
+    assert trace.prompt_messages
+    assert [*trace.media] == []
+
+
 def test_without_bodies_the_placeholders_are_those_of_the_engine():
     made = an_image_session()
     place = {"digest": "d", "start": 2, "length": 4}

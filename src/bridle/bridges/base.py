@@ -26,7 +26,7 @@ import numpy as np
 import structlog
 
 from bridle.config import Task
-from bridle.errors import ConfigError, TrainingError
+from bridle.errors import ConfigError
 from bridle.trajectory.credit import has_own_rewards, trace_reward, trace_weights
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.types import JSON
@@ -250,15 +250,6 @@ def warn_of_own_rewards(bridge: str, session: Trajectory) -> None:
     """Say that a format with one reward per session leaves out those of traces and tokens."""
     if has_own_rewards(session):
         log.warning("trace_rewards_left_out", bridge=bridge, session=session.session_id)
-
-
-def refuse_images(trainer: str, session: Trajectory) -> None:
-    """Raise `TrainingError` for images: such a trainer takes pixels, and a trace has digests."""
-    if any(trace.media for trace in session.traces):
-        raise TrainingError(
-            f"session {session.session_id} has images, which the bridge to {trainer} cannot pass "
-            "on: use tasks without images, or `bridle train`"
-        )
 
 
 def fit_trace(trace: Trace, shape: Shape) -> Trace | None:

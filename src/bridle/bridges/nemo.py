@@ -29,13 +29,13 @@ from bridle.bridges.base import (
     Shape,
     TaskTable,
     Turn,
-    refuse_images,
     rows_of,
     turns_of,
     warn_of_own_rewards,
 )
 from bridle.errors import TrainingError
 from bridle.trajectory.credit import trace_advantages
+from bridle.trajectory.images import refuse_images
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON
 

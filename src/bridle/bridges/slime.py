@@ -37,6 +37,7 @@ from bridle.bridges.remote import ServerSessions, open_server
 from bridle.errors import ConfigError
 from bridle.experts import complete_rows
 from bridle.trajectory.credit import role_advantages, role_of, session_advantages
+from bridle.trajectory.images import refuse_images
 from bridle.types import FinishReason, SessionStatus
 
 Sample = Any
@@ -230,8 +231,12 @@ def samples_of(
 ) -> tuple[list[list[list[Sample]]], RowCounts]:
     """Return the samples of groups; `templates` has one of slime's samples for each session.
 
-    A session of which nothing trains is one sample with `remove_sample`.
+    A session of which nothing trains is one sample with `remove_sample`. `TrainingError` for
+    images.
     """
+    for group in groups:
+        for session in group.sessions:
+            refuse_images("slime", session)
     rows, counts = rows_of(groups, Shape(blanks=True))
     of: dict[tuple[int, int], list[Row]] = {}
     for row in rows:

@@ -53,7 +53,6 @@ from bridle.bridges.base import (
     Shape,
     TaskTable,
     blank_row,
-    refuse_images,
     rows_of,
     warn_of_own_rewards,
 )
@@ -61,6 +60,7 @@ from bridle.config import Task
 from bridle.engines.base import Weights
 from bridle.errors import ConfigError, TrainingError
 from bridle.trajectory.credit import trace_advantages, trace_reward
+from bridle.trajectory.images import refuse_images
 from bridle.trajectory.sample import Trace, Trajectory
 
 REWARD = "session_reward"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import io
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,6 @@ from bridle.bridges.base import (
     Row,
     SessionGroup,
     Shape,
-    refuse_images,
     rows_of,
     warn_of_own_rewards,
 )
@@ -35,6 +35,7 @@ from bridle.bridges.remote import ServerSessions, open_server
 from bridle.errors import ConfigError
 from bridle.experts import KEY as EXPERTS
 from bridle.experts import complete_rows
+from bridle.trajectory.images import images_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,13 +52,12 @@ def outputs_of(session: Trajectory, shape: Shape) -> list[Any]:
     """Return a session as `AgentLoopOutput`s, one per trace; none if its reward is not known.
 
     Such a session has no part in its group's mean. One of which nothing trains has, as an output
-    with mask 0. `TrainingError` for images: verl takes pixels, and a trace has their digests.
+    with mask 0. verl's own processor makes pixels of a trace's images.
     """
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
     if session.reward is None:
         return []
-    refuse_images("verl", session)
     warn_of_own_rewards("verl", session)
     rows, counts = rows_of([SessionGroup("", (session,))], shape)
     if counts.left_out["overlong"]:
@@ -73,6 +73,7 @@ def outputs_of(session: Trajectory, shape: Shape) -> list[Any]:
             metrics=AgentLoopMetrics(),
             extra_fields=_extra(row),
             **_experts(row),
+            **_images(row),
         )
         for row in rows
     ]
@@ -82,6 +83,16 @@ def _experts(row: Row) -> dict[str, Any]:
     """Return rows of all tokens but the last, which verl fills; nothing where one is not known."""
     rows = complete_rows(row.trace.routed_experts)
     return {} if rows is None else {EXPERTS: rows}
+
+
+def _images(row: Row) -> dict[str, Any]:
+    files = images_of(row.trace)
+    if not files:
+        return {}
+    from PIL import Image
+
+    pictures = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
+    return {"multi_modal_data": {"images": pictures}}
 
 
 def _extra(row: Row) -> dict[str, Any]:

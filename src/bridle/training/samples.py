@@ -27,6 +27,7 @@ from bridle.trajectory.credit import (
     token_weights,
     tree_advantages,
 )
+from bridle.trajectory.images import refuse_images
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON, LogprobMode
 
@@ -113,8 +114,9 @@ def make_batch(
     """Return the samples of `groups` for an update of weights `version`.
 
     With `max_lag`, a session is left out that has a token sampled more updates ago (`stale`) or of
-    an unknown version (`unversioned`). Raises `TrainingError` for sessions that were not sampled
-    from the trained distribution, and for traces over the limit where that is refused.
+    an unknown version (`unversioned`). Raises `TrainingError` for sessions with images, for those
+    that were not sampled from the trained distribution, and for traces over the limit where that is
+    refused.
     """
     left_out: Counter[str] = Counter()
     alone = 0
@@ -123,6 +125,7 @@ def make_batch(
     sessions = 0
     for place, group in enumerate(groups):
         for session in group.sessions:
+            refuse_images("`bridle train`", session)
             check_sampling(session, settings.temperature)
         advantages, without = advantages_of(group, settings.advantage)
         if settings.flat_groups != "keep" and not _any(advantages):

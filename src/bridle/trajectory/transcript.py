@@ -19,6 +19,7 @@ from typing import TypedDict, TypeVar, overload
 from bridle.capture.records import Exchange
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import Route, RouteKind
+from bridle.dialects.media import shown_block
 from bridle.dialects.openai_chat_write import chat_messages, chat_tools
 from bridle.errors import RequestError, StoreError, boundary
 from bridle.types import JSON, MediaPart, Message, ModelRequest, Role
@@ -81,12 +82,15 @@ class Transcript:
         }
 
     def media(self, path: Sequence[Exchange]) -> list[JSON]:
-        """Return the media of a path's last request, in order: digest and type."""
+        """Return the media of a path's last request, in order: digest and type.
+
+        A block of unknown type that is shown as text is none of them.
+        """
         return [
             {"digest": part.digest, "media_type": part.media_type}
             for message in self.request(path[-1]).messages
             for part in message.content
-            if isinstance(part, MediaPart)
+            if isinstance(part, MediaPart) and shown_block(part) is None
         ]
 
     def prompt_messages(self, exchange: Exchange) -> list[JSON]:
