@@ -1,5 +1,6 @@
 """Images of Debian's packages: a base, Bridle's own, and a PostgreSQL, put into the daemon once."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -52,9 +53,12 @@ def make_base() -> None:
 
 
 def make_bridle() -> None:
-    """Build the image as its first line says, on our base."""
-    file = ROOT / "deploy" / "Dockerfile"
-    docker("build", "--build-arg", f"BASE={BASE}", "-t", BRIDLE, "-f", file, ROOT, within_s=900)
+    """Build the image by the command of the guide, on our base and under a name of ours."""
+    page = (ROOT / "docs" / "guides" / "deploy.md").read_text()
+    [line] = re.findall(r"^\$ docker (build -t bridle .+)$", page, re.MULTILINE)
+    more = f"--build-arg BASE={BASE} -t {BRIDLE}"
+    words = line.replace("-t bridle", more).replace(" deploy/", f" {ROOT}/deploy/").split()
+    docker(*words[:-1], ROOT, within_s=900)
 
 
 def make_postgres(folder: Path) -> None:

@@ -98,7 +98,7 @@ def test_sandboxes_contain_in_a_container_as_the_file_says():
 @pytest.fixture
 def as_the_page_says(script):
     """Starts a container by the command of the page; all of them share its volume."""
-    [line] = re.findall(r"^docker run .*?[^\\]$", PAGE, re.DOTALL | re.MULTILINE)
+    [line] = re.findall(r"^\$ (docker run .*?[^\\])$", PAGE, re.DOTALL | re.MULTILINE)
     words = shlex.split(line.replace("\\\n", " "))
     for shown, given in (
         ("bridle", BRIDLE),  # the image; the next one is the command

@@ -2,9 +2,7 @@
 
 import pytest
 
-from .serving import VllmServer, make_model
-
-PROCESSED = ("--logprobs-mode", "processed_logprobs", "--max-model-len", "4096")
+from .serving import VllmServer, make_model, printed_flags
 
 
 @pytest.fixture(scope="session")
@@ -34,4 +32,4 @@ def learner(tmp_path_factory):
     from examples.demo.model import demo_model
 
     with VllmServer(tmp_path_factory.mktemp("learner"), demo_model()) as server:
-        yield server.running(*PROCESSED)
+        yield server.running(*printed_flags("vllm"), "--max-model-len", "4096")

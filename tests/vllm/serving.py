@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -47,6 +48,19 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first call compiles one function, for 20 s
     "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{HERE}",
 }
+
+
+def printed_flags(title: str) -> tuple[str, ...]:
+    """Flags of the server's command in the block of this title in the guide to engines.
+
+    `AssertionError` if the environment of the tests lacks a variable of that command.
+    """
+    page = (ROOT / "docs" / "guides" / "engines.md").read_text()
+    [line] = re.findall(rf'^```console title="{title}"\n\$ (.+)$', page, re.MULTILINE)
+    variable, _, flags = line.partition(" vllm serve MODEL ")
+    name, _, value = variable.partition("=")
+    assert ENVIRONMENT[name] == value
+    return tuple(flags.split())
 
 
 def make_model(folder: Path, *, seed: int = 0, layers: int = 1, heads: int = 2) -> Path:

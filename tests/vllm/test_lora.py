@@ -18,11 +18,11 @@ from bridle.training.settings import GrpoSettings, LoraSettings
 
 from .checks import CLOSE, RecordingVllm, opened_gateway, plain_logprobs, sampling_of, until
 from .learning import check_learning
-from .serving import VllmServer
+from .serving import VllmServer, printed_flags
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-FLAGS = ("--max-model-len", "4096", "--enable-lora", "--max-loras", "4", "--max-lora-rank", "16")
+FLAGS = (*printed_flags("lora"), "--max-model-len", "4096", "--max-loras", "4")
 LORA = LoraSettings(rank=8, alpha=16)
 TOKENS = 800
 GENERATED = "vllm:generation_tokens_total"
