@@ -55,6 +55,30 @@ def test_a_file_names_replicas_routing_and_models(path):
     assert config.models["judge"].match == ("gpt-4o*",)
 
 
+def test_variables_come_before_the_file_and_flags_before_variables(path, monkeypatch):
+    monkeypatch.setenv("BRIDLE_GATEWAY__PORT", "9001")
+    monkeypatch.setenv("BRIDLE_GATEWAY__HOST", "10.0.0.9")
+    monkeypatch.setenv("BRIDLE_EXECUTOR__RAY__ADDRESS", "head:6379")
+    monkeypatch.setenv("BRIDLE_ENGINES", '["http://10.0.0.7:8000"]')
+    monkeypatch.setenv("BRIDLE_TOKENIZER", "Qwen/Qwen3-4B")
+    monkeypatch.setenv("BRIDLE_SERVER", "http://127.0.0.1:8080")  # of the client, not a table
+
+    config = load_config(path, gateway={"port": 9002})
+
+    assert (config.gateway.port, config.gateway.host) == (9002, "10.0.0.9")
+    assert config.gateway.retry_grace_s == 3, "the file's"
+    assert config.executor.ray.address == "head:6379"
+    assert config.engines == ("http://10.0.0.7:8000",)
+    assert config.tokenizer == "Qwen/Qwen3-4B"
+
+
+def test_a_variable_of_an_unknown_key_is_named(path, monkeypatch):
+    monkeypatch.setenv("BRIDLE_GATEWAY__RETRY_GRACE", "1")
+
+    with pytest.raises(ConfigError, match="variables .*gateway.retry_grace.*did you mean 'retry_grace_s'"):
+        load_config(path)
+
+
 def test_flags_come_before_the_file_and_those_not_given_leave_it_alone(path):
     config = load_config(
         path, engines=["scripted:x"], tokenizer="dir", gateway={"port": 1, "host": None}

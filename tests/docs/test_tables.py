@@ -54,6 +54,37 @@ def test_the_command_lines_help_in_the_docs_is_its_own(load_script):
     assert made == page("reference/cli.md")
 
 
+@pytest.mark.parametrize("name", ["config.md", "http.md", "python.md"])
+def test_a_page_of_the_reference_is_what_the_code_says(load_script, name):
+    made = load_script("make_reference").PAGES[name]()
+
+    assert made == page(f"reference/{name}"), "run scripts/make_reference"
+
+
+def test_every_key_of_the_config_file_has_a_variable_that_sets_it():
+    from bridle.cli.config import from_environment
+
+    shown = re.findall(r"^\| `\w+` \| `(BRIDLE_\w+)` ", page("reference/config.md"), re.MULTILINE)
+
+    assert len(shown) > 80
+    assert [name for name in shown if not from_environment({name: "1"})] == []
+
+
+BETWEEN_PROCESSES = {
+    *("BRIDLE_CHECKING_HARNESS", "BRIDLE_EXEC", "BRIDLE_IN_"),
+    *("BRIDLE_PLACE", "BRIDLE_RUNTIME", "BRIDLE_SESSION"),
+}
+"""Variables that Bridle sets for programs that it starts."""
+
+
+def test_every_variable_that_the_code_reads_is_on_the_page_of_configuration():
+    sources = "".join(path.read_text() for path in (ROOT / "src" / "bridle").rglob("*.py"))
+    read = set(re.findall(r"[\"'](BRIDLE_[A-Z_]+)[\"']", sources)) - BETWEEN_PROCESSES
+
+    assert read
+    assert [name for name in read if f"`{name}`" not in page("reference/config.md")] == []
+
+
 def test_every_make_target_that_the_readme_names_exists():
     targets = subprocess.run(
         ["make", "-pRrq", "-C", ROOT], capture_output=True, check=False, text=True

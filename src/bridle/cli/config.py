@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field, ValidationError
 
@@ -17,6 +20,7 @@ from bridle.errors import ConfigError, Problems
 from bridle.gateway.settings import GatewaySettings
 from bridle.node.scheduling import ExecutorSettings
 from bridle.server.settings import ServerSettings
+from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.capture.records import Store
@@ -54,11 +58,14 @@ def load_config(
     executor: Mapping[str, Any] | None = None,
     telemetry: str | None = None,
 ) -> FileConfig:
-    """Read a config file; flags override it, and `None` = not given.
+    """Read a config file; variables (`from_environment`) override it, and flags override both.
 
-    `ConfigError` for a mistake, and if neither names an engine.
+    A flag is not given where it is `None`. `ConfigError` for a mistake, and if neither names an engine.
     """
-    given = {} if path is None else load_toml(path)
+    variables = from_environment(os.environ)
+    where = "the command" if path is None else str(path)
+    where += " and the variables BRIDLE_..." if variables else ""
+    given = merged({} if path is None else load_toml(path), variables)
     table = given.get("gateway", {})
     if isinstance(table, dict):
         flags = {name: value for name, value in (gateway or {}).items() if value is not None}
@@ -76,10 +83,32 @@ def load_config(
     try:
         config = FileConfig.model_validate(given)
     except ValidationError as error:
-        raise explain(error, "the command" if path is None else str(path)) from error
+        raise explain(error, where) from error
     if not config.engines and not config.server.engines_from:
         raise ConfigError("no engine: give --engine, or `engines = [...]` in --config FILE")
     return config
+
+
+def from_environment(environment: Mapping[str, str]) -> JSON:
+    """Return the keys of a config file that variables set: `BRIDLE_GATEWAY__PORT`, two underscores
+    between a table and its key.
+
+    A value is read as in the file where it can be (`["http://..."]`, `4`, `true`), else as a text.
+    """
+    given: JSON = {}
+    for name, value in environment.items():
+        path = name.removeprefix("BRIDLE_").lower().split("__")
+        field = FileConfig.model_fields.get(path[0])
+        is_table = field is not None and isinstance(field.default, Settings)
+        if not name.startswith("BRIDLE_") or field is None or is_table is (len(path) == 1):
+            continue
+        one: object = value
+        with suppress(tomllib.TOMLDecodeError):
+            one = tomllib.loads(f"value = {value}")["value"]
+        for part in reversed(path):
+            one = {part: one}
+        given = merged(given, cast("JSON", one))
+    return given
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
