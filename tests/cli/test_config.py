@@ -75,7 +75,8 @@ def test_variables_come_before_the_file_and_flags_before_variables(path, monkeyp
 def test_a_variable_of_an_unknown_key_is_named(path, monkeypatch):
     monkeypatch.setenv("BRIDLE_GATEWAY__RETRY_GRACE", "1")
 
-    with pytest.raises(ConfigError, match="variables .*gateway.retry_grace.*did you mean 'retry_grace_s'"):
+    said = r"variables .*gateway\.retry_grace: .*did you mean 'retry_grace_s'"
+    with pytest.raises(ConfigError, match=said):
         load_config(path)
 
 

@@ -50,7 +50,7 @@ def prepare(page: Path, folder: Path) -> None:
     (folder / "examples").symlink_to(ROOT / "examples")
 
 
-def start(line: str, folder: Path) -> tuple[subprocess.Popen, str]:
+def start(line: str, folder: Path) -> tuple[subprocess.Popen[str], str]:
     """A command that serves on a free port, and its URL."""
     line = re.sub(r" --port \d+", "", line) + " --port 0"
     process = subprocess.Popen(
@@ -66,10 +66,10 @@ def start(line: str, folder: Path) -> tuple[subprocess.Popen, str]:
     raise AssertionError(f"{line}: {said}")
 
 
-def stop(process: subprocess.Popen) -> None:
+def stop(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 0, f"{process.args}\n{said}"
+    assert process.returncode == 0, f"{process.args!r}\n{said}"
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)

@@ -60,7 +60,8 @@ def load_config(
 ) -> FileConfig:
     """Read a config file; variables (`from_environment`) override it, and flags override both.
 
-    A flag is not given where it is `None`. `ConfigError` for a mistake, and if neither names an engine.
+    A flag is not given where it is `None`. `ConfigError` for a mistake, and if nothing names an
+    engine.
     """
     variables = from_environment(os.environ)
     where = "the command" if path is None else str(path)
