@@ -17,7 +17,7 @@ from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
 from bridle.dashboard.app import make_app
 from bridle.dashboard.folder import FolderSource
-from bridle.types import FinishReason, Kind
+from bridle.types import FinishReason, Kind, VersionSpan
 
 HOSTILE = '<script>alert("x")</script><img src=//evil.example/x onerror=alert(1)>\u202e"\'&lt;'
 FILE = "</script><script>alert(1)</script>\"'\u202e javascript:alert(1).svg"
@@ -180,6 +180,20 @@ def long(exchanges, session_id="long", *, new=3, output=2, chain=1000):
         before = made.call(before, new=new, output=output).exchange_id
     made.end()
     return made
+
+
+def steps(folder):
+    """A run whose task `task-1` got better from version 3 to 4, and failed once."""
+    made = []
+    for name, version, reward in (("old", 3, 0.0), ("older", 3, 1.0), ("new", 4, 1.0)):
+        one = MadeSession(name)
+        one.call(None, exchange_id=name, output=6, versions=(VersionSpan(version, 0, 6),))
+        one.end(reward)
+        made.append(one)
+    broken = MadeSession("broken")
+    broken.call(None, exchange_id="broken", output=6, versions=(VersionSpan(3, 0, 6),))
+    broken.end(None, status="TIMEOUT", cause="timeout")
+    asyncio.run(write(folder, *made, broken))
 
 
 LOOKED_AT: list[FolderSource] = []

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 from tests.capture.made import MadeSession
-from tests.dashboard.house import HOSTILE, busy, client, long, looked_at, write
+from tests.dashboard.house import HOSTILE, busy, client, long, looked_at, steps, write
 
 from bridle.dashboard import app as pages
 from bridle.dashboard.session import PAGE
@@ -305,6 +305,39 @@ def test_two_samples_of_a_group_are_compared(run):
     assert "evaluator" in page
     assert "messages are equal" in page
     assert missing.status_code == 404
+
+
+def test_two_steps_of_a_training_are_compared(tmp_path):
+    steps(tmp_path)
+    with client(tmp_path) as browser:
+        page = browser.get("/compare-runs?a=.&va=3&b=.&vb=4").text
+
+    facts = re.findall(r'<th scope="row">([^<]+)</th><td>(.*?)</td><td>(.*?)</td>', page)
+    shown = {name: (one, two) for name, one, two in facts}
+    assert shown["sessions"] == ("3", "1")
+    assert shown["scored"] == ("2", "1")
+    assert shown["mean reward"] == ("0.5", "1")
+    assert "1 timeout" in shown["failures"][0]
+    assert shown["failures"][1] == "none"
+    assert shown["turns"] == ("1", "1")
+    assert shown["sampled tokens"] == ("6", "6")
+    assert "The task that differs most: task-1" in page
+    assert "2 equal messages, then:" in page
+    assert re.findall(r'<option value="(\d)" selected', page) == ["3", "4"]
+
+
+def test_two_runs_are_compared_and_an_unknown_one_is_named(tmp_path):
+    steps(tmp_path / "one")
+    asyncio.run(write(tmp_path / "two", long(2)))
+    with client(tmp_path) as browser:
+        overview = browser.get("/").text
+        page = browser.get("/compare-runs?a=one&b=two").text
+        missing = browser.get("/compare-runs?a=one&b=three")
+
+    assert "/compare-runs?a=one&amp;b=two" in overview
+    assert '<th scope="row">sessions</th><td>4</td><td>1</td>' in page
+    assert missing.status_code == 404
+    assert "three" in missing.text
 
 
 def test_samples_that_differ_show_the_first_different_message(tmp_path):

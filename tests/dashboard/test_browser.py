@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
-from tests.dashboard.house import HOSTILE, captured, certified, shown
+from tests.dashboard.house import HOSTILE, captured, certified, shown, steps
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 
@@ -260,6 +260,28 @@ def test_a_list_is_sorted_and_two_samples_are_compared_by_clicks(browser, url):
     picture(browser, "compare")
 
 
+def test_two_steps_of_a_training_are_compared_by_clicks(browser, tmp_path_factory):
+    from selenium.webdriver.support.select import Select
+
+    folder = tmp_path_factory.mktemp("steps") / "runs"
+    steps(folder / "rollouts" / "000")
+    steps(folder / "rollouts" / "001")
+    with serving(folder) as where:
+        browser.get(where)
+        one(browser, "a[href*='/compare-runs?']").click()
+        Select(one(browser, "select[name=vb]")).select_by_visible_text("v4")
+        one(browser, ".filters button").click()
+        until(lambda: "vb=4" in browser.current_url, "the comparison")
+        assert len(every(browser, ".compare th[scope=col]")) == 2
+        assert len(every(browser, "tr.differs")) > 3
+        assert len(every(browser, ".pair mark")) == 2
+        picture(browser, "compare-runs")
+        with telephone(browser):
+            browser.refresh()
+            wide = browser.execute_script("return document.documentElement.scrollWidth")
+            assert wide <= 390
+
+
 PAGES = (
     *("", "a[href*='/certificate?']"),
     *("sessions", "tasks", "a[data-row][href*='/task?']", "a[href*='/compare?']"),
@@ -269,10 +291,19 @@ PAGES = (
 """Pages of a tour: a path, or the link to click on the page before."""
 
 
-def test_no_page_is_wider_than_a_telephone(browser, url):
+@contextmanager
+def telephone(browser):
+    """The screen of a telephone."""
     size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
+        yield
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_no_page_is_wider_than_a_telephone(browser, url):
+    with telephone(browser):
         for page in PAGES:
             if "[" in page or "." in page:
                 browser.get(one(browser, page).get_attribute("href"))
@@ -285,8 +316,6 @@ def test_no_page_is_wider_than_a_telephone(browser, url):
         for page in PAGES[4:6]:
             browser.get(one(browser, page).get_attribute("href"))
         picture(browser, "compare-390")
-    finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 SHOWN = ("exchange", "trace", "file", "attempts")

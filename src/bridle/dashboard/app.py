@@ -36,12 +36,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bridle.dashboard.formatting import HERE, environment
 from bridle.dashboard.session import compare, composition, conversation_of, longest, token_page
 from bridle.dashboard.source import DataSource, SessionView
-from bridle.dashboard.summaries import SampleGroup, SessionFilter
+from bridle.dashboard.summaries import SampleGroup, SessionFilter, SessionRow, most_different
 from bridle.errors import BridleError
 from bridle.gateway.faults import trace_of
 from bridle.trajectory.result import encode, trajectory_bytes
 from bridle.trajectory.sample import Trace
 from bridle.trajectory.script import script_of
+from bridle.types import JSON
 
 COOKIE: Final = "bridle_dashboard"
 KEEP_S: Final = 12 * 3600.0
@@ -189,6 +190,7 @@ def make_app(
         ("/tasks", pages.tasks),
         ("/task", pages.task),
         ("/compare", pages.compare),
+        ("/compare-runs", pages.compare_runs),
         ("/certificate", pages.certificate),
         ("/scorers", pages.scorers),
         ("/session/{session_id}", pages.session),
@@ -275,16 +277,37 @@ class _Pages:
             if not found:
                 raise HTTPException(404, f"no session {session_id[:200]!r} of this task")
             pair.append(found[0])
-            shown = self._source(request).session(session_id, found[0].line.run)
-            if shown is None:
-                conversations.append(conversation_of(None))
-                continue
-            with _holding(shown):
-                conversations.append(conversation_of(shown.trajectory))
+            conversations.append(self._conversation(request, found[0].line))
         difference = compare(*conversations)
         return self._page(
             request, "compare.html", group=group, pair=pair, difference=difference,
             lengths=[len(messages) for messages in conversations],
+        )  # fmt: skip
+
+    def _conversation(self, request: Request, line: SessionRow) -> list[JSON]:
+        shown = self._source(request).session(line.session_id, line.run)
+        if shown is None:
+            return conversation_of(None)
+        with _holding(shown):
+            return conversation_of(shown.trajectory)
+
+    def compare_runs(self, request: Request) -> Response:
+        """Render two runs, or two steps of a training, side by side."""
+        query, sides = request.query_params, []
+        for name in ("a", "b"):
+            run, version = query.get(name, ""), query.get(f"v{name}", "")
+            found = self._source(request).session_set(run, _digits(version, 0) if version else None)
+            if found is None:
+                raise HTTPException(404, f"no run {run[:200]!r}")
+            sides.append(found)
+        pair = most_different(*sides)
+        conversations = (
+            [self._conversation(request, line) for line in pair[1:]] if pair else [[], []]
+        )
+        return self._page(
+            request, "compare_runs.html", sides=sides, pair=pair,
+            runs=[run.name for run in self._source(request).overview().runs],
+            difference=compare(*conversations), lengths=[len(one) for one in conversations],
         )  # fmt: skip
 
     def certificate(self, request: Request) -> Response:

@@ -36,6 +36,7 @@ from bridle.dashboard.summaries import (
     SampleGroup,
     SessionFilter,
     SessionRow,
+    SessionSet,
     TrainingProgress,
     TrajectoryFacts,
     groups_of,
@@ -44,6 +45,7 @@ from bridle.dashboard.summaries import (
     newest,
     origin_of,
     overview_of,
+    set_of,
     sort_rows,
     training_of,
 )
@@ -455,6 +457,14 @@ class FolderSource:
         lines = (line for one in self._look() if run in ("", one.name) for line in one.lines())
         groups = groups_of(lines)
         return groups[start : start + count], len(groups)
+
+    def session_set(self, run: str, version: int | None) -> SessionSet | None:
+        found = next((one for one in self._look() if one.name == run), None)
+        if found is None:
+            return None
+        found.lines()  # `measure_some` needs the sessions to be read
+        left = measure_some([found], self._measure_s)
+        return set_of(run, found.lines(), version, left)
 
     def group(self, task_id: str, run: str) -> SampleGroup | None:
         runs = [one for one in self._look() if run in ("", one.name)]

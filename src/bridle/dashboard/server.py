@@ -29,6 +29,7 @@ from bridle.dashboard.summaries import (
     SampleGroup,
     SessionFilter,
     SessionRow,
+    SessionSet,
     groups_of,
     measured_of,
     newest,
@@ -134,6 +135,9 @@ class ServerSource:
     def groups(self, run: str, start: int, count: int) -> tuple[Sequence[SampleGroup], int]:  # noqa: ARG002 - it has no runs
         groups = groups_of(line_of(one) for one in self._newest())
         return groups[start : start + count], len(groups)
+
+    def session_set(self, run: str, version: int | None) -> SessionSet | None:  # noqa: ARG002 - it has no runs
+        return None
 
     def group(self, task_id: str, run: str) -> SampleGroup | None:  # noqa: ARG002 - it has no runs
         task = _found(lambda: self._rollouts.task(task_id))

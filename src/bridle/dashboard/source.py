@@ -10,7 +10,7 @@ from typing import Protocol
 from bridle.dashboard.attempts import AttemptTree
 from bridle.dashboard.certificate import RunCertificate
 from bridle.dashboard.session import CapturedSession
-from bridle.dashboard.summaries import Overview, SampleGroup, SessionFilter, SessionRow
+from bridle.dashboard.summaries import Overview, SampleGroup, SessionFilter, SessionRow, SessionSet
 from bridle.trajectory.disagreement import Disagreement
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
@@ -67,6 +67,9 @@ class DataSource(Protocol):
 
     def groups(self, run: str, start: int, count: int) -> tuple[Sequence[SampleGroup], int]:
         """Return a page of groups, newest first, and their number; an empty `run` = all runs."""
+
+    def session_set(self, run: str, version: int | None) -> SessionSet | None:
+        """Return the sessions of a run, or those that a policy version began; `None` = no run."""
 
     def group(self, task_id: str, run: str) -> SampleGroup | None:
         """Return the sessions of a task; an empty `run` = of all runs."""

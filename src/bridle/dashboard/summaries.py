@@ -111,6 +111,23 @@ class SessionRow:
     """`None` = not a fork."""
 
     @property
+    def begun(self) -> int | None:
+        """Return the policy version of its oldest token; `None` = not known."""
+        return (
+            None
+            if self.measured is None or self.measured.versions is None
+            else (self.measured.versions[0])
+        )
+
+    @property
+    def trained(self) -> int | None:
+        return None if self.measured is None else self.measured.trained
+
+    @property
+    def turns(self) -> int | None:
+        return None if self.measured is None else self.measured.turns
+
+    @property
     def seconds(self) -> float | None:
         """Return the time from opening to the end, or to the last exchange."""
         last = self.ended_at or self.last_at
@@ -305,6 +322,74 @@ def failures_of(lines: Iterable[SessionRow], latest: int = 3) -> list[FailureCau
         )
         for cause, count in counts.most_common()
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSet:
+    """Sessions that are compared with others: those of a run, or of a step of a training."""
+
+    run: str
+    version: int | None
+    """Policy version that sampled their first token: a training's step begins with the one before
+    it. `None` = all sessions of the run."""
+    lines: Sequence[SessionRow]
+    """The last attempt of each."""
+    versions: Sequence[int] = ()
+    """Versions of the run's sessions, to choose from."""
+    unmeasured: int = 0
+    """Ended sessions of the run whose trajectory is not built yet, so that they are left out."""
+
+    @property
+    def rewards(self) -> list[float]:
+        return [line.reward for line in self.lines if line.reward is not None]
+
+    @property
+    def failures(self) -> list[FailureCause]:
+        return failures_of(self.lines)
+
+    def mean(self, value: str) -> float | None:
+        """Return the mean of an attribute of the sessions that have it."""
+        known = [one for line in self.lines if (one := getattr(line, value)) is not None]
+        return sum(known) / len(known) if known else None
+
+
+def set_of(
+    run: str, lines: Iterable[SessionRow], version: int | None = None, unmeasured: int = 0
+) -> SessionSet:
+    """Select the sessions of a run, or those of one policy version."""
+    last = last_attempts(lines)
+    versions = sorted({line.begun for line in last if line.begun is not None})
+    taken = [line for line in last if version is None or line.begun == version]
+    return SessionSet(run, version, taken, versions, unmeasured)
+
+
+def most_different(one: SessionSet, two: SessionSet) -> tuple[str, SessionRow, SessionRow] | None:
+    """Find the task whose mean reward differs most between two sets; return a session of each.
+
+    The sessions are the ones with the lowest and the highest reward, in the direction of the
+    difference. `None` = the sets have no task in common.
+    """
+    by_task: list[defaultdict[str, list[SessionRow]]] = []
+    for lines in (one.lines, two.lines):
+        by_task.append(defaultdict(list))
+        for line in lines:
+            by_task[-1][line.task_id].append(line)
+
+    def difference(task_id: str) -> float:
+        means = [SessionSet("", None, own[task_id]).mean("reward") or 0.0 for own in by_task]
+        return means[1] - means[0]
+
+    common = sorted(by_task[0].keys() & by_task[1].keys())
+    if not common:
+        return None
+    task_id = max(common, key=lambda name: abs(difference(name)))
+    low_first = difference(task_id) >= 0
+    pick = (min, max) if low_first else (max, min)
+    first, second = (
+        choose(own[task_id], key=lambda line: line.reward or 0.0)
+        for choose, own in zip(pick, by_task, strict=True)
+    )
+    return task_id, first, second
 
 
 def statuses_of(lines: Iterable[SessionRow]) -> dict[str, int]:
