@@ -72,7 +72,7 @@ def test_every_key_of_the_config_file_has_a_variable_that_sets_it():
 
 BETWEEN_PROCESSES = {
     *("BRIDLE_CHECKING_HARNESS", "BRIDLE_EXEC", "BRIDLE_IN_"),
-    *("BRIDLE_PLACE", "BRIDLE_RUNTIME", "BRIDLE_SESSION"),
+    *("BRIDLE_IMPORTS_SCORER", "BRIDLE_PLACE", "BRIDLE_RUNTIME", "BRIDLE_SESSION"),
 }
 """Variables that Bridle sets for programs that it starts."""
 
