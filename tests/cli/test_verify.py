@@ -61,6 +61,28 @@ def test_a_manifest_has_each_tasks_verdict_and_is_resumed(tasks, say, tmp_path):
     assert len(manifest.read_text().splitlines()) == 4
 
 
+SUMMARY = "=== short test summary info ===\nFAILED t.py::a - no\n=== 1 failed in 0.01s ==="
+
+
+@pytest.mark.parametrize(
+    ("command", "detail"),
+    [
+        (f"echo '{SUMMARY}'; exit 1", "reward 0.0, COMPLETED: t.py::a"),
+        ("test ! -e out.txt || exit 3", "the tests ended with code 3 and name no failure"),
+    ],
+)
+def test_the_detail_of_a_verdict_says_what_the_evaluator_found(tasks, say, command, detail):
+    path = tasks / "sound" / "task.json"
+    task = json.loads(path.read_text())
+    task["runtime"]["prepare"] = [{"type": "exec", "command": "git init -q"}]
+    task["evaluator"] = {"strategy": "test_on_output"}
+    task["evaluator"]["config"] = {"command": command, "fail_to_pass": ["t.py::a"]}
+    path.write_text(json.dumps(task))
+    (row,) = say("tasks", "verify", tasks / "sound", "--json").json
+    assert row["verdict"] == "oracle is not 1"
+    assert detail in row["detail"]
+
+
 def test_a_run_that_requires_a_manifest_refuses_what_is_not_sound_in_it(tasks, say, tmp_path):
     manifest = tmp_path / "manifest.jsonl"
     say("tasks", "verify", tasks, "--manifest", manifest)

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from json import dumps, loads
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -156,16 +156,17 @@ def verify_tasks(path: Path, manifest: Path | None = None) -> list[JSON]:
 def _proved(proofs: Mapping[str, list[Task]]) -> dict[str, JSON]:
     """Run tasks with each harness; return the verdict on each task."""
     from bridle.cli.batch import BatchRun, run_batch
+    from bridle.cli.runs import sessions
     from bridle.config import assets_dir
+    from bridle.node.results import result_from
 
     verdicts: dict[str, JSON] = {}
     for harness, tasks in proofs.items():
         engine = f"scripted:{assets_dir() / 'silent.json'}"
         with tempfile.TemporaryDirectory(prefix="bridle-verify-") as folder:
             lines = run_batch(BatchRun(tasks, engine, Path(folder), title=harness))
-            text = Path(folder, "trajectories.jsonl").read_text(encoding="utf-8")
-            ended = [loads(line) for line in text.splitlines()]
-        found = {one["session_id"]: one["metadata"].get("evaluation") or {} for one in ended}
+            results = [result_from(capture) for capture in sessions(Path(folder))]
+        found = {each.session_id: each.metadata.get("evaluation") or {} for each in results}
         for task in tasks:
             own = [line for line in lines if line["task_id"] == task.task_id]
             row = verdicts.setdefault(task.task_id, {"task": task.task_id, "verdict": "sound"})
@@ -185,7 +186,9 @@ def _proved(proofs: Mapping[str, list[Task]]) -> dict[str, JSON]:
 
 
 def _failed(evaluation: JSON) -> list[str]:
-    """Return the names of the failed tests, if the evaluator reports them."""
+    """Return the names of the failed tests, or what kept the evaluator from running them."""
+    if "unscorable" in evaluation:
+        return [evaluation["unscorable"].partition("\n")[0]]
     groups = (evaluation.get("tests_status") or {}).values()
     return [*(evaluation.get("not_passed") or ()), *(n for each in groups for n in each["failure"])]
 
