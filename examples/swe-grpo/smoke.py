@@ -9,10 +9,11 @@
    (`agent.py`), or another (`--harness`). The held-out tasks are played before, during and after.
 4. The last checkpoint is exported as a model folder, and plays a held-out task.
 
-A million parameters write no patch. So each task offers two, `candidates/one.patch` and
-`candidates/two.patch`, one of them the release's own change. The demonstrator applies the first in
-a third of its sessions, the second in a third, and gives up in the others. With `--model FOLDER`
-that model trains in place of the small one, on the tasks as they are.
+A million parameters write no patch. So each task has two, `candidates/one.patch` and
+`candidates/two.patch`, and the statement has the strongest hint: the one that holds the release's
+change. The demonstrator applies that one in half of its sessions, the other in a quarter, and gives
+up in the rest. With `--model FOLDER` that model trains in place of the small one, on the tasks as
+they are.
 
 What is there already is not done again; the training goes on from its last checkpoint.
 """
@@ -38,12 +39,16 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BRIDLE = [sys.executable, "-m", "bridle.cli"]
 PACKAGES = (
-    *("inflection", "itsdangerous", "blinker", "tomlkit", "boltons", "pluggy", "humanize"),
-    *("more-itertools", "wcwidth", "zipp"),
+    *("boltons==25.0.0..26.1.0", "cachetools==8.0.0..8.0.1", "humanize==4.14.0..4.15.0"),
+    *("inflection==0.3.1..0.4.0", "itsdangerous==2.1.2..2.2.0", "markdown==3.11.1..3.11.2"),
+    "tomlkit==0.15.1..0.15.2",
 )
+"""Releases that give a task each, so that none is tried in vain."""
 AGENT = {"harness": "command", "command": "python /tmp/agent.py"}
-GIVE_UP = "give-up"
 CANDIDATES = ("one", "two")
+HINT = "candidates/{}.patch has the change of the next release, candidates/{}.patch has not."
+DEMONSTRATED = {"right": 2, "wrong": 1, "give-up": 1}
+"""The demonstrator's behaviour -> its share of the sessions."""
 CONTEXT = 4096
 VLLM = ROOT / ".cache" / "vllm-venv" / "bin" / "python"
 VLLM_START_S = 900.0
@@ -87,10 +92,10 @@ def make_tasks(given: argparse.Namespace) -> list[Path]:
 
 
 def divide(tasks: Sequence[Path]) -> dict[str, list[Path]]:
-    """Divide tasks by their package: of four packages one trains, and two are held out."""
+    """Divide tasks by their package: of four packages two are demonstrated, and one trains."""
     names = {path: read(path)["metadata"]["package"] for path in tasks}
     parts: dict[str, list[Path]] = {"demonstrations": [], "train": [], "held-out": []}
-    turns = ("train", "demonstrations", "held-out", "held-out")
+    turns = ("held-out", "demonstrations", "train", "demonstrations")
     for place, package in enumerate(sorted(set(names.values()))):
         parts[turns[place % 4]] += [path for path in tasks if names[path] == package]
     empty = [name for name, of in parts.items() if not of]
@@ -100,7 +105,7 @@ def divide(tasks: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def offer(source: Path, target: Path, *, choice: bool) -> None:
-    """Copy a task; with `choice`, its work folder offers the right patch and a useless one."""
+    """Copy a task; with `choice`, its work folder has the right patch and a useless one."""
     shutil.copytree(source, target, symlinks=True)
     task = read(target)
     task["task_id"] = target.name
@@ -111,14 +116,12 @@ def offer(source: Path, target: Path, *, choice: bool) -> None:
             b"diff --git a/CANDIDATE b/CANDIDATE\nnew file mode 100644\n"
             b"--- /dev/null\n+++ b/CANDIDATE\n@@ -0,0 +1 @@\n+nothing\n"
         )
-        patches = [right, useless] if is_first_right(target.name) else [useless, right]
+        names = CANDIDATES if is_first_right(target.name) else CANDIDATES[::-1]
         (target / "repo" / "candidates").mkdir()
-        for name, patch in zip(CANDIDATES, patches, strict=True):
+        for name, patch in zip(names, (right, useless), strict=True):
             (target / "repo" / "candidates" / f"{name}.patch").write_bytes(patch)
-        task["instruction"] = (
-            f"{task['instruction'].partition('. ')[0]}. One of candidates/one.patch "
-            "and candidates/two.patch makes it behave as the next release does. Apply that one."
-        )
+        begin = task["instruction"].partition(". ")[0]
+        task["instruction"] = f"{begin}. {HINT.format(*names)}"
         task["limits"] = {"max_turns": 6}
     task["agent"] = AGENT
     shutil.copy(HERE / "agent.py", target)
@@ -166,23 +169,34 @@ def verify(given: argparse.Namespace, tasks: Path) -> None:
 
 
 def demonstrate(given: argparse.Namespace, tasks: Path) -> Path:
-    """Sessions of a scripted engine that does the same in all tasks, for each thing to do."""
+    """Sessions of scripted engines, one for each behaviour of the demonstrator."""
     folder: Path = given.out / "demonstrations"
     folder.mkdir(exist_ok=True)
-    for name in (*CANDIDATES, GIVE_UP):
-        apply = {"content": "", "shell": [f"git apply candidates/{name}.patch"]}
-        turns = [{"content": "I give up."}] if name == GIVE_UP else [apply, {"content": "Done."}]
-        script = folder / f"{name}.json"
-        script.write_text(json.dumps({"conversations": [{"turns": turns}]}))
+    for behaviour, share in DEMONSTRATED.items():
+        script = folder / f"{behaviour}.json"
+        script.write_text(json.dumps({"conversations": conversations(behaviour)}))
         say(
             *("generate", tasks, *harness(given), "--engine", f"scripted:{script}"),
-            *("--samples", given.demonstrations, "--min-reward", 0),
-            *("--concurrency", given.concurrency, "--out", folder / name),
+            *("--samples", share * given.demonstrations, "--min-reward", 0),
+            *("--concurrency", given.concurrency, "--out", folder / behaviour),
         )
     examples = folder / "examples.jsonl"
-    texts = [(folder / name / "data.jsonl").read_text() for name in (*CANDIDATES, GIVE_UP)]
+    texts = [(folder / behaviour / "data.jsonl").read_text() for behaviour in DEMONSTRATED]
     examples.write_text("".join(texts))
     return examples
+
+
+def conversations(behaviour: str) -> list[dict[str, Any]]:
+    """The script of a behaviour, for both places of the right patch."""
+    if behaviour == "give-up":
+        return [{"turns": [{"content": "I give up."}]}]
+    found = []
+    for names in (CANDIDATES, CANDIDATES[::-1]):
+        taken = names[0] if behaviour == "right" else names[1]
+        apply = {"content": "", "shell": [f"git apply candidates/{taken}.patch"]}
+        when = {"user_contains": HINT.format(*names)}
+        found.append({"when": when, "turns": [apply, {"content": "Done."}]})
+    return found
 
 
 def make_model(given: argparse.Namespace, tasks: Path) -> Path:
@@ -300,14 +314,17 @@ def export(given: argparse.Namespace, tasks: Path) -> Path:
 def report(given: argparse.Namespace, seconds: float) -> str:
     """The curve as a Markdown table, and the share of groups whose rewards differ."""
     course = json.loads((given.out / "training" / "course.json").read_text())
-    rows = ["| after update | held-out reward | 95 % interval | sessions |", "|---|---|---|---|"]
-    for one in course["evaluations"]:
-        width = "" if one.get("half_width") is None else f"± {one['half_width']:.2f}"
-        rows.append(f"| {one['step']} | {one['reward']:.2f} | {width} | {one['sessions']} |")
     steps = course["steps"]
+    rows = ["| training | held-out reward | 95 % interval | sessions |", "|---|---|---|---|"]
+    for one in course["evaluations"]:
+        when = {0: "before", len(steps): "after"}.get(one["step"], "during")
+        width = "" if one.get("half_width") is None else f"± {one['half_width']:.2f}"
+        place = f"{when}, {one['step']} updates"
+        rows.append(f"| {place} | {one['reward']:.2f} | {width} | {one['sessions']} |")
     groups, flat = (sum(step[name] for step in steps) for name in ("groups", "flat"))
     rewards = ", ".join("-" if s["reward"] is None else f"{s['reward']:.2f}" for s in steps)
-    differing = f"{groups - flat} of {groups} groups have differing rewards."
+    share = f"{100 * (groups - flat) / groups:.0f} %" if groups else "none"
+    differing = f"{groups - flat} of {groups} groups ({share}) have differing rewards."
     rows += ["", f"{differing} Mean rewards of the steps: {rewards}. {seconds:.0f} s."]
     return "\n".join(rows) + "\n"
 
@@ -326,7 +343,7 @@ def main() -> int:
         "--vllm", type=Path, default=VLLM, help="Python that has vLLM; default: that of test-vllm"
     )
     parser.add_argument("--harness", help="in place of the small agent beside this file")
-    parser.add_argument("--demonstrations", type=int, default=8, help="of each kind")
+    parser.add_argument("--demonstrations", type=int, default=8, help="a quarter of a task's")
     parser.add_argument("--sft-steps", type=int, default=150)
     parser.add_argument("--steps", type=int, default=6, help="updates")
     parser.add_argument("--groups", type=int, default=2, help="of an update")
