@@ -1,4 +1,4 @@
-"""`bridle score` and `bridle teach`: rewards and a teacher's logprobs afterwards."""
+"""`bridle score`: rewards afterwards."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ import sqlite3
 
 import pyarrow.parquet as pq
 import pytest
-import torch
-import transformers
-from tests.cli.models import untrained
 
-from bridle.config import builtin_tokenizer_dir
 from bridle.folders import FolderLock
 
 SCORER = """
@@ -215,60 +211,3 @@ def test_a_session_whose_harness_crashed_after_a_reply_is_scored_and_did_not_com
     assert rewards(run) == [0.5] * 3
     statuses = [each["status"] for each in say("show", run, "--json").json]
     assert statuses == ["ERROR"] * 3
-
-
-@pytest.fixture
-def teacher(tmp_path):
-    """An untrained model with the tokenizer of the run, file by file."""
-    folder = untrained(tmp_path / "teacher")
-    shutil.copy(builtin_tokenizer_dir() / "tokenizer.json", folder)
-    return folder
-
-
-def test_the_columns_are_those_of_a_forward_pass_over_the_exact_ids(
-    say, finished_run, teacher, tmp_path
-):
-    file = tmp_path / "teacher.parquet"
-    words = ("--teacher", f"embedded:{teacher}", "--out", file, "--json")
-    said = say("teach", finished_run, *words)
-    assert said.code == 0, said.err
-    rows = pq.read_table(file).to_pylist()
-    traces = pq.read_table(finished_run / "trajectories.parquet").to_pylist()
-    assert [row["trace_id"] for row in rows] == [trace["trace_id"] for trace in traces]
-    model = transformers.AutoModelForCausalLM.from_pretrained(teacher).eval()
-    for row, trace in zip(rows, traces, strict=True):
-        ids = torch.tensor([[*trace["prompt_ids"], *trace["response_ids"]]])
-        with torch.no_grad():
-            table = torch.log_softmax(model(ids, use_cache=False).logits[0].double(), -1)
-        start = len(trace["prompt_ids"])
-        expected = [float(table[at - 1, ids[0, at]]) for at in range(start, ids.shape[1])]
-        assert row["teacher_logprobs"] == pytest.approx(expected, abs=1e-4)
-    (first, *_) = said.json["sessions"]
-    mask = traces[0]["loss_mask"]
-    apart = [
-        own - of
-        for own, of, trained in zip(
-            traces[0]["response_logprobs"], rows[0]["teacher_logprobs"], mask, strict=True
-        )
-        if trained
-    ]
-    assert first["tokens"] == len(apart)
-    assert first["reverse_kl"] == pytest.approx(sum(apart) / len(apart), abs=1e-4)
-
-
-def test_a_teacher_with_another_tokenizer_is_refused(say, finished_run, teacher, tmp_path):
-    path = teacher / "tokenizer.json"
-    changed = json.loads(path.read_text())
-    changed["added_tokens"] = []
-    path.write_text(json.dumps(changed))
-    file = tmp_path / "teacher.parquet"
-    said = say("teach", finished_run, "--teacher", f"embedded:{teacher}", "--out", file)
-    assert said.code == 2
-    assert "has another tokenizer than session" in " ".join(said.err.split())
-    assert not file.exists()
-
-
-def test_what_is_no_embedded_engine_is_refused_with_the_form_that_is(say, finished_run):
-    said = say("teach", finished_run, "--teacher", "http://127.0.0.1:9")
-    assert said.code == 2
-    assert "is not of the form embedded:DIR" in " ".join(said.err.split())

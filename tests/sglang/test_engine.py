@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.vllm.checks import CLOSE, TOKENIZER, plain_logprobs, prompt_of, reply, request
+from tests.vllm.checks import (
+    CLOSE,
+    TOKENIZER,
+    check_teacher,
+    plain_logprobs,
+    prompt_of,
+    reply,
+    request,
+)
 from tests.vllm.serving import CONTEXT_LENGTH
 
 from bridle.engines.sglang import SglangEngine
@@ -62,6 +70,10 @@ async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
     assert chunks[-1].versions == (VersionSpan(0, 0, len(ids)),)
     expected = plain_logprobs(server.model, PROMPT, ids, temperature)
     assert np.abs(expected - logprobs).max() < CLOSE
+
+
+async def test_a_teacher_s_logprobs_are_those_of_a_forward_pass_over_the_exact_ids(server):
+    await check_teacher(f"sglang:{server.url}", server.model)
 
 
 async def test_stop_tokens_and_budgets_end_replies(opened):

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import pytest
 from tests.conformance.memory import MemoryStore
 
 from bridle.capture.records import Exchange, Store
 from bridle.capture.sqlite import SqliteReader
 from bridle.config import SamplingPolicy
+from bridle.embedded.model import PlainModel
 from bridle.engines.base import Engine, GenerateRequest
 from bridle.engines.connection import Sent
 from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
+from bridle.engines.teachers import served_teacher
 from bridle.engines.vllm import LoraAdapters, VllmEngine
 from bridle.engines.vllm_images import ImageRenderer
 from bridle.gateway.app import GatewayServer
@@ -242,3 +245,24 @@ def check_session(
     )
     assert [one["reason"] for one in stats["breaks"]] == list(breaks)
     return trajectory
+
+
+async def check_teacher(spec: str, model: Path) -> None:
+    """Compare a served teacher's scores with a plain forward pass of the same weights."""
+    plain, teacher = PlainModel(model), served_teacher(spec)
+    try:
+        assert await teacher.folder() == model
+        for text in ("Say anything.", "x" * 300):
+            ids = np.concatenate([prompt_of(text), np.arange(7, 40, dtype=np.int32)])
+            for top in (0, 5):
+                found, expected = await teacher.score(ids, top), plain.scores(ids, top)
+                assert np.abs(found.logprobs - expected.logprobs).max() < CLOSE
+                assert found.top_logprobs == pytest.approx(expected.top_logprobs, abs=CLOSE)
+                assert found.top_ids.shape == (len(ids), top)
+                apart = np.diff(expected.top_logprobs, axis=1, prepend=1) < -2 * CLOSE
+                apart[:, :-1] &= apart[:, 1:]
+                apart[:, -1:] = False  # its next neighbour is not listed
+                assert (found.top_ids[apart] == expected.top_ids[apart]).all()
+        assert await teacher.tokenize("Say anything.") is not None
+    finally:
+        await teacher.aclose()

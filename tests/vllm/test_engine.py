@@ -11,7 +11,16 @@ from bridle.errors import ContextOverflowError, EngineError
 from bridle.prompting.renderer import call_grammar
 from bridle.types import FinishReason, LogprobMode, ToolSpec, VersionSpan
 
-from .checks import CLOSE, TOKENIZER, RecordingVllm, plain_logprobs, prompt_of, reply, request
+from .checks import (
+    CLOSE,
+    TOKENIZER,
+    RecordingVllm,
+    check_teacher,
+    plain_logprobs,
+    prompt_of,
+    reply,
+    request,
+)
 from .serving import CONTEXT_LENGTH
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -73,6 +82,10 @@ async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
     assert chunks[-1].finish_reason is FinishReason.LENGTH
     expected = plain_logprobs(server.model, PROMPT, ids)
     assert np.abs(expected - logprobs).max() < CLOSE
+
+
+async def test_a_teacher_s_logprobs_are_those_of_a_forward_pass_over_the_exact_ids(server):
+    await check_teacher(server.url, server.model)
 
 
 async def test_a_seed_gives_the_same_reply_on_every_route(opened):

@@ -23,6 +23,7 @@ from bridle.cli import (
     serve,
     show,
     tasks,
+    teach,
     train,
 )
 from bridle.cli.output import Plain, log_to_stderr
@@ -67,7 +68,7 @@ def _options(
 
 for verb in (
     *(init.demo, run.run, show.show, export.rebuild, score.score, certify.certify),
-    *(run.fork, score.teach),
+    *(run.fork, teach.teach),
     *(export.export, export.generate, train.train, dashboard.dashboard, doctor.doctor),
     *(gateway.gateway, serve.serve, client.submit, client.status, client.watch, client.cancel),
     *(gateway.engine, init.init),

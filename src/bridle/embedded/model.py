@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from bridle.embedded.decoders import Decoder, proved_decoder
 from bridle.engines.adapter import read_config
 from bridle.engines.base import ADAPTER, is_adapter
+from bridle.engines.teachers import Scores
 from bridle.errors import EngineError, install_extra
 
 if TYPE_CHECKING:
@@ -317,9 +319,20 @@ class PlainModel:
 
     def logprobs(self, prompt: Ids, sampled: Ids, temperature: float) -> Logprobs:
         """Return the logprobs of `sampled` after `prompt`, without top-k or top-p; float32 (T,)."""
-        rows = torch.tensor([[*prompt.tolist(), *sampled.tolist()]])
+        ids = np.concatenate([prompt, sampled])
+        return self.scores(ids, 0, temperature).logprobs[len(prompt) :]
+
+    def scores(self, ids: Ids, top: int, temperature: float = 1.0) -> Scores:
+        """Return the logprobs of `ids`, and the `top` likeliest at each position."""
+        rows = torch.from_numpy(ids.astype(np.int64))[None]
         with torch.inference_mode():
-            logits = self._model(input_ids=rows, use_cache=False).logits[0, len(prompt) - 1 : -1]
-            spread = torch.log_softmax(logits.float() / temperature, dim=-1)
-            taken: Logprobs = spread.gather(1, rows[0, len(prompt) :, None])[:, 0].numpy()
-        return taken
+            logits = self._model(input_ids=rows, use_cache=False).logits[0, :-1]
+            table = torch.log_softmax(logits.float() / temperature, dim=-1)
+            own = table.gather(1, rows[0, 1:, None])[:, 0]
+            best = table.topk(top, dim=-1)
+        first = np.zeros((1, top), np.float32)
+        return Scores(
+            np.concatenate([np.zeros(1, np.float32), own.numpy()]),
+            np.concatenate([first.astype(np.int32) - 1, best.indices.int().numpy()]),
+            np.concatenate([first, best.values.numpy()]),
+        )

@@ -252,11 +252,16 @@ class Versioned(Protocol):
 
 
 @runtime_checkable
-class Tokenizing(Protocol):
-    """Engine whose own tokenizer and template can be asked for ids."""
+class HasTokenizer(Protocol):
+    """Server whose own tokenizer can be asked for ids."""
 
     async def tokenize(self, text: str) -> Ids | None:
         """Return the ids of `text`, without added ones; `None` = not reported."""
+
+
+@runtime_checkable
+class Tokenizing(HasTokenizer, Protocol):
+    """Engine whose own tokenizer and template can be asked for ids."""
 
     async def render(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON

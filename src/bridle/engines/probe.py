@@ -24,7 +24,13 @@ from uuid import uuid4
 
 import numpy as np
 
-from bridle.engines.base import Engine, GenerateRequest, Templating, Tokenizing
+from bridle.engines.base import (
+    Engine,
+    GenerateRequest,
+    HasTokenizer,
+    Templating,
+    Tokenizing,
+)
 from bridle.engines.ids import ArrayIds, compact, parse_ids
 from bridle.errors import BridleError, EngineError
 from bridle.types import JSON, LogprobMode, Sampling
@@ -192,14 +198,14 @@ def _first_difference(ours: Ids, theirs: Ids) -> int:
 
 
 async def compare_vocabulary(
-    engine: Engine, encode: Callable[[str], Ids], vocab_size: int
+    engine: Engine | HasTokenizer, encode: Callable[[str], Ids], vocab_size: int
 ) -> Finding:
     """Check that the tokenizers are the same: equal ids for a few texts, none out of range."""
     what = "tokenizer"
     limit = getattr(engine, "vocab_size", None)
     if isinstance(limit, int) and vocab_size > limit:
         return _mismatch(what, f"ours has {vocab_size} ids, the engine takes {limit}")
-    if not isinstance(engine, Tokenizing):
+    if not isinstance(engine, HasTokenizer):
         return Finding.note(what, "the engine tokenises nothing for us to compare")
     asked = 0
     for text in TEXTS:

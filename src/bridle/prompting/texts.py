@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import RenderError, boundary
 from bridle.types import JSON
@@ -52,6 +54,20 @@ def decoder_of(metadata: JSON) -> Callable[[Ids], str] | None:
     except (OSError, KeyError):
         return None
     return lambda ids: _text(str(named["source"]), str(named["digest"]), ids)
+
+
+def encoder_of(named: JSON) -> tuple[Callable[[str], Ids], int] | None:
+    """Return a function from text to ids by a session's tokenizer, and the number of its ids.
+
+    `named` is the entry of its record. `None` where that tokenizer is gone or has changed.
+    """
+    if not (named and decoder_of({KEY: named})):
+        return None
+    tokenizer = _loaded(str(named["source"]), str(named["digest"]))
+    return (
+        lambda text: np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32),
+        tokenizer.get_vocab_size(),
+    )
 
 
 def _text(source: str, digest: str, ids: Ids) -> str:
