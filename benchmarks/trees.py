@@ -1,12 +1,17 @@
 """Trees against flat groups: long tasks with one decisive turn and a reward at the end alone.
 
 A session goes through rooms, one call of its shell tool each, and chooses left or right, which is
-all the same. In one room there are four doors, and the right one is the thing that the instruction
-names; nothing says so before the end. The light script agent plays it with a small model that has
-seen demonstrations of someone who mostly takes a wrong door. Three ways train it by GRPO with about
-as many sampled tokens in each update: `flat` groups of four sessions, trees that fork at the
-decisive turn (`decisive`), and trees that fork at every other turn and know nothing of it
-(`every`).
+all the same. In one room, late, there are four doors in any order, of which one leads out; nothing
+says so before the end. The light script agent plays it with a small model that has seen
+demonstrations of someone who takes any door. Three ways train it by GRPO: `flat` groups of four
+sessions, trees that fork at the decisive turn (`decisive`), and trees that fork at every fourth
+turn and know nothing of it (`every`).
+
+Each update compares about as many choices of a door in each way (24 or 25), and all ways have the
+same learning rate, so an update says as much in each; a tree samples fewer tokens for it, and so it
+makes more updates with the same tokens. (Updates of equally many tokens hide the gain, as
+`benchmarks.choices` shows: an optimiser that divides by the gradient's size, as AdamW does, moves
+as far by a rough gradient as by a precise one.)
 
 No task comes twice, so the mean reward of each step's sessions is the policy's success on tasks
 that it has not seen; a fork goes on by the same policy from where that policy came, so forks count
@@ -32,7 +37,6 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.curves import Results, at_cost, interval, measured, reached, smooth
-from examples.demo.lookups import THINGS
 from examples.demo.recipe import make_demo_model
 
 from bridle.bridges.examples import examples_of
@@ -47,11 +51,13 @@ from bridle.training.sft import SftSettings
 from bridle.trajectory import rebuild
 from bridle.types import JSON
 
-TURNS = 8
+TURNS = 12
 """Calls that move on; then the model says that it is there."""
-DECISIVE = 6
+DECISIVE = 11
 """The call that chooses a door."""
-DOORS = 4
+DOORS = ("north", "plum", "stone", "weather")
+OUT = "plum"
+"""The door that leads out."""
 
 GO = f"""read n < n
 n=$((n + 1))
@@ -63,9 +69,6 @@ case $n in
 *) echo room $n;;
 esac
 """
-RIGHT = 0.4
-"""Share of the demonstrations that take the right door."""
-
 AGENT = f"{sys.executable} -S -I {Path(__file__).with_name('light_agent.py')} {{instruction}}"
 AT_ONCE = 16
 DEMO_SEED, TRAIN_SEED, FRESH_SEED = 10_000, 30_000, 20_000
@@ -79,13 +82,15 @@ class Way:
     """Sessions of a group that begin by themselves."""
     groups: int
     """Of an update."""
+    steps: int
+    """Updates, for about as many sampled tokens in each way."""
     branching: JSON | None = None
 
 
 WAYS = {
-    "flat": Way(4, 6),
-    "decisive": Way(1, 9, {"at": [DECISIVE - 1], "samples": 4}),
-    "every": Way(2, 4, {"at": "every:2", "samples": 1}),
+    "flat": Way(4, 6, 18),
+    "decisive": Way(1, 5, 45, {"at": [DECISIVE - 1], "samples": 4}),
+    "every": Way(2, 4, 25, {"at": "every:4", "samples": 1}),
 }
 
 
@@ -94,13 +99,13 @@ class Walk:
     """One task."""
 
     number: int
-    thing: str
     doors: tuple[str, ...]
+    """In the order in which the room shows them."""
 
     @property
     def instruction(self) -> str:
         """Instruction of the user."""
-        return f"q{self.number}: take {self.thing}"
+        return f"q{self.number}: find the way out"
 
     def task(self, folder: Path, name: str, **more: object) -> Task:
         """Its task; the files are written below `folder`."""
@@ -109,7 +114,7 @@ class Walk:
         for path, text in {"n": "0", "doors": " ".join(self.doors), "go": GO}.items():
             (files / path).write_text(text + "\n")
         upload = {"type": "upload_dir", "source": str(files.resolve()), "target": "."}
-        check = f'test "$(cat n) $(cat door)" = "{TURNS} {self.thing}"'
+        check = f'test "$(cat n) $(cat door)" = "{TURNS} {OUT}"'
         task = {
             "task_id": f"{name}-{self.number}",
             "instruction": self.instruction,
@@ -127,15 +132,13 @@ def walks(count: int, seed: int) -> Iterator[Walk]:
     """`count` tasks; another seed gives fresh ones."""
     rng = random.Random(seed)  # noqa: S311 - a reproducible task set
     for number in range(count):
-        doors = tuple(rng.sample(THINGS, DOORS))
-        yield Walk(number, rng.choice(doors), doors)
+        yield Walk(number, tuple(rng.sample(DOORS, len(DOORS))))
 
 
 def demonstration(walk: Walk, rng: random.Random) -> JSON:
-    """Someone who goes anywhere, and through a wrong door more often than not."""
+    """Someone who goes anywhere, and through any door."""
     ways = [rng.choice(("left", "right")) for _ in range(TURNS)]
-    wrong = [door for door in walk.doors if door != walk.thing]
-    ways[DECISIVE - 1] = walk.thing if rng.random() < RIGHT else rng.choice(wrong)
+    ways[DECISIVE - 1] = rng.choice(walk.doors)
     calls = [{"name": "bash", "arguments": {"command": f"sh go {way}"}} for way in ways]
     turns = [{"content": "", "tool_calls": [call]} for call in calls]
     when = {"user_contains": f"{walk.instruction}"}
@@ -175,9 +178,9 @@ def make_model(folder: Path, options: argparse.Namespace) -> JSON:
 
 def train(way: Way, seed: int, options: argparse.Namespace, before: float) -> JSON:
     """Train the model once; its curve. `before` = its success on held-out tasks."""
-    groups = options.groups or way.groups
+    groups, steps = options.groups or way.groups, options.steps or way.steps
     loop = LoopSettings(
-        steps=options.steps,
+        steps=steps,
         groups_per_step=groups,
         max_lag=0,
         checkpoint_every=0,
@@ -195,7 +198,7 @@ def train(way: Way, seed: int, options: argparse.Namespace, before: float) -> JS
             seed=seed,
         )
         grown = {"num_samples": way.roots, "branching": way.branching}
-        drawn = walks(options.steps * groups, TRAIN_SEED + seed)
+        drawn = walks(steps * groups, TRAIN_SEED + seed)
         tasks = [one.task(folder / "files", "train", **grown) for one in drawn]
         fresh = [one.task(folder / "files", "fresh") for one in walks(options.fresh, FRESH_SEED)]
         return measured(settings, tasks, fresh, HeldOutEvaluation(before, len(fresh), 0, {}))
@@ -238,11 +241,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, nargs="*", default=[])
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--steps", type=int, help="updates, in place of the way's own")
     parser.add_argument("--rate", type=float, default=5e-4, help="learning rate")
     parser.add_argument("--groups", type=int, help="of an update, in place of the way's own")
-    parser.add_argument("--fresh", type=int, default=48)
-    parser.add_argument("--goal", type=float, default=0.4)
+    parser.add_argument("--fresh", type=int, default=64)
+    parser.add_argument("--goal", type=float, default=0.6)
     parser.add_argument("--demonstrations", type=int, default=300)
     parser.add_argument("--sft-steps", type=int, nargs=2, default=(400, 150))
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))

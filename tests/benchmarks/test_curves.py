@@ -5,9 +5,10 @@ import math
 import random
 
 import pytest
+from benchmarks.choices import Table
 from benchmarks.curves import Results, at_cost, interval, reached
 from benchmarks.teacher import main as teach
-from benchmarks.trees import DECISIVE, TURNS, WAYS, demonstration, walks
+from benchmarks.trees import DECISIVE, OUT, TURNS, WAYS, demonstration, walks
 from benchmarks.trees import main as grow_trees
 from tests.cli.models import untrained
 
@@ -79,7 +80,7 @@ def test_a_walk_that_forks_at_its_decisive_turn_samples_the_rest_alone(tmp_path)
     assert len(forks) == branching["samples"]
     assert root["exchanges"] == TURNS + 1
     right = json.loads(json.dumps(turns))["turns"][DECISIVE - 1]["tool_calls"][0]
-    assert root["reward"] == float(right["arguments"]["command"] == f"sh go {walk.thing}")
+    assert root["reward"] == float(right["arguments"]["command"] == f"sh go {OUT}")
     for fork in forks:
         assert fork["fork"]["verdict"] == "exact"
         assert fork["fork"]["replayed"] == DECISIVE - 1
@@ -100,3 +101,11 @@ def test_trees_and_flat_groups_are_trained_and_tabled(tmp_path, capsys):
         assert (first["step"], first["sampled"], last["step"]) == (0, 0, 1)
         assert 0 < last["sampled"] < run["points"][-1]["sampled"]
     assert "| `decisive` | 1 |" in capsys.readouterr().out
+
+
+def test_in_a_table_of_choices_trees_gain_by_more_updates_and_not_by_as_large_ones():
+    table = Table(13, 10)
+    flat = table.turns_to_goal("flat", 2, 0.8)
+    assert table.turns_to_goal("decisive", 2, 0.8) < flat / 2
+    as_large = 2 * table.size("flat") // table.size("decisive")
+    assert table.turns_to_goal("decisive", as_large, 0.8) > 0.8 * flat
