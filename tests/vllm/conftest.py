@@ -2,7 +2,21 @@
 
 import pytest
 
-from .serving import VllmServer, make_model, printed_flags
+from .serving import LACKING, OLDEST, VllmServer, make_model, printed_flags
+
+collect_ignore = () if OLDEST else ("test_oldest.py",)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out the tests of what this vLLM lacks."""
+    left_out = [one for one in items if LACKING & {*needed(one)}]
+    items[:] = [one for one in items if one not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def needed(item):
+    for mark in item.iter_markers("needs"):
+        yield from mark.args
 
 
 @pytest.fixture(scope="session")

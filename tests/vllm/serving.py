@@ -2,7 +2,8 @@
 
 The model is made here: Qwen3's architecture, random weights, the tokenizer that ships in Bridle.
 Its embeddings are not tied, because vLLM's `reload_weights` is wrong for tied ones without saying
-so. vLLM lives in an environment of its own, made by `scripts/test-vllm`.
+so. vLLM lives in an environment of its own, made by `scripts/test-vllm`, which says in
+`BRIDLE_TEST_VLLM` which one it is: the newest, or the oldest that is supported.
 """
 
 from __future__ import annotations
@@ -23,18 +24,27 @@ from pathlib import Path
 from typing import Any, Self
 
 from bridle.config import builtin_tokenizer_dir
+from bridle.engines.vllm_routes import VllmRoute
 from bridle.scripted.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-PYTHON = ROOT / ".cache" / "vllm-venv" / "bin" / "python"
+OLDEST = os.environ.get("BRIDLE_TEST_VLLM") == "vllm-oldest"
+"""True in `scripts/test-vllm oldest`."""
+LACKING = frozenset({"weight versions", "images"} if OLDEST else ())
+"""Abilities that the oldest lacks; tests that need one have the mark `needs`. It reports no version
+of its weights, and does not start the model with eyes that tests make. See `test_oldest.py`."""
+ROUTES = (VllmRoute.COMPLETIONS,) if OLDEST else tuple(VllmRoute)
+"""The routes that take prompts as ids and report them."""
+PYTHON = ROOT / ".cache" / f"vllm{'-oldest' * OLDEST}-venv" / "bin" / "python"
 CONTEXT_LENGTH = 65_536
 START_S = 240.0
 """How long a start may take: 19 s on two quiet cores, 55 s on two busy ones."""
 
 FLAGS = (
     *("--dtype", "float32", "--enforce-eager", "--generation-config", "vllm"),
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-scale-out"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *(() if OLDEST else ("--enable-scale-out",)),
     *("--enable-prompt-tokens-details", "--max-model-len", str(CONTEXT_LENGTH)),
     *("--logits-processors", "scripted_logits:ScriptedLogits"),
 )
@@ -60,7 +70,7 @@ def printed_flags(title: str) -> tuple[str, ...]:
     variable, _, flags = line.partition(" vllm serve MODEL ")
     name, _, value = variable.partition("=")
     assert ENVIRONMENT[name] == value
-    return tuple(flags.split())
+    return tuple(one for one in flags.split() if not (OLDEST and one == "--enable-scale-out"))
 
 
 def make_model(folder: Path, *, seed: int = 0, layers: int = 1, heads: int = 2) -> Path:

@@ -21,7 +21,7 @@ from .checks import (
     reply,
     request,
 )
-from .serving import CONTEXT_LENGTH
+from .serving import CONTEXT_LENGTH, LACKING, ROUTES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -45,14 +45,16 @@ async def opened(server):
         await one.aclose()
 
 
-@pytest.mark.parametrize("route", VllmRoute)
+@pytest.mark.parametrize("route", ROUTES)
 async def test_the_probe_finds_all_that_training_needs_on_every_route(opened, server, route):
     engine = await opened(route=route)
     info = await engine.start()
     assert engine.report.usable
     images = ("images",) if route is VllmRoute.GENERATE else ()
-    assert {f.what: f.ok for f in engine.report.findings} == dict.fromkeys(
-        ("route", "context length", "pairing", "weights", "sampled ids", "logprobs", "token in",
+    found = {f.what: f.ok for f in engine.report.findings}
+    assert found.pop("weights") is ("weight versions" not in LACKING)
+    assert found == dict.fromkeys(
+        ("route", "context length", "pairing", "sampled ids", "logprobs", "token in",
          "logprob mode", "streaming", "seeds", *images), True
     )  # fmt: skip
     assert info.token_in
@@ -62,12 +64,13 @@ async def test_the_probe_finds_all_that_training_needs_on_every_route(opened, se
     assert info.tokenizer_dir == str(server.model)
 
 
+@pytest.mark.needs("weight versions")
 async def test_where_weights_can_change_the_route_is_taken_that_tells_versions(opened):
     engine = await opened()
     assert engine.report.findings[0].found == VllmRoute.GENERATE.path
 
 
-@pytest.mark.parametrize("route", VllmRoute)
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
     opened, server, route, stream
@@ -90,16 +93,16 @@ async def test_a_teacher_s_logprobs_are_those_of_a_forward_pass_over_the_exact_i
 
 async def test_a_seed_gives_the_same_reply_on_every_route(opened):
     found = []
-    for route in VllmRoute:
+    for route in ROUTES:
         engine = await opened(route=route)
         for stream in (False, True):
             ids, _, _ = await reply(engine, request(PROMPT, seed=7, stream=stream))
             found.append(ids.tolist())
-    assert len(found) == 6
+    assert len(found) == 2 * len(ROUTES)
     assert all(one == found[0] for one in found)
 
 
-@pytest.mark.parametrize("route", VllmRoute)
+@pytest.mark.parametrize("route", ROUTES)
 async def test_stop_strings_and_stop_tokens_end_replies(opened, server, route):
     server.say({"conversations": [{"turns": [{"content": "one two three four"}]}]})
     engine = await opened(route=route)
@@ -119,13 +122,14 @@ async def test_stop_strings_and_stop_tokens_end_replies(opened, server, route):
     assert (chunks[-1].finish_reason, chunks[-1].stop_text) == (FinishReason.STOP, None)
 
 
-@pytest.mark.parametrize("route", VllmRoute)
+@pytest.mark.parametrize("route", ROUTES)
 async def test_refusals_of_the_server_are_classified(opened, route):
     engine = await opened(route=route)
     with pytest.raises(EngineError, match="vocabulary") as caught:
         await reply(engine, request([5, 99_999]))
     assert (caught.value.status, caught.value.retryable) == (400, False)
 
+    engine = await opened(route=route)  # 0.24 closes the connection after that refusal
     engine._context_length = 10 * CONTEXT_LENGTH  # as if it had not reported it
     with pytest.raises(ContextOverflowError) as overflow:
         await reply(engine, request([5] * (CONTEXT_LENGTH + 10)))
@@ -133,7 +137,7 @@ async def test_refusals_of_the_server_are_classified(opened, route):
     await engine.health()
 
 
-@pytest.mark.parametrize("route", VllmRoute)
+@pytest.mark.parametrize("route", ROUTES)
 async def test_an_aborted_call_keeps_its_tokens_and_stops_the_server(opened, server, route):
     engine = await opened(route=route)
     endless = request(PROMPT, stream=True, max_tokens=20_000, min_tokens=20_000)
@@ -149,7 +153,7 @@ async def test_an_aborted_call_keeps_its_tokens_and_stops_the_server(opened, ser
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("route", VllmRoute)
+@pytest.mark.parametrize("route", ROUTES)
 async def test_a_grammar_is_obeyed(opened, route):
     engine = await opened(route=route)
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
@@ -161,7 +165,7 @@ async def test_a_grammar_is_obeyed(opened, route):
     assert len(logprobs) == len(ids)
 
 
-@pytest.mark.parametrize("route", VllmRoute)
+@pytest.mark.parametrize("route", ROUTES)
 async def test_a_call_that_must_be_made_is_made_in_the_template_s_own_form(opened, route):
     engine = await opened(route=route)
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}

@@ -3,9 +3,8 @@
 import pytest
 from tests.gateway.sdk_agents import CLIENTS, TURNS, reading
 
-from bridle.engines.vllm_routes import VllmRoute
-
 from .checks import RecordingVllm, check_session, opened_gateway, sampling_of
+from .serving import ROUTES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -39,7 +38,7 @@ async def test_the_engines_own_template_renders_the_root_and_we_what_extends_it(
         assert result == ["engine", *[None] * (TURNS - 1)]
 
 
-@pytest.mark.parametrize("route", VllmRoute)
+@pytest.mark.parametrize("route", ROUTES)
 async def test_what_the_model_says_by_itself_is_captured_exactly(server, route):
     """Random weights say junk: no turn parses, and none of its tokens is lost or changed."""
     sampling = sampling_of(96)

@@ -72,6 +72,7 @@ async def asked(handle, dialect, history):
     return answer.json()
 
 
+@pytest.mark.needs("images")
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: type(one).__name__)
 async def test_a_session_with_images_is_what_the_engine_saw(sighted, dialect):
     sighted.say({"conversations": [{"turns": list(TURNS)}]})
@@ -106,6 +107,7 @@ async def test_a_session_with_images_is_what_the_engine_saw(sighted, dialect):
     assert (stats["breaks"], stats["merge_ratio"]) == ([], 1.0)
 
 
+@pytest.mark.needs("images")
 async def test_texts_after_a_picture_extend_the_very_tokens_that_were_sampled(sighted):
     """Reasoning that the template drops stays in context, as in a conversation without images."""
     turns = [{"reasoning": "It is red.", "content": "Red."}, {"content": "Yes."}]
@@ -127,6 +129,7 @@ async def test_texts_after_a_picture_extend_the_very_tokens_that_were_sampled(si
     assert two.extra["media"] == one.extra["media"]
 
 
+@pytest.mark.needs("images")
 async def test_markers_in_the_texts_beside_a_picture_are_text_to_the_engine(sighted):
     """Neither another turn nor another picture comes of what a user writes."""
     sighted.say(None)

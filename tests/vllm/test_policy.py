@@ -21,7 +21,11 @@ from .checks import (
     until,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.needs("weight versions"),
+    pytest.mark.timeout(300),
+]
 
 TOKENS = 1200
 """Long enough to be changed under way: some seconds."""

@@ -16,7 +16,11 @@ from bridle.types import VersionSpan
 from .checks import CLOSE, RecordingVllm, opened_gateway, plain_logprobs
 from .serving import VllmServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.needs("weight versions"),
+    pytest.mark.timeout(400),
+]
 
 TEXT = " ".join(f"word{number}" for number in range(200))
 """What the model says: long enough to be killed under way, some seconds."""

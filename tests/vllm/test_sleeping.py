@@ -9,7 +9,11 @@ import pytest
 
 from .serving import ROOT
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.needs("weight versions"),
+    pytest.mark.timeout(600),
+]
 
 
 def test_sessions_continue_over_releases_and_each_token_has_its_weights_version():

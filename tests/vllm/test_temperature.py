@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from bridle.engines.vllm import VllmEngine
-from bridle.engines.vllm_routes import VllmRoute
 from bridle.types import LogprobMode
 
 from .checks import CLOSE, plain_logprobs, prompt_of, reply, request
+from .serving import ROUTES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.drawn_with("learner"), pytest.mark.timeout(300)]
 
@@ -15,7 +15,7 @@ PROMPT = prompt_of("Say anything.")
 
 
 async def test_processed_logprobs_are_measured_as_such_and_belong_to_the_temperature(learner):
-    for route in VllmRoute:
+    for route in ROUTES:
         engine = VllmEngine(learner.url, route=route)
         try:
             info = await engine.start()

@@ -4,7 +4,12 @@ import pytest
 
 from .learning import check_learning
 
-pytestmark = [pytest.mark.vllm, pytest.mark.drawn_with("learner"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.needs("weight versions"),
+    pytest.mark.drawn_with("learner"),
+    pytest.mark.timeout(600),
+]
 
 
 async def test_a_policy_learns_on_a_vllm_whose_weights_follow_the_trainers(learner, tmp_path):

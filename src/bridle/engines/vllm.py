@@ -168,8 +168,11 @@ class VllmEngine(ServerAdapter, Immediate):
     async def update_weights(self, source: str | Path, version: int) -> None:
         """Have the server load the weights of a folder on its machine; see `Updatable`.
 
-        Hold it first: vLLM gives tokens that are sampled during the update no version.
+        Hold it first: vLLM gives tokens that are sampled during the update no version. One that
+        reports no version of its weights is refused before anything is changed.
         """
+        if not self._takes_weights:
+            raise EngineError(f"{self._client.base_url} takes no weights: {NEEDED}")
         await load_weights(self._client, source, version, served=self._served)
         await self._adapters.unload_all()
         self.version = version
@@ -503,6 +506,7 @@ SHAPE = (
 """Fields of a model's configuration that decide the shapes of its weights."""
 
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
+NEEDED = f"use vLLM 0.32 or later, with {DEV_MODE} in its environment"
 
 
 async def load_weights(
@@ -535,7 +539,7 @@ async def load_weights(
             status=error.status,
         ) from error
     if not known:
-        raise EngineError(f"{client.base_url} takes no weights: start it with {DEV_MODE}")
+        raise EngineError(f"{client.base_url} takes no weights: {NEEDED}")
     await client.command("/reset_prefix_cache")
     await client.command("/update_weight_version", {"new_version": str(version)})
 
@@ -570,8 +574,7 @@ def weights_finding(*, served: Path | None, routes: bool) -> Finding:
             needed=False,
             found="taken at the start only",
             means="A trainer cannot put new ones in.",
-            fix=f"Start vLLM with {DEV_MODE} in its environment, for trainers only: its routes "
-            "are open to whoever reaches it.",
+            fix=f"U{NEEDED[1:]}, for trainers only: its routes are open to whoever reaches it.",
         )
     tied = served is not None and read_config(served).get("tie_word_embeddings") is True
     return Finding.check(
