@@ -1,12 +1,16 @@
 """Real release tasks: verified, solved by real harnesses, and failed by those that do nothing.
 
-`scripts/test-tasks` makes the tasks of `releases.txt`. A task runs in Docker too: its environment
-is bound into a container, whose image brings git and the system that the environment was made on.
+The tasks of `releases.txt` are made when a test first uses them. A task runs in Docker too: its
+environment is bound into a container, whose image brings git and the system that the environment
+was made on.
 """
 
 import json
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,10 +20,11 @@ from tests.sandbox.images import put_image
 from bridle.evaluators.test_on_output import files_of
 
 RELEASES = Path(os.environ.get("BRIDLE_TEST_RELEASES", "missing"))
-NAMES = [
-    line.replace("==", "-").replace("..", "-")
-    for line in Path(__file__).with_name("releases.txt").read_text().split()
-]
+PAIRS = {
+    pair.replace("==", "-").replace("..", "-"): pair
+    for pair in Path(__file__).with_name("releases.txt").read_text().split()
+}
+NAMES = list(PAIRS)
 HARNESSES = ("mini_swe_agent", "pi", "codex")
 BACKENDS = ("bubblewrap", "docker")
 
@@ -46,13 +51,27 @@ CASES = [
 ]
 
 
+def release(name: str) -> Path:
+    """Return the folder of a task; make the task if no test has used it."""
+    if not (RELEASES / name).exists():
+        with tempfile.TemporaryDirectory(dir=RELEASES) as made:
+            words = ("tasks", "from-releases", PAIRS[name], "--hint", "tests", "--out", f"{made}/a")
+            subprocess.run(
+                [sys.executable, "-m", "bridle.cli", *words],
+                env={**os.environ, "BRIDLE_CACHE": str(RELEASES.parent)},
+                check=True,
+            )
+            Path(made, "a", name).rename(RELEASES / name)
+    return RELEASES / name
+
+
 @pytest.fixture
 def play(say, tmp_path, monkeypatch):
     """Play a task once with a script; its result."""
     monkeypatch.setenv("BRIDLE_RUNTIME", "bubblewrap")
 
     def play(name: str, backend: str, harness: str, *commands: str) -> dict:
-        folder = shutil.copytree(RELEASES / name, tmp_path / name, symlinks=True)
+        folder = shutil.copytree(release(name), tmp_path / name, symlinks=True)
         task = json.loads((folder / "task.json").read_text())
         task["runtime"]["backend"] = backend
         if backend == "docker":
@@ -74,13 +93,13 @@ def play(say, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", [a_part(name) for name in NAMES])
 def test_a_release_task_is_verified(name, say):
-    said = say("tasks", "verify", RELEASES / name, "--json")
+    said = say("tasks", "verify", release(name), "--json")
     assert (said.code, said.json[0]["verdict"]) == (0, "sound"), said.out
 
 
 @pytest.mark.parametrize(("name", "backend", "harness"), CASES)
 def test_a_harness_that_applies_the_reference_patch_has_reward_1(name, backend, harness, play):
-    facts = json.loads((RELEASES / name / "task.json").read_text())["metadata"]
+    facts = json.loads((release(name) / "task.json").read_text())["metadata"]
     patch = (RELEASES / name / "solution" / "reference.patch").read_text()
     files = [f"git apply --whitespace=nowarn - <<'END'\n{text}END" for _, text in files_of(patch)]
     first = f"{CLEAN.format_map(facts)} && {files[0]}"
