@@ -7,7 +7,6 @@ its holder for the process that comes second (`tests/test_folders.py`).
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import json
 import os
@@ -82,6 +81,8 @@ async def exclusive(path: Path, waiting: Callable[[], None] = lambda: None) -> A
 
     The system drops the lock when this process ends.
     """
+    import asyncio  # which `bridle show` does without
+
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         announced = False

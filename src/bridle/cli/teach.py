@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -61,6 +60,8 @@ def teach(
 
     BRIDLE_ENGINE_API_KEY is the key of a teacher behind HTTP.
     """
+    import asyncio
+
     from bridle.cli.runs import capture_files
 
     capture_files(target)
@@ -112,6 +113,8 @@ async def _all(
     works: Iterable[Callable[[], Coroutine[None, None, list[Scores]]]],
 ) -> list[list[Scores]]:
     """Do all at once; the first failure ends the others."""
+    import asyncio
+
     try:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(work()) for work in works]
@@ -201,6 +204,8 @@ async def _opened(spec: str) -> AsyncIterator[_Teacher]:
     from bridle.engines.teachers import served_teacher
 
     if spec.startswith(EMBEDDED):
+        import asyncio
+
         from bridle.embedded.model import PlainModel
 
         folder = Path(spec.removeprefix(EMBEDDED))
