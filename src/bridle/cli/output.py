@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -43,7 +44,10 @@ class Plain(Console):
 console = Plain(highlight=False, markup=False, emoji=False, width=None if _FITTED else 160)
 """Console for results. Text is printed unchanged: `[x]` and `:x:` have no meaning."""
 
-notes = Plain(stderr=True, highlight=False, markup=False, emoji=False)
+_IN_JUPYTER = None if find_spec("ipywidgets") else False
+"""`None` = in a notebook a progress display is a widget; without ipywidgets Rich would warn."""
+
+notes = Plain(stderr=True, highlight=False, markup=False, emoji=False, force_jupyter=_IN_JUPYTER)
 """Console for progress and notes, on stderr, so that a pipe gets results only."""
 
 
