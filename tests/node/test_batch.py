@@ -42,8 +42,9 @@ async def test_a_task_that_cannot_run_raises_before_the_first_session(tmp_path):
 
 
 async def test_leaving_the_block_cancels_running_sessions(tmp_path):
-    tasks = [task("exit 1"), task("sleep 60", num_samples=8)]
+    first_fails = f"mkdir {tmp_path}/first && exit 1; sleep 60"
     async with a_node(tmp_path, settings=SMALL) as node:
+        tasks = [task(first_fails, num_samples=9)]
         async with LocalExecutor(node).run(tasks) as results:
             result = await anext(results)
         assert result.status == "ERROR"
