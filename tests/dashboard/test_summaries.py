@@ -15,7 +15,9 @@ from bridle.dashboard.summaries import (
     failures_of,
     groups_of,
     last_attempts,
+    most_different,
     overview_of,
+    set_of,
     sort_rows,
     statuses_of,
     training_of,
@@ -103,6 +105,19 @@ def test_the_counterpart_of_a_sample_is_the_one_with_the_most_different_reward()
 
     assert [group.counterpart(row) for row in rows] == [rows[2], rows[0], rows[0]]
     assert SampleGroup("t", rows[:1]).counterpart(rows[0]) is None
+
+
+def test_the_task_that_differs_most_is_found_among_those_with_rewards():
+    def row(name, task, reward):
+        return SessionRow(name, ".", task_id=task, reward=reward)
+
+    one = [row("a0", "a", 1.0), row("a1", "a", 0.0), row("b0", "b", 1.0), row("c0", "c", 0.5)]
+    two = [row("a2", "a", 1.0), row("a3", "a", None), row("b1", "b", None), row("c1", "c", 0.25)]
+    found = most_different(set_of("one", one), set_of("two", two))
+
+    assert found == ("a", one[1], two[0])  # b failed in two, which is no reward of 0
+    assert most_different(set_of("two", two), set_of("one", one)) == ("a", two[0], one[1])
+    assert most_different(set_of("one", one[2:3]), set_of("two", two)) is None
 
 
 def test_failures_are_by_cause_the_most_frequent_first():

@@ -6,6 +6,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -113,11 +115,8 @@ class SessionRow:
     @property
     def begun(self) -> int | None:
         """Return the policy version of its oldest token; `None` = not known."""
-        return (
-            None
-            if self.measured is None or self.measured.versions is None
-            else (self.measured.versions[0])
-        )
+        versions = None if self.measured is None else self.measured.versions
+        return None if versions is None else versions[0]
 
     @property
     def trained(self) -> int | None:
@@ -367,29 +366,30 @@ def most_different(one: SessionSet, two: SessionSet) -> tuple[str, SessionRow, S
     """Find the task whose mean reward differs most between two sets; return a session of each.
 
     The sessions are the ones with the lowest and the highest reward, in the direction of the
-    difference. `None` = the sets have no task in common.
+    difference. Sessions without a reward do not count. `None` = no task has rewards in both sets.
     """
-    by_task: list[defaultdict[str, list[SessionRow]]] = []
-    for lines in (one.lines, two.lines):
-        by_task.append(defaultdict(list))
-        for line in lines:
-            by_task[-1][line.task_id].append(line)
-
-    def difference(task_id: str) -> float:
-        means = [SessionSet("", None, own[task_id]).mean("reward") or 0.0 for own in by_task]
-        return means[1] - means[0]
-
-    common = sorted(by_task[0].keys() & by_task[1].keys())
+    own, other = _rewarded(one.lines), _rewarded(two.lines)
+    common = sorted(own.keys() & other.keys())
     if not common:
         return None
+
+    def difference(task_id: str) -> float:
+        means = [fmean(reward for reward, _ in side[task_id]) for side in (own, other)]
+        return means[1] - means[0]
+
     task_id = max(common, key=lambda name: abs(difference(name)))
-    low_first = difference(task_id) >= 0
-    pick = (min, max) if low_first else (max, min)
-    first, second = (
-        choose(own[task_id], key=lambda line: line.reward or 0.0)
-        for choose, own in zip(pick, by_task, strict=True)
-    )
-    return task_id, first, second
+    one_end, other_end = (min, max) if difference(task_id) >= 0 else (max, min)
+    reward = itemgetter(0)
+    return task_id, one_end(own[task_id], key=reward)[1], other_end(other[task_id], key=reward)[1]
+
+
+def _rewarded(lines: Iterable[SessionRow]) -> dict[str, list[tuple[float, SessionRow]]]:
+    """Return rewards with their sessions, by task."""
+    found = defaultdict(list)
+    for line in lines:
+        if line.reward is not None:
+            found[line.task_id].append((line.reward, line))
+    return found
 
 
 def statuses_of(lines: Iterable[SessionRow]) -> dict[str, int]:
