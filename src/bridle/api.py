@@ -425,19 +425,30 @@ def rollout(
         gateway = Gateway(engine, tokenizer=tokenizer, data=data, facts=facts)
         _in_thread(lambda: asyncio.run(_play(agent, given, scorer, gateway, concurrency or 16)))
         return _by_task(gateway.path, given)
+    return _in_sandbox(agent, given, scorer, engine, tokenizer, concurrency, data)
+
+
+def _in_sandbox(
+    agent: str | AgentSpec,
+    tasks: Sequence[Task],
+    scorer: Scorer | EvaluatorSpec | None,
+    engine: str | Sequence[str],
+    tokenizer: str | None,
+    concurrency: int | None,
+    data: str | Path | None,
+) -> list[Trajectory]:
+    """Run an agent that is a program, as `bridle run` does; for the arguments see `rollout`."""
     from bridle.cli.batch import BatchRun, run_batch
 
-    spec = agent if isinstance(agent, AgentSpec) else _agent(agent)
-    update: dict[str, object] = {"agent": spec}
+    update: dict[str, object] = {"agent": _agent(agent) if isinstance(agent, str) else agent}
     if scorer is not None:
         update["evaluator"] = scorer if isinstance(scorer, EvaluatorSpec) else _evaluator(scorer)
     folder = new_run_folder() if data is None else Path(data)
-    config = load_config(
-        None, engines=(engine,) if isinstance(engine, str) else engine, tokenizer=tokenizer
-    )
-    changed = [task.model_copy(update=update) for task in given]
+    engines = (engine,) if isinstance(engine, str) else engine
+    config = load_config(None, engines=engines, tokenizer=tokenizer)
+    changed = [task.model_copy(update=update) for task in tasks]
     _in_thread(lambda: run_batch(BatchRun(changed, config, folder, concurrency)))
-    return _by_task(folder, given)
+    return _by_task(folder, tasks)
 
 
 def _check(agent: Agent, tasks: Sequence[Task], scorer: Scorer | None) -> None:
