@@ -9,6 +9,7 @@ import pytest
 from bridle.cli.harness import check_harness, history_of
 from bridle.cli.runs import sessions
 from bridle.harnesses import HARNESSES
+from bridle.harnesses.base import SCRIPTS
 from bridle.harnesses.bundles import MARKER
 from bridle.scripted.script import make_script
 from bridle.trajectory.script import script_of
@@ -102,6 +103,41 @@ def test_a_changed_history_is_reported_with_its_cost():
 
 def test_a_check_names_what_varies_in_a_replay():
     assert check_harness("command", replay=True)["replay"] == "exact"
+
+
+UNSTEADY = f"""
+from dataclasses import replace
+from pathlib import Path
+from bridle.harnesses.command import CommandHarness
+
+class Unsteady(CommandHarness):
+    name = "unsteady"
+
+    def __init__(self, agent):
+        super().__init__(agent.model_copy(update={{"command": "true {{instruction}}"}}))
+
+    def launch(self, context):
+        launch, path = super().launch(context), f"{{context.home}}/agent.py"
+        words = {[f"word{number}" for number in range(40)]}
+        file = "open(os.environ['INSTRUCTION_FILE'], 'a')"
+        steps = f"import os; print(*set({{words}}), file={{file}}, flush=True)"
+        agent = Path({str(SCRIPTS / "shell_agent.py")!r}).read_text()
+        program = {{path: (agent.replace("import json", f"{{steps}}; import json", 1)).encode()}}
+        return replace(launch, command=f"python3 {{path}}", files=launch.files | program)
+"""
+"""A harness whose first prompt has the words of a set, in the order that Python draws."""
+
+
+def test_a_check_names_the_setting_with_which_a_harness_repeats_itself(tmp_path, monkeypatch):
+    (tmp_path / "unsteady.py").write_text(UNSTEADY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(HARNESSES, "unsteady", "unsteady:Unsteady")
+
+    report = check_harness("unsteady", replay=True)["replay"]
+
+    assert report.startswith("refused: ")
+    assert "likely cause: the order of words (of a set?)" in report
+    assert report.endswith("; exact with agent.env PYTHONHASHSEED = '0'")
 
 
 @pytest.mark.harnesses

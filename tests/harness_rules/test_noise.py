@@ -1,6 +1,6 @@
 import pytest
 
-from bridle.harness_rules.table import VARYING, differing
+from bridle.harness_rules.table import VARYING, differing, likely_cause
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,32 @@ def test_the_date_of_a_run_is_a_named_text(old, new):
 def test_texts_that_are_the_same_differ_in_nothing():
     text = "in /tmp/bridle-abcdefgh/0a1b2c3d/work, Today's date is 2026-11-23"
     assert differing(text, text, VARYING) == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cause"),
+    [
+        ("built at 12:04:59.1 in x", "built at 12:05:01.7 in x", "a clock: run"),
+        ("on 2026-11-23 10:00", "on 2026-11-24 9:59", "a clock: run"),
+        ("mtime 1764000000.25", "mtime 1764000003", "a clock: run"),
+        ("wrote /tmp/tmpab12cd34/x", "wrote /tmp/tmpzz12cd34/x", "a temporary path: use"),
+        ("task 3f9a1c", "task 77e0b2", "a random id: seed"),
+        ("<Node at 0x7f3a2b1c00>", "<Node at 0x7f3a2b1d40>", "an address in memory: print"),
+        ("3 passed in 0.12s", "3 passed in 1.4s", "a duration: have"),
+        ("{'b', 'a', 'c'}\nend", "{'b', 'c', 'a'}\nend", "the order of words"),
+        ("b a c\nend", "c b a\nend", "the order of words"),
+        ("one", "two", None),
+    ],
+)
+def test_a_usual_cause_of_different_texts_is_named_with_its_setting(old, new, cause):
+    found = likely_cause(old, new)
+    assert (found or "").startswith(cause or "")
+    assert (found is None) == (cause is None)
+
+
+def test_several_causes_are_named_together():
+    found = likely_cause("3 passed in 0.12s at 10:00", "3 passed in 0.2s at 10:01")
+    assert found is not None
+    assert "a clock" in found
+    assert "a duration" in found
+    assert likely_cause("3 passed in 0.12s", "2 passed in 0.2s") is None

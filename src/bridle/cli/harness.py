@@ -18,6 +18,8 @@ from bridle.cli.output import console, print_json, table
 from bridle.types import JSON
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from bridle.config import Task
 
 app = typer.Typer(help="Harnesses that Bridle can run.", no_args_is_help=True)
@@ -180,7 +182,42 @@ def check_harness(name: str, version: str | None = None, *, replay: bool = False
 
 
 def _replayed(task: Task, engine: str, run: Path, line: JSON) -> str:
-    """Fork a session at its last call; say whether it is exact, or what differs."""
+    """Fork a session at its last call; say whether it is exact, or what differs.
+
+    If the fork is refused, both are run again with each of `_steady_settings`, and the first with
+    which the harness repeats itself is named.
+    """
+    from bridle.cli.batch import BatchRun, run_batch
+
+    result = _forked(task, engine, run, line)
+    if not result.startswith(REFUSED):
+        return result
+    for name, env in _steady_settings():
+        agent = task.agent.model_copy(update={"env": task.agent.env | env})
+        steady, folder = task.model_copy(update={"agent": agent}), run.parent / name
+        [first] = run_batch(BatchRun([steady], engine, folder / "run", 1, name))
+        again = _forked(steady, engine, folder / "run", first)
+        if not again.startswith(REFUSED):
+            settings = ", ".join(f"{key} = {value!r}" for key, value in env.items())
+            return f"{result}; {again} with agent.env {settings}"
+    return result
+
+
+REFUSED = "refused"
+FAKETIME = "/usr/lib/*/faketime/libfaketime.so.1"
+"""The library in packages of Linux distributions."""
+
+
+def _steady_settings() -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield settings with which programs repeat themselves: a seed, and a clock that stands still
+    (if `faketime` is installed).
+    """
+    yield "seed", {"PYTHONHASHSEED": "0"}
+    for library in sorted(Path("/").glob(FAKETIME.removeprefix("/")))[:1]:
+        yield "clock", {"LD_PRELOAD": str(library), "FAKETIME": "2026-01-01 00:00:00"}
+
+
+def _forked(task: Task, engine: str, run: Path, line: JSON) -> str:
     from bridle.cli.batch import BatchRun, run_batch
     from bridle.config import ForkSpec
     from bridle.node.run_folder import CAPTURE
@@ -189,9 +226,9 @@ def _replayed(task: Task, engine: str, run: Path, line: JSON) -> str:
     fork = ForkSpec(capture=str(run / CAPTURE), session=line["session_id"], at=at)
     forked = task.model_copy(update={"fork": fork})
     [again] = run_batch(BatchRun([forked], engine, run.parent / "fork", 1, "replay"))
-    facts = again["fork"] or {"verdict": "refused", "noise": []}
+    facts = again["fork"] or {"verdict": REFUSED, "noise": []}
     verdicts = {"exact": "exact", "equivalent": f"equivalent but for {', '.join(facts['noise'])}"}
-    return verdicts.get(facts["verdict"]) or f"refused: {again['error']}"
+    return verdicts.get(facts["verdict"]) or f"{REFUSED}: {again['error']}"
 
 
 HABITS = {

@@ -20,7 +20,7 @@ from bridle.engines.base import GenerateChunk
 from bridle.errors import ConfigError, RequestError
 from bridle.experts import KEY, unpack
 from bridle.gateway.sampling import SampledReply
-from bridle.harness_rules.table import VARYING, differing
+from bridle.harness_rules.table import VARYING, differing, likely_cause
 from bridle.trajectory.graph import ExchangeNode, first_difference, first_ids, grow
 from bridle.trajectory.transcript import Transcript
 from bridle.types import JSON, DeliveryState, FinishReason, Kind, LogprobMode
@@ -253,10 +253,11 @@ def _differs(
 ) -> RequestError:
     old, new = first_ids(node, node.prompt_length), prompt.array()
     at = first_difference(old, new)
-    around = slice(max(0, at - BEFORE), at + AFTER)
+    around, behind = slice(max(0, at - BEFORE), at + AFTER), slice(max(0, at - AROUND), None)
+    cause = likely_cause(decode(old[behind]), decode(new[behind]))
     return RequestError(
         f"the fork's call {given + 1} is not the captured call {node.exchange.index}: its prompt "
         f"differs from token {at} of {len(old)} on: captured {decode(old[around])!r}, "
-        f"now {decode(new[around])!r}",
+        f"now {decode(new[around])!r}" + (f"; likely cause: {cause}" if cause else ""),
         code=DIFFERS,
     )

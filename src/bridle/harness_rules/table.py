@@ -63,10 +63,12 @@ class KindRule:
 
 @dataclass(frozen=True, slots=True)
 class Varying:
-    """A text that a harness writes anew in each run; a fork may differ from its capture in it."""
+    """A text that a harness writes anew in each run."""
 
     name: str
     pattern: re.Pattern[str]
+    remedy: str = ""
+    """Setting with which it is the same in each run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,45 @@ VARYING = (
         ),
     ),
 )
-"""Texts of many harnesses: the folder of a session in runtime `local`, and the date of the run."""
+"""Texts of many harnesses in which a fork may differ from its capture: the folder of a session in
+runtime `local`, and the date of the run."""
+
+CAUSES = (
+    Varying("an address in memory", re.compile(r"\b0x[0-9a-fA-F]{6,}\b"), "print another text"),
+    Varying(
+        "a temporary path",
+        re.compile(r"/tmp/[\w.-]+|\btmp[a-z0-9_]{8}\b"),  # noqa: S108 - is searched for
+        "use a fixed path, such as one in the work folder",
+    ),
+    Varying(
+        "a random id",
+        re.compile(r"\b(?=[a-f-]*\d)(?=[\d-]*[a-f])[0-9a-f]{6,}(?:-[0-9a-f]{4,12})*\b"),
+        "seed the program, or have it use a fixed id",
+    ),
+    Varying(
+        "a clock",
+        re.compile(
+            r"\b\d{4}-\d\d-\d\d(?:[T ]\d?\d:\d\d[\d:.,]*Z?)?|\b\d?\d:\d\d(?::\d\d)?(?:[.,]\d+)?"
+            r"|\b1[6-9]\d{8}(?:\d{3})?(?:\.\d+)?\b"
+        ),
+        "run the program under `faketime`",
+    ),
+    Varying(
+        "a duration",
+        re.compile(r"\b\d+(?:\.\d+)? ?(?:ns|us|ms|s|sec|secs|seconds?|minutes?)\b"),
+        "have the program print no durations",
+    ),
+)
+"""Usual causes of texts that are not the same in two runs of a program."""
+
+
+def likely_cause(old: str, new: str) -> str | None:
+    """Say why two texts differ, and which setting makes them the same; `None` = nobody knows."""
+    if sorted(re.findall(r"\w+", old)) == sorted(re.findall(r"\w+", new)):
+        return "the order of words (of a set?); set `agent.env.PYTHONHASHSEED` for a Python program"
+    names = differing(old, new, CAUSES)
+    found = [rule for rule in CAUSES if rule.name in (names or ())]
+    return "; ".join(f"{rule.name}: {rule.remedy}" for rule in found) or None
 
 
 def differing(old: str, new: str, rules: Sequence[Varying]) -> tuple[str, ...] | None:
