@@ -3,7 +3,7 @@ import json
 import pytest
 from tests.dialects.exchange import CALLS, HEAD, THOUGHT, USAGE, parse
 
-from bridle.dialects import DIALECTS, dialects, recognise
+from bridle.dialects import DIALECTS
 from bridle.dialects.anthropic import read_message, read_system
 from bridle.dialects.media import block_part, data_part, url_part
 from bridle.dialects.noise import BILLING
@@ -38,15 +38,6 @@ def test_the_billing_block_is_removed_and_recorded():
     assert b"billing" in request.head
     only = read(system=BILLED[:1])
     assert (only.head_messages, only.messages[0].role) == (0, Role.USER)
-
-
-def test_the_billing_block_stays_where_its_rule_is_off():
-    route = recognise("POST", "/v1/messages", "", {})
-    assert route is not None
-    body = json.dumps({"model": "m", "messages": HI, "system": BILLED}).encode()
-    request = dialects(rules=())[Dialect.ANTHROPIC].parse(route, body, {})
-    assert request.messages[0].text.startswith("x-anthropic-billing-header")
-    assert request.extra["removed"] == {}
 
 
 @pytest.mark.parametrize(

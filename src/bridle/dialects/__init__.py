@@ -13,13 +13,11 @@ model). Adding a dialect is its file, one line here and a row in the docs.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Final
 
 from bridle.dialects.anthropic import Anthropic
 from bridle.dialects.base import Route, WireFormat, caller
 from bridle.dialects.google import Google
-from bridle.dialects.noise import RULES
 from bridle.dialects.openai_chat import OpenAIChat
 from bridle.dialects.openai_responses import OpenAIResponses
 from bridle.types import Dialect
@@ -28,13 +26,8 @@ _FORMATS = (OpenAIResponses, Anthropic, Google, OpenAIChat)
 """In the order in which they are asked for a path: OpenAI's list of what it does not serve last."""
 
 
-def dialects(rules: Collection[str] = RULES) -> dict[Dialect, WireFormat]:
-    """Return every wire format, with only these noise rules on."""
-    return {wire.dialect: wire for wire in (form(rules) for form in _FORMATS)}
-
-
-DIALECTS: dict[Dialect, WireFormat] = dialects()
-"""Every dialect that the gateway speaks, with all noise rules on."""
+DIALECTS: dict[Dialect, WireFormat] = {form.dialect: form() for form in _FORMATS}
+"""Every dialect that the gateway speaks."""
 
 
 POSTS_KEPT: Final = 256

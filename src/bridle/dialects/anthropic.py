@@ -9,7 +9,7 @@ Anthropic defines are in `anthropic_tools`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,7 +54,7 @@ from bridle.dialects.json_reader import (
     wrong,
 )
 from bridle.dialects.media import BLOCK_TYPE, block_part, block_text, data_part, url_part
-from bridle.dialects.noise import RULES, allow_removed, split_billing
+from bridle.dialects.noise import split_billing
 from bridle.dialects.tools import ToolList, check_choice, function_spec, provider_run, tools_sent
 from bridle.errors import RequestError
 from bridle.types import (
@@ -95,8 +95,8 @@ class Anthropic(WireFormat):
 
     dialect = Dialect.ANTHROPIC
 
-    def __init__(self, rules: Collection[str] = RULES) -> None:
-        super().__init__(rules, read_tools, read_message)
+    def __init__(self) -> None:
+        super().__init__(read_tools, read_message)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
         """Recognise `POST .../messages`, token counts, the model list and Claude Code's probes."""
@@ -146,8 +146,7 @@ class Anthropic(WireFormat):
         thread = object_at(head, "thread", "")
         previous = None if thread is None else _read_thread(thread)
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
-        allow_removed(tools.removed, self._rules, "tools")
-        system, removed = read_system(head.get("system"), "system", self._rules)
+        system, removed = read_system(head.get("system"), "system")
         thinking = object_at(head, "thinking", "") or {}
         output = object_at(head, "output_config", "") or {}
         choice = object_at(head, "tool_choice", "") or {}
@@ -373,13 +372,11 @@ _HOSTED = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback", "b
 _ROLES = {"user": Role.USER, "assistant": Role.ASSISTANT, "system": Role.SYSTEM}
 
 
-def read_system(
-    value: Any, path: str, rules: Collection[str]
-) -> tuple[tuple[Message, ...], dict[str, list[str]]]:
+def read_system(value: Any, path: str) -> tuple[tuple[Message, ...], dict[str, list[str]]]:
     """Return the message of the `system` field (none if it is empty), and what rules removed."""
     parts = tuple(_parts(value, path))
     leading = [part.text for part in parts[:1] if isinstance(part, TextPart)]
-    skip, removed = split_billing(leading if isinstance(value, list) else [], rules)
+    skip, removed = split_billing(leading if isinstance(value, list) else [])
     kept = parts[skip:]
     return ((Message(Role.SYSTEM, kept),) if kept else ()), removed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import unquote
@@ -216,13 +216,9 @@ class WireFormat(ABC):
     """Name of the request's list of messages or items, whose elements are the spans."""
 
     def __init__(
-        self,
-        rules: Collection[str],
-        read_tools: Callable[[object, str], ToolList],
-        read_message: ReadMessages,
+        self, read_tools: Callable[[object, str], ToolList], read_message: ReadMessages
     ) -> None:
-        """Make it with these noise rules on and these readers of the tool list and of one span."""
-        self._rules = rules
+        """Make it with these readers of the tool list and of one span."""
         self._tools = ToolMemo(read_tools)
         self._read = watch_members(self.dialect, read_message)
 

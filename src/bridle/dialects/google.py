@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, unquote
@@ -58,7 +58,6 @@ from bridle.dialects.json_reader import (
     wrong,
 )
 from bridle.dialects.media import block_part, block_text, data_part, url_part
-from bridle.dialects.noise import RULES, allow_removed
 from bridle.dialects.tools import (
     ToolList,
     ToolMemo,
@@ -107,8 +106,8 @@ class Google(WireFormat):
     dialect = Dialect.GOOGLE
     messages_field = "contents"
 
-    def __init__(self, rules: Collection[str] = RULES) -> None:
-        super().__init__(rules, read_tools, read_content)
+    def __init__(self) -> None:
+        super().__init__(read_tools, read_content)
         self._older_tools = ToolMemo(partial(read_tools, older=True))
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
@@ -165,7 +164,6 @@ class Google(WireFormat):
         model = named or name_at(head, "model", "")
         known = self._older_tools if speaks_older(model) else self._tools
         tools = ToolList() if tools_span is None else known.read(tools_span, "tools")
-        allow_removed(tools.removed, self._rules, "tools")
         system = read_system(head.get("systemInstruction"), "systemInstruction")
         config = camel(object_at(head, "generationConfig", "") or {})
         thinking = camel(object_at(config, "thinkingConfig", "generationConfig") or {})

@@ -2,16 +2,13 @@
 
 Each rule says what it removes and why that means nothing to the model. The removed texts are in
 `ModelRequest.extra["removed"][rule]`, for the exchange's record and for `bridle.harness_rules`; the
-record has the original request, too. A rule that is switched off leaves the request as it is, or
-refuses what cannot be served.
+record has the original request, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from bridle.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +34,14 @@ SERVER_TOOLS = NoiseRule(
     "Only the provider can run them; a model that was shown one would call what nobody answers.",
 )
 RULES: dict[str, NoiseRule] = {rule.name: rule for rule in (BILLING, SERVER_TOOLS)}
-"""Every rule by its name; all are on unless a dialect is built without them."""
+"""Every rule by its name."""
 
 
-def split_billing(texts: Sequence[str], rules: Collection[str]) -> tuple[int, dict[str, list[str]]]:
-    """Count the leading system blocks to skip as billing headers (`BILLING`, if in `rules`).
+def split_billing(texts: Sequence[str]) -> tuple[int, dict[str, list[str]]]:
+    """Count the leading system blocks to skip as billing headers (`BILLING`).
 
     Also returns the removed texts, by the name of the rule.
     """
-    if BILLING.name in rules and texts and texts[0].startswith("x-anthropic-billing-header:"):
+    if texts and texts[0].startswith("x-anthropic-billing-header:"):
         return 1, {BILLING.name: [texts[0]]}
     return 0, {}
-
-
-def allow_removed(removed: Mapping[str, list[str]], rules: Collection[str], path: str) -> None:
-    """Refuse a request whose tools could only be served by a rule that is off."""
-    tools = removed.get(SERVER_TOOLS.name)
-    if tools and SERVER_TOOLS.name not in rules:
-        message = f"Tools that the provider runs are not available here: {', '.join(tools)}."
-        raise RequestError(message, param=path)

@@ -8,7 +8,7 @@ parts, null or missing; system may be `developer`; reasoning comes back as `reas
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -49,7 +49,6 @@ from bridle.dialects.json_reader import (
     wrong,
 )
 from bridle.dialects.media import block_part, data_part, url_part
-from bridle.dialects.noise import RULES, allow_removed
 from bridle.dialects.openai_chat_write import (
     ChatStream,
     chat_error_message,
@@ -135,8 +134,8 @@ class OpenAIChat(WireFormat):
 
     dialect = Dialect.OPENAI_CHAT
 
-    def __init__(self, rules: Collection[str] = RULES) -> None:
-        super().__init__(rules, read_tools, read_message)
+    def __init__(self) -> None:
+        super().__init__(read_tools, read_message)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
         """Recognise `POST .../chat/completions`, OpenAI's model list and unsupported paths."""
@@ -194,7 +193,6 @@ class OpenAIChat(WireFormat):
         _refuse_many(head)
         options = object_at(head, "stream_options", "") or {}
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, legacy)
-        allow_removed(tools.removed, self._rules, legacy)
         return {
             "dialect": self.dialect,
             "model": name_at(head, "model", ""),

@@ -12,7 +12,7 @@ in `openai_responses_tools`; replies are written in `openai_responses_write`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -53,7 +53,6 @@ from bridle.dialects.json_reader import (
     wrong,
 )
 from bridle.dialects.media import block_part, block_text, data_part, url_part
-from bridle.dialects.noise import RULES, allow_removed
 from bridle.dialects.openai_chat import read_choice, read_role
 from bridle.dialects.openai_chat_write import error_response, models_json
 from bridle.dialects.openai_responses_tools import call_of_item, qualified_name, read_tools
@@ -103,8 +102,8 @@ class OpenAIResponses(WireFormat):
     dialect = Dialect.OPENAI_RESPONSES
     messages_field = "input"
 
-    def __init__(self, rules: Collection[str] = RULES) -> None:
-        super().__init__(rules, read_tools, read_item)
+    def __init__(self) -> None:
+        super().__init__(read_tools, read_item)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
         """Recognise `POST .../responses`, token counts, stored replies and websocket upgrades."""
@@ -171,7 +170,6 @@ class OpenAIResponses(WireFormat):
         ineffective = ignored_fields(head, self.dialect)
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
         tools = _with_added_tools(tools, added, self._tools)
-        allow_removed(tools.removed, self._rules, "tools")
         system = read_instructions(head.get("instructions"))
         text = object_at(head, "text", "") or {}
         for kind, names in ignored_fields(text, "text", "text.").items():
