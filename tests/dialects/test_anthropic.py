@@ -271,7 +271,7 @@ def test_wrong_blocks_are_named(message, path):
 
 def test_a_system_string_is_never_noise():
     text = "x-anthropic-billing-header: said by the user"
-    messages, removed = read_system(text, "system", ("claude_billing_header",))
+    messages, removed = read_system(text, "system")
     assert messages == (Message(Role.SYSTEM, (TextPart(text),)),)
     assert removed == {}
 

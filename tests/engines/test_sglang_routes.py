@@ -252,20 +252,14 @@ def test_a_stop_string_is_reported_and_a_stop_token_is_not():
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_extras_are_carried_whole_in_either_form(incremental):
+def test_experts_come_with_the_last_piece_in_either_form(incremental):
     rows = np.arange(2 * (len(PROMPT) + 2), dtype=np.int32).reshape(-1, 2, 1)
     experts_text = base64.b64encode(rows[1:].tobytes()).decode()
     read = reading(experts_from=1, experts_shape=(2, 1))
-    masks = [[5, 6], [6, 7], [7, 8]]
-    read.read(piece([5], 1, output_token_sampling_mask=masks[:1]))
-    reply = masks[1:2] if incremental else masks[:2]
-    middle = read.read(piece([6] if incremental else [5, 6], 2, output_token_sampling_mask=reply))
-    assert middle.extra == {}
-    reply = masks[2:] if incremental else masks
-    last = read.read(piece([7] if incremental else [5, 6, 7], 3, output_token_sampling_mask=reply,
-                           routed_experts=experts_text, **DONE))  # fmt: skip
-    assert last.extra["sampling_mask"] == masks
-    experts = last.extra["routed_experts"]
+    read.read(piece([5], 1))
+    assert read.read(piece([6] if incremental else [5, 6], 2)).extra == {}
+    ids = [7] if incremental else [5, 6, 7]
+    experts = read.read(piece(ids, 3, routed_experts=experts_text, **DONE)).extra["routed_experts"]
     assert (experts.start, experts.rows.tolist()) == (1, rows[1:].tolist())
 
 

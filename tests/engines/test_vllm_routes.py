@@ -219,14 +219,13 @@ def test_experts_that_are_no_rows_are_refused():
 
 
 def test_versions_stop_strings_extras_and_cache_hits_are_read():
-    reply = sampled(PROMPT, stop_reason="END", routed_experts=npy_text(ROWS), sampling_mask=[[1]],
+    reply = sampled(PROMPT, stop_reason="END", routed_experts=npy_text(ROWS),
                    weight_versions=[{"version": "3", "start": 0, "end": 2}])  # fmt: skip
     reply["usage"]["prompt_tokens_details"] = {"cached_tokens": 2}
     read = read_answer(json.dumps(reply).encode())
     assert read.chunk is not None
     assert read.spans == (VersionSpan(3, 0, 2),)
     assert read.chunk.stop_text == "END"
-    assert read.chunk.extra["sampling_mask"] == [[1]]
     assert read.chunk.extra["routed_experts"].tolist() == ROWS.tolist()
     assert read.cached_tokens == 2
 
@@ -270,7 +269,7 @@ def test_calls_of_a_whole_message_have_no_index():
 
 def event(ids, **choice):
     entries = [{"token_id": one, "logprob": -one / 8} for one in ids]
-    fields = {"token_ids": ids, "logprobs": {"content": entries}, "sampling_mask": None}
+    fields = {"token_ids": ids, "logprobs": {"content": entries}}
     reply = {"choices": [{**fields, **choice}], "prompt_token_ids": None}
     return json.dumps(reply, separators=(",", ":")).encode()
 

@@ -162,16 +162,6 @@ async def test_text_is_tokenised_and_rendered_as_we_do(opened):
     assert (await engine.render(messages, None, {})).tolist() == ours.tolist()
 
 
-async def test_sampling_masks_are_carried_beside_the_tokens(opened):
-    engine = await opened(extras=["return_sampling_mask"])
-    for stream in (False, True):
-        asked = request(PROMPT, max_tokens=8, top_k=3, stream=stream)
-        ids, _, chunks = await reply(engine, asked)
-        masks = chunks[-1].extra["sampling_mask"]
-        assert [len(mask) for mask in masks] == [3] * len(ids)
-        assert all(int(one) in mask for one, mask in zip(ids, masks, strict=True))
-
-
 async def test_a_weight_update_in_mid_reply_is_reported_per_token(opened, server, models):
     engine = await opened()
     long = request(PROMPT, stream=True, max_tokens=80, min_tokens=80)

@@ -72,8 +72,7 @@ class SglangEngine(ServerAdapter):
     """Adapter for one SGLang server; an `Engine`, `Versioned`, `Pausable` and `Updatable`.
 
     It samples by `/generate`, and from messages with images by the chat route. `extras` requests
-    per-token extras (`return_routed_experts`, `return_sampling_mask`), which are then in a reply's
-    `extra`.
+    per-token extras (`return_routed_experts`), which are then in a reply's `extra`.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -182,9 +182,6 @@ class MetaInfo(msgspec.Struct):
     """`[[logprob, id, text or null], ...]`."""
     input_token_logprobs: Raw = vllm_schemas.EMPTY
     routed_experts: Raw = vllm_schemas.EMPTY
-    indexer_topk: Raw = vllm_schemas.EMPTY
-    output_token_sampling_mask: Raw = vllm_schemas.EMPTY
-    output_token_sampling_logprobs: Raw = vllm_schemas.EMPTY
 
 
 class SglangMessage(msgspec.Struct):
@@ -220,7 +217,6 @@ Triple: TypeAlias = tuple[float | None, int, str | None]
 
 _ANSWER = msgspec.json.Decoder(SglangReply)
 _TRIPLES: msgspec.json.Decoder[list[Triple]] = msgspec.json.Decoder(list[Triple])
-_LIST = msgspec.json.Decoder(list[Raw])
 
 
 @dataclass(slots=True)
@@ -240,7 +236,6 @@ class Reading:
     """Tokens read so far."""
     has_ids: bool = False
     """True if the reply has a field for sampled ids; it may be empty."""
-    _lists: dict[str, list[Raw]] = field(default_factory=dict)
     _ids: bytes = b""
     _logprobs: bytes = b""
     _has_prompt: bool = False
@@ -265,7 +260,6 @@ class Reading:
         raw = answer.output_ids if choice is None else choice.response_token_ids
         repeats = self._repeats(raw, meta)
         ids, logprobs = self._tokens(raw, meta, repeats=repeats)
-        self._keep_lists(meta, repeats=repeats)
         self.count += len(ids)
         prompt_ids = self._prompt(answer, choice, prompt_text, meta)
         if prompt_ids is None:
@@ -279,7 +273,7 @@ class Reading:
             prompt_ids_json=prompt_ids,
             cached_tokens=meta.cached_tokens or 0,
             reply=None if finish is None else _reply(choice, answer.text, finish),
-            extra={} if finish is None else self._extras(meta),
+            extra={} if finish is None else self._experts(meta),
         )
 
     def _repeats(self, raw: Raw, meta: MetaInfo) -> bool:
@@ -367,26 +361,11 @@ class Reading:
             version = as_version(meta.weight_version, unnamed=version)
         return (VersionSpan(version, 0, self.count),) if self.count else ()
 
-    def _keep_lists(self, meta: MetaInfo, *, repeats: bool) -> None:
-        for name in _PER_TOKEN:
-            raw: Raw = getattr(meta, f"output_token_{name}")
-            if raw not in vllm_schemas.ABSENT:
-                known = [] if repeats else self._lists.get(name, [])
-                self._lists[name] = [*known, *_LIST.decode(raw)]
-
-    def _extras(self, meta: MetaInfo) -> JSON:
-        """Return the metadata that is passed through beside the tokens."""
-        extra: JSON = {}
-        for name, kept in self._lists.items():
-            extra[name] = [msgspec.json.decode(one) for one in kept]
-        if meta.indexer_topk not in vllm_schemas.ABSENT:
-            extra["indexer_topk"] = msgspec.json.decode(meta.indexer_topk)
-        if meta.routed_experts not in vllm_schemas.ABSENT:
-            extra |= self._experts(msgspec.json.decode(meta.routed_experts, type=str), meta)
-        return extra
-
-    def _experts(self, text: str, meta: MetaInfo) -> JSON:
-        """Place the routed experts: base64 of int32 numbers, row after row."""
+    def _experts(self, meta: MetaInfo) -> JSON:
+        """Place the routed experts, if there are any: base64 of int32 numbers, row after row."""
+        if meta.routed_experts in vllm_schemas.ABSENT:
+            return {}
+        text = msgspec.json.decode(meta.routed_experts, type=str)
         if self.experts_shape is None:
             why = "the model's config.json, which has their shape, is not on this machine"
             return {f"{KEY}_dropped": why}
@@ -397,9 +376,6 @@ class Reading:
             raise GarbledError(f"the engine's routed experts cannot be read: {error}") from None
         tokens = (meta.prompt_tokens or self.prompt_tokens or 0) + self.count
         return reply_extra(rows, asked=self.experts_from, tokens=tokens)
-
-
-_PER_TOKEN = ("sampling_mask", "sampling_logprobs")
 
 
 def _rest(text: bytes, known: bytes) -> bytes:

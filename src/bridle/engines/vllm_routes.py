@@ -31,6 +31,7 @@ from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionS
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from bridle.experts import Rows
     from bridle.types import Ids, Logprobs
 
 _PROMPT_IDS = b'"prompt_token_ids":['
@@ -241,7 +242,6 @@ def _only_tokens(answers: Sequence[vllm_schemas.VllmReply | None]) -> list[bool]
         and choice.finish_reason is None
         and choice.weight_versions is None
         and choice.routed_experts is None
-        and choice.sampling_mask in absent
         and choice.logprobs is not None
         and choice.logprobs.content is not None
         and (ids := bytes(choice.token_ids))[:1] == b"["
@@ -275,7 +275,6 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
     choice = answer.choices[0]
     versions = choice.weight_versions
     spans = tuple([_span(one, unnamed) for one in versions]) if versions else None
-    beside = choice.routed_experts is not None or choice.sampling_mask not in vllm_schemas.ABSENT
     has_ids = choice.token_ids not in vllm_schemas.ABSENT
     ids_text = bytes(choice.token_ids) if has_ids else b""
     ids = parse_ids(ids_text) if ids_text else _NO_IDS
@@ -288,7 +287,7 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
         versions=spans or (),
         prompt_ids_json=prompt_text or _prompt_text(answer, choice),
         cached_tokens=cached,
-        extra=_extra(choice) if beside else {},
+        extra={} if choice.routed_experts is None else {KEY: _experts(choice.routed_experts)},
     )
     message = choice.message or choice.delta
     prompt_tokens = None if usage is None else usage.prompt_tokens
@@ -365,16 +364,11 @@ def _span(span: vllm_schemas.Span, unnamed: int) -> VersionSpan:
     return VersionSpan(as_version(span.version, unnamed=unnamed), span.start, span.end)
 
 
-def _extra(choice: vllm_schemas.VllmChoice) -> JSON:
-    extra: JSON = {}
-    if choice.routed_experts is not None:
-        try:
-            extra[KEY] = npy_rows(choice.routed_experts)
-        except ValueError as error:
-            raise GarbledError(f"the engine's routed experts cannot be read: {error}") from None
-    if choice.sampling_mask not in vllm_schemas.ABSENT:
-        extra["sampling_mask"] = msgspec.json.decode(choice.sampling_mask)
-    return extra
+def _experts(text: str) -> Rows:
+    try:
+        return npy_rows(text)
+    except ValueError as error:
+        raise GarbledError(f"the engine's routed experts cannot be read: {error}") from None
 
 
 def _start(body: bytes | msgspec.Raw) -> str:

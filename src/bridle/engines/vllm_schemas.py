@@ -213,7 +213,6 @@ class VllmChoice(msgspec.Struct):
     text: str | None = None
     weight_versions: list[Span] | None = None
     routed_experts: str | None = None
-    sampling_mask: Raw = EMPTY
 
 
 class PromptDetails(msgspec.Struct):

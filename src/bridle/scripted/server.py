@@ -6,14 +6,12 @@ the same bytes. Differences from vLLM, on purpose: it takes any model name, samp
 (`n` = 1), always parses reasoning and tool calls of the ChatML family, and reports the sampled
 token's logprob only.
 
-It is for trusted callers: it listens on loopback by default, and `api_key` guards all routes but
-`/health`.
+It is for trusted callers: it has no key, and listens on loopback by default.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -68,12 +66,10 @@ class EngineServer:
         tokenizer: str | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
-        api_key: str | None = None,
     ) -> None:
         self._engine = engine
         self._tokenizer_source = tokenizer
         self._host, self._port = host, port
-        self._api_key = api_key
         self.control = Control(engine)
 
     info: EngineInfo
@@ -127,11 +123,9 @@ class EngineServer:
     # ---- shared by all routes
 
     def _answered(self, handler: Handler) -> Handler:
-        """Wrap a handler: check the key, and answer failures with vLLM's error body."""
+        """Wrap a handler: answer failures with vLLM's error body."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
-            if not self._admits(request):
-                return _failed(401, "Unauthorized")
             try:
                 return await handler(request)
             except (BadCallError, IdsError, RenderError, msgspec.MsgspecError) as error:
@@ -146,12 +140,6 @@ class EngineServer:
                 return _failed(500, f"{type(error).__name__}: {error}")
 
         return answer
-
-    def _admits(self, request: web.Request) -> bool:
-        if self._api_key is None:
-            return True
-        given = request.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode())
 
     async def _health(self, request: web.Request) -> web.Response:  # noqa: ARG002
         try:
