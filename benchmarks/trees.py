@@ -39,8 +39,7 @@ from pathlib import Path
 from benchmarks.curves import Results, at_cost, interval, measured, reached, smooth
 from examples.demo.recipe import make_demo_model
 
-from bridle.bridges.examples import examples_of
-from bridle.bridges.sft import write_sft
+from bridle.bridges.examples import examples_of, write_sft
 from bridle.cli.batch import BatchRun, run_batch
 from bridle.cli.runs import sessions
 from bridle.cli.training import TrainSettings

@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridle.bridges.examples import examples_of
-from bridle.bridges.sft import SftCounts, write_sft
+from bridle.bridges.examples import SftCounts, examples_of, write_sft
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import load_config, open_setup

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from tests.capture.made import MadeSession
 
-from bridle.bridges.examples import examples_of
-from bridle.bridges.sft import SftCounts, write_lines, write_sft
+from bridle.bridges.examples import SftCounts, examples_of, write_lines, write_sft
 from bridle.errors import BridleError
 from bridle.trajectory import rebuild
 from bridle.types import LogprobMode

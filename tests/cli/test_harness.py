@@ -12,7 +12,7 @@ from bridle.harnesses import HARNESSES
 from bridle.harnesses.base import SCRIPTS
 from bridle.harnesses.bundles import MARKER
 from bridle.scripted.script import make_script
-from bridle.trajectory.script import script_of
+from bridle.trajectory.transcript import script_of
 
 
 def test_the_list_has_every_harness_with_version_dialects_and_whether_it_is_here(

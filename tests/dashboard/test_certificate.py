@@ -7,7 +7,7 @@ import pytest
 from tests.dashboard.house import HOSTILE, certified, client
 from tests.dashboard.test_app import Page, every_page
 
-from bridle.dashboard.certificate import certificate_of
+from bridle.dashboard.source import certificate_of
 
 
 def write(folder, **changes):

@@ -7,8 +7,8 @@ import pytest
 from tests.dashboard.house import HOSTILE, client, long, looked_at, write
 
 from bridle.capture.reader import SqliteReader
-from bridle.dashboard import search
-from bridle.dashboard.search import TextSearch
+from bridle.dashboard import folder
+from bridle.dashboard.folder import TextSearch
 from bridle.dashboard.summaries import SessionFilter
 
 ALL = {"one.0", "one.1", "one.2"}
@@ -41,7 +41,7 @@ def test_the_list_of_sessions_has_those_whose_messages_have_the_text(run):
 
 def test_a_search_goes_on_where_it_ended_and_the_page_says_what_is_left(tmp_path, run, monkeypatch):
     asyncio.run(write(tmp_path, long(7)))
-    monkeypatch.setattr(search, "ROWS", 2)
+    monkeypatch.setattr(folder, "SEARCHED_ROWS", 2)
     with SqliteReader(tmp_path / "capture.sqlite") as reader:
         wanted = TextSearch("x")
         assert wanted.go_on(reader, 0.0) == 7

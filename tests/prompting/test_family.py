@@ -7,6 +7,7 @@ import pytest
 from bridle.errors import RenderError
 from bridle.prompting.family import (
     PROBES,
+    ChatTemplate,
     differences,
     family_names,
     find_family,
@@ -14,7 +15,6 @@ from bridle.prompting.family import (
     plain_parser,
 )
 from bridle.prompting.renderer import TAIL, load_renderer
-from bridle.prompting.template import ChatTemplate
 from bridle.prompting.tokenizer import load_tokenizer
 from bridle.types import Message, Role, TextPart
 

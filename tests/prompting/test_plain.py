@@ -7,8 +7,8 @@ from tests.prompting.test_family import FAMILIES, TOOLS
 from tests.prompting.test_layouts import START, TURNS, WORDS, suffix
 
 from bridle.prompting.placeholders import PlaceholderFamily, with_placeholders
-from bridle.prompting.plain import FAMILIES as PLAIN
-from bridle.prompting.plain import PlainReplies
+from bridle.prompting.reply import PLAIN_FAMILIES as PLAIN
+from bridle.prompting.reply import PlainReplies
 
 PIECES = [
     *WORDS,

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.prompting.talk import BASH, call, image, parts, request, result, said, system, user
 
 from bridle.errors import RenderError
+from bridle.prompting.family import ChatTemplate
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import TAIL, PromptRenderer, load_renderer
-from bridle.prompting.template import ChatTemplate
 from bridle.types import FinishReason, TextPart
 
 TASK = (system("Be brief."), user("do it"))

@@ -3,7 +3,7 @@
 import pytest
 
 from bridle.errors import RenderError
-from bridle.prompting.template import STAND_IN, ChatTemplate, tool_parser_of
+from bridle.prompting.family import STAND_IN, ChatTemplate, tool_parser_of
 from bridle.prompting.tokenizer import load_tokenizer
 
 USER = {"role": "user", "content": "hi"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bridle.trajectory.disagreement import ScoredSession, disagreement_of
+from bridle.trajectory.scores import ScoredSession, disagreement_of
 
 SESSIONS = [
     ScoredSession("same", "t", {"a": 1.0, "b": 1.0 + 1e-9, "c": 1.0}),

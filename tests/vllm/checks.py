@@ -25,7 +25,7 @@ from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.teachers import served_teacher
 from bridle.engines.vllm import LoraAdapters, VllmEngine
-from bridle.engines.vllm_images import ImageRenderer
+from bridle.engines.vllm_routes import ImageRenderer
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer

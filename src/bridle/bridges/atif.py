@@ -18,8 +18,7 @@ import numpy as np
 import orjson
 
 from bridle.bridges.base import Turn, turns_of
-from bridle.bridges.examples import Example
-from bridle.bridges.sft import write_lines
+from bridle.bridges.examples import Example, write_lines
 from bridle.capture.records import SessionCapture
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import orjson
 
-from bridle.bridges.examples import Example
-from bridle.bridges.sft import chat, tools_text, write_lines
+from bridle.bridges.examples import Example, chat, tools_text, write_lines
 from bridle.capture.records import SessionCapture
 from bridle.trajectory.masks import rejected, shown_whole
 from bridle.trajectory.result import encode

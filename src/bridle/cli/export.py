@@ -310,7 +310,7 @@ def _write(
             out, offered(), margin=filters.margin, per_task=filters.pairs, siblings=siblings
         )
         return {"pairs": counts.pairs, "left_out": dict(counts.left_out)}
-    from bridle.bridges.sft import write_sft
+    from bridle.bridges.examples import write_sft
 
     written = write_sft(out, examples)
     texts = {"texts": written.texts} if written.texts else {}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bridle.capture.sqlite import SqliteReader, SqliteStore
     from bridle.config import EvaluatorSpec, Task
     from bridle.evaluators.base import Evaluation
-    from bridle.trajectory.disagreement import Disagreement, ScoredSession
+    from bridle.trajectory.scores import Disagreement, ScoredSession
 
 Scorer = Callable[["SessionCapture"], Awaitable["Evaluation"]]
 
@@ -105,7 +105,7 @@ def _compare(
     from bridle.cli.runs import capture_files
     from bridle.folders import private_file
     from bridle.node.run_folder import SCORERS
-    from bridle.trajectory.disagreement import disagreement_of
+    from bridle.trajectory.scores import disagreement_of
 
     names = [*functions, *evaluators]
     if reward is not None or len({RECORDED, *names}) <= len(names):
@@ -133,7 +133,7 @@ async def _score_with(
 ) -> list[ScoredSession]:
     """Score the sessions of a capture file by each of several scorers; nothing is recorded."""
     from bridle.capture.sqlite import SqliteReader
-    from bridle.trajectory.disagreement import ScoredSession
+    from bridle.trajectory.scores import ScoredSession
 
     found = []
     with SqliteReader(path) as reader:

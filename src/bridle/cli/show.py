@@ -65,7 +65,7 @@ def show(
         decode = decoder_of(capture.session.metadata)
         console.print("\n".join(explain_fork(capture, *diff, decode=decode)), markup=False)
     elif as_script:
-        from bridle.trajectory.script import script_of
+        from bridle.trajectory.transcript import script_of
 
         print_json(script_of(capture))
     else:

@@ -41,7 +41,7 @@ from bridle.errors import BridleError
 from bridle.gateway.faults import trace_of
 from bridle.trajectory.result import encode, trajectory_bytes
 from bridle.trajectory.sample import Trace
-from bridle.trajectory.script import script_of
+from bridle.trajectory.transcript import script_of
 from bridle.types import JSON
 
 COOKIE: Final = "bridle_dashboard"

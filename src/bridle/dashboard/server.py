@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from bridle.dashboard.attempts import AttemptTree, attempts_of, place_of
-from bridle.dashboard.certificate import RunCertificate
 from bridle.dashboard.folder import FolderSource
-from bridle.dashboard.source import SessionPage, SessionView
+from bridle.dashboard.source import RunCertificate, SessionPage, SessionView
 from bridle.dashboard.summaries import (
     AGAIN,
     FAILED,
@@ -38,7 +37,7 @@ from bridle.dashboard.summaries import (
     sort_rows,
 )
 from bridle.errors import ServerError
-from bridle.trajectory.disagreement import Disagreement
+from bridle.trajectory.scores import Disagreement
 from bridle.types import JSON
 
 if TYPE_CHECKING:

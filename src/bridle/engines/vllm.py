@@ -42,12 +42,14 @@ from bridle.engines.connection import Sent
 from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
-from bridle.engines.vllm_images import SAMPLE, ImageRenderer, image_finding
 from bridle.engines.vllm_routes import (
+    SAMPLE,
+    ImageRenderer,
     MessageText,
     Read,
     VllmRoute,
     call_body,
+    image_finding,
     read_answer,
     read_answers,
 )

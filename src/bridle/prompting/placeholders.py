@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 from bridle.errors import RenderError, boundary
 from bridle.prompting.family import Bridged, Family, Parsed
-from bridle.prompting.plain import PlainReplies
+from bridle.prompting.reply import PlainReplies
 from bridle.prompting.tokenizer import PLACEHOLDER_CHARS, PromptTokenizer
 from bridle.types import JSON
 

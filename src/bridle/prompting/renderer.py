@@ -26,6 +26,7 @@ from bridle.config import builtin_tokenizer_dir
 from bridle.errors import RenderError, boundary
 from bridle.prompting.canonical import results_in_call_order
 from bridle.prompting.family import (
+    ChatTemplate,
     Family,
     History,
     Parser,
@@ -36,14 +37,13 @@ from bridle.prompting.family import (
     live_marks,
     make_family,
     plain_parser,
+    tool_parser_of,
 )
 from bridle.prompting.live import LiveReader
 from bridle.prompting.messages import chat_messages, chat_tools
 from bridle.prompting.placeholders import PlaceholderFamily, suffix_of, with_placeholders
-from bridle.prompting.plain import FAMILIES as PLAIN_FAMILIES
 from bridle.prompting.prompt import PromptIds
-from bridle.prompting.reply import parse_reply, read_calls
-from bridle.prompting.template import ChatTemplate, tool_parser_of
+from bridle.prompting.reply import PLAIN_FAMILIES, parse_reply, read_calls
 from bridle.prompting.tokenizer import PromptTokenizer, load_tokenizer, stop_ids_of
 from bridle.types import JSON, FinishReason, Message, ModelRequest, Reply, Role, ToolCall, ToolSpec
 

@@ -8,14 +8,18 @@ attempt; it is counted and named, and changes no number.
 pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), averaged over the tasks
 with at least k attempts. Intervals are 95 % by the normal approximation, over tasks: samples of one
 task are not independent.
+
+`disagreement_of` compares several scorers on the same sessions: where a checker may be wrong.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import mean
 
 from bridle.types import JSON, Cause, SessionStatus
 
@@ -165,3 +169,71 @@ def clustered_mean(clusters: Sequence[Sequence[float]]) -> tuple[float | None, f
     squares = math.fsum(math.fsum(value - mean for value in values) ** 2 for values in clusters)
     error = math.sqrt(squares * len(clusters) / (len(clusters) - 1)) / count
     return mean, Z * error
+
+
+CLOSE = 1e-6
+"""Rewards that differ by no more are the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSession:
+    """The rewards that several scorers gave one session."""
+
+    session_id: str
+    task_id: str
+    rewards: Mapping[str, float | None]
+    """Scorer -> reward; `None` = it failed, or the session has none."""
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """Scorer -> why it failed."""
+
+    @property
+    def spread(self) -> float:
+        """Return the difference of the largest and the smallest reward."""
+        known = [reward for reward in self.rewards.values() if reward is not None]
+        return max(known) - min(known) if known else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PairAgreement:
+    """The share of sessions on which two scorers differ."""
+
+    scorers: tuple[str, str]
+    compared: int
+    """Sessions to which both gave a reward."""
+    differing: int
+    difference: float | None
+    """Mean of the absolute differences over all compared sessions; `None` = there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Several scorers on the same stored sessions."""
+
+    made_at: float
+    """Unix time, seconds."""
+    scorers: Sequence[str]
+    sessions: Sequence[ScoredSession]
+    """Those with the largest spread first."""
+    pairs: Sequence[PairAgreement]
+    """Those that differ in the largest share of their sessions first."""
+
+    @property
+    def differing(self) -> Sequence[ScoredSession]:
+        return [one for one in self.sessions if one.spread > CLOSE]
+
+
+def disagreement_of(
+    scorers: Sequence[str], sessions: Sequence[ScoredSession], made_at: float
+) -> Disagreement:
+    """Order sessions and pairs of scorers by how much they differ."""
+    pairs = [_pair(one, two, sessions) for one, two in combinations(scorers, 2)]
+    pairs.sort(key=lambda pair: -pair.differing / max(1, pair.compared))
+    ordered = sorted(sessions, key=lambda session: -session.spread)
+    return Disagreement(made_at, scorers, ordered, pairs)
+
+
+def _pair(one: str, two: str, sessions: Sequence[ScoredSession]) -> PairAgreement:
+    both = [(session.rewards.get(one), session.rewards.get(two)) for session in sessions]
+    apart = [abs(left - right) for left, right in both if left is not None and right is not None]
+    differing = sum(value > CLOSE for value in apart)
+    return PairAgreement((one, two), len(apart), differing, mean(apart) if apart else None)
