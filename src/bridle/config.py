@@ -13,15 +13,13 @@ import tomllib
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from bridle.errors import ConfigError
 from bridle.types import JSON, Kind
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 
 class Settings(BaseModel):

@@ -18,17 +18,15 @@ import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from bridle.types import JSON
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Rows: TypeAlias = npt.NDArray[np.int16]
-    """Shape (tokens, layers, top_k), int16; -1 = not known."""
+Rows: TypeAlias = npt.NDArray[np.int16]
+"""Shape (tokens, layers, top_k), int16; -1 = not known."""
 
 KEY = "routed_experts"
 """Name of `Experts` in `GenerateChunk.extra`."""

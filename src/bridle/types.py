@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    Ids: TypeAlias = npt.NDArray[np.int32]
-    """Token ids, shape (T,), int32. Import it under `TYPE_CHECKING`."""
+# Quoted, because numpy loads where it is used.
+Ids: TypeAlias = "npt.NDArray[np.int32]"
+"""Token ids, shape (T,), int32."""
 
-    Logprobs: TypeAlias = npt.NDArray[np.float32]
-    """Natural-log probabilities of sampled tokens, shape (T,), float32."""
+Logprobs: TypeAlias = "npt.NDArray[np.float32]"
+"""Natural-log probabilities of sampled tokens, shape (T,), float32."""
 
 JSON: TypeAlias = dict[str, Any]
 """A JSON object as decoded; only its owner knows its keys."""

@@ -20,21 +20,17 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from bridle.config import Task
 from bridle.errors import ConfigError
 from bridle.trajectory.credit import has_own_rewards, trace_reward, trace_weights
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
-from bridle.types import JSON
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from bridle.types import Ids, Logprobs
+from bridle.types import JSON, Ids, Logprobs
 
 log = structlog.get_logger()
 

@@ -36,9 +36,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -54,9 +55,6 @@ from bridle.trajectory.result import (
 )
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.types import JSON
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 FORMAT = "1"
 """Version of these columns, in the file's metadata as `bridle_trajectories`."""

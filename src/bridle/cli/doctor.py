@@ -24,14 +24,13 @@ import typer
 from bridle.cli.options import JsonOption
 from bridle.cli.output import console, print_json, table
 from bridle.errors import BridleError, EngineError, install_extra
-from bridle.types import JSON
+from bridle.types import JSON, Ids
 
 if TYPE_CHECKING:
     from bridle.config import Task
     from bridle.engines.base import Engine, EngineInfo
     from bridle.engines.probe import Finding, Render
     from bridle.prompting.renderer import PromptRenderer
-    from bridle.types import Ids
 
 
 @dataclass(frozen=True, slots=True)

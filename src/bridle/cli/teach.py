@@ -22,13 +22,12 @@ import typer
 from bridle.cli.options import CaptureArgument, JsonOption
 from bridle.cli.output import check_file, number, print_json, print_table
 from bridle.errors import ConfigError, first_error
-from bridle.types import JSON
+from bridle.types import JSON, Ids
 
 if TYPE_CHECKING:
     from bridle.capture.records import SessionCapture
     from bridle.engines.teachers import Scores, ServedTeacher
     from bridle.trajectory.sample import Trace, Trajectory
-    from bridle.types import Ids
 
 AT_ONCE = 16
 """Sessions whose traces a server scores at the same time."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,10 +31,7 @@ from bridle.trajectory.masks import Marks, mark
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.trajectory.transcript import Transcript
 from bridle.trajectory.tree import branches, excerpt, explain_fork, speakers
-from bridle.types import JSON, Kind
-
-if TYPE_CHECKING:
-    from bridle.types import Ids
+from bridle.types import JSON, Ids, Kind
 
 EXCERPT = 160
 """Characters of a reply in a row of the tree."""

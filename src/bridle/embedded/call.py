@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bridle.engines.base import GenerateChunk
 from bridle.errors import EngineError
-from bridle.experts import KEY, Experts
-from bridle.types import JSON, FinishReason, Sampling, VersionSpan
-
-if TYPE_CHECKING:
-    from bridle.experts import Rows
-    from bridle.types import Ids
+from bridle.experts import KEY, Experts, Rows
+from bridle.types import JSON, FinishReason, Ids, Sampling, VersionSpan
 
 Decode = Callable[[list[int]], str]
 """Token ids to text, special tokens included."""

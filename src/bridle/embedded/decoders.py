@@ -32,13 +32,12 @@ import torch
 from bridle.embedded.call import BatchedCall, common_prefix
 from bridle.embedded.routing import routing_of
 from bridle.errors import EngineError
-from bridle.types import Sampling
+from bridle.experts import Rows
+from bridle.types import Ids, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from bridle.experts import Rows
-    from bridle.types import Ids
 
 Cache: TypeAlias = Any
 """State that a decoder keeps for a call; no one else reads it."""

@@ -22,12 +22,11 @@ from bridle.embedded.call import BatchedCall, Mailbox
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
 from bridle.errors import ContextOverflowError, EngineError, install_extra
 from bridle.scripted.tokenizer import load_tokenizer
-from bridle.types import JSON, LogprobMode, Sampling
+from bridle.types import JSON, Ids, LogprobMode, Sampling
 
 if TYPE_CHECKING:
     from bridle.embedded.batch import BatchScheduler
     from bridle.embedded.model import LoadedModel
-    from bridle.types import Ids
 
 
 class EmbeddedEngine:

@@ -21,11 +21,10 @@ from bridle.engines.adapter import read_config
 from bridle.engines.base import ADAPTER, is_adapter
 from bridle.engines.teachers import Scores
 from bridle.errors import EngineError, install_extra
+from bridle.types import Ids, Logprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from bridle.types import Ids, Logprobs
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")

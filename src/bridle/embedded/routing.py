@@ -20,12 +20,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bridle.errors import TrainingError
+from bridle.experts import Rows
 from bridle.types import JSON
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from bridle.experts import Rows
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 

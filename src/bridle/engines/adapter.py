@@ -12,10 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack
+from typing import Any, Final, Self, TypedDict, Unpack
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from bridle.engines import vllm_schemas
 from bridle.engines.base import EngineInfo, GarbledError, GenerateChunk, GenerateRequest
@@ -23,13 +24,7 @@ from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.ids import IdsError, compact, parse_ids
 from bridle.engines.probe import ProbeReport
 from bridle.errors import EngineError
-from bridle.types import JSON, LogprobMode
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from bridle.types import Ids, Logprobs
-
+from bridle.types import JSON, Ids, LogprobMode, Logprobs
 
 API_KEY_VARIABLE = "BRIDLE_ENGINE_API_KEY"
 """Environment variable with the server's key (`--api-key`)."""

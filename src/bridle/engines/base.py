@@ -11,16 +11,22 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from bridle.errors import EngineError
-from bridle.types import JSON, FinishReason, LogprobMode, Reply, Sampling, VersionSpan, record
-
-if TYPE_CHECKING:
-    from bridle.types import Ids, Logprobs
-
+from bridle.types import (
+    JSON,
+    FinishReason,
+    Ids,
+    LogprobMode,
+    Logprobs,
+    Reply,
+    Sampling,
+    VersionSpan,
+    record,
+)
 
 RETRYABLE = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses after which the same call may be tried again."""

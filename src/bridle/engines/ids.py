@@ -7,14 +7,13 @@ last ids are the end of the text, and a whole parse happens once, in C, if an en
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import orjson
 
-if TYPE_CHECKING:
-    from bridle.types import Ids
+from bridle.types import Ids
 
 _LARGEST = 2**31 - 1
 _LIST = msgspec.json.Decoder(list[int])

@@ -14,7 +14,7 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -24,10 +24,7 @@ from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.probe import Finding, ProbeReport
 from bridle.engines.vllm_routes import MessageText, read_answer
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
-from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
-
-if TYPE_CHECKING:
-    from bridle.types import Logprobs
+from bridle.types import JSON, FinishReason, LogprobMode, Logprobs, VersionSpan
 
 KEY_VARIABLES = ("BRIDLE_ENGINE_API_KEY", "OPENAI_API_KEY")
 """Environment variables of the key; the first that is set is used."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import structlog
 
@@ -49,11 +49,7 @@ from bridle.engines.pool_replica import (
 )
 from bridle.engines.pool_routing import FailureTracker, ReplicaRouter, RoutingReason
 from bridle.errors import ConfigError, ContextOverflowError, EngineError, boundary
-from bridle.types import JSON
-
-if TYPE_CHECKING:
-    from bridle.types import Ids
-
+from bridle.types import JSON, Ids
 
 log = structlog.get_logger()
 

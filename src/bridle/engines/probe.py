@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from uuid import uuid4
 
 import numpy as np
@@ -33,11 +33,7 @@ from bridle.engines.base import (
 )
 from bridle.engines.ids import ArrayIds, compact, parse_ids
 from bridle.errors import BridleError, EngineError
-from bridle.types import JSON, LogprobMode, Sampling
-
-if TYPE_CHECKING:
-    from bridle.types import Ids, Logprobs
-
+from bridle.types import JSON, Ids, LogprobMode, Logprobs, Sampling
 
 Render = Callable[[list[JSON], list[JSON]], "Ids"]
 """OpenAI Chat messages and tools -> Bridle's ids of the whole prompt."""

@@ -14,7 +14,7 @@ import base64
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -26,10 +26,7 @@ from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest
 from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
 from bridle.errors import EngineError
 from bridle.experts import KEY, as_rows, reply_extra
-from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
-
-if TYPE_CHECKING:
-    from bridle.types import Ids, Logprobs
+from bridle.types import JSON, FinishReason, Ids, Logprobs, Reply, Sampling, ToolCall, VersionSpan
 
 GENERATE, CHAT = "/generate", vllm_schemas.CHAT
 

@@ -15,10 +15,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from bridle.engines import vllm_schemas
 from bridle.engines.adapter import API_KEY_VARIABLE, tokenized, tokenizer_dir
@@ -26,12 +27,7 @@ from bridle.engines.base import GarbledError
 from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.sglang_routes import GENERATE
 from bridle.errors import ConfigError, EngineError
-from bridle.types import JSON
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from bridle.types import Ids, Logprobs
+from bridle.types import JSON, Ids, Logprobs
 
 SILENT_S = 1800.0
 """Time that a teacher may be silent within one call."""

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 from uuid import uuid4
 
 import msgspec
@@ -55,11 +55,7 @@ from bridle.engines.vllm_routes import (
 )
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.experts import KEY, reply_extra
-from bridle.types import JSON, FinishReason, Sampling, VersionSpan
-
-if TYPE_CHECKING:
-    from bridle.types import Ids
-
+from bridle.types import JSON, FinishReason, Ids, Sampling, VersionSpan
 
 ROUTES = (VllmRoute.CHAT, VllmRoute.GENERATE, VllmRoute.COMPLETIONS)
 """Order in which routes are tried if none is chosen."""

@@ -24,10 +24,11 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import chain, groupby, repeat
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from bridle.engines import vllm_schemas
 from bridle.engines.adapter import as_version, check_paired, ids_from
@@ -43,15 +44,18 @@ from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
 from bridle.engines.probe import Finding
 from bridle.errors import EngineError
-from bridle.experts import KEY, npy_rows
-from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan, record
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from bridle.experts import Rows
-    from bridle.types import Ids, Logprobs
-
+from bridle.experts import KEY, Rows, npy_rows
+from bridle.types import (
+    JSON,
+    FinishReason,
+    Ids,
+    Logprobs,
+    Reply,
+    Sampling,
+    ToolCall,
+    VersionSpan,
+    record,
+)
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from pydantic import Field, field_validator
 
@@ -32,10 +32,8 @@ from bridle.evaluators.base import (
     evaluate_with_control,
     parse_config,
 )
+from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
-
-if TYPE_CHECKING:
-    from bridle.trajectory.sample import Trajectory
 
 
 class Part(Settings):

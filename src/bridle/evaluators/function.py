@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import orjson
 from pydantic import Field, field_validator
@@ -51,16 +51,10 @@ from bridle.evaluators.base import (
 )
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.runtimes import make_runtime
-from bridle.runtimes.base import Mount
+from bridle.runtimes.base import ExecResult, Mount, Runtime
 from bridle.runtimes.files import copy_out
 from bridle.runtimes.process import Command, run_process
 from bridle.types import JSON
-
-if TYPE_CHECKING:
-    from bridle.runtimes.base import ExecResult, Runtime
-
-if TYPE_CHECKING:
-    from bridle.runtimes.base import ExecResult
 
 CHECK_S = 120
 """Time for importing a scoring function before a run."""

@@ -11,12 +11,11 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import orjson
 
-if TYPE_CHECKING:
-    from bridle.types import ToolSpec
+from bridle.types import ToolSpec
 
 Defaults: TypeAlias = Mapping[str, Mapping[str, bytes]]
 """Tool name -> top-level argument -> canonical bytes of its schema's default."""

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import orjson
 
+from bridle.types import Ids
+
 if TYPE_CHECKING:
     from hashlib import _Hash
-
-    from bridle.types import Ids
 
 
 _LITTLE = sys.byteorder == "little"

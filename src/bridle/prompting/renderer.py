@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 
@@ -45,10 +45,17 @@ from bridle.prompting.placeholders import PlaceholderFamily, suffix_of, with_pla
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.reply import PLAIN_FAMILIES, parse_reply, read_calls
 from bridle.prompting.tokenizer import PromptTokenizer, load_tokenizer, stop_ids_of
-from bridle.types import JSON, FinishReason, Message, ModelRequest, Reply, Role, ToolCall, ToolSpec
-
-if TYPE_CHECKING:
-    from bridle.types import Ids
+from bridle.types import (
+    JSON,
+    FinishReason,
+    Ids,
+    Message,
+    ModelRequest,
+    Reply,
+    Role,
+    ToolCall,
+    ToolSpec,
+)
 
 END = 24
 """Number of them that show the end of a prompt that a layout is known for."""

@@ -16,12 +16,11 @@ import numpy as np
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import RenderError, boundary
-from bridle.types import JSON
+from bridle.types import JSON, Ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from bridle.types import Ids
 
 KEY = "tokenizer"
 """Key of a session record's metadata under which the gateway names the tokenizer."""

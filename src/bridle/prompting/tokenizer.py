@@ -34,12 +34,11 @@ import structlog
 
 from bridle.errors import RenderError, boundary
 from bridle.prompting.pieces import chars_per_token, ids_of, takes_pieces, tokenised
-from bridle.types import JSON
+from bridle.types import JSON, Ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from bridle.types import Ids
 
 MARK = "\x7f"
 """The escape character (DEL). `str.strip` leaves it alone, and `json.dumps` too, unless it has

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -51,11 +51,7 @@ from bridle.scripted.script import (
     view_messages,
 )
 from bridle.scripted.tokenizer import ChatTokenizer, load_tokenizer
-from bridle.types import JSON, FinishReason, LogprobMode, Sampling, VersionSpan
-
-if TYPE_CHECKING:
-    from bridle.types import Ids, Logprobs
-
+from bridle.types import JSON, FinishReason, Ids, LogprobMode, Logprobs, Sampling, VersionSpan
 
 PIECE = 8
 """Tokens per chunk of a streamed reply."""

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -24,10 +24,7 @@ from bridle.engines.ids import ids_json
 from bridle.experts import KEY, npy_text
 from bridle.scripted.script import CALL, CALL_END, THINK, THINK_END
 from bridle.scripted.tokenizer import ChatTokenizer, TextStream
-from bridle.types import JSON, FinishReason, one_line
-
-if TYPE_CHECKING:
-    from bridle.types import Ids, Logprobs
+from bridle.types import JSON, FinishReason, Ids, Logprobs, one_line
 
 LEAST = -9999.0
 """vLLM's substitute for minus infinity, which JSON lacks."""

@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self
+from typing import Annotated, Literal, Protocol, Self
 
 import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -23,10 +23,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from bridle.config import Settings, explain
 from bridle.errors import ConfigError, EngineError
 from bridle.scripted.tokenizer import ChatTokenizer, text_of
-from bridle.types import JSON
-
-if TYPE_CHECKING:
-    from bridle.types import Ids
+from bridle.types import JSON, Ids
 
 START, END = "<|im_start|>", "<|im_end|>"
 THINK, THINK_END = "<think>", "</think>"

@@ -21,12 +21,11 @@ import numpy as np
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import ConfigError, EngineError, RenderError
-from bridle.types import JSON
+from bridle.types import JSON, Ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from bridle.types import Ids
 
 _MARKERS = {"<think>", "</think>", "<tool_call>", "</tool_call>"}
 REPLACEMENT = "\ufffd"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 import structlog
@@ -18,9 +18,6 @@ import structlog
 from bridle.errors import BridleError, ConfigError
 from bridle.node.base import SessionRunner
 from bridle.types import without_user_info
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 log = structlog.get_logger()
 

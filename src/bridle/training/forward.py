@@ -21,15 +21,14 @@ import torch
 
 from bridle.embedded.routing import routing_of
 from bridle.errors import TrainingError
+from bridle.experts import Rows as Rows16
 from bridle.training.samples import Sample
 from bridle.trajectory.packing import Packed, block_mask, pack
 from bridle.trajectory.sample import Trajectory
+from bridle.types import Ids
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
-
-    from bridle.experts import Rows as Rows16
-    from bridle.types import Ids
 
 
 Places = tuple[npt.NDArray[Any], npt.NDArray[Any]]

@@ -61,8 +61,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-    from bridle.training.settings import LoraSettings
-
 
 def add_adapter(
     model: PreTrainedModel,

@@ -18,12 +18,11 @@ from bridle.training.forward import Piece, check_ids, rows_of
 from bridle.training.samples import Sample, trains
 from bridle.trajectory.fidelity import Certificate, Facts, Recomputed, certify
 from bridle.trajectory.sample import Trace
-from bridle.types import JSON
+from bridle.types import JSON, Logprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from bridle.types import Logprobs
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names in a model's config under which it has experts."""

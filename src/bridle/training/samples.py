@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bridle.errors import TrainingError
 from bridle.training.settings import GrpoSettings
 from bridle.trajectory.credit import (
+    Floats,
     has_own_rewards,
     role_advantages,
     role_of,
@@ -30,9 +30,6 @@ from bridle.trajectory.credit import (
 from bridle.trajectory.images import refuse_images
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON, LogprobMode
-
-if TYPE_CHECKING:
-    from bridle.trajectory.credit import Floats
 
 DR_GRPO_TOKENS = 1024
 """Constant by which Dr. GRPO divides the sum over a session's tokens. It only scales the loss."""

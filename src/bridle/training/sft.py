@@ -30,11 +30,11 @@ from pydantic import Field
 from bridle.config import Settings
 from bridle.errors import TrainingError
 from bridle.training.forward import logits_at, shared_prefix, threads
+from bridle.types import Ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from bridle.types import Ids
 
 POOL = 16
 """Batches that are sorted by length together: enough that little is padding, few enough that the

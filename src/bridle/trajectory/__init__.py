@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import orjson
@@ -51,10 +51,7 @@ from bridle.trajectory.packing import pack
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.trajectory.stats import Built, measure, with_texts
 from bridle.trajectory.transcript import Messages, Transcript
-from bridle.types import JSON, SHAPING, Cause, FinishReason, Kind, SessionStatus
-
-if TYPE_CHECKING:
-    from bridle.types import Ids
+from bridle.types import JSON, SHAPING, Cause, FinishReason, Ids, Kind, SessionStatus
 
 __all__ = ["BUILDERS", "MaskReason", "Trace", "Trajectory", "build", "rebuild", "with_outcome"]
 

@@ -20,20 +20,16 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from bridle.experts import Experts, merge_rows, unpack
 from bridle.trajectory.graph import ExchangeNode, Graph, Piece, order_of, pieces
 from bridle.trajectory.masks import Marks
 from bridle.trajectory.sample import MaskReason, Trace
-from bridle.types import FinishReason
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from bridle.types import Ids
+from bridle.types import FinishReason, Ids
 
 BUILDERS: Mapping[str, str] = {
     "per_request": "bridle.trajectory.builders:per_request",

@@ -28,20 +28,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from bridle.trajectory.sample import MaskReason, Trace
-from bridle.types import JSON
+from bridle.types import JSON, Ids
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from bridle.types import Ids
-
-    Flags = npt.NDArray[np.bool_]
-    Numbers = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.float64]
 
 SMALLEST_PART = 8
 """A part of fewer tokens proves nothing."""

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from bridle.trajectory.sample import Trace, Trajectory
 
-    from bridle.trajectory.sample import Trace, Trajectory
-
-    Floats = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
 
 SMALLEST_STD = 1e-6
 """A group whose rewards vary less than this says nothing; dividing by its deviation would turn

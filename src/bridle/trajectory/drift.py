@@ -24,16 +24,12 @@ import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bridle.capture.records import Exchange
 from bridle.trajectory.graph import ExchangeNode, Graph, first_difference, first_ids, order_of
-from bridle.types import FinishReason
-
-if TYPE_CHECKING:
-    from bridle.types import Ids
+from bridle.types import FinishReason, Ids
 
 TEMPLATE_ROOTS = frozenset({"engine_prompt", "image", "template"})
 """Root reasons of prompts that an engine's chat template made."""

@@ -19,19 +19,15 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from bridle.errors import ConfigError
 from bridle.trajectory.causes import Mismatch, Scored, diagnose
 from bridle.trajectory.sample import Trace
-from bridle.types import JSON, SHAPING, LogprobMode
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from bridle.types import Ids, Logprobs
+from bridle.types import JSON, SHAPING, Ids, LogprobMode, Logprobs
 
 TOLERANCES = {"float32": 2e-4, "float16": 2e-2, "bfloat16": 0.1, "float8": 0.2}
 """Root mean square of the differences, in nats, that two correct computations may show.

@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bridle.capture.records import Exchange, no_ids
+from bridle.types import Ids
 
 if TYPE_CHECKING:
     from hashlib import _Hash
-
-    from bridle.types import Ids
 
 
 SHOWN = 16

@@ -21,18 +21,14 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from bridle.capture.records import Delivery, Exchange
 from bridle.trajectory.graph import Graph, order_of
 from bridle.trajectory.sample import MaskReason
 from bridle.types import DeliveryState, FinishReason, Kind, LogprobMode
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
 
 LARGEST_LOGPROB = 1e-3
 """Rounding may lift a logprob a little over 0; what is larger is not a logprob."""

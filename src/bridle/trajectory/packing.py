@@ -21,17 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from bridle.experts import is_known
 from bridle.trajectory.sample import Trace, Trajectory
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from bridle.types import Ids, Logprobs
+from bridle.types import Ids, Logprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

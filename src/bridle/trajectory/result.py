@@ -11,18 +11,16 @@ without a copy per token; all else has the names and values of the JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from bridle.experts import npy_rows, npy_text
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.trajectory.transcript import Messages
 from bridle.types import JSON, one_line
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 
 def trace_json(trace: Trace) -> JSON:

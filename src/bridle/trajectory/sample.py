@@ -11,13 +11,11 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from bridle.types import JSON
+from bridle.types import JSON, Ids, Logprobs
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-    from bridle.types import Ids, Logprobs
 
 
 class MaskReason(IntEnum):

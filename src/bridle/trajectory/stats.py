@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -18,11 +18,7 @@ from bridle.trajectory.drift import Joined
 from bridle.trajectory.graph import Break, Graph
 from bridle.trajectory.masks import Marks
 from bridle.trajectory.sample import MaskReason, Trace
-from bridle.types import JSON, Kind
-
-if TYPE_CHECKING:
-    from bridle.types import Ids
-
+from bridle.types import JSON, Ids, Kind
 
 VERSION: Final = 2
 """`stats_version`: 1 (without the key) counted lineage per exchange, not per turn shown."""

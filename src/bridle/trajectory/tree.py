@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
 from bridle.capture.records import Exchange, SessionCapture
 from bridle.errors import StoreError
@@ -16,10 +15,7 @@ from bridle.trajectory.graph import ExchangeNode, Graph, first_difference, first
 from bridle.trajectory.masks import mark
 from bridle.trajectory.sample import MaskReason
 from bridle.trajectory.transcript import Transcript
-from bridle.types import Kind
-
-if TYPE_CHECKING:
-    from bridle.types import Ids
+from bridle.types import Ids, Kind
 
 EXCERPT = 60
 """Characters of a reply that a line shows."""
