@@ -48,8 +48,7 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     if name not in _HOMES:
-        message = f"module 'bridle' has no attribute {name!r}"
-        raise AttributeError(message)
+        raise AttributeError(f"module 'bridle' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -203,8 +203,7 @@ async def retry(
             if k == attempts - 1:
                 raise
             await asyncio.sleep(backoff_s * 2**k)
-    message = f"attempts must be at least 1, not {attempts}"
-    raise ValueError(message)
+    raise ValueError(f"attempts must be at least 1, not {attempts}")
 
 
 class Condition:

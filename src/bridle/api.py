@@ -301,8 +301,7 @@ class Session:
 
     def _check_open(self, value: object) -> None:
         if self.ended:
-            message = f"session {self.session_id} has ended; its reward stays {value}"
-            raise ConfigError(message)
+            raise ConfigError(f"session {self.session_id} has ended; its reward stays {value}")
 
     def trajectory(self) -> Trajectory:
         """Build the trajectory of the exchanges captured so far."""
@@ -454,8 +453,7 @@ def _in_sandbox(
 def _check(agent: Agent, tasks: Sequence[Task], scorer: Scorer | None) -> None:
     """Raise `ConfigError` for what an agent that is a function cannot be used with."""
     if not callable(agent):
-        message = f"agent: {agent!r} is not a function, harness name, command or AgentSpec"
-        raise ConfigError(message)
+        raise ConfigError(f"agent: {agent!r} is not a function, harness name, command or AgentSpec")
     if any(task.branching for task in tasks):
         message = (
             "branching: only tasks of a harness can branch; use `session.fork` in an agent function"
@@ -544,8 +542,7 @@ async def call_scorer(scorer: Scorer, attempt: Attempt) -> Evaluation:
     except EvaluatorError:
         raise
     except Exception as error:
-        message = f"scorer: {type(error).__name__}: {error}"
-        raise EvaluatorError(message) from error
+        raise EvaluatorError(f"scorer: {type(error).__name__}: {error}") from error
 
 
 def _by_task(folder: Path, tasks: Sequence[Task]) -> list[Trajectory]:
@@ -579,8 +576,7 @@ def _task(given: Task | JSON | str, number: int) -> Task:
         return given
     fields = {"instruction": given} if isinstance(given, str) else given
     if not isinstance(fields, Mapping):
-        message = f"tasks[{number}]: {given!r} is not an instruction, a Task or its fields"
-        raise ConfigError(message)
+        raise ConfigError(f"tasks[{number}]: {given!r} is not an instruction, a Task or its fields")
     try:
         return Task.model_validate({"task_id": f"task-{number}", **fields})
     except ValidationError as error:

@@ -415,8 +415,7 @@ class AsyncClient:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
-            message = "use the client as a context manager"
-            raise RuntimeError(message)
+            raise RuntimeError("use the client as a context manager")
         return self._http
 
 

@@ -177,8 +177,7 @@ class McpServer(Settings):
     def _has_its_address(self) -> McpServer:
         needed = "command" if self.transport == "stdio" else "url"
         if getattr(self, needed) is None:
-            message = f"an MCP server with transport {self.transport!r} needs {needed!r}"
-            raise ValueError(message)
+            raise ValueError(f"an MCP server with transport {self.transport!r} needs {needed!r}")
         return self
 
 
@@ -283,8 +282,7 @@ class ArtifactsSpec(Settings):
     def _lie_inside(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
         for path in paths:
             if not path or path.startswith("/") or ".." in path.split("/"):
-                message = f"{path!r} must be relative to the work folder, without '..'"
-                raise ValueError(message)
+                raise ValueError(f"{path!r} must be relative to the work folder, without '..'")
         return paths
 
 
@@ -444,14 +442,11 @@ def load_toml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             return tomllib.load(file)
     except FileNotFoundError:
-        message = f"{path}: no such file"
-        raise ConfigError(message) from None
+        raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        message = f"{path}: cannot be read: {error}"
-        raise ConfigError(message) from None
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
-        message = f"{path}: {error}"
-        raise ConfigError(message) from None
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def assets_dir() -> Path:

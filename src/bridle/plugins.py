@@ -35,10 +35,8 @@ def load(name: str, table: Mapping[str, str], *, what: str) -> Any:  # noqa: ANN
     module_name, colon, attribute = more.get(name, path).partition(":")
     if not colon:
         known = ", ".join(sorted({*table, *more}))
-        message = f"unknown {what} {name!r}; known: {known}; or 'package.module:Class'"
-        raise ConfigError(message)
+        raise ConfigError(f"unknown {what} {name!r}; known: {known}; or 'package.module:Class'")
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        message = f"{what} {name!r} cannot be loaded: {error}"
-        raise ConfigError(message) from error
+        raise ConfigError(f"{what} {name!r} cannot be loaded: {error}") from error

@@ -201,8 +201,7 @@ def unpack(packed: bytes) -> Trajectory:
     """Return the one trajectory of a file that was read as bytes. Raises `BridleError`."""
     found = _read(pa.BufferReader(packed), "a packed trajectory")
     if len(found) != 1:
-        message = f"a packed trajectory: holds {len(found)} trajectories"
-        raise BridleError(message)
+        raise BridleError(f"a packed trajectory: holds {len(found)} trajectories")
     return found[0]
 
 
@@ -231,8 +230,7 @@ def _read(source: Any, name: str | Path) -> list[Trajectory]:  # noqa: ANN401 - 
         about = file.metadata.metadata or {}
         found = about.get(b"bridle_trajectories")
         if found != FORMAT.encode():
-            message = f"{name}: not trajectories of format {FORMAT}, but {found!r}"
-            raise BridleError(message)
+            raise BridleError(f"{name}: not trajectories of format {FORMAT}, but {found!r}")
         whole = list(_grouped(file))
         empty = orjson.loads(about[b"sessions_without_traces"])
         return whole + [trajectory_of(value) for value in empty]

@@ -71,8 +71,7 @@ def rebuild_all(
             while waiting:
                 yield from waiting.popleft().result()
         except BrokenProcessPool as error:
-            message = f"{path}: a process that rebuilt it ended: {error}"
-            raise BridleError(message) from error
+            raise BridleError(f"{path}: a process that rebuilt it ended: {error}") from error
         finally:
             for future in waiting:
                 future.cancel()

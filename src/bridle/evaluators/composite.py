@@ -59,12 +59,10 @@ class CompositeSettings(Settings):
     @classmethod
     def _weighed(cls, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         if not any(part.weight for part in parts):
-            message = "at least one part needs a weight above 0"
-            raise ValueError(message)
+            raise ValueError("at least one part needs a weight above 0")
         names = [part.name or part.strategy for part in parts]
         if len(set(names)) < len(names):
-            message = f"parts need different names: {names}"
-            raise ValueError(message)
+            raise ValueError(f"parts need different names: {names}")
         return parts
 
 
@@ -148,8 +146,7 @@ def _trace_rewards(
     """
     counts = {len(one.trace_rewards) for one in found.values() if one.trace_rewards is not None}
     if len(counts) > 1:
-        message = f"parts reward different numbers of traces: {sorted(counts)}"
-        raise EvaluatorError(message)
+        raise EvaluatorError(f"parts reward different numbers of traces: {sorted(counts)}")
     if not counts:
         return None
     (count,) = counts

@@ -81,8 +81,7 @@ class FunctionSettings(Settings):
         for name in files:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts:
-                message = f"{name!r} does not lie in the work folder"
-                raise ValueError(message)
+                raise ValueError(f"{name!r} does not lie in the work folder")
         return files
 
 
@@ -321,8 +320,7 @@ def _source(module: str) -> tuple[Path, Path]:
         if spec.origin is not None:
             return own, top
         spec = PathFinder.find_spec(names.pop(0), list(inner or ())) if names else None
-    message = f"there is no module {module!r}, or it is a folder without __init__.py"
-    raise EvaluatorError(message)
+    raise EvaluatorError(f"there is no module {module!r}, or it is a folder without __init__.py")
 
 
 def _within(path: Path, folders: Sequence[Path]) -> bool:

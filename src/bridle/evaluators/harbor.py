@@ -149,6 +149,5 @@ def parse_json(text: str) -> dict[str, float]:
     if not values or not all(
         isinstance(value, int | float) and math.isfinite(value) for value in values.values()
     ):
-        message = f"reward.json must hold finite numbers by name, not {text[:80]!r}"
-        raise EvaluatorError(message)
+        raise EvaluatorError(f"reward.json must hold finite numbers by name, not {text[:80]!r}")
     return {str(name): float(value) for name, value in values.items()}

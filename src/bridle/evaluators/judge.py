@@ -80,8 +80,7 @@ class JudgeSettings(Settings):
     @model_validator(mode="after")
     def _has_a_range(self) -> Self:
         if not self.low < self.high:
-            message = f"low {self.low:g} must be less than high {self.high:g}"
-            raise ValueError(message)
+            raise ValueError(f"low {self.low:g} must be less than high {self.high:g}")
         return self
 
 

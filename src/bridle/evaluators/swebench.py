@@ -98,8 +98,7 @@ class SwebenchEvaluator(Configured[SwebenchSettings]):
         report = await self._package("grade", {"log": said, "patch": readable})
         if report.get("infra_failure"):
             why = report.get("infra_failure_reason")
-            way = f"swebench: the environment failed: {why}"
-            raise CheckerFailure(way, said[-TAIL_CHARS:])
+            raise CheckerFailure(f"swebench: the environment failed: {why}", said[-TAIL_CHARS:])
         resolved = report.get("resolved") is True
         return Evaluation(float(resolved), metadata={**report, "changed": True})
 

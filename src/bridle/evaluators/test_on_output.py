@@ -88,8 +88,7 @@ class TestOnOutputSettings(Settings):
     @model_validator(mode="after")
     def _names_tests(self) -> Self:
         if bool(self.fail_to_pass) == bool(self.expected):
-            message = "name either fail_to_pass or expected"
-            raise ValueError(message)
+            raise ValueError("name either fail_to_pass or expected")
         return self
 
 

@@ -69,8 +69,7 @@ def open_harness(agent: AgentSpec | str) -> Harness:
     if isinstance(agent, str):
         agent = default_agent(agent)
     if (agent.harness is None) == (agent.import_path is None):
-        message = "agent: give exactly one of 'harness' and 'import_path'"
-        raise ConfigError(message)
+        raise ConfigError("agent: give exactly one of 'harness' and 'import_path'")
     name = agent.harness or agent.import_path or ""
     table = {**HARNESSES, **CHECKS}
     more = {} if name in table or agent.harness is None else installed("harness")

@@ -193,8 +193,7 @@ def refuse_extras(
             )
             raise ConfigError(message)
     if agent.skills_path is not None and not skills:
-        message = f"agent.skills_path: {agent.harness!r} has no skills"
-        raise ConfigError(message)
+        raise ConfigError(f"agent.skills_path: {agent.harness!r} has no skills")
     skill_folders(agent, "")
 
 
@@ -239,8 +238,7 @@ def skill_folders(agent: AgentSpec, target: str) -> dict[str, Path]:
     single = (root / SKILL).is_file()
     folders = [root] if single else sorted(file.parent for file in root.glob(f"*/{SKILL}"))
     if not folders:
-        message = f"agent.skills_path: no skill (a folder with a {SKILL}) in {root}"
-        raise ConfigError(message)
+        raise ConfigError(f"agent.skills_path: no skill (a folder with a {SKILL}) in {root}")
     return {f"{target}/{folder.name}": folder for folder in folders}
 
 
@@ -279,5 +277,4 @@ def _toml(value: Any) -> str:  # noqa: ANN401 - any JSON value
         case list() | tuple():
             return "[" + ", ".join(_toml(item) for item in value) + "]"
         case _:
-            message = f"{value!r} cannot be written as TOML"
-            raise ConfigError(message)
+            raise ConfigError(f"{value!r} cannot be written as TOML")

@@ -48,8 +48,7 @@ class Ending:
     def __post_init__(self) -> None:
         """Raise `ValueError` unless exactly COMPLETED has no cause."""
         if (self.cause is None) != (self.status is SessionStatus.COMPLETED):
-            message = f"{self.status} with cause {self.cause}"
-            raise ValueError(message)
+            raise ValueError(f"{self.status} with cause {self.cause}")
 
 
 COMPLETED = Ending(SessionStatus.COMPLETED)

@@ -61,8 +61,7 @@ class ApiToken(Settings):
     @model_validator(mode="after")
     def _has_one(self) -> Self:
         if (self.token is None) == (self.sha256 is None):
-            message = "give either `token` or `sha256`"
-            raise ValueError(message)
+            raise ValueError("give either `token` or `sha256`")
         return self
 
     @property

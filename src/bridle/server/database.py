@@ -110,8 +110,7 @@ class Database:
         try:
             migrating = cls(url, patient=True)
         except ModuleNotFoundError as error:
-            message = f"database: {error}; run {install_extra('postgres')}"
-            raise ConfigError(message) from error
+            raise ConfigError(f"database: {error}; run {install_extra('postgres')}") from error
         async with migrating, migrating.write() as connection:
             await connection.run_sync(_migrate)
         return cls(url)

@@ -51,8 +51,7 @@ class GroupOptions(Settings):
     @classmethod
     def _is_http(cls, url: str | None) -> str | None:
         if url is not None and ("\x00" in url or not url.startswith(("http://", "https://"))):
-            message = "callback_url must be an http:// or https:// URL"
-            raise ValueError(message)
+            raise ValueError("callback_url must be an http:// or https:// URL")
         return url
 
 

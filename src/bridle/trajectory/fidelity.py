@@ -78,12 +78,10 @@ class Facts:
         """
         known = [one.name for one in dataclasses.fields(cls)]
         if unknown := sorted(set(given) - set(known)):
-            message = f"{source}: unknown fact {unknown[0]!r}; known: {', '.join(known)}"
-            raise ConfigError(message)
+            raise ConfigError(f"{source}: unknown fact {unknown[0]!r}; known: {', '.join(known)}")
         dtype = given.get("dtype")
         if dtype is not None and dtype not in TOLERANCES:
-            message = f"{source}: unknown dtype {dtype!r}; known: {', '.join(TOLERANCES)}"
-            raise ConfigError(message)
+            raise ConfigError(f"{source}: unknown dtype {dtype!r}; known: {', '.join(TOLERANCES)}")
         return cls(**given)
 
     def json(self) -> JSON:
@@ -239,8 +237,7 @@ def certify(
     for answer in recomputed:
         if answer.trace_id not in known or answer.trace_id in answers:
             times = "twice" if answer.trace_id in answers else "and no such trace trains"
-            message = f"logprobs were sent of trace {answer.trace_id!r}, {times}"
-            raise ConfigError(message)
+            raise ConfigError(f"logprobs were sent of trace {answer.trace_id!r}, {times}")
         answers[answer.trace_id] = answer
     pairs = [(known[name], answer) for name, answer in answers.items()]
     if not any(len(answer.positions) for _, answer in pairs):

@@ -235,8 +235,7 @@ def _reading(exchange: Exchange, what: str) -> Iterator[None]:
         with boundary(StoreError, doing):
             yield
     except RequestError as error:
-        message = f"{doing}: {error}"
-        raise StoreError(message) from error
+        raise StoreError(f"{doing}: {error}") from error
 
 
 def span_count(exchange: Exchange) -> int:
