@@ -53,7 +53,6 @@ class BatchRun:
     """Label of the progress bar."""
 
     def setup(self) -> FileConfig:
-        """Return the config that the batch runs with."""
         if isinstance(self.engine, FileConfig):
             return self.engine
         return load_config(None, engines=[self.engine])

@@ -148,7 +148,6 @@ def dashboard_mount(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[
 
 
 def may(auth: Auth, token: str, role: TokenRole) -> bool:
-    """Return whether a token has a role."""
     caller = _caller(auth, token)
     return caller is not None and caller.may(role)
 

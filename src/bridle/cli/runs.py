@@ -81,7 +81,6 @@ def config_of(base: Path) -> JSON:
 
 
 def tasks_of(base: Path) -> dict[str, Task]:
-    """Return the tasks in a run folder by task id."""
     from bridle.config import Task
 
     return {one["task_id"]: Task.model_validate(one) for one in config_of(base).get("tasks", [])}

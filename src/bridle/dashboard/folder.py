@@ -611,7 +611,6 @@ class FolderSource:
         return [one for one in found if one is not None]
 
     def _measured(self, line: SessionRow) -> SessionRow:
-        """Return the row with its trajectory facts."""
         if line.measured is not None:
             return line
         with self._lock:

@@ -106,7 +106,6 @@ class ShownMessage:
 
 
 def said(message: Mapping[str, object]) -> ShownMessage:
-    """Convert a message for a page."""
 
     def text(key: str) -> str:
         return str(message.get(key) or "")

@@ -266,7 +266,6 @@ def _session_id(run_id: str) -> str:
 
 
 def line_of(session: JSON) -> SessionRow:
-    """Convert a session of the API."""
     fork: JSON = session.get("fork") or {}
     return SessionRow(
         session_id=session["session_id"],

@@ -137,7 +137,6 @@ def reasoning_item(head: ReplyHead, dress: Dress, index: int, text: str) -> JSON
 
 
 def message_item(head: ReplyHead, index: int, text: str) -> JSON:
-    """Return a message item with one text."""
     return {
         "id": item_id("msg", head.reply_id, index),
         "type": "message",
@@ -431,7 +430,6 @@ def items_page(spans: Sequence[bytes], query: str) -> bytes:
 
 
 def deleted_json(response_id: str) -> bytes:
-    """Return the answer to a deletion."""
     return encode({"id": response_id, "object": "response", "deleted": True})
 
 

@@ -559,7 +559,6 @@ class Connections:
         )
 
     async def _connect(self, connection: _Connection | None = None) -> _Connection:
-        """Make a connection, or this one."""
         secure = ssl.create_default_context() if self._url.scheme == "https" else None
         try:
             async with asyncio.timeout(CONNECT_S):

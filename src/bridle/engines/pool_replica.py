@@ -189,7 +189,6 @@ class Replica:
         return len(self.running)
 
     def enter(self, state: ReplicaState) -> None:
-        """Set the state and the time of its change."""
         if state is not self.state:
             self.state, self.since = state, time.monotonic()
 

@@ -105,7 +105,6 @@ class ReplicaRouter(Generic[ReplicaT]):
         return replica, how
 
     def sessions(self, replica: ReplicaT) -> int:
-        """Count the remembered sessions of a replica."""
         return self._living.get(replica, 0)
 
     def forget(self, session_id: str) -> None:

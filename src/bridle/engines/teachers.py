@@ -60,7 +60,6 @@ class ServedTeacher(ABC):
         self._client = EngineClient(base_url, api_key=key, timeout_s=SILENT_S)
 
     async def aclose(self) -> None:
-        """Close all connections."""
         await self._client.aclose()
 
     @abstractmethod
@@ -119,12 +118,10 @@ class SglangTeacher(ServedTeacher):
     """Teacher on an SGLang server."""
 
     async def folder(self) -> Path | None:
-        """See `ServedTeacher.folder`."""
         about = await self._client.get("/model_info")
         return tokenizer_dir(about.get("tokenizer_path")) or tokenizer_dir(about.get("model_path"))
 
     async def score(self, ids: Ids, top: int) -> Scores:
-        """See `ServedTeacher.score`."""
         body = {
             "input_ids": ids.tolist(),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},

@@ -387,7 +387,6 @@ class VllmEngine(ServerAdapter, Immediate):
 
 
 def spans_of(version: int, count: int) -> tuple[VersionSpan, ...]:
-    """Return the spans of `count` tokens of one version."""
     return (VersionSpan(version, 0, count),) if count else ()
 
 
@@ -448,7 +447,6 @@ class _Progress:
         )
 
     def aborted(self) -> GenerateChunk:
-        """Make the last chunk of an aborted call."""
         return GenerateChunk.aborted(self._versions(), self._cached)
 
     def _versions(self) -> tuple[VersionSpan, ...]:

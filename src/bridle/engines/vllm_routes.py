@@ -139,7 +139,6 @@ class ImageRenderer:
         return Seen(np.array(listed, dtype=np.int32), places)
 
     async def render(self, body: JSON) -> Ids:
-        """Render a body without images to ids."""
         return await self._asked(body, ids_from)
 
     async def _asked(self, body: JSON, ask: Callable[[EngineClient, str, JSON], Awaitable[T]]) -> T:
@@ -604,6 +603,5 @@ class MessageText:
         return delta
 
     def reply(self, finish: FinishReason) -> Reply:
-        """Return the whole turn."""
         calls = [ToolCall(id_ or None, name, text) for id_, name, text in self.calls.values()]
         return Reply(self.content, self.reasoning or None, tuple(calls), finish)

@@ -115,7 +115,6 @@ class HarborEvaluator(Configured[HarborSettings]):
 
 
 async def _rewards(runtime: Runtime, folder: str, said: str) -> dict[str, float]:
-    """Return the rewards of the reward file by name."""
     for name, read in (("reward.json", parse_json), ("reward.txt", parse_text)):
         there = await runtime.exec(["test", "-e", f"{folder}/{name}"])
         if not there.ok:

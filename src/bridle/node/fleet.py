@@ -79,7 +79,6 @@ class There:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close its connections."""
         await self._http.close()
 
     async def steer(self, wanted: SetPolicy) -> JSON:

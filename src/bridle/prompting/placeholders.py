@@ -90,7 +90,6 @@ class Layout:
     """Texts, and the ids behind each."""
 
     def ids(self, messages: list[JSON], tokenizer: PromptTokenizer) -> list[int]:
-        """Return the suffix for these messages."""
         ids = self.first.copy()
         for (slots, text), behind in self.pieces:
             whole = ""

@@ -262,7 +262,6 @@ class Lineage:
 
 
 def _user_texts(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield each text part of the user's messages."""
     for message in messages:
         if message.role is Role.USER:
             yield from (part.text for part in message.content if isinstance(part, TextPart))

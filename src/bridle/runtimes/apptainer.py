@@ -112,7 +112,6 @@ class ApptainerRuntime(Sandbox[_Instance]):
         return started_at(up.pid) is not None
 
     def options(self) -> list[str]:
-        """Return the options of `apptainer instance start`."""
         own, spec = self._scratch, self._spec
         words = ["--userns", "--containall", "--no-privs", "--overlay", str(own / "overlay")]
         words += ["--home", f"{own / 'home'}:{self.home}", "--bind", f"{own / 'work'}:{self._top}"]

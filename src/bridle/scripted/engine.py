@@ -131,7 +131,6 @@ class ScriptedEngine:
         """Return at once: this engine does not fail."""
 
     async def set_version(self, version: int) -> None:
-        """Set the version of the tokens from here on."""
         self.version = version
 
     async def template(

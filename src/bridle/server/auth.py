@@ -66,7 +66,6 @@ class ApiToken(Settings):
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the token."""
         if self.sha256 is not None:
             return bytes.fromhex(self.sha256)
         return _digest((self.token or "").encode())

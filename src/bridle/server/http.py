@@ -79,7 +79,6 @@ log = structlog.get_logger(__name__)
 
 
 def error_json(code: str, message: str, *, param: str | None = None, **more: object) -> JSON:
-    """Return the body of an error response."""
     return {"error": {"code": code, "message": message, "param": param, **more}, "detail": message}
 
 

@@ -91,7 +91,6 @@ class ServerMetrics:
             self._tokens.labels(reason).inc(count)
 
     def callback_tried(self, *, taken: bool, dead: bool) -> None:
-        """Count an attempt of a callback."""
         self._tries.labels("taken" if taken else "dead" if dead else "failed").inc()
 
     def answered(self, method: str, route: str, status: int) -> None:

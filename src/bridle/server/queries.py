@@ -77,7 +77,6 @@ class Queries:
 
     @property
     def _tasks(self) -> Select[*tuple[Any, ...]]:
-        """Select the owner's tasks."""
         rest = (column for column in t.tasks.c if column is not t.tasks.c.task_id)
         query = select(*rest, self._task_id, t.tasks.c.task_id.label("key"))
         return query if self._owner is None else query.where(t.tasks.c.owner == self._owner)

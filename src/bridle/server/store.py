@@ -170,7 +170,6 @@ class TaskStore:
         return due
 
     async def renew(self, *, owner: str, until: float) -> None:
-        """Renew all leases of `owner`."""
         rows = update(t.sessions).where(
             t.sessions.c.state == SessionState.RUNNING, t.sessions.c.leased_by == owner
         )

@@ -153,7 +153,6 @@ class PackedTraces(TraceBatch):
     def logits(
         self, model: PreTrainedModel, *, replay: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TraceBatch.logits`."""
         device = model.device
         lengths = [_length(sample) - 1 for sample in self.samples]
         ids = np.concatenate([_ids(sample)[:-1] for sample in self.samples])

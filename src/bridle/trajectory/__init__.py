@@ -323,7 +323,6 @@ def _limited(whole: Sequence[Trace], config: BuilderConfig, cut: str | None) -> 
 
 
 def _trained(traces: Sequence[Trace]) -> int:
-    """Return tokens of the traces that train."""
     return sum(int(np.count_nonzero(trace.loss_mask)) for trace in traces)
 
 

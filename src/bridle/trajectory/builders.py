@@ -240,7 +240,6 @@ def _seen_from(node: ExchangeNode, moved: int, ids: Ids) -> int:
 
 
 def _first_sampled(path: Sequence[Piece]) -> int:
-    """Return ids before the first sampled one."""
     return sum(len(p.ids) for p in itertools.takewhile(lambda piece: not piece.is_output, path))
 
 

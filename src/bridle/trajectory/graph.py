@@ -226,7 +226,6 @@ class _Grower:
         position: int = 0,
         around: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
     ) -> None:
-        """Note a break at an exchange."""
         found = Break(exchange.exchange_id, position, reason, around)
         self._breaks.append((order_of(exchange), found))
 

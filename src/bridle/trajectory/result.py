@@ -24,7 +24,6 @@ from bridle.types import JSON, one_line
 
 
 def trace_json(trace: Trace) -> JSON:
-    """Return one trace as plain JSON values."""
     rows = trace.routed_experts
     return {
         "prompt_ids": trace.prompt_ids.tolist(),
@@ -58,7 +57,6 @@ def trace_metadata(trace: Trace) -> JSON:
 
 
 def trajectory_json(trajectory: Trajectory) -> JSON:
-    """Return a trajectory as plain JSON values."""
     return {
         "status": str(trajectory.status),
         "metadata": trajectory.metadata,

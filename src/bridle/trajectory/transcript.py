@@ -45,7 +45,6 @@ class Transcript:
         self._replies: dict[str, tuple[Message, ...]] = {}
 
     def request(self, exchange: Exchange) -> ModelRequest:
-        """Return the request as its dialect reads it."""
         known = self._requests.get(exchange.exchange_id)
         if known is None:
             body = self.body(exchange)
