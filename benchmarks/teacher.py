@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--taught-every", type=int, default=12)
     parser.add_argument("--groups", type=int, default=LOOP.groups_per_step, help="of an update")
     parser.add_argument("--taught-groups", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate of distill")
+    parser.add_argument("--rate", type=float, default=6e-4, help="learning rate of distill")
     parser.add_argument("--fresh", type=int, default=64)
     parser.add_argument("--model", type=Path, help="another policy than the demo model")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))

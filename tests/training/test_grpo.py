@@ -14,7 +14,7 @@ from tests.training.made import group, plain_logprobs, sampled_under, session, t
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import ConfigError, EngineError, TrainingError
 from bridle.training.checkpoint import save_checkpoint
-from bridle.training.forward import Tokens
+from bridle.training.forward import DIVERGENCE_ROWS, Tokens, divergence
 from bridle.training.grpo import Learner, objective
 from bridle.training.samples import make_batch
 from bridle.training.settings import GrpoSettings
@@ -274,21 +274,41 @@ def test_a_folder_is_loaded_with_its_reference(tmp_path):
         Learner.load(tmp_path / "gone", GrpoSettings())
 
 
-def test_a_teacher_changes_a_tokens_advantage_by_the_difference_of_logprobs():
-    """log t = -1 against log p0 = -3, and -2 against -1: advantages 1 + 2 and 1 - 1, halved."""
+def test_a_teachers_divergence_is_added_to_each_tokens_loss():
+    """Of two tokens with the advantages 1 and 1, the second was sampled from half its chance."""
     now = torch.tensor([-3.0, -1.0]).requires_grad_()
-    settings = GrpoSettings(distill=0.5)
-    given_tokens = tokens([-3.0, -1.0], [1.0, 1.0], [0.5, 0.5])
+    apart = torch.tensor([0.4, 0.2]).requires_grad_()
+    given_tokens = tokens([-3.0, -1.0 - math.log(2)], [1.0, 1.0], [0.5, 0.5])
 
-    terms = objective(now, given_tokens, settings, teacher=torch.tensor([-1.0, -2.0]))
+    terms = objective(now, given_tokens, GrpoSettings(distill=0.5), teacher=apart)
 
-    assert terms.loss.item() == pytest.approx(-0.5 * (1 + 0.5 * 2) - 0.5 * (1 - 0.5 * 1))
-    assert terms.teacher_kl == pytest.approx(0.5 * -2 + 0.5 * 1)
+    assert terms.loss.item() == pytest.approx(-0.5 * (1 - 0.5 * 0.4) - 0.5 * 2 * (1 - 0.5 * 0.2))
+    assert terms.teacher_kl == pytest.approx(0.5 * 0.4 + 0.5 * 0.2)
+    terms.loss.backward()
+    assert apart.grad is not None
+    assert apart.grad.tolist() == pytest.approx([0.25, 0.5])
+
+
+def test_the_divergence_is_that_of_whole_distributions_with_its_gradient():
+    """Also in pieces, and where the other vocabulary has padding behind it."""
+    generator = torch.Generator().manual_seed(1)
+    ours = torch.randn(DIVERGENCE_ROWS + 3, 11, generator=generator, dtype=torch.double)
+    other = torch.randn(DIVERGENCE_ROWS + 3, 13, generator=generator, dtype=torch.double)
+    other[:, 11:] = -50
+    ours.requires_grad_()
+    own, far = torch.log_softmax(ours / 0.7, -1), torch.log_softmax(other[:, :11] / 0.7, -1)
+    wanted = torch.nn.functional.kl_div(far, own, reduction="none", log_target=True).sum(-1)
+    (expected,) = torch.autograd.grad(wanted.sum(), ours)
+
+    found = divergence(ours, other, 0.7)
+
+    assert torch.allclose(found.double(), wanted, atol=1e-5)
+    (gradient,) = torch.autograd.grad(found.sum(), ours)
+    assert torch.allclose(gradient, expected, atol=1e-5)
 
 
 @pytest.mark.timeout(60)
 def test_a_policy_comes_nearer_to_its_teacher_without_any_reward():
-    """The whole divergence over the vocabulary, not the estimate that trains."""
     policy, teacher = tiny_model(1), tiny_model(2)
     settings = GrpoSettings(flat_groups="keep", learning_rate=3e-2, teacher="elsewhere")
     learner = Learner(policy, settings, teacher=teacher)

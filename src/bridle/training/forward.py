@@ -92,7 +92,7 @@ class TraceBatch:
         self, model: PreTrainedModel, temperature: float, *, replay: bool = True
     ) -> torch.Tensor:
         """Logprob of each of `tokens`, shape (N,), float32; `replay` as in `logits`."""
-        return _chosen(*self.logits(model, replay=replay), temperature)
+        return chosen(*self.logits(model, replay=replay), temperature)
 
     def logits(
         self, model: PreTrainedModel, *, replay: bool = True
@@ -217,7 +217,13 @@ class Tree:
     def logprobs(
         self, model: PreTrainedModel, temperature: float, *, replay: bool = True
     ) -> torch.Tensor:
-        """Logprob of each of `tokens`, shape (N,), float32; `replay` as in `TraceBatch.logits`."""
+        """See `TraceBatch.logprobs`."""
+        return chosen(*self.logits(model, replay=replay), temperature)
+
+    def logits(
+        self, model: PreTrainedModel, *, replay: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TraceBatch.logits`."""
         packed, trained = self.packed, self._trained()
         device = model.device
         sees = torch.from_numpy(block_mask(packed)).to(device)
@@ -236,7 +242,7 @@ class Tree:
             )
         rows = torch.from_numpy(place.astype(np.int64)).to(device)
         wanted = torch.from_numpy(packed.ids[trained]).long().to(device)
-        return _chosen(logits[rows], wanted, temperature)
+        return logits[rows], wanted
 
 
 Piece = TraceBatch | Tree
@@ -397,11 +403,35 @@ def threads(count: int | None, model: PreTrainedModel) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _chosen(logits: torch.Tensor, wanted: torch.Tensor, temperature: float) -> torch.Tensor:
+def chosen(logits: torch.Tensor, wanted: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the logprob of each wanted id, shape (N,), float32."""
     logits = logits.float()
     if temperature != 1:
         logits = logits / temperature
     return -torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
+
+
+DIVERGENCE_ROWS = 512
+"""Positions whose distributions are in memory at once."""
+
+
+def divergence(logits: torch.Tensor, other: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the reverse divergence of distributions from others, KL(ours || other).
+
+    Both have shape (N, vocabulary); a vocabulary that is padded to another size has no more than
+    its padding for itself. The result has shape (N,), in nats; gradients flow into `logits`.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    shared = min(logits.shape[-1], other.shape[-1])
+
+    def rows(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+        both = (torch.log_softmax(one.float() / temperature, -1) for one in (ours, theirs))
+        own, far = (one[:, :shared] for one in both)
+        return (own.exp() * (own - far)).sum(-1)
+
+    pieces = zip(logits.split(DIVERGENCE_ROWS), other.split(DIVERGENCE_ROWS), strict=True)
+    return torch.cat([checkpoint(rows, *piece, use_reentrant=False) for piece in pieces])
 
 
 def _floats(values: Iterable[float]) -> npt.NDArray[np.float32]:

@@ -5,9 +5,9 @@ of the batch, and q under those that sampled it:
 
     loss = - weight * min(p0 / q, cap) * min(r * A, clip(r) * A) + kl * weight * k3,  r = p / p0
 
-With a teacher, A of each token is more by `distill * (log t - log p0)`, t its probability under the
-teacher: the policy gradient of the reverse divergence from it, on the policy's own samples
-(on-policy distillation, arXiv 2306.13649).
+With a teacher, the loss of each token is more by `distill * weight * min(p0 / q, cap) * KL`, the
+reverse divergence of the policy's whole distribution at its position from the teacher's, on the
+policy's own samples (on-policy distillation, arXiv 2306.13649).
 
 The first factor is truncated importance sampling: it corrects what an engine computed otherwise and
 what lags behind, and never makes a token count more than `importance_cap` times. `k3` is the
@@ -47,6 +47,8 @@ from bridle.training.forward import (
     Piece,
     Tokens,
     check_ids,
+    chosen,
+    divergence,
     packed_of,
     replayed,
     rows_of,
@@ -233,7 +235,7 @@ class Terms:
     kl: float
     """Weighted divergence from the reference, nats."""
     teacher_kl: float
-    """Weighted reverse divergence from the teacher, nats: an estimate by the sampled tokens."""
+    """Weighted reverse divergence from the teacher, nats."""
     clipped: int
     """Tokens whose gradient the clip stopped."""
     capped: int
@@ -282,24 +284,24 @@ def objective(
     """Return the loss of tokens with these logprobs now, all shape (N,).
 
     `start` are the logprobs at the beginning of the batch (`None` = these are they), `reference`
-    those of the reference model (`None` = no divergence), `teacher` those of the teacher.
+    those of the reference model (`None` = no divergence). `teacher` is each token's divergence from
+    the teacher (`None` = there is none).
     """
     device = logprobs.device
     sampled = torch.from_numpy(tokens.old).to(device)
     advantages = torch.from_numpy(tokens.advantages).to(device)
     weights = torch.from_numpy(tokens.weights).to(device)
     start = logprobs.detach() if start is None else start
-    teacher_kl = 0.0
-    if teacher is not None:
-        apart = start - teacher
-        advantages = advantages - settings.distill * apart
-        teacher_kl = float((weights * apart).sum())
     importance = (start - sampled).exp()
     ratio = (logprobs - start).exp()
     held = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     gain = torch.minimum(ratio * advantages, held * advantages)
-    loss = -(weights * importance.clamp(max=settings.importance_cap) * gain).sum()
-    kl = 0.0
+    counted = weights * importance.clamp(max=settings.importance_cap)
+    loss = -(counted * gain).sum()
+    kl = teacher_kl = 0.0
+    if teacher is not None:
+        loss = loss + settings.distill * (counted * teacher).sum()
+        teacher_kl = float((weights * teacher.detach()).sum())
     if reference is not None:
         apart = reference - logprobs
         divergence = (weights * (apart.exp() - apart - 1)).sum()
@@ -488,16 +490,16 @@ class Learner:
         for number, piece in enumerate(pieces):
             tokens = piece.tokens()
             with self.computing():
-                logprobs = piece.logprobs(
-                    self.model, settings.temperature, replay=settings.replay_experts
-                )
-            with torch.no_grad(), self.computing():
-                reference, teacher = (
-                    None
-                    if model is None
-                    else piece.logprobs(model, settings.temperature, replay=False)
-                    for model in (self.reference, self.teacher)
-                )
+                logits, wanted = piece.logits(self.model, replay=settings.replay_experts)
+            logprobs = chosen(logits, wanted, settings.temperature)
+            reference, teacher = (
+                None if model is None else self._judged(piece, model)
+                for model in (self.reference, self.teacher)
+            )
+            if reference is not None:
+                reference = chosen(reference, wanted, settings.temperature)
+            if teacher is not None:
+                teacher = divergence(logits, teacher, settings.temperature)
             start = None if starts is None else starts[number]
             terms = objective(
                 logprobs, tokens, settings, start=start, reference=reference, teacher=teacher
@@ -510,6 +512,11 @@ class Learner:
             if starts is None:
                 sums.error = _largest(sums.error, logprobs, tokens, batch.version)
         return sums
+
+    def _judged(self, piece: Piece, model: PreTrainedModel) -> torch.Tensor:
+        """Return the logits of a model that does not train."""
+        with torch.no_grad(), self.computing():
+            return piece.logits(model, replay=False)[0]
 
     def _certify(
         self, pieces: Sequence[Piece], logprobs: Sequence[torch.Tensor], version: int, most: float
