@@ -216,7 +216,8 @@ class AgentSpec(Settings):
     """`package.module:Class` of a harness of your own."""
     version: str | None = None
     """`None` = the version that Bridle is tested with. Any other one is installed without a lock,
-    is checked once, and is recorded as `<version> (unlocked)`."""
+    is checked once, and is recorded as `<version> (unlocked)`; `image` = the program that the image
+    brings, which is not installed."""
     model_name: str = "bridle-policy"
     """The model name that the harness requests; no harness knows it, so none switches protocol."""
     command: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from tests.harnesses.made import write_pi
 
 from bridle.cli.harness import check_harness, history_of
 from bridle.cli.runs import sessions
@@ -138,6 +139,29 @@ def test_a_check_names_the_setting_with_which_a_harness_repeats_itself(tmp_path,
     assert report.startswith("refused: ")
     assert "likely cause: the order of words (of a set?)" in report
     assert report.endswith("; exact with agent.env PYTHONHASHSEED = '0'")
+
+
+def test_a_program_on_the_runtimes_path_is_checked_without_being_installed(
+    say, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PATH", f"{write_pi(tmp_path / 'bin').parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path / "cache"))
+
+    report = say("harness", "check", "pi", "--version", "image", "--json").json
+
+    assert report["works"], report
+    assert report["version"] == "9.9.9 image (unlocked)"
+    assert report["unknown to the gateway"] == {"pi_says": 3}
+    assert not (tmp_path / "cache" / "bundles").exists()
+
+
+def test_a_program_that_the_image_lacks_is_named(say, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+
+    said = say("harness", "check", "qwen_code", "--version", "image", "--json")
+
+    assert said.code == 1
+    assert "qwen: not found" in said.json["error"]
 
 
 @pytest.mark.harnesses

@@ -4,7 +4,26 @@ import base64
 import hashlib
 import zipfile
 
-from bridle.harnesses.base import LaunchContext
+from bridle.harnesses.base import SCRIPTS, LaunchContext
+
+PI = """#!/usr/bin/env python3
+import json, os, sys
+if "--version" in sys.argv:
+    print("9.9.9")
+    sys.exit()
+with open(os.environ["PI_CODING_AGENT_DIR"] + "/models.json") as file:
+    [provider] = json.load(file)["providers"].values()
+task = AgentTask(
+    instruction=sys.stdin.read(),
+    base_urls={"openai": provider["baseUrl"]},
+    key=provider["apiKey"],
+    model=provider["models"][0]["id"],
+)
+plain_ask = ask
+ask = lambda task, body: plain_ask(task, {**body, "pi_says": "hello"})
+run(task)
+"""
+"""A small program that reads pi's configuration and does the work of `shell_agent.py`."""
 
 
 def context(**changes):
@@ -49,6 +68,16 @@ def wheel(folder, name, files):
             entry.external_attr = (0o100755 if text.startswith("#!") else 0o100644) << 16
             archive.writestr(entry, text)
     return f"{name} @ file://{path} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+
+
+def write_pi(folder):
+    """Write `PI` as `folder/pi`; returns its path."""
+    folder.mkdir(parents=True)
+    agent = (SCRIPTS / "shell_agent.py").read_text().partition("if __name__")[0]
+    first, rest = PI.split("\n", 1)
+    (folder / "pi").write_text(f"{first}\n{agent}{rest}")
+    (folder / "pi").chmod(0o755)
+    return folder / "pi"
 
 
 def _digest(text):

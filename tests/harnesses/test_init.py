@@ -1,11 +1,13 @@
 from pathlib import Path
 
 import pytest
+from tests.harnesses.made import context
 
 from bridle.config import AgentSpec, McpServer
 from bridle.errors import ConfigError
-from bridle.harnesses import ANY_PROGRAM, HARNESSES, dialects_of, open_harness
+from bridle.harnesses import ANY_PROGRAM, HARNESSES, default_agent, dialects_of, open_harness
 from bridle.harnesses.base import crash
+from bridle.harnesses.packaged import PyPI
 from bridle.types import Cause, Dialect
 
 
@@ -59,6 +61,25 @@ def test_another_version_than_the_pinned_is_recorded_as_unlocked(name):
 def test_a_version_is_the_number_of_exactly_one(version):
     with pytest.raises(ConfigError, match=r"agent\.version: .* is not the number of one version"):
         open_harness(AgentSpec(harness="pi", version=version))
+
+
+@pytest.mark.parametrize("name", sorted(HARNESSES))
+async def test_version_image_runs_a_program_of_the_image_or_is_refused(name, tmp_path):
+    agent = default_agent(name).model_copy(update={"version": "image"})
+    package = getattr(open_harness(name), "package", None)
+    if isinstance(package, PyPI):
+        with pytest.raises(
+            ConfigError, match=rf"agent\.version: '{name}' is not run from an image"
+        ):
+            open_harness(agent)
+        return
+    harness = open_harness(agent)
+    assert await harness.install(tmp_path, print) is None
+    if package is not None:
+        launch = harness.launch(context(bundle=""))
+        assert launch.command[0] == package.command
+        assert harness.version == "image (unlocked)"
+        assert "COPILOT_PKG_CACHE_HOME" not in launch.env  # of the bundle
 
 
 @pytest.mark.parametrize("name", ["mini_swe_agent", "pi"])

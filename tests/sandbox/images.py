@@ -27,11 +27,15 @@ def bring_image(*, large: bool = False) -> str:
     if _docker("image", "inspect", name).returncode == 0:
         return name
     with tempfile.TemporaryDirectory() as folder:
-        root = make_rootfs(Path(folder, "rootfs"), large=large)
-        archive = Path(folder, "rootfs.tar")
-        subprocess.run(["tar", "-C", root, "-cf", archive, "."], check=True)
-        done = _docker("import", archive, name)
-        assert done.returncode == 0, done.stderr.decode()
+        return import_image(make_rootfs(Path(folder, "rootfs"), large=large), name)
+
+
+def import_image(root: Path, name: str) -> str:
+    """Make an image of a root file system; returns its name."""
+    archive = root.with_suffix(".tar")
+    subprocess.run(["tar", "-C", root, "-cf", archive, "."], check=True)
+    done = _docker("import", archive, name)
+    assert done.returncode == 0, done.stderr.decode()
     return name
 
 

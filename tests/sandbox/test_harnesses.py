@@ -3,10 +3,13 @@
 import asyncio
 
 import pytest
+from tests.harnesses.made import write_pi
 from tests.harnesses.test_real_runs import turns
 from tests.node.house import a_node, checked, task
-from tests.sandbox.images import bare_spec_of
+from tests.sandbox.images import bare_spec_of, import_image
+from tests.sandbox.rootfs import make_rootfs
 
+from bridle.cli.harness import check_harness
 from bridle.config import AgentSpec, RuntimeSpec
 from bridle.harnesses import default_agent
 
@@ -30,6 +33,19 @@ async def test_it_brings_its_interpreter_along(name, backend, tmp_path):
     assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)
     assert result.metadata["limits"] in {"kernel", "watched"}
     assert result.trajectory.metadata["stats"]["exchanges"] == 3
+
+
+def test_a_program_that_the_image_brings_is_checked_in_it(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("BRIDLE_RUNTIME", "bubblewrap")
+    root = make_rootfs(tmp_path / "rootfs", large=True)
+    write_pi(root / "usr/local/bin")
+    image = str(root) if backend == "bubblewrap" else import_image(root, "bridle-test:pi")
+
+    report = check_harness("pi", "image", image=image)
+
+    assert report["works"], report
+    assert report["version"] == "9.9.9 image (unlocked)"
+    assert report["unknown to the gateway"] == {"pi_says": 3}
 
 
 async def test_a_function_is_run_by_the_python_that_runs_bridle(tmp_path):

@@ -93,7 +93,13 @@ def check(
     name: Annotated[str, typer.Argument(help="Short name of the harness.")],
     version: Annotated[
         str | None,
-        typer.Option(help="Another version than the pinned one, installed without a lock."),
+        typer.Option(
+            help="Another version than the pinned one, installed without a lock; or image."
+        ),
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(help="Image to run it in; --version image checks the image's own program."),
     ] = None,
     replay: Annotated[
         bool, typer.Option("--replay", help="Fork the session too, and name the parts that differ.")
@@ -104,7 +110,7 @@ def check(
 
     It makes one tool call, or one edit if it has no tools.
     """
-    report = check_harness(name, version, replay=replay)
+    report = check_harness(name, version, image=image, replay=replay)
     if json:
         print_json(report)
     else:
@@ -131,8 +137,10 @@ EDITS: dict[str, tuple[JSON, list[JSON]]] = {
 """Settings and turns of harnesses without tools, which edit files as the model's text says."""
 
 
-def check_harness(name: str, version: str | None = None, *, replay: bool = False) -> JSON:
-    """Install harness `name`, let it write a file, and report.
+def check_harness(
+    name: str, version: str | None = None, *, image: str | None = None, replay: bool = False
+) -> JSON:
+    """Install harness `name`, or take that of an image; let it write a file, and report.
 
     `works` in the report = the file was written and the session completed. With `replay` the
     session is forked too, and the report's `replay` is the result. `ConfigError` for an unknown
@@ -141,20 +149,25 @@ def check_harness(name: str, version: str | None = None, *, replay: bool = False
     from bridle.cli.batch import BatchRun, run_batch
     from bridle.config import AUTO, EvaluatorSpec, RuntimeSpec, Task
     from bridle.harnesses import ANY_PROGRAM, default_agent, open_harness
+    from bridle.harnesses.packaged import IMAGE, Npm
 
     pinned = default_agent(name)
     agent = pinned.model_copy(update={"version": version}) if version else pinned
     harness = open_harness(agent)
     settings, turns = EDITS.get(name, ({}, CALLS))
+    proof = f'test "$(cat {PROOF})" = bridle'
+    package = getattr(harness, "package", None)
+    if version == IMAGE and isinstance(package, Npm):
+        proof += f" && {package.command} --version"
     task = Task(
         task_id=f"check-{name}",
         instruction=f"Write the word bridle into {PROOF}.",
         agent=agent.model_copy(update={"settings": settings}),
         # A harness of any program is checked with a program of this machine.
-        runtime=RuntimeSpec(backend="local" if name in ANY_PROGRAM else AUTO),
-        evaluator=EvaluatorSpec(
-            strategy="command", config={"command": f'test "$(cat {PROOF})" = bridle'}
+        runtime=RuntimeSpec(
+            backend="local" if name in ANY_PROGRAM and image is None else AUTO, image=image
         ),
+        evaluator=EvaluatorSpec(strategy="command", config={"command": proof}),
     )
     with tempfile.TemporaryDirectory(prefix="bridle-check-") as scratch:
         path = Path(scratch) / "script.json"
@@ -163,11 +176,12 @@ def check_harness(name: str, version: str | None = None, *, replay: bool = False
         engine = f"scripted:{path}"
         [line] = run_batch(BatchRun([task], engine, run, 1, f"check {name}"))
         forks = {"replay": _replayed(task, engine, run, line)} if replay else {}
+        said = _output_of_proof(run) if version == IMAGE else ""
     made = line["reward"] == 1.0
     return {
         "harness": name,
         "works": made and line["status"] == "COMPLETED",
-        "version": harness.version,
+        "version": f"{said} {harness.version}".lstrip(),
         "dialect": str(harness.dialect),
         "status": line["status"],
         "cause": line["cause"],
@@ -179,6 +193,14 @@ def check_harness(name: str, version: str | None = None, *, replay: bool = False
         "unknown to the gateway": line["unknown"],
         **forks,
     }
+
+
+def _output_of_proof(run: Path) -> str:
+    from bridle.cli.runs import sessions
+    from bridle.node.results import result_from
+
+    evaluation = result_from(next(sessions(run))).metadata.get("evaluation") or {}
+    return str(evaluation.get("output", "")).partition("\n")[0]
 
 
 def _replayed(task: Task, engine: str, run: Path, line: JSON) -> str:

@@ -58,7 +58,9 @@ class ClaudeCode(PackagedHarness[ClaudeCodeSettings]):
     pinned = "2.1.328"
     dialect = Dialect.ANTHROPIC
     settings_class = ClaudeCodeSettings
-    package = Npm(size_mb=550, path=f"{PACKAGE}/bin/claude.exe", setup=_place_binary)
+    package = Npm(
+        size_mb=550, path=f"{PACKAGE}/bin/claude.exe", setup=_place_binary, command="claude"
+    )
     """540 MB: the program and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:

@@ -39,7 +39,7 @@ class Codex(PackagedHarness[CodexSettings]):
     dialect = Dialect.OPENAI_RESPONSES
     settings_class = CodexSettings
     transports = ("stdio", "streamable-http")
-    package = Npm(size_mb=600, path="node_modules/@openai/codex/bin/codex.js")
+    package = Npm(size_mb=600, path="node_modules/@openai/codex/bin/codex.js", command="codex")
     """590 MB: the program and the node that starts it."""
 
     def launch(self, context: LaunchContext) -> Launch:

@@ -62,7 +62,7 @@ class Copilot(PackagedHarness[CopilotSettings]):
     name = "copilot"
     pinned = "1.0.102"
     settings_class = CopilotSettings
-    package = Npm(size_mb=620, path=program(), setup=_unpack)
+    package = Npm(size_mb=620, path=program(), setup=_unpack, command="copilot")
     """610 MB: the program, packed and unpacked, and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
@@ -78,7 +78,6 @@ class Copilot(PackagedHarness[CopilotSettings]):
         )
         env = {
             "COPILOT_HOME": folder,
-            "COPILOT_PKG_CACHE_HOME": f"{context.bundle}/{UNPACKED}",
             "COPILOT_OFFLINE": "true",
             "COPILOT_AUTO_UPDATE": "false",
             # Exactly "true": it also loads the skills and servers of the work folder.
@@ -93,6 +92,8 @@ class Copilot(PackagedHarness[CopilotSettings]):
             "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(budget),
             "USE_TGREP": "false",
         }
+        if context.bundle:
+            env["COPILOT_PKG_CACHE_HOME"] = f"{context.bundle}/{UNPACKED}"
         files = {f"{folder}/config.json": as_json(self._settings.config)}
         if self._agent.mcp_servers:
             servers = self._mcp(type_field="type", stdio="local", tools=["*"])

@@ -42,7 +42,9 @@ class GeminiCli(PackagedHarness[GeminiCliSettings]):
     pinned = "0.61.0"
     dialect = Dialect.GOOGLE
     settings_class = GeminiCliSettings
-    package = Npm(size_mb=300, path="node_modules/@google/gemini-cli/bundle/gemini.js")
+    package = Npm(
+        size_mb=300, path="node_modules/@google/gemini-cli/bundle/gemini.js", command="gemini"
+    )
     """290 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:

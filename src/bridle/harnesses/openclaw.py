@@ -50,7 +50,9 @@ class Openclaw(PackagedHarness[OpenclawSettings]):
     name = "openclaw"
     pinned = "2026.9.6"
     settings_class = OpenclawSettings
-    package = Npm(size_mb=840, path="node_modules/openclaw/openclaw.mjs", whole_lock=False)
+    package = Npm(
+        size_mb=840, path="node_modules/openclaw/openclaw.mjs", command="openclaw", whole_lock=False
+    )
     """830 MB: the program, what it can talk to, and its own node 24."""
 
     def launch(self, context: LaunchContext) -> Launch:

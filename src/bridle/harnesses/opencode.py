@@ -58,7 +58,11 @@ class Opencode(PackagedHarness[OpencodeSettings]):
     pinned = "1.18.33"
     settings_class = OpencodeSettings
     package = Npm(
-        size_mb=550, path=f"{PACKAGE}/bin/opencode.exe", setup=_place_binary, whole_lock=False
+        size_mb=550,
+        path=f"{PACKAGE}/bin/opencode.exe",
+        command="opencode",
+        setup=_place_binary,
+        whole_lock=False,
     )
     """540 MB: the program for two kinds of processor, and the node that installs it."""
 

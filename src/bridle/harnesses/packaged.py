@@ -2,7 +2,8 @@
 
 `AgentSpec.version` may name another version than the pinned one. It is installed by the same recipe
 without the lock, is recorded as `<version> (unlocked)`, and does one scripted piece of work
-(`bridle harness check`) before any session; its bundle contains the report.
+(`bridle harness check`) before any session; its bundle contains the report. Version `image` is the
+program on the runtime's PATH: nothing is installed, and the user checks it in the image.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ CHECKING = "BRIDLE_CHECKING_HARNESS"
 """Variable of the process that checks, whose own installation is not checked again."""
 CHECK_TIMEOUT_S = 600.0
 SAY_VERSION = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
+IMAGE = "image"
+"""`AgentSpec.version` of a program that the image brings."""
 EXACT = re.compile(r"\d[\w.+!-]*")
 
 
@@ -93,6 +96,8 @@ class Npm:
     size_mb: int
     path: str
     """Path of the program in the bundle; the bundle's node runs one that is JavaScript."""
+    command: str
+    """Its name on PATH where an image brings it."""
     setup: Setup | None = None
     whole_lock: bool = True
 
@@ -136,7 +141,12 @@ class PackagedHarness(Generic[SettingsT]):
         refuse_commands(agent)
         refuse_extras(agent, transports=self.transports, skills=self.has_skills)
         wanted = self.pinned if agent.version is None else agent.version
-        if not EXACT.fullmatch(wanted):
+        if wanted == IMAGE and isinstance(self.package, PyPI):
+            raise ConfigError(
+                f"agent.version: {self.name!r} is not run from an image, as it is no single "
+                "program on PATH: give a version number, or use harness 'command'"
+            )
+        if wanted != IMAGE and not EXACT.fullmatch(wanted):
             raise ConfigError(
                 f"agent.version: {wanted!r} is not the number of one version, such as "
                 f"{self.pinned!r}, the version of {self.name!r} that Bridle is tested with"
@@ -150,6 +160,8 @@ class PackagedHarness(Generic[SettingsT]):
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
         """Build the bundle; see `base.Harness`. An unlocked version is checked once."""
+        if self._wanted == IMAGE:
+            return None
         recipe = await self.package.recipe(self.name, self._wanted, self.pinned)
         folder = await ensure(recipe, bundles, report)
         unchecked = self._wanted != self.pinned and not (folder / CHECK_FILE).is_file()
@@ -169,6 +181,8 @@ class PackagedHarness(Generic[SettingsT]):
 
     def _program(self, context: LaunchContext) -> tuple[str, ...]:
         """Return the beginning of its command line: program, or interpreter and program."""
+        if self._wanted == IMAGE and isinstance(self.package, Npm):
+            return (self.package.command,)
         return tuple(f"{context.bundle}/{path}" for path in self.package.program)
 
     def _skills(self, target: str) -> dict[str, Path]:

@@ -48,7 +48,7 @@ class Pi(PackagedHarness[PiSettings]):
     pinned = "0.87.1"
     settings_class = PiSettings
     transports = ()
-    package = Npm(size_mb=350, path=CLI)
+    package = Npm(size_mb=350, path=CLI, command="pi")
     """345 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:

@@ -48,7 +48,10 @@ class QwenCode(PackagedHarness[QwenCodeSettings]):
     pinned = "0.24.4"
     settings_class = QwenCodeSettings
     package = Npm(
-        size_mb=340, path="node_modules/@qwen-code/qwen-code/cli-entry.js", whole_lock=False
+        size_mb=340,
+        path="node_modules/@qwen-code/qwen-code/cli-entry.js",
+        command="qwen",
+        whole_lock=False,
     )
     """330 MB: the program and its own node 22."""
 
