@@ -437,15 +437,20 @@ def merged(under: JSON, over: JSON) -> JSON:
     return both
 
 
-def load_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file; `ConfigError` names the path and the line of a mistake."""
+def read_text(path: Path) -> str:
+    """Return a file's text; `ConfigError` names the path of a file that cannot be read."""
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file; `ConfigError` names the path and the line of a mistake."""
+    try:
+        return tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
 

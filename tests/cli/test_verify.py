@@ -114,7 +114,7 @@ def test_a_training_refuses_tasks_and_held_out_tasks_that_are_not_verified(tasks
 
 def test_a_server_takes_only_verified_tasks_where_its_operator_says_so(tmp_path):
     manifest = tmp_path / "manifest.jsonl"
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="no such file"):
         ServerSettings(permits=SubmissionPolicy(verified=manifest)).checked()
     task = Task(task_id="one", instruction="Write.", agent=AgentSpec(harness="empty"))
     other = task.model_copy(update={"instruction": "Write more."})

@@ -1,7 +1,7 @@
 import pytest
 
 from bridle.config import Task
-from bridle.datasets.jsonl import read_template, with_template
+from bridle.datasets.jsonl import with_template
 from bridle.errors import ConfigError
 
 TASK = Task(task_id="t-1", instruction="Fix {{ task_id }} in {x}", metadata={"repo": "org/a"})
@@ -26,8 +26,3 @@ def test_holes_are_filled_and_what_fills_them_is_not_read():
 def test_a_template_that_loses_something_is_refused(text, why):
     with pytest.raises(ConfigError, match=why):
         with_template(TASK, text)
-
-
-def test_a_template_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"gone\.txt: cannot be read"):
-        read_template(tmp_path / "gone.txt")

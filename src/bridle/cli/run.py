@@ -158,12 +158,13 @@ def _selected(
     strict: bool,
 ) -> list[Task]:
     """Load the tasks to run. `ConfigError` if the manifest does not list one as sound."""
-    from bridle.datasets.jsonl import read_template, with_template
+    from bridle.config import read_text
+    from bridle.datasets.jsonl import with_template
     from bridle.datasets.manifest import require_verified
 
     loaded = load_task_set(path, overrides, strict=strict)[:first]
     if template is not None:
-        text = read_template(template)
+        text = read_text(template)
         loaded = [with_template(task, text) for task in loaded]
     if manifest is not None:
         require_verified(loaded, manifest)

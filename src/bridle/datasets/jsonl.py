@@ -35,7 +35,7 @@ from typing import Any
 import structlog
 from pydantic import ValidationError
 
-from bridle.config import Action, Task, explain, merged
+from bridle.config import Action, Task, explain, merged, read_text
 from bridle.datasets.harbor import harbor_task, is_harbor, oracle_settings
 from bridle.datasets.harbor_registry import registry_folders
 from bridle.datasets.manifest import TASK_FILES
@@ -155,10 +155,7 @@ def _read(path: Path, wanted: JSON) -> tuple[JSON, list[RawTask]]:
         return {}, [RawTask(path, 1, path.read_text(encoding="utf-8"), task)]
     if path.suffix == ".parquet":
         return {}, list(_read_parquet(path))
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    text = read_text(path)
     match path.suffix:
         case ".jsonl":
             return {}, list(_read_lines(path, text))
@@ -356,14 +353,6 @@ def _line_of(raw: RawTask, fields: list[str]) -> int:
 
 
 HOLE = re.compile(r"\{\{\s*([\w.-]+)\s*\}\}")
-
-
-def read_template(path: Path) -> str:
-    """Return a template's text. `ConfigError` if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
 def with_template(task: Task, template: str) -> Task:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
-from bridle.config import Task
+from bridle.config import Task, read_text
 from bridle.datasets.harbor import folder_digest
 from bridle.errors import ConfigError
 from bridle.types import JSON
@@ -57,11 +57,7 @@ def _digest_of(path: Path) -> str:
 def read_manifest(path: Path) -> dict[str, JSON]:
     """Return the lines by digest, the last of each. `ConfigError` names a line that is none."""
     found: dict[str, JSON] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         try:
             row = json.loads(line)
             found[row["digest"]] = {name: str(row[name]) for name in ("task", "verdict")} | row

@@ -20,7 +20,7 @@ from typing import Annotated, Literal, Protocol, Self
 import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from bridle.config import Settings, explain
+from bridle.config import Settings, explain, read_text
 from bridle.errors import ConfigError, EngineError
 from bridle.scripted.tokenizer import ChatTokenizer, text_of
 from bridle.types import JSON, Ids
@@ -321,11 +321,7 @@ class Script(Settings):
 def load_script(path: Path) -> Script:
     """Read a script. Raises `ConfigError` naming the file and the line or field of a mistake."""
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        read = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: {error.msg}") from None
     return make_script(read, str(path))
