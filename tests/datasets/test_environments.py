@@ -9,6 +9,7 @@ from packaging.version import Version
 from bridle.datasets.environments import (
     Refused,
     build_system,
+    host_python,
     make_environment,
     read_wheel,
     requirements_of,
@@ -95,3 +96,10 @@ async def test_an_environment_that_several_ask_for_at_once_is_made_once(tmp_path
     (packages,) = first.folder.glob("lib/python3*/site-packages")
     assert (packages / "own.pth").read_text() == "/work\n"
     assert [path.name for path in first.folder.parent.glob("[!.]*")] == [first.folder.name]
+
+
+async def test_a_program_that_warns_and_takes_too_long_is_refused_for_its_time(monkeypatch):
+    monkeypatch.setattr("bridle.datasets.environments.PIP_S", 0.5)
+    program = "import sys, time; print('WARNING', file=sys.stderr, flush=True); time.sleep(600)"
+    with pytest.raises(Refused, match=r"environment: it took more than 0\.5 s"):
+        await host_python("-c", program)

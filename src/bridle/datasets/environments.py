@@ -35,7 +35,7 @@ from bridle.config import RuntimeSpec, cache_dir
 from bridle.errors import BridleError, ConfigError
 from bridle.folders import exclusive
 from bridle.runtimes import default_backend, make_runtime
-from bridle.runtimes.base import Runtime
+from bridle.runtimes.base import ExecResult, Runtime
 from bridle.runtimes.process import Command, run_process
 from bridle.types import JSON
 
@@ -183,7 +183,7 @@ class Bench:
             result = await runtime.exec(argv, cwd="source", timeout_s=BUILD_S)
             await runtime.kill()
             if not result.ok:
-                raise Refused("build", last_line(result.stderr) or "it took too long")
+                raise Refused("build", _reason(result, BUILD_S))
             if out is not None:
                 await runtime.download("dist", out)
         try:
@@ -357,8 +357,15 @@ async def host_python(*words: str) -> bytes:
     if not result.ok:
         if b"No module named pip" in result.stderr:
             raise ConfigError(f"{sys.executable} has no pip: run {sys.executable} -m ensurepip")
-        raise Refused("environment", last_line(result.stderr) or "it took too long")
+        raise Refused("environment", _reason(result, PIP_S))
     return result.stdout
+
+
+def _reason(result: ExecResult, limit_s: float) -> str:
+    """Return why a command failed: its time, or its own last word."""
+    if result.timed_out:
+        return f"it took more than {limit_s:g} s"
+    return last_line(result.stderr) or f"it ended with code {result.exit_code}"
 
 
 def last_line(said: bytes) -> str:
