@@ -23,7 +23,6 @@ from typing import TypeAlias
 
 from bridle.errors import RenderError, boundary
 from bridle.prompting.family import Bridged, Family, Parsed
-from bridle.prompting.reply import PlainReplies
 from bridle.prompting.tokenizer import PLACEHOLDER_CHARS, PromptTokenizer
 from bridle.types import JSON
 
@@ -325,7 +324,7 @@ class _Ids:
 class PlaceholderFamily:
     """A family that never sees the tokens of long texts."""
 
-    def __init__(self, family: Family, tokenizer: PromptTokenizer, *, plain: bool = False) -> None:
+    def __init__(self, family: Family, tokenizer: PromptTokenizer) -> None:
         self._family = family
         self._tokenizer = tokenizer
         self._marked = "</think>" in tokenizer.added
@@ -333,7 +332,6 @@ class PlaceholderFamily:
         self._stops = family.get_stop_token_ids()
         self._open = tokenizer.control_ids - frozenset(self._stops)
         self._layouts = Layouts(tokenizer)
-        self._plain = PlainReplies(family, tokenizer) if plain else None
 
     def render_ids(
         self, messages: list[JSON], *, tools: list[JSON] | None, add_generation_prompt: bool
@@ -383,10 +381,6 @@ class PlaceholderFamily:
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
     ) -> Parsed:
-        if self._plain is not None and (end := self._layouts.end(prompt_ids)) is not None:
-            said = self._plain.read(token_ids, end, tools)
-            if said is not None:
-                return said
         return self._family.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
 
     def get_stop_token_ids(self) -> list[int]:
@@ -423,12 +417,9 @@ def suffix_of(
     return found.token_ids[len(before) :]
 
 
-def with_placeholders(family: Family, tokenizer: PromptTokenizer, *, plain: bool = False) -> Family:
-    """Return `family` with placeholders for long texts, or itself where that changes its ids.
-
-    `plain` replies, which hold no control token, are then read without its parser.
-    """
-    made = PlaceholderFamily(family, tokenizer, plain=plain)
+def with_placeholders(family: Family, tokenizer: PromptTokenizer) -> Family:
+    """Return `family` with placeholders for long texts, or itself where that changes its ids."""
+    made = PlaceholderFamily(family, tokenizer)
     return made if _agree(family, made) else family
 
 

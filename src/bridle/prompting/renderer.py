@@ -43,7 +43,7 @@ from bridle.prompting.live import LiveReader
 from bridle.prompting.messages import chat_messages, chat_tools
 from bridle.prompting.placeholders import PlaceholderFamily, suffix_of, with_placeholders
 from bridle.prompting.prompt import PromptIds
-from bridle.prompting.reply import PLAIN_FAMILIES, parse_reply, read_calls
+from bridle.prompting.reply import parse_reply, read_calls
 from bridle.prompting.tokenizer import PromptTokenizer, load_tokenizer, stop_ids_of
 from bridle.types import (
     JSON,
@@ -340,9 +340,7 @@ class PromptRenderer:
             return None
         if thinking not in self._families:
             made = make_family(self.family, self._tokens, thinking=thinking, history=self._history)
-            self._families[thinking] = with_placeholders(
-                made, self._tokens, plain=self.family in PLAIN_FAMILIES
-            )
+            self._families[thinking] = with_placeholders(made, self._tokens)
         return self._families[thinking]
 
 
