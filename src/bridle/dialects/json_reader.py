@@ -427,12 +427,10 @@ def read_spans(
     salt: bytes,
     path: str,
     read: ReadMessages,
-    plain: Callable[[bytes], Message | None] | None = None,
 ) -> tuple[list[Message], tuple[bytes, ...], tuple[int, ...]]:
     """Messages, digests and message counts of `spans`, decoding only those not in `memo`.
 
-    `salt` names the dialect in the memo's keys: one session may speak several. `plain` reads a span
-    of the usual form, as `read` does; `None` = it is of another one.
+    `salt` names the dialect in the memo's keys: one session may speak several.
     """
     history = memo if isinstance(memo, RequestHistory) else None
     begun = None if history is None else history.begun(spans)
@@ -443,8 +441,6 @@ def read_spans(
         digest = sha256(span).digest()[:16]  # `content_digest`
         key = salt + digest
         known = memo.get(key)
-        if known is None and plain is not None and (message := plain(span)) is not None:
-            known = memo[key] = (message,)
         if known is None:
             where = f"{path}[{index}]"
             try:
