@@ -155,55 +155,9 @@ def canonical(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> Can
     if not isinstance(memo, AtomMemo):
         return _walked(request, tools, memo, AtomMemo(), None)
     known = memo.walks.find(request, tools)
-    made = None if known is None else _grown(request, tools, memo, known)
-    if made is None:
-        made = _walked(request, tools, memo, memo, known)
+    made = _walked(request, tools, memo, memo, known)
     memo.walks.remember(request, made, instead_of=known)
     return made
-
-
-def _grown(request: ModelRequest, tools: bytes, memo: AtomMemo, known: Known) -> Canonical | None:
-    """Build what `_walked` does after what is `known`, where each new span is one message.
-
-    `None` = two results stand side by side, whose order has to be looked at.
-    """
-    begun, done = known.canonical, len(known.spans)
-    lengths = request.span_lengths[done:]
-    new = len(lengths)
-    if not new or lengths != (1,) * new or known.messages + new != len(request.messages):
-        return None
-    atoms, message_of = list(begun.atoms), list(begun.message_of)
-    chain, hints = list(begun.chain), begun.hints
-    before = atoms[-1].kind if atoms else None
-    for at, span in enumerate(request.span_digests[done:], known.messages):
-        key = tools + span
-        made = memo.get(key)
-        if made is None:
-            made = memo[key] = _read_one(request, tools, memo, at)
-        for atom in made:
-            kind = atom.kind
-            if kind is AtomKind.EVIDENCE:
-                hints += (Hint(len(atoms), at, atom.ids, atom.reasoning),)
-                continue
-            if kind is AtomKind.RESULT and before is AtomKind.RESULT:
-                return None
-            before = kind
-            atoms += (atom,)
-            message_of += (at,)
-            chain += (sha256(chain[-1] + atom.digest).digest()[:16],)
-    paired = begun.pairing.after(atoms, hints, chain)
-    return Canonical(tuple(atoms), tuple(chain), tuple(message_of), tools, hints, paired)
-
-
-def _read_one(request: ModelRequest, tools: bytes, memo: AtomMemo, at: int) -> tuple[Atom, ...]:
-    """Return the atoms of a message that is a span of its own."""
-    message = request.messages[at]
-    defaults: Defaults | None = None
-    if message.tool_calls:
-        defaults = memo.defaults.get(tools)
-        if defaults is None:
-            defaults = memo.defaults[tools] = schema_defaults(request.tools)
-    return message_atoms(message, request.dialect, defaults)
 
 
 def _walked(
@@ -218,12 +172,12 @@ def _walked(
     position, done = request.head_messages, 0
     if known is None:
         for index in range(position):
-            walk.add(message_atoms(request.messages[index], request.dialect), index, 1)
+            walk.add(message_atoms(request.messages[index], request.dialect), index)
     else:
         position, done = known.messages, len(known.spans)
     if sum(request.span_lengths) + request.head_messages != len(request.messages):
         messages = request.messages[position:]  # no spans given
-        walk.add(walk.span_atoms(messages), position, len(messages))
+        walk.add(walk.span_atoms(messages), position)
         return walk.finish()
     for span, length in zip(request.span_digests[done:], request.span_lengths[done:], strict=True):
         key = tools + span
@@ -231,7 +185,7 @@ def _walked(
         if atoms is None:
             messages = request.messages[position : position + length]
             atoms = spans[key] = walk.span_atoms(messages)
-        walk.add(atoms, position, length)
+        walk.add(atoms, position)
         position += length
     if walk.splits_results():
         return _walked(request, tools, spans, memo, None)
@@ -384,15 +338,8 @@ class _Walk:
             defaults = self._memo.defaults[self._tools] = schema_defaults(self._request.tools)
         return _span_atoms(messages, self._request.dialect, defaults)
 
-    def add(self, atoms: tuple[Atom, ...], position: int, length: int) -> None:
-        """Append a span of `length` messages, the first of them the request's `position`-th."""
-        if length == 1 and atoms:  # most spans; evidence stands first in its message
-            if atoms[0].kind is AtomKind.EVIDENCE:
-                self._hint(atoms[0], position)
-                atoms = atoms[1:]
-            self._atoms += atoms
-            self._message_of += [position] * len(atoms)
-            return
+    def add(self, atoms: tuple[Atom, ...], position: int) -> None:
+        """Append a span, whose first message is the request's `position`-th."""
         for atom in atoms:
             if atom.kind is AtomKind.EVIDENCE:
                 self._hint(atom, position + atom.offset)
