@@ -145,7 +145,7 @@ class Layouts:
     def known(
         self, tail: list[int], sampled: list[int], messages: list[JSON], *, tools: bool
     ) -> list[int] | None:
-        """Return the suffix by a layout that is known; `None` = there is none."""
+        """Return the same by a layout that is known; `None` = none is. `tail` may be shorter."""
         if (end := self.end(tail)) is None:
             return None
         if (shape := self._shape(sampled, messages, tools=tools)) is None:
@@ -331,7 +331,7 @@ class PlaceholderFamily:
         """True if the end of reasoning is a token of its own, not text that must be looked for."""
         self._stops = family.get_stop_token_ids()
         self._open = tokenizer.control_ids - frozenset(self._stops)
-        self._layouts = Layouts(tokenizer)
+        self.layouts = Layouts(tokenizer)
 
     def render_ids(
         self, messages: list[JSON], *, tools: list[JSON] | None, add_generation_prompt: bool
@@ -367,16 +367,7 @@ class PlaceholderFamily:
         def ask(tail: list[int], sampled: list[int], new: list[JSON]) -> list[int] | None:
             return self._suffix(tail, sampled, new, tools=tools)
 
-        return self._layouts.suffix(prompt, completion, new, tools=tools is not None, ask=ask)
-
-    def known_suffix(
-        self, end: list[int], completion: list[int], new: list[JSON], *, tools: bool
-    ) -> list[int] | None:
-        """Return the same by a layout; `end` is the last ids of the prompt.
-
-        `None` = none is known.
-        """
-        return self._layouts.known(end, completion, new, tools=tools)
+        return self.layouts.suffix(prompt, completion, new, tools=tools is not None, ask=ask)
 
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
