@@ -19,7 +19,8 @@ def names(jobs):
 
 async def test_what_was_left_comes_before_what_is_queued_after_it():
     jobs = Jobs()
-    jobs.left += (job("a"), job("b"))
+    assert jobs.leave(job("a"))
+    assert not jobs.leave(job("b"))
     jobs.give(job("c"))
     assert names([jobs.get() for _ in range(3)]) == ["a", "b", "c"]
     assert jobs.empty
@@ -28,7 +29,7 @@ async def test_what_was_left_comes_before_what_is_queued_after_it():
 
 async def test_the_thread_is_busy_until_it_has_finished_all_that_was_queued():
     jobs = Jobs()
-    jobs.left.append(job("a"))
+    jobs.leave(job("a"))
     assert not jobs.busy
     jobs.give(job("b"))
     assert jobs.busy
@@ -38,7 +39,7 @@ async def test_the_thread_is_busy_until_it_has_finished_all_that_was_queued():
 
 async def test_the_next_writer_takes_the_deferred_jobs():
     jobs, left = Jobs(), job("a")
-    jobs.left.append(left)
+    jobs.leave(left)
     assert jobs.is_left(left)
     assert not jobs.is_left(job("a"))
     assert names(jobs.take_left()) == ["a"]
@@ -50,7 +51,7 @@ async def test_the_next_writer_takes_the_deferred_jobs():
 
 async def test_a_mark_comes_after_what_was_left():
     jobs, mark = Jobs(), threading.Event()
-    jobs.left.append(job("a"))
+    jobs.leave(job("a"))
     jobs.put(mark)
     assert names([jobs.get()]) == ["a"]
     assert jobs.get() is mark

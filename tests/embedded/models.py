@@ -84,10 +84,9 @@ class Ids:
 
     def __init__(self, ids: Iterable[int]) -> None:
         self._ids = np.array(list(ids), dtype=np.int32)
-        self.length = len(self._ids)
 
     def __len__(self) -> int:
-        return self.length
+        return len(self._ids)
 
     def array(self) -> np.ndarray:
         return self._ids

@@ -33,6 +33,30 @@ def test_a_reply_is_the_same_wherever_its_bytes_are_split(wire, cuts):
 
 
 @given(
+    before=st.sampled_from([LENGTH, CHUNKED, LENGTH.replace(b"OK", b"Fine")]),
+    size=st.integers(0, 12),
+    cuts=st.lists(st.integers(0, 60), max_size=3),
+    wire=st.sampled_from(
+        [LENGTH, CHUNKED, INTERIM, LENGTH.replace(b" 5", b"5  "), LENGTH.replace(b"200", b"503")]
+    ),
+)
+def test_a_reply_is_the_same_after_any_other_one(before, wire, size, cuts):
+    earlier = HttpReply()
+    earlier.feed(before)
+    body = b"hello" if wire is CHUNKED else b"h" * size
+    wire = wire.replace(b"hello", body).replace(b"h: 5", b"h: %d" % size)
+    wire = wire.replace(b"h:5", b"h:%d" % size)
+    alone, after = HttpReply(), HttpReply(earlier.head)
+    places = sorted({min(cut, len(wire)) for cut in cuts} | {0, len(wire)})
+    for piece in [wire[a:b] for a, b in itertools.pairwise(places)]:
+        assert after.feed(piece) is alone.feed(piece)
+    for reply in (alone, after):
+        assert (reply.body, reply.is_whole) == (body, False)
+    answer = ("status", "keeps", "content_type", "retry_after")
+    assert [getattr(after, name) for name in answer] == [getattr(alone, name) for name in answer]
+
+
+@given(
     chunks=st.lists(
         st.one_of(
             st.sampled_from([b"data: 1\n\n", b"a\r\nb", b"3\r\nabc\r\n", b"\r\n", b"x" * 5000]),

@@ -427,21 +427,24 @@ def read_spans(
     salt: bytes,
     path: str,
     read: ReadMessages,
+    plain: Callable[[bytes], Message | None] | None = None,
 ) -> tuple[list[Message], tuple[bytes, ...], tuple[int, ...]]:
     """Messages, digests and message counts of `spans`, decoding only those not in `memo`.
 
-    `salt` names the dialect in the memo's keys: one session may speak several.
+    `salt` names the dialect in the memo's keys: one session may speak several. `plain` reads a span
+    of the usual form, as `read` does; `None` = it is of another one.
     """
     history = memo if isinstance(memo, RequestHistory) else None
     begun = None if history is None else history.begun(spans)
     messages = [] if begun is None else list(begun.messages)
     digests = [] if begun is None else list(begun.digests)
     lengths = [] if begun is None else list(begun.lengths)
-    done = len(digests)
-    for index, span in enumerate(spans[done:], done):
+    for index, span in enumerate(spans[len(digests) :], len(digests)):
         digest = sha256(span).digest()[:16]  # `content_digest`
         key = salt + digest
         known = memo.get(key)
+        if known is None and plain is not None and (message := plain(span)) is not None:
+            known = memo[key] = (message,)
         if known is None:
             where = f"{path}[{index}]"
             try:

@@ -9,7 +9,7 @@ parts, null or missing; system may be `developer`; reasoning comes back as `reas
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -83,6 +83,28 @@ from bridle.types import (
     Usage,
 )
 
+
+class _Text(msgspec.Struct):
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: None = None
+    tool_calls: None = None
+    function_call: None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Text
+
+
+class _TextOnly(msgspec.Struct):
+    """A reply of ours that says text, reasoning, and nothing else."""
+
+    choices: list[_Choice]
+
+
+_TEXT_ONLY = msgspec.json.Decoder(_TextOnly)
+
 _SALT = b"chat:"
 _SAMPLING = {
     name: name
@@ -144,7 +166,9 @@ class OpenAIChat(WireFormat):
             head = self._head(fields, memo)
             if same is not None:
                 same.head = head
-        messages, digests, lengths = read_spans(spans, memo, _SALT, "messages", self._read)
+        messages, digests, lengths = read_spans(
+            spans, memo, _SALT, "messages", self._read, read_usual
+        )
         return ModelRequest(
             messages=tuple(messages),
             message_spans=spans,
@@ -194,11 +218,11 @@ class OpenAIChat(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
+        freeform = request.extra.get("freeform", ())
         message: JSON = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         if reply.tool_calls:
-            freeform = request.extra.get("freeform", ())
             message["content"] = reply.content or None
             message["tool_calls"] = [tool_call_json(call, freeform) for call in reply.tool_calls]
         choice = {
@@ -219,6 +243,15 @@ class OpenAIChat(WireFormat):
         )
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
+        try:
+            (choice,) = _TEXT_ONLY.decode(reply_json).choices
+        except (msgspec.MsgspecError, ValueError):  # calls, or a completion's text
+            return self._read_reply(reply_json)
+        text, thoughts = choice.message.content, choice.message.reasoning_content
+        content = (TextPart(text),) if text else ()
+        return (Message(Role.ASSISTANT, content, reasoning=thoughts or None),)
+
+    def _read_reply(self, reply_json: bytes) -> tuple[Message, ...]:
         choices = objects(decode(reply_json, "reply")["choices"], "choices")
         return tuple(
             message
@@ -264,6 +297,51 @@ def _ineffective(head: JSON) -> JSON:
 
 
 # ---- messages
+
+
+class _Function(msgspec.Struct, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    arguments: str
+
+
+class _Called(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+    function: _Function
+    type: Literal["function"]
+
+
+class _Usual(msgspec.Struct, forbid_unknown_fields=True):
+    """A message as most clients send it; null and a missing field are one."""
+
+    role: Literal["user", "assistant", "tool", "system", "developer"]
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Called] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+
+
+_USUAL = msgspec.json.Decoder(_Usual)
+
+
+def read_usual(span: bytes) -> Message | None:
+    """Read a message of the usual form as `read_message` does; `None` = it has another one."""
+    try:
+        usual = _USUAL.decode(span)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    text, calls, role = usual.content, usual.tool_calls, _ROLES[usual.role]
+    content = (TextPart(text),) if text else ()
+    if role is Role.ASSISTANT:
+        called = [
+            ToolCall(one.id, one.function.name, one.function.arguments) for one in calls or ()
+        ]
+        return Message(role, content, usual.reasoning_content or None, tuple(called))
+    if calls is not None or usual.reasoning_content is not None:
+        return None
+    if role is Role.TOOL:
+        return Message(role, content, tool_call_id=usual.tool_call_id)
+    return None if text is None else Message(role, content)
 
 
 def read_role(value: JSON, path: str, roles: Mapping[str, Role]) -> Role:

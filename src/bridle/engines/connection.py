@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, cast
+from typing import Final, TypeAlias, cast
 
 from yarl import URL
 
@@ -49,6 +49,10 @@ _READ: Final = re.compile(
 """Headers that are read from a reply."""
 
 
+_SMALL_BYTES: Final = 1 << 12
+"""Bytes of an unfinished chunk up to which it is read again with what comes behind it."""
+
+
 class NoConnectionError(TimeoutError):
     """The server took no connection within `CONNECT_S`."""
 
@@ -57,10 +61,17 @@ class CutReplyError(ConnectionError):
     """The connection ended in mid-reply."""
 
 
+_Head: TypeAlias = tuple[bytes, int, bytes, int, bool, bytes]
+"""A head before its `Content-Length`, and behind it, each with its size; whether the connection
+stays; the type."""
+
+
 class HttpReply:
     """Parser of a reply from bytes, without I/O. Raises `ConnectionError` for other protocols."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: _Head | None = None) -> None:
+        self.head = head
+        """Head of an earlier reply; one that differs in its length alone need not be read."""
         self.status = 0
         """0 = the head is incomplete."""
         self.keeps = True
@@ -104,8 +115,12 @@ class HttpReply:
 
     def feed(self, data: bytes) -> bool:
         """Add bytes; return whether the reply is whole."""
+        known = None if self.status or self._pieces else self.head
+        if known is not None and self._begins_alike(data, known):
+            return self._length <= self._size
         self._size += len(data)
-        self._bound(self._size)
+        if self._size > MOST_BYTES:
+            self._bound(self._size)
         if self.status:
             if self._chunked:
                 return self._read_chunks(data)
@@ -117,6 +132,21 @@ class HttpReply:
         if self._chunked:
             return self._read_chunks(self._pieces.pop())
         return 0 <= self._length <= self._size
+
+    def _begins_alike(self, data: bytes, known: _Head) -> bool:
+        """Read a head that differs from a known one in its length alone."""
+        before, start, after, behind, keeps, content_type = known
+        end = data.find(b"\r", start, start + 20)
+        length = data[start:end]
+        if not (data.startswith(before) and length.isdigit() and data.startswith(after, end)):
+            return False
+        self.status, self.keeps, self._content_type = 200, keeps, content_type
+        self._length = int(length)
+        if self._length > MOST_BYTES:
+            self._bound(self._length)
+        body = data[end + behind :]
+        self._pieces, self._size = [body], len(body)
+        return True
 
     def ended(self) -> bool:
         """Handle the end of the connection; return whether the reply is whole."""
@@ -145,10 +175,17 @@ class HttpReply:
             return self._read_head()
         self.status = status
         self.keeps = first[1] != b"0"
+        lengths = []
         for match in _READ.finditer(text, 0, end):
             self._take(match[1].lower(), match[2])
+            if match[1].lower() == b"content-length":
+                lengths.append(match.end() - len(match[2].lstrip()))
         if status in {204, 304}:
             self._length = 0
+        elif status == 200 and len(lengths) == 1 and not self._chunked and not self.retry_after:
+            after = text[lengths[0] : end + 4].lstrip(b"0123456789")
+            ends = text[: lengths[0]], lengths[0], after, len(after)
+            self.head = *ends, self.keeps, self._content_type
         return True
 
     def _take(self, name: bytes, raw: bytes) -> None:
@@ -173,6 +210,12 @@ class HttpReply:
     def _read_chunks(self, data: bytes) -> bool:
         """Decode more of the chunked body; return whether the last chunk has arrived."""
         rest, at = self._rest, 0
+        if not rest or len(rest) < _SMALL_BYTES:  # else a large chunk would be read again and again
+            chunks, data = _first_chunks(bytes(rest) + data)
+            self._chunks += chunks
+            rest.clear()
+            if not data:
+                return False
         rest += data
         while (end := rest.find(b"\r\n", at, at + _HEAD_BYTES)) >= 0:
             size_text = rest[at:end].partition(b";")[0].strip()
@@ -199,6 +242,24 @@ class HttpReply:
         return False
 
 
+def _first_chunks(data: bytes) -> tuple[list[bytes], bytes]:
+    """Return whole chunks that `data` begins with, up to one that holds a line's end; the rest."""
+    parts = data.split(b"\r\n")
+    sizes, chunks = parts[:-2:2], parts[1:-1:2]
+    found = end = 0
+    try:
+        for size, digits, length in zip(sizes, map(len, sizes), map(len, chunks), strict=True):
+            if not length or int(size, 16) != length:
+                break
+            found += 1
+            end += digits + length + 4
+    except ValueError:  # what follows is read by itself
+        pass
+    if not b"".join(sizes[:found]).isalnum():  # `int` takes more than digits
+        return [], data
+    return chunks[:found], data[end:]
+
+
 class _Connection(asyncio.Protocol):
     """Connection for one call at a time."""
 
@@ -208,6 +269,8 @@ class _Connection(asyncio.Protocol):
         self._made = made
         self._loop = asyncio.get_running_loop()
         self._reply: HttpReply | None = None
+        self._head: _Head | None = None
+        """Head of the last reply, if it was a whole one."""
         self._waiting: asyncio.Future[HttpReply] | None = None
         self._streams = False
         """True if the caller wants each part of the reply as it arrives."""
@@ -216,7 +279,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._first: tuple[bytes, ...] = ()
         """Pieces to send once it is made."""
-        self.is_closed = False
+        self._is_closed = False
         self._keep: Callable[[_Connection], None] | None = None
         """Takes it when a reply that nobody waits for is whole; `None` = somebody does."""
         self.idle_since = 0.0
@@ -231,7 +294,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._made.add(self)
-        if self.is_closed:
+        if self._is_closed:
             self._transport.abort()
         elif self._first:
             self._transport.writelines(self._first)
@@ -239,7 +302,7 @@ class _Connection(asyncio.Protocol):
 
     def call(self, head: bytes, body: bytes, *, streams: bool = False) -> asyncio.Future[HttpReply]:
         """Send a request, once it is made; return a future of its reply, or head (`streams`)."""
-        self._reply, self._streams = HttpReply(), streams
+        self._reply, self._streams = HttpReply(self._head), streams
         self._waiting = self._loop.create_future()
         self._received = self._loop.time()
         if self._timer is None:
@@ -288,6 +351,7 @@ class _Connection(asyncio.Protocol):
         reply, self._reply = self._reply, None
         self.idle_since = self._received
         assert reply is not None
+        self._head = reply.head
         reply.is_whole = True
         if not reply.keeps:
             self.close()
@@ -344,7 +408,7 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Drop the connection, at which the server aborts the running call."""
-        self.is_closed = True
+        self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -401,9 +465,7 @@ class Connections:
         Raises `OSError` (`CutReplyError` in mid-reply), `TimeoutError` after silence, and any error
         of `watch`.
         """
-        connection = await self._take()
-        sent = Sent(connection, connection.call(self._head(path, body), body))
-        return await self.reply(sent, watch)
+        return await self.reply(self._send(await self._take(), path, body), watch)
 
     def begin(self, path: str, body: bytes) -> Sent:
         """Send a POST at once, or once a new connection is made. `reply` or `take` ends it."""
@@ -412,6 +474,9 @@ class Connections:
             connection = _Connection(self._silent_s, self._made)
             connecting = self._connecting.start(self._connect(connection), name="connect")
             connecting.add_done_callback(connection.connected)
+        return self._send(connection, path, body)
+
+    def _send(self, connection: _Connection, path: str, body: bytes) -> Sent:
         return Sent(connection, connection.call(self._head(path, body), body))
 
     async def reply(
@@ -434,7 +499,8 @@ class Connections:
     def take(self, sent: Sent) -> HttpReply:
         """Return a reply that has arrived; its connection is kept for the next call."""
         reply = sent.waiting.result()
-        self.keep(sent.connection)
+        if reply.keeps:
+            self._keep(sent.connection)
         return reply
 
     @asynccontextmanager
@@ -455,11 +521,11 @@ class Connections:
             connection.close()
             raise
         if not reply.is_whole and reply.ends:
-            connection.end_within(END_S, self.keep)
+            connection.end_within(END_S, self._keep)
         elif not reply.is_whole:
             connection.close()
-        else:
-            self.keep(connection)
+        elif reply.keeps:
+            self._keep(connection)
 
     def _head(self, path: str, body: bytes) -> bytes:
         head = self._heads.get(path)
@@ -469,10 +535,8 @@ class Connections:
             self._heads[path] = head
         return head + b"%d\r\n\r\n" % len(body)
 
-    def keep(self, connection: _Connection) -> None:
-        """Keep an open connection for the next call, and close those idle for too long."""
-        if connection.is_closed:
-            return
+    def _keep(self, connection: _Connection) -> None:
+        """Keep a connection for the next call, and close those idle for too long."""
         self._idle.append(connection)
         since = connection.idle_since - self._keepalive_s
         while self._idle[0].idle_since < since:

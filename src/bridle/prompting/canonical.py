@@ -124,13 +124,6 @@ class AtomMemo(dict[bytes, tuple[Atom, ...]]):
         """Tools digest -> defaults of their arguments."""
         self.walks = Walks()
 
-    def defaults_of(self, request: ModelRequest, tools: bytes) -> Defaults:
-        """Return the defaults of a request's tools, whose digest is `tools`."""
-        defaults = self.defaults.get(tools)
-        if defaults is None:
-            defaults = self.defaults[tools] = schema_defaults(request.tools)
-        return defaults
-
 
 def digest(kind: str, *fields: bytes) -> bytes:
     """16 bytes over kind, number of fields, and each field with its length before it."""
@@ -159,12 +152,58 @@ def canonical(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> Can
     time): only spans not seen before are normalised.
     """
     tools = _tools_digest_of(request, memo) if request.tools else NO_TOOLS
-    if type(memo) is not AtomMemo:
+    if not isinstance(memo, AtomMemo):
         return _walked(request, tools, memo, AtomMemo(), None)
     known = memo.walks.find(request, tools)
-    made = _walked(request, tools, memo, memo, known)
+    made = None if known is None else _grown(request, tools, memo, known)
+    if made is None:
+        made = _walked(request, tools, memo, memo, known)
     memo.walks.remember(request, made, instead_of=known)
     return made
+
+
+def _grown(request: ModelRequest, tools: bytes, memo: AtomMemo, known: Known) -> Canonical | None:
+    """Build what `_walked` does after what is `known`, where each new span is one message.
+
+    `None` = two results stand side by side, whose order has to be looked at.
+    """
+    begun, done = known.canonical, len(known.spans)
+    lengths = request.span_lengths[done:]
+    new = len(lengths)
+    if not new or lengths != (1,) * new or known.messages + new != len(request.messages):
+        return None
+    atoms, message_of = list(begun.atoms), list(begun.message_of)
+    chain, hints = list(begun.chain), begun.hints
+    before = atoms[-1].kind if atoms else None
+    for at, span in enumerate(request.span_digests[done:], known.messages):
+        key = tools + span
+        made = memo.get(key)
+        if made is None:
+            made = memo[key] = _read_one(request, tools, memo, at)
+        for atom in made:
+            kind = atom.kind
+            if kind is AtomKind.EVIDENCE:
+                hints += (Hint(len(atoms), at, atom.ids, atom.reasoning),)
+                continue
+            if kind is AtomKind.RESULT and before is AtomKind.RESULT:
+                return None
+            before = kind
+            atoms += (atom,)
+            message_of += (at,)
+            chain += (sha256(chain[-1] + atom.digest).digest()[:16],)
+    paired = begun.pairing.after(atoms, hints, chain)
+    return Canonical(tuple(atoms), tuple(chain), tuple(message_of), tools, hints, paired)
+
+
+def _read_one(request: ModelRequest, tools: bytes, memo: AtomMemo, at: int) -> tuple[Atom, ...]:
+    """Return the atoms of a message that is a span of its own."""
+    message = request.messages[at]
+    defaults: Defaults | None = None
+    if message.tool_calls:
+        defaults = memo.defaults.get(tools)
+        if defaults is None:
+            defaults = memo.defaults[tools] = schema_defaults(request.tools)
+    return message_atoms(message, request.dialect, defaults)
 
 
 def _walked(
@@ -179,12 +218,12 @@ def _walked(
     position, done = request.head_messages, 0
     if known is None:
         for index in range(position):
-            walk.add(message_atoms(request.messages[index], request.dialect), index)
+            walk.add(message_atoms(request.messages[index], request.dialect), index, 1)
     else:
         position, done = known.messages, len(known.spans)
     if sum(request.span_lengths) + request.head_messages != len(request.messages):
         messages = request.messages[position:]  # no spans given
-        walk.add(walk.span_atoms(messages), position)
+        walk.add(walk.span_atoms(messages), position, len(messages))
         return walk.finish()
     for span, length in zip(request.span_digests[done:], request.span_lengths[done:], strict=True):
         key = tools + span
@@ -192,7 +231,7 @@ def _walked(
         if atoms is None:
             messages = request.messages[position : position + length]
             atoms = spans[key] = walk.span_atoms(messages)
-        walk.add(atoms, position)
+        walk.add(atoms, position, length)
         position += length
     if walk.splits_results():
         return _walked(request, tools, spans, memo, None)
@@ -213,11 +252,11 @@ def answer_atoms(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tupl
     beside the atoms; an answer without any other atom (reasoning only, empty) cannot be found by
     the chain.
     """
-    atoms: list[Atom] = []
-    for offset, message in enumerate(messages):
-        defaults = schema_defaults(tools) if message.tool_calls else {}
-        atoms += _assistant_atoms(message, defaults, offset)
-    return tuple(atoms)
+    defaults: Defaults = {}
+    for message in messages:
+        if message.tool_calls:
+            defaults = schema_defaults(tools)
+    return _span_atoms(messages, Dialect.OPENAI_CHAT, defaults)
 
 
 def joined_atoms(request: ModelRequest, messages: Sequence[Message]) -> tuple[Atom, ...]:
@@ -337,15 +376,23 @@ class _Walk:
         self._pairing = Pairing() if begun is None else begun.pairing
         self._begun = len(self._atoms)
         """Number of closed atoms: ordered, and in the chain."""
-        self._hinted = len(self._hints)
 
     def span_atoms(self, messages: Sequence[Message]) -> tuple[Atom, ...]:
         """Return the atoms of a span not seen before."""
-        defaults = self._memo.defaults_of(self._request, self._tools)
+        defaults = self._memo.defaults.get(self._tools)
+        if defaults is None:
+            defaults = self._memo.defaults[self._tools] = schema_defaults(self._request.tools)
         return _span_atoms(messages, self._request.dialect, defaults)
 
-    def add(self, atoms: tuple[Atom, ...], position: int) -> None:
-        """Append a span, whose first message is the request's `position`-th."""
+    def add(self, atoms: tuple[Atom, ...], position: int, length: int) -> None:
+        """Append a span of `length` messages, the first of them the request's `position`-th."""
+        if length == 1 and atoms:  # most spans; evidence stands first in its message
+            if atoms[0].kind is AtomKind.EVIDENCE:
+                self._hint(atoms[0], position)
+                atoms = atoms[1:]
+            self._atoms += atoms
+            self._message_of += [position] * len(atoms)
+            return
         for atom in atoms:
             if atom.kind is AtomKind.EVIDENCE:
                 self._hint(atom, position + atom.offset)
@@ -375,9 +422,7 @@ class _Walk:
             message_of=tuple(self._message_of),
             tools_digest=self._tools,
             hints=tuple(self._hints),
-            pairing=self._pairing.after(
-                self._atoms, self._hints, chain, read=(self._begun, self._hinted)
-            ),
+            pairing=self._pairing.after(self._atoms, self._hints, chain),
         )
 
     def _order_results(self) -> None:
@@ -578,8 +623,9 @@ class Walks:
         head = request.messages[: request.head_messages]
         newest = Known(head, request.span_digests, len(request.messages), canonical)
         key = request.dialect, canonical.tools_digest
-        if instead_of is not None and self._known[key][0] is instead_of:
-            self._known[key][0] = newest
+        known = self._known.get(key, [])
+        if known and known[0] is instead_of:
+            known[0] = newest
         else:
-            kept = [one for one in self._known.get(key, ()) if one is not instead_of]
+            kept = [one for one in known if one is not instead_of]
             self._known[key] = [newest, *kept][:KEPT]

@@ -23,6 +23,7 @@ from typing import TypeAlias
 
 from bridle.errors import RenderError, boundary
 from bridle.prompting.family import Bridged, Family, Parsed
+from bridle.prompting.reply import PlainReplies
 from bridle.prompting.tokenizer import PLACEHOLDER_CHARS, PromptTokenizer
 from bridle.types import JSON
 
@@ -145,7 +146,7 @@ class Layouts:
     def known(
         self, tail: list[int], sampled: list[int], messages: list[JSON], *, tools: bool
     ) -> list[int] | None:
-        """Return the same by a layout that is known; `None` = none is. `tail` may be shorter."""
+        """Return the suffix by a layout that is known; `None` = there is none."""
         if (end := self.end(tail)) is None:
             return None
         if (shape := self._shape(sampled, messages, tools=tools)) is None:
@@ -324,14 +325,15 @@ class _Ids:
 class PlaceholderFamily:
     """A family that never sees the tokens of long texts."""
 
-    def __init__(self, family: Family, tokenizer: PromptTokenizer) -> None:
+    def __init__(self, family: Family, tokenizer: PromptTokenizer, *, plain: bool = False) -> None:
         self._family = family
         self._tokenizer = tokenizer
         self._marked = "</think>" in tokenizer.added
         """True if the end of reasoning is a token of its own, not text that must be looked for."""
         self._stops = family.get_stop_token_ids()
         self._open = tokenizer.control_ids - frozenset(self._stops)
-        self.layouts = Layouts(tokenizer)
+        self._layouts = Layouts(tokenizer)
+        self._plain = PlainReplies(family, tokenizer) if plain else None
 
     def render_ids(
         self, messages: list[JSON], *, tools: list[JSON] | None, add_generation_prompt: bool
@@ -367,11 +369,24 @@ class PlaceholderFamily:
         def ask(tail: list[int], sampled: list[int], new: list[JSON]) -> list[int] | None:
             return self._suffix(tail, sampled, new, tools=tools)
 
-        return self.layouts.suffix(prompt, completion, new, tools=tools is not None, ask=ask)
+        return self._layouts.suffix(prompt, completion, new, tools=tools is not None, ask=ask)
+
+    def known_suffix(
+        self, end: list[int], completion: list[int], new: list[JSON], *, tools: bool
+    ) -> list[int] | None:
+        """Return the same by a layout; `end` is the last ids of the prompt.
+
+        `None` = none is known.
+        """
+        return self._layouts.known(end, completion, new, tools=tools)
 
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
     ) -> Parsed:
+        if self._plain is not None and (end := self._layouts.end(prompt_ids)) is not None:
+            said = self._plain.read(token_ids, end, tools)
+            if said is not None:
+                return said
         return self._family.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
 
     def get_stop_token_ids(self) -> list[int]:
@@ -408,9 +423,12 @@ def suffix_of(
     return found.token_ids[len(before) :]
 
 
-def with_placeholders(family: Family, tokenizer: PromptTokenizer) -> Family:
-    """Return `family` with placeholders for long texts, or itself where that changes its ids."""
-    made = PlaceholderFamily(family, tokenizer)
+def with_placeholders(family: Family, tokenizer: PromptTokenizer, *, plain: bool = False) -> Family:
+    """Return `family` with placeholders for long texts, or itself where that changes its ids.
+
+    `plain` replies, which hold no control token, are then read without its parser.
+    """
+    made = PlaceholderFamily(family, tokenizer, plain=plain)
     return made if _agree(family, made) else family
 
 

@@ -43,7 +43,7 @@ from bridle.prompting.live import LiveReader
 from bridle.prompting.messages import chat_messages, chat_tools
 from bridle.prompting.placeholders import PlaceholderFamily, suffix_of, with_placeholders
 from bridle.prompting.prompt import PromptIds
-from bridle.prompting.reply import parse_reply, read_calls
+from bridle.prompting.reply import PLAIN_FAMILIES, parse_reply, read_calls
 from bridle.prompting.tokenizer import PromptTokenizer, load_tokenizer, stop_ids_of
 from bridle.types import (
     JSON,
@@ -210,9 +210,9 @@ class PromptRenderer:
         family = self._family_for(thinking=on)
         chat = chat_messages(new_messages, self._tokens.escape)
         sampled: list[int] = output_ids.tolist()
-        if type(family) is PlaceholderFamily:
+        if isinstance(family, PlaceholderFamily):
             end: list[int] = parent.tail(END).tolist()
-            known = family.layouts.known(end, sampled, chat, tools=bool(tools))
+            known = family.known_suffix(end, sampled, chat, tools=bool(tools))
             if known is not None:
                 return _array(known)
         if family is not None and Role.ASSISTANT not in [m.role for m in new_messages]:
@@ -245,8 +245,6 @@ class PromptRenderer:
         `call_ids` are those that the first calls have been given already. With `calls_as_text`
         what would be a call stays in the text as it was sampled.
         """
-        sampled, tail = output_ids.tolist(), prompt_tail.tolist()
-        listed = chat_tools(tools) if tools else None
         new_id = self._new_call_id
         if call_ids:
             given = iter(call_ids)
@@ -254,9 +252,9 @@ class PromptRenderer:
         return parse_reply(
             self._parser,
             self._tokens,
-            sampled,
-            tools=listed,
-            prompt_tail=tail,
+            output_ids.tolist(),
+            tools=chat_tools(tools) if tools else None,
+            prompt_tail=prompt_tail.tolist(),
             finish=finish,
             stop_text=stop_text,
             new_id=None if calls_as_text else new_id,
@@ -342,7 +340,9 @@ class PromptRenderer:
             return None
         if thinking not in self._families:
             made = make_family(self.family, self._tokens, thinking=thinking, history=self._history)
-            self._families[thinking] = with_placeholders(made, self._tokens)
+            self._families[thinking] = with_placeholders(
+                made, self._tokens, plain=self.family in PLAIN_FAMILIES
+            )
         return self._families[thinking]
 
 
