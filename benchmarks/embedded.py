@@ -61,6 +61,11 @@ class Prompt:
     ids: Ids
     kept: int = 0
 
+    @property
+    def length(self) -> int:
+        """Their number."""
+        return len(self.ids)
+
     def __len__(self) -> int:
         return len(self.ids)
 

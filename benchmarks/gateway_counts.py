@@ -115,13 +115,15 @@ def calls_a_turn(way: Way, *, context: int = 2_000, tools: int = 0, paced: bool 
     With `paced`, each sampled token of a stream is read from the engine by itself.
     The end of one turn may run in the next one, so a mean would miss some or have some too many.
     """
-    # After a slow write the store's thread would write for some seconds, which takes other calls.
+    # After a slow write the store's thread would write for some seconds, which takes other calls;
+    # and a delivery is written apart where a busy machine takes its time for the next exchange.
     patience, sqlite.HELD_UP_S = sqlite.HELD_UP_S, math.inf
+    later, sqlite.LATER_S = sqlite.LATER_S, 60.0
     try:
         with tempfile.TemporaryDirectory() as folder:
             return uvloop.run(count_calls(way, folder, context=context, tools=tools, paced=paced))
     finally:
-        sqlite.HELD_UP_S = patience
+        sqlite.HELD_UP_S, sqlite.LATER_S = patience, later
 
 
 def main() -> None:

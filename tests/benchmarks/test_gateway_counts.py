@@ -9,18 +9,18 @@ from benchmarks.gateway_counts import calls_a_turn
 from benchmarks.gateway_sessions import Way
 
 MOST = {
-    Way("chat"): 566,
-    Way("anthropic"): 656,
-    Way("responses"): 816,
-    Way("google"): 878,
-    Way("chat", "whole"): 612,
-    Way("anthropic", "whole"): 735,
-    Way("responses", "whole"): 970,
-    Way("google", "whole"): 956,
-    Way("chat", "live"): 1_170,
-    Way("anthropic", "live"): 1_300,
-    Way("responses", "live"): 1_540,
-    Way("google", "live"): 1_530,
+    Way("chat"): 450,
+    Way("anthropic"): 543,
+    Way("responses"): 706,
+    Way("google"): 770,
+    Way("chat", "whole"): 499,
+    Way("anthropic", "whole"): 624,
+    Way("responses", "whole"): 862,
+    Way("google", "whole"): 850,
+    Way("chat", "live"): 1_085,
+    Way("anthropic", "live"): 1_215,
+    Way("responses", "live"): 1_460,
+    Way("google", "live"): 1_450,
 }
 
 

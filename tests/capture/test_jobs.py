@@ -19,8 +19,7 @@ def names(jobs):
 
 async def test_what_was_left_comes_before_what_is_queued_after_it():
     jobs = Jobs()
-    assert jobs.leave(job("a"))
-    assert not jobs.leave(job("b"))
+    jobs.left += (job("a"), job("b"))
     jobs.give(job("c"))
     assert names([jobs.get() for _ in range(3)]) == ["a", "b", "c"]
     assert jobs.empty
@@ -29,7 +28,7 @@ async def test_what_was_left_comes_before_what_is_queued_after_it():
 
 async def test_the_thread_is_busy_until_it_has_finished_all_that_was_queued():
     jobs = Jobs()
-    jobs.leave(job("a"))
+    jobs.left.append(job("a"))
     assert not jobs.busy
     jobs.give(job("b"))
     assert jobs.busy
@@ -39,7 +38,7 @@ async def test_the_thread_is_busy_until_it_has_finished_all_that_was_queued():
 
 async def test_the_next_writer_takes_the_deferred_jobs():
     jobs, left = Jobs(), job("a")
-    jobs.leave(left)
+    jobs.left.append(left)
     assert jobs.is_left(left)
     assert not jobs.is_left(job("a"))
     assert names(jobs.take_left()) == ["a"]
@@ -51,7 +50,7 @@ async def test_the_next_writer_takes_the_deferred_jobs():
 
 async def test_a_mark_comes_after_what_was_left():
     jobs, mark = Jobs(), threading.Event()
-    jobs.leave(job("a"))
+    jobs.left.append(job("a"))
     jobs.put(mark)
     assert names([jobs.get()]) == ["a"]
     assert jobs.get() is mark

@@ -9,7 +9,7 @@ import pytest
 from tests.capture.made import MadeSession
 
 from bridle.capture import sqlite
-from bridle.capture.sqlite import HELD_UP_S, WRITTEN_HERE, Job, SqliteStore
+from bridle.capture.sqlite import HELD_UP_S, LATER_S, WRITTEN_HERE, Job, SqliteStore
 from bridle.errors import StoreError
 
 
@@ -129,10 +129,10 @@ async def test_the_time_of_a_delivery_that_went_with_an_exchange_writes_no_other
         loop, writer = asyncio.get_running_loop(), store._writer
         first, second = loop.create_future(), loop.create_future()
         gone, left = (Job(lambda _: None, loop, done) for done in (first, second))
-        writer.give_later(gone)
+        writer.give_later(gone, LATER_S)
         await store.commit(made.exchanges[0], made.bodies)
         assert first.done()
-        writer.give_later(left)
+        writer.give_later(left, LATER_S)
         writer._write_later(gone)
         assert writer._jobs.is_left(left)
         await second

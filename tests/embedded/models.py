@@ -84,9 +84,10 @@ class Ids:
 
     def __init__(self, ids: Iterable[int]) -> None:
         self._ids = np.array(list(ids), dtype=np.int32)
+        self.length = len(self._ids)
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return self.length
 
     def array(self) -> np.ndarray:
         return self._ids

@@ -7,14 +7,11 @@ from bridle.gateway.metrics import Metrics, Spread, _Tallies, merged_metrics
 
 def test_counters_are_rendered_as_prometheus_text_and_belong_to_one_gateway():
     one, other = Metrics(), Metrics()
-    one.call("committed")
-    one.in_flight.inc()
-    one.in_flight.inc()
-    one.in_flight.dec()
-    one.request("anthropic", "generate", 200)
-    one.placement("child", extended=True)
-    one.sampled_tokens.inc(7)
-    one.sampled_tokens.inc(8)
+    one.calls.values[("committed",)] += 1
+    one.in_flight.values[()] += 1
+    one.requests.values["anthropic", "generate", 200] += 1
+    one.placements.values["child", True] += 1
+    one.sampled_tokens.values[()] += 15
     one.duration.observe(0.01)
     text = one.render().decode()
     assert 'bridle_calls_total{outcome="committed"} 1.0' in text
@@ -50,9 +47,9 @@ def test_merged_samples_are_added_up_by_name_and_labels():
     one, other = Metrics(), Metrics()
     for metrics, times in ((one, 1), (other, 2)):
         for _ in range(times):
-            metrics.request("anthropic", "generate", 200)
+            metrics.requests.values["anthropic", "generate", 200] += 1
             metrics.duration.observe(0.01)
-    other.request("google", "models", 401)
+    other.requests.values["google", "models", 401] += 1
     texts = [metrics.render().decode() for metrics in (one, other)]
 
     merged = merged_metrics(texts, [("bridle_workers", "Processes.", "gauge", 2)])

@@ -14,7 +14,7 @@ from bridle.dialects import DIALECTS
 from bridle.dialects.json_reader import content_digest
 from bridle.engines.base import CutError, GenerateChunk, GenerateRequest
 from bridle.experts import KEY, Experts, reply_extra, unpack
-from bridle.gateway.call import Asked, Call, Question, SpanList
+from bridle.gateway.call import Answer, Asked, Call, Question, SpanList
 from bridle.gateway.recording import (
     Finished,
     Prompted,
@@ -39,6 +39,7 @@ from bridle.types import (
     Sampling,
     TextPart,
     ToolCall,
+    Usage,
     VersionSpan,
 )
 
@@ -111,7 +112,7 @@ def finished(call=None, *, parent=None, request=None, engine_prompt=None, placem
         sample=SampledReply(**{**fields, **sample}),
         effective=Sampling(temperature=1.0),
         reply=Reply("a", None, (), FinishReason.STOP),
-        body=b"{}",
+        answer=Answer(Reply("a", None, (), FinishReason.STOP), Usage(2, 2), b"{}"),
         first_token_s=0.1,
         logprob_mode=LogprobMode.RAW,
     )

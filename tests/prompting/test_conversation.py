@@ -617,7 +617,7 @@ def test_what_is_found_without_a_search_is_what_a_search_finds(seed):
             history += choose.choices(SENT, k=choose.choice([1, 1, 2]))
             asked, canon = request(*history), talk.canonical(*history)
             found = talk.conversation._plainly(asked, canon)
-            searched = _Search(talk.conversation._index, asked, canon).run()
+            searched = _Search(talk.conversation, asked, canon).run()
             assert found in (None, searched)
             plain += found is not None
     assert plain

@@ -6,23 +6,23 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.prompting.test_pieces import BACKEND, BACKENDS, GROUPED, O200K, WORDS, with_pattern
-from tokenizers import AddedToken, Tokenizer, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from bridle.prompting.pieces import ids_of
-from bridle.prompting.tokenizer import CL100K, ONE_DIGIT, quick_encoder, safe_encoder
+from bridle.prompting.tokenizer import CL100K, ONE_DIGIT, quick_bpe, safe_decoder, safe_encoder
 
 TAKEN = {
     "one digit": BACKEND,
     "cl100k": with_pattern(CL100K),
     "nfc": with_pattern(ONE_DIGIT, normalizers.NFC()),
 }
-ENCODERS = {name: safe_encoder(backend, quick_encoder(backend)) for name, backend in TAKEN.items()}
+ENCODERS = {name: safe_encoder(backend, quick_bpe(backend)) for name, backend in TAKEN.items()}
 CODE_POINTS = [*range(0xD800), *range(0xE000, 0x110000)]
 COMMON = CODE_POINTS[:0x3000]
 
 
 def test_the_tokenizers_of_the_tests_are_taken():
-    assert all(quick_encoder(backend) for backend in TAKEN.values())
+    assert all(quick_bpe(backend) for backend in TAKEN.values())
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -95,23 +95,23 @@ def changed(**fields):
     ids=["o200k", "grouped", "nfkc", "order", "looked up"],
 )
 def test_a_tokenizer_that_may_differ_is_left_as_it_is(backend):
-    assert quick_encoder(backend) is None
+    assert quick_bpe(backend) is None
     assert safe_encoder(backend, None)("abc abc") == ids_of(backend, "abc abc")
 
 
 def test_a_token_that_no_merge_gives_is_never_given():
     backend = changed(vocab={"xyz": 900})
-    quick = quick_encoder(backend)
+    quick = quick_bpe(backend)
     assert quick is not None
-    assert quick("xyz abc") == ids_of(backend, "xyz abc")
-    assert 900 not in quick("xyz")
+    assert quick.encode_ordinary("xyz abc") == ids_of(backend, "xyz abc")
+    assert 900 not in quick.encode_ordinary("xyz")
 
 
 def test_an_added_token_in_a_text_is_one_id():
     backend = Tokenizer.from_str(BACKEND.to_str())
     backend.add_tokens([AddedToken("Ω", normalized=True)])
     backend.normalizer = normalizers.NFC()
-    encode = safe_encoder(backend, quick_encoder(backend))
+    encode = safe_encoder(backend, quick_bpe(backend))
     for text in ("one Ω two", "one \u2126 two"):  # the ohm sign is normalized to omega
         assert encode(text) == ids_of(backend, text)
         assert backend.token_to_id("Ω") in encode(text)
@@ -119,7 +119,25 @@ def test_an_added_token_in_a_text_is_one_id():
 
 def test_all_other_test_tokenizers_give_the_same_ids_either_way():
     for backend in BACKENDS.values():
-        encode = safe_encoder(backend, quick_encoder(backend))
+        encode = safe_encoder(backend, quick_bpe(backend))
         assert encode("It's 12345 日本語 e\u0301 {x}") == ids_of(
             backend, "It's 12345 日本語 e\u0301 {x}"
         )
+
+
+DECODERS = {name: safe_decoder(backend, quick_bpe(backend)) for name, backend in TAKEN.items()}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+@given(ids=st.lists(st.one_of(st.integers(0, 255), st.integers(0, BACKEND.get_vocab_size() + 9))))
+@settings(max_examples=200)
+def test_any_ids_have_the_text_of_the_slow_decoder(name, ids):
+    """The first ids are single bytes, so that most lists hold parts of characters."""
+    assert DECODERS[name](ids) == TAKEN[name].decode(ids, skip_special_tokens=False)
+
+
+def test_ids_are_decoded_slowly_by_another_decoder():
+    backend = Tokenizer.from_str(BACKEND.to_str())
+    backend.decoder = decoders.Fuse()
+    ids = backend.encode("two words").ids
+    assert safe_decoder(backend, quick_bpe(backend))(ids) == backend.decode(ids)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.prompting.talk import Talk, call, request, result, said, system, user
 
 from bridle.prompting.canonical import canonical
-from bridle.prompting.turns import TurnCounts
+from bridle.prompting.turns import TurnCounts, count_turns
 
 TASK = (system("s"), user("do it"))
 
@@ -26,8 +26,8 @@ class Counting(Talk):
         key = canonical(asked, self.memo)
         placement = self.conversation.place(asked, key)
         before = self.counts[placement.parent] if placement.extend else None
-        self.counts[name] = self.conversation.turns.count(
-            messages, key, first=placement.new_from, before=before
+        self.counts[name] = count_turns(
+            self.conversation, messages, key, first=placement.new_from, before=before
         )
         self.conversation.begin(name, key)
         self.commit(name, messages, answer, tokens=tokens)
@@ -133,8 +133,8 @@ def test_an_extension_looks_at_its_new_turns_only():
         history += [said(f"turn {turn}"), user("on")]
     key = talk.canonical(*history)
     unread = [said("not looked at")] * (len(history) - 1)
-    counts = talk.conversation.turns.count(
-        [*unread, history[-1]], key, first=len(history) - 1, before=before
+    counts = count_turns(
+        talk.conversation, [*unread, history[-1]], key, first=len(history) - 1, before=before
     )
     assert counts == TurnCounts(verbatim=300)
 

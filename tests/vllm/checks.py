@@ -73,8 +73,8 @@ class Recorder(EngineClient):
         self._answers = answers
         self._bodies: dict[Sent, bytes] = {}
 
-    def begin(self, path: str, body: bytes, call: HttpCall) -> Sent:
-        sent = super().begin(path, body, call)
+    def begin(self, path: str, body: bytes) -> Sent:
+        sent = super().begin(path, body)
         self._bodies[sent] = body
         return sent
 

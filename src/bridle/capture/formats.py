@@ -318,7 +318,7 @@ def exchange_row(session: int, exchange: Exchange, texts: bytes, head: bytes) ->
     """Make the columns of `exchanges` without `n`. `head` is the digest of the request's head."""
     request = exchange.request
     suffix = _blob(exchange.suffix_ids, _IDS)
-    if compressed := len(suffix) >= COMPRESS_IDS_FROM_BYTES:
+    if compressed := exchange.suffix_ids.nbytes >= COMPRESS_IDS_FROM_BYTES:
         suffix = zlib.compress(suffix, COMPRESS_LEVEL)
     return (
         session,
@@ -361,10 +361,11 @@ def _spans_json(spans: Sequence[VersionSpan]) -> str:
     return _json([(span.version, span.start, span.end) for span in spans])
 
 
-def _blob(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
+def _blob(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> memoryview | bytes:
+    """Return the bytes of an array, in the order of its items; not copied where that can be."""
     if array.dtype != dtype:
         array = array.astype(dtype)
-    return array.tobytes()  # in the order of its items, contiguous or not
+    return array.data if array.size and array.flags.c_contiguous else array.tobytes()
 
 
 def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> SessionRows:

@@ -140,7 +140,8 @@ class SqliteStore:
         self._check_open()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        self._writer.give_later(Job(partial(_Writer.deliver, delivery=delivery), loop, done))
+        job = Job(partial(_Writer.deliver, delivery=delivery), loop, done)
+        self._writer.give_later(job, LATER_S)
         await done
 
     def deliver_soon(self, delivery: Delivery, failed: Callable[[StoreError], object]) -> None:
@@ -153,7 +154,7 @@ class SqliteStore:
         if self._closed:
             job.finish(self._closed_error())
         else:
-            self._writer.give_later(job)
+            self._writer.give_later(job, LATER_S)
 
     async def close_session(self, outcome: Outcome) -> None:
         await self._write(lambda writer: writer.close_session(outcome))
@@ -297,9 +298,11 @@ class _Writer:
     def give(self, job: Job) -> None:
         self._jobs.give(job)
 
-    def give_later(self, job: Job, seconds: float = LATER_S) -> None:
+    def give_later(self, job: Job, seconds: float) -> None:
         """Defer a job to the next transaction, at most for so many seconds."""
-        if self._jobs.leave(job) or seconds < LATER_S:
+        is_first = not self._jobs.left
+        self._jobs.left.append(job)
+        if is_first or seconds < LATER_S:
             job.loop.call_later(seconds, self._write_later, job)
 
     def _write_later(self, job: Job) -> None:
@@ -343,9 +346,11 @@ class _Writer:
     def _transact_with_later(self, work: Work | None) -> None:
         """Write `work` and the deferred jobs in one transaction; if it fails, each in its own."""
         later = self._jobs.take_left()
-        works = [job.work for job in later]
+        works: list[Work] = []
+        for job in later:
+            works += (job.work,)
         if work is not None:
-            works.append(work)
+            works += (work,)
         try:
             self._transact(works)
         except StoreError:
@@ -417,16 +422,16 @@ class _Writer:
             job.finish(fault)
 
     def _transact(self, works: Sequence[Work]) -> None:
-        with self._writing:
-            try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                for work in works:
-                    work(self)
-                self._connection.execute("COMMIT")
-                if self._sync_wanted:
-                    self._sync_wanted = False
-                    formats.sync_file(self._path.with_name(self._path.name + "-wal"))
-            except BaseException:
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for work in works:
+                work(self)
+            self._connection.execute("COMMIT")
+            if self._sync_wanted:
+                self._sync_wanted = False
+                formats.sync_file(self._path.with_name(self._path.name + "-wal"))
+        except BaseException:
+            with self._writing:
                 # What the states say of this transaction is not in the file: read it anew.
                 self._states.clear()
                 if self._connection.in_transaction:
@@ -523,7 +528,9 @@ class _Writer:
         self._sync_wanted = True
 
     def _state(self, session_id: str) -> _SessionState:
-        state = self._states.get(session_id) or self._find(session_id)
+        if session_id in self._states:
+            return self._states[session_id]
+        state = self._find(session_id)
         if state is None:
             raise StoreError(f"{self._path}: session {session_id!r} was never opened")
         return state
@@ -643,12 +650,6 @@ class Jobs:
     def get(self) -> Job | threading.Event | None:
         """Wait for the next item of the queue."""
         return self._queue.get()
-
-    def leave(self, job: Job) -> bool:
-        """Defer a job to the next transaction; return whether it is the first."""
-        is_first = not self.left
-        self.left.append(job)
-        return is_first
 
     def take_left(self) -> list[Job]:
         """Return all deferred jobs; they are the caller's now."""

@@ -36,6 +36,9 @@ COMPRESS_FROM_BYTES = 256
 COMPRESS_LEVEL = 1
 """On chat JSON level 1 keeps 0.45 of the bytes at 90 MB/s, level 6 0.40 at 35 MB/s."""
 
+_WINDOWS = [max(9, (part << 8 | 255).bit_length()) for part in range(1 << 6)]
+"""Bits of a window by the size of a text in steps of 256 bytes."""
+
 DIGEST_BYTES = 16
 
 
@@ -100,25 +103,14 @@ def pack(entries: Iterable[Packed]) -> bytes:
     plain = b"".join(parts)
     size = len(plain)
     if size >= COMPRESS_FROM_BYTES:
-        small = _compressed(plain, size)
+        # With a window no larger than the text: making one of 32 KiB ready costs more than
+        # compressing 2 KB, 0.045 ms with it and 0.017 ms without.
+        window = 15 if size >= 1 << 14 else _WINDOWS[size >> 8]
+        packer = zlib.compressobj(COMPRESS_LEVEL, zlib.DEFLATED, window, window - 7)
+        small = packer.compress(plain) + packer.flush()
         if len(small) * 8 <= size * 7:
             return b"\x01" + small
     return b"\x00" + plain
-
-
-_WINDOWS = [max(9, (part << 8 | 255).bit_length()) for part in range(1 << 6)]
-"""Bits of a window by the size of a text in steps of 256 bytes."""
-
-
-def _compressed(plain: bytes, size: int) -> bytes:
-    """Compress `size` bytes with a window no larger than the text.
-
-    Making a window of 32 KiB ready costs more than compressing 2 KB: 0.045 ms with it, 0.017 ms
-    without.
-    """
-    window = 15 if size >= 1 << 14 else _WINDOWS[size >> 8]
-    packer = zlib.compressobj(COMPRESS_LEVEL, zlib.DEFLATED, window, window - 7)
-    return packer.compress(plain) + packer.flush()
 
 
 def unpack(blob: bytes) -> Iterator[TextEntry]:

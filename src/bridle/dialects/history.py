@@ -35,7 +35,7 @@ class Begun:
     """The dialect in the memo's keys."""
     key: str
     """The array's name."""
-    prefix: bytes
+    prefix: memoryview
     """The body up to the end of the array's last item."""
     start: int
     """Offset of its first item."""
@@ -43,7 +43,7 @@ class Begun:
     digests: tuple[bytes, ...]
     lengths: tuple[int, ...]
     messages: tuple[Message, ...]
-    tail: bytes = b""
+    tail: memoryview | bytes = b""
     """The body behind `prefix`."""
     fields: Mapping[str, msgspec.Raw] = field(default_factory=dict)
     """The body's other fields; empty = not kept."""
@@ -182,7 +182,7 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
     def begun(self, items: Sequence[bytes]) -> Begun | None:
         """Return the record of the first of these items."""
         found, self._found = self._found, None
-        if found is None or len(items) < len(found.items) or items[0] is not found.items[0]:
+        if found is None or not items or items[0] is not found.items[0]:
             return None
         return found
 
@@ -208,8 +208,9 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         if begun is not None:
             kept = kept[1:] if kept[0] is begun else [one for one in kept if one is not begun]
         head = begun.head if begun is not None and begun is self.same else None
+        view = memoryview(body)  # no copy: what is behind the prefix is kept as well
         newest = Begun(
-            *(salt, key, body[:end], start, items, digests, lengths, messages),
-            *(body[end:], fields, head, end, len(body) - end),
+            *(salt, key, view[:end], start, items, digests, lengths, messages),
+            *(view[end:], fields, head, end, len(body) - end),
         )
         self._begun = [newest, *kept][:KEPT]

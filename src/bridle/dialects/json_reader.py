@@ -439,7 +439,8 @@ def read_spans(
     messages = [] if begun is None else list(begun.messages)
     digests = [] if begun is None else list(begun.digests)
     lengths = [] if begun is None else list(begun.lengths)
-    for index, span in enumerate(spans[len(digests) :], len(digests)):
+    done = len(digests)
+    for index, span in enumerate(spans[done:], done):
         digest = sha256(span).digest()[:16]  # `content_digest`
         key = salt + digest
         known = memo.get(key)

@@ -218,11 +218,11 @@ class OpenAIChat(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        freeform = request.extra.get("freeform", ())
         message: JSON = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         if reply.tool_calls:
+            freeform = request.extra.get("freeform", ())
             message["content"] = reply.content or None
             message["tool_calls"] = [tool_call_json(call, freeform) for call in reply.tool_calls]
         choice = {

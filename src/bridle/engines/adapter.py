@@ -259,13 +259,15 @@ class ReplyCheck:
     `info` is the engine's at its start; `vocab_size` is used if that has none.
     """
 
-    __slots__ = ("_count", "_limit", "_needs_logprobs", "_needs_prompt", "_request")
+    __slots__ = ("_count", "_limit", "_needs_logprobs", "_needs_prompt", "_request", "is_ours")
 
     def __init__(
         self, request: GenerateRequest, info: EngineInfo | None, vocab_size: int | None
     ) -> None:
         self._request = request
         self._count = 0
+        self.is_ours = True
+        """True if no piece tells another prompt than ours."""
         self._limit = vocab_size
         self._needs_logprobs = self._needs_prompt = False
         if info is not None:
@@ -279,6 +281,7 @@ class ReplyCheck:
         if chunk.prompt_ids_json is not None:
             self._needs_prompt = False
             if chunk.prompt_ids_json != self._request.prompt.json():
+                self.is_ours = False
                 self._check_prompt(chunk.prompt_ids_json)
         count = chunk.output_ids.size
         if not count:

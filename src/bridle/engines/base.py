@@ -39,8 +39,12 @@ class Prompt(Protocol):
     def kept(self) -> int:
         """Return how many of its first ids an earlier call of the conversation had."""
 
+    @property
+    def length(self) -> int:
+        """Return the number of ids."""
+
     def __len__(self) -> int:
-        """Number of ids."""
+        """`length`."""
 
     def array(self) -> Ids:
         """Return the ids as int32, shape (T,), read-only."""

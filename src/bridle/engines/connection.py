@@ -279,7 +279,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._first: tuple[bytes, ...] = ()
         """Pieces to send once it is made."""
-        self._is_closed = False
+        self.is_closed = False
         self._keep: Callable[[_Connection], None] | None = None
         """Takes it when a reply that nobody waits for is whole; `None` = somebody does."""
         self.idle_since = 0.0
@@ -294,7 +294,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._made.add(self)
-        if self._is_closed:
+        if self.is_closed:
             self._transport.abort()
         elif self._first:
             self._transport.writelines(self._first)
@@ -408,7 +408,7 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Drop the connection, at which the server aborts the running call."""
-        self._is_closed = True
+        self.is_closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -465,7 +465,9 @@ class Connections:
         Raises `OSError` (`CutReplyError` in mid-reply), `TimeoutError` after silence, and any error
         of `watch`.
         """
-        return await self.reply(self._send(await self._take(), path, body), watch)
+        connection = await self._take()
+        sent = Sent(connection, connection.call(self._head(path, body), body))
+        return await self.reply(sent, watch)
 
     def begin(self, path: str, body: bytes) -> Sent:
         """Send a POST at once, or once a new connection is made. `reply` or `take` ends it."""
@@ -474,9 +476,6 @@ class Connections:
             connection = _Connection(self._silent_s, self._made)
             connecting = self._connecting.start(self._connect(connection), name="connect")
             connecting.add_done_callback(connection.connected)
-        return self._send(connection, path, body)
-
-    def _send(self, connection: _Connection, path: str, body: bytes) -> Sent:
         return Sent(connection, connection.call(self._head(path, body), body))
 
     async def reply(
@@ -499,8 +498,7 @@ class Connections:
     def take(self, sent: Sent) -> HttpReply:
         """Return a reply that has arrived; its connection is kept for the next call."""
         reply = sent.waiting.result()
-        if reply.keeps:
-            self._keep(sent.connection)
+        self.keep(sent.connection)
         return reply
 
     @asynccontextmanager
@@ -521,11 +519,11 @@ class Connections:
             connection.close()
             raise
         if not reply.is_whole and reply.ends:
-            connection.end_within(END_S, self._keep)
+            connection.end_within(END_S, self.keep)
         elif not reply.is_whole:
             connection.close()
-        elif reply.keeps:
-            self._keep(connection)
+        else:
+            self.keep(connection)
 
     def _head(self, path: str, body: bytes) -> bytes:
         head = self._heads.get(path)
@@ -535,8 +533,10 @@ class Connections:
             self._heads[path] = head
         return head + b"%d\r\n\r\n" % len(body)
 
-    def _keep(self, connection: _Connection) -> None:
-        """Keep a connection for the next call, and close those idle for too long."""
+    def keep(self, connection: _Connection) -> None:
+        """Keep an open connection for the next call, and close those idle for too long."""
+        if connection.is_closed:
+            return
         self._idle.append(connection)
         since = connection.idle_since - self._keepalive_s
         while self._idle[0].idle_since < since:

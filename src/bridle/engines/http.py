@@ -46,11 +46,14 @@ class AbortedError(Exception):
 class HttpCall:
     """Running call. `abort` ends each wait that `watch` registers."""
 
-    def __init__(self, version: int | None = None) -> None:
+    def __init__(
+        self, version: int | None = None, reply: asyncio.Future[HttpReply] | None = None
+    ) -> None:
+        """`reply` is that of a request which was sent already."""
         self.version = version
         """Version of the adapter that it samples with; `None` = the engine's weights alone."""
         self._aborted = False
-        self._reply: asyncio.Future[HttpReply] | None = None
+        self._reply = reply
 
     def abort(self) -> None:
         """End the present wait, or the next one, with `AbortedError`."""
@@ -137,11 +140,9 @@ class EngineClient:
             raise engine_error(response.status, answer, self._url(path))
         return True
 
-    def begin(self, path: str, body: bytes, call: HttpCall) -> Sent:
+    def begin(self, path: str, body: bytes) -> Sent:
         """Send a POST; no answer is waited for. `post` or `end` ends it."""
-        sent = self._connections.begin(path, body)
-        call.watch(sent.waiting)
-        return sent
+        return self._connections.begin(path, body)
 
     def arrived(self, sent: Sent) -> bytes | None:
         """Return the body of an answer that has arrived; `None` = `post` is to say what it is."""
@@ -154,7 +155,7 @@ class EngineClient:
 
     def end(self, sent: Sent) -> None:
         """Keep the connection of an answer that has been read."""
-        self._connections.take(sent)
+        self._connections.keep(sent.connection)
 
     def drop(self, sent: Sent) -> None:
         """End a call whose answer nobody waits for."""

@@ -49,7 +49,7 @@ from bridle.engines.pool_replica import (
 )
 from bridle.engines.pool_routing import FailureTracker, ReplicaRouter, RoutingReason
 from bridle.errors import ConfigError, ContextOverflowError, EngineError, boundary
-from bridle.types import JSON, Ids
+from bridle.types import JSON, FinishReason, Ids
 
 log = structlog.get_logger()
 
@@ -190,7 +190,8 @@ class EnginePool(EngineHandover):
 
     def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
         """See `Immediate`; whatever may have to wait is `generate`'s."""
-        if self._held is not None or not self._ready or self._must_stream(request):
+        keeps = request.keeps or self.settings.keep_tokens
+        if self._held is not None or not self._ready or (keeps and self._must_stream(request)):
             return None
         if self._failures.watches(request.session_id):
             return None
@@ -205,28 +206,28 @@ class EnginePool(EngineHandover):
         return waiting
 
     def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
-        """See `Immediate`; only a reply of one version, to a call that nobody moved."""
+        """Return a whole reply and end its call; `None` = `generate` continues from it.
+
+        Only a sample as it is, of one version, under our prompt, to a call that nobody moved.
+        """
         call = self._calls[request.request_id]
         if call.begun is None or call.moved or call.aborted:
             return None
         one, engine = call.begun
         if call.version != one.version or (chunk := engine.arrived(request)) is None:
             return None
-        ReplyCheck(request, one.info, self.vocab_size).take(chunk)
-        return chunk
-
-    def end(self, request: GenerateRequest, chunk: GenerateChunk) -> None:
-        """End a call with the reply that `arrived` gave."""
-        call = self._calls.pop(request.request_id)
-        assert call.begun is not None, "it continues in `generate`"
-        one, engine = call.begun
+        check = ReplyCheck(request, one.info, self.vocab_size)
+        check.take(chunk)
+        if not check.is_ours or not _is_plain(chunk):
+            return None
         engine.end(request)
-        one.prompt_tokens += len(request.prompt)
+        del self._calls[request.request_id]
+        one.prompt_tokens += request.prompt.length
         one.cached_tokens += chunk.cached_tokens
-        if chunk.versions and chunk.versions[-1].version > one.version:
-            one.version = chunk.versions[-1].version
+        one.version = max(one.version, chunk.versions[0].version)
         self._failures.served(one, call)
         one.end(call)
+        return chunk
 
     def drop(self, request_id: str) -> None:
         """End a call that was begun, if nobody continues it."""
@@ -247,7 +248,8 @@ class EnginePool(EngineHandover):
         if (call := self._calls.get(request.request_id)) is not None:
             begun, call.begun = call.begun, None
         if call is None or begun is None:
-            if not request.stream and self._must_stream(request):
+            keeps = request.keeps or self.settings.keep_tokens
+            if keeps and not request.stream and self._must_stream(request):
                 request = replace(request, stream=True)
             call = RoutedCall(request)
             self._failures.begin(call)
@@ -283,9 +285,9 @@ class EnginePool(EngineHandover):
             del self._calls[request.request_id]
 
     def _must_stream(self, request: GenerateRequest) -> bool:
-        """Return whether an unstreamed reply of this call could lose tokens or their versions."""
-        if not request.keeps and not self.settings.keep_tokens:
-            return False
+        """Return whether an unstreamed reply could lose tokens or their versions, of a call that is
+        to keep them.
+        """
         if request.begins_again or self.settings.keep_tokens:
             return not request.begins_again
         infos = [one.info for one in self._replicas.values()]
@@ -521,10 +523,10 @@ class EnginePool(EngineHandover):
         self._refresh()
         try:
             async with asyncio.timeout(timeout_s):
-                await one.idle.wait()
+                await one.idle()
         except TimeoutError:
             await one.abort_all()
-            await one.idle.wait()
+            await one.idle()
 
     def readmit(self, name: str) -> None:
         """Give a drained replica calls again. Raises `KeyError` for an unknown name."""
@@ -637,3 +639,13 @@ def as_pool(engine: Engine) -> EnginePool:
 def _log_lost(error: BaseException) -> None:
     """Log a watcher's failure, a bug in this file; its replica keeps its state."""
     log.error("replica_watch_failed", error=f"{type(error).__name__}: {error}")
+
+
+def _is_plain(chunk: GenerateChunk) -> bool:
+    """Return whether a reply is a sample as it is, of one version."""
+    return (
+        chunk.finish_reason is not FinishReason.ABORT
+        and not chunk.extra
+        and len(chunk.versions) == 1
+        and chunk.output_ids.size == chunk.logprobs.size > 0
+    )

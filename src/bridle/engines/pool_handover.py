@@ -218,11 +218,11 @@ async def _release(one: Replica, *, abort: bool) -> None:
     while one.state is not ReplicaState.RELEASED:
         if abort:
             await one.abort_all()
-        await one.quiet.wait()
+        await one.idle(quiet=True)
         if isinstance(one.engine, Settling):
             await one.engine.settled()
         async with one.checking:
-            if one.quiet.is_set():
+            if not one.running and not one.touches:
                 one.enter(ReplicaState.RELEASED)
 
 

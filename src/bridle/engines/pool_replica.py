@@ -122,18 +122,18 @@ class Replica:
     """Policy version of its weights, as far as is known."""
     running: dict[str, RoutedCall] = field(default_factory=dict)
     """Calls by request id."""
+    load: int = 0
+    """Number of them."""
     unwell: int = 0
     """Failed health checks in a row."""
     gone: bool = False
     """True if it has not answered since it failed, so that it may have been restarted."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have it checked now."""
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while it has no calls."""
     touches: int = 0
-    """Commands and questions that are being sent to it."""
-    quiet: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while nothing is sent to it, health checks and starts apart."""
+    """Commands and questions that are being sent to it, health checks and starts apart."""
+    resting: asyncio.Event | None = None
+    """Set, and dropped, when it has no calls; made by the first who waits for that."""
     paused: bool = False
     """True if its server was paused and not yet resumed."""
     leaving: ReplicaState | None = None
@@ -168,7 +168,6 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.use(self.engine)
-        self._rest()
 
     def use(self, engine: Engine) -> None:
         """Give its calls to this engine from now on."""
@@ -184,10 +183,6 @@ class Replica:
         """Return whether `names` has its name or its id; `None` = all names."""
         return names is None or self.name in names or self.id in names
 
-    @property
-    def load(self) -> int:
-        return len(self.running)
-
     def enter(self, state: ReplicaState) -> None:
         if state is not self.state:
             self.state, self.since = state, time.monotonic()
@@ -195,22 +190,27 @@ class Replica:
     def begin(self, call: RoutedCall) -> None:
         """Register a call that it runs."""
         self.calls += 1
-        if not self.running:
-            self.idle.clear()
-            self.quiet.clear()
+        self.load += call.request.request_id not in self.running
         self.running[call.request.request_id] = call
         call.version, call.moved, call.pinned = self.version, False, False
 
     def end(self, call: RoutedCall) -> None:
         """Remove a call that it no longer runs."""
-        self.running.pop(call.request.request_id, None)
-        self._rest()
+        if self.running.pop(call.request.request_id, None) is not None:
+            self.load -= 1
+        if self.resting is not None:
+            self._wake_resting()
 
-    def _rest(self) -> None:
-        if not self.running:
-            self.idle.set()
-            if not self.touches:
-                self.quiet.set()
+    def _wake_resting(self) -> None:
+        if self.resting is not None and not self.running:
+            self.resting.set()
+            self.resting = None
+
+    async def idle(self, *, quiet: bool = False) -> None:
+        """Return when it has no calls; with `quiet`, when nothing else is sent to it, either."""
+        while self.running or (quiet and self.touches):
+            self.resting = self.resting or asyncio.Event()
+            await self.resting.wait()
 
     @contextmanager
     def touching(self) -> Iterator[None]:
@@ -218,12 +218,11 @@ class Replica:
         if self.state is ReplicaState.RELEASED:
             raise EngineError(f"{self.name} is released to its trainer", retryable=True)
         self.touches += 1
-        self.quiet.clear()
         try:
             yield
         finally:
             self.touches -= 1
-            self._rest()
+            self._wake_resting()
 
     async def abort(self, request_id: str) -> None:
         """Have the engine end a call that its caller did not abort; errors are logged."""
@@ -266,7 +265,7 @@ class Replica:
         if mode == "abort":
             await self.abort_all()
         if mode != "keep":
-            await self.idle.wait()
+            await self.idle()
 
     async def release(self) -> EngineError | None:
         """Resume it; return the error if that failed."""

@@ -38,7 +38,7 @@ from bridle.engines.base import (
     TextDelta,
     WeightsLostError,
 )
-from bridle.engines.connection import Sent
+from bridle.engines.connection import HttpReply, Sent
 from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
@@ -299,9 +299,14 @@ class VllmEngine(ServerAdapter, Immediate):
         finally:
             del self._calls[request.request_id]
 
-    def _new_call(self, request: GenerateRequest, adapter: str | None) -> HttpCall:
+    def _new_call(
+        self,
+        request: GenerateRequest,
+        adapter: str | None,
+        reply: asyncio.Future[HttpReply] | None = None,
+    ) -> HttpCall:
         adapted = adapter is not None and request.model is None
-        return HttpCall(self.version if adapted else None)
+        return HttpCall(self.version if adapted else None, reply)
 
     # ---- outside of a task
 
@@ -309,17 +314,16 @@ class VllmEngine(ServerAdapter, Immediate):
         """See `Immediate`; a stream, messages and the server's own text are `generate`'s."""
         if request.stream or request.by_messages or not self._gives_ids:
             return None
-        room = self._context_length - len(request.prompt)
+        room = self._context_length - request.prompt.length
         if room <= 0:
             return None
         adapter = self._adapters.newest
-        call = self._new_call(request, adapter)
         body = call_body(
             self._route, request, adapter or self._model,
             room=room, token_in=True, experts=self.tells_experts,
         )  # fmt: skip
-        sent = self._client.begin(self._route.path, body, call)
-        self._calls[request.request_id] = call
+        sent = self._client.begin(self._route.path, body)
+        self._calls[request.request_id] = self._new_call(request, adapter, sent.waiting)
         self._begun[request.request_id] = sent
         return sent.waiting
 
@@ -600,11 +604,8 @@ class LoraAdapters:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._names: list[str] = []
-
-    @property
-    def newest(self) -> str | None:
-        """Return the server's name of the adapter that calls begin with; `None` = none."""
-        return self._names[-1] if self._names else None
+        self.newest: str | None = None
+        """The server's name of the adapter that calls begin with; `None` = none."""
 
     async def load(self, folder: str | Path, model: str, version: int) -> None:
         """Load the adapter in `folder`; those before the present newest are unloaded.
@@ -627,13 +628,16 @@ class LoraAdapters:
                 f"{FLAGS}, where it sees this folder"
             )
         self._names.append(name)
+        self.newest = name
 
     def forget(self) -> None:
         """Leave the adapters as they are on the server."""
         self._names.clear()
+        self.newest = None
 
     async def unload_all(self) -> None:
         """Unload what was loaded, as far as the server answers."""
+        self.newest = None
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 while self._names:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import chain, groupby, repeat
 from operator import attrgetter, itemgetter
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -246,19 +246,21 @@ _MISSING = -9998.0
 class VllmRoute(StrEnum):
     """Route for sampling."""
 
-    CHAT = "chat"
-    """Chat completions with `kv_transfer_params.prompt_token_ids`."""
-    GENERATE = "generate"
-    """`/inference/v1/generate`: reports policy versions per token; needs --enable-scale-out."""
-    COMPLETIONS = "completions"
-    """Completions with ids for a prompt; every vLLM has it."""
+    path: str
+    """Path below the base URL."""
 
-    @property
-    def path(self) -> str:
-        """Return the path below the base URL."""
-        if self is VllmRoute.CHAT:
-            return vllm_schemas.CHAT
-        return vllm_schemas.GENERATE if self is VllmRoute.GENERATE else vllm_schemas.COMPLETIONS
+    def __new__(cls, name: str, path: str) -> Self:
+        """Make a member."""
+        route = str.__new__(cls, name)
+        route._value_, route.path = name, path
+        return route
+
+    CHAT = "chat", vllm_schemas.CHAT
+    """Chat completions with `kv_transfer_params.prompt_token_ids`."""
+    GENERATE = "generate", vllm_schemas.GENERATE
+    """`/inference/v1/generate`: reports policy versions per token; needs --enable-scale-out."""
+    COMPLETIONS = "completions", vllm_schemas.COMPLETIONS
+    """Completions with ids for a prompt; every vLLM has it."""
 
 
 def call_body(
@@ -474,8 +476,10 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
         prompt_tokens = None if usage is None else usage.prompt_tokens
         return Read(None, cached, None, None, None, None, False, prompt_tokens)  # noqa: FBT003
     choice = answer.choices[0]
-    versions = choice.weight_versions
-    spans = tuple([_span(one, unnamed) for one in versions]) if versions else None
+    spans: tuple[VersionSpan, ...] = ()
+    for span in choice.weight_versions or ():
+        version = as_version(span.version, unnamed=unnamed)
+        spans += (VersionSpan(version, span.start, span.end),)
     has_ids = choice.token_ids not in vllm_schemas.ABSENT
     ids_text = bytes(choice.token_ids) if has_ids else b""
     ids = parse_ids(ids_text) if ids_text else _NO_IDS
@@ -485,14 +489,15 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
         logprobs=logprobs,
         finish_reason=None if choice.finish_reason is None else _finish(choice.finish_reason),
         stop_text=choice.stop_reason if type(choice.stop_reason) is str else None,
-        versions=spans or (),
+        versions=spans,
         prompt_ids_json=prompt_text or _prompt_text(answer, choice),
         cached_tokens=cached,
         extra={} if choice.routed_experts is None else {KEY: _experts(choice.routed_experts)},
     )
     message = choice.message or choice.delta
     prompt_tokens = None if usage is None else usage.prompt_tokens
-    return Read(chunk, cached, spans, paired, message, choice.text, has_ids, prompt_tokens)
+    named_spans = spans or None
+    return Read(chunk, cached, named_spans, paired, message, choice.text, has_ids, prompt_tokens)
 
 
 _NO_IDS: Ids = np.empty(0, np.int32)
@@ -518,9 +523,9 @@ def _logprobs(
     if given.content is None:
         values, names = list(given.token_logprobs or ()), given.tokens or []
     else:
-        values = [entry.logprob for entry in given.content]
+        values = [*map(attrgetter("logprob"), given.content)]
         if given.content and given.content[0].token_id is not None:
-            numbers = [entry.token_id for entry in given.content]
+            numbers = [*map(attrgetter("token_id"), given.content)]
         if None in numbers or not numbers:
             names = [entry.token for entry in given.content]
     if not ids.size:
@@ -559,10 +564,6 @@ def _finish(reason: str) -> FinishReason:
     if reason not in vllm_schemas.FINISH:
         raise EngineError(f"the engine ended a reply with {reason!r}", retryable=True)
     return vllm_schemas.FINISH[reason]
-
-
-def _span(span: vllm_schemas.Span, unnamed: int) -> VersionSpan:
-    return VersionSpan(as_version(span.version, unnamed=unnamed), span.start, span.end)
 
 
 def _experts(text: str) -> Rows:

@@ -152,8 +152,8 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 # ---- replies, as the adapter reads them
 
 
-class TokenLogprob(msgspec.Struct):
-    """Logprob of one sampled token, whose id is in `token` or `token_id`."""
+class TokenLogprob(msgspec.Struct, gc=False):
+    """Logprob of one sampled token, whose id is in `token` or `token_id`; each reply has many."""
 
     logprob: float | None = None
     token: str = ""

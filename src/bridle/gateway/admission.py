@@ -49,41 +49,49 @@ REFUSED_BYTES: Final = 1 << 24
 
 
 class Taken:
-    """A request's part of its session's share, while entered. `RequestError` beyond the share."""
+    """A request's part of its session's share, until it is given back."""
 
     __slots__ = ("_admission", "session", "size")
 
-    def __init__(self, admission: Admission, session: GatewaySession) -> None:
+    def __init__(self, admission: Admission, session: GatewaySession, size: int = 0) -> None:
+        """Take a place among the session's requests, and `size` bytes. `RequestError` beyond the
+        share: then nothing is taken.
+        """
+        in_hand = session.in_hand
+        if in_hand.requests >= REQUESTS:
+            raise _too_many(f"this session has {REQUESTS} requests at the moment", 429)
+        if in_hand.captured >= SESSION_BYTES:
+            message = f"this session has sent {SESSION_BYTES} new bytes, the most that are kept"
+            raise RequestError(message, status=413, code="request_too_large")
         self._admission = admission
         self.session = session
         self.size = 0
         """Bytes."""
+        if size:
+            self.grow(size)
+        in_hand.requests += 1
 
     def __enter__(self) -> Self:
-        """Take a place among the session's requests."""
-        if self.session.in_hand.requests >= REQUESTS:
-            raise _too_many(f"this session has {REQUESTS} requests at the moment", 429)
-        if self.session.in_hand.captured >= SESSION_BYTES:
-            message = f"this session has sent {SESSION_BYTES} new bytes, the most that are kept"
-            raise RequestError(message, status=413, code="request_too_large")
-        self.session.in_hand.requests += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give back what was taken."""
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Give back what was taken; once."""
         self.session.in_hand.requests -= 1
         self.session.in_hand.size -= self.size
         self._admission.bytes_in_hand -= self.size
 
     def grow(self, size: int) -> None:
         """Take so many bytes more."""
-        most = self._admission.max_body_bytes
-        if self.session.in_hand.size + size > SESSION_BODIES * most:
+        most, in_hand = self._admission.max_body_bytes, self.session.in_hand
+        if in_hand.size + size > SESSION_BODIES * most:
             raise _too_many("this session has too many large requests at the moment", 429)
         if self._admission.bytes_in_hand + size > GATEWAY_BODIES * most:
             raise _too_many("there are too many large requests at the moment", 503)
         self.size += size
-        self.session.in_hand.size += size
+        in_hand.size += size
         self._admission.bytes_in_hand += size
 
 
@@ -99,7 +107,7 @@ class Admission:
         self._threads = asyncio.Semaphore(THREADS)
 
     def of(self, session: GatewaySession) -> Taken:
-        """Return a part of the session's share, to be entered."""
+        """Return a part of the session's share. `RequestError` beyond that."""
         return Taken(self, session)
 
     async def body(self, http: web.BaseRequest, taken: Taken) -> bytes:

@@ -348,7 +348,7 @@ class GatewayServer:
         except BaseException:
             self._registry.remove(session, digest)
             raise
-        self._metrics.sessions.inc()
+        self._metrics.sessions.values[()] += 1
         base = f"{self.url}/s/{session_id}"
         base_urls = {"anthropic": base, "openai": f"{base}/v1", "google": base}
         return SessionHandle(session_id, key, base_urls)
@@ -362,7 +362,7 @@ class GatewayServer:
         self._restorer.count(session)
         if not session.sealed:
             session.sealed, session.ended = True, asyncio.Event()
-            self._metrics.sessions.dec()
+            self._metrics.sessions.values[()] -= 1
             try:
                 await self._quiesce(session)
                 session.forget_conversation()

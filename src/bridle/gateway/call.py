@@ -9,6 +9,7 @@ stays.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -87,6 +88,8 @@ class Question:
     """The engine and renderer that answer it."""
     key: bytes
     """`Call.question_key`."""
+    parent: Call | None = None
+    """The call that it continued when it was placed."""
 
 
 @record()
@@ -97,6 +100,61 @@ class Answer:
     usage: Usage
     body: bytes
     """The reply's JSON in the dialect's non-streamed shape."""
+
+
+class SpanList:
+    """The content digests of a request's raw messages, kept as a delta on the request before.
+
+    The whole list lives only at the tip of a conversation; when a child takes it over, the parent
+    keeps its delta. A later branch builds the list again by walking back. Memory is thus linear in
+    new messages (law 9).
+    """
+
+    __slots__ = ("_whole", "base", "kept", "new")
+
+    def __init__(self, base: SpanList | None, digests: tuple[bytes, ...]) -> None:
+        before = () if base is None else base._whole or base.whole()  # noqa: SLF001 - see below
+        self.kept = common_prefix(before, digests)
+        self.base = base = base if self.kept else None
+        self.new = digests[self.kept :]
+        self._whole: tuple[bytes, ...] | None = digests
+        if base is not None and base.base is not None:
+            base._whole = None  # noqa: SLF001 - another instance of this class
+
+    def whole(self) -> tuple[bytes, ...]:
+        """Return all digests, in order."""
+        chain: list[SpanList] = []
+        node: SpanList | None = self
+        while node is not None and node._whole is None:  # noqa: SLF001 - see above
+            chain.append(node)
+            node = node.base
+        digests = () if node is None else node._whole or ()  # noqa: SLF001 - see above
+        for span_list in reversed(chain):
+            digests = (*digests[: span_list.kept], *span_list.new)
+        return digests
+
+    def record(self, head: bytes, base_id: str | None, tools: bytes | None) -> RequestRecord:
+        """Return the request as capture keeps it; `base_id` is the exchange of `base`."""
+        return RequestRecord(
+            head=head,
+            base=base_id if self.kept else None,
+            kept_spans=self.kept,
+            spans=self.new,
+            tools=tools,
+        )
+
+
+def common_prefix(left: tuple[bytes, ...], right: tuple[bytes, ...]) -> int:
+    """Return how many leading digests are equal."""
+    if left == right[: (size := len(left))]:
+        return size
+    for position, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return position
+    return min(len(left), len(right))
+
+
+NO_SPANS: Final = SpanList(None, ())
 
 
 @dataclass(slots=True, eq=False)
@@ -124,8 +182,9 @@ class Call:
     answer: Answer | None = None
     error: RequestError | None = None
     """The error that its clients get; of a committed call, that its reply was cut."""
-    head: ReplyHead | None = None
-    """Its `prompt_tokens` are 0 until the prompt is made."""
+    head: ReplyHead = field(default_factory=lambda: ReplyHead("", "", 0))
+    """The part that all forms of the reply share; its `prompt_tokens` are 0 until the prompt is
+    made."""
     prompt: PromptIds | None = None
     output_ids: Ids | None = None
     finish: FinishReason = FinishReason.STOP
@@ -135,8 +194,8 @@ class Call:
     """True if its reply has reasoning."""
     turns: TurnCounts | None = None
     """The lineage of the turns that its prompt shows; `None` = not counted."""
-    spans: SpanList | None = None
-    """Digests of the request's raw messages; set when the call is admitted."""
+    spans: SpanList = NO_SPANS
+    """Digests of the request's raw messages; none before the call is admitted."""
     continues: str | None = None
     """The exchange whose messages it continues."""
     base_id: str | None = None
@@ -199,10 +258,12 @@ class Call:
                 self._began.set()
         return self._began
 
-    def begin_reply(self) -> None:
-        """Wake those who wait for the first token."""
-        if self._began is not None:
-            self._began.set()
+    def note_first_token(self) -> None:
+        """Note the time of the first part of the sample, and wake those who wait for it."""
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter() - self.clock_start
+            if self._began is not None:
+                self._began.set()
 
     def on_leash(self) -> asyncio.Timeout:
         """Around the sampling of a reply that may leave in part, for `cut`."""
@@ -240,16 +301,6 @@ class Call:
         assert self.answer is not None, f"{self.exchange_id} has no reply to give"
         return self.answer
 
-    def reply_head(self) -> ReplyHead:
-        """Return the part that all forms of the reply share; only for calls of this process."""
-        assert self.head is not None, f"{self.exchange_id} was not asked here"
-        return self.head
-
-    def span_list(self) -> SpanList:
-        """Digests of the request's raw messages."""
-        assert self.spans is not None, f"{self.exchange_id} is not admitted yet"
-        return self.spans
-
     def sampled(self) -> tuple[PromptIds, Ids]:
         """Prompt and sampled ids; only of a committed call."""
         assert self.prompt is not None, f"{self.exchange_id} has no prompt"
@@ -268,54 +319,3 @@ class Flight(Protocol):
 
     def hand_over(self) -> None:
         """Have a task go on with the call; its client is answered by that."""
-
-
-class SpanList:
-    """The content digests of a request's raw messages, kept as a delta on the request before.
-
-    The whole list lives only at the tip of a conversation; when a child takes it over, the parent
-    keeps its delta. A later branch builds the list again by walking back. Memory is thus linear in
-    new messages (law 9).
-    """
-
-    __slots__ = ("_whole", "base", "kept", "new")
-
-    def __init__(self, base: SpanList | None, digests: tuple[bytes, ...]) -> None:
-        self.kept = 0 if base is None else common_prefix(base.whole(), digests)
-        self.base = base = base if self.kept else None
-        self.new = digests[self.kept :]
-        self._whole: tuple[bytes, ...] | None = digests
-        if base is not None and base.base is not None:
-            base._whole = None  # noqa: SLF001 - another instance of this class
-
-    def whole(self) -> tuple[bytes, ...]:
-        """Return all digests, in order."""
-        chain: list[SpanList] = []
-        node: SpanList | None = self
-        while node is not None and node._whole is None:  # noqa: SLF001 - see above
-            chain.append(node)
-            node = node.base
-        digests = () if node is None else node._whole or ()  # noqa: SLF001 - see above
-        for span_list in reversed(chain):
-            digests = (*digests[: span_list.kept], *span_list.new)
-        return digests
-
-    def record(self, head: bytes, base_id: str | None, tools: bytes | None) -> RequestRecord:
-        """Return the request as capture keeps it; `base_id` is the exchange of `base`."""
-        return RequestRecord(
-            head=head,
-            base=base_id if self.kept else None,
-            kept_spans=self.kept,
-            spans=self.new,
-            tools=tools,
-        )
-
-
-def common_prefix(left: tuple[bytes, ...], right: tuple[bytes, ...]) -> int:
-    """Return how many leading digests are equal."""
-    if left == right[: len(left)]:
-        return len(left)
-    for position, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return position
-    return min(len(left), len(right))

@@ -138,7 +138,7 @@ class DataPlane:
                 raise ConnectionResetError("the reply had begun") from error
             response = refusal(wire, faults.request_error(error))
         what = "unknown" if route is None else route.kind
-        self._metrics.request(wire.dialect, what, response.status)
+        self._metrics.requests.values[wire.dialect, what, response.status] += 1
         return response
 
     def _authenticate(self, http: web.BaseRequest, head: Head) -> GatewaySession:
@@ -205,7 +205,7 @@ class DataPlane:
                 waited_s=time.perf_counter() - handed.call.clock_start,
             )
         finally:
-            handed.taken.__exit__()
+            handed.taken.give_back()
 
     async def _count(
         self, http: web.BaseRequest, session: GatewaySession, route: Route, wire: WireFormat

@@ -123,25 +123,28 @@ class Exchanges:
     def begun(self, session: GatewaySession, question: Question, asked: Asked) -> Call:
         """Make the call of a question known to its session; the client is attached."""
         request, served = question.request, question.served
-        drawn = os.urandom(24).hex()
+        drawn, now = os.urandom(24).hex(), time.time()
         call = Call(
             exchange_id=drawn[:24],
             session_id=session.session_id,
-            started_at=time.time(),
+            started_at=now,
             clock_start=time.perf_counter(),
             question_key=question.key,
             other=served.other,
-            asked=lineage.of_subagent(session, request, question.placement, asked),
+            asked=lineage.of_subagent(session, question, asked),
             question=question,
+            clients=1,
+            retry_count=asked.retry_count,
+            head=ReplyHead(drawn[24:], request.model, int(now)),
         )
-        call.head = ReplyHead(drawn[24:], request.model, int(call.started_at))
         session.conversation.begin(call.exchange_id, question.canonical)
         session.calls[call.exchange_id] = call
         session.tries.begin(call)
         session.begun += 1
-        self._deliveries.attach(session, call, asked)
+        if asked.idempotency_key is not None:
+            session.tries.named(call, asked.idempotency_key)
         session.running.add(call)
-        self._metrics.in_flight.inc()
+        self._metrics.in_flight.values[()] += 1
         return call
 
     def start(self, session: GatewaySession, call: Call, work: Coroutine[None, None, None]) -> None:
@@ -173,7 +176,7 @@ class Exchanges:
         if parent is not None and parent.other != served.other:
             placement = replace(placement, reason="other_model", extend=False)
         asked_for = question_key(request, key, template_args)
-        return Question(request, wire, key, placement, template_args, served, asked_for)
+        return Question(request, wire, key, placement, template_args, served, asked_for, parent)
 
     def refuse_if_spent(self, session: GatewaySession) -> None:
         """Raise if the gateway ends, is paused, or the limits of the session leave no call."""
@@ -212,21 +215,17 @@ class Exchanges:
             refused = faults.request_error(faults.without_frames(error))
             self._fail(session, call, refused, outcome="failed")
         else:
-            self._metrics.call("committed" if call.error is None else "cut")
+            outcome = "committed" if call.error is None else "cut"
+            self._metrics.calls.values[(outcome,)] += 1
             self._deliveries.committed(session, call)
         finally:
-            self._end(session, call)
+            self.end(session, call)
 
-    def succeeded(self, session: GatewaySession, call: Call) -> None:
-        """Account for a committed call without a task; its client waits for the reply."""
-        self._metrics.call("committed")
-        self._deliveries.committed(session, call)
-        self._end(session, call)
-
-    def _end(self, session: GatewaySession, call: Call) -> None:
+    def end(self, session: GatewaySession, call: Call) -> None:
+        """Account for a call that is over."""
         session.running.discard(call)
         session.account.release(call.reserved)
-        self._metrics.in_flight.dec()
+        self._metrics.in_flight.values[()] -= 1
 
     def _over(
         self, session: GatewaySession, call: Call, work: Coroutine[None, None, None], _: object
@@ -235,7 +234,7 @@ class Exchanges:
         if call in session.running:
             work.close()
             self._fail(session, call, self._why_cancelled(session), outcome="cancelled")
-            self._end(session, call)
+            self.end(session, call)
 
     def _fail(
         self, session: GatewaySession, call: Call, error: RequestError, *, outcome: str
@@ -245,7 +244,7 @@ class Exchanges:
         session.tries.failed(call)
         call.error = error
         call.enter(Stage.FAILED)
-        self._metrics.call(outcome)
+        self._metrics.calls.values[(outcome,)] += 1
 
     def _why_cancelled(self, session: GatewaySession) -> RequestError:
         if session.sealed:
@@ -300,7 +299,7 @@ class Exchanges:
         request, served = question.request, question.served
         length = prompted.prompt.length
         effective = await self._effective(session, call, question, length)
-        self.know(session, call, prompted)
+        self.know(session, call, question, prompted)
         plan = served.plan or session.plan
         call.grammar = grammar_of(request, plan, served.info, served.renderer)
         if captured is None and request.stream and self._settings.stream != "whole":
@@ -312,10 +311,11 @@ class Exchanges:
             sampled = await self._sampled(session, call, question, prompted, effective)
         await self.finish(session, call, prompted, effective, sampled)
 
-    def know(self, session: GatewaySession, call: Call, prompted: Prompted) -> None:
+    def know(
+        self, session: GatewaySession, call: Call, question: Question, prompted: Prompted
+    ) -> None:
         """Note what follows from the prompt."""
-        question = call.posed()
-        call.reply_head().prompt_tokens = prompted.prompt.length
+        call.head.prompt_tokens = prompted.prompt.length
         call.turns = lineage.turns_shown(session, question, prompted.parent)
 
     def live(
@@ -358,7 +358,7 @@ class Exchanges:
         def on_chunk(chunk: GenerateChunk) -> None:
             if call.live is not None:
                 call.live.feed(chunk)
-            self.note_first_token(call)
+            call.note_first_token()
 
         patience_s = min(REFUSED_S, self._settings.headers_after_s)
         sample = partial(
@@ -390,12 +390,6 @@ class Exchanges:
         finally:
             call.leash = None
         return sampler.cut(asked, sofar)
-
-    def note_first_token(self, call: Call) -> None:
-        """Note the time of the first part of the sample."""
-        if call.first_token_s is None:
-            call.first_token_s = time.perf_counter() - call.clock_start
-            call.begin_reply()
 
     async def _settle(self, session: GatewaySession, call: Call) -> tuple[Question, Call | None]:
         """Fix the call's place; one whose parent's commit is under way waits for it first.
@@ -432,10 +426,10 @@ class Exchanges:
         base = parent
         if base is None and placement.repeats:
             base = session.calls.get(placement.repeats[0])
-        base = None if base is call or base is None or base.spans is None else base
+        base = None if base is call else base
         call.spans = SpanList(base.spans if base else None, question.request.span_digests)
         call.base_id = base.exchange_id if base else None
-        self._metrics.placement(placement.kind, extended=placement.extend)
+        self._metrics.placements.values[placement.kind, placement.extend] += 1
 
     async def _effective(
         self, session: GatewaySession, call: Call, question: Question, prompt_tokens: int
@@ -480,7 +474,7 @@ class Exchanges:
         sampled: SampledReply,
     ) -> None:
         """Parse the reply, index it, make it durable; then the call is COMMITTED."""
-        finished = self.finished(session, call, prompted, effective, sampled)
+        finished = self.finished(session, call, call.posed(), prompted, effective, sampled)
         exchange, bodies = self.indexed(session, finished)
         await self.written(session, finished, bodies, self._store.commit(exchange, bodies))
 
@@ -488,12 +482,12 @@ class Exchanges:
         self,
         session: GatewaySession,
         call: Call,
+        question: Question,
         prompted: Prompted,
         effective: Sampling,
         sampled: SampledReply,
     ) -> Finished:
         """Return the facts of a call whose reply is whole; it is COMMITTING then."""
-        question = call.posed()
         request, wire, served = question.request, question.wire, question.served
         prompt, extended = sampled_under(prompted, sampled)
         call.turns = call.turns if extended else lineage.turns_under(session, call, prompt)
@@ -511,7 +505,8 @@ class Exchanges:
         )
         hidden = reply.reasoning is not None and not session.plan.shows_reasoning
         shown = replace(reply, reasoning=None) if hidden else reply
-        body = wire.reply_json(request, call.reply_head(), shown, usage)
+        body = wire.reply_json(request, call.head, shown, usage)
+        call.answer = Answer(shown, usage, body)
         finished = Finished(
             call=call,
             question=question,
@@ -519,7 +514,7 @@ class Exchanges:
             sample=sampled,
             effective=effective,
             reply=reply,
-            body=body,
+            answer=call.answer,
             first_token_s=call.first_token_s,
             logprob_mode=served.info.logprob_mode,
             constrained=call.grammar is not None,
@@ -528,7 +523,6 @@ class Exchanges:
         if prompted.shown is not None or prompted.images:
             call.images = images_of(finished)
         call.reasoned = bool(shown.reasoning)
-        call.answer = Answer(shown, usage, body)
         call.enter(Stage.COMMITTING)
         return finished
 
@@ -554,16 +548,22 @@ class Exchanges:
 
         `bodies` are the raw messages that it stored, by digest.
         """
-        call, request = finished.call, finished.question.request
-        session.in_hand.captured += len(request.head) + len(finished.body)
+        call, request, answer = finished.call, finished.question.request, finished.answer
+        session.in_hand.captured += len(request.head) + len(answer.body)
         for body in bodies:
             session.in_hand.captured += len(bodies[body])
         if request.extra.get("store") and call.error is None:
-            kept = StoredReply(
-                request.message_spans, finished.body, request.head, request.tools_span
-            )
-            session.shelf.keep(reply_id(finished.body), call.exchange_id, kept)
-        self._count(session, finished, call.answered().usage)
+            kept = StoredReply(request.message_spans, answer.body, request.head, request.tools_span)
+            session.shelf.keep(reply_id(answer.body), call.exchange_id, kept)
+        session.turns += 1
+        session.tokens += answer.usage.completion_tokens
+        sample, replayed = finished.sample, finished.sample.replayed is not None
+        if not replayed and call.other is None:
+            self.policy.version = max(self.policy.version, sample.versions[-1].version)
+        seconds = time.perf_counter() - call.clock_start
+        self._metrics.committed(answer.usage, seconds, replayed=replayed)
+        if sample.break_position is not None:
+            self._metrics.breaks.values[()] += 1
         call.enter(Stage.COMMITTED)
         if call.error is not None:
             self._deliveries.broken(session, call)
@@ -580,8 +580,8 @@ class Exchanges:
             session,
             finished.call.exchange_id,
             (question.request, question.canonical, question.template_args),
-            question.wire.reply_messages(finished.body),
-            tokens=len(finished.sample.output_ids),
+            question.wire.reply_messages(finished.answer.body),
+            tokens=finished.sample.output_ids.size,
             kind=finished.call.asked.kind,
         )
         pairs = question.canonical.pairing
@@ -591,18 +591,6 @@ class Exchanges:
         session.next_index += 1
         session.stored.update(bodies)
         return exchange, bodies
-
-    def _count(self, session: GatewaySession, finished: Finished, usage: Usage) -> None:
-        session.turns += 1
-        session.tokens += usage.completion_tokens
-        sample = finished.sample
-        if sample.replayed is None and finished.call.other is None:
-            version = sample.versions[-1].version
-            self.policy.version = max(self.policy.version, version)
-        seconds = time.perf_counter() - finished.call.clock_start
-        self._metrics.committed(usage, seconds, replayed=sample.replayed is not None)
-        if sample.break_position is not None:
-            self._metrics.breaks.inc()
 
     def _parse(
         self, call: Call, question: Question, prompt: PromptIds, sampled: SampledReply

@@ -19,7 +19,7 @@ from bridle.gateway.registry import GatewaySession
 from bridle.prompting.canonical import Canonical, answer_atoms, joined_atoms
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
-from bridle.prompting.turns import TurnCounts
+from bridle.prompting.turns import TurnCounts, count_turns
 from bridle.types import Kind, Message, ModelRequest
 
 
@@ -62,7 +62,8 @@ def turns_shown(
         return None
     messages = request.messages if request.prefill is None else request.messages[:-1]
     placement = question.placement
-    return session.conversation.turns.count(
+    return count_turns(
+        session.conversation,
         messages,
         question.canonical,
         first=placement.new_from,
@@ -111,18 +112,16 @@ def after_summary(
     return replace(placement, kind=PlacementKind.FORK, parent=parent, reason=SUMMARISED)
 
 
-def of_subagent(
-    session: GatewaySession, request: ModelRequest, placement: Placement, asked: Asked
-) -> Asked:
+def of_subagent(session: GatewaySession, question: Question, asked: Asked) -> Asked:
     """Classify a call without a mark as a sub-agent's if its task is in a call of ours.
 
     So are those that continue one.
     """
     if asked.kind is not Kind.AGENT or asked.kind_rule is not None:
         return asked
-    parent = None if placement.parent is None else session.calls.get(placement.parent)
+    parent, placement = question.parent, question.placement
     new = placement.new_from if placement.extend else 0
     inherits = parent is not None and parent.asked.kind is Kind.SUBAGENT
-    if inherits or session.lineage.is_spawned(request.messages[new:]):
+    if inherits or session.lineage.is_spawned(question.request.messages[new:]):
         return replace(asked, kind=Kind.SUBAGENT, kind_rule=SPAWNED)
     return asked

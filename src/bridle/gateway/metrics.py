@@ -38,17 +38,9 @@ class Tally:
         """`sinks`: it may go down again."""
         self._name, self._text, self._labels, self._sinks = name, text, labels, sinks
         self.values: defaultdict[tuple[object, ...], float] = defaultdict(float)
-        """The number by its label values."""
+        """The number by its label values; whoever counts adds to it."""
         if not labels:
             self.values[()] = 0
-
-    def inc(self, by: float = 1) -> None:
-        """Add to the number without labels."""
-        self.values[()] += by
-
-    def dec(self) -> None:
-        """Take one away."""
-        self.values[()] -= 1
 
     def family(self) -> Metric:
         kind = GaugeMetricFamily if self._sinks else CounterMetricFamily
@@ -125,14 +117,6 @@ class Metrics:
         tallies = [kept for kept in vars(self).values() if isinstance(kept, Tally | Spread)]
         self._registry.register(_Tallies(tallies))
 
-    def request(self, dialect: str, route: str, status: int) -> None:
-        """Count one more answered request."""
-        self.requests.values[dialect, route, status] += 1
-
-    def call(self, outcome: str) -> None:
-        """Count one more ended call."""
-        self.calls.values[(outcome,)] += 1
-
     def committed(self, usage: Usage, seconds: float, *, replayed: bool) -> None:
         """Count the tokens of one more committed call, and the seconds that it took."""
         if not replayed:
@@ -140,14 +124,6 @@ class Metrics:
         self.cached_tokens.values[()] += usage.cached_tokens
         self.prompt_tokens.values[()] += usage.prompt_tokens
         self.duration.observe(seconds)
-
-    def placement(self, kind: str, *, extended: bool) -> None:
-        """Count one more placed call."""
-        self.placements.values[kind, extended] += 1
-
-    def delivery(self, state: str) -> None:
-        """Count one more delivery record."""
-        self.deliveries.values[(state,)] += 1
 
     def watch(self, pools: Callable[[], Mapping[str, EnginePool]]) -> None:
         """Tell the replicas of these pools, by the name of their model, whenever somebody asks."""

@@ -30,7 +30,7 @@ from aiohttp import HttpVersion11, web
 
 from bridle.capture.records import Store
 from bridle.dialects.base import Route, RouteKind, WireFormat
-from bridle.engines.base import GenerateChunk, GenerateRequest
+from bridle.engines.base import GenerateRequest
 from bridle.engines.pool import EnginePool
 from bridle.errors import BridleError, EngineError, StoreError
 from bridle.gateway.admission import LONG_BYTES, Admission, Taken
@@ -76,7 +76,7 @@ class Handed:
 
     def lost(self) -> None:
         """Handle a client that has gone before that."""
-        self.taken.__exit__()
+        self.taken.give_back()
         self.deliveries.left(self.session, self.call, partly=False)
 
 
@@ -94,29 +94,36 @@ class KnownHead:
     ) -> None:
         """`raw` is the head's bytes before and behind the length of the body."""
         self.before, self.after = raw
-        self.size = len(self.before) + len(self.after)
+        self.start = len(self.before)
+        self.size = self.start + len(self.after)
         self.head = connection.head
         self.session = ref(session)  # which may end before its connections
         self.headers = headers
         self.route = route
         self.wire = wire
-        self._said: tuple[object, str, Asked, Served] | None = None
+        self._said: tuple[object, str, tuple[Asked, Served, EnginePool]] | None = None
         """The part of all requests with this `extra` and model besides their messages, and who
         answers them; `None` = not known."""
 
     def said(
         self, session: GatewaySession, request: ModelRequest, models: Models
-    ) -> tuple[Asked, Served]:
-        """Read what a request says besides its messages, and find who answers it."""
+    ) -> tuple[Asked, Served, EnginePool] | None:
+        """Read what a request says besides its messages, and find who answers it.
+
+        `None` = it does not want a sample of its own, not constrained, from a pool of engines.
+        """
         known = self._said
         if known is not None and known[0] is request.extra and known[1] == request.model:
-            return known[2], known[3]
+            return known[2]
         harness, rules = session.record.metadata.get("harness"), session.kind_rules
         said = asked(self.headers, request, harness, rules)
         served = models.find(request.model, said.kind)
+        pool = served.engine
+        if not isinstance(pool, EnginePool) or not _is_whole(request, said, served):
+            return None
         if decided_by_head(self.headers, harness, rules):
-            self._said = request.extra, request.model, said, served
-        return said, served
+            self._said = request.extra, request.model, (said, served, pool)
+        return said, served, pool
 
 
 class PlainConnection:
@@ -159,7 +166,7 @@ class PlainConnection:
             known = self._path.find(data)
         if known is None:
             return False
-        at = len(known.before)
+        at = known.start
         end = data.find(b"\r\n", at, at + 20)
         length = data[at:end]
         if not length.isdigit() or not data.startswith(known.after, end):
@@ -173,11 +180,14 @@ class PlainConnection:
             return False
         if (session := known.session()) is None:
             return False
-        if (taken := self._path.taken(session, size)) is None:
+        try:
+            taken = Taken(self._path.admission, session, size)
+        except BridleError:  # the general path refuses it
             return False
         self.known, self.connection.head = known, known.head
         self.connection.is_known = True
-        self.connection.head_arrived()
+        if not self.connection.was_served:  # else nothing of its first head is left to be ended
+            self.connection.head_arrived()
         if not missing:
             return self._path.take(self, data, start, taken)
         self._parts, self._missing, self._start, self._taken = [data], missing, start, taken
@@ -198,20 +208,20 @@ class PlainConnection:
         surplus = self._missing < 0
         data, taken = self._whole()
         if surplus:
-            taken.__exit__()
+            taken.give_back()
         if surplus or not self._path.take(self, data, self._start, taken):
             self.connection.pass_on(data)
 
     def _give_up(self) -> None:
         data, taken = self._whole()
-        taken.__exit__()
+        taken.give_back()
         self.connection.pass_on(data)
 
     def lost(self) -> None:
         """Handle a client that has gone."""
         if self._parts:
             _, taken = self._whole()
-            taken.__exit__()
+            taken.give_back()
             taken.session.requests += 1
         if self.flight is not None:
             self.flight.client_gone()
@@ -284,51 +294,39 @@ class PlainPath:
             return None
         return self._known.get((data[: length.start(1)], data[length.end(1) : end]))
 
-    def taken(self, session: GatewaySession, size: int) -> Taken | None:
-        """Take a request's part of its session's share; `None` = it is to be refused."""
-        taken = Taken(self.admission, session)
-        try:
-            taken.__enter__()
-        except BridleError:
-            return None
-        try:
-            taken.grow(size)
-        except BridleError:
-            taken.__exit__()
-            return None
-        return taken
-
     def take(self, line: PlainConnection, data: bytes, start: int, taken: Taken) -> bool:
         """Begin the call of a whole request, its body behind `start`; `False` = nothing is done,
         and what was taken is given back.
         """
-        linear = None
+        flight = None
         try:
-            linear = self._linear(line, taken, data[start:])
+            flight = self._linear(line, taken, data, start)
         except BridleError:
             pass  # the general path says so
         except Exception as error:  # noqa: BLE001 - the top of a served request
             log.error("plain_path_failed", trace=trace_of(error))  # noqa: TRY400 - no variables
-        if linear is None:
-            taken.__exit__()
+        if flight is None:
+            taken.give_back()
             return False
         taken.session.requests += 1
-        call = self.exchanges.begun(taken.session, linear.question, linear.said)
-        call.reserved = linear.reserved
-        flight = line.flight = call.flight = PlainCall(self, line, data, taken, call, linear)
+        call = self.exchanges.begun(taken.session, flight.question, flight.said)
+        call.reserved, call.flight = flight.reserved, flight
+        flight.call, line.flight = call, flight
         try:
             flight.begin()
         except Exception as error:  # noqa: BLE001 - the top of a served request
             flight.hand_over(_failing(error))
         return True
 
-    def _linear(self, line: PlainConnection, taken: Taken, body: bytes) -> Linear | None:
+    def _linear(
+        self, line: PlainConnection, taken: Taken, data: bytes, start: int
+    ) -> PlainCall | None:
         """Read a request; `None` = it is not linear. `BridleError` where it is to be refused."""
         exchanges, known, session = self.exchanges, line.known, taken.session
         assert known is not None, "its head was found"
         if not self.is_open or session.sealed or session.replay is not None:
             return None
-        route, wire, size = known.route, known.wire, taken.size
+        route, wire, size, body = known.route, known.wire, taken.size, data[start:]
         if wire.dialect is Dialect.OPENAI_RESPONSES:
             body = self.responses.resolved(session, wire.dialect, body)
             size = len(body)
@@ -337,11 +335,12 @@ class PlainPath:
         request = wire.parse(route, body, session.messages)
         if "previous" in request.extra:
             request = self.responses.whole(session, route, body, request)
-        said, served = known.said(session, request, exchanges.models)
-        if not isinstance(served.engine, EnginePool) or not _is_whole(request, said, served):
+        found = known.said(session, request, exchanges.models)
+        if found is None or request.prefill is not None:
             return None
+        said, served, pool = found
         question = exchanges.place(session, wire, request, served)
-        parent = session.calls.get(question.placement.parent or "")
+        parent = question.parent
         if parent is None or not _extends(question, parent):
             return None
         session.check(question.canonical)
@@ -350,7 +349,10 @@ class PlainPath:
             budget = exchanges.budget(session, question, prompted.prompt.length)
             reserved = session.account.take(budget, lambda: session.tokens)
             if reserved is not None:
-                return Linear(route, question, said, parent, prompted, reserved, served.engine)
+                return PlainCall(
+                    *(self, line, data, taken, route, question, said, parent, prompted, reserved),
+                    pool,
+                )
         return None
 
 
@@ -358,7 +360,6 @@ def _is_whole(request: ModelRequest, said: Asked, served: Served) -> bool:
     """Return whether a request wants a sample of its own, not constrained."""
     return not (
         request.logprobs
-        or request.prefill is not None
         or request.response_schema is not None
         or said.retry_count
         or said.idempotency_key is not None
@@ -384,9 +385,14 @@ def _extends(question: Question, parent: Call) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Linear:
-    """A linear request, read."""
+class PlainCall:
+    """A call on the plain path, from the request to the engine to the reply to its client."""
 
+    path: PlainPath
+    line: PlainConnection
+    data: bytes
+    """The request, its head included."""
+    taken: Taken
     route: Route
     question: Question
     said: Asked
@@ -396,19 +402,7 @@ class Linear:
     reserved: int
     """Tokens of the session's budget that it may sample."""
     pool: EnginePool
-
-
-@dataclass(slots=True, eq=False)
-class PlainCall:
-    """A call on the plain path, from the request to the engine to the reply to its client."""
-
-    path: PlainPath
-    line: PlainConnection
-    data: bytes
-    """The request, its head included."""
-    taken: Taken
-    call: Call
-    linear: Linear
+    call: Call = field(init=False)
     effective: Sampling = field(init=False)
     request: GenerateRequest = field(init=False)
     alarm: asyncio.TimerHandle | None = None
@@ -420,10 +414,10 @@ class PlainCall:
     def begin(self) -> None:
         """Give the call to the engine."""
         exchanges, session, call = self.path.exchanges, self.taken.session, self.call
-        question, prompted = self.linear.question, self.linear.prompted
-        exchanges.link(session, call, question, self.linear.parent)
+        question, prompted = self.question, self.prompted
+        exchanges.link(session, call, question, self.parent)
         self.effective = exchanges.sampling(session, question, call.reserved)
-        exchanges.know(session, call, prompted)
+        exchanges.know(session, call, question, prompted)
         if question.request.stream and self.path.settings.stream != "whole":
             call.live = exchanges.live(session, call, prompted, self.effective)
         call.enter(Stage.SAMPLING)
@@ -431,7 +425,7 @@ class PlainCall:
             self.hand_over()
             return
         self.request = engine_request(call, question, prompted, self.effective)
-        waiting = self.linear.pool.begin(self.request)
+        waiting = self.pool.begin(self.request)
         if waiting is None:
             self.hand_over()
             return
@@ -446,17 +440,18 @@ class PlainCall:
         if call.flight is not self:
             return  # a task goes on with it
         try:
-            chunk = self.linear.pool.arrived(self.request)
+            chunk = self.pool.arrived(self.request)
         except EngineError:  # the task gets the same error
             chunk = None
-        if chunk is None or not self._is_plain(chunk):
+        if chunk is None or chunk.finish_reason is None:
             self.hand_over()
             return
-        self.linear.pool.end(self.request, chunk)
+        sampled = chunk.output_ids, chunk.logprobs, chunk.finish_reason, chunk.versions
         try:
-            exchanges.note_first_token(call)
+            call.note_first_token()
             finished = exchanges.finished(
-                session, call, self.linear.prompted, self.effective, self._sample(chunk)
+                *(session, call, self.question, self.prompted, self.effective),
+                SampledReply(*sampled, chunk, None, None, 0),
             )
             exchange, bodies = exchanges.indexed(session, finished)
         except Exception as error:  # noqa: BLE001 - the top of a served request
@@ -484,48 +479,29 @@ class PlainCall:
             self._committed(*self.written[:2])
 
     def _committed(self, finished: Finished, bodies: Mapping[bytes, bytes]) -> None:
-        """Answer the client: the exchange is durable."""
-        exchanges, session, call = self.path.exchanges, self.taken.session, self.call
+        """Answer the client, if its connection takes the reply at once: the exchange is durable."""
+        path, session, call = self.path, self.taken.session, self.call
         if self.alarm is not None:
             self.alarm.cancel()
-        exchanges.committed(session, finished, bodies)
+        path.exchanges.committed(session, finished, bodies)
         call.flight = None
-        exchanges.succeeded(session, call)
-        if self.line.flight is self:
-            self._reply()
-
-    def _is_plain(self, chunk: GenerateChunk) -> bool:
-        """Return whether a reply is a sample as it is, of one version, under our prompt."""
-        reported = chunk.prompt_ids_json
-        return (
-            chunk.finish_reason is not FinishReason.ABORT
-            and not chunk.extra
-            and len(chunk.versions) == 1
-            and chunk.output_ids.size == chunk.logprobs.size > 0
-            and (reported is None or reported == self.request.prompt.json())
-        )
-
-    def _sample(self, chunk: GenerateChunk) -> SampledReply:
-        assert chunk.finish_reason is not None
-        sampled = chunk.output_ids, chunk.logprobs, chunk.finish_reason, chunk.versions
-        return SampledReply(*sampled, chunk, None, None, 0)
-
-    def _reply(self) -> None:
-        """Write the committed reply, if the connection takes it at once."""
-        path, session, call = self.path, self.taken.session, self.call
-        connection, question = self.line.connection, self.linear.question
+        path.metrics.calls.values[("committed",)] += 1
+        path.exchanges.end(session, call)
+        if self.line.flight is not self:
+            return  # its client has gone
+        connection, question = self.line.connection, self.question
         if question.request.stream:
-            reply = whole_stream(call, question.request, self.linear.route, question.wire)
+            reply = whole_stream(call, question.request, self.route, question.wire)
         else:
-            reply = whole_reply(call.answered().body)
+            reply = whole_reply(finished.answer.body)
         if not takes_at_once(connection.transport, len(reply)):
             self.to_relay()
             return
         self.line.flight = None
         connection.write_reply(reply)
         path.deliveries.received(session, call)
-        path.metrics.request(question.wire.dialect, RouteKind.GENERATE, 200)
-        self.taken.__exit__()
+        path.metrics.requests.values[question.wire.dialect, RouteKind.GENERATE, 200] += 1
+        self.taken.give_back()
         path.served += 1
 
     # ---- what is not plain
@@ -547,10 +523,10 @@ class PlainCall:
             self.alarm.cancel()
         if work is None and self.written is not None:
             work = exchanges.written(session, *self.written)
-        work = work or exchanges.resumed(session, call, self.linear.prompted, self.effective)
+        work = work or exchanges.resumed(session, call, self.prompted, self.effective)
         exchanges.start(session, call, work)
         assert call.task is not None
-        call.task.add_done_callback(lambda _: self.linear.pool.drop(call.exchange_id))
+        call.task.add_done_callback(lambda _: self.pool.drop(call.exchange_id))
 
     def to_relay(self) -> None:
         """Have the general path answer the client, as if it had read the request."""
@@ -558,7 +534,7 @@ class PlainCall:
         connection.handed = Handed(
             self.taken.session,
             self.call,
-            self.linear.question.request,
+            self.question.request,
             self.taken,
             self.path.deliveries,
         )
@@ -569,7 +545,7 @@ class PlainCall:
         self.line.flight = None
         if self.call.flight is self:
             self._start_task(None)
-        self.taken.__exit__()
+        self.taken.give_back()
         self.path.deliveries.left(self.taken.session, self.call, partly=False)
 
 

@@ -11,7 +11,7 @@ from bridle.dialects.media import block_name
 from bridle.dialects.tools import list_digest
 from bridle.engines.base import Picture
 from bridle.experts import KEY, Experts, merge_rows, pack
-from bridle.gateway.call import Call, Question
+from bridle.gateway.call import Answer, Call, Question
 from bridle.gateway.constraints import unenforced
 from bridle.gateway.images import Shown, unplaced
 from bridle.gateway.sampling import SampledReply
@@ -64,8 +64,8 @@ class Finished:
     sample: SampledReply
     effective: Sampling
     reply: Reply
-    body: bytes
-    """The reply's JSON."""
+    answer: Answer
+    """The reply as it is shown."""
     first_token_s: float | None
     logprob_mode: LogprobMode
     constrained: bool = False
@@ -91,7 +91,7 @@ def exchange_record(finished: Finished, index: int, unpaired: int = 0) -> Exchan
     request = finished.question.request
     prompt, parent = sampled_under(finished.prompted, sample)
     tools = request.tools_span
-    span_list = call.span_list()
+    span_list = call.spans
     kept = 0 if parent is None else prompt.kept
     return Exchange(
         exchange_id=call.exchange_id,
@@ -116,7 +116,7 @@ def exchange_record(finished: Finished, index: int, unpaired: int = 0) -> Exchan
         request=span_list.record(
             request.head, call.base_id, None if tools is None else list_digest(tools)
         ),
-        reply=finished.body,
+        reply=finished.answer.body,
         started_at=call.started_at,
         first_token_s=finished.first_token_s,
         duration_s=time.perf_counter() - call.clock_start,
@@ -149,7 +149,7 @@ def _root_reason(finished: Finished) -> str | None:
 
 def new_bodies(finished: Finished, stored: set[bytes]) -> Mapping[bytes, bytes]:
     """Return the raw messages and tools whose digests are not in `stored`."""
-    request, span_list = finished.question.request, finished.call.span_list()
+    request, span_list = finished.question.request, finished.call.spans
     spans = zip(span_list.new, request.message_spans[span_list.kept :], strict=True)
     new = {digest: body for digest, body in spans if digest not in stored}
     if request.tools_span is not None:

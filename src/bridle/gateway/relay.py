@@ -112,7 +112,7 @@ class Relay:
         if call.error is not None and not wire.refuses_in_stream(call.error):
             return refusal(wire, call.error)
         await writer.start(route)
-        encoder = wire.stream(request, call.reply_head())
+        encoder = wire.stream(request, call.head)
         opening = await self._until_done(writer, call, encoder)
         if call.error is not None:
             return await writer.broken(opening, encoder.error(call.error))
@@ -234,7 +234,7 @@ _STREAM_HEADS: Final = {
 
 def whole_stream(call: Call, request: ModelRequest, route: Route, wire: WireFormat) -> bytes:
     """Return a committed reply as a stream over a connection that stays, its head included."""
-    encoder, answer = wire.stream(request, call.reply_head()), call.answered()
+    encoder, answer = wire.stream(request, call.head), call.answered()
     opening = encoder.open()
     before, last = encoder.close(answer.reply, answer.usage)
     head = _STREAM_HEADS[route.sse] % rfc822_formatted_time().encode()

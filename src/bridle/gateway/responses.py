@@ -150,7 +150,7 @@ class Responses:
         capture = self._store.read(session.session_id)
         exchange = _exchange(capture.exchanges, call.exchange_id)
         asked = exchange.request
-        items = tuple(capture.bodies[digest] for digest in call.span_list().whole())
+        items = tuple(capture.bodies[digest] for digest in call.spans.whole())
         tools = None if asked.tools is None else capture.bodies[asked.tools]
         return StoredReply(items, exchange.reply, asked.head, tools)
 

@@ -27,7 +27,7 @@ from bridle.gateway.tries import question_key
 from bridle.prompting.canonical import Atom, answer_atoms, canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
-from bridle.prompting.turns import TurnCounts
+from bridle.prompting.turns import TurnCounts, note_given
 from bridle.types import (
     DeliveryState,
     FinishReason,
@@ -120,7 +120,7 @@ class Restorer:
         shown = wire.reply_messages(exchange.reply)
         turns = TurnCounts.of_json(exchange.extra.get("turns"))
         if turns is not None and exchange.continues is None and not turns.foreign:
-            session.conversation.turns.note_given(request.messages, key)
+            note_given(session.conversation, request.messages, key)
         session.conversation.begin(exchange.exchange_id, key, continues=exchange.continues)
         lineage.index_reply(
             session,
@@ -171,7 +171,7 @@ class Restorer:
     def _spans(self, session: GatewaySession, exchange: Exchange) -> SpanList:
         """Return the digests of the request's raw messages, as a delta on those of its base."""
         kept = exchange.request
-        base = session.calls[kept.base].span_list() if kept.base is not None else None
+        base = session.calls[kept.base].spans if kept.base is not None else None
         before = base.whole()[: kept.kept_spans] if base is not None else ()
         return SpanList(base, (*before, *kept.spans))
 

@@ -46,7 +46,7 @@ class Deliveries:
                 why = "idempotency_key"
             joint = {"at": time.time(), "why": why, "retry_count": asked.retry_count}
             call.joined_by = (*call.joined_by, joint)
-            self._metrics.joined.inc()
+            self._metrics.joined.values[()] += 1
             self.attach(session, call, asked)
             return call
         lost = session.tries.same_key(question, asked)
@@ -175,7 +175,7 @@ class Deliveries:
                 atoms = answer_atoms(shown, call.posed().request.tools)
                 detail = detail or str(call.live.sent if call.live else "")
             session.conversation.mark(call.exchange_id, state, delivered=atoms)
-        self._metrics.delivery(state)
+        self._metrics.deliveries.values[(state,)] += 1
         if delivered and call.clients == 0:
             call.release()
         delivery = Delivery(
@@ -203,5 +203,5 @@ def _delivered(call: Call) -> tuple[Message, ...] | None:
     if call.live is None or call.question is None or not call.live.partly_sent:
         return None
     wire, request = call.question.wire, call.question.request
-    body = wire.reply_json(request, call.reply_head(), call.live.delivered(), Usage(0, 0))
+    body = wire.reply_json(request, call.head, call.live.delivered(), Usage(0, 0))
     return wire.reply_messages(body)

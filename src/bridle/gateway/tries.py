@@ -44,18 +44,15 @@ def question_key(request: ModelRequest, canonical: Canonical, template_args: Has
     arguments = _NOTHING
     if template_args is not None:
         arguments = repr(template_args).encode("utf-8", "surrogatepass")
-    whole = canonical.chain[-1] + canonical.tools_digest + arguments + _json(asked)
+    try:
+        asked_json = orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:  # a lone surrogate, an integer beyond 64 bits
+        asked_json = repr(asked).encode("utf-8", "surrogatepass")
+    whole = canonical.chain[-1] + canonical.tools_digest + arguments + asked_json
     return blake2b(whole, digest_size=16).digest()
 
 
 _NOTHING: Final = repr(None).encode()
-
-
-def _json(value: object) -> bytes:
-    try:
-        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-    except orjson.JSONEncodeError:  # a lone surrogate, an integer beyond 64 bits
-        return repr(value).encode("utf-8", "surrogatepass")
 
 
 class Tries:

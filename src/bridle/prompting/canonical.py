@@ -124,6 +124,13 @@ class AtomMemo(dict[bytes, tuple[Atom, ...]]):
         """Tools digest -> defaults of their arguments."""
         self.walks = Walks()
 
+    def defaults_of(self, request: ModelRequest, tools: bytes) -> Defaults:
+        """Return the defaults of a request's tools, whose digest is `tools`."""
+        defaults = self.defaults.get(tools)
+        if defaults is None:
+            defaults = self.defaults[tools] = schema_defaults(request.tools)
+        return defaults
+
 
 def digest(kind: str, *fields: bytes) -> bytes:
     """16 bytes over kind, number of fields, and each field with its length before it."""
@@ -152,7 +159,7 @@ def canonical(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> Can
     time): only spans not seen before are normalised.
     """
     tools = _tools_digest_of(request, memo) if request.tools else NO_TOOLS
-    if not isinstance(memo, AtomMemo):
+    if type(memo) is not AtomMemo:
         return _walked(request, tools, memo, AtomMemo(), None)
     known = memo.walks.find(request, tools)
     made = None if known is None else _grown(request, tools, memo, known)
@@ -175,11 +182,15 @@ def _grown(request: ModelRequest, tools: bytes, memo: AtomMemo, known: Known) ->
     atoms, message_of = list(begun.atoms), list(begun.message_of)
     chain, hints = list(begun.chain), begun.hints
     before = atoms[-1].kind if atoms else None
+    paired = False
     for at, span in enumerate(request.span_digests[done:], known.messages):
         key = tools + span
         made = memo.get(key)
         if made is None:
-            made = memo[key] = _read_one(request, tools, memo, at)
+            message, defaults = request.messages[at], None
+            if message.tool_calls:
+                defaults = memo.defaults_of(request, tools)
+            made = memo[key] = message_atoms(message, request.dialect, defaults)
         for atom in made:
             kind = atom.kind
             if kind is AtomKind.EVIDENCE:
@@ -188,22 +199,15 @@ def _grown(request: ModelRequest, tools: bytes, memo: AtomMemo, known: Known) ->
             if kind is AtomKind.RESULT and before is AtomKind.RESULT:
                 return None
             before = kind
+            paired |= kind is AtomKind.CALL or kind is AtomKind.RESULT
             atoms += (atom,)
             message_of += (at,)
             chain += (sha256(chain[-1] + atom.digest).digest()[:16],)
-    paired = begun.pairing.after(atoms, hints, chain)
-    return Canonical(tuple(atoms), tuple(chain), tuple(message_of), tools, hints, paired)
-
-
-def _read_one(request: ModelRequest, tools: bytes, memo: AtomMemo, at: int) -> tuple[Atom, ...]:
-    """Return the atoms of a message that is a span of its own."""
-    message = request.messages[at]
-    defaults: Defaults | None = None
-    if message.tool_calls:
-        defaults = memo.defaults.get(tools)
-        if defaults is None:
-            defaults = memo.defaults[tools] = schema_defaults(request.tools)
-    return message_atoms(message, request.dialect, defaults)
+    pairing = begun.pairing
+    if paired or hints is not begun.hints:
+        read = len(begun.atoms), len(begun.hints)
+        pairing = pairing.after(atoms, hints, chain, read=read)
+    return Canonical(tuple(atoms), tuple(chain), tuple(message_of), tools, hints, pairing)
 
 
 def _walked(
@@ -252,11 +256,11 @@ def answer_atoms(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tupl
     beside the atoms; an answer without any other atom (reasoning only, empty) cannot be found by
     the chain.
     """
-    defaults: Defaults = {}
-    for message in messages:
-        if message.tool_calls:
-            defaults = schema_defaults(tools)
-    return _span_atoms(messages, Dialect.OPENAI_CHAT, defaults)
+    atoms: list[Atom] = []
+    for offset, message in enumerate(messages):
+        defaults = schema_defaults(tools) if message.tool_calls else {}
+        atoms += _assistant_atoms(message, defaults, offset)
+    return tuple(atoms)
 
 
 def joined_atoms(request: ModelRequest, messages: Sequence[Message]) -> tuple[Atom, ...]:
@@ -376,12 +380,11 @@ class _Walk:
         self._pairing = Pairing() if begun is None else begun.pairing
         self._begun = len(self._atoms)
         """Number of closed atoms: ordered, and in the chain."""
+        self._hinted = len(self._hints)
 
     def span_atoms(self, messages: Sequence[Message]) -> tuple[Atom, ...]:
         """Return the atoms of a span not seen before."""
-        defaults = self._memo.defaults.get(self._tools)
-        if defaults is None:
-            defaults = self._memo.defaults[self._tools] = schema_defaults(self._request.tools)
+        defaults = self._memo.defaults_of(self._request, self._tools)
         return _span_atoms(messages, self._request.dialect, defaults)
 
     def add(self, atoms: tuple[Atom, ...], position: int, length: int) -> None:
@@ -422,7 +425,9 @@ class _Walk:
             message_of=tuple(self._message_of),
             tools_digest=self._tools,
             hints=tuple(self._hints),
-            pairing=self._pairing.after(self._atoms, self._hints, chain),
+            pairing=self._pairing.after(
+                self._atoms, self._hints, chain, read=(self._begun, self._hinted)
+            ),
         )
 
     def _order_results(self) -> None:
@@ -623,9 +628,8 @@ class Walks:
         head = request.messages[: request.head_messages]
         newest = Known(head, request.span_digests, len(request.messages), canonical)
         key = request.dialect, canonical.tools_digest
-        known = self._known.get(key, [])
-        if known and known[0] is instead_of:
-            known[0] = newest
+        if instead_of is not None and self._known[key][0] is instead_of:
+            self._known[key][0] = newest
         else:
-            kept = [one for one in known if one is not instead_of]
+            kept = [one for one in self._known.get(key, ()) if one is not instead_of]
             self._known[key] = [newest, *kept][:KEPT]

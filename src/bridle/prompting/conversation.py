@@ -27,7 +27,7 @@ from bridle.prompting.canonical import (
 )
 from bridle.prompting.echo import EXTENDABLE, WEAK, Drift, drift_of, has_text, is_beginning
 from bridle.prompting.index import Index, Indexed
-from bridle.prompting.turns import TurnCounter, turns_of
+from bridle.prompting.turns import turns_of
 from bridle.types import DeliveryState, ModelRequest, Role, record
 
 _ID_IN_TEXT = re.compile(r"[A-Za-z0-9_-]{16,}")
@@ -97,16 +97,13 @@ _RANK: dict[DeliveryState | None, int] = {
 """Delivery states by how likely the reply was read."""
 
 
-class Conversation:
+class Conversation(Index):
     """The exchanges of one session and the search among them. Not shared between sessions."""
 
     def __init__(self, *, on_rewrite: Literal["extend", "fork"] = "extend") -> None:
+        super().__init__()
         self._on_rewrite = on_rewrite
         """Treatment of a turn that the harness rewrote within `EXTENDABLE`."""
-        self._index = Index()
-        self._continued: dict[bytes, Indexed] = {}
-        """The exchange that the last request under this prompt key continues, until it begins."""
-        self.turns = TurnCounter(self._index)
 
     def place(
         self, request: ModelRequest, canonical: Canonical, *, template_args: Hashable = None
@@ -117,7 +114,7 @@ class Conversation:
         them.
         """
         found = self._plainly(request, canonical)
-        found = found or _Search(self._index, request, canonical).run()
+        found = found or _Search(self, request, canonical).run()
         key, reason = canonical.chain[-1], found.reason
         if found.exchange is None:
             self._continued.pop(key, None)
@@ -126,10 +123,14 @@ class Conversation:
             if found.drift is not None and self._on_rewrite == "fork":
                 reason = reason or found.drift.value
             if reason is None or reason == "unknown_turn":
-                reason = _guard(found.exchange, canonical, template_args) or reason
-        before, alike = None, self._index.prompts_at(key)
+                if found.exchange.tools_digest != canonical.tools_digest:
+                    without = canonical.tools_digest == NO_TOOLS
+                    reason = "tools_removed" if without else "tools_changed"
+                elif found.exchange.template_args != template_args:
+                    reason = "template_args_changed"
+        before, alike = None, self._by_prompt.get(key, ())
         if found.exchange is not None and found.reason == "history_changed":
-            before = self._index.asked(found.exchange)
+            before = self.asked(found.exchange)
         return Placement(
             kind=found.kind,
             habit=None if before is None else habit_of(before, canonical).value,
@@ -151,7 +152,7 @@ class Conversation:
         last = len(atoms) - 1
         while last >= 0 and atoms[last].kind not in ASSISTANT:
             last -= 1
-        found = self._index.turns_at(canonical.chain[last + 1])
+        found = self._by_turn.get(canonical.chain[last + 1])
         if last < 0 or not found or found[1:]:
             return None
         chosen = found[0]
@@ -168,60 +169,9 @@ class Conversation:
                 if hint.position < first:
                     break
                 ids += hint.ids
-            if any(self._index.owner_of(value) is not chosen for value in ids):
+            if any(self.owner_of(value) is not chosen for value in ids):
                 return None
         return _Found(PlacementKind.CHILD, chosen, new_from=new_from)
-
-    def begin(
-        self, exchange_id: str, canonical: Canonical, *, continues: str | None = None
-    ) -> None:
-        """Add an exchange in flight: visible to `repeats`, and its parent has one child more.
-
-        `continues` names the parent of one that was not placed here, but is read from the store.
-        """
-        continued = self._continued.pop(canonical.chain[-1], None)
-        if continues is not None:
-            continued = self._index.known(continues)
-        self._index.begin(exchange_id, canonical, continued)
-
-    def commit(
-        self,
-        exchange_id: str,
-        canonical: Canonical,
-        answer: Sequence[Atom],
-        issued: Iterable[str],
-        *,
-        joined: Sequence[Atom] = (),
-        template_args: Hashable = None,
-        tokens: int = 0,
-    ) -> None:
-        """Index an exchange: `answer` as `answer_atoms` made it of the reply, `issued` its ids.
-
-        `joined` is `joined_atoms` of a reply that the client began, `tokens` how many were sampled.
-        """
-        self._index.commit(
-            exchange_id,
-            canonical,
-            answer,
-            issued,
-            joined=joined,
-            template_args=template_args,
-            tokens=tokens,
-        )
-
-    def forget(self, exchange_id: str) -> None:
-        """Remove an exchange in flight that failed: nothing was captured of it."""
-        self._index.forget(exchange_id)
-
-    def mark(
-        self, exchange_id: str, state: DeliveryState, *, delivered: Sequence[Atom] | None = None
-    ) -> None:
-        """Note the delivery state of a reply.
-
-        `delivered` are the atoms that were written before the connection went, where that is
-        known: only they can come back, so only they are found. Unknown exchanges are ignored.
-        """
-        self._index.mark(exchange_id, state, delivered=delivered)
 
 
 class _Search:
@@ -459,15 +409,6 @@ def _ids_in_text(atoms: Iterable[Atom]) -> Iterator[str]:
     for atom in atoms:
         if atom.kind is AtomKind.TEXT:
             yield from _ID_IN_TEXT.findall(atom.text or "")
-
-
-def _guard(exchange: Indexed, canonical: Canonical, template_args: Hashable) -> str | None:
-    """Reason why this parent's ids may not be extended; `None` = they may."""
-    if exchange.tools_digest != canonical.tools_digest:
-        return "tools_removed" if canonical.tools_digest == NO_TOOLS else "tools_changed"
-    if exchange.template_args != template_args:
-        return "template_args_changed"
-    return None
 
 
 class Habit(StrEnum):

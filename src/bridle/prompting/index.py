@@ -85,6 +85,10 @@ class Index:
         self._by_prompt: dict[bytes, list[Indexed]] = {}
         self._by_id: dict[str, Indexed] = {}
         self._by_content: dict[bytes, list[Indexed]] = {}
+        self._without_content: list[Indexed] = []
+        """Exchanges that `_by_content` does not have yet: a turn as it was delivered needs none."""
+        self._continued: dict[bytes, Indexed] = {}
+        """The exchange that the last request under this prompt key continues, until it begins."""
         self._beginnings: set[bytes] = set()
         """Digests of the first atoms of answers."""
         self._longest = 0
@@ -94,26 +98,36 @@ class Index:
         self._newest: deque[Canonical] = deque(maxlen=KEPT)
         """The last requests."""
         self._clock = 0
+        self.given: set[bytes] = set()
+        """Contents of turns of nobody here that were shown before there was a reply."""
         self.replied = False
         """True if any reply is or was there for a harness to show."""
 
     def begin(
-        self, exchange_id: str, canonical: Canonical, continues: Indexed | None = None
+        self, exchange_id: str, canonical: Canonical, *, continues: str | None = None
     ) -> None:
-        """Note an exchange in flight; `continues` has one child more until it is forgotten."""
+        """Note an exchange in flight; its parent has one child more until it is forgotten.
+
+        `continues` names the parent of one that was not placed, but is read from the store.
+        """
+        prompt_key = canonical.chain[-1]
+        parent = self._continued.pop(prompt_key, None)
+        if continues is not None:
+            parent = self._exchanges.get(continues)
+        if parent is not None:
+            parent.children += 1
+        self._clock += 1
         exchange = Indexed(
             exchange_id=exchange_id,
-            order=self._next(),
-            prompt_key=canonical.chain[-1],
+            order=self._clock,
+            prompt_key=prompt_key,
             prompt_atoms=len(canonical.atoms),
             tools_digest=canonical.tools_digest,
-            continues=continues,
+            continues=parent,
         )
-        if continues is not None:
-            continues.children += 1
         self._exchanges[exchange_id] = exchange
         self._newest.append(canonical)
-        _put_in(self._by_prompt, exchange.prompt_key, exchange)
+        _put_in(self._by_prompt, prompt_key, exchange)
 
     def commit(
         self,
@@ -126,10 +140,15 @@ class Index:
         template_args: Hashable = None,
         tokens: int = 0,
     ) -> None:
+        """Index an exchange: `answer` as `answer_atoms` made it of the reply, `issued` its ids.
+
+        `joined` is `joined_atoms` of a reply that the client began, `tokens` how many were sampled.
+        """
         if exchange_id not in self._exchanges:
             self.begin(exchange_id, canonical)
         exchange = self._exchanges[exchange_id]
-        exchange.order = self._next()
+        self._clock += 1
+        exchange.order = self._clock
         exchange.committed = True
         exchange.template_args = template_args
         exchange.answer, exchange.reasoning, exchange.calls = (), frozenset(), False
@@ -146,8 +165,6 @@ class Index:
         if joined:
             self._longest = max(self._longest, len(joined))
             self._beginnings.add(joined[0].digest)
-        if exchange.answer:
-            self._beginnings.add(exchange.answer[0].digest)
         for key in () if exchange.answer else exchange.reasoning:
             self._by_reasoning.setdefault(key, []).append(exchange)
         self._index_turn(exchange, exchange.answer)
@@ -176,23 +193,15 @@ class Index:
             return
         exchange.state = state
         if state is DeliveryState.DELIVERED:
-            if not self._alone(exchange):
+            others: list[Indexed] = []
+            for key in exchange.turn_keys:
+                others += self._by_turn[key][1:]
+            # One that is alone need not go behind the others: the newest is found by its `order`.
+            if others or exchange.shown is not exchange.answer:
                 self._index_turn(exchange, exchange.answer)
         elif delivered is not None:
             seen = tuple(atom for atom in delivered if atom.kind is not AtomKind.EVIDENCE)
             self._index_turn(exchange, seen)
-
-    def _alone(self, exchange: Indexed) -> bool:
-        """Return whether the whole answer is indexed, and ends no other exchange's turn.
-
-        Then it need not go behind the others; of one content the newest is found by its `order`.
-        """
-        if exchange.shown is not exchange.answer:
-            return False
-        others: list[Indexed] = []
-        for key in exchange.turn_keys:
-            others += self._by_turn[key][1:]
-        return not others
 
     def _index_turn(self, exchange: Indexed, shown: tuple[Atom, ...]) -> None:
         """Put the exchange under the keys of the atoms that can come back."""
@@ -200,23 +209,28 @@ class Index:
             _take_out(self._by_turn, key, exchange)
         for key in exchange.content_keys:
             _take_out(self._by_content, key, exchange)
-        exchange.shown = shown
+        exchange.shown, exchange.content_keys = shown, ()
+        self._without_content += (exchange,)
         if shown[self._longest :]:
             self._longest = len(shown)
         exchange.turn_keys = (chain_after(exchange.prompt_key, shown),) if shown else ()
-        exchange.content_keys = (chain_after(_CONTENT, shown),) if shown else ()
-        whole = bool(shown) and shown == exchange.answer
-        if exchange.joined_key is not None and exchange.joined_content is not None and whole:
+        if exchange.joined_key is not None and shown and shown == exchange.answer:
             exchange.turn_keys += (exchange.joined_key,)
-            exchange.content_keys += (exchange.joined_content,)
         for key in exchange.turn_keys:
             _put_in(self._by_turn, key, exchange)
-        for key in exchange.content_keys:
-            _put_in(self._by_content, key, exchange)
 
-    def _next(self) -> int:
-        self._clock += 1
-        return self._clock
+    def _index_contents(self) -> None:
+        """Put the exchanges that wait for it under the contents of their answers."""
+        waiting, self._without_content = dict.fromkeys(self._without_content), []
+        for exchange in waiting:
+            shown = exchange.shown
+            if exchange.answer:
+                self._beginnings.add(exchange.answer[0].digest)
+            exchange.content_keys = (content_key(shown),) if shown else ()
+            if exchange.joined_content is not None and shown and shown == exchange.answer:
+                exchange.content_keys += (exchange.joined_content,)
+            for key in exchange.content_keys:
+                _put_in(self._by_content, key, exchange)
 
     # ---- looking up
 
@@ -245,6 +259,7 @@ class Index:
         (0, `None`) = there is none.
         """
         length, owner = 0, None
+        self._index_contents()
         if not atoms or atoms[0].digest not in self._beginnings:
             return length, owner
         key = _CONTENT

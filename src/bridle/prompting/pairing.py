@@ -43,32 +43,27 @@ class Pairing:
     calls: list[Call] = field(default_factory=list)
     _open: dict[_Group, dict[int, None]] = field(default_factory=dict)
     """Numbers of the calls without a result yet, in order; a group stays when it is empty."""
-    _read: tuple[int, int] = (0, 0)
-    """Numbers of atoms and hints of the request that were read."""
 
     def after(
-        self, atoms: Sequence[Atom], hints: Sequence[Hint], chain: Sequence[bytes]
+        self,
+        atoms: Sequence[Atom],
+        hints: Sequence[Hint],
+        chain: Sequence[bytes],
+        *,
+        read: tuple[int, int],
     ) -> Pairing:
         """Return the pairing of a request that continues this one's; `chain` is that of all its
-        atoms.
+        atoms, `read` the numbers of atoms and hints of this one's.
         """
-        read, hinted = self._read
-        place = (len(atoms), len(hints))
-        new = atoms[read:]
-        paired = hinted != place[1]
-        for atom in new:
-            paired |= atom.kind in ("C", "T")  # by comparison: a kind is hashed in Python
-        if not paired:
-            return Pairing(self.orphans, self._ids, self.calls, self._open, place)
         whole = Pairing(
             self.orphans.copy(),
             self._ids.copy(),
             self.calls.copy(),
             {group: numbers.copy() for group, numbers in self._open.items()},
-            place,
         )
+        start, hinted = read
         issued = list(hints[hinted:])[::-1]
-        for position, atom in enumerate(new, start=read):
+        for position, atom in enumerate(atoms[start:], start):
             while issued and issued[-1].position <= position:
                 whole._issued(issued.pop().ids)
             if atom.kind in ("C", "T"):

@@ -146,7 +146,7 @@ class Layouts:
     def known(
         self, tail: list[int], sampled: list[int], messages: list[JSON], *, tools: bool
     ) -> list[int] | None:
-        """Return the suffix by a layout that is known; `None` = there is none."""
+        """Return the same by a layout that is known; `None` = none is. `tail` may be shorter."""
         if (end := self.end(tail)) is None:
             return None
         if (shape := self._shape(sampled, messages, tools=tools)) is None:
@@ -332,7 +332,7 @@ class PlaceholderFamily:
         """True if the end of reasoning is a token of its own, not text that must be looked for."""
         self._stops = family.get_stop_token_ids()
         self._open = tokenizer.control_ids - frozenset(self._stops)
-        self._layouts = Layouts(tokenizer)
+        self.layouts = Layouts(tokenizer)
         self._plain = PlainReplies(family, tokenizer) if plain else None
 
     def render_ids(
@@ -369,25 +369,24 @@ class PlaceholderFamily:
         def ask(tail: list[int], sampled: list[int], new: list[JSON]) -> list[int] | None:
             return self._suffix(tail, sampled, new, tools=tools)
 
-        return self._layouts.suffix(prompt, completion, new, tools=tools is not None, ask=ask)
-
-    def known_suffix(
-        self, end: list[int], completion: list[int], new: list[JSON], *, tools: bool
-    ) -> list[int] | None:
-        """Return the same by a layout; `end` is the last ids of the prompt.
-
-        `None` = none is known.
-        """
-        return self._layouts.known(end, completion, new, tools=tools)
+        return self.layouts.suffix(prompt, completion, new, tools=tools is not None, ask=ask)
 
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
     ) -> Parsed:
-        if self._plain is not None and (end := self._layouts.end(prompt_ids)) is not None:
+        if self._plain is not None and (end := self.layouts.end(prompt_ids)) is not None:
             said = self._plain.read(token_ids, end, tools)
             if said is not None:
                 return said
         return self._family.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
+
+    def text(
+        self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
+    ) -> str | None:
+        """Return what `parse_response` gives as content, where that is all; `None` = ask it."""
+        if self._plain is None or (end := self.layouts.end(prompt_ids)) is None:
+            return None
+        return self._plain.text(token_ids, end, tools)
 
     def get_stop_token_ids(self) -> list[int]:
         return list(self._stops)

@@ -8,7 +8,7 @@ prompt, as one copy of bytes each.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -24,20 +24,6 @@ if TYPE_CHECKING:
 _LITTLE = sys.byteorder == "little"
 
 
-@dataclass(slots=True, eq=False)
-class _Link:
-    """Addition of one prompt to the one before it."""
-
-    before: _Link | None
-    segments: tuple[Ids, ...]
-    texts: list[bytes]
-    """JSON text of each segment, without brackets."""
-    hashed: _Hash
-    """sha256 over all ids so far."""
-    length: int
-    """Number of all ids so far."""
-
-
 class PromptIds:
     """The ids of one prompt; an `engines.base.Prompt`. Immutable.
 
@@ -45,87 +31,100 @@ class PromptIds:
     that a conversation holds one of each, not one per turn.
     """
 
-    __slots__ = ("_array", "_before", "_json", "_link", "length")
+    __slots__ = (
+        *("_array", "_json", "_json_before"),
+        *("before", "hashed", "kept", "length", "segments", "suffix", "texts"),
+    )
 
-    def __init__(self, link: _Link, before: bytes | None = None) -> None:
-        """Use `root` and `extend`; `before` is the JSON text of `link.before`, if it is known."""
-        self._link = link
+    def __init__(
+        self, before: PromptIds | None, segments: Sequence[Ids], json_before: bytes | None = None
+    ) -> None:
+        """Use `root` and `extend`; `json_before` is the JSON text of `before`, if it is known."""
+        self.before = before
+        """The prompt that it extends; `None` = none."""
+        self.segments: list[Ids] = []
+        """The ids that it adds to the prompt before it."""
+        self.texts: list[bytes] = []
+        """JSON text of each segment, without brackets."""
         self._array: Ids | None = None
-        self._before = before
+        self._json_before = json_before
         self._json: bytes | None = None
-        self.length = link.length
+        self.hashed: _Hash = sha256() if before is None else before.hashed.copy()
+        """sha256 over all ids so far."""
+        length: int = 0 if before is None else before.length
+        for ids in segments:
+            if ids.flags.writeable or ids.dtype != np.int32 or not ids.flags.c_contiguous:
+                ids = _frozen(ids)  # noqa: PLW2901 - the same ids
+            self.hashed.update(ids.data if _LITTLE else ids.astype("<i4").data)
+            length += ids.size
+            self.segments += (ids,)
+            self.texts += (orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1],)
+        self.length: int = length
         """Number of ids; `len` of it."""
+        self.suffix = self.segments[-1]
+        """The ids after the first `kept`; all of them at a root."""
+        self.kept: int = length - self.suffix.size
+        """Number of ids that are the parent's prompt and output; 0 at a root."""
 
     @classmethod
     def root(cls, ids: Ids) -> PromptIds:
         """Return a prompt that extends nothing. `ids`: int32, shape (T,)."""
-        return cls(_link(None, (_frozen(ids),)))
+        return cls(None, (ids,))
 
     def extend(self, output_ids: Ids, suffix: Ids) -> PromptIds:
         """Return the prompt of a child: this one, what was sampled under it, and new ids."""
-        before, self._array, self._json = self._json, None, None
-        return PromptIds(_link(self._link, (_frozen(output_ids), _frozen(suffix))), before)
+        json, self._array, self._json = self._json, None, None
+        return PromptIds(self, (output_ids, suffix), json)
 
     def instead(self, suffix: Ids) -> PromptIds:
         """Return the same prompt with another suffix."""
-        link = self._link
-        return PromptIds(_link(link.before, (*link.segments[:-1], _frozen(suffix))))
+        return PromptIds(self.before, (*self.segments[:-1], suffix))
 
     def behind(self, ids: Ids) -> PromptIds:
         """Return the same prompt with more ids at its end; they belong to its own suffix."""
         return self.instead(np.concatenate((self.suffix, ids)))
 
     def __len__(self) -> int:
-        return self._link.length
-
-    @property
-    def suffix(self) -> Ids:
-        """The ids after the first `kept`; all of them at a root."""
-        return self._link.segments[-1]
-
-    @property
-    def kept(self) -> int:
-        """Return how many ids are the parent's prompt and output; 0 at a root."""
-        return self.length - self._link.segments[-1].size
+        return self.length
 
     @property
     def digest(self) -> bytes:
         """sha256 over all ids as little-endian int32, 32 bytes."""
-        return self._link.hashed.digest()
+        return self.hashed.digest()
 
     def array(self) -> Ids:
         """Return all ids, int32, shape (T,). Read-only."""
         if self._array is None:
-            segments = [segment for link in _chain(self._link) for segment in link.segments]
-            self._array = _frozen(np.concatenate(segments))
+            segments = [ids for prompt in _chain(self) for ids in prompt.segments]
+            self._array = np.concatenate(segments)
+            self._array.flags.writeable = False
         return self._array
 
     def json(self) -> bytes:
         """Return all ids as the text of a JSON array without spaces."""
         if self._json is None:
-            if self._before is None or self._before == b"[]":
-                texts = [text for link in _chain(self._link) for text in link.texts if text]
+            before, texts = self._json_before, self.texts
+            if before is None or before == b"[]" or b"" in texts:
+                texts = [text for prompt in _chain(self) for text in prompt.texts if text]
                 self._json = b"[%b]" % b",".join(texts)
             else:
-                texts = [text for text in self._link.texts if text]
-                new = b",%b]" % b",".join(texts) if texts else b"]"
-                self._json = b"".join((memoryview(self._before)[:-1], new))
-                self._before = None
+                self._json = b",".join((memoryview(before)[:-1], *texts[:-1], texts[-1] + b"]"))
+            self._json_before = None
         return self._json
 
     def tail(self, count: int) -> Ids:
         """Return the last `count` ids, or all if there are fewer. Read-only."""
-        last = self._link.segments[-1]
-        if 0 < count <= len(last):
+        last = self.segments[-1]
+        if 0 < count <= last.size:
             return last[-count:]
         pieces: list[Ids] = []
-        link: _Link | None = self._link
-        while link is not None and count > 0:
-            for segment in link.segments[::-1]:
+        prompt: PromptIds | None = self
+        while prompt is not None and count > 0:
+            for ids in prompt.segments[::-1]:
                 if count > 0:
-                    pieces.append(segment[-count:])
-                    count -= len(segment)
-            link = link.before
+                    pieces.append(ids[-count:])
+                    count -= ids.size
+            prompt = prompt.before
         if not pieces:
             return last[:0]
         pieces.reverse()
@@ -134,32 +133,19 @@ class PromptIds:
         return joined
 
 
-def _link(before: _Link | None, segments: tuple[Ids, ...]) -> _Link:
-    hashed = sha256() if before is None else before.hashed.copy()
-    length = 0 if before is None else before.length
-    texts: list[bytes] = []
-    for segment in segments:
-        hashed.update(segment.data if _LITTLE else segment.astype("<i4").data)
-        length += segment.size
-        texts += (orjson.dumps(segment, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1],)
-    return _Link(before, segments, texts, hashed, length)
-
-
-def _chain(last: _Link) -> list[_Link]:
-    """Return the links from the root to this one."""
-    links: list[_Link] = []
-    link: _Link | None = last
-    while link is not None:
-        links.append(link)
-        link = link.before
-    links.reverse()
-    return links
+def _chain(last: PromptIds) -> list[PromptIds]:
+    """Return the prompts from the root to this one."""
+    found: list[PromptIds] = []
+    prompt: PromptIds | None = last
+    while prompt is not None:
+        found.append(prompt)
+        prompt = prompt.before
+    found.reverse()
+    return found
 
 
 def _frozen(ids: Ids) -> Ids:
-    """Return the same ids as a read-only, contiguous int32 array that nobody else writes to."""
-    if not ids.flags.writeable and ids.dtype == np.int32 and ids.flags.c_contiguous:
-        return ids
+    """Return a read-only, contiguous int32 copy."""
     copied = np.array(ids, dtype=np.int32)
     copied.flags.writeable = False
     return copied

@@ -143,6 +143,7 @@ class PromptRenderer:
         self._new_call_id = new_call_id
         self._families: dict[bool | None, Family] = {}
         self._parser: Parser = self._family_for(thinking=thinking) or plain_parser(tokenizer)
+        self._text = self._parser.text if isinstance(self._parser, PlaceholderFamily) else None
         if family is None:
             check_reasoning(self._parser, tokenizer, template)
         self._marks = live_marks(family, tokenizer)
@@ -210,9 +211,9 @@ class PromptRenderer:
         family = self._family_for(thinking=on)
         chat = chat_messages(new_messages, self._tokens.escape)
         sampled: list[int] = output_ids.tolist()
-        if isinstance(family, PlaceholderFamily):
+        if type(family) is PlaceholderFamily:
             end: list[int] = parent.tail(END).tolist()
-            known = family.known_suffix(end, sampled, chat, tools=bool(tools))
+            known = family.layouts.known(end, sampled, chat, tools=bool(tools))
             if known is not None:
                 return _array(known)
         if family is not None and Role.ASSISTANT not in [m.role for m in new_messages]:
@@ -245,6 +246,12 @@ class PromptRenderer:
         `call_ids` are those that the first calls have been given already. With `calls_as_text`
         what would be a call stays in the text as it was sampled.
         """
+        sampled, tail = output_ids.tolist(), prompt_tail.tolist()
+        listed = chat_tools(tools) if tools else None
+        if self._text is not None and not stop_text:
+            text = self._text(sampled, tools=listed, prompt_ids=tail)
+            if text is not None:
+                return Reply(text.lstrip(), None, (), finish)
         new_id = self._new_call_id
         if call_ids:
             given = iter(call_ids)
@@ -252,9 +259,9 @@ class PromptRenderer:
         return parse_reply(
             self._parser,
             self._tokens,
-            output_ids.tolist(),
-            tools=chat_tools(tools) if tools else None,
-            prompt_tail=prompt_tail.tolist(),
+            sampled,
+            tools=listed,
+            prompt_tail=tail,
             finish=finish,
             stop_text=stop_text,
             new_id=None if calls_as_text else new_id,

@@ -367,18 +367,32 @@ class PlainReplies:
 
     def read(self, ids: list[int], end: End, tools: list[JSON] | None) -> Parsed | None:
         """Return the parser's result for `ids` under a prompt with this end; `None` = unknown."""
+        if self._words(ids):
+            text = self.text(ids, end, tools)
+            return None if text is None else TextReply(text)
         key = end, tools is None
-        words = ids[:-1] if ids and ids[-1] in self._stops else ids
-        if not words or not self._marks.isdisjoint(words):
-            if key not in self._closed:
-                self._closed[key] = self._tried_closed(end, tools)
-            if not self._closed[key]:
-                return None
-            return self._parser.parse_response(ids, tools=tools, prompt_ids=[])
+        if key not in self._closed:
+            self._closed[key] = self._tried_closed(end, tools)
+        if not self._closed[key]:
+            return None
+        return self._parser.parse_response(ids, tools=tools, prompt_ids=[])
+
+    def text(self, ids: list[int], end: End, tools: list[JSON] | None) -> str | None:
+        """Return the content that the parser reads in `ids`, where it finds nothing else; `None` =
+        unknown.
+        """
+        if not (words := self._words(ids)):
+            return None
+        key = end, tools is None
         if key not in self._strips:
             self._strips[key] = self._tried(end, tools)
         strip = self._strips[key]
-        return None if strip is None else TextReply(strip(self._tokenizer.decode(words)))
+        return None if strip is None else strip(self._tokenizer.text(words))
+
+    def _words(self, ids: list[int]) -> list[int]:
+        """Return a reply's ids without its end; none where a control token is among them."""
+        words = ids[:-1] if ids and ids[-1] in self._stops else ids
+        return words if self._marks.isdisjoint(words) else []
 
     def _tried_closed(self, end: End, tools: list[JSON] | None) -> bool:
         encode, escape = self._tokenizer.encode, self._tokenizer.escape

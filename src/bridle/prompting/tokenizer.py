@@ -6,7 +6,7 @@ before it is rendered: a mark after the first character of whatever looks like a
 mark survives JSON and stripping, and `encode` takes it out again behind the match, so that marked
 text becomes ordinary tokens and everything else is tokenised as always.
 
-`quick_encoder` replaces byte-level BPE by tiktoken, which takes a fifth of the time, where its ids
+`quick_bpe` replaces byte-level BPE by tiktoken, which takes a fifth of the time, where its ids
 are provably the same. Both merge the adjacent pair of the lowest rank, leftmost first; tiktoken
 knows tokens where `tokenizers` knows pairs, and its ranks are the ids. The results agree if the
 pairs are ordered by the ids of their products and every token is the product of its own bytes: two
@@ -33,10 +33,11 @@ import numpy as np
 import structlog
 
 from bridle.errors import RenderError, boundary
-from bridle.prompting.pieces import chars_per_token, ids_of, takes_pieces, tokenised
+from bridle.prompting.pieces import COUNTED, chars_per_token, ids_of, takes_pieces, tokenised
 from bridle.types import JSON, Ids
 
 if TYPE_CHECKING:
+    import tiktoken
     from tokenizers import Tokenizer
 
 
@@ -124,11 +125,13 @@ class PromptTokenizer:
         self._long_lock = threading.Lock()
         names_apart = self._to_part or re.compile(r"(?!)")
         self._apart = names_apart if takes_pieces(backend) else None
-        quick = quick_encoder(backend)
+        quick = quick_bpe(backend)
         self._encoder, self._bare_encoder = (
             safe_encoder(backend, quick),
             safe_encoder(self._bare, quick),
         )
+        self.text = safe_decoder(backend, quick)
+        """Decodes ids, control tokens shown."""
         self.chars_per_token = chars_per_token(backend)
         """The most characters that one token can stand for; infinite = no bound is known."""
 
@@ -147,10 +150,11 @@ class PromptTokenizer:
         """
         if self._to_escape.search(text):
             text = self._to_escape.sub(_escaped, text)
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return text
 
     def apart(self, text: str) -> str:
@@ -179,8 +183,7 @@ class PromptTokenizer:
                 if len(self._short) < SHORT_KEPT:
                     self._short[text] = short
             return list(short)
-        long_texts = _LONG_TEXTS.get()
-        if long_texts is not None and size >= PLACEHOLDER_CHARS:
+        if size >= PLACEHOLDER_CHARS and (long_texts := _LONG_TEXTS.get()) is not None:
             long_texts.append(text)
             return [-len(long_texts)]
         if size < LONG:
@@ -228,6 +231,8 @@ class PromptTokenizer:
         if add_special_tokens:
             return self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
         if MARK not in text and _MARK_ASCII not in text:
+            if len(text) < COUNTED:
+                return self._encoder(text)
             return tokenised(self._backend, text, added=self._apart, encode=self._encoder)
         ids: list[int] = []
         for piece in self._to_split.split(text) if self._to_split else [text]:
@@ -242,7 +247,9 @@ class PromptTokenizer:
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: object) -> str:  # noqa: ANN401, FBT001, FBT002 - the shape that is asked for
         """Return text of ids, control tokens shown unless `skip_special_tokens`."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens:
+            return self._backend.decode(ids, skip_special_tokens=True)
+        return self.text(ids)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:  # noqa: ANN401 - the shape that is asked for
         """Id of a token, or ids of a list; unknown ones give the unknown token's id or `None`."""
@@ -302,8 +309,13 @@ OTHERWISE: Final = "\ud800-\udfff"
 """Characters on which the two may differ, as a class of a regular expression."""
 
 
-def quick_encoder(backend: Tokenizer) -> Encode | None:
-    """Encode normalized text without added tokens by tiktoken; `None` = it may give other ids."""
+Decode = Callable[[list[int]], str]
+
+
+def quick_bpe(backend: Tokenizer) -> tiktoken.Encoding | None:
+    """Return tiktoken's encoding of normalized text without added tokens; `None` = it may give
+    other ids.
+    """
     try:
         return _quick(backend)
     except _OtherwiseError as reason:
@@ -311,34 +323,58 @@ def quick_encoder(backend: Tokenizer) -> Encode | None:
         return None
 
 
-def safe_encoder(backend: Tokenizer, quick: Encode | None) -> Encode:
-    """Encode as `backend` does without special tokens, by `quick` wherever that is the same."""
+def safe_encoder(backend: Tokenizer, bpe: tiktoken.Encoding | None) -> Encode:
+    """Encode as `backend` does without special tokens, by `bpe` wherever that is the same."""
 
     def slow(text: str) -> list[int]:
         return ids_of(backend, text)
 
-    if quick is None:
+    if bpe is None:
         return slow
+    quick, normalizer = bpe.encode_ordinary, backend.normalizer
     names = [token.content for token in backend.get_added_tokens_decoder().values()]
-    unsafe = re.compile("|".join([f"[{OTHERWISE}]", *map(re.escape, names)]))
-    normalizer = backend.normalizer
+    # One pattern with a class among the names would be looked for at every character.
+    added = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+    otherwise = re.compile(f"[{OTHERWISE}]")
 
     def ids(text: str) -> list[int]:
-        if unsafe.search(text):
+        if added.search(text):
             return slow(text)
-        if normalizer is not None and not text.isascii():
-            plain = normalizer.normalize_str(text)
-            return slow(text) if unsafe.search(plain) else quick(plain)
-        return quick(text)
+        if text.isascii():
+            return quick(text)
+        plain = text if normalizer is None else normalizer.normalize_str(text)
+        if otherwise.search(text) or added.search(plain) or otherwise.search(plain):
+            return slow(text)
+        return quick(plain)
 
     return ids
+
+
+def safe_decoder(backend: Tokenizer, bpe: tiktoken.Encoding | None) -> Decode:
+    """Decode as `backend` does, added tokens shown, by `bpe` wherever that is the same."""
+
+    def slow(ids: list[int]) -> str:
+        return backend.decode(ids, skip_special_tokens=False)
+
+    decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+    if bpe is None or decoder is None or decoder["type"] != "ByteLevel":
+        return slow
+    quick = bpe.decode
+
+    def text(ids: list[int]) -> str:
+        try:
+            return quick(ids)
+        except (KeyError, OverflowError):  # an added token, or one that no merge gives
+            return slow(ids)
+
+    return text
 
 
 class _OtherwiseError(Exception):
     """The reason why tiktoken cannot take a tokenizer's place."""
 
 
-def _quick(backend: Tokenizer) -> Encode:
+def _quick(backend: Tokenizer) -> tiktoken.Encoding:
     try:
         import tiktoken
     except ImportError:
@@ -347,8 +383,7 @@ def _quick(backend: Tokenizer) -> Encode:
         raise _OtherwiseError("it is no plain byte-level BPE")
     pattern = _pattern(json.loads(backend.pre_tokenizer.__getstate__()))
     ranks = _ranks(backend, json.loads(backend.model.__getstate__()))
-    made = tiktoken.Encoding("bridle", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    return made.encode_ordinary
+    return tiktoken.Encoding("bridle", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
 
 def _pattern(state: JSON) -> str:

@@ -74,67 +74,61 @@ class ShownTurn:
     """Digest of its atoms."""
 
 
-class TurnCounter:
-    """Counts the turns of one session's requests."""
+def count_turns(
+    index: Index,
+    messages: Sequence[Message],
+    canonical: Canonical,
+    *,
+    first: int = 0,
+    before: TurnCounts | None = None,
+    rewritten: str | None = None,
+) -> TurnCounts:
+    """Return the counts of a request.
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._given: set[bytes] = set()
-        """Contents of foreign turns that were shown before there was a reply."""
-
-    def count(
-        self,
-        messages: Sequence[Message],
-        canonical: Canonical,
-        *,
-        first: int = 0,
-        before: TurnCounts | None = None,
-        rewritten: str | None = None,
-    ) -> TurnCounts:
-        """Return the counts of a request.
-
-        An extension gives its parent's counts as `before` and the index of its `first` message
-        after the parent's reply: only turns from there on are looked at, and the parent's own is
-        verbatim. Turns that no ids of an ancestor hold are rendered from text. `rewritten` is the
-        exchange whose reply the placement found in the last turn, though it was changed.
-        """
-        if before is None:
-            first, before, verbatim = 0, TurnCounts(), 0
+    An extension gives its parent's counts as `before` and the index of its `first` message
+    after the parent's reply: only turns from there on are looked at, and the parent's own is
+    verbatim. Turns that no ids of an ancestor hold are rendered from text. `rewritten` is the
+    exchange whose reply the placement found in the last turn, though it was changed.
+    """
+    if before is None:
+        first, before, verbatim = 0, TurnCounts(), 0
+    else:
+        verbatim = before.verbatim + 1
+    rerendered = foreign = given = tokens = 0
+    turns: list[ShownTurn] = []
+    for message in messages[first:]:
+        if message.role is Role.ASSISTANT:
+            turns += turns_of(index, messages, canonical, first)
+            break
+    if turns and turns[-1].owner is None and rewritten is not None:
+        turns[-1] = replace(turns[-1], owner=index.known(rewritten))
+    for turn in turns:
+        if turn.owner is not None:
+            rerendered += 1
+            tokens += turn.owner.tokens
+        elif _is_given(index, turn.content):
+            given += 1
         else:
-            verbatim = before.verbatim + 1
-        rerendered = foreign = given = tokens = 0
-        turns: list[ShownTurn] = []
-        for message in messages[first:]:
-            if message.role is Role.ASSISTANT:
-                turns += turns_of(self._index, messages, canonical, first)
-                break
-        if turns and turns[-1].owner is None and rewritten is not None:
-            turns[-1] = replace(turns[-1], owner=self._index.known(rewritten))
-        for turn in turns:
-            if turn.owner is not None:
-                rerendered += 1
-                tokens += turn.owner.tokens
-            elif self._is_given(turn.content):
-                given += 1
-            else:
-                foreign += 1
-        return TurnCounts(
-            verbatim=verbatim,
-            rerendered=before.rerendered + rerendered,
-            foreign=before.foreign + foreign,
-            given=before.given + given,
-            tokens_rerendered=before.tokens_rerendered + tokens,
-        )
+            foreign += 1
+    return TurnCounts(
+        verbatim=verbatim,
+        rerendered=before.rerendered + rerendered,
+        foreign=before.foreign + foreign,
+        given=before.given + given,
+        tokens_rerendered=before.tokens_rerendered + tokens,
+    )
 
-    def note_given(self, messages: Sequence[Message], canonical: Canonical) -> None:
-        """Have the turns of a stored root that nobody sampled count as given."""
-        turns = turns_of(self._index, messages, canonical)
-        self._given.update(turn.content for turn in turns if turn.owner is None)
 
-    def _is_given(self, content: bytes) -> bool:
-        if not self._index.replied:
-            self._given.add(content)
-        return content in self._given
+def note_given(index: Index, messages: Sequence[Message], canonical: Canonical) -> None:
+    """Have the turns of a stored root that nobody sampled count as given."""
+    turns = turns_of(index, messages, canonical)
+    index.given.update(turn.content for turn in turns if turn.owner is None)
+
+
+def _is_given(index: Index, content: bytes) -> bool:
+    if not index.replied:
+        index.given.add(content)
+    return content in index.given
 
 
 def turns_of(
