@@ -1,7 +1,10 @@
 """The loop with groups that are played by the policy itself, without a gateway."""
 
+import asyncio
 import copy
 import math
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -129,6 +132,23 @@ async def test_a_policy_learns_and_its_progress_is_reported(tmp_path):
     assert max(update["logprob_error"] for update in updates) < 1e-4
     assert all(update["lags"].keys() == {"0"} for update in updates)
     assert sum(record.sessions for record in made.history.records.values()) == 12 * 4 * 12
+
+
+async def test_all_updates_are_computed_in_one_thread_which_has_their_memory(tmp_path, monkeypatch):
+    policy, threads = learner(), []
+    compute = policy.update
+
+    def update(batch):
+        threads.append(threading.get_ident())
+        return compute(batch)
+
+    monkeypatch.setattr(policy, "update", update)
+    made = loop(tmp_path, policy, Player(policy.model, size=12))
+    made.tell = lambda _: asyncio.get_running_loop().run_in_executor(None, time.sleep, 0.1)
+    await made.run()
+    assert len(threads) > 2
+    assert {*threads} == {threads[0]}
+    assert threads[0] != threading.get_ident()
 
 
 ON_GPU = {"packing": "sequence", "dtype": "bfloat16", "gradient_checkpointing": True}

@@ -18,6 +18,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -110,6 +111,8 @@ class Loop:
     """Called after each step and each evaluation."""
     _fruitless: list[Group] = field(default_factory=list)
     _warned: bool = False
+    _updates: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "update"))
+    """One thread: glibc keeps the memory of an update for the thread that computed it."""
 
     async def run(self) -> Course:
         """Train until `steps` steps are done, those of earlier runs included.
@@ -173,7 +176,8 @@ class Loop:
         if not batch.tokens and "unversioned" in batch.left_out:
             raise TrainingError(nothing_left(batch))
         if batch.tokens:
-            update = await asyncio.to_thread(learner.update, batch)
+            loop = asyncio.get_running_loop()
+            update = await loop.run_in_executor(self._updates, learner.update, batch)
             began = time.monotonic()
             try:
                 await self.publish(learner)
