@@ -1,37 +1,38 @@
 """Counts of a turn in the gateway: they show what a busy machine's times hide.
 
-A bound is what was counted and a few per cent. A change that needs more calls says so by raising
-it; one that saves calls lowers it.
+A change that needs more calls says so by raising a number; one that saves calls lowers it.
 """
 
 import pytest
 from benchmarks.gateway_counts import calls_a_turn
 from benchmarks.gateway_sessions import Way
 
-MOST = {
+COUNTED = {
     Way("chat"): 450,
-    Way("anthropic"): 543,
-    Way("responses"): 706,
-    Way("google"): 770,
-    Way("chat", "whole"): 499,
-    Way("anthropic", "whole"): 624,
-    Way("responses", "whole"): 862,
-    Way("google", "whole"): 850,
-    Way("chat", "live"): 1_085,
-    Way("anthropic", "live"): 1_215,
-    Way("responses", "live"): 1_460,
-    Way("google", "live"): 1_450,
+    Way("anthropic"): 539,
+    Way("responses"): 699,
+    Way("google"): 763,
+    Way("chat", "whole"): 495,
+    Way("anthropic", "whole"): 615,
+    Way("responses", "whole"): 849,
+    Way("google", "whole"): 840,
+    Way("chat", "live"): 1_032,
+    Way("anthropic", "live"): 1_152,
+    Way("responses", "live"): 1_386,
+    Way("google", "live"): 1_377,
 }
+SLACK = 1.03
+"""A busy machine reads a body in more pieces, and each takes some calls."""
 
 
-@pytest.mark.parametrize("way", MOST, ids=str)
+@pytest.mark.parametrize("way", COUNTED, ids=str)
 def test_a_linear_turn_takes_no_more_function_calls(way):
-    # On a busy machine a body comes in more pieces, and each piece takes some calls.
+    most = round(SLACK * COUNTED[way])
     for _ in range(4):
         counts = calls_a_turn(way)
-        if counts.calls <= MOST[way]:
+        if counts.calls <= most:
             return
-    pytest.fail(f"{counts.calls} calls, more than {MOST[way]}: {counts.names.most_common(20)}")
+    pytest.fail(f"{counts.calls} calls, more than {most}: {counts.names.most_common(20)}")
 
 
 def test_a_token_that_comes_alone_takes_no_more_function_calls_in_a_live_stream():
