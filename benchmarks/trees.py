@@ -92,8 +92,8 @@ WAYS = {
     "every": Way(2, 4, 15, {"at": "every:4", "samples": 1}),
 }
 KL = 0.2
-"""Weight of the divergence from the model of the beginning. Without it AdamW's noise breaks the form
-of the tool calls once most groups are flat, in every way."""
+"""Weight of the divergence from the model of the beginning. Without it AdamW's noise breaks the
+form of the tool calls once most groups are flat, in every way."""
 
 
 @dataclass(frozen=True, slots=True)
