@@ -227,12 +227,19 @@ async def test_a_health_check_does_not_sample(opened):
         await engine.health()
 
 
-async def test_extras_are_asked_for_and_carried(opened):
+REPORTS = {"version": "0.5.23", "enable_return_routed_experts": True}
+
+
+async def test_a_server_that_was_started_to_report_experts_is_asked_for_them(opened):
     generate = honest(routed_experts="AAAA")
-    stub, engine = await opened(generate=generate, options={"extras": ["return_routed_experts"]})
+    stub, engine = await opened(generate=generate, server_info=REPORTS)
+    assert not any("return_routed_experts" in body for body in stub.bodies), "the probe's"
     (chunk,) = await collect(engine, request())
-    assert stub.bodies[-1]["return_routed_experts"]
+    assert stub.bodies[-1]["return_routed_experts"] is True
     assert "config.json" in chunk.extra["routed_experts_dropped"]
+    stub, engine = await opened(server_info=REPORTS | {"enable_return_routed_experts": False})
+    await collect(engine, request())
+    assert "return_routed_experts" not in stub.bodies[-1]
 
 
 async def test_experts_are_asked_for_from_the_first_new_token(opened, tmp_path):
@@ -244,8 +251,7 @@ async def test_experts_are_asked_for_from_the_first_new_token(opened, tmp_path):
     reply = base64.b64encode(numbers[3 * 2 :].tobytes()).decode()
     generate = honest(routed_experts=reply)
     about = {"model_path": str(tmp_path), "weight_version": "default"}
-    options = {"extras": ["return_routed_experts"]}
-    stub, engine = await opened(generate=generate, options=options, model_info=about)
+    stub, engine = await opened(generate=generate, server_info=REPORTS, model_info=about)
     (chunk,) = await collect(engine, replace(request(), prompt=prompt))
     assert stub.bodies[-1]["routed_experts_start_len"] == 3
     tokens = len(prompt) + len(chunk.output_ids)

@@ -76,7 +76,8 @@ def test_what_a_server_does_not_know_is_not_asked():
         not in body(ask=Ask("m", 9, seeds=False), sampling=Sampling(seed=1))["sampling_params"]
     )
     assert body(ask=Ask("m", 9, prompt=True))["logprob_start_len"] == 0
-    assert body(ask=Ask("m", 9, extras=("return_routed_experts",)))["return_routed_experts"]
+    assert body(ask=Ask("m", 9, experts=True))["return_routed_experts"]
+    assert "return_routed_experts" not in body(ask=Ask("m", 9))
 
 
 @pytest.mark.parametrize("schema", [{"type": "array"}, {}])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +43,6 @@ from bridle.engines.base import (
 from bridle.engines.http import AbortedError, HttpCall
 from bridle.engines.probe import Finding, probe
 from bridle.engines.sglang_routes import (
-    EXPERTS,
     Ask,
     Reading,
     SglangRoute,
@@ -71,15 +70,14 @@ class _Running:
 class SglangEngine(ServerAdapter):
     """Adapter for one SGLang server; an `Engine`, `Versioned`, `Pausable` and `Updatable`.
 
-    It samples by `/generate`, and from messages with images by the chat route. `extras` requests
-    per-token extras (`return_routed_experts`), which are then in a reply's `extra`.
+    It samples by `/generate`, and from messages with images by the chat route. A server that was
+    started with `--enable-return-routed-experts` is asked for them.
     """
 
-    def __init__(
-        self, base_url: str, *, extras: Sequence[str] = (), **options: Unpack[ServerOptions]
-    ) -> None:
+    def __init__(self, base_url: str, **options: Unpack[ServerOptions]) -> None:
         super().__init__(base_url, **options)
-        self._extras = tuple(extras)
+        self._experts = False
+        """True if the server reports the experts of each token."""
         self._calls: dict[str, _Running] = {}
         self._nursery = Nursery(on_error=lambda _error: None)
         self._open = asyncio.Event()
@@ -113,6 +111,7 @@ class SglangEngine(ServerAdapter):
         self._incremental = bool(
             served.get("incremental_streaming_output") or served.get("stream_output")
         )
+        self._experts = served.get("enable_return_routed_experts") is True
         self._context_length = await self._find_context(served)
         self.version = as_version(about.get("weight_version", "default"), unnamed=self.version)
         await self._find_limits()
@@ -289,7 +288,7 @@ class SglangEngine(ServerAdapter):
             length,
             self.version,
             strict=self._strict,
-            experts_from=request.experts_from if EXPERTS in self._extras else 0,
+            experts_from=request.experts_from if self._experts else 0,
             experts_shape=self._experts_shape,
         )
         ended = False
@@ -329,7 +328,7 @@ class SglangEngine(ServerAdapter):
             seeds=self._seeds,
             incremental=self._incremental,
             prompt=self._asks_prompt,
-            extras=() if self._probing else self._extras,
+            experts=self._experts and not self._probing,
         )
 
     async def _answers(

@@ -50,8 +50,6 @@ class SglangRoute(StrEnum):
         return GENERATE if self is SglangRoute.GENERATE else CHAT
 
 
-EXPERTS = "return_routed_experts"
-
 # ---- requests
 
 
@@ -68,13 +66,14 @@ class Ask:
     """True if its streams send only new tokens."""
     prompt: bool = False
     """Request the prompt's ids even if that costs the prefix cache, as the probe does."""
-    extras: tuple[str, ...] = ()
-    """Fields that request per-token extras, e.g. `return_routed_experts`."""
+    experts: bool = False
+    """Request the experts that each token was routed to."""
 
 
 def call_body(route: SglangRoute, request: GenerateRequest, rid: str, ask: Ask) -> bytes:
-    head: JSON = {"rid": rid, **dict.fromkeys(ask.extras, True)}
-    if EXPERTS in ask.extras:
+    head: JSON = {"rid": rid}
+    if ask.experts:
+        head["return_routed_experts"] = True
         head["routed_experts_start_len"] = request.experts_from
     if request.session_id is not None:
         head["session_id"] = request.session_id
