@@ -31,6 +31,7 @@ import transformers
 from bridle.config import builtin_tokenizer_dir
 from bridle.embedded import EmbeddedEngine
 from bridle.engines.base import GenerateRequest
+from bridle.engines.ids import ArrayIds
 from bridle.types import Sampling
 
 if TYPE_CHECKING:
@@ -52,30 +53,6 @@ class Row:
     """Median over the calls of the engine's best run."""
     logprob_error: float
     """Largest absolute difference to the plain forward pass, in nats."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Ids in process."""
-
-    ids: Ids
-    kept: int = 0
-
-    @property
-    def length(self) -> int:
-        """Their number."""
-        return len(self.ids)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def array(self) -> Ids:
-        """The ids."""
-        return self.ids
-
-    def json(self) -> bytes:
-        """Never asked for in process."""
-        raise NotImplementedError
 
 
 @dataclass(slots=True)
@@ -127,7 +104,7 @@ async def ask(engine: EmbeddedEngine, name: str, prompt: np.ndarray, began: floa
     """One call of exactly OUTPUT_TOKENS tokens."""
     sampling = Sampling(temperature=1.0, max_tokens=OUTPUT_TOKENS, min_tokens=OUTPUT_TOKENS)
     chunks, first_s = [], 0.0
-    async for chunk in engine.generate(GenerateRequest(name, Prompt(prompt), sampling)):
+    async for chunk in engine.generate(GenerateRequest(name, ArrayIds(prompt), sampling)):
         first_s = first_s or time.perf_counter() - began
         chunks.append(chunk)
     ids = np.concatenate([chunk.output_ids for chunk in chunks])

@@ -40,12 +40,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
-from benchmarks.embedded import Prompt
 from rich.console import Console
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.embedded import EmbeddedEngine
 from bridle.engines.base import GenerateRequest
+from bridle.engines.ids import ArrayIds
 from bridle.training.grpo import Learner
 from bridle.training.recompute import facts_of, recompute
 from bridle.training.samples import Group, make_batch
@@ -168,7 +168,7 @@ async def rollouts(folder: Path, vocabulary: int, context: int) -> tuple[list[Tr
 async def sample(engine: EmbeddedEngine, name: str, prompt: Ids, count: int) -> Trace:
     """One call as a trace."""
     sampling = Sampling(temperature=1.0, max_tokens=count, seed=0)
-    request = GenerateRequest(name, Prompt(prompt), sampling)
+    request = GenerateRequest(name, ArrayIds(prompt), sampling)
     chunks = [chunk async for chunk in engine.generate(request)]
     ids = np.concatenate([chunk.output_ids for chunk in chunks])
     return Trace(

@@ -134,21 +134,23 @@ async def test_a_policy_learns_and_its_progress_is_reported(tmp_path):
     assert sum(record.sessions for record in made.history.records.values()) == 12 * 4 * 12
 
 
-async def test_all_updates_are_computed_in_one_thread_which_has_their_memory(tmp_path, monkeypatch):
-    policy, threads = learner(), []
-    compute = policy.update
+class Watched(Learner):
+    """Notes the thread of each update."""
 
-    def update(batch):
-        threads.append(threading.get_ident())
-        return compute(batch)
+    def update(self, batch):
+        self.threads = [*getattr(self, "threads", ()), threading.get_ident()]
+        return super().update(batch)
 
-    monkeypatch.setattr(policy, "update", update)
+
+async def test_all_updates_are_computed_in_one_thread_which_has_their_memory(tmp_path):
+    policy = Watched(tiny_model(3), GrpoSettings(learning_rate=2e-2))
     made = loop(tmp_path, policy, Player(policy.model, size=12))
     made.tell = lambda _: asyncio.get_running_loop().run_in_executor(None, time.sleep, 0.1)
     await made.run()
-    assert len(threads) > 2
-    assert {*threads} == {threads[0]}
-    assert threads[0] != threading.get_ident()
+    first, *others = policy.threads
+    assert len(others) > 1
+    assert {*others} == {first}
+    assert first != threading.get_ident()
 
 
 ON_GPU = {"packing": "sequence", "dtype": "bfloat16", "gradient_checkpointing": True}

@@ -304,9 +304,9 @@ def objective(
         teacher_kl = float((weights * teacher.detach()).sum())
     if reference is not None:
         apart = reference - logprobs
-        divergence = (weights * (apart.exp() - apart - 1)).sum()
-        loss = loss + settings.kl * divergence
-        kl = float(divergence.detach())
+        distance = (weights * (apart.exp() - apart - 1)).sum()
+        loss = loss + settings.kl * distance
+        kl = float(distance.detach())
     stopped = torch.where(advantages > 0, ratio > held, ratio < held) & (advantages != 0)
     capped = int((importance > settings.importance_cap).sum())
     return Terms(loss, kl, teacher_kl, int(stopped.sum()), capped)
@@ -492,14 +492,13 @@ class Learner:
             with self.computing():
                 logits, wanted = piece.logits(self.model, replay=settings.replay_experts)
             logprobs = chosen(logits, wanted, settings.temperature)
-            reference, teacher = (
-                None if model is None else self._judged(piece, model)
-                for model in (self.reference, self.teacher)
-            )
-            if reference is not None:
-                reference = chosen(reference, wanted, settings.temperature)
-            if teacher is not None:
-                teacher = divergence(logits, teacher, settings.temperature)
+            reference = teacher = None
+            if self.reference is not None:
+                judged = self._judged(piece, self.reference)
+                reference = chosen(judged, wanted, settings.temperature)
+            if self.teacher is not None:
+                judged = self._judged(piece, self.teacher)
+                teacher = divergence(logits, judged, settings.temperature)
             start = None if starts is None else starts[number]
             terms = objective(
                 logprobs, tokens, settings, start=start, reference=reference, teacher=teacher
