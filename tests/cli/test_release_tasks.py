@@ -56,11 +56,9 @@ def release(name: str) -> Path:
     if not (RELEASES / name).exists():
         with tempfile.TemporaryDirectory(dir=RELEASES) as made:
             words = ("tasks", "from-releases", PAIRS[name], "--hint", "tests", "--out", f"{made}/a")
-            subprocess.run(
-                [sys.executable, "-m", "bridle.cli", *words],
-                env={**os.environ, "BRIDLE_CACHE": str(RELEASES.parent)},
-                check=True,
-            )
+            ours = {"BRIDLE_CACHE": str(RELEASES.parent), "BRIDLE_RUNTIME": "bubblewrap"}
+            argv = [sys.executable, "-m", "bridle.cli", *words]
+            subprocess.run(argv, env=os.environ | ours, check=True)
             Path(made, "a", name).rename(RELEASES / name)
     return RELEASES / name
 
@@ -95,6 +93,14 @@ def play(say, tmp_path, monkeypatch):
 def test_a_release_task_is_verified(name, say):
     said = say("tasks", "verify", release(name), "--json")
     assert (said.code, said.json[0]["verdict"]) == (0, "sound"), said.out
+
+
+@pytest.mark.parametrize("name", [a_part(name) for name in NAMES])
+def test_a_kept_task_names_no_checkout(name):
+    """The task outlives the checkout whose `.cache` led to it."""
+    runtime = json.loads((release(name) / "task.json").read_text())["runtime"]
+    places = [Path(each) for each in runtime["kwargs"]["binds"]]
+    assert places == [place.resolve(strict=True) for place in places]
 
 
 @pytest.mark.parametrize(("name", "backend", "harness"), CASES)
