@@ -83,6 +83,33 @@ def test_the_detail_of_a_verdict_says_what_the_evaluator_found(tasks, say, comma
     assert detail in row["detail"]
 
 
+@pytest.mark.parametrize(
+    ("solution", "budgets", "config", "verdict"),
+    [
+        ("true", {}, {"command": "sleep 600", "timeout_s": 1}, "out of time"),
+        ("true", {"evaluate_s": 1}, {"command": "sleep 600"}, "out of time"),
+        ("sleep 600", {"agent_s": 1}, {"command": "false"}, "out of time"),
+        (
+            "true",
+            {},
+            {"command": "mkdir PLACE/once && sleep 600; false", "timeout_s": 5},
+            "oracle is not 1",
+        ),
+    ],
+    ids=["tests", "evaluation", "solution", "tests that fail, too"],
+)
+def test_a_task_that_only_takes_too_long_has_a_verdict_of_its_own(
+    tasks, say, tmp_path, solution, budgets, config, verdict
+):
+    path = tasks / "sound" / "task.json"
+    task = json.loads(path.read_text())
+    task |= {"budgets": budgets, "evaluator": {"strategy": "command", "config": config}}
+    path.write_text(json.dumps(task).replace("PLACE", str(tmp_path)))
+    (tasks / "sound" / "solution" / "solve.sh").write_text(solution)
+    (row,) = say("tasks", "verify", tasks / "sound", "--json").json
+    assert row["verdict"] == verdict, row["detail"]
+
+
 def test_a_run_that_requires_a_manifest_refuses_what_is_not_sound_in_it(tasks, say, tmp_path):
     manifest = tmp_path / "manifest.jsonl"
     say("tasks", "verify", tasks, "--manifest", manifest)

@@ -109,7 +109,7 @@ async def test_a_session_that_changed_nothing_is_not_run(tmp_path):
     ("config", "why"),
     [
         ({"script": "echo DISK"}, "the environment failed: disk full"),
-        ({"script": "sleep 60", "timeout_s": 0.1}, "script did not end in time"),
+        ({"script": "sleep 60", "timeout_s": 0.1}, "script did not end within 0.1 s"),
         ({"python": sys.executable}, r"run pip install .*\[swebench\]'"),
         ({"python": "/no/such/python"}, "swebench .*/no/such/python"),
     ],

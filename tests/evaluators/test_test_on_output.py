@@ -116,7 +116,7 @@ async def test_a_junit_file_tells_the_results(tmp_path):
     [
         ({"command": "echo oh; exit 4"}, "ended with code 4 and name no failure: oh"),
         ({"command": "kill -9 $$"}, "the tests ended by 9"),
-        ({"command": "sleep 60", "timeout_s": 0.1}, "the tests did not end in time"),
+        ({"command": "sleep 60", "timeout_s": 0.1}, "the tests did not end within 0.1 s"),
         ({"command": "true", "junit": "gone.xml"}, r"the tests left no \./gone\.xml"),
         ({"base": "no-such-commit"}, r"git .*bad revision .no-such-commit"),
         ({"include": ["code.txt"], "base": "HEAD~0", "work": "true"}, None),

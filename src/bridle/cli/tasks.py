@@ -15,7 +15,7 @@ import typer
 from bridle.cli.options import JsonOption
 from bridle.cli.output import console, notes, print_json, print_table
 from bridle.errors import RuntimeFailure
-from bridle.types import JSON
+from bridle.types import JSON, Cause
 
 if TYPE_CHECKING:
     from bridle.config import Task
@@ -176,13 +176,27 @@ def _proved(proofs: Mapping[str, list[Task]]) -> dict[str, JSON]:
             row["seconds"] = round(row.get("seconds", 0.0) + seconds, 1)
             bad = [line for line in own if line["reward"] != EXPECTED[harness]]
             if bad and row["verdict"] == "sound":
-                is_flaky = len(bad) < len(own)
+                details = [_detail(line, found.get(line["session_id"], {})) for line in bad]
                 row["verdict"] = f"{harness} is not {EXPECTED[harness]:.0f}"
-                row["verdict"] += " each time" if is_flaky else ""
-                tests = ", ".join(_failed(found.get(bad[0]["session_id"], {})))
-                reason = f"reward {bad[0]['reward']}, {bad[0]['status']} {bad[0]['error'] or ''}"
-                row["detail"] = f"{reason.strip()}{': ' if tests else ''}{tests}"
+                row["verdict"] += " each time" if len(bad) < len(own) else ""
+                if all(map(_is_late, bad, details)):
+                    row["verdict"] = "out of time"
+                row["detail"] = details[0]
     return verdicts
+
+
+def _detail(line: JSON, evaluation: JSON) -> str:
+    """Describe a session with an unexpected reward."""
+    reason = f"reward {line['reward']}, {line['status']} {line['error'] or ''}".strip()
+    tests = ", ".join(_failed(evaluation))
+    return f"{reason}{': ' if tests else ''}{tests}"
+
+
+def _is_late(line: JSON, detail: str) -> bool:
+    """Return whether a stage of the session, or its checker, did not end in time."""
+    from bridle.evaluators.base import LATE
+
+    return line["cause"] == Cause.TIMEOUT or LATE in detail
 
 
 def _failed(evaluation: JSON) -> list[str]:

@@ -66,6 +66,10 @@ class Unscorable(EvaluatorError):
     """The agent left what cannot be scored. That is its own doing: the reward is 0."""
 
 
+LATE = "did not end within"
+"""In each message on a checker whose time is over; verification of tasks reads it."""
+
+
 class CheckerFailure(EvaluatorError):
     """A checker gave no answer; `way` says how, and is the same for failures of one kind."""
 
@@ -242,7 +246,7 @@ async def evaluate_with_control(evaluator: Evaluator, context: EvaluationContext
     except EvaluatorError as error:
         failure = error
     except TimeoutError:
-        failure = EvaluatorError(f"its budget of {context.budget_s:g} s ran out")
+        failure = EvaluatorError(f"it {LATE} its budget of {context.budget_s:g} s")
     if kind == "none":
         raise failure
     if await _control(evaluator, context, failure):

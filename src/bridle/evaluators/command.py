@@ -18,6 +18,7 @@ from pydantic import Field
 from bridle.config import Settings
 from bridle.errors import EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import (
+    LATE,
     OURS,
     CheckerFailure,
     Configured,
@@ -87,7 +88,7 @@ class CommandEvaluator(Configured[CommandSettings]):
 
     def _refuse_unusable(self, result: ExecResult) -> None:
         if result.timed_out:
-            how = f"did not end within {self._settings.timeout_s} s"
+            how = f"{LATE} {self._settings.timeout_s} s"
         elif result.exit_code is None:
             how = f"was ended by signal {result.signal}"
         elif result.exit_code in self._settings.failure_codes:

@@ -43,6 +43,7 @@ from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec, Settings, Task
 from bridle.errors import ConfigError, EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import (
+    LATE,
     CheckerFailure,
     Configured,
     Evaluation,
@@ -116,7 +117,7 @@ class FunctionEvaluator(Configured[FunctionSettings]):
             result = await called(context, Path(folder))
         if not result.ok:
             said = result.stderr.decode(errors="replace").strip()[-TAIL_CHARS:]
-            how = f"did not end within {settings.timeout_s:g} s" if result.timed_out else "failed"
+            how = f"{LATE} {settings.timeout_s:g} s" if result.timed_out else "failed"
             raised = said.rpartition("\n")[2].partition(":")[0]
             way = f"function {settings.function} {how}" + (f" ({raised})" if raised else "")
             raise CheckerFailure(way, said)

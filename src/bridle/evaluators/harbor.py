@@ -22,6 +22,7 @@ from pydantic import Field
 from bridle.config import Settings
 from bridle.errors import EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import (
+    LATE,
     OURS,
     CheckerFailure,
     Configured,
@@ -94,7 +95,7 @@ class HarborEvaluator(Configured[HarborSettings]):
         )
         said = (result.stdout + result.stderr).decode(errors="replace").strip()[-TAIL_CHARS:]
         if result.timed_out:
-            raise CheckerFailure(f"the tests did not end within {self._settings.timeout_s} s", said)
+            raise CheckerFailure(f"the tests {LATE} {self._settings.timeout_s} s", said)
         await runtime.kill()
         rewards = await _rewards(runtime, verifier, said)
         metadata: JSON = {"rewards": rewards, "exit_code": result.exit_code, "output": said}

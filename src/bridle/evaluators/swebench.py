@@ -23,7 +23,7 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.errors import EvaluatorError, install_extra
-from bridle.evaluators.base import CheckerFailure, Configured, Evaluation, EvaluationContext
+from bridle.evaluators.base import LATE, CheckerFailure, Configured, Evaluation, EvaluationContext
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.evaluators.test_on_output import apply_patch, files_of, take_patch
 from bridle.runtimes.process import Command, run_process
@@ -89,9 +89,8 @@ class SwebenchEvaluator(Configured[SwebenchSettings]):
                 log=context.logs / "evaluator.log",
             )
         if result.timed_out or result.truncated:
-            how = (
-                "did not end in time" if result.timed_out else f"wrote more than {LOG_LIMIT} bytes"
-            )
+            late = f"{LATE} {settings.timeout_s} s"
+            how = late if result.timed_out else f"wrote more than {LOG_LIMIT} bytes"
             raise EvaluatorError(f"the instance's script {how}")
         said = result.stdout.decode(errors="replace")
         readable = patch.encode(errors="backslashreplace").decode() or "the control has no patch"

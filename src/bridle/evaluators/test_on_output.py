@@ -31,6 +31,7 @@ from pydantic import Field, model_validator
 from bridle.config import Settings
 from bridle.errors import EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import (
+    LATE,
     OBEYED,
     CheckerFailure,
     Configured,
@@ -161,7 +162,8 @@ class TestOnOutput(Configured[TestOnOutputSettings]):
     async def _statuses(self, runtime: Runtime, result: ExecResult, repo: str) -> Mapping[str, str]:
         said = (result.stdout + result.stderr).decode(errors="replace")
         if result.timed_out or result.exit_code is None:
-            how = "did not end in time" if result.timed_out else f"ended by {result.signal}"
+            late = f"{LATE} {self._settings.timeout_s} s"
+            how = late if result.timed_out else f"ended by {result.signal}"
             raise CheckerFailure(f"the tests {how}", said[-TAIL_CHARS:])
         if self._settings.expected:
             return _summary(said)
