@@ -68,14 +68,13 @@ def test_anthropic_s_sdk_reads_one_message_from_reply_and_stream(folder):
     assert (streamed.id, streamed.stop_reason) == (whole.id, whole.stop_reason)
     calls = [block for block in whole.content if block.type == "tool_use"]
     result = turn_of(folder).get("tool_calls", [])
-    assert [call.toolset_name or call.name for call in calls] == [one["name"] for one in result]
+    assert [call.name for call in calls] == [one["name"] for one in result]
     for call, one in zip(calls, result, strict=True):
         if call.name == "memory":
             command = TypeAdapter(BetaMemoryTool20250818Command).validate_python(call.input)
             assert command.command == call.input["command"]
         if "client_tools" in folder or "thread" in folder:
-            action = {"action": call.name} if call.toolset_name else {}
-            assert {**action, **call.input} == json.loads(one["arguments"])
+            assert call.input == json.loads(one["arguments"])
 
 
 @pytest.mark.parametrize("folder", folders("openai_responses"))

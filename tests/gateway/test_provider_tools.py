@@ -7,11 +7,6 @@ from typing import Any
 import anthropic
 import openai
 from anthropic.tools import BetaLocalFilesystemMemoryTool
-from anthropic.tools.browser import (
-    BetaAbstractBrowserToolset20260801,
-    BetaBrowserNavigateResult,
-    BetaBrowserState,
-)
 from tests.gateway.house import house, user
 
 EDITOR = "str_replace_based_edit_tool"
@@ -95,50 +90,6 @@ async def test_anthropic_s_memory_tool_runs_in_the_sdk_s_own_loop(tmp_path):
         assert last.content[0].text.strip() == "kept"
         assert [path.read_text() for path in tmp_path.rglob("a.txt")] == ["coffee"]
         assert caller.exchanges[1].parent_id == caller.exchanges[0].exchange_id
-
-
-class Browser(BetaAbstractBrowserToolset20260801):
-    """A browser of one page."""
-
-    def navigate(self, context, asked):
-        return BetaBrowserNavigateResult(url=asked.url, status=200, title="Home")
-
-    def find(self, context, asked):
-        return f"[ref_7] {asked.query}"
-
-    def _browser_state(self, context):
-        tab: Any = {"tab_id": "t1", "active": True, "title": "Home", "url": "https://a.example/"}
-        return BetaBrowserState(tabs=[tab])
-
-
-def browse(action, **arguments):
-    return {"name": "browser", "arguments": {"action": action, **arguments}}
-
-
-async def test_the_sdk_s_own_loop_runs_the_actions_of_its_browser_toolset():
-    turns = (
-        {"tool_calls": [browse("navigate", url="https://a.example/")]},
-        {"content": "Look.", "tool_calls": [browse("find", query="search"), browse("fly")]},
-        {"content": "ref_7"},
-    )
-    async with house(*turns) as home:
-        caller = await home.session()
-        with anthropic.Anthropic(
-            base_url=caller.handle.base_urls["anthropic"], api_key=caller.handle.key
-        ) as client:
-            runner = client.beta.messages.tool_runner(
-                model="m", max_tokens=500, tools=[Browser()], messages=[user("find the search")]
-            )
-            said: Any = await asyncio.to_thread(list, runner)
-        assert [block.type for reply in said for block in reply.content].count("tool_use") == 3
-        assert said[0].content[0].toolset_name == "browser"
-        assert said[2].content[0].text == "ref_7"
-        one, two, three = caller.exchanges
-        assert (two.parent_id, three.parent_id) == (one.exchange_id, two.exchange_id)
-        assert {exchange.kind for exchange in caller.exchanges} == {"agent"}
-        path = f"/sessions/{caller.session_id}/trajectory"
-        stats = (await home.control("GET", path))[1]["metadata"]["stats"]
-        assert (stats["turns_verbatim"], stats["turns_shown"], stats["unknown"]) == (3, 3, {})
 
 
 async def test_a_tool_that_only_the_provider_runs_is_removed_and_named_and_the_call_trains():
