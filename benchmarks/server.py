@@ -33,7 +33,7 @@ from bridle.bridges import parquet
 from bridle.client import AsyncClient
 from bridle.config import Task
 from bridle.gateway.weights import SetPolicy
-from bridle.node.events import Events
+from bridle.node.base import Events
 from bridle.node.results import SessionResult
 from bridle.server.app import serve_api
 from bridle.server.auth import ApiToken, Auth, TokenRole
@@ -42,7 +42,7 @@ from bridle.server.database import Database
 from bridle.server.files import TrajectoryFiles
 from bridle.server.http import ServerContext
 from bridle.server.service import Service
-from bridle.server.submission_policy import SubmissionPolicy
+from bridle.server.settings import SubmissionPolicy
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON, SessionStatus
 

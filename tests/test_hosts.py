@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from bridle.hosts import Hosts, is_loopback, name_of
+from bridle.credentials import Hosts, is_loopback, name_of
 
 
 def answered(host, bound="127.0.0.1", allowed=()):

@@ -8,7 +8,7 @@ from bridle.errors import ConfigError
 from bridle.evaluators import open_evaluator
 from bridle.harnesses import open_harness
 from bridle.plugins import load
-from bridle.server.submission_policy import SubmissionPolicy
+from bridle.server.settings import SubmissionPolicy
 
 TABLE = {"path": "pathlib:Path"}
 

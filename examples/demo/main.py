@@ -37,7 +37,7 @@ class Part:
     seconds: float
 
 
-def run(out: Path, tasks: int, fresh: int, steps: int, *, rebuild_model: bool, json: bool) -> int:
+def run(out: Path, tasks: int, fresh: int, steps: int, *, json: bool) -> int:
     """Run the three parts and write `out/summary.json`; returns the exit code."""
     began = time.monotonic()
     _clear(out)
@@ -49,7 +49,7 @@ def run(out: Path, tasks: int, fresh: int, steps: int, *, rebuild_model: bool, j
     from .model import demo_model
     from .policy import policy_part, show_forks, show_policy
 
-    model = demo_model(again=rebuild_model)
+    model = demo_model()
     policy = policy_part(out / "policy", fresh, model)
     rate = show_policy(policy, model)
     forks = show_forks(policy, model)

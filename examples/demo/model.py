@@ -23,15 +23,15 @@ DEMONSTRATIONS = 1600
 SEED = 1
 
 
-def demo_model(*, again: bool = False) -> Path:
-    """Folder of the demo model; made if it is not there yet, or `again`.
+def demo_model() -> Path:
+    """Folder of the demo model; made if it is not there yet.
 
     Kept in the cache under the digest of everything that shapes it.
     """
     from .recipe import make_demo_model, recipe_digest
 
     folder = cache_dir() / "demo-model" / recipe_digest()
-    if (folder / "config.json").is_file() and not again:
+    if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     console.print("the small model is made once: demonstrations through the gateway, then training")

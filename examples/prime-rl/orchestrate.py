@@ -22,7 +22,7 @@ from bridle.bridges.base import Row, SessionGroup, play, rows_of
 from bridle.bridges.remote import open_server
 from bridle.experts import complete_rows
 from bridle.trajectory.credit import grpo_advantages
-from bridle.trajectory.images import refuse_images
+from bridle.trajectory.sample import refuse_images
 
 
 def whole(row: Row, values: np.ndarray, before: float) -> list:

@@ -54,7 +54,7 @@ from bridle.gateway import app
 from bridle.gateway.replay import replay_of
 from bridle.harnesses import HARNESSES
 from bridle.harnesses.function import import_path
-from bridle.node.events import SessionEnded
+from bridle.node.base import SessionEnded
 from bridle.node.results import rebuild_facts, result_from, trajectory_of
 from bridle.node.run_folder import RunFolder
 from bridle.trajectory.sample import Trajectory

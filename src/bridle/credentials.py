@@ -4,23 +4,82 @@ A server on this machine notes in the user's state folder (`$XDG_STATE_HOME/brid
 its token file lies, and holds a lock on that note while it lives. A client of the same user reads
 the token of a server that lives. A note whose server has ended is not believed: somebody else may
 listen on the port by now.
+
+`Hosts` guards a listener against DNS rebinding by the `Host` headers that it answers. A web page
+can point its own name at this machine; its requests then come with that name, and the browser takes
+page and server for one origin. A request is answered only under `localhost`, an address of the
+listener, or a name that the operator allows. Addresses can't be rebound: a listener on all
+addresses answers any.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
+from typing import Final
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from bridle.errors import ConfigError
 from bridle.folders import private_folder
-from bridle.hosts import LOCALHOST, is_loopback
+
+LOCALHOST = "localhost"
+
+HOST: Final = re.compile(r"(?:\[([^\]]*)\]|([^:\[\]]*))(?::\d*)?", re.ASCII)
+
+
+class Hosts:
+    """The names and addresses of one listener."""
+
+    def __init__(self, bound: str, allowed: Collection[str] = (), setting: str = "") -> None:
+        """`bound` is the address to listen on; `setting` is how to allow a name, for messages."""
+        address = _address(bound)
+        self._anywhere = address is not None and address.is_unspecified
+        self._setting = setting
+        self._names = {LOCALHOST, bound.lower(), *(name.lower() for name in allowed)}
+        if not is_loopback(bound):
+            self._names.add(socket.gethostname().lower())
+
+    def refusal(self, sent: Sequence[str]) -> str | None:
+        """Reason why a request with these `Host` headers is not answered; `None` = it is."""
+        name = name_of(sent[0]) if len(sent) == 1 else ""
+        address = _address(name)
+        if name and (
+            name in self._names or (address is not None and (self._anywhere or address.is_loopback))
+        ):
+            return None
+        shown = ", ".join(repr(one[:200]) for one in sent) or "no Host"
+        return f"requests to {shown} are not answered; {self._setting} allows a name"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a listener at this address or name is reachable only from this machine."""
+    address = _address(host)
+    return host == LOCALHOST if address is None else address.is_loopback
+
+
+def name_of(host: str) -> str:
+    """Return the name or address in a `Host` header, in lower case, without port and brackets.
+
+    Empty for anything else: what follows a name could be read as a path.
+    """
+    found = HOST.fullmatch(host)
+    return "" if found is None else (found[1] or found[2]).lower()
+
+
+def _address(name: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(name)
+    except ValueError:
+        return None
+
 
 TRIES = 20
 """At a note's lock, which a client holds for a moment."""

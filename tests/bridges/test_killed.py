@@ -19,7 +19,7 @@ from bridle.bridges.trl import STATE
 from bridle.config import EvaluatorSpec
 from bridle.server.app import serve_api
 from bridle.server.auth import ApiToken, TokenRole
-from bridle.server.submission_policy import SubmissionPolicy
+from bridle.server.settings import SubmissionPolicy
 from bridle.testing import TrainedRow, trainer_conformance, trainer_sessions
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "own-trainer" / "trainer.py"

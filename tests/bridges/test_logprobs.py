@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bridle.bridges.logprobs import FACTS, read_logprobs, write_logprobs
+from bridle.bridges.parquet import FACTS, read_logprobs, write_logprobs
 from bridle.errors import BridleError, ConfigError
 from bridle.trajectory.fidelity import Facts, Recomputed
 

@@ -6,8 +6,7 @@ import os
 import pytest
 from tests.capture.made import MadeSession
 
-from bridle.bridges.parquet import TrajectoryWriter
-from bridle.bridges.rebuild import BATCH, rebuild_all
+from bridle.bridges.parquet import BATCH, TrajectoryWriter, rebuild_all
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import BuilderSpec
 from bridle.errors import BridleError, ConfigError

@@ -18,7 +18,7 @@ from bridle.cli.batch import BatchRun, Board
 from bridle.cli.config import tokenizer_folder
 from bridle.config import AgentSpec, Task, builtin_tokenizer_dir
 from bridle.errors import ConfigError, EngineError, Problems
-from bridle.node.events import Installing, SessionChanged
+from bridle.node.base import Installing, SessionChanged
 from bridle.types import SessionStatus
 
 

@@ -10,8 +10,7 @@ import pytest
 from tests.cli.models import untrained
 from tests.trajectory.planted import PLANTED, run
 
-from bridle.bridges.logprobs import read_logprobs, write_logprobs
-from bridle.bridges.parquet import write_trajectories
+from bridle.bridges.parquet import read_logprobs, write_logprobs, write_trajectories
 from bridle.cli.runs import sessions
 from bridle.dashboard.folder import FolderSource
 from bridle.node.results import trajectory_of

@@ -42,20 +42,6 @@ def test_a_beginning_that_fits_more_than_one_session_is_refused(say, finished_ru
     assert "beginning of 3 sessions" in said.err
 
 
-def test_a_difference_of_two_exchanges_is_explained(say, finished_run):
-    from bridle.capture.sqlite import SqliteReader
-
-    session = first_session(say, finished_run)
-    with SqliteReader(finished_run / "capture.sqlite") as reader:
-        first, second = (e.exchange_id for e in reader.exchanges(session))
-
-    said = say("show", session, "--run", finished_run, "--diff", first, second)
-    both = say("show", session, "--run", finished_run, "--diff", first, second, "--as-script")
-
-    assert "extends" in said.out
-    assert both.code == 2
-
-
 @pytest.mark.parametrize(("trained", "verdict"), [(3, ": holds"), (2, "DOES NOT HOLD")])
 def test_the_law_line_tells_whether_the_numbers_add_up(trained, verdict):
     line = {"tokens_captured": 5, "tokens_trained": trained, "tokens_excluded": {"cut": 2}}

@@ -10,7 +10,7 @@ from examples.demo.policy import lookup_task
 from tests.cli.models import untrained
 from tests.training.mixture import save_mixture
 
-from bridle.bridges.logprobs import read_logprobs
+from bridle.bridges.parquet import read_logprobs
 from bridle.cli.output import console
 from bridle.cli.train import load_settings, numbers_line, show_course, show_transfer
 from bridle.errors import ConfigError

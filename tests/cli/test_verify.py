@@ -5,11 +5,9 @@ import json
 import pytest
 
 from bridle.config import AgentSpec, Task
-from bridle.datasets.jsonl import load_tasks
-from bridle.datasets.manifest import require_verified, task_digest
+from bridle.datasets.jsonl import load_tasks, require_verified, task_digest
 from bridle.errors import ConfigError
-from bridle.server.settings import ServerSettings
-from bridle.server.submission_policy import SubmissionPolicy
+from bridle.server.settings import ServerSettings, SubmissionPolicy
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.gateway.house import SHELL_TOOL, house, tool_result, user
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
 from bridle.dashboard.app import MAX_FORM, make_app
-from bridle.dashboard.attempts import attempts_of
+from bridle.dashboard.source import attempts_of
 from bridle.dashboard.summaries import SessionRow
 from bridle.errors import ServerError
 from bridle.gateway.replay import replay_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridle.cli.run import load_task_set
-from bridle.datasets import harbor_registry
+from bridle.datasets import harbor
 from bridle.datasets.jsonl import load_tasks
 from bridle.errors import ConfigError
 
@@ -158,7 +158,7 @@ def test_a_repository_that_cannot_be_used_is_refused_by_name(
 
 
 def test_a_host_that_never_answers_is_an_error_and_its_git_is_killed(registry, monkeypatch):
-    monkeypatch.setattr(harbor_registry, "FETCH_S", 1.0)
+    monkeypatch.setattr(harbor, "FETCH_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"git://127.0.0.1:{silent.getsockname()[1]}/tasks"
         with pytest.raises(ConfigError, match=r"cannot fetch 'HEAD' of git:.*no answer within 1 s"):

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from bridle.dialects.openai_responses_tools import (
+from bridle.dialects.openai_responses_write import (
     call_of_item,
     item_of_call,
     qualified_name,

@@ -3,7 +3,7 @@ import pytest
 from bridle.config import EvaluatorSpec
 from bridle.errors import ConfigError
 from bridle.evaluators import EVALUATORS, open_evaluator
-from bridle.evaluators.session_completed import SessionCompleted
+from bridle.evaluators.base import SessionCompleted
 from bridle.types import JSON
 
 CONFIGS: dict[str, JSON] = {
@@ -25,7 +25,7 @@ def test_every_name_in_the_table_opens(name):
 
 
 def test_an_evaluator_of_ones_own_is_found_by_its_path():
-    spec = EvaluatorSpec(strategy="bridle.evaluators.session_completed:SessionCompleted")
+    spec = EvaluatorSpec(strategy="bridle.evaluators.base:SessionCompleted")
     assert isinstance(open_evaluator(spec), SessionCompleted)
 
 

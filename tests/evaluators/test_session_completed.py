@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from tests.evaluators.made import ENDED_WELL, evaluation
 
-from bridle.evaluators.session_completed import SessionCompleted
+from bridle.evaluators.base import SessionCompleted
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def test_pi_speaks_every_wire_format(api, result, url):
 
 
 def test_settings_become_flags():
-    line = pi(thinking="off", tools=["bash", "read"], context_files=False).launch(context()).command
-    assert line[9:] == ("--thinking", "off", "--tools", "bash,read", "--no-context-files")
+    line = pi(thinking="off", tools=["bash", "read"]).launch(context()).command
+    assert line[9:] == ("--thinking", "off", "--tools", "bash,read")
 
 
 def test_skills_lie_in_its_home(tmp_path):

@@ -15,7 +15,7 @@ from tests.node.house import a_node, checked, nothing_lives, statuses, task
 
 from bridle.config import Action, Limits, RuntimeSpec
 from bridle.errors import StoreError
-from bridle.node.events import SessionChanged
+from bridle.node.base import SessionChanged
 from bridle.node.local import LocalExecutor
 from bridle.node.session import TRANSITIONS
 from bridle.runtimes.docker import SESSION_LABEL, docker

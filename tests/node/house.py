@@ -10,7 +10,7 @@ from tests.conformance.memory import MemoryStore
 from bridle.config import AgentSpec, Budgets, EvaluatorSpec, Task
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
-from bridle.node.events import Event, SessionChanged
+from bridle.node.base import Event, SessionChanged
 from bridle.node.local import LocalNode, NodeSettings
 from bridle.node.run_folder import RunFolder
 from bridle.prompting.renderer import load_renderer

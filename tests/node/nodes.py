@@ -8,9 +8,8 @@ from tests.node.house import task as a_task
 from tests.server.house import result, until
 
 from bridle.errors import ConfigError, EngineError, NodeLostError
-from bridle.node.base import REMOTE_METHODS
+from bridle.node.base import REMOTE_METHODS, SessionChanged
 from bridle.node.cluster import ClusterRunner
-from bridle.node.events import SessionChanged
 from bridle.node.host import NodeHost
 from bridle.node.local import LocalNode
 from bridle.node.scheduling import NodeTimeouts

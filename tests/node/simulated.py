@@ -15,7 +15,7 @@ from tests.loops import JumpingLoop
 from tests.node.house import a_node
 
 from bridle.config import AgentSpec, Budgets, EvaluatorSpec, RuntimeSpec, Task
-from bridle.node.events import SessionChanged
+from bridle.node.base import SessionChanged
 from bridle.node.local import LocalExecutor
 from bridle.runtimes.base import ExecResult
 from bridle.runtimes.local import LocalRuntime

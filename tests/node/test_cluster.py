@@ -5,7 +5,7 @@ import pytest
 from tests.node.nodes import HASTY, a_runner, begun, remote_nodes, task, until, where
 
 from bridle.errors import ConfigError, EngineError, NodeLostError, StoreError
-from bridle.node.events import RoomChanged
+from bridle.node.base import RoomChanged
 
 
 async def ended(runner, remotes, run_id, **answer):

@@ -12,7 +12,7 @@ from bridle.config import Action, AgentSpec, BuilderSpec, RuntimeSpec
 from bridle.errors import ConfigError, HarnessError, RuntimeFailure
 from bridle.harnesses import open_harness
 from bridle.harnesses.command import CommandHarness
-from bridle.node.events import Installing, SessionChanged
+from bridle.node.base import Installing, SessionChanged
 from bridle.node.local import OWNER, NodeSettings, Scratch, check, reap
 from bridle.runtimes.process import owner_mark
 from bridle.types import Cause

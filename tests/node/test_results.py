@@ -9,7 +9,7 @@ from bridle.capture.records import Outcome, SessionRecord
 from bridle.config import AgentSpec, Task
 from bridle.errors import ConfigError, StoreError
 from bridle.harnesses import open_harness
-from bridle.node.events import Events, Installing
+from bridle.node.base import Events, Installing
 from bridle.node.results import result_from, uncaptured_result
 from bridle.node.run_folder import RunFolder, summarise
 from bridle.prompting.renderer import load_renderer

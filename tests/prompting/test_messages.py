@@ -4,7 +4,7 @@ import pytest
 from tests.prompting.talk import BASH, call, image, result, said, system, user
 
 from bridle.errors import RenderError
-from bridle.prompting.messages import chat_messages, chat_tools, server_messages
+from bridle.prompting.renderer import chat_messages, chat_tools, server_messages
 from bridle.types import Message, Role, ToolSpec
 
 

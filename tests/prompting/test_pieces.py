@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from bridle.errors import ContextOverflowError, RenderError
-from bridle.prompting import pieces
-from bridle.prompting.pieces import (
+from bridle.prompting import tokenizer
+from bridle.prompting.renderer import load_renderer
+from bridle.prompting.tokenizer import (
     PIECE,
     WHOLE,
     Allowance,
@@ -16,7 +17,6 @@ from bridle.prompting.pieces import (
     takes_pieces,
     tokenised,
 )
-from bridle.prompting.renderer import load_renderer
 
 TOKENS = load_renderer("builtin")._tokens
 assert TOKENS._apart is not None
@@ -96,11 +96,11 @@ WORDS = st.sampled_from(
 def test_pieces_have_the_ids_of_the_whole(name, words, shift):
     backend = BACKENDS[name]
     text = "x" * shift + "".join(words) * 20
-    whole = pieces.ids_of(backend, text)
+    whole = tokenizer.ids_of(backend, text)
     assert takes_pieces(backend)
-    parts = list(pieces._pieces(backend, text, ADDED, piece=300))
+    parts = list(tokenizer._pieces(backend, text, ADDED, piece=300))
     assert "".join(parts) == text
-    assert [id_ for part in parts for id_ in pieces.ids_of(backend, part)] == whole
+    assert [id_ for part in parts for id_ in tokenizer.ids_of(backend, part)] == whole
 
 
 @pytest.mark.parametrize("name", list(BACKENDS))
@@ -108,7 +108,7 @@ def test_pieces_have_the_ids_of_the_whole(name, words, shift):
 @given(text=st.one_of(st.text(max_size=400), st.lists(WORDS).map("".join)))
 def test_a_token_stands_for_no_more_characters_than_the_bound(name, text):
     backend = BACKENDS[name]
-    assert len(text) <= chars_per_token(backend) * len(pieces.ids_of(backend, text))
+    assert len(text) <= chars_per_token(backend) * len(tokenizer.ids_of(backend, text))
 
 
 def test_tokenising_stops_for_a_text_longer_than_any_context():
@@ -169,4 +169,4 @@ def test_what_looks_back_or_adds_to_a_text_takes_it_whole(normalizer, pre_tokeni
 
 
 def test_a_short_text_is_not_taken_apart():
-    assert tokenised(BACKEND, "some words", added=ADDED) == pieces.ids_of(BACKEND, "some words")
+    assert tokenised(BACKEND, "some words", added=ADDED) == tokenizer.ids_of(BACKEND, "some words")

@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 from tests.prompting.test_pieces import BACKEND, BACKENDS, GROUPED, O200K, WORDS, with_pattern
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from bridle.prompting.pieces import ids_of
-from bridle.prompting.tokenizer import CL100K, ONE_DIGIT, quick_bpe, safe_decoder, safe_encoder
+from bridle.prompting.tokenizer import (
+    CL100K,
+    ONE_DIGIT,
+    ids_of,
+    quick_bpe,
+    safe_decoder,
+    safe_encoder,
+)
 
 TAKEN = {
     "one digit": BACKEND,

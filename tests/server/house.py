@@ -11,7 +11,7 @@ from bridle.bridges import parquet
 from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec
 from bridle.errors import ConfigError
 from bridle.gateway.metrics import Metrics as GatewayMetrics
-from bridle.node.events import Events
+from bridle.node.base import Events
 from bridle.node.results import SessionResult
 from bridle.runtimes import RUNTIMES
 from bridle.server.app import make_app
@@ -22,8 +22,7 @@ from bridle.server.files import TrajectoryFiles
 from bridle.server.http import ServerContext
 from bridle.server.schemas import Submission
 from bridle.server.service import Service
-from bridle.server.settings import ServiceSettings
-from bridle.server.submission_policy import SubmissionPolicy
+from bridle.server.settings import ServiceSettings, SubmissionPolicy
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import Cause, SessionStatus
 

@@ -17,7 +17,7 @@ from bridle.errors import ServerError
 from bridle.folders import private_file
 from bridle.node import session as node_session
 from bridle.server.auth import ApiToken, TokenRole
-from bridle.server.submission_policy import SubmissionPolicy
+from bridle.server.settings import SubmissionPolicy
 
 TENANT = ApiToken(
     name="tenant", token="the-token-of-a-tenant", roles=(TokenRole.SUBMIT, TokenRole.READ)

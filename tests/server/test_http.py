@@ -7,7 +7,7 @@ from bridle.errors import EngineError, StateError, StoreError
 from bridle.gateway.keys import AT_ONCE
 from bridle.server.auth import ApiToken, TokenRole
 from bridle.server.http import MAX_BODY
-from bridle.server.submission_policy import SubmissionPolicy
+from bridle.server.settings import SubmissionPolicy
 
 READER = ApiToken(name="submitter", token="a-reader-of-sixteen", roles=(TokenRole.READ,))
 SUBMITTER = ApiToken(name="submitter", token="a-submitter-of-sixteen", roles=(TokenRole.SUBMIT,))

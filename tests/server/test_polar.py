@@ -3,7 +3,7 @@ from pydantic import ValidationError
 from tests.datasets.test_swe import GYM
 
 from bridle.server.polar import PolarTask
-from bridle.server.submission_policy import SubmissionPolicy
+from bridle.server.settings import SubmissionPolicy
 
 FULL = {
     "task_id": "swe-1",

@@ -10,7 +10,7 @@ from tests.server.house import an_app
 from bridle.evaluators import open_evaluator
 from bridle.runtimes.docker import refuse_what_docker_cannot
 from bridle.server.polar import PolarTask
-from bridle.server.submission_policy import SubmissionPolicy
+from bridle.server.settings import SubmissionPolicy
 
 WORK = "/polar/session/workspace"
 CONFIG = ("evaluator", "config")

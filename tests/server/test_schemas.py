@@ -7,8 +7,7 @@ from tests.server.house import body, submission
 from bridle.config import Task
 from bridle.server.http import error_json
 from bridle.server.schemas import GroupOptions, Submission, TaskBatch
-from bridle.server.settings import ServerSettings
-from bridle.server.submission_policy import SubmissionPolicy
+from bridle.server.settings import ServerSettings, SubmissionPolicy
 
 
 def test_submission_splits_into_task_and_group_options():

@@ -16,7 +16,7 @@ from tests.server.house import (
 from bridle.config import BuilderSpec, Task
 from bridle.errors import ConfigError
 from bridle.gateway.weights import SetPolicy
-from bridle.node.events import Installing, SessionChanged
+from bridle.node.base import Installing, SessionChanged
 from bridle.server.database import Database
 from bridle.server.store import ClaimLimits, TaskStore
 from bridle.types import SessionStatus

@@ -13,7 +13,7 @@ from bridle.harnesses import CHECKS, HARNESSES
 from bridle.runtimes import RUNTIMES, apptainer, docker, remote
 from bridle.runtimes.bubblewrap import refuse_what_bubblewrap_cannot
 from bridle.server.schemas import GroupOptions
-from bridle.server.submission_policy import INSIDE, RULES, SETTINGS, SubmissionPolicy, names_files
+from bridle.server.settings import INSIDE, RULES, SETTINGS, SubmissionPolicy, names_files
 
 BASE = {
     "task_id": "t",

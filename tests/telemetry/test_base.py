@@ -11,7 +11,7 @@ from tests.telemetry.recorder import Recorder
 from bridle import telemetry
 from bridle.capture.records import Outcome, SessionRecord
 from bridle.errors import ConfigError
-from bridle.node.events import SessionEnded
+from bridle.node.base import SessionEnded
 from bridle.node.results import result_of
 from bridle.telemetry import base
 from bridle.telemetry.base import flatten

@@ -6,7 +6,7 @@ import pytest
 
 from bridle.errors import TrainingError
 from bridle.testing import trainer_sessions
-from bridle.trajectory.images import images_of, refuse_images
+from bridle.trajectory.sample import images_of, refuse_images
 
 SEEN = next(one for group in trainer_sessions() for one in group.sessions if one.traces[0].media)
 

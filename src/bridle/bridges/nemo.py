@@ -35,8 +35,7 @@ from bridle.bridges.base import (
 )
 from bridle.errors import TrainingError
 from bridle.trajectory.credit import trace_advantages
-from bridle.trajectory.images import refuse_images
-from bridle.trajectory.sample import Trace, Trajectory
+from bridle.trajectory.sample import Trace, Trajectory, refuse_images
 from bridle.types import JSON
 
 if TYPE_CHECKING:

@@ -27,11 +27,35 @@ Any reader of Parquet can use the file (pyarrow, pandas, polars, `datasets`). Co
 
 A session without any trace has no row; it stands, as its JSON, in the file's metadata under
 `sessions_without_traces`, so that reading gives back every trajectory that was written.
+
+`write_logprobs` and `read_logprobs` are for the file in which a trainer sends its logprobs of our
+ids to `bridle certify`: one row per trace. Any trainer can write it without Bridle, too:
+
+| column | type | meaning |
+|---|---|---|
+| trace_id | string | of `trajectories.parquet` |
+| positions | list<int32> | places of the scored tokens in `prompt_ids + response_ids` |
+| logprobs | list<float> | the trainer's, after its temperature; one per position |
+| ids | list<int32> | the row of ids as the trainer had it, without padding; null = not sent |
+| entropies | list<float> | of the trainer's distribution at each position; null = not sent |
+| padding | int32 | tokens of padding in its row of the batch; null = not sent |
+
+The file's metadata holds the trainer's facts (`bridle.trajectory.fidelity.Facts`) as a JSON object
+under `bridle_trainer`. What is not sent is not guessed: some causes cannot be distinguished then.
+
+`rebuild_all` makes a run's trajectories again from its capture file. Sessions are independent, so
+each is built in one of some processes and encoded there, as a line of JSON and as rows of Parquet;
+only their bytes come back, in the order in which the sessions were opened. What is written is
+therefore the same for any number of processes, and the same as a run writes.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +68,17 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bridle.capture.sqlite import SqliteReader
+from bridle.config import BuilderSpec
 from bridle.errors import BridleError, boundary
 from bridle.folders import private_file
+from bridle.node import results
+from bridle.runtimes.limits import available_cores
+from bridle.trajectory.fidelity import Facts, Recomputed
 from bridle.trajectory.result import (
     encode,
     trace_metadata,
+    trajectory_bytes,
     trajectory_json,
     trajectory_of,
     writable,
@@ -329,3 +359,128 @@ def _trace(values: dict[str, Any]) -> Trace:
         rows = flat.to_numpy(zero_copy_only=False).reshape(shape.to_pylist())
         fields["routed_experts"] = rows
     return Trace(**fields)
+
+
+# ---- the logprobs of a trainer
+
+
+FACTS = "bridle_trainer"
+"""Key of the trainer's facts in the file's metadata."""
+
+_COLUMNS = pa.schema(
+    [
+        ("trace_id", pa.string()),
+        ("positions", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("ids", pa.list_(pa.int32())),
+        ("entropies", pa.list_(pa.float32())),
+        ("padding", pa.int32()),
+    ]
+)
+
+
+def write_logprobs(path: str | Path, answers: Iterable[Recomputed], facts: Facts) -> None:
+    """Write a trainer's logprobs and facts to one file, which is replaced. Raises `BridleError`.
+
+    A bridge that has a logprob for each token of a response makes an answer by `Recomputed.of`.
+    """
+    rows = [{name: getattr(one, name) for name in _COLUMNS.names} for one in answers]
+    with boundary(BridleError, f"{path}: cannot write logprobs"):
+        table = pa.Table.from_pylist(rows, schema=_COLUMNS)
+        about = {FACTS: orjson.dumps(facts.json())}
+        pq.write_table(table.replace_schema_metadata(about), path, compression="zstd")
+
+
+def read_logprobs(path: str | Path) -> tuple[list[Recomputed], Facts]:
+    """Return the answers and the facts of a file; columns that may be null may be absent.
+
+    Raises `BridleError` for what is not such a file, and `ConfigError` for values that are wrong.
+    """
+    with boundary(BridleError, f"{path}: cannot read logprobs"):
+        table = pq.read_table(path)
+        missing = {"trace_id", "positions", "logprobs"} - set(table.column_names)
+        if missing:
+            raise BridleError(f"{path}: no column {', '.join(sorted(missing))}")
+        facts = orjson.loads((table.schema.metadata or {}).get(FACTS.encode(), b"{}"))
+        names = [name for name in _COLUMNS.names if name in table.column_names]
+        wanted = pa.schema([_COLUMNS.field(name) for name in names])
+        columns = table.select(names).cast(wanted)
+        answers = [_answer(columns, row) for row in range(columns.num_rows)]
+    return answers, Facts.of(facts, str(path))
+
+
+def _answer(columns: pa.Table, row: int) -> Recomputed:
+    fields: dict[str, object] = {}
+    for name in columns.column_names:
+        value = columns.column(name)[row]
+        if value.is_valid and name not in ("trace_id", "padding"):
+            fields[name] = value.values.to_numpy(zero_copy_only=False)
+        else:
+            fields[name] = value.as_py()
+    return Recomputed(**fields)  # type: ignore[arg-type]
+
+
+# ---- a run's trajectories again
+
+
+BATCH = 8
+"""Sessions that go to a process at once."""
+
+WORTH_A_PROCESS = 4 * BATCH
+"""Fewer sessions than this are built here: a process takes half a second to start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """One session's trajectory, encoded."""
+
+    line: bytes
+    """Its JSON, without a line end."""
+    rows: TrajectoryRows
+    stats: JSON
+    """`metadata.stats`."""
+
+
+def rebuild_all(
+    path: Path, session_ids: Sequence[str], spec: BuilderSpec | None, *, workers: int | None = None
+) -> Iterator[Rebuilt]:
+    """Yield each session's trajectory, in the order given.
+
+    `spec` = `None` builds each as it was run. `workers` = `None` uses every core that this process
+    may use where there are enough sessions; 1 stays in this process. Raises `BridleError`.
+    """
+    if workers is None:
+        workers = available_cores() if len(session_ids) >= WORTH_A_PROCESS else 1
+    if workers == 1:
+        with SqliteReader(path) as reader:
+            for session_id in session_ids:
+                yield _rebuilt(reader, session_id, spec)
+        return
+    starts = range(0, len(session_ids), BATCH)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        waiting: deque[Future[list[Rebuilt]]] = deque()
+        try:
+            for start in starts:
+                batch = session_ids[start : start + BATCH]
+                waiting.append(pool.submit(_batch, path, batch, spec))
+                if len(waiting) > 2 * workers:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise BridleError(f"{path}: a process that rebuilt it ended: {error}") from error
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _batch(path: Path, session_ids: Sequence[str], spec: BuilderSpec | None) -> list[Rebuilt]:
+    """Some sessions; runs in a process of its own."""
+    with SqliteReader(path) as reader:
+        return [_rebuilt(reader, session_id, spec) for session_id in session_ids]
+
+
+def _rebuilt(reader: SqliteReader, session_id: str, spec: BuilderSpec | None) -> Rebuilt:
+    trajectory = results.trajectory_of(reader.read(session_id), spec)
+    return Rebuilt(trajectory_bytes(trajectory), rows_of(trajectory), trajectory.metadata["stats"])

@@ -37,7 +37,7 @@ from bridle.bridges.remote import ServerSessions, open_server
 from bridle.errors import ConfigError
 from bridle.experts import complete_rows
 from bridle.trajectory.credit import role_advantages, role_of, session_advantages
-from bridle.trajectory.images import refuse_images
+from bridle.trajectory.sample import refuse_images
 from bridle.types import FinishReason, SessionStatus
 
 Sample = Any

@@ -60,8 +60,7 @@ from bridle.config import Task
 from bridle.engines.base import Weights
 from bridle.errors import ConfigError, TrainingError
 from bridle.trajectory.credit import trace_advantages, trace_reward
-from bridle.trajectory.images import refuse_images
-from bridle.trajectory.sample import Trace, Trajectory
+from bridle.trajectory.sample import Trace, Trajectory, refuse_images
 
 REWARD = "session_reward"
 """Name of the field by which TRL hands sessions' rewards to reward functions."""

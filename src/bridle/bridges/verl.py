@@ -35,7 +35,7 @@ from bridle.bridges.remote import ServerSessions, open_server
 from bridle.errors import ConfigError
 from bridle.experts import KEY as EXPERTS
 from bridle.experts import complete_rows
-from bridle.trajectory.images import images_of
+from bridle.trajectory.sample import images_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -30,7 +30,7 @@ from bridle.cli.process import long_running
 from bridle.config import AUTO, Task
 from bridle.errors import ConfigError, EngineError, Problems, StoreError, cannot_listen
 from bridle.folders import check_room
-from bridle.node.events import Event, Installing, SessionChanged
+from bridle.node.base import Event, Installing, SessionChanged
 from bridle.node.local import LocalExecutor, LocalNode, NodeSettings, check
 from bridle.node.run_folder import CAPTURE, RUN, TRAJECTORIES
 from bridle.node.session import FINAL, read_replay

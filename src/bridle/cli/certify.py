@@ -45,7 +45,7 @@ def certify(
 
     Ends with code 1 where the two disagree. docs/guides/certify.md has the causes and the file.
     """
-    from bridle.bridges.logprobs import read_logprobs, write_logprobs
+    from bridle.bridges.parquet import read_logprobs, write_logprobs
     from bridle.trajectory import fidelity
 
     if (logprobs is None) == (model is None):

@@ -127,7 +127,7 @@ def submit(  # noqa: PLR0913 - one parameter per flag
     Files that tasks name must be in folders that the server allows (`serve --allow-path`).
     """
     from bridle.datasets.jsonl import load_tasks
-    from bridle.server.submission_policy import names_files
+    from bridle.server.settings import names_files
 
     overrides: JSON = {} if samples is None else {"num_samples": samples}
     loaded = [

@@ -18,8 +18,8 @@ import typer
 from bridle.cli.options import AllowHostOption, JsonOption
 from bridle.cli.output import notes, print_json_line
 from bridle.cli.process import Stop, run_until_signal
+from bridle.credentials import is_loopback
 from bridle.errors import ConfigError
-from bridle.hosts import is_loopback
 
 if TYPE_CHECKING:
     from starlette.routing import Mount

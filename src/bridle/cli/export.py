@@ -102,8 +102,7 @@ def _write_rebuilt(
     paths: list[Path], folder: Path, spec: BuilderSpec | None, workers: int | None
 ) -> dict[str, int]:
     """Write the trajectories of capture files into `folder`; return counts."""
-    from bridle.bridges.parquet import TrajectoryWriter
-    from bridle.bridges.rebuild import rebuild_all
+    from bridle.bridges.parquet import TrajectoryWriter, rebuild_all
     from bridle.capture.sqlite import SqliteReader
     from bridle.node.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
 

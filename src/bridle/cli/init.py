@@ -182,14 +182,11 @@ def demo(
     steps: Annotated[
         int, typer.Option(min=0, help="Updates of the small model; 0 skips the training.")
     ] = 32,
-    rebuild_model: Annotated[
-        bool, typer.Option("--rebuild-model", help="Build the small model again.")
-    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Run real agents and a small model on this machine: trajectories, and a model that learns."""
     run = load_demo().run
-    raise typer.Exit(run(out, tasks, fresh, steps, rebuild_model=rebuild_model, json=json))
+    raise typer.Exit(run(out, tasks, fresh, steps, json=json))
 
 
 def load_demo() -> ModuleType:

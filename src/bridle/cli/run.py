@@ -137,7 +137,7 @@ def task_overrides(
 
 def load_task_set(path: Path, overrides: JSON, *, strict: bool = False) -> list[Task]:
     """Load the tasks of a path with the name of their set in their metadata."""
-    from bridle.datasets.harbor_registry import SET
+    from bridle.datasets.harbor import SET
     from bridle.datasets.jsonl import load_tasks
 
     of_registry = not path.exists() and SET.fullmatch(str(path))
@@ -159,8 +159,7 @@ def _selected(
 ) -> list[Task]:
     """Load the tasks to run. `ConfigError` if the manifest does not list one as sound."""
     from bridle.config import read_text
-    from bridle.datasets.jsonl import with_template
-    from bridle.datasets.manifest import require_verified
+    from bridle.datasets.jsonl import require_verified, with_template
 
     loaded = load_task_set(path, overrides, strict=strict)[:first]
     if template is not None:

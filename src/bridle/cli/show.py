@@ -32,9 +32,6 @@ def show(
     run: Annotated[
         Path, typer.Option(help="Run or folder of runs to search for a session.")
     ] = Path("runs"),
-    diff: Annotated[
-        tuple[str, str] | None, typer.Option(help="Explain why exchange B does not extend A.")
-    ] = None,
     as_script: Annotated[
         bool, typer.Option("--as-script", help="Print the session as a scripted engine's script.")
     ] = False,
@@ -55,16 +52,8 @@ def show(
 
     if report:
         raise ConfigError(f"--report needs a run folder; {target} is none")
-    if diff is not None and as_script:
-        raise ConfigError("--diff and --as-script cannot be given together")
     _, capture = find_session(target, run)
-    if diff is not None:
-        from bridle.prompting.texts import decoder_of
-        from bridle.trajectory.tree import explain_fork
-
-        decode = decoder_of(capture.session.metadata)
-        console.print("\n".join(explain_fork(capture, *diff, decode=decode)), markup=False)
-    elif as_script:
+    if as_script:
         from bridle.trajectory.transcript import script_of
 
         print_json(script_of(capture))

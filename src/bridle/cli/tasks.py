@@ -128,8 +128,7 @@ def verify_tasks(path: Path, manifest: Path | None = None) -> list[JSON]:
     Verdicts in the manifest are reused; new ones are appended as they become known.
     """
     from bridle.cli.run import task_overrides
-    from bridle.datasets.jsonl import load_tasks
-    from bridle.datasets.manifest import read_manifest, task_digest
+    from bridle.datasets.jsonl import load_tasks, read_manifest, task_digest
 
     known = read_manifest(manifest) if manifest is not None and manifest.exists() else {}
     loaded = {

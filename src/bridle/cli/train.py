@@ -131,8 +131,7 @@ def load_settings(config: Path | None, flags: JSON) -> TrainSettings:
 
 def load(path: str | None, settings: TrainSettings, samples: int) -> list[Task]:
     """Load the tasks of a path with the training's overrides; none for `None`."""
-    from bridle.datasets.jsonl import load_tasks
-    from bridle.datasets.manifest import require_verified
+    from bridle.datasets.jsonl import load_tasks, require_verified
 
     if path is None:
         return []

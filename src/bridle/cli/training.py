@@ -31,7 +31,7 @@ from bridle.engines import check_model_folder
 from bridle.engines.base import is_adapter
 from bridle.errors import ConfigError
 from bridle.gateway.app import GatewayServer
-from bridle.node.events import Events
+from bridle.node.base import Events
 from bridle.node.local import Executor, LocalExecutor, LocalNode, NodeSettings, check
 from bridle.node.run_folder import RunFolder
 from bridle.training.groups import LABEL, Curriculum

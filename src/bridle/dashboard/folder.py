@@ -34,13 +34,16 @@ import orjson
 from bridle.capture.reader import SqliteReader
 from bridle.capture.records import Outcome, SessionRecord, Totals
 from bridle.capture.texts import unpack
-from bridle.dashboard.attempts import AttemptTree, Place, attempts_of, place_of
 from bridle.dashboard.session import CapturedSession
 from bridle.dashboard.source import (
+    AttemptTree,
+    Place,
     RunCertificate,
     SessionPage,
     SessionView,
+    attempts_of,
     certificate_of,
+    place_of,
     scorers_of,
 )
 from bridle.dashboard.summaries import (

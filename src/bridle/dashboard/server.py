@@ -18,9 +18,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from bridle.dashboard.attempts import AttemptTree, attempts_of, place_of
 from bridle.dashboard.folder import FolderSource
-from bridle.dashboard.source import RunCertificate, SessionPage, SessionView
+from bridle.dashboard.source import (
+    AttemptTree,
+    RunCertificate,
+    SessionPage,
+    SessionView,
+    attempts_of,
+    place_of,
+)
 from bridle.dashboard.summaries import (
     AGAIN,
     FAILED,

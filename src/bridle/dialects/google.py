@@ -306,8 +306,8 @@ def read_tools(value: object, path: str) -> ToolList:
             name = f"{where}.computerUse"
             message = f"{name} is not served; declare its actions in functionDeclarations"
             raise RequestError(message, param=name)
-        declared = "functionDeclarations"
-        removed += [key for key, given in fields.items() if key != declared and given is not None]
+        known = "functionDeclarations"
+        removed += [key for key, given in fields.items() if key != known and given is not None]
     return ToolList(tuple(specs), removed=provider_run(removed))
 
 

@@ -6,8 +6,8 @@ messages whatever surrounds it. The item types are those of the API reference an
 protocol (`compaction`, `compaction_trigger`, `additional_tools`); an item of an unknown type stays
 in its place as a block.
 
-A request that continues `previous_response_id` is first made whole with `continued`. Tools are read
-in `openai_responses_tools`; replies are written in `openai_responses_write`.
+A request that continues `previous_response_id` is first made whole with `continued`. Its
+tools are read, and replies are written, in `openai_responses_write`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ from bridle.dialects.json_reader import (
 from bridle.dialects.media import block_part, block_text, data_part, url_part
 from bridle.dialects.openai_chat import read_choice, read_role
 from bridle.dialects.openai_chat_write import error_response, models_json
-from bridle.dialects.openai_responses_tools import call_of_item, qualified_name, read_tools
 from bridle.dialects.openai_responses_write import (
     Dress,
     ResponsesStream,
+    call_of_item,
     compaction_json,
+    qualified_name,
+    read_tools,
     response_json,
     responses_message,
     summary_in,

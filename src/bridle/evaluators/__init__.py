@@ -14,7 +14,7 @@ EVALUATORS = {
     "function": "bridle.evaluators.function:FunctionEvaluator",
     "harbor": "bridle.evaluators.harbor:HarborEvaluator",
     "judge": "bridle.evaluators.judge:JudgeEvaluator",
-    "session_completed": "bridle.evaluators.session_completed:SessionCompleted",
+    "session_completed": "bridle.evaluators.base:SessionCompleted",
     "swebench": "bridle.evaluators.swebench:SwebenchEvaluator",
     "test_on_output": "bridle.evaluators.test_on_output:TestOnOutput",
 }

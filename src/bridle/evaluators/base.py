@@ -7,6 +7,10 @@ is broken: an evaluator that fails runs once more, on a work folder that no agen
 answers there, or fails in another way, the agent's files made it fail: the session is `Unscorable`,
 reward 0. If it fails in the same way, or the machine is in trouble, there is no reward. The control
 run follows the failure at once and is never cached, so both see the machine in the same state.
+
+`session_completed` is here as the simplest evaluator, for data generation and for trying things: it
+says nothing about the work. A session whose harness crashed or used up its time or a limit has
+reward 0.0, if it got a reply of the model.
 """
 
 from __future__ import annotations
@@ -288,3 +292,30 @@ async def read_file(runtime: Runtime, path: str) -> bytes:
         copy = Path(folder, "file")
         await runtime.download(path, copy)
         return await asyncio.to_thread(copy.read_bytes)
+
+
+# ---- the simplest evaluator
+
+
+class SessionCompletedSettings(Settings):
+    """Config of evaluator `session_completed`."""
+
+    reward: float = 1.0
+    """Reward of a session whose harness ended by itself with exit code 0."""
+
+
+class SessionCompleted:
+    """Reward for a harness that ended by itself with exit code 0. Implements `base.Evaluator`."""
+
+    def __init__(self, reward: float = 1.0) -> None:
+        self._reward = reward
+
+    @classmethod
+    def from_config(cls, config: JSON) -> Self:
+        """Make one from its config, such as `{"reward": 1.0}`; raises `ConfigError`."""
+        return cls(parse_config(config, SessionCompletedSettings, "session_completed").reward)
+
+    async def evaluate(self, context: EvaluationContext) -> Evaluation:
+        """Return the reward if the harness ended well, else 0.0."""
+        ended_well = context.completed and context.harness is not None and context.harness.ok
+        return Evaluation(self._reward if ended_well else 0.0)

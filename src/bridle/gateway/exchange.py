@@ -34,7 +34,7 @@ from bridle.gateway.constraints import (
     takes_calls,
     without_calls,
 )
-from bridle.gateway.images import show
+from bridle.gateway.engine_prompts import show
 from bridle.gateway.live import LiveReply
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import Models, Served, make_policy

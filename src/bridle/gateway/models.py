@@ -17,9 +17,9 @@ from bridle.config import ModelSpec, SamplingPolicy
 from bridle.engines.base import Engine, EngineInfo, Templating
 from bridle.errors import ConfigError
 from bridle.gateway.budgets import SamplingPlan
+from bridle.gateway.engine_prompts import EngineTemplate
 from bridle.gateway.prompts import Prompts
 from bridle.gateway.sampling import Sampler
-from bridle.gateway.templates import EngineTemplate
 from bridle.prompting.renderer import PromptRenderer
 from bridle.types import Kind, ModelRequest
 

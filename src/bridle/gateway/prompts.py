@@ -22,15 +22,13 @@ from bridle.errors import ContextOverflowError, RequestError
 from bridle.gateway import faults
 from bridle.gateway.call import Call, Question
 from bridle.gateway.constraints import takes_calls
-from bridle.gateway.images import Shown, pictures
+from bridle.gateway.engine_prompts import EngineTemplate, Shown, pictures
 from bridle.gateway.recording import Prompted
 from bridle.gateway.sampling import SampledReply
-from bridle.gateway.templates import EngineTemplate
 from bridle.prompting.canonical import messages_after
-from bridle.prompting.messages import chat_tools, server_messages
-from bridle.prompting.pieces import Allowance, count_against
 from bridle.prompting.prompt import PromptIds
-from bridle.prompting.renderer import PromptRenderer
+from bridle.prompting.renderer import PromptRenderer, chat_tools, server_messages
+from bridle.prompting.tokenizer import Allowance, count_against
 from bridle.types import FinishReason, Message, ModelRequest, Reply, Sampling, TextPart
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from bridle.engines.base import Picture
 from bridle.experts import KEY, Experts, merge_rows, pack
 from bridle.gateway.call import Answer, Call, Question
 from bridle.gateway.constraints import unenforced
-from bridle.gateway.images import Shown, unplaced
+from bridle.gateway.engine_prompts import Shown, unplaced
 from bridle.gateway.sampling import SampledReply
 from bridle.prompting.arguments import parsed_object
 from bridle.prompting.prompt import PromptIds

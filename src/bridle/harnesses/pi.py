@@ -35,8 +35,6 @@ class PiSettings(Settings):
     """Reasoning effort that it asks for; `None` = its own default."""
     tools: tuple[str, ...] | None = None
     """Names of the tools it may use (`read`, `bash`, `edit`, `write`...); `None` = its default."""
-    context_files: bool = True
-    """True if it reads AGENTS.md and CLAUDE.md in the work folder."""
     max_output_tokens: int = 16384
     """Output budget that it asks for in each call, at most half of the model's context."""
 
@@ -63,8 +61,6 @@ class Pi(PackagedHarness[PiSettings]):
             command += "--thinking", settings.thinking
         if settings.tools is not None:
             command += "--tools", ",".join(settings.tools)
-        if not settings.context_files:
-            command.append("--no-context-files")
         env = {
             "PI_CODING_AGENT_DIR": folder,
             "PI_OFFLINE": "1",

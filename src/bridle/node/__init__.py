@@ -2,10 +2,11 @@
 
 One session: `session` is its state machine with all stages, `workspace` prepares its runtime, keeps
 its artifacts and gives its evaluator runtimes. `results` is its outcome and how it ended (law 5),
-`events` reports its progress, `run_folder` has its files.
+`run_folder` has its files.
 
-Many sessions: `base` has the contracts (`Node`, `SessionRunner`, `RemoteNode`), `local` the node in
-this process, which runs the sessions of many tasks. On a cluster, `host` serves a node
-to owners in other processes, `ray` starts one on each machine and has the proxy, `scheduling`
-chooses a node, `fleet` steers all nodes at once, and `cluster` runs sessions on them.
+Many sessions: `base` has the contracts (`Node`, `SessionRunner`, `RemoteNode`) and the events that
+report progress, `local` the node in this process, which runs the sessions of many tasks. On a
+cluster, `host` serves a node to owners in other processes, `ray` starts one on each machine and has
+the proxy, `scheduling` chooses a node, `fleet` steers all nodes at once, and `cluster` runs
+sessions on them.
 """

@@ -25,8 +25,16 @@ import structlog
 from bridle.aio import LoopClock, Nursery, run_shielded
 from bridle.config import Task
 from bridle.errors import BridleError, ConfigError, EngineError, NodeLostError
-from bridle.node.base import EventBatch, Handshake, RemoteNode, RunRequest
-from bridle.node.events import Events, RoomChanged, SessionChanged, SessionEnded
+from bridle.node.base import (
+    EventBatch,
+    Events,
+    Handshake,
+    RemoteNode,
+    RoomChanged,
+    RunRequest,
+    SessionChanged,
+    SessionEnded,
+)
 from bridle.node.fleet import Fleet
 from bridle.node.results import SessionResult
 from bridle.node.scheduling import (

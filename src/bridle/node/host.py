@@ -25,8 +25,16 @@ from bridle.aio import Nursery
 from bridle.config import Task
 from bridle.errors import BridleError, NodeLostError, StoreError, boundary
 from bridle.folders import private_file, private_folder
-from bridle.node.base import EventBatch, Handshake, NodeCapacity, RunEnd, RunRequest
-from bridle.node.events import Event, SessionChanged, SessionEnded
+from bridle.node.base import (
+    Event,
+    EventBatch,
+    Handshake,
+    NodeCapacity,
+    RunEnd,
+    RunRequest,
+    SessionChanged,
+    SessionEnded,
+)
 from bridle.node.local import LocalNode
 from bridle.node.results import SessionResult
 from bridle.types import JSON, without_user_info

@@ -48,7 +48,7 @@ from bridle.gateway.weights import SetPolicy
 from bridle.harnesses import open_harness
 from bridle.harnesses.base import Harness
 from bridle.harnesses.bundles import bundles_dir
-from bridle.node.events import Events, Installing
+from bridle.node.base import Events, Installing
 from bridle.node.results import SessionResult, result_from
 from bridle.node.run_folder import CAPTURE, SESSIONS, RunFolder
 from bridle.node.session import SessionPlan, SessionRun

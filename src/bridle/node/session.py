@@ -48,7 +48,7 @@ from bridle.gateway.registry import SessionFacts
 from bridle.gateway.replay import Replay, replay_of
 from bridle.harness_rules.table import Varying
 from bridle.harnesses.base import Harness, Launch, LaunchContext, needs_model
-from bridle.node.events import SessionChanged, SessionEnded
+from bridle.node.base import SessionChanged, SessionEnded
 from bridle.node.results import (
     COMPLETED,
     Ending,

@@ -24,9 +24,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bridle import __version__
+from bridle.credentials import Hosts
 from bridle.errors import cannot_listen
 from bridle.gateway.listener import UNFINISHED_BYTES, most_connections
-from bridle.hosts import Hosts
 from bridle.server import polar, routes_v1
 from bridle.server.http import (
     KNOWN,

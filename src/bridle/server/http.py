@@ -41,8 +41,8 @@ from bridle.server.callbacks import CallbackAddresses
 from bridle.server.finalize import ConflictError
 from bridle.server.queries import Queries
 from bridle.server.service import Service
+from bridle.server.settings import SubmissionPolicy
 from bridle.server.store import QuotaError
-from bridle.server.submission_policy import SubmissionPolicy
 from bridle.trajectory.result import encode
 from bridle.types import JSON
 

@@ -45,7 +45,7 @@ from bridle.server.schemas import (
     SamplesQuery,
     Submission,
 )
-from bridle.server.submission_policy import SubmissionPolicy
+from bridle.server.settings import SubmissionPolicy
 from bridle.trajectory.result import encode
 from bridle.types import JSON, Kind, one_line
 

@@ -36,8 +36,7 @@ from bridle.config import Task
 from bridle.errors import BridleError, ConfigError
 from bridle.gateway.faults import trace_of
 from bridle.gateway.weights import SetPolicy
-from bridle.node.base import SessionRunner
-from bridle.node.events import Event, RoomChanged, SessionChanged
+from bridle.node.base import Event, RoomChanged, SessionChanged, SessionRunner
 from bridle.node.local import plan
 from bridle.server.database import Database, until_done
 from bridle.server.files import TrajectoryFiles

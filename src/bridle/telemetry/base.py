@@ -15,7 +15,7 @@ import structlog
 
 from bridle.bridges.base import turns_of
 from bridle.capture.records import SessionCapture
-from bridle.node.events import Event, SessionChanged, SessionEnded
+from bridle.node.base import Event, SessionChanged, SessionEnded
 from bridle.node.results import SessionResult
 from bridle.types import JSON
 

@@ -27,8 +27,7 @@ from bridle.trajectory.credit import (
     token_weights,
     tree_advantages,
 )
-from bridle.trajectory.images import refuse_images
-from bridle.trajectory.sample import Trace, Trajectory
+from bridle.trajectory.sample import Trace, Trajectory, refuse_images
 from bridle.types import JSON, LogprobMode
 
 DR_GRPO_TOKENS = 1024

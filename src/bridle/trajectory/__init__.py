@@ -1,9 +1,9 @@
 """Trajectories: pure functions of what capture holds.
 
 `rebuild(capture)` is the one way from facts to a trajectory, live and offline: `graph` grows the
-conversation and checks token identity, `drift` joins what a template wrote anew, `masks` says why
-each sampled token trains or not, `builders` choose paths and put the arrays together, `transcript`
-adds the messages, `stats` counts.
+conversation and checks token identity, `masks` says why each sampled token trains or not,
+`builders` choose paths and put the arrays together, `transcript` adds the messages, `stats` counts,
+and joins what a template wrote anew.
 `packing` lays traces out as one tree, `sample` holds the values that come out, `result` their JSON,
 `credit` turns rewards into advantages, `tree` draws a conversation for people. `fidelity` compares
 a trainer's logprobs with those of the traces, and `causes` says why they differ.
@@ -44,12 +44,11 @@ from bridle.trajectory.builders import (
     shorten,
 )
 from bridle.trajectory.builders import tree as tree_paths
-from bridle.trajectory.drift import Joined, Splice, join
 from bridle.trajectory.graph import ExchangeNode, grow, order_of
 from bridle.trajectory.masks import Marks, mark
 from bridle.trajectory.packing import pack
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
-from bridle.trajectory.stats import Built, measure, with_texts
+from bridle.trajectory.stats import Built, Joined, Splice, join, measure, with_texts
 from bridle.trajectory.transcript import Messages, Transcript
 from bridle.types import JSON, SHAPING, Cause, FinishReason, Ids, Kind, SessionStatus
 
@@ -71,7 +70,7 @@ class BuilderConfig(Settings):
     reply by its length."""
     on_drift: Literal["fork", "splice"] = "fork"
     """Treatment of a turn that an engine's template rewrote: fork, or keep the sampled tokens and
-    flag what later turns saw as others (`bridle.trajectory.drift`). `per_request` never splices."""
+    flag what later turns saw as others (`bridle.trajectory.stats`). `per_request` never splices."""
     close_token_ids: tuple[int, ...] = ()
     """Tokens that end a turn, as sampled or in the template; for `splice`."""
     end_of_turn_token_id: int | None = None

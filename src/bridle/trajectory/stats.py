@@ -2,23 +2,208 @@
 
 All token counts are of sampled tokens. Law 2 is asserted here:
 `tokens_captured == tokens_trained + sum(tokens_excluded.values())`.
+
+Drift is a turn that an engine's chat template wrote anew before the next one was sampled. Where an
+engine takes messages only, each prompt is rendered from text again (root reasons `engine_prompt`,
+`image`, `template`), so its ids may not begin with those that were sampled. Each such exchange gets
+a class, against the exchange whose messages it continues:
+
+- `exact`: its prompt begins with all that stood there, or with all but a last sampled token that
+  the template writes in its own way (harmony samples `<|return|>` where its history has `<|end|>`;
+  Llama and GLM have such pairs too); a reply that was cut by a stop string or its length has no
+  close token, and the template adds one;
+- `retokenized`: the same text, cut into other tokens;
+- `rewritten`: anything else. The prompt before the turn changed, the harness changed the turn, or
+  nothing shows where the turn ends.
+
+Exchanges whose prompt holds every id before it extend it, whatever wrote them: law 1 holds. All
+else forks. With `splice` the other `exact` and the `retokenized` ones are joined too: the sampled
+tokens stay, and what the next turn was sampled under in their place is left out. Each such span is
+flagged in its trace and counted; it is the one exception to law 1.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Final
 
 import numpy as np
 
 from bridle.capture.records import Damaged, Exchange
-from bridle.trajectory.drift import Joined
-from bridle.trajectory.graph import Break, Graph
+from bridle.trajectory.graph import (
+    Break,
+    ExchangeNode,
+    Graph,
+    first_difference,
+    first_ids,
+    order_of,
+)
 from bridle.trajectory.masks import Marks
 from bridle.trajectory.sample import MaskReason, Trace
-from bridle.types import JSON, Ids, Kind
+from bridle.types import JSON, FinishReason, Ids, Kind
+
+TEMPLATE_ROOTS = frozenset({"engine_prompt", "image", "template"})
+"""Root reasons of prompts that an engine's chat template made."""
+
+
+class DriftClass(StrEnum):
+    """Kinds of difference between a sampled turn and its copy in the next prompt."""
+
+    EXACT = "exact"
+    RETOKENIZED = "retokenized"
+    REWRITTEN = "rewritten"
+
+
+@dataclass(frozen=True, slots=True)
+class Splice:
+    """A span that later turns of its path saw as other tokens."""
+
+    exchange: str
+    """The first exchange that did."""
+    tokens: int
+    """Length of the span; it ends where the exchange's own prompt begins."""
+    kind: DriftClass
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A forest after drift was looked at."""
+
+    graph: Graph
+    classes: dict[str, DriftClass] = field(default_factory=dict)
+    """For every exchange that a template's prompt was sampled under and that continues another."""
+    splices: dict[str, Splice] = field(default_factory=dict)
+    """By exchange id."""
+    extended: frozenset[str] = frozenset()
+    """Exchanges that were joined to the one they continue, spliced ones too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Difference between an exchange and the one it continues."""
+
+    kind: DriftClass
+    differ: int = 0
+    """Last ids of the earlier path that its prompt shows as others."""
+    rest: int = 0
+    """Position in its prompt after the turn."""
+
+
+_REWRITTEN = _Found(DriftClass.REWRITTEN)
+
+
+def join(graph: Graph, *, splice: bool, close_token_ids: Collection[int] = ()) -> Joined:
+    """Classify drift and join what may be joined. Changes the nodes of `graph`.
+
+    `close_token_ids` end a turn, as sampled or in the template. The last token of a reply that
+    ended by itself is one in any case.
+    """
+    classes: dict[str, DriftClass] = {}
+    splices: dict[str, Splice] = {}
+    extended: set[str] = set()
+    drifted = [node for node in graph.nodes.values() if _from_template(node)]
+    # What the engine was given, before any node is changed.
+    looked_at = [*drifted, *(graph.nodes.get(n.exchange.continues or "") for n in drifted)]
+    prompts = {
+        n.exchange.exchange_id: first_ids(n, n.prompt_length) for n in looked_at if n is not None
+    }
+    for node in sorted(drifted, key=lambda node: order_of(node.exchange)):
+        before = graph.nodes.get(node.exchange.continues or "")
+        if before is None:
+            continue
+        name, prompt = node.exchange.exchange_id, prompts[node.exchange.exchange_id]
+        given = prompts[before.exchange.exchange_id]
+        found = _look(before.exchange, given, node.exchange, prompt, set(close_token_ids))
+        classes[name] = found.kind
+        if found.kind is DriftClass.REWRITTEN or (found.differ and not splice):
+            continue
+        if _attach(node, before, prompt[found.rest :]):
+            extended.add(name)
+            if found.differ:
+                splices[name] = Splice(name, found.differ, found.kind)
+    if extended:
+        whole = extended - splices.keys()
+        breaks = tuple(b for b in graph.breaks if b.exchange not in whole)
+        graph = dataclasses.replace(graph, nodes=_parents_first(graph), breaks=breaks)
+    return Joined(graph, classes, splices, frozenset(extended))
+
+
+def _from_template(node: ExchangeNode) -> bool:
+    exchange = node.exchange
+    return (
+        node.parent is None
+        and node.sound
+        and exchange.continues is not None
+        and exchange.root_reason in TEMPLATE_ROOTS
+    )
+
+
+def _look(
+    earlier: Exchange, given: Ids, exchange: Exchange, prompt: Ids, closes: set[int]
+) -> _Found:
+    """Compare a prompt with what was given and sampled before it."""
+    old = np.concatenate([given, earlier.output_ids])
+    at = first_difference(old, prompt)
+    if at == len(old):
+        return _Found(DriftClass.EXACT, 0, at)
+    if at < len(given) or at == len(prompt) or exchange.extra.get("drift"):
+        return _REWRITTEN
+    differ, last = len(old) - at, int(old[-1])
+    stopped = earlier.finish_reason is FinishReason.STOP
+    if differ == 1 and (last in closes or (stopped and not closes)):
+        same_place = not closes or int(prompt[at]) in closes
+        return _Found(DriftClass.EXACT, 1, at + 1 if same_place else at)
+    ends = np.flatnonzero(np.isin(prompt[at:], [*closes, *([last] if stopped else [])]))
+    if not len(ends):
+        return _REWRITTEN
+    close = at + int(ends[0])
+    closed = last in closes or (stopped and int(prompt[close]) == last)
+    return _Found(DriftClass.RETOKENIZED, differ, close + 1 if closed else close)
+
+
+def _attach(node: ExchangeNode, before: ExchangeNode, suffix: Ids) -> bool:
+    """Make a root the child of `before`; whether that could be done.
+
+    Not where it is above `before` already, nor where a child keeps a part of its prompt only: that
+    part has no place in the longer path.
+    """
+    at: ExchangeNode | None = before
+    while at is not None:
+        if at is node:
+            return False
+        at = at.parent
+    if any(child.kept < node.prompt_length for child in node.children):
+        return False
+    longer = before.length + len(suffix) - node.prompt_length
+    node.parent, node.kept, node.suffix = before, before.length, suffix
+    node.prompt_length += longer
+    before.children.append(node)
+    below = [*node.children]
+    while below and longer:
+        child = below.pop()
+        child.kept += longer
+        child.prompt_length += longer
+        below += child.children
+    return True
+
+
+def _parents_first(graph: Graph) -> dict[str, ExchangeNode]:
+    """Return the nodes in an order in which parents come before children."""
+    found: dict[str, ExchangeNode] = {}
+    rank = sorted((n for n in graph.nodes.values() if n.parent is None), key=_by_time)
+    while rank:
+        found |= {node.exchange.exchange_id: node for node in rank}
+        rank = [child for node in rank for child in sorted(node.children, key=_by_time)]
+    return found
+
+
+def _by_time(node: ExchangeNode) -> tuple[float, str]:
+    return order_of(node.exchange)
+
 
 VERSION: Final = 2
 """`stats_version`: 1 (without the key) counted lineage per exchange, not per turn shown."""
