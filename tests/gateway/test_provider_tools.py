@@ -5,7 +5,6 @@ import subprocess
 from typing import Any
 
 import anthropic
-import openai
 from anthropic.tools import BetaLocalFilesystemMemoryTool
 from tests.gateway.house import house, user
 
@@ -107,22 +106,3 @@ async def test_a_tool_that_only_the_provider_runs_is_removed_and_named_and_the_c
         stats = shown["metadata"]["stats"]
         assert stats["unenforced"] == {"tool: web_search_20250305": 1}
         assert stats["tokens_trained"] == stats["tokens_captured"] > 0
-
-
-async def test_a_computer_call_leaves_as_the_item_of_its_tool():
-    click = {"type": "click", "x": 3, "y": 4, "button": "left"}
-    async with house({"tool_calls": [{"name": "computer", "arguments": click}]}) as home:
-        caller = await home.session()
-        url = caller.handle.base_urls["openai"]
-        async with openai.AsyncOpenAI(base_url=url, api_key=caller.handle.key) as client:
-            size: Any = {"display_width": 800, "display_height": 600, "environment": "linux"}
-            older: Any = {"type": "computer_use_preview", **size}
-            newer: Any = {"type": "computer"}
-            said: list[Any] = [
-                (await client.responses.create(model="m", input="go", tools=[tool])).output[0]
-                for tool in (older, newer)
-            ]
-            async with client.responses.stream(model="m", input="on", tools=[newer]) as stream:
-                said.append((await stream.get_final_response()).output[0])
-        assert [item.type for item in said] == ["computer_call"] * 3
-        assert said[0].action.x == said[1].actions[0].x == said[2].actions[0].x == 3
