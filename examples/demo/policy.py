@@ -12,8 +12,7 @@ from bridle.cli.run import forked_task
 from bridle.cli.runs import find_session, sessions
 from bridle.config import BuilderSpec, Task
 from bridle.trajectory import rebuild
-from bridle.trajectory.transcript import Transcript
-from bridle.trajectory.tree import excerpt
+from bridle.trajectory.transcript import Transcript, excerpt
 from bridle.types import JSON
 
 from .lookups import Lookup, lookups, write_files

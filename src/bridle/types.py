@@ -353,5 +353,5 @@ class ModelRequest:
     """OpenAI Chat streams: whether a usage chunk was asked for."""
     extra: JSON = field(default_factory=dict)
     """Data that only this dialect's own encoder needs (e.g. custom tool names), and, for the
-    record, `removed`: what `bridle.dialects.noise` rules took away, as `{rule name: [what,
+    record, `removed`: what `bridle.dialects.fields` rules took away, as `{rule name: [what,
     ...]}`."""

@@ -6,8 +6,7 @@ import json
 import pytest
 from tests.capture.made import MadeSession
 
-from bridle.bridges.examples import examples_of
-from bridle.bridges.pairs import sibling_pairs, write_pairs
+from bridle.bridges.examples import examples_of, sibling_pairs, write_pairs
 from bridle.trajectory import rebuild
 from bridle.types import LogprobMode
 

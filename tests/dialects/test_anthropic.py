@@ -5,8 +5,8 @@ from tests.dialects.exchange import CALLS, HEAD, THOUGHT, USAGE, parse
 
 from bridle.dialects import DIALECTS
 from bridle.dialects.anthropic import read_message, read_system
+from bridle.dialects.fields import BILLING
 from bridle.dialects.media import block_part, data_part, url_part
-from bridle.dialects.noise import BILLING
 from bridle.errors import RequestError
 from bridle.types import Dialect, MediaPart, Message, Role, TextPart, ToolCall
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bridle.dialects import DIALECTS
-from bridle.dialects.noise import RULES as NOISE_RULES
+from bridle.dialects.fields import RULES as NOISE_RULES
 from bridle.errors import RequestError
 from bridle.harness_rules.table import KIND_RULES
 from bridle.types import Dialect

@@ -1,4 +1,4 @@
-from bridle.dialects.noise import BILLING, RULES, split_billing
+from bridle.dialects.fields import BILLING, RULES, split_billing
 
 HEADER = "x-anthropic-billing-header: cc_version=0.0.0;"
 

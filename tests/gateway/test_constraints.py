@@ -6,7 +6,7 @@ import pytest
 from tests.gateway.house import SHELL_TOOL, house, renderer, scripted, user
 
 from bridle.config import SamplingPolicy
-from bridle.gateway.constraints import without_calls
+from bridle.gateway.budgets import without_calls
 from bridle.scripted.engine import ScriptedEngine
 from bridle.types import FinishReason, LogprobMode, Reply, ToolCall, ToolSpec
 

@@ -16,9 +16,8 @@ from bridle.dialects import DIALECTS
 from bridle.errors import RequestError
 from bridle.gateway.call import Asked, Call, Question, Stage
 from bridle.gateway.metrics import Metrics
-from bridle.gateway.registry import GatewaySession
+from bridle.gateway.registry import GatewaySession, question_key
 from bridle.gateway.retries import Deliveries
-from bridle.gateway.tries import question_key
 from bridle.prompting.canonical import canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.types import (

@@ -10,7 +10,7 @@ from tests.gateway.test_retries import ASKED_FOR, FRESH, KEY, REQUEST, RETRY, a_
 
 from bridle.errors import RequestError
 from bridle.gateway.call import Asked, Stage
-from bridle.gateway.tries import Tries, question_key
+from bridle.gateway.registry import Tries, question_key
 from bridle.prompting.canonical import canonical
 from bridle.types import DeliveryState, ToolSpec
 

@@ -4,7 +4,7 @@ import pytest
 from tests.prompting.talk import call, said
 
 from bridle.prompting.canonical import AtomKind, answer_atoms
-from bridle.prompting.echo import EXTENDABLE, WEAK, Drift, drift_of, has_text, is_beginning
+from bridle.prompting.turns import EXTENDABLE, WEAK, Drift, drift_of, has_text, is_beginning
 from bridle.types import ToolSpec
 
 TURN = said("I look at it.", calls=[call("1", '{"path": "a"}', name="read"), call("2")])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.prompting.echo import explains
+from bridle.prompting.turns import explains
 
 SCHEMA = {
     "type": "object",

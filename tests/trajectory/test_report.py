@@ -4,7 +4,7 @@ from tests.capture.made import MadeSession
 from tests.trajectory.test_init import a_hard_session
 
 from bridle.trajectory import rebuild
-from bridle.trajectory.report import LINES_OF_FORKS, Report, report_of
+from bridle.trajectory.scores import LINES_OF_FORKS, Report, report_of
 from bridle.types import Kind
 
 

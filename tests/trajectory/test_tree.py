@@ -8,7 +8,7 @@ from tests.trajectory.test_init import a_hard_session
 
 from bridle.errors import StoreError
 from bridle.trajectory import DEFAULT_TRAIN
-from bridle.trajectory.tree import draw, explain_fork
+from bridle.trajectory.transcript import draw, explain_fork
 from bridle.types import DeliveryState, Kind
 
 

@@ -1,7 +1,7 @@
 """Bridges: trajectories out, into files and trainers.
 
-`examples` is what a session offers, and the file for supervised training; `selection` is what of it
-is taken. `pairs`, `atif` and `parquet` write files, and `logprobs` the one in which a trainer sends
-its logprobs back. `base` turns groups of sessions into rows, which the bridges into trainers bring
-into their own shapes.
+`examples` is what a session offers, and the files for supervised training and for pairs;
+`selection` is what of it is taken. `atif` and `parquet` write files, `parquet` also the one in
+which a trainer sends its logprobs back. `base` turns groups of sessions into rows, which the
+bridges into trainers bring into their own shapes.
 """

@@ -264,7 +264,8 @@ def captures_of(target: Path, only: Container[str] | None = None) -> Iterator[Se
 
     `only` = ids of the sessions to read; `None` = all. `ConfigError` if there is no run.
     """
-    from bridle.cli.runs import CAPTURE, sessions
+    from bridle.cli.runs import sessions
+    from bridle.node.run_folder import CAPTURE
 
     rounds = sorted(file.parent for file in (target / ROUNDS).glob(f"*/{CAPTURE}"))
     for folder in rounds or [target]:
@@ -296,7 +297,7 @@ def _write(
         return {"documents": write_atif(out, taken)}
     examples = (example for _, _, own in taken for example in own)
     if form is ExportFormat.PAIRS:
-        from bridle.bridges.pairs import sibling_pairs, write_pairs
+        from bridle.bridges.examples import sibling_pairs, write_pairs
 
         siblings: list[JSON] = []
 

@@ -132,7 +132,7 @@ def _show_run(target: Path, *, json: bool) -> None:
 
 def _print_without_effect(lines: Sequence[JSON]) -> None:
     """Print the parts of requests that had no effect, if any."""
-    from bridle.trajectory.report import without_effect
+    from bridle.trajectory.scores import without_effect
 
     for line in without_effect(counts_of(lines, "unknown"), counts_of(lines, "unenforced")):
         console.print(line, markup=False, soft_wrap=True)
@@ -141,8 +141,7 @@ def _print_without_effect(lines: Sequence[JSON]) -> None:
 def _show_report(target: Path, *, json: bool) -> None:
     from bridle.cli.runs import sessions
     from bridle.node.results import result_from
-    from bridle.trajectory.report import report_of
-    from bridle.trajectory.scores import from_summaries, scores_of
+    from bridle.trajectory.scores import from_summaries, report_of, scores_of
 
     lines: list[JSON] = []
 
@@ -183,7 +182,7 @@ def _shown(text: str) -> str:
 
 def _show_session(capture: SessionCapture, *, json: bool) -> None:
     from bridle.node.results import result_from
-    from bridle.trajectory.tree import draw
+    from bridle.trajectory.transcript import draw
     from bridle.types import Kind
 
     result = result_from(capture)

@@ -29,8 +29,7 @@ from bridle.prompting.texts import decoder_of
 from bridle.trajectory.graph import ExchangeNode, Graph, grow
 from bridle.trajectory.masks import Marks, mark
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
-from bridle.trajectory.transcript import Transcript
-from bridle.trajectory.tree import branches, excerpt, explain_fork, speakers
+from bridle.trajectory.transcript import Transcript, branches, excerpt, explain_fork, speakers
 from bridle.types import JSON, Ids, Kind
 
 EXCERPT = 160

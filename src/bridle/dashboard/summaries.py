@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from bridle.trajectory.credit import grpo_advantages
-from bridle.trajectory.report import Report, report_of
 from bridle.trajectory.sample import Trajectory
-from bridle.trajectory.scores import Attempted, HarnessScore, scores_of
+from bridle.trajectory.scores import Attempted, HarnessScore, Report, report_of, scores_of
 from bridle.types import JSON
 
 FAILED = frozenset({"TIMEOUT", "ERROR", "CANCELLED"})

@@ -34,7 +34,7 @@ from bridle.dialects.base import (
     tidy,
     user_messages,
 )
-from bridle.dialects.fields import ignored_fields, note_unknown_value, read_sampling
+from bridle.dialects.fields import ignored_fields, note_unknown_value, read_sampling, split_billing
 from bridle.dialects.json_reader import (
     SpanMemo,
     an_object,
@@ -57,7 +57,6 @@ from bridle.dialects.json_reader import (
     wrong,
 )
 from bridle.dialects.media import BLOCK_TYPE, block_part, block_text, data_part, url_part
-from bridle.dialects.noise import split_billing
 from bridle.dialects.tools import (
     ToolList,
     check_choice,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from bridle.dialects.fields import SERVER_TOOLS
 from bridle.dialects.json_reader import (
     content_digest,
     decode,
@@ -21,7 +22,6 @@ from bridle.dialects.json_reader import (
     shallow,
     text_at,
 )
-from bridle.dialects.noise import SERVER_TOOLS
 from bridle.errors import RequestError
 from bridle.types import JSON, ToolCall, ToolSpec
 

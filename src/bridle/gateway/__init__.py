@@ -5,10 +5,9 @@ One request goes through these files in order:
 - `routing`   whose session a path and a key name, and which dialect the rest of the path speaks;
 - `plain`     a linear turn, in two callbacks; any other request takes the general path below;
 - `exchange`  place it, prompt the engine, sample, commit: the states of one `call`;
-- `tries`     the lost calls and refused tries of a session, and the one that a retry joins;
 - `retries`   clients of a call and the record of what they received;
 - `relay`     the reply on the wire, streaming or not, with keep-alives;
-- `registry`  sessions with their keys, limits and facts; `restore` brings them back after a crash;
+- `registry`  sessions with their keys, limits, facts and tries; `restore` brings them back;
 - `control`   the routes for those who run sessions, with a token of their own.
 
 With `--workers N`, `workers` supervises N processes that are each a whole gateway with a port of

@@ -168,7 +168,7 @@ class Call:
     clock_start: float
     """The same moment on the loop's clock."""
     question_key: bytes
-    """`bridle.gateway.tries.question_key`; stays when `question` is dropped."""
+    """`bridle.gateway.registry.question_key`; stays when `question` is dropped."""
     other: str | None = None
     """Name of the engine that answers, where that is not the policy."""
     asked: Asked = field(default_factory=Asked)

@@ -26,14 +26,14 @@ from bridle.dialects.ids import reply_id
 from bridle.engines.base import Engine, EngineInfo, GenerateChunk
 from bridle.errors import EngineError, RenderError, RequestError, boundary
 from bridle.gateway import budgets, faults, lineage
-from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
-from bridle.gateway.constraints import (
+from bridle.gateway.budgets import (
     grammar_of,
     is_for_calls,
     refusal,
     takes_calls,
     without_calls,
 )
+from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.engine_prompts import show
 from bridle.gateway.live import LiveReply
 from bridle.gateway.metrics import Metrics
@@ -47,12 +47,11 @@ from bridle.gateway.recording import (
     new_bodies,
     sampled_under,
 )
-from bridle.gateway.registry import GatewaySession
+from bridle.gateway.registry import GatewaySession, question_key
 from bridle.gateway.replay import Captured
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.sampling import REFUSED_S, SampledReply, Sofar
 from bridle.gateway.settings import GatewaySettings
-from bridle.gateway.tries import question_key
 from bridle.gateway.weights import Policy
 from bridle.prompting.canonical import canonical
 from bridle.prompting.conversation import Placement, PlacementKind

@@ -20,8 +20,8 @@ from bridle.capture.records import no_ids
 from bridle.engines.base import GenerateRequest
 from bridle.errors import ContextOverflowError, RequestError
 from bridle.gateway import faults
+from bridle.gateway.budgets import takes_calls
 from bridle.gateway.call import Call, Question
-from bridle.gateway.constraints import takes_calls
 from bridle.gateway.engine_prompts import EngineTemplate, Shown, pictures
 from bridle.gateway.recording import Prompted
 from bridle.gateway.sampling import SampledReply

@@ -11,8 +11,8 @@ from bridle.dialects.media import block_name
 from bridle.dialects.tools import list_digest
 from bridle.engines.base import Picture
 from bridle.experts import KEY, Experts, merge_rows, pack
+from bridle.gateway.budgets import unenforced
 from bridle.gateway.call import Answer, Call, Question
-from bridle.gateway.constraints import unenforced
 from bridle.gateway.engine_prompts import Shown, unplaced
 from bridle.gateway.sampling import SampledReply
 from bridle.prompting.arguments import parsed_object

@@ -21,9 +21,8 @@ from bridle.gateway import faults, lineage
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.live import Mark
 from bridle.gateway.models import Models
-from bridle.gateway.registry import STORED_AS, GatewaySession, Registry, facts_of
+from bridle.gateway.registry import STORED_AS, GatewaySession, Registry, facts_of, question_key
 from bridle.gateway.responses import DELETED
-from bridle.gateway.tries import question_key
 from bridle.prompting.canonical import Atom, answer_atoms, canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds

@@ -1,7 +1,7 @@
 """Clients of a call and the record of what they received (laws 3 and 4).
 
-`bridle.gateway.tries` finds the call that a retry joins. A call that nobody waits for is kept for
-`retry_grace_s`, then cancelled, or kept as abandoned if it had ended.
+`bridle.gateway.registry.Tries` finds the call that a retry joins. A call that nobody waits for is
+kept for `retry_grace_s`, then cancelled, or kept as abandoned if it had ended.
 """
 
 from __future__ import annotations

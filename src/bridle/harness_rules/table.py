@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from bridle.dialects.noise import BILLING, SERVER_TOOLS
+from bridle.dialects.fields import BILLING, SERVER_TOOLS
 from bridle.types import Dialect, Kind, ModelRequest, Role
 
 Headers: TypeAlias = Mapping[str, str]

@@ -25,9 +25,16 @@ from bridle.prompting.canonical import (
     Canonical,
     Hint,
 )
-from bridle.prompting.echo import EXTENDABLE, WEAK, Drift, drift_of, has_text, is_beginning
 from bridle.prompting.index import Index, Indexed
-from bridle.prompting.turns import turns_of
+from bridle.prompting.turns import (
+    EXTENDABLE,
+    WEAK,
+    Drift,
+    drift_of,
+    has_text,
+    is_beginning,
+    turns_of,
+)
 from bridle.types import DeliveryState, ModelRequest, Role, record
 
 _ID_IN_TEXT = re.compile(r"[A-Za-z0-9_-]{16,}")

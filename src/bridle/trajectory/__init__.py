@@ -2,11 +2,11 @@
 
 `rebuild(capture)` is the one way from facts to a trajectory, live and offline: `graph` grows the
 conversation and checks token identity, `masks` says why each sampled token trains or not,
-`builders` choose paths and put the arrays together, `transcript` adds the messages, `stats` counts,
-and joins what a template wrote anew.
-`packing` lays traces out as one tree, `sample` holds the values that come out, `result` their JSON,
-`credit` turns rewards into advantages, `tree` draws a conversation for people. `fidelity` compares
-a trainer's logprobs with those of the traces, and `causes` says why they differ.
+`builders` choose paths and put the arrays together, `transcript` adds the messages and draws a
+conversation for people, `stats` counts, and joins what a template wrote anew. `packing` lays traces
+out as one tree, `sample` holds the values that come out, `result` their JSON, `scores` sums up a
+batch, `credit` turns rewards into advantages, `fidelity` compares a trainer's logprobs with those
+of the traces, and `causes` says why they differ.
 
 Nothing here does I/O or knows the time. The same facts give the same bytes, in whatever order the
 exchanges were captured.
