@@ -93,8 +93,34 @@ async def test_a_reward_is_a_finite_number(engine, tmp_path, value):
             session.reward = value
         with pytest.raises(ConfigError, match=r"^trace_rewards: .* is not a finite number"):
             session.trace_rewards = (1.0, value)
+        with pytest.raises(ConfigError, match=r"^trace_rewards: give one number for each trace"):
+            session.trace_rewards = 1.0  # type: ignore[assignment]
         session.trace_rewards = np.array([1, 2], np.float32)
         assert session.trace_rewards == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "message"),
+    [
+        ("http://127.0.0.1:9", {}, "engine http://127.0.0.1:9 needs the model's tokenizer"),
+        ("http://127.0.0.1:9", {"tokenizer": 3}, "the arguments: tokenizer: Input should be a"),
+        ("http://127.0.0.1:9", {"tokenizer": "gone/"}, "tokenizer 'gone/': no such folder"),
+        ("localhost:8000", {}, "unknown engine 'localhost:8000'; did you mean 'http://localhost"),
+        (None, {}, "the arguments: engines.0: Input should be a valid string; given: None"),
+        ([], {}, "no engine is given"),
+        ("scripted:gone.json", {}, "gone.json: no such file"),
+        ("scripted", {"settings": {"prt": 1}}, "gateway.prt: Extra inputs are not permitted, did"),
+        ("scripted", {"telemetry": "wandbb"}, "unknown tracker 'wandbb'"),
+    ],
+)  # fmt: skip
+async def test_a_wrong_argument_of_a_gateway_is_named_by_the_arguments_name(
+    engine, tmp_path, given, settings, message
+):
+    given = engine if given == "scripted" else given
+    with pytest.raises(ConfigError) as caught:
+        async with bridle.Gateway(given, data=tmp_path / "run", **settings):
+            pass
+    assert message in str(caught.value)
 
 
 async def test_a_session_of_a_gateway_that_does_not_run_is_refused(engine, tmp_path):
@@ -222,8 +248,10 @@ def test_a_command_line_is_scored_by_a_function_of_a_module(engine, tmp_path, mo
             None,
             "'claude-code' is no harness and no command; did you mean 'claude_code'",
         ),
-        ("true", lambda attempt: 1.0, "no module holds"),
-        ("true", 5, "no module holds"),
+        (lambda: None, None, r"agent\(\) must take one argument, the session"),
+        ("true", lambda attempt: 1.0, r"scorer: .*<lambda>.* cannot be imported .* give a func"),
+        ("true", 5, "scorer: 5 cannot be imported"),
+        ("pythn agent.py", None, "agent.command: .* has no program 'pythn'"),
     ],
 )
 def test_a_wrong_agent_or_scorer_is_refused_before_anything_runs(
@@ -241,10 +269,13 @@ def test_a_wrong_agent_or_scorer_is_refused_before_anything_runs(
         ("2 + 2?", {}, "tasks: give a list, also of one task; given: '2 + 2?'"),
         (["a", 3], {}, "tasks[1]: 3 is not an instruction, a Task or its fields"),
         ([{"instruction": ""}], {}, "tasks[0]: instruction: String should have at least 1"),
-        ([{"instruktion": "a"}], {}, "tasks[0]: instruction: Field required"),
+        ([{"instruktion": "a"}], {}, "tasks[0]: instruktion: Extra inputs are not permitted, did"),
+        ("tasks.jsonl", {}, "tasks: give a list, also of one task; given: 'tasks.jsonl'"),
+        (None, {}, "tasks: give a list, also of one task; given: None"),
         ([{"task_id": "task-1", "instruction": "a"}, "b"], {}, "'task-1' is that of another task"),
-        (["a"], {"samples": 0}, "samples: 0; give 1 or more"),
-        (["a"], {"concurrency": -1}, "concurrency: -1; give 1 or more"),
+        (["a"], {"samples": 0}, "samples: 0; give a whole number, 1 or more"),
+        (["a"], {"samples": "8"}, "samples: '8'; give a whole number, 1 or more"),
+        (["a"], {"concurrency": -1}, "concurrency: -1; give a whole number, 1 or more"),
     ],
 )
 def test_wrong_tasks_of_a_rollout_are_refused_before_anything_runs(

@@ -17,7 +17,7 @@ from tests.server.killing import Killed
 from bridle.client import CONNECT_S, SOON_S, AsyncClient, Client
 from bridle.config import AgentSpec, RuntimeSpec, Task
 from bridle.credentials import announce_server
-from bridle.errors import ServerError
+from bridle.errors import ConfigError, ServerError
 from bridle.server.app import serve_api
 from bridle.server.auth import ApiToken, TokenRole
 
@@ -43,6 +43,12 @@ def task(task_id, samples=1):
         runtime=RuntimeSpec(backend="local"),
         agent=AgentSpec(harness="command", command="true"),
     )
+
+
+@pytest.mark.parametrize("made", [Client, AsyncClient])
+def test_a_server_without_a_scheme_is_refused_with_an_example(made):
+    with pytest.raises(ConfigError, match=r"^server 'localhost:8080': give its URL, for instance"):
+        made("localhost:8080")
 
 
 async def test_a_client_that_asked_before_its_server_was_announced_looks_again(tmp_path):

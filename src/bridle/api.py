@@ -47,7 +47,7 @@ from bridle.evaluators.function_runner import (
     IMPORTS,
     Attempt,
     ScorerError,
-    check_scorer,
+    check_argument,
     returned_json,
 )
 from bridle.gateway import app
@@ -104,7 +104,7 @@ class Gateway:
         tokenizer: str | None = None,
         data: str | Path | None = None,
         settings: JSON | None = None,
-        telemetry: Sequence[str] = (),
+        telemetry: str | Sequence[str] = (),
         facts: JSON | None = None,
     ) -> None:
         """Keep the settings; start nothing yet. `ConfigError` for settings that are wrong.
@@ -114,14 +114,15 @@ class Gateway:
             tokenizer: Folder, hub id or `builtin`; `None` = the engine's own, if it has one.
             data: New run folder; `None` = one in `runs`.
             settings: Table `[gateway]` of a config file, e.g. `{"port": 8100}`.
-            telemetry: Trackers, e.g. `["wandb"]`.
+            telemetry: A tracker or several, e.g. `["wandb"]`.
             facts: Added to the folder's `run.json`.
         """
         if not isinstance(engine, FileConfig):
-            engines = (engine,) if isinstance(engine, str) else tuple(engine)
-            engine = load_config(None, engines=engines, tokenizer=tokenizer, gateway=settings)
+            engine = load_config(
+                None, engines=_listed(engine), tokenizer=tokenizer, gateway=settings
+            )
         if telemetry:
-            engine = engine.model_copy(update={"telemetry": tuple(telemetry)})
+            engine = engine.model_copy(update={"telemetry": _listed(telemetry)})
         self.config = engine
         self._facts = facts or {}
         self.path = new_run_folder() if data is None else Path(data)
@@ -296,6 +297,9 @@ class Session:
     def trace_rewards(self, values: Iterable[float] | None) -> None:
         self._check_open(self._trace_rewards)
         if values is not None:
+            if not isinstance(values, Iterable):
+                message = f"trace_rewards: give one number for each trace; given: {values!r}"
+                raise ConfigError(message)
             values = tuple(_finite(value, "trace_rewards") for value in values)
         self._trace_rewards = values
 
@@ -320,6 +324,12 @@ class Session:
             self.task or capture.session.task_id, replay=replay_of(capture, at), fork=origin
         ) as session:
             yield session
+
+
+def _listed(given: Any) -> tuple[str, ...]:  # noqa: ANN401 - its type is checked later
+    """Return the values of an argument that takes one or several."""
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    return tuple(given) if several else (given,)
 
 
 def _finite(value: object, name: str) -> float:
@@ -364,7 +374,7 @@ def fork(
     from bridle.cli.run import forked_task, setup_of
 
     task, base = forked_task(session, Path(run), at, samples)
-    engines = [engine] if isinstance(engine, str) else list(engine or ())
+    engines = [] if engine is None else list(_listed(engine))
     folder = new_run_folder() if data is None else Path(data)
     setup = setup_of(base, EngineOptions(engine=engines, tokenizer=tokenizer))
     batch = BatchRun([task], setup, folder, concurrency)
@@ -411,9 +421,10 @@ def rollout(
             " `if __name__ == '__main__':`"
         )
         raise ConfigError(message)
-    for name, value in (("samples", samples), ("concurrency", concurrency)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}: {value}; give 1 or more")
+    counts: dict[str, object] = {"samples": samples, "concurrency": concurrency}
+    for name, value in counts.items():
+        if value is not None and not (isinstance(value, int) and value >= 1):
+            raise ConfigError(f"{name}: {value!r}; give a whole number, 1 or more")
     given = _tasks(tasks, samples)
     if not isinstance(agent, (str, AgentSpec)):
         if isinstance(scorer, EvaluatorSpec):
@@ -443,8 +454,7 @@ def _in_sandbox(
     if scorer is not None:
         update["evaluator"] = scorer if isinstance(scorer, EvaluatorSpec) else _evaluator(scorer)
     folder = new_run_folder() if data is None else Path(data)
-    engines = (engine,) if isinstance(engine, str) else engine
-    config = load_config(None, engines=engines, tokenizer=tokenizer)
+    config = load_config(None, engines=_listed(engine), tokenizer=tokenizer)
     changed = [task.model_copy(update=update) for task in tasks]
     _in_thread(lambda: run_batch(BatchRun(changed, config, folder, concurrency)))
     return _by_task(folder, tasks)
@@ -459,11 +469,12 @@ def _check(agent: Agent, tasks: Sequence[Task], scorer: Scorer | None) -> None:
             "branching: only tasks of a harness can branch; use `session.fork` in an agent function"
         )
         raise ConfigError(message)
-    if scorer is not None:
-        try:
-            check_scorer(scorer, "scorer")
-        except ScorerError as error:
-            raise ConfigError(str(error)) from None
+    try:
+        check_argument(agent, "agent", "the session")
+        if scorer is not None:
+            check_argument(scorer, "scorer", "the attempt")
+    except ScorerError as error:
+        raise ConfigError(str(error)) from None
 
 
 async def _play(
@@ -556,7 +567,7 @@ def _by_task(folder: Path, tasks: Sequence[Task]) -> list[Trajectory]:
 
 def _tasks(tasks: Iterable[Task | JSON | str], samples: int | None) -> list[Task]:
     """Make tasks of instructions and fields. `ConfigError` names the first that is none."""
-    if isinstance(tasks, (str, Mapping, Task)):
+    if isinstance(tasks, (str, Mapping, Task)) or not hasattr(tasks, "__iter__"):
         raise ConfigError(f"tasks: give a list, also of one task; given: {tasks!r}")
     made: dict[str, Task] = {}
     for number, given in enumerate(tasks):

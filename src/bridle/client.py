@@ -38,7 +38,7 @@ import structlog
 
 from bridle.config import Task
 from bridle.credentials import find_token, split_token
-from bridle.errors import ServerError
+from bridle.errors import ConfigError, ServerError
 from bridle.trajectory.result import from_packed
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
@@ -122,6 +122,8 @@ class AsyncClient:
         """Take the token from the URL (`http://x:TOKEN@host`), else `token`, else
         `$BRIDLE_SERVER_TOKEN`, else that of this user's own server at this URL.
         """
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"server {url!r}: give its URL, for instance {DEFAULT_URL}")
         self.url, own = split_token(url.rstrip("/"))
         self.token = own or token or os.environ.get(TOKEN_ENV)
         """The token that is sent; `None` = none, until a server of this user is found."""

@@ -387,8 +387,17 @@ MOST_FAULTS: Final = 1000
 
 
 def first_fault(error: ValidationError) -> ErrorDetails | None:
-    """Return the first fault of a pydantic error; `None` = there are more than `MOST_FAULTS`."""
-    return None if error.error_count() > MOST_FAULTS else error.errors()[0]
+    """Return the first fault of a pydantic error, or the unknown field beside a missing one.
+
+    `None` = there are more than `MOST_FAULTS`.
+    """
+    if error.error_count() > MOST_FAULTS:
+        return None
+    first, *others = error.errors()
+    if first["type"] == "missing":
+        beside = (one for one in others if one["loc"][:-1] == first["loc"][:-1])
+        return next((one for one in beside if one["type"] == "extra_forbidden"), first)
+    return first
 
 
 def explain(error: ValidationError, where: str) -> ConfigError:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.metadata import metadata
+from pathlib import Path
 
 import pytest
+import structlog
+import typer
 
 import bridle
 from bridle.cli.app import EXTRAS, app, main
-from bridle.errors import install_extra
+from bridle.cli.output import console, log_to_stderr, notes
+from bridle.errors import ConfigError, install_extra
 
 VERBS = {
     *("demo", "run", "show", "rebuild", "export", "doctor", "gateway", "engine", "init", "train"),
@@ -38,6 +42,78 @@ def test_every_verb_is_there_and_has_help(say):
     assert {command.name for command in app.registered_commands} == VERBS
     for verb in (*VERBS, "harness"):
         assert say(verb, "--help").code == 0
+
+
+@pytest.mark.parametrize("verb", [(), ("run",), ("harness", "check")])
+def test_the_short_flag_of_help_is_that_of_the_long_one(say, verb):
+    assert say(*verb, "-h").out == say(*verb, "--help").out != ""
+
+
+@pytest.fixture
+def noisy():
+    """A verb `noisy` that prints on every way, and fails."""
+
+    def noisy() -> None:
+        console.print("a result")
+        notes.print("a note")
+        structlog.get_logger().info("a line")
+        structlog.get_logger().warning("a warning")
+        raise ConfigError("the fault")
+
+    app.command("noisy")(noisy)
+    yield
+    app.registered_commands.pop()
+    notes.quiet = notes.verbose = False
+    log_to_stderr()
+
+
+@pytest.mark.parametrize("flag", [("noisy", "-q"), ("--quiet", "noisy")])
+def test_quiet_leaves_results_warnings_and_errors(say, noisy, flag):
+    assert "a note" in say("noisy").err
+
+    said = say(*flag)
+
+    assert said.out == "a result\n"
+    assert "a note" not in said.err
+    assert "a line" not in said.err
+    assert "a warning" in said.err
+    assert said.err.endswith("bridle: the fault\n")
+
+
+def test_verbose_shows_where_an_error_came_from(say, noisy):
+    assert "Traceback" not in say("noisy").err
+
+    said = say("noisy", "-v")
+
+    assert "Traceback" in said.err
+    assert said.err.endswith("bridle: the fault\n")
+    assert say("show", "--", "-v").err.startswith("bridle: no session '-v'")
+
+
+def test_every_verb_speaks_json():
+    def verbs(command, path):
+        for name, below in getattr(command, "commands", {"": command}).items():
+            yield from verbs(below, (*path, name)) if name else [(path, command)]
+
+    options = {
+        path: [o for one in verb.params for o in one.opts]
+        for path, verb in verbs(typer.main.get_command(app), ())
+    }
+    assert len(options) > 20
+    assert [path for path, given in options.items() if "--json" not in given] == []
+
+
+def test_a_shell_completes_verbs():
+    asked = {"_BRIDLE_COMPLETE": "complete_bash", "COMP_WORDS": "bridle tra", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [Path(sys.executable).with_name("bridle")],
+        env=asked,
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+
+    assert done.stdout.split() == ["train"]
 
 
 def test_errors_are_one_line_with_brackets_kept(say, tmp_path):

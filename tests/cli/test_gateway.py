@@ -235,10 +235,10 @@ def test_a_scripted_engine_answers_in_vllms_shape_until_it_is_asked_to_end(tmp_p
     )
     command = [
         *(sys.executable, "-m", "bridle.cli", "engine", f"scripted:{tmp_path / 's.json'}"),
-        *("--port", "0"),
+        *("--port", "0", "--json"),
     ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        url = re.findall(r"at (\S+);", process.stderr.readline() if process.stderr else "")[0]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        url = json.loads(process.stdout.readline() if process.stdout else "")["url"]
         body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logprobs": True}
         request = urllib.request.Request(  # noqa: S310 - loopback
             f"{url}/v1/chat/completions",

@@ -39,12 +39,13 @@ def project(tmp_path, monkeypatch):
 
 
 def test_an_agent_in_a_virtual_environment_works_in_the_sandbox_at_once(say, project):
-    said = say("init", "mine", "--agent", "project/my_agent.py")
+    said = say("init", "mine", "--agent", "project/my_agent.py", "--json")
     assert said.code == 0, said.out + said.err
-    assert "proved: 1 scripted model call(s) answered" in said.out
+    assert "proved: 1 scripted model call(s) answered" in said.err
     made = sorted(path.name for path in (project.parent / "mine" / "hello").iterdir())
     assert made == ["score.py", "script.json", "task.toml"]
-    command = said.out.splitlines()[-1].split()
+    assert sorted(Path(one).name for one in said.json["files"]) == made
+    command = said.json["command"].split()
     ran = say(*command[1:], "--out", "run", "--json")
     assert [line["reward"] for line in ran.json["sessions"]] == [1.0]
 

@@ -177,7 +177,7 @@ def test_a_tokenizer_that_is_not_there_is_named(say, here, verb):
     said = say(verb, *tasks, *engine, "--tokenizer", "nowhere")
 
     assert said.code == 2
-    assert "tokenizer 'nowhere': no such folder; give a folder or 'builtin'" in said.err
+    assert "tokenizer 'nowhere': no such folder; give a folder" in said.err
 
 
 @pytest.mark.parametrize("verb", ["run", "gateway", "serve"])

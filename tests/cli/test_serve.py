@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import pickle
-import re
 import signal
 import stat
 import subprocess
@@ -59,16 +58,6 @@ def script(tmp_path):
     return path
 
 
-def url_said(lines):
-    """The URL in what a server says; all of its words where there is none."""
-    said = []
-    for line in lines:
-        said.append(line)
-        if found := re.search(r"rollout server at (\S+),", line):
-            return found[1]
-    raise AssertionError("".join(said))
-
-
 @contextmanager
 def a_server(tmp_path, *arguments):
     """A server's process; gives its URL."""
@@ -77,9 +66,9 @@ def a_server(tmp_path, *arguments):
         *("--engine", f"scripted:{script(tmp_path)}", "--data", str(tmp_path / "data")),
         *arguments,
     ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as process:
         try:
-            yield url_said(process.stderr)
+            yield json.loads(process.stdout.readline() if process.stdout else "")["url"]
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=60) == 0
         finally:

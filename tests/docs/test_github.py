@@ -12,9 +12,10 @@ def test_the_workflow_runs_the_scripts_that_any_other_ci_runs():
     jobs = yaml.safe_load((GITHUB / "workflows/ci.yml").read_text())["jobs"]
     lines = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
 
-    assert lines == ["bash .ci/run", "make test"]
+    assert lines == ["bash .ci/run", "make test", "make dist ARGS=python${{ matrix.python }}"]
     assert (ROOT / ".ci/run").is_file()
     assert (ROOT / "scripts/test").is_file()
+    assert (ROOT / "scripts/dist").is_file()
     assert jobs["ci"]["timeout-minutes"] == 90
 
 

@@ -24,3 +24,12 @@ def test_the_page_of_installing_has_every_extra():
 
 def test_the_readme_is_shorter_than_120_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) < 120
+
+
+def test_every_picture_of_the_pages_is_made_by_the_browser_suite():
+    header = (ROOT / "scripts" / "test-browser").read_text()
+    suite = (ROOT / "tests" / "dashboard" / "test_browser.py").read_text()
+    made = dict(re.findall(r"([\w-]+\.png) (?:is )?its ([\w-]+)\.png", header))
+
+    assert sorted(made) == sorted(path.name for path in (ROOT / "docs").rglob("*.png"))
+    assert [name for name in made.values() if f'"{name}")' not in suite] == []

@@ -90,7 +90,7 @@ def test_a_function_of_a_module_has_a_path():
     assert import_path(textwrap.dedent) == "textwrap:dedent"
     assert function(import_path(textwrap.dedent)).version
     for nameless in (lambda task: task, "".strip):
-        with pytest.raises(ConfigError, match="no module holds"):
+        with pytest.raises(ConfigError, match="cannot be imported"):
             import_path(nameless)
 
 

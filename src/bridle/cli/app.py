@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 
 import typer
@@ -26,7 +27,7 @@ from bridle.cli import (
     teach,
     train,
 )
-from bridle.cli.output import Plain, log_to_stderr
+from bridle.cli.output import Plain, log_to_stderr, notes
 from bridle.errors import BridleError, ConfigError, install_extra
 
 INTERRUPTED = 130
@@ -38,11 +39,14 @@ EXTRAS = {
 }  # fmt: skip
 """Extra that installs each optional package."""
 
+EVERYWHERE = frozenset({"-q", "--quiet", "-v", "--verbose"})
+"""Options of `bridle` that may also stand behind a verb."""
+
 app = typer.Typer(
     name="bridle",
     help="Reinforcement learning for language agents through their own, unmodified harness.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -60,10 +64,13 @@ def _options(
     version: bool = typer.Option(  # noqa: ARG001 - its callback acts
         False, "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print no progress and notes."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Print tracebacks of errors."),
 ) -> None:
     """Reinforcement learning for language agents through their own, unmodified harness."""
+    notes.quiet, notes.verbose = quiet, verbose
     if context.invoked_subcommand != "show":  # it logs nothing and must start fast
-        log_to_stderr()
+        log_to_stderr("warning" if quiet else "info")
 
 
 for verb in (
@@ -80,8 +87,12 @@ app.add_typer(tasks.app, name="tasks")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; always ends by `SystemExit` with a documented code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = given[: given.index("--")] if "--" in given else given
+    everywhere = [one for one in options if one in EVERYWHERE]
+    words = [*everywhere, *(one for one in options if one not in EVERYWHERE)]
     try:
-        code = app(args=arguments, prog_name="bridle", standalone_mode=False)
+        code = app(args=[*words, *given[len(options) :]], prog_name="bridle", standalone_mode=False)
         if code == INTERRUPTED:
             code = _fail("interrupted; what was captured is kept", INTERRUPTED)
     except KeyboardInterrupt:
@@ -92,6 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         explained = _explain(error)
         if explained is None:
             raise
+        if notes.verbose:
+            traceback.print_exception(error)
         code = _fail(*explained)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -12,10 +12,12 @@ import re
 import shlex
 import shutil
 import socket
+import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -35,7 +37,7 @@ from bridle.node.local import LocalExecutor, LocalNode, NodeSettings, check
 from bridle.node.run_folder import CAPTURE, RUN, TRAJECTORIES
 from bridle.node.session import FINAL, read_replay
 from bridle.runtimes import check_machine, default_backend, resolve_auto
-from bridle.runtimes.local import PATH
+from bridle.runtimes.local import PATH, search_path
 from bridle.types import JSON, SessionStatus
 
 
@@ -151,8 +153,6 @@ CONNECT_S = 2.0
 SANDBOX_FOLDERS = tuple(map(Path, ("/usr", "/bin", "/sbin", "/lib", "/lib64")))
 """Folders that every sandbox without an image shows."""
 
-INTERPRETERS = frozenset({"python", "python3", "node", "uv", "npx", "conda"})
-
 
 def preflight(problems: Problems, tasks: Sequence[Task], gateway: Gateway | None) -> None:
     """Note everything that would keep `tasks` from running on `gateway`; starts nothing."""
@@ -188,21 +188,37 @@ def preflight(problems: Problems, tasks: Sequence[Task], gateway: Gateway | None
 
 
 def _check_program(task: Task) -> None:
-    """Refuse a command whose program a bubblewrap sandbox does not show."""
+    """Refuse a command whose program a sandbox on this machine does not show."""
     spec, command = resolve_auto(task.runtime), task.agent.command
-    if not command or spec.backend != "bubblewrap" or spec.image or spec.prepare:
+    contained = spec.backend == "bubblewrap"
+    if not command or not (contained or spec.backend == "local") or spec.image or spec.prepare:
         return
     try:
-        program = shlex.split(command)[0]
-    except (ValueError, IndexError):
+        program, *words = shlex.split(command)
+    except ValueError:
+        return
+    own_path = "PATH" in {**spec.env, **task.agent.env}
+    is_name = re.fullmatch(r"[\w.+-]+", program) and not (words and words[0].startswith("("))
+    if is_name and not own_path and not _is_known(program, PATH if contained else search_path()):
+        place = "the sandbox" if contained else "this machine"
+        fix = "; `bridle init --agent` finds what an agent needs"
+        raise ConfigError(f"agent.command: {place} has no program {program!r}{fix}")
+    if not contained:
         return
     fix = "`bridle init --agent` finds what it needs; or name it in runtime.kwargs.binds"
-    if program in INTERPRETERS and shutil.which(program, path=PATH) is None:
-        raise ConfigError(f"agent.command: the sandbox has no {program!r}; {fix}")
     shown = (*map(str, SANDBOX_FOLDERS), *spec.kwargs.get("binds", ()))
     path = Path(program)
     if path.is_absolute() and path.exists() and not any(path.is_relative_to(s) for s in shown):
         raise ConfigError(f"agent.command: the sandbox does not show {program}; {fix}")
+
+
+@lru_cache
+def _is_known(program: str, path: str) -> bool:
+    """Return whether bash finds a program, a builtin or a keyword of this name."""
+    bash = shutil.which("bash") or "bash"
+    asked = (bash, "-c", 'type -t -- "$1"', "bash", program)
+    env = {"PATH": path}
+    return subprocess.run(asked, env=env, capture_output=True, check=False).returncode == 0
 
 
 def _check_run_folder(folder: Path) -> None:
@@ -240,4 +256,4 @@ def _check_engines(specs: Sequence[str]) -> None:
             faults.append(f"engine {spec} takes no connection: {error.strerror or error}")
         else:
             return
-    raise EngineError("; ".join(faults) + "; start it, or name another with --engine")
+    raise EngineError("; ".join(faults) + "; start it, or name another")

@@ -64,7 +64,7 @@ def load_config(
     engine.
     """
     variables = from_environment(os.environ)
-    where = "the command" if path is None else str(path)
+    where = "the arguments" if path is None else str(path)
     where += " and the variables BRIDLE_..." if variables else ""
     given = merged({} if path is None else load_toml(path), variables)
     table = given.get("gateway", {})
@@ -86,7 +86,10 @@ def load_config(
     except ValidationError as error:
         raise explain(error, where) from error
     if not config.engines and not config.server.engines_from:
-        raise ConfigError("no engine: give --engine, or `engines = [...]` in --config FILE")
+        raise ConfigError(
+            "no engine is given: give --engine, `engine=` in Python, or `engines = [...]` in a"
+            " config file"
+        )
     return config
 
 
@@ -151,10 +154,11 @@ def open_setup(config: FileConfig) -> EngineSetup:
 
     problems = Problems()
     first = config.engines[0]
-    source = config.tokenizer or default_tokenizer(first)
+    source = None
     with problems.noting():
-        source = source and tokenizer_folder(source)
-        renderer = load_renderer(_required(source, first))
+        given = _required(config.tokenizer or default_tokenizer(first), first)
+        renderer = load_renderer(folder := tokenizer_folder(given))
+        source = folder
     with problems.noting():
         engine = open_replicas(
             config.engines,
@@ -208,20 +212,23 @@ def _other(name: str, spec: ModelSpec, routing: RoutingSettings) -> OtherModel:
 def _required(source: str | None, spec: str) -> str:
     if source is None:
         raise ConfigError(
-            f"--engine {spec} needs --tokenizer: the folder with the model's tokenizer, "
-            "because the gateway renders and tokenises prompts itself"
+            f"engine {spec} needs the model's tokenizer, because the gateway renders prompts:"
+            " give its folder or hub id (--tokenizer, `tokenizer=` in Python)"
         )
     return source
 
 
 def tokenizer_folder(source: str) -> str:
-    """Return the local folder of a tokenizer `ORG/NAME` of the model hub; others unchanged.
+    """Return the local folder of a tokenizer `ORG/NAME` of the model hub; folders unchanged.
 
     Its files come from the hub's cache, or, unless `HF_HUB_OFFLINE` is set, from the hub.
-    `ConfigError` if neither has them.
+    `ConfigError` if neither has them, and for a folder that is missing.
     """
-    if not HUB_ID.fullmatch(source) or Path(source).exists():
+    if source == "builtin" or Path(source).exists():
         return source
+    if not HUB_ID.fullmatch(source):
+        fix = "give a folder, a hub id ORG/NAME, or 'builtin'"
+        raise ConfigError(f"tokenizer {source!r}: no such folder; {fix}")
     from huggingface_hub import snapshot_download
 
     try:

@@ -18,6 +18,7 @@ import typer
 
 from bridle.cli.options import (
     EngineOptions,
+    JsonOption,
     PromptOption,
     StreamOption,
     UntokenizedOption,
@@ -263,17 +264,22 @@ def engine(
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder or 'builtin'.")] = None,
+    json: JsonOption = False,
 ) -> None:
     """Serve an engine over HTTP until Ctrl-C."""
-    run_until_signal(lambda stop: _serve_engine(spec, port, host, tokenizer, stop))
+    run_until_signal(lambda stop: _serve_engine(spec, port, host, tokenizer, json, stop))
 
 
-async def _serve_engine(spec: str, port: int, host: str, tokenizer: str | None, stop: Stop) -> None:
+async def _serve_engine(
+    spec: str, port: int, host: str, tokenizer: str | None, as_json: bool, stop: Stop
+) -> None:
     from bridle.engines import open_engine
     from bridle.scripted.server import EngineServer
 
     served = open_engine(spec, tokenizer=tokenizer)
     async with EngineServer(served, tokenizer=tokenizer, host=host, port=port) as server:
+        if as_json:
+            print_json_line({"url": server.url, "model": server.info.model})
         notes.print(f"engine {server.info.model} at {server.url}; Ctrl-C ends it")
         await stop.wait()
 

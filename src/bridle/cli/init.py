@@ -22,8 +22,10 @@ from types import ModuleType
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from bridle.cli.output import check_folder, console
+from bridle.cli.options import JsonOption
+from bridle.cli.output import check_folder, console, notes, print_json
 from bridle.errors import ConfigError
 from bridle.types import JSON
 
@@ -108,13 +110,15 @@ def init(
         str | None,
         typer.Option(help="Your agent: a script, file.py:function, or a command line in quotes."),
     ] = None,
+    json: JsonOption = False,
 ) -> None:
     """Make FOLDER with a first task and a script that solves it without a model.
 
     With --agent the task runs your agent in place, in its virtual environment, and one scripted
     model call proves that it works in the sandbox. Exit code 1 if it does not.
     """
-    files = {"task.toml": TASK, "script.json": SCRIPT} if agent is None else _own_files(agent)
+    to = notes if json else console
+    files = {"task.toml": TASK, "script.json": SCRIPT} if agent is None else _own_files(agent, to)
     contents = {folder / "hello" / name: text for name, text in files.items()}
     for path in contents:
         if path.exists():
@@ -124,23 +128,28 @@ def init(
     for path, text in contents.items():
         path.write_text(text)
     task, *others, script = sorted(contents, key=lambda path: path.name != "task.toml")
-    made = " and ".join(str(one) for one in (task, *others, script))
-    if agent is not None and not _proved(folder):
-        _say(f"made {made}, but the agent did not work (see above)")
+    made = [str(one) for one in (task, *others, script)]
+    command = f"bridle run {folder} --engine scripted:{folder / 'hello' / 'script.json'}"
+    works = agent is None or _proved(folder, to)
+    end = "; now run" if works else ", but the agent did not work (see above)"
+    _say(to, "made " + " and ".join(made) + end)
+    if works:
+        _say(to, f"  {command}")
+    if json:
+        print_json({"files": made, "works": works, "command": command})
+    if not works:
         raise typer.Exit(1)
-    _say(f"made {made}; now run")
-    _say(f"  bridle run {folder} --engine scripted:{folder / 'hello' / 'script.json'}")
 
 
-def _say(line: str) -> None:
-    console.print(line, markup=False, soft_wrap=True)
+def _say(to: Console, line: str) -> None:
+    to.print(line, markup=False, soft_wrap=True)
 
 
-def _own_files(words: str) -> dict[str, str]:
+def _own_files(words: str, to: Console) -> dict[str, str]:
     from bridle.runtimes import default_backend
 
     found = find_agent(words)
-    _say(f"the agent runs with {found.runs}")
+    _say(to, f"the agent runs with {found.runs}")
     settings = found.agent.pop("settings", None)
     lines = [f"{name} = {json.dumps(value)}" for name, value in found.agent.items()]
     if settings:
@@ -150,12 +159,12 @@ def _own_files(words: str) -> dict[str, str]:
     runtime = ""
     if backend != "local" and found.binds:
         runtime = OWN_RUNTIME.format(backend=backend, binds=json.dumps(found.binds))
-        _say("shown to it, read-only: " + ", ".join(found.binds))
+        _say(to, "shown to it, read-only: " + ", ".join(found.binds))
     task = OWN_TASK.format(agent="\n".join(lines), runtime=runtime)
     return {"task.toml": task, "script.json": OWN_SCRIPT, "score.py": SCORE}
 
 
-def _proved(folder: Path) -> bool:
+def _proved(folder: Path, to: Console) -> bool:
     """Run the task once against its script; return whether it worked."""
     from bridle.cli.doctor import prove
     from bridle.datasets.jsonl import load_tasks
@@ -163,11 +172,11 @@ def _proved(folder: Path) -> bool:
     (proof,) = prove(load_tasks(folder / "hello"))
     shutil.rmtree(folder / "hello" / "__pycache__", ignore_errors=True)  # of the scorer's import
     if proof.ok and proof.error is None:
-        _say(f"proved: {proof.calls} scripted model call(s) answered, reward {proof.reward}")
+        _say(to, f"proved: {proof.calls} scripted model call(s) answered, reward {proof.reward}")
         return True
-    _say(f"{proof.status} after {proof.calls} model calls: {proof.error}")
+    _say(to, f"{proof.status} after {proof.calls} model calls: {proof.error}")
     if proof.output:
-        _say(proof.output)
+        _say(to, proof.output)
     return False
 
 

@@ -87,7 +87,7 @@ class EngineOptions:
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="Tokenizer folder or 'builtin'; default: the engine's own, if it has one."
+            help="Tokenizer folder, hub id or 'builtin'; default: the engine's own, if it has one."
         ),
     ] = None
 

@@ -33,6 +33,9 @@ CONTROLS: Final = {
 class Plain(Console):
     """Console that replaces the control characters of texts."""
 
+    verbose = False
+    """Print the traceback of an error that is a user's mistake."""
+
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
@@ -59,11 +62,12 @@ def _shown(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMappin
     return event
 
 
-def log_to_stderr() -> None:
-    """Send the library's log lines to stderr; stdout is for results."""
+def log_to_stderr(level: str = "info") -> None:
+    """Send the library's log lines from `level` on to stderr; stdout is for results."""
     import structlog
 
     structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,

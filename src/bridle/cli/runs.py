@@ -31,7 +31,7 @@ def capture_files(target: Path) -> list[Path]:
         return [path]
     found = sorted(target.glob(BY_WORKER), key=lambda file: (len(file.parent.name), file))
     if not found:
-        raise ConfigError(f"{target} is not a run: there is no {path}")
+        raise ConfigError(f"{target} is not a run: {path} does not exist")
     return found
 
 

@@ -20,12 +20,13 @@ import typer
 from bridle.cli.options import (
     AllowHostOption,
     EngineOptions,
+    JsonOption,
     PromptOption,
     StreamOption,
     TelemetryOption,
     with_option_groups,
 )
-from bridle.cli.output import check_folder, check_storage, notes
+from bridle.cli.output import check_folder, check_storage, notes, print_json_line
 from bridle.cli.process import Stop, long_running, run_until_signal
 from bridle.errors import ConfigError, install_extra
 from bridle.folders import FolderLock, private_file
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServeFlags:
-    """Flags of the `[server]` table."""
+    """Flags of the `[server]` table, and `--json`."""
 
     engines_from: Annotated[
         str | None, typer.Option(help="File or URL that lists engines, read periodically.")
@@ -68,6 +69,7 @@ class ServeFlags:
         list[str] | None,
         typer.Option(help="Host name or network that callbacks may be sent to; repeatable."),
     ] = None
+    json: JsonOption = False
 
     def table(self) -> dict[str, Any]:
         """Return the values of the `[server]` table that the flags set."""
@@ -107,7 +109,7 @@ def serve(
         telemetry=telemetry,
     )
     _check_output(loaded.server)
-    run_until_signal(lambda stop: _serve(loaded, stop, dashboard=dashboard))
+    run_until_signal(lambda stop: _serve(loaded, stop, dashboard=dashboard, as_json=server.json))
 
 
 def _check_output(server: ServerSettings) -> None:
@@ -134,7 +136,7 @@ class ServerSetup:
     """File with the operator's token."""
 
 
-async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
+async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool, as_json: bool) -> None:
     from bridle.server.discovery import first_named
 
     if config.server.engines_from and not config.engines:
@@ -143,6 +145,8 @@ async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
             return
         config = config.model_copy(update={"engines": tuple(found)})
     async with server_of(config, dashboard=dashboard) as served:
+        if as_json:
+            print_json_line({"url": served.url, "token_file": str(served.token_file)})
         where = f", on the Ray cluster {ray}" if (ray := _cluster(config)) else ""
         notes.print(f"rollout server at {served.url}, data in {config.server.data}{where}")
         notes.print(f"its token is in {served.token_file}; clients of this user find it")

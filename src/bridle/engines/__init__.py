@@ -8,6 +8,7 @@ An engine is given by a short form, `KIND:TARGET`, see `ENGINES`; `open_engine` 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,8 @@ def open_engine(
         known = (
             "scripted:FILE, embedded:DIR, http://HOST:PORT, sglang:URL, package.module:Class:TARGET"
         )
-        raise ConfigError(f"unknown engine {spec!r}; known forms: {known}")
+        meant = f" did you mean 'http://{spec}'?" if re.fullmatch(r"[\w.-]+:\d+", spec) else ""
+        raise ConfigError(f"unknown engine {spec!r};{meant} known forms: {known}")
     if kind == "embedded":
         check_model_folder(target)
     factory = load(name, ENGINES, what="engine")

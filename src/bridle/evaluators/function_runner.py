@@ -61,20 +61,20 @@ def load_scorer(path: str) -> Callable[[Attempt], Any]:
         close = difflib.get_close_matches(name, [one for one in vars(found) if one[0] != "_"], 1)
         message = f"{where} has no function {name!r}"
         raise ScorerError(message + (f"; did you mean {close[0]!r}?" if close else ""))
-    check_scorer(function, f"{where}: {name}")
+    check_argument(function, f"{where}: {name}", "the attempt")
     return function  # type: ignore[no-any-return]  # it is callable
 
 
-def check_scorer(scorer: Callable[[Attempt], Any], name: str) -> None:
+def check_argument(function: Callable[..., Any], name: str, argument: str) -> None:
     """Raise `ScorerError` unless the function takes one argument."""
     signature: object = ""
     try:
-        signature = inspect.signature(scorer)
+        signature = inspect.signature(function)
         signature.bind(None)
     except ValueError:  # a builtin without a signature
         pass
     except TypeError as error:
-        message = f"{name}{signature} must take one argument, the attempt: {error}"
+        message = f"{name}{signature} must take one argument, {argument}: {error}"
         raise ScorerError(message) from None
 
 

@@ -108,7 +108,10 @@ def import_path(function: Callable[..., object], what: str = "agent.function") -
     """
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if not name.isidentifier():
-        raise ConfigError(f"{what}: no module holds {function!r} under its name")
+        raise ConfigError(
+            f"{what}: {function!r} cannot be imported by the process that calls it: give a"
+            " function that a module defines at its top level"
+        )
     if module == "__main__" and (script := getattr(sys.modules[module], "__file__", None)):
         module = str(Path(script).absolute())
     return f"{module}:{name}"
