@@ -33,6 +33,7 @@ from bridle.datasets.releases import (
 from bridle.datasets.sources import fetch
 from bridle.errors import ConfigError
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "offline-data"
 VERSIONS = (Version("1.0"), Version("1.1"))
 PATCH = """diff --git a/src/p/__init__.py b/src/p/__init__.py
 --- a/src/p/__init__.py
@@ -70,6 +71,13 @@ def wheel(**changes):
 def test_only_a_package_or_a_range_of_releases_is_taken(wanted):
     with pytest.raises(ConfigError, match=r"must be PACKAGE or PACKAGE==A\.\.B"):
         parse_wanted(wanted)
+
+
+@pytest.mark.parametrize("name", ["packages.txt", "kept.txt"])
+def test_the_lists_of_the_example_name_ranges_of_releases(name):
+    listed = (EXAMPLE / name).read_text().split()
+    assert all(len(parse_wanted(wanted)[1]) == 2 for wanted in listed)
+    assert listed == sorted(set(listed))
 
 
 def test_a_range_has_its_ends():
