@@ -185,6 +185,11 @@ def test_an_unknown_engine_is_refused_by_name():
         open_setup(load_config(None, engines=["magic:thing"]))
 
 
+def test_a_model_folder_that_is_missing_is_one_problem_and_not_two():
+    with pytest.raises(ConfigError, match=r"^model folder gone does not exist$"):
+        open_setup(load_config(None, engines=["embedded:gone"]))
+
+
 def test_a_served_engine_without_tokenizer_is_refused_with_the_flag_to_give():
     with pytest.raises(ConfigError, match="--tokenizer"):
         open_setup(load_config(None, engines=["http://127.0.0.1:9"]))

@@ -149,6 +149,7 @@ def open_setup(config: FileConfig) -> EngineSetup:
     Engines of other models never train, so they may give text only. `ConfigError` names all
     mistakes at once.
     """
+    from bridle.engines import check_model_folder
     from bridle.gateway.models import check_models
     from bridle.prompting.renderer import load_renderer
 
@@ -156,6 +157,8 @@ def open_setup(config: FileConfig) -> EngineSetup:
     first = config.engines[0]
     source = None
     with problems.noting():
+        if first.startswith("embedded:"):
+            check_model_folder(first.removeprefix("embedded:"))
         given = _required(config.tokenizer or default_tokenizer(first), first)
         renderer = load_renderer(folder := tokenizer_folder(given))
         source = folder
