@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bridle.capture.records import (
+    Commit,
     Delivery,
     Exchange,
     Outcome,
@@ -45,16 +46,18 @@ class MemoryStore:
 
     async def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         """Record an exchange with the `bodies` that are new to its session."""
-        self.commit_now(exchange, bodies)
+        self.commit_now([(exchange, bodies)])
 
-    def commit_now(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
-        """Record an exchange; it is durable at once."""
-        session = self._session(exchange.session_id)
-        if exchange.exchange_id in session.exchanges:
-            raise StoreError(f"memory: exchange {exchange.exchange_id!r} is recorded already")
-        session.exchanges[exchange.exchange_id] = exchange
-        for digest, body in bodies.items():
-            session.bodies.setdefault(digest, body)
+    def commit_now(self, commits: Sequence[Commit]) -> None:
+        """Record exchanges, all or none; they are durable at once."""
+        for exchange, _ in commits:
+            if exchange.exchange_id in self._session(exchange.session_id).exchanges:
+                raise StoreError(f"memory: exchange {exchange.exchange_id!r} is recorded already")
+        for exchange, bodies in commits:
+            session = self._session(exchange.session_id)
+            session.exchanges[exchange.exchange_id] = exchange
+            for digest, body in bodies.items():
+                session.bodies.setdefault(digest, body)
 
     async def deliver(self, delivery: Delivery) -> None:
         self._deliver(delivery)

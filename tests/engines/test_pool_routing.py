@@ -387,7 +387,7 @@ async def test_a_suspect_that_waits_for_its_turn_can_be_aborted():
         await blame.apart(other)
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(outcome(pool, call("bad", "poison")))
-            await until(lambda: len(pool._calls) == 1)
+            await until(lambda: len(pool.calls) == 1)
             await pool.abort("bad")
         assert waiting.result()[1].finish_reason is ABORT
         blame.end(other)

@@ -311,7 +311,7 @@ async def test_a_call_that_nobody_claims_is_cancelled(grace_s, linear):
             caller.end_grace()
         await caller.until(lambda: len(caller.calls) == 2)
         pool = home.gateway._engine
-        await caller.until(lambda: not pool._calls and not pool.replicas()[0]["calls_in_flight"])
+        await caller.until(lambda: not pool.calls and not pool.replicas()[0]["calls_in_flight"])
         assert len(caller.exchanges) == 2
         engine.held = False
         engine.sign.set()
@@ -329,7 +329,7 @@ async def test_a_session_that_ends_ends_its_call(linear):
         assert status == 401
         assert "ended" in reply["error"]["message"]
         assert len(caller.exchanges) == 2
-        assert not home.gateway._engine._calls
+        assert not home.gateway._engine.calls
 
 
 async def test_an_open_connection_of_a_sealed_session_gets_401_and_no_sample(linear):

@@ -167,7 +167,7 @@ async def test_a_client_that_leaves_is_treated_alike_by_both_paths(monkeypatch, 
             kept = [(one.finish_reason, one.output_ids.size > 0) for one in caller.exchanges]
             found.append((answer[:12], states, kept, caller.facts.turns))
             assert (session.in_hand.requests, session.in_hand.size) == (0, 0)
-            assert not home.gateway._engine._calls
+            assert not home.gateway._engine.calls
     assert found[0] == found[1]
 
 

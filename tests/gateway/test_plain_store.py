@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from tests.gateway.test_plain import Streaming, Watched, asked, linear_turns, pl
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.errors import StoreError
+from bridle.gateway import plain as plain_file
 from bridle.types import DeliveryState
 
 either = pytest.mark.parametrize("harness", [Caller, Streaming])
@@ -44,23 +47,23 @@ class Thread(MemoryStore):
         self.write: Any = None
         """Ends the write that waits, with an error if one is given."""
 
-    def commit_now(self, exchange: Any, bodies: Any) -> Any:
+    def commit_now(self, commits: Any) -> Any:
         """Write at once, or when `write` is called."""
         if not self.holds:
-            return super().commit_now(exchange, bodies)
+            return super().commit_now(commits)
         done = asyncio.get_running_loop().create_future()
 
         def write(error: Exception | None = None) -> None:
             if error is not None:
                 done.set_exception(error)
                 return
-            super(Thread, self).commit_now(exchange, bodies)
+            super(Thread, self).commit_now(commits)
             if not done.done():
                 done.set_result(None)
 
         self.write = write
         self.waits.set()
-        return done
+        return [done]
 
 
 @either
@@ -122,3 +125,108 @@ async def test_a_session_that_ends_waits_for_what_the_store_writes(harness):
         assert (await reply)["content"] == "a"
         await seal
         assert len(home.store.exchanges("s")) == 3
+
+
+# ---- replies of several sessions in one transaction
+
+
+class Together(MemoryStore):
+    """A store that counts what it writes at once, and refuses the exchanges of some sessions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.refused: set[str] = set()
+
+    def commit_now(self, commits: Any) -> Any:
+        """Write all of them, or none."""
+        self.sizes.append(len(commits))
+        if any(exchange.session_id in self.refused for exchange, _ in commits):
+            raise StoreError("the disk is full")
+        super().commit_now(commits)
+
+
+@asynccontextmanager
+async def unwritten(harness: type[Caller]) -> AsyncIterator[Any]:
+    """Three sessions with a reply each that waits to be written; `write` writes them."""
+    engine, store = Watched({"content": "a"}), Together()
+    async with played(server=engine, store=store) as home, asyncio.TaskGroup() as group:
+        callers = [harness(home, (await home.session(name)).handle) for name in "stu"]
+        talks: list[list[Any]] = [[user(f"go {number}")] for number in range(3)]
+        for _ in range(2):
+            for caller, messages in zip(callers, talks, strict=True):
+                messages += [await caller.ask(messages), user("and then")]
+        plain = home.gateway.plain
+        write, plain.write = plain.write, lambda: None  # type: ignore[method-assign]
+        sent = [
+            group.create_task(caller.post({"model": "m", "messages": messages}))
+            for caller, messages in zip(callers, talks, strict=True)
+        ]
+        await callers[0].until(lambda: len(plain.unwritten) == 3)
+        plain.write = write  # type: ignore[method-assign]
+        store.sizes.clear()
+        yield home, engine, callers, sent, talks
+
+
+@either
+async def test_replies_that_come_together_are_written_together(harness):
+    async with unwritten(harness) as (home, _, callers, sent, _):
+        home.gateway.plain.write()
+        assert home.store.sizes == [3]
+        assert [(await reply)[0] for reply in sent] == [200] * 3
+        assert [caller.delivery(2) for caller in callers] == [DeliveryState.DELIVERED] * 3
+        assert home.gateway.plain.served == 6, "all but the roots"
+
+
+@either
+async def test_an_exchange_that_cannot_be_written_fails_alone(harness):
+    async with unwritten(harness) as (home, engine, callers, sent, talks):
+        home.store.refused.add("t")
+        home.gateway.plain.write()
+        assert home.store.sizes == [3, 1, 1, 1]
+        assert [(await reply)[0] for reply in sent] == [200, 503, 200]
+        before = engine.asked
+        home.store.refused.clear()
+        assert (await callers[1].ask(talks[1]))["content"] == "a"
+        assert engine.asked == before + 1
+        assert [len(caller.exchanges) for caller in callers] == [3] * 3
+
+
+@either
+async def test_a_client_that_goes_before_its_reply_is_written_leaves_it_to_a_retry(harness):
+    async with unwritten(harness) as (home, engine, callers, sent, talks):
+        before = engine.asked
+        sent[0].cancel()
+        await callers[0].until(lambda: home.store.sizes == [3])
+        assert (await callers[0].ask(talks[0]))["content"] == "a"
+        assert engine.asked == before, "the retry joined"
+        assert [(await reply)[0] for reply in sent[1:]] == [200] * 2
+        assert [len(caller.exchanges) for caller in callers] == [3] * 3
+
+
+@either
+async def test_a_session_that_ends_has_its_waiting_reply_written(harness):
+    async with unwritten(harness) as (home, _, callers, sent, _):
+        await home.gateway.seal("t")
+        assert home.store.sizes == [3]
+        assert [(await reply)[0] for reply in sent] == [200] * 3
+        assert callers[1].delivery(2) is DeliveryState.DELIVERED
+
+
+async def test_so_many_replies_are_written_at_once_and_the_others_by_themselves(monkeypatch):
+    monkeypatch.setattr(plain_file, "WRITTEN_TOGETHER", 2)
+    store, engine = Together(), Watched({"content": "a"})
+    async with played(server=engine, store=store) as home, asyncio.TaskGroup() as group:
+        callers = [await home.session(f"s{number}") for number in range(9)]
+        talks: list[list[Any]] = [[user(f"go {number}")] for number in range(9)]
+        for caller, messages in zip(callers, talks, strict=True):
+            messages += [await caller.ask(messages), user("and then")]
+        engine.held, before = True, engine.asked
+        asking = zip(callers, talks, strict=True)
+        sent = [group.create_task(caller.ask(messages)) for caller, messages in asking]
+        await callers[0].until(lambda: engine.asked == before + 9)
+        store.sizes.clear()
+        engine.sign.set()
+        assert [(await reply)["content"] for reply in sent] == ["a"] * 9
+        assert sum(store.sizes) == 9
+        assert max(store.sizes) <= 2

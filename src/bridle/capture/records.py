@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
@@ -264,6 +264,10 @@ class SessionCapture:
     """Rows that were committed and cannot be read; trajectories count them as excluded."""
 
 
+Commit: TypeAlias = tuple[Exchange, Mapping[bytes, bytes]]
+"""An exchange, and the bodies that are new to its session."""
+
+
 class Store(Protocol):
     """Append-only records of many sessions. All failures are `StoreError`."""
 
@@ -276,10 +280,12 @@ class Store(Protocol):
         `bodies` maps 16-byte content digests to raw bytes; known ones are ignored.
         """
 
-    def commit_now(
-        self, exchange: Exchange, bodies: Mapping[bytes, bytes]
-    ) -> asyncio.Future[None] | None:
-        """Record as `commit` does; `None` = it is durable, else it is when the future is done."""
+    def commit_now(self, commits: Sequence[Commit]) -> Sequence[asyncio.Future[None]] | None:
+        """Record each as `commit` does, together where that can be.
+
+        `None` = all are durable; else each is when its future is done. After a `StoreError` none is
+        recorded.
+        """
 
     async def deliver(self, delivery: Delivery) -> None:
         """Record the state of a reply; readers in this process see it at once."""

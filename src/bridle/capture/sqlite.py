@@ -35,6 +35,7 @@ from typing import Any, Literal, Self
 from bridle.capture import formats
 from bridle.capture.reader import SqliteReader
 from bridle.capture.records import (
+    Commit,
     Delivery,
     Exchange,
     Outcome,
@@ -123,18 +124,19 @@ class SqliteStore:
 
     async def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         """Record an exchange with the `bodies` that are new to its session."""
-        if (written := self.commit_now(exchange, bodies)) is not None:
+        for written in self.commit_now([(exchange, bodies)]) or ():
             await written
 
-    def commit_now(
-        self, exchange: Exchange, bodies: Mapping[bytes, bytes]
-    ) -> asyncio.Future[None] | None:
-        """Record an exchange; return `None` if it is written, else a future that ends then."""
-        size = len(exchange.reply)
-        for digest in bodies:
-            size += len(bodies[digest])
-        work = partial(_Writer.commit, exchange=exchange, bodies=bodies)
-        return self._write_now(work, size=size)
+    def commit_now(self, commits: Sequence[Commit]) -> Sequence[asyncio.Future[None]] | None:
+        """Record exchanges in one transaction; `None` = they are written, else see `_write_now`."""
+        size = 0
+        works: list[Work] = []
+        for exchange, bodies in commits:
+            size += len(exchange.reply)
+            for digest in bodies:
+                size += len(bodies[digest])
+            works += (partial(_Writer.commit, exchange=exchange, bodies=bodies),)
+        return self._write_now(works, size=size)
 
     async def deliver(self, delivery: Delivery) -> None:
         self._check_open()
@@ -226,27 +228,32 @@ class SqliteStore:
 
     async def _write(self, work: Work, *, size: int = 0) -> None:
         """Run `work` and wait for it; see `_write_now`."""
-        if (written := self._write_now(work, size=size)) is not None:
+        for written in self._write_now([work], size=size) or ():
             await written
 
-    def _write_now(self, work: Work, *, size: int) -> asyncio.Future[None] | None:
-        """Do `work` here where the writer is idle; else the writer's thread does it.
+    def _write_now(
+        self, works: Sequence[Work], *, size: int
+    ) -> Sequence[asyncio.Future[None]] | None:
+        """Do `works` here where the writer is idle; else the writer's thread does them.
 
-        `size` is about how many bytes it writes. `None` = it is done.
+        `size` is about how many bytes they write. `None` = they are done; else each is when its
+        future is.
         """
         if self._closed:
             self._check_open()
-        written = self._writer.write_now(work) if size <= WRITTEN_HERE else Written.BY_THREAD
+        written = self._writer.write_now(works) if size <= WRITTEN_HERE else Written.BY_THREAD
         if written is Written.HERE:
             return None
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        job = Job(work, loop, done)
-        if written is Written.SOON:
-            self._writer.give_later(job, SOON_S)
-        else:
-            self._writer.give(job)
-        return done
+        ends: list[asyncio.Future[None]] = []
+        for work in works:
+            ends += (loop.create_future(),)
+            job = Job(work, loop, ends[-1])
+            if written is Written.SOON:
+                self._writer.give_later(job, SOON_S)
+            else:
+                self._writer.give(job)
+        return ends
 
     def _given_before(self) -> SqliteReader:
         """Return the reader, after all earlier records have been written."""
@@ -308,13 +315,13 @@ class _Writer:
     def _write_later(self, job: Job) -> None:
         if not self._jobs.is_left(job):
             return
-        if (written := self.write_now(None)) is Written.SOON:
+        if (written := self.write_now()) is Written.SOON:
             job.loop.call_later(SOON_S, self._write_later, job)
         elif written is Written.BY_THREAD:
             self._jobs.give()
 
-    def write_now(self, work: Work | None) -> Written:
-        """Do `work` and the deferred jobs in the calling thread, or return who has to.
+    def write_now(self, works: Sequence[Work] = ()) -> Written:
+        """Do `works` and the deferred jobs in the calling thread, or return who has to.
 
         Raises `StoreError`.
         """
@@ -326,10 +333,10 @@ class _Writer:
         try:
             if self._patience_ms:
                 self._wait_for_others(0)
-            if work is not None and not self._jobs.left:
-                self._transact((work,))
+            if works and not self._jobs.left:
+                self._transact(works)
             else:
-                self._transact_with_later(work)
+                self._transact_with_later(works)
         except StoreError as error:
             if getattr(error.__cause__, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
                 raise
@@ -343,22 +350,23 @@ class _Writer:
             self._shy_until = ended + SHY_S
         return Written.HERE
 
-    def _transact_with_later(self, work: Work | None) -> None:
-        """Write `work` and the deferred jobs in one transaction; if it fails, each in its own."""
+    def _transact_with_later(self, works: Sequence[Work]) -> None:
+        """Write `works` and the deferred jobs in one transaction; if it fails, `works` in one of
+        their own.
+        """
         later = self._jobs.take_left()
-        works: list[Work] = []
+        both: list[Work] = []
         for job in later:
-            works += (job.work,)
-        if work is not None:
-            works += (work,)
+            both += (job.work,)
+        both += works
         try:
-            self._transact(works)
+            self._transact(both)
         except StoreError:
             if not later:
                 raise
             self._jobs.give(*later)
-            if work is not None:
-                self._transact((work,))
+            if works:
+                self._transact(works)
         else:
             for job in later:
                 if job.done is not None:  # somebody waits
@@ -426,6 +434,7 @@ class _Writer:
             self._connection.execute("BEGIN IMMEDIATE")
             for work in works:
                 work(self)
+                self._frames += 4
             self._connection.execute("COMMIT")
             if self._sync_wanted:
                 self._sync_wanted = False
@@ -437,7 +446,6 @@ class _Writer:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
-        self._frames += 4 * len(works)
 
     def _checkpoint(self) -> None:
         """Checkpoint the WAL when it is long, preferably while nobody waits."""

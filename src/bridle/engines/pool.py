@@ -83,7 +83,8 @@ class EnginePool(EngineHandover):
             load_factor=self.settings.load_factor,
             slack=self.settings.slack,
         )
-        self._calls: dict[str, RoutedCall] = {}
+        self.calls: dict[str, RoutedCall] = {}
+        """Calls under way, by the id of their request."""
         self._failures = FailureTracker(self.settings.attempts)
         self._held: PauseMode | None = None
         self._updated = False
@@ -177,7 +178,7 @@ class EnginePool(EngineHandover):
         """End all calls and close all engines; idempotent."""
         await self._nursery.cancel()
         self._ready = []
-        for call in self._calls.values():
+        for call in self.calls.values():
             call.aborted = True
             call.changed.set()
         async with asyncio.TaskGroup() as group:
@@ -201,7 +202,7 @@ class EnginePool(EngineHandover):
             return None
         self.routed[how] += 1
         call = RoutedCall(request, begun=(one, engine))
-        self._calls[request.request_id] = call
+        self.calls[request.request_id] = call
         one.begin(call)
         return waiting
 
@@ -210,7 +211,7 @@ class EnginePool(EngineHandover):
 
         Only a sample as it is, of one version, under our prompt, to a call that nobody moved.
         """
-        call = self._calls[request.request_id]
+        call = self.calls[request.request_id]
         if call.begun is None or call.moved or call.aborted:
             return None
         one, engine = call.begun
@@ -218,10 +219,17 @@ class EnginePool(EngineHandover):
             return None
         check = ReplyCheck(request, one.info, self.vocab_size)
         check.take(chunk)
-        if not check.is_ours or not _is_plain(chunk):
+        is_plain = (
+            check.is_ours
+            and chunk.finish_reason is not FinishReason.ABORT
+            and not chunk.extra
+            and len(chunk.versions) == 1
+            and chunk.output_ids.size == chunk.logprobs.size > 0
+        )
+        if not is_plain:
             return None
         engine.end(request)
-        del self._calls[request.request_id]
+        del self.calls[request.request_id]
         one.prompt_tokens += request.prompt.length
         one.cached_tokens += chunk.cached_tokens
         one.version = max(one.version, chunk.versions[0].version)
@@ -231,10 +239,10 @@ class EnginePool(EngineHandover):
 
     def drop(self, request_id: str) -> None:
         """End a call that was begun, if nobody continues it."""
-        call = self._calls.get(request_id)
+        call = self.calls.get(request_id)
         if call is not None and call.begun is not None:
             one, engine = call.begun
-            del self._calls[request_id]
+            del self.calls[request_id]
             engine.drop(call.request)
             one.end(call)
 
@@ -245,7 +253,7 @@ class EnginePool(EngineHandover):
         A reply whose replica was lost in mid-reply ends with `FinishReason.ABORT`.
         """
         begun: tuple[Replica, Any] | None = None
-        if (call := self._calls.get(request.request_id)) is not None:
+        if (call := self.calls.get(request.request_id)) is not None:
             begun, call.begun = call.begun, None
         if call is None or begun is None:
             keeps = request.keeps or self.settings.keep_tokens
@@ -253,7 +261,7 @@ class EnginePool(EngineHandover):
                 request = replace(request, stream=True)
             call = RoutedCall(request)
             self._failures.begin(call)
-            self._calls[request.request_id] = call
+            self.calls[request.request_id] = call
         try:
             while (one := begun[0] if begun else await self._admit(call)) is not None:
                 engine = begun[1] if begun else one.engine
@@ -282,7 +290,7 @@ class EnginePool(EngineHandover):
             yield call.cut()
         finally:
             self._failures.end(call)
-            del self._calls[request.request_id]
+            del self.calls[request.request_id]
 
     def _must_stream(self, request: GenerateRequest) -> bool:
         """Return whether an unstreamed reply could lose tokens or their versions, of a call that is
@@ -374,7 +382,7 @@ class EnginePool(EngineHandover):
 
     async def abort(self, request_id: str) -> None:
         """End a call; see `Engine.abort`."""
-        call = self._calls.get(request_id)
+        call = self.calls.get(request_id)
         if call is None:
             return
         call.aborted = True
@@ -490,7 +498,7 @@ class EnginePool(EngineHandover):
             if one.state is ReplicaState.LIVE
             and (lag is None or one.version >= self._version - lag)
         ]
-        for call in self._calls.values():
+        for call in self.calls.values():
             call.changed.set()
 
     # ---- who belongs to it
@@ -639,13 +647,3 @@ def as_pool(engine: Engine) -> EnginePool:
 def _log_lost(error: BaseException) -> None:
     """Log a watcher's failure, a bug in this file; its replica keeps its state."""
     log.error("replica_watch_failed", error=f"{type(error).__name__}: {error}")
-
-
-def _is_plain(chunk: GenerateChunk) -> bool:
-    """Return whether a reply is a sample as it is, of one version."""
-    return (
-        chunk.finish_reason is not FinishReason.ABORT
-        and not chunk.extra
-        and len(chunk.versions) == 1
-        and chunk.output_ids.size == chunk.logprobs.size > 0
-    )

@@ -476,6 +476,8 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
         prompt_tokens = None if usage is None else usage.prompt_tokens
         return Read(None, cached, None, None, None, None, False, prompt_tokens)  # noqa: FBT003
     choice = answer.choices[0]
+    if (reason := choice.finish_reason) is not None and reason not in vllm_schemas.FINISH:
+        raise EngineError(f"the engine ended a reply with {reason!r}", retryable=True)
     spans: tuple[VersionSpan, ...] = ()
     for span in choice.weight_versions or ():
         version = as_version(span.version, unnamed=unnamed)
@@ -487,7 +489,7 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
     chunk = GenerateChunk(
         output_ids=ids,
         logprobs=logprobs,
-        finish_reason=None if choice.finish_reason is None else _finish(choice.finish_reason),
+        finish_reason=None if reason is None else vllm_schemas.FINISH[reason],
         stop_text=choice.stop_reason if type(choice.stop_reason) is str else None,
         versions=spans,
         prompt_ids_json=prompt_text or _prompt_text(answer, choice),
@@ -526,20 +528,25 @@ def _logprobs(
         values = [*map(attrgetter("logprob"), given.content)]
         if given.content and given.content[0].token_id is not None:
             numbers = [*map(attrgetter("token_id"), given.content)]
-        if None in numbers or not numbers:
+        else:
             names = [entry.token for entry in given.content]
     if not ids.size:
         return _NO_LOGPROBS, None
     if len(values) != ids.size:
         raise GarbledError(f"the engine gave {len(ids)} ids, but {len(values)} logprobs")
     # Nearly always the entries name the very ids: one comparison settles it.
-    if not names:
+    if numbers:
         same = numbers == ids.tolist()
+        if not same and None in numbers and given.content:
+            names = [entry.token for entry in given.content]
     else:
         named = b"token_id:" + ids_text[1:-1].replace(b",", b",token_id:")
         same = ",".join(names).encode() == named
     paired = True if same else _paired(names, numbers, ids)
-    least = None if None in values else min(values)
+    try:
+        least = min(values)
+    except TypeError:  # `None` among them
+        least = None
     if least is None or least <= _MISSING:
         missing = values.index(least)
         raise GarbledError(f"the engine gave no logprob for token {missing} of a reply")
@@ -558,12 +565,6 @@ def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | Non
         return None
     check_paired(ids, named)
     return True
-
-
-def _finish(reason: str) -> FinishReason:
-    if reason not in vllm_schemas.FINISH:
-        raise EngineError(f"the engine ended a reply with {reason!r}", retryable=True)
-    return vllm_schemas.FINISH[reason]
 
 
 def _experts(text: str) -> Rows:

@@ -3,8 +3,9 @@
 A request with a head that was authenticated before, and that extends an exchange whose reply was
 delivered, is read, placed and prompted by the functions of the general path in the callback that
 brought its last byte; its sample is parsed, made durable and answered in the callback that brought
-the engine's last byte. Where the store's thread writes (with fsync, or after a slow write), it is
-answered when that has written. Nothing is kept for this: what is known of a session is the same on
+the engine's last byte. Replies that come in one round of the loop are written in one transaction.
+Where the store's thread writes (with fsync, or after a slow write), they are answered when that has
+written. Nothing is kept for this: what is known of a session is the same on
 both paths, so they may alternate as they like.
 
 A stream that leaves while it is sampled begins here as well; a task samples it, and the general
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakValueDictionary, ref
@@ -28,11 +29,11 @@ from weakref import WeakValueDictionary, ref
 import structlog
 from aiohttp import HttpVersion11, web
 
-from bridle.capture.records import Store
+from bridle.capture.records import Commit, Store
 from bridle.dialects.base import Route, RouteKind, WireFormat
 from bridle.engines.base import GenerateRequest
 from bridle.engines.pool import EnginePool
-from bridle.errors import BridleError, EngineError, StoreError
+from bridle.errors import BridleError, EngineError
 from bridle.gateway.admission import LONG_BYTES, Admission, Taken
 from bridle.gateway.call import Asked, Call, Question, Stage
 from bridle.gateway.exchange import Exchanges
@@ -54,6 +55,9 @@ from bridle.prompting.conversation import PlacementKind
 from bridle.types import DeliveryState, Dialect, FinishReason, ModelRequest, Sampling
 
 log = structlog.get_logger()
+
+WRITTEN_TOGETHER: Final = 8
+"""Most exchanges of one transaction. They are those whose replies came in one round of the loop."""
 
 GATHER_S: Final = 1.0
 """Time that the rest of a body may take to arrive; then the general path reads it."""
@@ -252,6 +256,8 @@ class PlainPath:
         self.admission = admission
         self.is_open = True
         """True if requests may take it; tests compare both."""
+        self.unwritten: list[PlainCall] = []
+        """Calls whose exchanges are written together, before this round of the loop ends."""
         self.served = 0
         """Calls that it answered."""
 
@@ -293,6 +299,33 @@ class PlainPath:
         if length is None:
             return None
         return self._known.get((data[: length.start(1)], data[length.end(1) : end]))
+
+    def write(self) -> None:
+        """Write the exchanges that wait for it, in one transaction."""
+        flights, self.unwritten = self.unwritten, []
+        if not flights:
+            return
+        commits: list[Commit] = []
+        for flight in flights:
+            commits += (flight.commit,)
+        try:
+            writing = self.store.commit_now(commits)
+        except Exception as error:  # noqa: BLE001 - it reaches the client whose exchange it is
+            if len(flights) == 1:
+                flights[0].not_written(error)
+                return
+            for flight in flights:
+                self.unwritten = [flight]
+                self.write()
+            return
+        for place, flight in enumerate(flights):
+            try:
+                if writing is None:
+                    flight.committed()
+                else:
+                    flight.writes(writing[place])
+            except Exception as error:  # noqa: BLE001 - the others are answered all the same
+                log.error("plain_path_failed", trace=trace_of(error))  # noqa: TRY400 - no variables
 
     def take(self, line: PlainConnection, data: bytes, start: int, taken: Taken) -> bool:
         """Begin the call of a whole request, its body behind `start`; `False` = nothing is done,
@@ -407,9 +440,12 @@ class PlainCall:
     request: GenerateRequest = field(init=False)
     alarm: asyncio.TimerHandle | None = None
     """Rings when the head of a stream is to leave."""
-    written: tuple[Finished, Mapping[bytes, bytes], asyncio.Future[None]] | None = None
-    """The call and the bodies that the store's thread writes, and the end of that; `None` = none.
-    """
+    finished: Finished = field(init=False)
+    """Its facts, once its sample is read."""
+    commit: Commit = field(init=False)
+    """Its record, from then on."""
+    writing: asyncio.Future[None] | None = None
+    """The end of the write in the store's thread; `None` = it does not write it."""
 
     def begin(self) -> None:
         """Give the call to the engine."""
@@ -457,33 +493,43 @@ class PlainCall:
         except Exception as error:  # noqa: BLE001 - the top of a served request
             self.hand_over(_failing(error))
             return
-        try:
-            written = self.path.store.commit_now(exchange, bodies)
-        except StoreError as error:
-            self.hand_over(exchanges.written(session, finished, bodies, _failing(error)))
-            return
-        if written is None:
-            self._committed(finished, bodies)
-        else:
-            self.written = finished, bodies, written
-            written.add_done_callback(self._durable)
+        self.finished, self.commit = finished, (exchange, bodies)
+        path = self.path
+        path.unwritten += (self,)
+        if not self.pool.calls or len(path.unwritten) == WRITTEN_TOGETHER:
+            path.write()
+        elif len(path.unwritten) == 1:
+            asyncio.get_running_loop().call_soon(path.write)
 
-    def _durable(self, written: asyncio.Future[None]) -> None:
+    def not_written(self, error: Exception) -> None:
+        """Hand over a call whose exchange cannot be written."""
+        self.hand_over(self._written(_failing(error)))
+
+    def writes(self, writing: asyncio.Future[None]) -> None:
+        """Wait for the store's thread."""
+        self.writing = writing
+        writing.add_done_callback(self._durable)
+
+    def _written(self, writing: Awaitable[None]) -> Coroutine[None, None, None]:
+        _, bodies = self.commit
+        return self.path.exchanges.written(self.taken.session, self.finished, bodies, writing)
+
+    def _durable(self, writing: asyncio.Future[None]) -> None:
         """Handle the end of the write in the store's thread."""
         if self.call.flight is not self:
             return  # a task waits for the same
-        assert self.written is not None, "it waits for this"
-        if written.cancelled() or written.exception() is not None:
+        if writing.cancelled() or writing.exception() is not None:
             self.hand_over()
         else:
-            self._committed(*self.written[:2])
+            self.committed()
 
-    def _committed(self, finished: Finished, bodies: Mapping[bytes, bytes]) -> None:
+    def committed(self) -> None:
         """Answer the client, if its connection takes the reply at once: the exchange is durable."""
         path, session, call = self.path, self.taken.session, self.call
         if self.alarm is not None:
             self.alarm.cancel()
-        path.exchanges.committed(session, finished, bodies)
+        _, bodies = self.commit
+        path.exchanges.committed(session, self.finished, bodies)
         call.flight = None
         path.metrics.calls.values[("committed",)] += 1
         path.exchanges.end(session, call)
@@ -493,7 +539,7 @@ class PlainCall:
         if question.request.stream:
             reply = whole_stream(call, question.request, self.route, question.wire)
         else:
-            reply = whole_reply(finished.answer.body)
+            reply = whole_reply(self.finished.answer.body)
         if not takes_at_once(connection.transport, len(reply)):
             self.to_relay()
             return
@@ -518,11 +564,15 @@ class PlainCall:
 
     def _start_task(self, work: Coroutine[None, None, None] | None) -> None:
         exchanges, session, call = self.path.exchanges, self.taken.session, self.call
+        if self in self.path.unwritten:
+            self.path.write()
+            if call.flight is not self:
+                return
         call.flight = None
         if self.alarm is not None:
             self.alarm.cancel()
-        if work is None and self.written is not None:
-            work = exchanges.written(session, *self.written)
+        if work is None and self.writing is not None:
+            work = self._written(self.writing)
         work = work or exchanges.resumed(session, call, self.prompted, self.effective)
         exchanges.start(session, call, work)
         assert call.task is not None
