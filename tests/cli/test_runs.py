@@ -38,3 +38,16 @@ def test_the_files_of_a_gateways_workers_are_one_run(finished_run, tmp_path):
         path, found = find_session(name, runs)
         assert path == data / "worker-0" / "capture.sqlite"
         assert found.session.session_id == name
+
+
+def test_the_places_of_an_unknown_session_are_one_line_however_many_runs_there_are(
+    finished_run, tmp_path
+):
+    for number in range(30):
+        (tmp_path / f"run-{number}").mkdir()
+        (tmp_path / f"run-{number}" / "capture.sqlite").symlink_to(finished_run / "capture.sqlite")
+
+    with pytest.raises(ConfigError) as caught:
+        find_session("nobody", tmp_path)
+
+    assert str(caught.value) == f"no session 'nobody'; looked in {tmp_path} (30 runs)"

@@ -59,8 +59,8 @@ def find_session(name: str, runs: Path) -> tuple[Path, SessionCapture]:
         exact = [session_id for session_id in ids if session_id == name]
         found += [(path, i) for i in exact or (i for i in ids if i.startswith(name))]
     if not found:
-        where = ", ".join(str(path.parent) for path in files) or f"{runs} (no run there)"
-        raise ConfigError(f"no session {name!r}; looked in {where}")
+        held = {0: " (no run there)", 1: ""}.get(len(files), f" ({len(files)} runs)")
+        raise ConfigError(f"no session {name!r}; looked in {runs}{held}")
     if len(found) > 1:
         names = ", ".join(session_id for _, session_id in found[:5])
         raise ConfigError(f"{name!r} is the beginning of {len(found)} sessions: {names}...")
