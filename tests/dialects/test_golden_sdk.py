@@ -25,6 +25,8 @@ OWN_ITEMS = {
     "local_shell": LocalShellCall,
     "shell": responses.ResponseFunctionShellToolCall,
     "apply_patch": responses.ResponseApplyPatchToolCall,
+    "computer": responses.ResponseComputerToolCall,
+    "computer_use_preview": responses.ResponseComputerToolCall,
     "custom": responses.ResponseCustomToolCall,
     "tool_search": responses.ResponseToolSearchCall,
 }
@@ -66,13 +68,14 @@ def test_anthropic_s_sdk_reads_one_message_from_reply_and_stream(folder):
     assert (streamed.id, streamed.stop_reason) == (whole.id, whole.stop_reason)
     calls = [block for block in whole.content if block.type == "tool_use"]
     result = turn_of(folder).get("tool_calls", [])
-    assert [call.name for call in calls] == [one["name"] for one in result]
+    assert [call.toolset_name or call.name for call in calls] == [one["name"] for one in result]
     for call, one in zip(calls, result, strict=True):
         if call.name == "memory":
             command = TypeAdapter(BetaMemoryTool20250818Command).validate_python(call.input)
             assert command.command == call.input["command"]
         if "client_tools" in folder or "thread" in folder:
-            assert call.input == json.loads(one["arguments"])
+            action = {"action": call.name} if call.toolset_name else {}
+            assert {**action, **call.input} == json.loads(one["arguments"])
 
 
 @pytest.mark.parametrize("folder", folders("openai_responses"))
@@ -87,10 +90,14 @@ def test_openai_s_sdk_reads_one_response_from_reply_and_stream(folder):
     ]
 
 
-def test_openai_s_sdk_reads_a_call_as_the_item_of_its_tool():
-    folder = "openai_responses/own_item_types"
+@pytest.mark.parametrize(
+    "folder",
+    [f"openai_responses/{one}" for one in ("own_item_types", "computer", "computer_use_preview")],
+)
+def test_openai_s_sdk_reads_a_call_as_the_item_of_its_tool(folder):
     whole = client(openai.OpenAI, folder, "reply.json").responses.create(model="m", input="go")
     calls = {item.call_id: item for item in whole.output if hasattr(item, "call_id")}
+    tools = {tool["type"]: tool for tool in recorded(folder, "request.json")["tools"]}
     for result in turn_of(folder)["tool_calls"]:
         item, given = calls.pop(result["id"]), json.loads(result["arguments"])
         kind = "custom" if result["name"] == "edit" else result["name"]
@@ -99,6 +106,9 @@ def test_openai_s_sdk_reads_a_call_as_the_item_of_its_tool():
             continue
         assert isinstance(item, OWN_ITEMS[kind])
         match item:
+            case responses.ResponseComputerToolCall():
+                action = item.actions[0] if "computer" in tools else item.action
+                assert action.to_dict() == given
             case responses.ResponseToolSearchCall():
                 assert (item.arguments, item.execution) == (given, "client")
             case responses.ResponseCustomToolCall():

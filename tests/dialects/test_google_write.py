@@ -3,7 +3,7 @@ import json
 import pytest
 from tests.dialects.exchange import CALLS, HEAD, TEXT, USAGE, live
 
-from bridle.dialects.google import (
+from bridle.dialects.google_write import (
     ContentStream,
     call_part,
     error_json,

@@ -2,7 +2,6 @@ import json
 
 import pytest
 
-from bridle.dialects import DIALECTS
 from bridle.dialects.openai_responses_write import (
     call_of_item,
     item_of_call,
@@ -10,7 +9,7 @@ from bridle.dialects.openai_responses_write import (
     read_tools,
 )
 from bridle.errors import RequestError
-from bridle.types import Dialect, ToolCall
+from bridle.types import ToolCall
 
 
 def test_names_in_a_namespace():
@@ -110,9 +109,13 @@ def test_a_local_shell_call_has_an_environment():
     assert item["action"] == {"type": "exec", "env": {}, "command": ["ls"]}
 
 
-@pytest.mark.parametrize("kind", ["computer", "computer_use_preview"])
-def test_computer_tools_are_refused_by_name(kind):
-    with pytest.raises(RequestError, match=f"tools.0.: '{kind}' is not served") as refused:
-        read_tools([{"type": kind}], "tools")
-    status, _, body = DIALECTS[Dialect.OPENAI_RESPONSES].error(refused.value)
-    assert (status, json.loads(body)["error"]["param"]) == (400, "tools[0]")
+@pytest.mark.parametrize("tool", ["computer", "computer_use_preview"])
+def test_computer_call_round_trips(tool):
+    arguments = '{"type":"wait"}'
+    item = item_of_call("computer", arguments, tool)
+    assert item is not None
+    assert call_of_item(item, "computer_call", "c", "i") == ToolCall("c", "computer", arguments)
+    both = {"actions": [{"type": "wait"}, {"type": "screenshot"}]}
+    call = call_of_item(both, "computer_call", "c", "i")
+    assert call is not None
+    assert call.arguments == '{"actions":[{"type":"wait"},{"type":"screenshot"}]}'

@@ -10,7 +10,7 @@ from tests.dialects.sse import SseEvent, SseParser
 
 from bridle.dialects.anthropic_write import MessagesStream
 from bridle.dialects.base import DONE, event_bytes
-from bridle.dialects.google import ContentStream
+from bridle.dialects.google_write import ContentStream
 from bridle.dialects.openai_chat_write import ChatStream
 from bridle.dialects.openai_responses_write import Dress, ResponsesStream
 from bridle.types import FinishReason, Reply, ToolCall

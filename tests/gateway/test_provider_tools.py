@@ -5,7 +5,13 @@ import subprocess
 from typing import Any
 
 import anthropic
+import openai
 from anthropic.tools import BetaLocalFilesystemMemoryTool
+from anthropic.tools.browser import (
+    BetaAbstractBrowserToolset20260801,
+    BetaBrowserNavigateResult,
+    BetaBrowserState,
+)
 from tests.gateway.house import house, user
 
 EDITOR = "str_replace_based_edit_tool"
@@ -91,6 +97,50 @@ async def test_anthropic_s_memory_tool_runs_in_the_sdk_s_own_loop(tmp_path):
         assert caller.exchanges[1].parent_id == caller.exchanges[0].exchange_id
 
 
+class Browser(BetaAbstractBrowserToolset20260801):
+    """A browser of one page."""
+
+    def navigate(self, context, asked):
+        return BetaBrowserNavigateResult(url=asked.url, status=200, title="Home")
+
+    def find(self, context, asked):
+        return f"[ref_7] {asked.query}"
+
+    def _browser_state(self, context):
+        tab: Any = {"tab_id": "t1", "active": True, "title": "Home", "url": "https://a.example/"}
+        return BetaBrowserState(tabs=[tab])
+
+
+def browse(action, **arguments):
+    return {"name": "browser", "arguments": {"action": action, **arguments}}
+
+
+async def test_the_sdk_s_own_loop_runs_the_actions_of_its_browser_toolset():
+    turns = (
+        {"tool_calls": [browse("navigate", url="https://a.example/")]},
+        {"content": "Look.", "tool_calls": [browse("find", query="search"), browse("fly")]},
+        {"content": "ref_7"},
+    )
+    async with house(*turns) as home:
+        caller = await home.session()
+        with anthropic.Anthropic(
+            base_url=caller.handle.base_urls["anthropic"], api_key=caller.handle.key
+        ) as client:
+            runner = client.beta.messages.tool_runner(
+                model="m", max_tokens=500, tools=[Browser()], messages=[user("find the search")]
+            )
+            said: Any = await asyncio.to_thread(list, runner)
+        assert [block.type for reply in said for block in reply.content].count("tool_use") == 3
+        assert said[0].content[0].toolset_name == "browser"
+        assert said[2].content[0].text == "ref_7"
+        one, two, three = caller.exchanges
+        assert (two.parent_id, three.parent_id) == (one.exchange_id, two.exchange_id)
+        assert {exchange.kind for exchange in caller.exchanges} == {"agent"}
+        path = f"/sessions/{caller.session_id}/trajectory"
+        stats = (await home.control("GET", path))[1]["metadata"]["stats"]
+        assert (stats["turns_verbatim"], stats["turns_shown"], stats["unknown"]) == (3, 3, {})
+
+
 async def test_a_tool_that_only_the_provider_runs_is_removed_and_named_and_the_call_trains():
     async with house({"content": "a"}) as home:
         caller = await home.session(metadata={"harness": "claude_code"})
@@ -106,3 +156,22 @@ async def test_a_tool_that_only_the_provider_runs_is_removed_and_named_and_the_c
         stats = shown["metadata"]["stats"]
         assert stats["unenforced"] == {"tool: web_search_20250305": 1}
         assert stats["tokens_trained"] == stats["tokens_captured"] > 0
+
+
+async def test_a_computer_call_leaves_as_the_item_of_its_tool():
+    click = {"type": "click", "x": 3, "y": 4, "button": "left"}
+    async with house({"tool_calls": [{"name": "computer", "arguments": click}]}) as home:
+        caller = await home.session()
+        url = caller.handle.base_urls["openai"]
+        async with openai.AsyncOpenAI(base_url=url, api_key=caller.handle.key) as client:
+            size: Any = {"display_width": 800, "display_height": 600, "environment": "linux"}
+            older: Any = {"type": "computer_use_preview", **size}
+            newer: Any = {"type": "computer"}
+            said: list[Any] = [
+                (await client.responses.create(model="m", input="go", tools=[tool])).output[0]
+                for tool in (older, newer)
+            ]
+            async with client.responses.stream(model="m", input="on", tools=[newer]) as stream:
+                said.append((await stream.get_final_response()).output[0])
+        assert [item.type for item in said] == ["computer_call"] * 3
+        assert said[0].action.x == said[1].actions[0].x == said[2].actions[0].x == 3

@@ -2,23 +2,20 @@
 
 `system` is the head's message; `role: system` inside `messages` stays in its place. A user message
 with tool results becomes tool messages and user messages in the order of its blocks. Thinking is
-shown only to a request that asked for it. Replies are written in `anthropic_write`.
-
-Tools that Anthropic defines and the client runs are functions with their published schemas. The
-model's calls of them leave as `tool_use` blocks of the tool's own name, which is the form that the
-API gives them.
+shown only to a request that asked for it. Replies are written in `anthropic_write`; tools that
+Anthropic defines are in `anthropic_tools`.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from bridle.dialects.anthropic_tools import TOOLSETS, client_run, toolset
 from bridle.dialects.anthropic_write import MessagesStream, error_body, message_json, status_of
 from bridle.dialects.base import (
     AssistantTurn,
@@ -57,14 +54,7 @@ from bridle.dialects.json_reader import (
     wrong,
 )
 from bridle.dialects.media import BLOCK_TYPE, block_part, block_text, data_part, url_part
-from bridle.dialects.tools import (
-    ToolList,
-    check_choice,
-    function_spec,
-    object_schema,
-    provider_run,
-    tools_sent,
-)
+from bridle.dialects.tools import ToolList, check_choice, function_spec, provider_run, tools_sent
 from bridle.errors import RequestError
 from bridle.types import (
     JSON,
@@ -182,6 +172,7 @@ class Anthropic(WireFormat):
             "extra": {
                 "removed": {**tools.removed, **removed},
                 "thinking": _shown(thinking) if shown else None,
+                **({"toolsets": list(tools.wire)} if tools.wire else {}),
                 **({} if thread is None else {"store": True, "previous": previous}),
                 **ineffective,
             },
@@ -191,7 +182,8 @@ class Anthropic(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        return encode(message_json(head, reply, usage, request.extra.get("thinking")))
+        thinking, toolsets = request.extra.get("thinking"), request.extra.get("toolsets", ())
+        return encode(message_json(head, reply, usage, thinking, toolsets))
 
     def continued(self, body: bytes, kept: StoredReply) -> bytes:
         """Return a request that continues a thread, as the one with the thread's whole history.
@@ -224,7 +216,8 @@ class Anthropic(WireFormat):
         return read_message(an_object(decode(reply_json, "reply"), "reply"), "reply")
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        return MessagesStream(head, thinking=request.extra.get("thinking"))
+        thinking, toolsets = request.extra.get("thinking"), request.extra.get("toolsets", ())
+        return MessagesStream(head, thinking=thinking, toolsets=toolsets)
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
         return status_of(error), retry_headers(error), encode(error_body(error))
@@ -320,21 +313,19 @@ def _read_schema(head: JSON, output: JSON) -> JSON | None:
 
 
 def read_tools(value: object, path: str) -> ToolList:
-    """Read the `tools` that the client runs; a deferred one is shown when a reference names it.
-
-    Raises `RequestError` for a toolset, whose calls have a form of their own.
-    """
+    """Read the `tools` that the client runs; a deferred one is shown when a reference names it."""
     specs: list[ToolSpec] = []
     deferred: dict[str, ToolSpec] = {}
     removed: list[str] = []
+    toolsets: dict[str, JSON] = {}
     for tool, where in objects(value, path):
         kind = text_at(tool, "type", where)
         schema = object_at(tool, "input_schema", where)
         later = flag_at(tool, "defer_loading", where)
-        if schema is None and kind not in (None, "custom"):
-            if "_toolset_" in kind:
-                message = f"{where}: {kind!r} is not served; declare its actions as single tools"
-                raise RequestError(message, param=where)
+        if kind is not None and (family := toolset(kind, tool, where)) is not None:
+            spec, later = family
+            toolsets[spec.name] = {}
+        elif schema is None and kind not in (None, "custom"):
             own = client_run(kind, text_at(tool, "name", where) or kind, tool)
             if own is None:
                 removed.append(kind)
@@ -346,7 +337,7 @@ def read_tools(value: object, path: str) -> ToolList:
             deferred[spec.name] = spec
         else:
             specs.append(spec)
-    return ToolList(tuple(specs), deferred=deferred, removed=provider_run(removed))
+    return ToolList(tuple(specs), wire=toolsets, deferred=deferred, removed=provider_run(removed))
 
 
 def _with_loaded_tools(message: Message, tools: ToolList) -> Message:
@@ -527,109 +518,10 @@ def _read_assistant(value: Any, path: str) -> tuple[Message, ...]:
 
 
 def _read_call(block: JSON, path: str) -> ToolCall:
-    name = name_at(block, "name", path)
-    return ToolCall(text_at(block, "id", path), name, arguments_text(block.get("input")))
-
-
-# ---- tools that Anthropic defines
-
-
-_TEXT: JSON = {"type": "string"}
-_WHOLE: JSON = {"type": "integer"}
-_POINT: JSON = {"type": "array", "items": _WHOLE, "minItems": 2, "maxItems": 2}
-_VERSION = re.compile(r"_(\d{8})$")
-
-_COMPUTER = "Controls a computer with a display, a mouse and a keyboard, and takes screenshots."
-_ACTIONS = (
-    "key type mouse_move left_click left_click_drag right_click middle_click double_click "
-    "screenshot cursor_position"
-)
-_NEWER_ACTIONS = " left_mouse_down left_mouse_up scroll hold_key wait triple_click"  # since 2025
-
-
-def _bash(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
-    del version, tool
-    description = "Runs a command in a persistent bash session and returns what it prints."
-    restart = {"type": "boolean", "description": "Start the session anew instead of a command."}
-    return description, {"command": _TEXT, "restart": restart}, []
-
-
-def _text_editor(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
-    del tool
-    description = "Views, creates and edits files."
-    return description, _file_edits("view create str_replace insert", version), ["command", "path"]
-
-
-def _memory(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
-    del tool
-    description = (
-        "Keeps notes for later as files under /memories: look there first, and keep it in order."
-    )
-    edits = _file_edits("view create str_replace insert delete rename", version)
-    return description, edits | {"old_path": _TEXT, "new_path": _TEXT}, ["command"]
-
-
-def _file_edits(commands: str, version: int) -> JSON:
-    known = commands.split()
-    if version < 20250429:
-        known.append("undo_edit")
-    return {
-        "command": {"type": "string", "enum": known},
-        "path": {**_TEXT, "description": "Absolute path of a file or folder."},
-        "file_text": {**_TEXT, "description": "The whole file, for `create`."},
-        "old_str": {**_TEXT, "description": "What `str_replace` replaces; stands there once."},
-        "new_str": {**_TEXT, "description": "What `str_replace` puts there."},
-        "insert_line": {**_WHOLE, "description": "The line after which `insert` inserts."},
-        "insert_text": {**_TEXT, "description": "What `insert` inserts."},
-        "view_range": {**_POINT, "description": "First and last line to `view`; -1 = the end."},
-    }
-
-
-def _computer(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
-    size = [tool.get("display_width_px"), tool.get("display_height_px")]
-    description = _COMPUTER
-    if all(size):
-        description += f" The display is {size[0]} pixels wide and {size[1]} pixels high."
-    actions = _ACTIONS + (_NEWER_ACTIONS if version >= 20250124 else "")
-    properties: JSON = {
-        "action": {"type": "string", "enum": actions.split()},
-        "coordinate": {**_POINT, "description": "x and y in pixels from the upper left."},
-        "text": {**_TEXT, "description": "What to type, or the key to press."},
-    }
-    if version >= 20250124:
-        properties |= {
-            "start_coordinate": {**_POINT, "description": "Where a drag begins."},
-            "scroll_direction": {"type": "string", "enum": ["up", "down", "left", "right"]},
-            "scroll_amount": _WHOLE,
-            "duration": {"type": "number", "description": "Seconds to hold a key or to wait."},
-        }
-    if tool.get("enable_zoom"):
-        properties["action"]["enum"].append("zoom")
-        corners: JSON = {"type": "array", "items": _WHOLE, "minItems": 4, "maxItems": 4}
-        properties["region"] = {**corners, "description": "x0, y0, x1, y1 of what to zoom into."}
-    return description, properties, ["action"]
-
-
-_CLIENT_RUN = {
-    "bash": _bash,
-    "text_editor": _text_editor,
-    "memory": _memory,
-    "computer": _computer,
-}
-
-_ALIASES = {"str_replace_based_edit_tool": "text_editor_20250429"}
-"""Types without a date. The computer-use quickstart sends the editor's name as its type."""
-
-
-def client_run(kind: str, name: str, tool: JSON) -> ToolSpec | None:
-    """Return the function for a tool of type `kind` (`bash_20250124`...).
-
-    `None` for a tool that the client does not run.
-    """
-    kind = _ALIASES.get(kind, kind)
-    found = _VERSION.search(kind)
-    make = None if found is None else _CLIENT_RUN.get(kind[: found.start()])
-    if found is None or make is None:
-        return None
-    description, properties, required = make(int(found[1]), tool)
-    return ToolSpec(name, description, object_schema(properties, required))
+    """Read a call; that of an action of a toolset is a call of the toolset's function."""
+    name, given = name_at(block, "name", path), block.get("input")
+    family = text_at(block, "toolset_name", path)
+    if family in TOOLSETS:
+        inner = object_at(block, "input", path) or {}
+        name, given = family, {"action": name, **inner}
+    return ToolCall(text_at(block, "id", path), name, arguments_text(given))

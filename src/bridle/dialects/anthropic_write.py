@@ -10,8 +10,11 @@ A stream opens, fills and closes one block after another. Its last event is `mes
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
+from bridle.dialects.anthropic_tools import member_call
 from bridle.dialects.base import ENGINE_FAILURES, ReplyHead, StreamEncoder, event_bytes
 from bridle.dialects.ids import call_id, signature
 from bridle.dialects.json_reader import arguments_object, encode
@@ -36,14 +39,21 @@ _ERRORS: dict[str, tuple[int, str]] = {
 """Our code -> status and type as Anthropic says them."""
 
 
-def message_json(head: ReplyHead, reply: Reply, usage: Usage, thinking: str | None) -> JSON:
+def message_json(
+    head: ReplyHead,
+    reply: Reply,
+    usage: Usage,
+    thinking: str | None,
+    toolsets: Collection[str] = (),
+) -> JSON:
     """Return the reply. `thinking`: `text`, `omitted` (signature only), or `None` (no block)."""
     content: list[JSON] = []
     if reply.reasoning and thinking is not None:
         content.append(thinking_block(head, 0, reply.reasoning if thinking == "text" else ""))
     if reply.content:
         content.append({"type": "text", "text": reply.content})
-    content += [call_block(head, index, call) for index, call in enumerate(reply.tool_calls)]
+    calls = enumerate(reply.tool_calls)
+    content += [call_block(head, index, call, toolsets) for index, call in calls]
     reason, stop = stop_reason(reply)
     return {
         "id": f"msg_{head.reply_id}",
@@ -62,13 +72,19 @@ def thinking_block(head: ReplyHead, number: int, text: str) -> JSON:
     return {"type": "thinking", "thinking": text, "signature": signature(head.reply_id, number)}
 
 
-def call_block(head: ReplyHead, index: int, call: ToolCall) -> JSON:
-    """Call `index` of a reply; arguments that are no object are wrapped, in streams too."""
+def call_block(head: ReplyHead, index: int, call: ToolCall, toolsets: Collection[str] = ()) -> JSON:
+    """Call `index` of a reply; arguments that are no object are wrapped, in streams too.
+
+    A call of one of the `toolsets` is one of its action.
+    """
+    found = member_call(call) if call.name in toolsets else None
+    name, arguments = found or (call.name, call.arguments)
     return {
         "type": "tool_use",
         "id": call_id("toolu", call.id, head.reply_id, index),
-        "name": call.name,
-        "input": msgspec.Raw(arguments_object(call.arguments)),
+        "name": name,
+        "input": msgspec.Raw(arguments_object(arguments)),
+        **({"toolset_name": call.name} if found else {}),
     }
 
 
@@ -126,10 +142,13 @@ _PING = event_bytes(b'{"type":"ping"}', "ping")
 class MessagesStream(StreamEncoder):
     """One reply as Messages events. `thinking`: `text`, `omitted`, or `None` (not shown)."""
 
-    def __init__(self, head: ReplyHead, *, thinking: str | None) -> None:
+    def __init__(
+        self, head: ReplyHead, *, thinking: str | None, toolsets: Collection[str] = ()
+    ) -> None:
         super().__init__()
         self._head = head
         self._thinking = thinking
+        self._toolsets = toolsets
         self._index = -1
         self._open: str | None = None
         self._thoughts = 0
@@ -162,7 +181,7 @@ class MessagesStream(StreamEncoder):
         return begin + self._delta({"type": "text_delta", "text": text})
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        block = call_block(self._head, index, ToolCall(call_id, name, arguments))
+        block = call_block(self._head, index, ToolCall(call_id, name, arguments), self._toolsets)
         given = bytes(block["input"]).decode()
         begin = self._end() + self._begin("tool_use", {**block, "input": {}})
         delta = self._delta({"type": "input_json_delta", "partial_json": given})

@@ -271,8 +271,8 @@ _MEMBERS: dict[Dialect, dict[str, frozenset[str]]] = {
         compaction="content encrypted_content signature tool_changes",
         thinking="thinking signature",
         redacted_thinking="data",
-        tool_use="id name input caller",
-        tool_result="tool_use_id content is_error",
+        tool_use="id name input caller toolset_name",
+        tool_result="tool_use_id content is_error toolset_name",
     ),
     Dialect.OPENAI_CHAT: _members(
         "type cache_control prompt_cache_breakpoint",

@@ -3,16 +3,10 @@
 The model and streaming are in the path, with or without a version before `/models/`. Thoughts are
 shown only where `includeThoughts` asks for them. A function response is a tool message; the model
 is shown its `output` (or `result`) where that is a text and the only member, as the API defines,
-else the whole object as JSON.
+else the whole object as JSON. Replies are written in `google_write`.
 
-Every call of a reply has an id and a signature of ours; a reply without calls has its signature on
-the last text part, as the provider's newer models do. Statuses are those of Google's API error
-model (google.rpc.Code); the time to wait is in a `RetryInfo` detail, which Gemini CLI reads, and in
-`Retry-After`.
-
-A stream is partial responses, as SSE or as the items of one JSON array; the last has the finish
-reason and the usage. Google's clients fail on comments and on silence: a blank line keeps them
-waiting.
+The provider publishes no schemas of its computer use, whose actions the client runs: names and
+arguments are those that Google's own clients run (google-gemini/computer-use-preview, ADK).
 """
 
 from __future__ import annotations
@@ -20,13 +14,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-import msgspec
-
 from bridle.dialects.base import (
-    ENGINE_FAILURES,
     AssistantTurn,
     ReplyHead,
     Route,
@@ -34,16 +26,19 @@ from bridle.dialects.base import (
     StreamEncoder,
     WireFormat,
     models_route,
-    retry_headers,
     tidy,
     user_messages,
 )
 from bridle.dialects.fields import ignored_fields, note_unknown_value, read_sampling
-from bridle.dialects.ids import call_id, signature, standard_base64
+from bridle.dialects.google_write import (
+    ContentStream,
+    content_json,
+    error_response,
+)
+from bridle.dialects.ids import standard_base64
 from bridle.dialects.json_reader import (
     SpanMemo,
     an_object,
-    arguments_object,
     arguments_text,
     decode,
     encode,
@@ -65,7 +60,9 @@ from bridle.dialects.json_reader import (
 from bridle.dialects.media import block_part, block_text, data_part, url_part
 from bridle.dialects.tools import (
     ToolList,
+    ToolMemo,
     check_choice,
+    object_schema,
     provider_run,
     tools_sent,
 )
@@ -73,7 +70,6 @@ from bridle.errors import RequestError
 from bridle.types import (
     JSON,
     Dialect,
-    FinishReason,
     Message,
     ModelRequest,
     Part,
@@ -84,7 +80,6 @@ from bridle.types import (
     ToolCall,
     ToolSpec,
     Usage,
-    one_line,
 )
 
 _SALT = b"google:"
@@ -113,6 +108,7 @@ class Google(WireFormat):
 
     def __init__(self) -> None:
         super().__init__(read_tools, read_content)
+        self._older_tools = ToolMemo(partial(read_tools, older=True))
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
         """Recognise `POST .../models/NAME:METHOD`, and Google's model list."""
@@ -166,7 +162,8 @@ class Google(WireFormat):
         """Return the system message, and the members of a `ModelRequest` beside the messages."""
         head = camel(an_object(decode(head_bytes, ""), ""))
         model = named or name_at(head, "model", "")
-        tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
+        known = self._older_tools if speaks_older(model) else self._tools
+        tools = ToolList() if tools_span is None else known.read(tools_span, "tools")
         system = read_system(head.get("systemInstruction"), "systemInstruction")
         config = camel(object_at(head, "generationConfig", "") or {})
         thinking = camel(object_at(config, "thinkingConfig", "generationConfig") or {})
@@ -291,24 +288,28 @@ def _read_thinking(thinking: JSON, path: str, *, shown: bool) -> bool | None:
 # ---- tools
 
 
-def read_tools(value: object, path: str) -> ToolList:
+def read_tools(value: object, path: str, *, older: bool = False) -> ToolList:
     """Return `tools`: an array of objects with function declarations, or one such object.
 
-    Raises `RequestError` for `computerUse`, whose actions have no published schemas.
+    `older` chooses the actions of computer use: `speaks_older`.
     """
     specs: list[ToolSpec] = []
+    predefined: list[ToolSpec] = []
     removed: list[str] = []
     for tool, where in objects([value] if isinstance(value, dict) else value, path):
         fields = camel(tool)
         for declared, place in objects_at(fields, "functionDeclarations", where):
             specs.append(_read_function(camel(declared), place))
-        if fields.get("computerUse") is not None:
-            name = f"{where}.computerUse"
-            message = f"{name} is not served; declare its actions in functionDeclarations"
-            raise RequestError(message, param=name)
-        known = "functionDeclarations"
-        removed += [key for key, given in fields.items() if key != known and given is not None]
-    return ToolList(tuple(specs), removed=provider_run(removed))
+        computer = object_at(fields, "computerUse", where)
+        if computer is not None:
+            own = computer_use(computer, f"{where}.computerUse", older=older)
+            predefined += own
+            removed += [] if own else ["computerUse"]
+        known = ("functionDeclarations", "computerUse")
+        removed += [key for key, given in fields.items() if key not in known and given is not None]
+    named = {spec.name for spec in specs}
+    shown = (*(spec for spec in predefined if spec.name not in named), *specs)
+    return ToolList(shown, removed=provider_run(removed))
 
 
 def _read_function(value: JSON, path: str) -> ToolSpec:
@@ -483,177 +484,89 @@ def _read_call(value: JSON, path: str) -> ToolCall:
     )
 
 
-# ---- replies and errors, streamed or whole
+# ---- computer use
 
 
-_ERRORS: dict[str, tuple[int, str]] = {
-    "authentication_error": (401, "UNAUTHENTICATED"),
-    "permission_error": (403, "PERMISSION_DENIED"),
-    "not_found": (404, "NOT_FOUND"),
-    "request_too_large": (413, "INVALID_ARGUMENT"),
-    "context_length_exceeded": (400, "INVALID_ARGUMENT"),
-    "rate_limit": (429, "RESOURCE_EXHAUSTED"),
-    "session_busy": (429, "RESOURCE_EXHAUSTED"),
-    "budget_exhausted": (403, "PERMISSION_DENIED"),
-    "overloaded": (503, "UNAVAILABLE"),
-    "paused": (503, "UNAVAILABLE"),
-    "engine_error": (500, "INTERNAL"),
-    **dict.fromkeys((*ENGINE_FAILURES, "store_error"), (503, "UNAVAILABLE")),
+_OLDER_MODELS = ("gemini-1.", "gemini-2.", "gemini-3-flash-preview", "gemini-3.1-pro-preview")
+
+_TEXT: JSON = {"type": "string"}
+_ACROSS: JSON = {"type": "integer", "description": "0 (left) to 999 (right) of the screen."}
+_DOWN: JSON = {"type": "integer", "description": "0 (top) to 999 (bottom) of the screen."}
+_ARGUMENTS: dict[str, JSON] = {
+    "x": _ACROSS,
+    "y": _DOWN,
+    "destination_x": _ACROSS,
+    "destination_y": _DOWN,
+    "direction": {**_TEXT, "enum": ["up", "down", "left", "right"]},
+    "magnitude": {"type": "integer", "description": "How far, 1 to 999."},
+    "text": _TEXT,
+    "press_enter": {"type": "boolean"},
+    "clear_before_typing": {"type": "boolean"},
+    "key": {**_TEXT, "description": "The name of one key."},
+    "keys": {"type": "array", "items": _TEXT, "description": "Names of the keys."},
+    "keys+": {**_TEXT, "description": 'Names of keys, such as "control+c".'},
+    "seconds": {"type": "integer"},
+    "url": _TEXT,
 }
-"""Our code -> status and name as Google says them. Its clients try every 429 again, so a budget
-that is used up is a refusal of permission."""
+"""Schemas by name; `keys+` is the older form of `keys`."""
+
+_Actions = tuple[tuple[str, str, str], ...]
+_ALWAYS: _Actions = (
+    ("navigate", "url", "Opens a URL."),
+    ("go_back", "", "Goes back to the page before."),
+    ("go_forward", "", "Goes forward in the history."),
+    ("drag_and_drop", "x y destination_x destination_y", "Drags from a point to another."),
+)
+_OLDER: _Actions = (
+    ("open_web_browser", "", "Opens the web browser."),
+    ("wait_5_seconds", "", "Waits for the page to finish."),
+    ("search", "", "Opens a search engine."),
+    ("click_at", "x y", "Clicks at a point."),
+    ("hover_at", "x y", "Moves the mouse to a point."),
+    ("type_text_at", "x y text press_enter? clear_before_typing?", "Types text at a point."),
+    ("key_combination", "keys+", "Presses keys together."),
+    ("scroll_document", "direction", "Scrolls the page."),
+    ("scroll_at", "x y direction magnitude?", "Scrolls at a point."),
+)
+_NEWER: _Actions = (
+    ("click", "x y", "Clicks at a point."),
+    ("double_click", "x y", "Clicks twice at a point."),
+    ("triple_click", "x y", "Clicks three times at a point."),
+    ("middle_click", "x y", "Clicks the middle button at a point."),
+    ("right_click", "x y", "Clicks the right button at a point."),
+    ("mouse_down", "x y", "Presses the mouse button at a point and holds it."),
+    ("mouse_up", "x y", "Releases the mouse button at a point."),
+    ("move", "x y", "Moves the mouse to a point."),
+    ("type", "text press_enter?", "Types text where the focus is."),
+    ("press_key", "key", "Presses a key."),
+    ("key_down", "key", "Presses a key and holds it."),
+    ("key_up", "key", "Releases a key."),
+    ("hotkey", "keys", "Presses keys together."),
+    ("scroll", "x y direction magnitude?", "Scrolls at a point."),
+    ("wait", "seconds", "Waits."),
+    ("take_screenshot", "", "Returns the screen as it is."),
+)
+"""Names, arguments (`?` = optional) and descriptions of the actions."""
 
 
-def content_json(head: ReplyHead, reply: Reply, usage: Usage, *, thoughts: bool) -> JSON:
-    parts: list[JSON] = []
-    if reply.reasoning and thoughts:
-        parts.append({"text": reply.reasoning, "thought": True})
-    if reply.content:
-        parts.append({"text": reply.content, **_unless(reply.tool_calls, sign(head, 0))})
-    parts += [call_part(head, index, call) for index, call in enumerate(reply.tool_calls)]
-    return response_json(head, parts, finish_reason(reply), usage)
+def speaks_older(model: str) -> bool:
+    """Return whether clients of a model of this name run the actions of Gemini before 3.5."""
+    return model.rpartition("/")[2].startswith(_OLDER_MODELS)
 
 
-def _unless(calls: Any, mark: JSON) -> JSON:
-    return {} if calls else mark
+def computer_use(given: JSON, path: str, *, older: bool) -> tuple[ToolSpec, ...]:
+    """Return the functions of `computerUse`; none for mobile devices (not published)."""
+    fields = camel(given)
+    if text_at(fields, "environment", path) == "ENVIRONMENT_MOBILE":
+        return ()
+    excluded = texts_at(fields, "excludedPredefinedFunctions", path)
+    actions = (*(_OLDER if older else _NEWER), *_ALWAYS)
+    return tuple(_predefined(*action) for action in actions if action[0] not in excluded)
 
 
-def sign(head: ReplyHead, index: int) -> JSON:
-    """Return the signature member of call `index`, or of the text where there is no call."""
-    return {"thoughtSignature": signature(head.reply_id, index)}
-
-
-def call_part(head: ReplyHead, index: int, call: ToolCall) -> JSON:
-    """Call `index` of a reply; arguments that are no object are wrapped."""
-    function = {
-        "id": call_id("call", call.id, head.reply_id, index),
-        "name": call.name,
-        "args": msgspec.Raw(arguments_object(call.arguments)),
-    }
-    return {"functionCall": function, **sign(head, index)}
-
-
-def response_json(
-    head: ReplyHead, parts: list[JSON], finish: str | None = None, usage: Usage | None = None
-) -> JSON:
-    """Return a response, whole or one piece of a stream."""
-    candidate: JSON = {"content": {"parts": parts, "role": "model"}, "index": 0}
-    if finish is not None:
-        candidate["finishReason"] = finish
-    response: JSON = {"candidates": [candidate]}
-    if usage is not None:
-        response["usageMetadata"] = usage_json(usage)
-    return {**response, "modelVersion": head.model, "responseId": head.reply_id}
-
-
-def finish_reason(reply: Reply) -> str:
-    """Google's word for how a reply ended; calls end it like text."""
-    return "STOP" if reply.finish_reason is FinishReason.STOP else "MAX_TOKENS"
-
-
-def usage_json(usage: Usage) -> JSON:
-    """Return token counts; thoughts are counted apart from the candidate."""
-    counts = {
-        "promptTokenCount": usage.prompt_tokens,
-        "candidatesTokenCount": usage.completion_tokens - usage.reasoning_tokens,
-        "totalTokenCount": usage.prompt_tokens + usage.completion_tokens,
-    }
-    if usage.cached_tokens:
-        counts["cachedContentTokenCount"] = usage.cached_tokens
-    if usage.reasoning_tokens:
-        counts["thoughtsTokenCount"] = usage.reasoning_tokens
-    return counts
-
-
-# ---- errors
-
-
-def error_json(error: RequestError) -> JSON:
-    """Return the error object, as a body or as a piece of a stream."""
-    status, name = _ERRORS.get(error.code, (error.status, "INVALID_ARGUMENT"))
-    details: list[JSON] = []
-    if error.param is not None:
-        violation = {"field": error.param, "description": str(error)}
-        details.append(
-            {
-                "@type": "type.googleapis.com/google.rpc.BadRequest",
-                "fieldViolations": [violation],
-            }
-        )
-    if error.retry_after_s is not None:
-        kind = "type.googleapis.com/google.rpc.RetryInfo"
-        details.append({"@type": kind, "retryDelay": f"{error.retry_after_s:g}s"})
-    shown: JSON = {"code": status, "message": _error_message(error), "status": name}
-    return {"error": {**shown, "details": details} if details else shown}
-
-
-def error_response(error: RequestError) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of a refused request."""
-    shown = error_json(error)
-    return shown["error"]["code"], retry_headers(error), encode(shown)
-
-
-def _error_message(error: RequestError) -> str:
-    if error.code != "context_length_exceeded" or error.context_length is None:
-        return str(error)
-    return (
-        f"The input token count ({error.prompt_tokens}) exceeds the maximum number of tokens "
-        f"allowed ({error.context_length})."
-    )
-
-
-class ContentStream(StreamEncoder):
-    """One reply as partial responses. Without `sse` they are the items of one JSON array.
-
-    Its calls leave in one response: clients that run tools at each response would otherwise answer
-    the first call without the others.
-    """
-
-    calls_at_end = True
-
-    def __init__(self, head: ReplyHead, *, thoughts: bool, sse: bool) -> None:
-        super().__init__()
-        self._head = head
-        self._thoughts = thoughts
-        self._sse = sse
-        self._items = 0
-
-    def open(self) -> bytes:
-        return b"" if self._sse else b"["
-
-    def write_reasoning(self, text: str) -> bytes:
-        """Return a thought part; nothing for a client that did not ask."""
-        return self._piece([{"text": text, "thought": True}]) if self._thoughts else b""
-
-    def write_text(self, text: str) -> bytes:
-        return self._piece([{"text": text}])
-
-    def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        return self.write_calls(index, [ToolCall(call_id, name, arguments)])
-
-    def write_calls(self, first: int, calls: Sequence[ToolCall]) -> bytes:
-        parts = [call_part(self._head, index, call) for index, call in enumerate(calls, first)]
-        return self._piece(parts) if parts else b""
-
-    def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Write the finish reason, usage, and the signature where no call had one."""
-        signed = reply.content and not reply.tool_calls
-        parts = [{"text": "", **(sign(self._head, 0) if signed else {})}]
-        last = self._framed(response_json(self._head, parts, finish_reason(reply), usage))
-        return b"", last if self._sse else last + b"]"
-
-    def keepalive(self) -> bytes:
-        return b"\r\n"
-
-    def error(self, error: RequestError) -> bytes:
-        shown = self._framed(error_json(error))
-        return shown if self._sse else shown + b"]"
-
-    def _piece(self, parts: list[JSON]) -> bytes:
-        return self._framed(response_json(self._head, parts))
-
-    def _framed(self, value: JSON) -> bytes:
-        if self._sse:
-            return b"data: " + one_line(encode(value)) + b"\r\n\r\n"
-        self._items += 1
-        return (b"" if self._items == 1 else b",\r\n") + encode(value)
+def _predefined(name: str, arguments: str, description: str) -> ToolSpec:
+    words = arguments.split()
+    plain = {word: word.rstrip("+?") for word in words}
+    properties = {plain[word]: _ARGUMENTS[word.rstrip("?")] for word in words}
+    required = [plain[word] for word in words if not word.endswith("?")]
+    return ToolSpec(name, description, object_schema(properties, required))

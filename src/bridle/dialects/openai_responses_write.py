@@ -18,7 +18,7 @@ items that clients expect:
 | `namespace` | its tools, named `NAMESPACE__TOOL` | `function_call` with `namespace` |
 | `local_shell`, `shell`, `apply_patch` | a function with that name | `..._call` |
 | `tool_search` that the client executes | a function with its parameters | `tool_search_call` |
-| `computer`, `computer_use_preview` | refused | |
+| `computer`, `computer_use_preview` | the function `computer`: one action | `computer_call` |
 | any other | not at all (rule `server_tools`) | |
 """
 
@@ -83,6 +83,39 @@ _OWN_TOOLS: dict[str, tuple[str, str, JSON, tuple[str, ...]]] = {
         },
         ("commands",),
     ),
+    "computer": (
+        "action",
+        "Controls a computer with a display, a mouse and a keyboard; returns a screenshot.",
+        {
+            "type": {
+                "type": "string",
+                "enum": [
+                    *("click", "double_click", "drag", "keypress", "move"),
+                    *("screenshot", "scroll", "type", "wait"),
+                ],
+            },
+            "x": {"type": "integer", "description": "Pixels from the left."},
+            "y": {"type": "integer", "description": "Pixels from the top."},
+            "button": {
+                "type": "string",
+                "enum": ["left", "right", "wheel", "back", "forward"],
+            },
+            "keys": {**_TEXTS, "description": "Keys to press, or to hold meanwhile."},
+            "text": {**_TEXT, "description": "What to type."},
+            "scroll_x": {"type": "integer"},
+            "scroll_y": {"type": "integer"},
+            "path": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
+                    "required": ["x", "y"],
+                },
+                "description": "Points to drag along.",
+            },
+        },
+        ("type",),
+    ),
     "apply_patch": (
         "operation",
         "Creates, changes or deletes one file by a patch in the V4A diff format.",
@@ -123,16 +156,17 @@ def _read_tool(tool: JSON, path: str, namespace: str | None) -> ToolList:
         for inner, where in objects_at(tool, "tools", path):
             inside = inside.plus(_read_tool(inner, where, name))
         return inside
-    if kind in ("computer", "computer_use_preview"):
-        message = f"{path}: {kind!r} is not served; declare its actions as functions"
-        raise RequestError(message, param=path)
-    if kind in _OWN_TOOLS and (kind != "tool_search" or tool.get("execution") == "client"):
-        _, text, properties, required = _OWN_TOOLS[kind]
+    own = "computer" if kind == "computer_use_preview" else kind
+    if own in _OWN_TOOLS and (own != "tool_search" or tool.get("execution") == "client"):
+        _, text, properties, required = _OWN_TOOLS[own]
+        if (width := tool.get("display_width")) and (height := tool.get("display_height")):
+            text += f" The display is {width} by {height} pixels."
         schema = object_schema(properties, required)
-        if kind == "tool_search":
+        if own == "tool_search":
             text = description or text
             schema = object_at(tool, "parameters", path) or schema
-        return ToolList((ToolSpec(kind, text, schema),), wire={kind: {"type": kind}})
+        wire = {"type": own, "tool": kind} if own == "computer" else {"type": own}
+        return ToolList((ToolSpec(own, text, schema),), wire={own: wire})
     if kind not in ("function", "custom"):
         return ToolList(removed=provider_run([kind]))
     name = name_at(tool, "name", path)
@@ -150,14 +184,22 @@ def call_of_item(item: JSON, kind: str, call_id: str | None, path: str) -> ToolC
     if name == kind or name not in _OWN_TOOLS:
         return None
     key = _OWN_TOOLS[name][0]
+    actions = item.get("actions")
+    if name == "computer" and isinstance(actions, list) and len(actions) == 1:
+        item = {key: actions[0]}
+    elif name == "computer" and isinstance(actions, list):
+        return ToolCall(call_id, name, arguments_text({"actions": actions}))
     given = an_object(item.get(key), member(path, key))
     if name == "local_shell":
         given = {inner: value for inner, value in given.items() if inner != "type"}
     return ToolCall(call_id, name, arguments_text(given))
 
 
-def item_of_call(name: str, arguments: str) -> JSON | None:
-    """Return a call in the item type of tool `name`; `None` if its arguments do not fit."""
+def item_of_call(name: str, arguments: str, tool: str = "") -> JSON | None:
+    """Return a call of tool `name` in the tool's own item type; `None` if its arguments do not fit.
+
+    `tool` is the type of the tool that the request named: `computer` has a list of actions.
+    """
     key, _, _, required = _OWN_TOOLS[name]
     try:
         given = json.loads(arguments)
@@ -167,6 +209,9 @@ def item_of_call(name: str, arguments: str) -> JSON | None:
         return None
     if name == "local_shell":
         given = {"type": "exec", "env": {}, **given}
+    if name == "computer":
+        shape: JSON = {"actions": [given]} if tool == "computer" else {key: given}
+        return {"type": "computer_call", **shape, "pending_safety_checks": []}
     ran_by = {"execution": "client"} if name == "tool_search" else {}
     return {"type": f"{name}_call", **ran_by, key: given}
 
@@ -175,6 +220,7 @@ _OWN_PREFIXES = {
     "local_shell": "lsh",
     "shell": "sh",
     "apply_patch": "apc",
+    "computer": "cu",
     "tool_search": "tsc",
 }
 
@@ -295,7 +341,8 @@ def call_item(head: ReplyHead, dress: Dress, index: int, call: ToolCall) -> JSON
         "call_id": call.id or item_id("call", head.reply_id, index),
     }
     wire = dict(dress.wire.get(call.name) or {})
-    own = item_of_call(call.name, call.arguments) if "type" in wire else None
+    tool = wire.pop("tool", "")
+    own = item_of_call(call.name, call.arguments, tool) if "type" in wire else None
     if own is not None:
         prefix = _OWN_PREFIXES[wire["type"]]
         return {"id": item_id(prefix, head.reply_id, index), **own, **common}
