@@ -74,6 +74,21 @@ def test_what_an_agent_needs_is_found(project, tmp_path, monkeypatch):
     assert find_agent(".venv/bin/python my_agent.py {instruction}") == through_uv
 
 
+def test_an_environment_whose_python_is_a_link_to_a_link_is_shown_with_it(say, project, tmp_path):
+    """As `python3 -m venv` makes it where `python3` itself is a link."""
+    python = project / ".venv" / "bin" / "python"
+    link = tmp_path / "links" / "python3"
+    link.parent.mkdir()
+    link.symlink_to(python.resolve())
+    python.unlink()
+    python.symlink_to(link)
+
+    said = say("init", "mine", "--agent", "project/my_agent.py")
+
+    assert said.code == 0, said.out + said.err
+    assert str(link.parent) in find_agent("project/my_agent.py").binds
+
+
 @pytest.mark.parametrize(
     ("agent", "why"),
     [

@@ -311,6 +311,7 @@ def _of_program(program: Path) -> Iterator[Path]:
             raise ConfigError(f"--agent: {python} does not run: {said.stderr.strip()[-300:]}")
         folders = [Path(each) for each in json.loads(said.stdout) if each]
         yield from (each for each in folders if each.is_dir())
+        yield from (link.parent for link in _links(python))
         yield python.resolve().parent.parent
     real = program.resolve()
     if python != program and not _is_system(real):
@@ -318,6 +319,13 @@ def _of_program(program: Path) -> Iterator[Path]:
         yield real.parent.parent if installed else _project(real.parent)
         if not _is_system(program):
             yield program.parent
+
+
+def _links(path: Path) -> Iterator[Path]:
+    """Yield the files that symbolic links lead to from `path`, one after the other."""
+    while path.is_symlink():
+        path = path.parent / path.readlink()
+        yield path
 
 
 def _is_system(path: Path) -> bool:
