@@ -75,7 +75,7 @@ def test_what_an_agent_needs_is_found(project, tmp_path, monkeypatch):
 
 
 def test_an_environment_whose_python_is_a_link_to_a_link_is_shown_with_it(say, project, tmp_path):
-    """As `python3 -m venv` makes it where `python3` itself is a link."""
+    """Python 3.13 makes such an environment where `python3` itself is a link."""
     python = project / ".venv" / "bin" / "python"
     link = tmp_path / "links" / "python3"
     link.parent.mkdir()
