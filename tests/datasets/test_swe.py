@@ -280,7 +280,7 @@ def test_a_repository_of_swe_smith_has_its_bug_and_a_history_without_the_fix(tmp
         (GYM, {"FAIL_TO_PASS": [1]}, "FAIL_TO_PASS: must be a list"),
         (GYM, {"test_patch": None}, "test_patch: the row has none"),
         (GYM, {"test_patch": patch("README.md")}, "test_patch: changes no file that could"),
-        (GYM, {"test_patch": "x" * (2 << 20)}, "test_patch: has 2,097,152 bytes, and at most"),
+        (GYM, {"test_patch": "x" * 10_000_000}, "test_patch: has 10,000,000 bytes, and at most"),
         (GYM, {"test_patch": patch("../../etc/passwd")}, "writes outside .*'../../etc/passwd'"),
         (GYM, {"base_commit": "; rm -rf /"}, "base_commit: must be the hash"),
         (GYM, {"problem_statement": None}, "problem_statement: the row has none"),
