@@ -1,3 +1,4 @@
+import asyncio
 import os
 from pathlib import Path
 
@@ -164,6 +165,18 @@ async def test_an_image_that_is_here_is_not_pulled(fake):
     calls = fake('echo \'[{"Id": "x"}]\'')
     assert await image_facts("here:1") == {"Id": "x"}
     assert calls.read_text() == "image inspect here:1\n"
+
+
+def test_an_image_is_asked_for_at_once_in_one_event_loop_after_another(fake):
+    fake('echo \'[{"Id": "x"}]\'')
+
+    async def ask_twice():
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(image_facts("both:1")) for _ in range(2)]
+        return [each.result() for each in asked]
+
+    for _ in range(2):
+        assert asyncio.run(ask_twice()) == [{"Id": "x"}] * 2
 
 
 async def test_an_image_that_cannot_be_pulled_is_named(fake):

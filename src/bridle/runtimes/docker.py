@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import structlog
 
@@ -70,7 +71,9 @@ OUTPUT = 16 << 20
 DONE = ("Pull complete", "Already exists")
 CLIENT = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY")
 
-_pulls: dict[str, asyncio.Lock] = {}
+Locks = dict[str, asyncio.Lock]
+_pulls: WeakKeyDictionary[asyncio.AbstractEventLoop, Locks] = WeakKeyDictionary()
+"""A lock for each image, of each event loop: a lock works in one loop alone."""
 log = structlog.get_logger(__name__)
 
 
@@ -136,7 +139,8 @@ async def image_facts(image: str, *, build: str | None = None) -> dict[str, Any]
 
     `build` is a folder with a `Dockerfile` that it is built of; `None` = it is pulled.
     """
-    async with _pulls.setdefault(image, asyncio.Lock()):
+    locks = _pulls.setdefault(asyncio.get_running_loop(), {})
+    async with locks.setdefault(image, asyncio.Lock()):
         with suppress(RuntimeFailure):
             return await _inspected(image)
         if build is not None:
