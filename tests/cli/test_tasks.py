@@ -1,15 +1,20 @@
 """Tasks of releases, whole: a local index, real pip, builds and tests in bubblewrap."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pip
 import pytest
 from tests.datasets.packages import make_index
+from tests.sandbox.images import put_image
 
 from bridle.config import cache_dir
+from bridle.datasets.jsonl import load_tasks
+from bridle.runtimes.docker import client_environment, program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OFFLINE_DATA = EXAMPLES / "offline-data" / "run.py"
@@ -67,7 +72,8 @@ def made(shared, say):
     """The task folder of the release with a new function, made once."""
     folder = shared / "tasks"
     if not folder.exists():
-        said = say("tasks", "from-releases", "tinytext", "--out", folder, "--json")
+        places = ("--out", folder, "--harbor", shared / "harbor")
+        said = say("tasks", "from-releases", "tinytext", *places, "--json")
         (shared / "said.json").write_text(said.out)
         assert said.code == 0, said.out
     return folder / "tinytext-1.1-1.2"
@@ -98,6 +104,48 @@ def test_a_task_has_its_statement_tests_and_locked_environment(made):
     lock = (made / "requirements.lock").read_text().splitlines()
     assert {line.split("==")[0] for line in lock} >= {"pytest", "pluggy", "iniconfig"}
     assert all("--hash=sha256:" in line for line in lock)
+
+
+def test_a_task_is_a_harbor_folder_too_whose_image_has_nothing_of_the_release(made, shared):
+    folder = shared / "harbor" / made.name
+    (read,) = load_tasks(folder, overrides={"runtime": {"backend": "docker"}})
+    task = json.loads((made / "task.json").read_text())
+    assert (read.task_id, read.instruction) == (task["task_id"], task["instruction"])
+    assert task["metadata"].items() <= read.metadata.items()
+    assert read.metadata["harbor"]["unused"] == []
+    assert [path.name for path in folder.parent.iterdir()] == [made.name]
+    files = [path for path in (folder / "environment").rglob("*") if path.is_file()]
+    assert "def words" in "".join(path.read_text() for path in files)
+    assert not any("shout" in path.read_text() for path in files)
+
+
+@pytest.fixture
+def base_image(shared):
+    """An image with Python, pip and git, whose pip has the index for its only one."""
+    folder = shared / "base"
+    shutil.copytree(shared / "index", folder / "index")
+    shutil.copytree(Path(pip.__file__).parent, folder / "pip")
+    (folder / "Dockerfile").write_text(
+        f"FROM {put_image(large=True)}\nCOPY index /index\n"
+        "COPY pip /usr/lib/python3/dist-packages/pip\n"
+        "ENV PIP_NO_INDEX=1 PIP_FIND_LINKS=/index PIP_BREAK_SYSTEM_PACKAGES=1\n"
+        "RUN ln -s python3 /usr/bin/python\n"
+    )
+    words = (program(), "build", "--quiet", "--tag", "bridle-test-pip", folder)
+    subprocess.run(words, env=client_environment(), check=True)
+    return "bridle-test-pip"
+
+
+def test_a_harbor_folder_is_sound_in_the_image_that_is_built_of_it(
+    made, shared, base_image, say, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("BRIDLE_RUNTIME", "docker")
+    folder = shutil.copytree(shared / "harbor" / made.name, tmp_path / made.name)
+    dockerfile = folder / "environment" / "Dockerfile"
+    text = dockerfile.read_text()
+    dockerfile.write_text(re.sub("(?m)^ARG BASE=.*$", f"ARG BASE={base_image}", text))
+    said = say("tasks", "verify", folder, "--json")
+    assert (said.code, said.json[0]["verdict"]) == (0, "sound"), said.out + said.err
 
 
 @pytest.fixture
@@ -230,6 +278,11 @@ def test_source_distributions_are_not_run_where_nothing_contains_them(say, tmp_p
     accepted = ("tinytext==1.1..1.2", "--out", tmp_path / "out", "--runtime", "local")
     said = say("tasks", "from-releases", *accepted)
     assert said.code == 0, said.out
+
+
+def test_harbor_folders_do_not_lie_among_the_tasks(say, tmp_path):
+    said = say("tasks", "from-releases", "tinytext", "--out", tmp_path, "--harbor", tmp_path / "h")
+    assert (said.code, "must lie outside of --out" in said.err) == (2, True)
 
 
 def test_a_version_that_the_index_lacks_is_named(say, tmp_path):

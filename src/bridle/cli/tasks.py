@@ -14,7 +14,7 @@ import typer
 
 from bridle.cli.options import JsonOption
 from bridle.cli.output import console, notes, print_json, print_table
-from bridle.errors import RuntimeFailure
+from bridle.errors import ConfigError, RuntimeFailure
 from bridle.types import JSON, Cause
 
 if TYPE_CHECKING:
@@ -48,6 +48,10 @@ def from_releases(
     runtime: Annotated[
         str, typer.Option(help="auto, bubblewrap or local; auto refuses to run uncontained.")
     ] = "auto",
+    harbor: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the same tasks in Harbor's format, one folder each."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Make verified SWE tasks from consecutive releases of Python packages on your package index.
@@ -59,11 +63,13 @@ def from_releases(
 
     for each in packages:
         parse_wanted(each)
+    if harbor is not None and harbor.resolve().is_relative_to(out.resolve()):
+        raise ConfigError(f"--harbor {harbor}: must lie outside of --out {out}")
     bench = Bench(safe_backend(runtime))
     out.mkdir(parents=True, exist_ok=True)
     rows: list[JSON] = []
     for each in packages:
-        maker = Maker(out, hint, bench, notes.print)
+        maker = Maker(out, hint, bench, notes.print, harbor)
         rows += _make(maker, each, most)
     _print(rows, "from releases", json=json)
     raise typer.Exit(0 if any(row["verdict"] == "kept" for row in rows) else 1)
@@ -96,6 +102,8 @@ def _make(maker: Maker, wanted: str, most: int) -> list[JSON]:
             row = {"task": row["task"], "verdict": "kept", "detail": detail}
         else:
             shutil.rmtree(made.folder)
+            if maker.harbor is not None:
+                shutil.rmtree(maker.harbor / made.folder.name)
         rows.append(row)
         if sum(row["verdict"] == "kept" for row in rows) == most:
             break

@@ -20,7 +20,7 @@ import tomllib
 import zipfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.message import Message
 from email.parser import HeaderParser
 from pathlib import Path
@@ -106,6 +106,8 @@ class VirtualEnvironment:
     folder: Path
     lock: str
     """`requirements.txt` with a hash for each version."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """More files of its site-packages: path -> text."""
 
     @property
     def python(self) -> str:
@@ -313,7 +315,7 @@ async def make_environment(
         async with exclusive(folder.with_name(f".{key}.lock")):
             if not lock.exists():
                 await _fill(folder, requirements, files or {})
-    return VirtualEnvironment(folder, lock.read_text())
+    return VirtualEnvironment(folder, lock.read_text(), files or {})
 
 
 async def _fill(folder: Path, requirements: Sequence[str], files: Mapping[str, str]) -> None:

@@ -7,8 +7,8 @@ container, hub or repository host takes part; packages come through pip (`source
 and tests run in sandboxes (`environments`).
 
 A task is a folder: `task.json` for evaluator `test_on_output`, `repo/`, the reference patch with
-the script that applies it (harness `oracle`), and the lock of its environment. What gives no task
-is `Refused` with a cause.
+the script that applies it (harness `oracle`), and the lock of its environment; on request it is
+written as a Harbor folder too (`to_harbor`). What gives no task is `Refused` with a cause.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ from bridle.datasets.environments import (
     requirement,
     runtime_fields,
 )
+from bridle.datasets.to_harbor import write_harbor
 from bridle.errors import ConfigError
-from bridle.evaluators.test_on_output import DIFF, GIT, PATCH_LIMIT, files_of, from_summary
+from bridle.evaluators.summary import from_summary
+from bridle.evaluators.test_on_output import DIFF, GIT, PATCH_LIMIT, files_of
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.runtimes.files import safe_entry
 from bridle.types import JSON
@@ -118,6 +120,8 @@ class Maker:
     hint: Hint
     bench: Bench
     say: Callable[[str], None]
+    harbor: Path | None = None
+    """Folder for the same tasks as Harbor folders; `None` = they are not written."""
     kept: list[tuple[str, Change]] = field(default_factory=list)
 
     async def make(self, older: Source, newer: Source) -> Made:
@@ -153,7 +157,10 @@ class Maker:
             task["instruction"] = statement(self.hint, wheels, found.fail, notes)
             task["metadata"]["sha256"] = [base_sum, release_sum]
             self.kept.append((name, change))
-            return Made(self._write(name, task, change, base, environment), task)
+            folder = self._write(name, task, change, base, environment)
+            if self.harbor is not None:
+                write_harbor(folder, self.harbor / name, release, environment, decides)
+            return Made(folder, task)
 
     async def _diff(self, base: Path, release: Path) -> str:
         """Return both trees compared by git, in a sandbox: git obeys files of a tree."""
@@ -278,7 +285,7 @@ class Maker:
         shutil.copytree(base, folder / "repo", symlinks=True)
         patch = change.source.encode(errors="surrogateescape")
         (folder / "solution" / "reference.patch").write_bytes(patch)
-        script = 'git apply --whitespace=nowarn "$(dirname "$0")/reference.patch"\n'
+        script = '#!/bin/sh\ngit apply --whitespace=nowarn "$(dirname "$0")/reference.patch"\n'
         (folder / "solution" / "solve.sh").write_text(script)
         (folder / "requirements.lock").write_text(environment.lock)
         (folder / "task.json").write_text(json.dumps(task, indent=1) + "\n")
@@ -389,6 +396,11 @@ def is_test(path: PurePosixPath | Path) -> bool:
     return bool(inside) or path.name.startswith("test_") or path.name.endswith("_test.py")
 
 
+def decides(path: PurePosixPath | Path) -> bool:
+    """Return whether a path belongs to the tests, or sets how they run."""
+    return is_test(path) or path.name in RUNNER
+
+
 def source_root(tree: Path, wheel: Wheel) -> str:
     """Return the folder of a tree whose files the wheel installs as they are. Raises `Refused`."""
     modules = [name for name in wheel.files if name.endswith(".py")]
@@ -406,7 +418,7 @@ def divide(diff: str, root: str, installed: Iterable[str]) -> Change:
     source, tests, files, lines = [], [], [], set()
     for path, text in files_of(diff):
         pure = PurePosixPath(path)
-        if is_test(pure) or pure.name in RUNNER:
+        if decides(pure):
             tests.append(text)
             files.append(path)
         elif path in shipped:

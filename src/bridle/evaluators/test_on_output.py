@@ -41,6 +41,7 @@ from bridle.evaluators.base import (
     read_file,
 )
 from bridle.evaluators.command import TAIL_CHARS
+from bridle.evaluators.summary import from_summary, lines_of_summary
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.runtimes.files import is_folder_in, replace_tree
 
@@ -51,10 +52,6 @@ DIFF = (
 )
 PATCH_LIMIT = 32 << 20
 """Bytes; a larger patch is no work of an agent's."""
-HEADING = re.compile(r"(?m)^=+ short test summary info =+$")
-ENDED = re.compile(r"(?m)^=* ?\d+ .*\bin \d+\.\d+s\b.*$")
-"""The last line of pytest's report."""
-SUMMARY = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S.*?)(?: - .*)?$")
 
 
 class TestOnOutputSettings(Settings):
@@ -166,7 +163,7 @@ class TestOnOutput(Configured[TestOnOutputSettings]):
             how = late if result.timed_out else f"ended by {result.signal}"
             raise CheckerFailure(f"the tests {how}", said[-TAIL_CHARS:])
         if self._settings.expected:
-            return _summary(said)
+            return lines_of_summary(said)
         junit = self._settings.junit
         if junit is None:
             statuses = from_summary(said)
@@ -276,32 +273,6 @@ async def _read(runtime: Runtime, path: str) -> bytes:
         return await read_file(runtime, path)
     except (RuntimeFailure, OSError) as error:
         raise CheckerFailure(f"the tests left no {path}", str(error)) from error
-
-
-def from_summary(said: str) -> dict[str, str]:
-    """Test -> status, of the last summary that `pytest -rA` prints, if it is a whole one.
-
-    A test that another summary calls anything but passed has that status: code under test can print
-    a summary of its own, before or after the runner's.
-    """
-    *earlier, last = re.split(HEADING, said)
-    if not earlier or not re.search(ENDED, last):
-        return {}
-    statuses = _summary(last)
-    for summary in earlier[1:]:
-        for name, status in _summary(summary).items():
-            if status != "passed" and name in statuses:
-                statuses[name] = status
-    return statuses
-
-
-def _summary(text: str) -> dict[str, str]:
-    found = (SUMMARY.match(line) for line in text.splitlines())
-    statuses: dict[str, str] = {}
-    for match in found:
-        if match is not None and statuses.get(match[2], "passed") == "passed":
-            statuses[match[2]] = match[1].lower()
-    return statuses
 
 
 def from_junit(text: bytes) -> dict[str, str]:

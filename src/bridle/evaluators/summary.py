@@ -1,0 +1,58 @@
+"""Test results of the summary that `pytest -rA` prints.
+
+A file by itself, which Harbor folders bring along (`datasets.to_harbor`): `python summary.py WANTED
+CODE <OUTPUT` ends with code 0 if all tests of the JSON list in file WANTED passed, in a run that
+ended with CODE.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+HEADING = re.compile(r"(?m)^=+ short test summary info =+$")
+ENDED = re.compile(r"(?m)^=* ?\d+ .*\bin \d+\.\d+s\b.*$")
+"""The last line of pytest's report."""
+SUMMARY = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S.*?)(?: - .*)?$")
+
+
+def from_summary(said: str) -> dict[str, str]:
+    """Test -> status, of the last summary that `pytest -rA` prints, if it is a whole one.
+
+    A test that another summary calls anything but passed has that status: code under test can print
+    a summary of its own, before or after the runner's.
+    """
+    *earlier, last = re.split(HEADING, said)
+    if not earlier or not re.search(ENDED, last):
+        return {}
+    statuses = lines_of_summary(last)
+    for summary in earlier[1:]:
+        for name, status in lines_of_summary(summary).items():
+            if status != "passed" and name in statuses:
+                statuses[name] = status
+    return statuses
+
+
+def lines_of_summary(text: str) -> dict[str, str]:
+    """Return test -> status of each line that says one, wherever it stands."""
+    found = (SUMMARY.match(line) for line in text.splitlines())
+    statuses: dict[str, str] = {}
+    for match in found:
+        if match is not None and statuses.get(match[2], "passed") == "passed":
+            statuses[match[2]] = match[1].lower()
+    return statuses
+
+
+def all_passed(said: str, wanted: list[str], exit_code: int) -> bool:
+    """Return whether these tests passed, in a run that ended well or names a failure."""
+    statuses = from_summary(said)
+    ends = exit_code == 0 or {"failed", "error"} & set(statuses.values())
+    return bool(ends) and all(statuses.get(name) == "passed" for name in wanted)
+
+
+if __name__ == "__main__":
+    output = sys.stdin.buffer.read().decode(errors="replace")
+    wanted_tests = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    sys.exit(not all_passed(output, wanted_tests, int(sys.argv[2])))
