@@ -36,6 +36,7 @@ RUN {begin}
 TEST: Final = """\
 #!/bin/bash
 main() {{
+  export PYTHONSAFEPATH=1  # a pytest.py in the work folder is not pytest
   cd /work || exit 1
   find . -path ./.git -prune -o \\( {obeyed} \\) -exec rm -rf {{}} +
   mapfile -d '' -t removed <"$tests/removed" && rm -rf -- "${{removed[@]}}"
