@@ -10,7 +10,7 @@ config=${BRIDLE_CONFIG:-/etc/bridle/bridle.toml}
 head=${RAY_HEAD:-127.0.0.1:6379}
 pause=${BRIDLE_RESTART_S:-2}
 
-server= told= code=0 # told: to end, and by then which server ran, or `early`
+server= told= code=0 # told: a signal came; the server that ran then, or `early`
 end_server() {
   told=${server:-early}
   [ -z "$server" ] || kill -TERM "$server" 2>/dev/null
@@ -26,7 +26,8 @@ while [ -z "$told" ]; do
   server=$!
   [ "$told" != early ] || end_server
   # Not `wait` at once: bash loses the status of a child that ends while a signal interrupts `wait`.
-  while [ -n "$(jobs -rp)" ]; do sleep 1; done
+  # No `$(...)` either: bash 5.2 takes a signal that it handles within one for a syntax error.
+  while kill -0 "$server" 2>/dev/null; do sleep 1; done
   wait "$server"
   code=$?
   server=

@@ -1,7 +1,9 @@
 """Our scripts, run with programs of a few lines in place of those that they call."""
 
 import os
+import signal
 import subprocess
+import time
 
 import pytest
 
@@ -42,3 +44,24 @@ def ended_first(tmp_path):
         return {"BASH_ENV": str(hook)}
 
     return environment
+
+
+@pytest.fixture
+def often_signalled(tmp_path):
+    """A server that ignores SIGTERM, a `sleep` that returns at once, and a function that sends
+    SIGTERM to a script often, then has its server end with code 3.
+
+    Bash 5.2 takes a trap in the middle of `$(...)` for a syntax error, and ends with code 2.
+    """
+    up, end = tmp_path / "up", tmp_path / "end"
+    bridle = f"trap '' TERM; touch {up}; until [ -e {end} ]; do :; done; exit 3"
+
+    def signal_often(process):
+        while not up.exists():
+            assert process.poll() is None
+        for _ in range(2000):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.0005)
+        end.touch()
+
+    return bridle, {"sleep": '[ "$1" = 1 ] || exec /bin/sleep "$@"'}, signal_often

@@ -12,8 +12,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "serve.sh"
 def serve(script, tmp_path):
     """Runs the script, with `$AT` as a folder of the test's."""
 
-    def run(bridle, ray="exit 0", **env):
-        programs = {"bridle": bridle, "ray": ray}
+    def run(bridle, ray="exit 0", programs=(), **env):
+        programs = {"bridle": bridle, "ray": ray} | dict(programs)
         return script(SCRIPT, programs, AT=str(tmp_path), BRIDLE_RESTART_S="0", **env)
 
     return run
@@ -52,6 +52,14 @@ def test_a_server_that_drains_before_it_is_waited_for_again_ends_well(serve, tmp
     end_when_up(process, tmp_path / "up")
     out, _ = process.communicate(timeout=45)
     assert (process.returncode, out) == (0, "drained\n")
+
+
+def test_signals_at_any_moment_leave_the_script_whole(serve, often_signalled):
+    bridle, sleep, signal_often = often_signalled
+    process = serve(bridle, programs=sleep)
+    signal_often(process)
+    out, err = process.communicate(timeout=45)
+    assert (process.returncode, out, err) == (3, "", "")
 
 
 def test_a_signal_while_it_waits_for_ray_ends_it(serve, tmp_path):

@@ -134,6 +134,13 @@ def test_a_server_that_fails_at_once_fails_the_job_each_time(job):
     assert [said(one)[0] for one in jobs] == [3] * 50
 
 
+def test_signals_at_any_moment_leave_the_script_whole(job, often_signalled):
+    bridle, sleep, signal_often = often_signalled
+    process = job(bridle, sleep, BRIDLE_CONFIG="b.toml")
+    signal_often(process)
+    assert said(process) == (3, "", "")
+
+
 def test_a_server_that_ends_with_the_job_keeps_its_status(job):
     bridle = "trap '' TERM; kill -TERM $PPID; exit 3"
     jobs = [job(bridle, BRIDLE_CONFIG="b.toml") for _ in range(50)]
