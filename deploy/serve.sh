@@ -10,21 +10,22 @@ config=${BRIDLE_CONFIG:-/etc/bridle/bridle.toml}
 head=${RAY_HEAD:-127.0.0.1:6379}
 pause=${BRIDLE_RESTART_S:-2}
 
-server= told= code=0 # told: a signal came; the server that ran then, or `early`
+server= code=0
+signalled= # empty until a signal comes; then the process id of the server that ran, or `early`
 end_server() {
-  told=${server:-early}
+  signalled=${server:-early}
   [ -z "$server" ] || kill -TERM "$server" 2>/dev/null
 }
 trap end_server TERM INT
 
-until [ -n "$told" ] || ray health-check --address "$head" >/dev/null 2>&1; do sleep "$pause"; done
+until [ -n "$signalled" ] || ray health-check --address "$head" >/dev/null 2>&1; do sleep "$pause"; done
 
-while [ -z "$told" ]; do
+while [ -z "$signalled" ]; do
   RAY_ADDRESS=$head bridle serve --config "$config" \
     ${BRIDLE_DATABASE:+--database "$BRIDLE_DATABASE"} \
     ${BRIDLE_TOKENIZER:+--tokenizer "$BRIDLE_TOKENIZER"} &
   server=$!
-  [ "$told" != early ] || end_server
+  [ "$signalled" != early ] || end_server
   # Not `wait` at once: bash loses the status of a child that ends while a signal interrupts `wait`.
   # No `$(...)` either: bash 5.2 takes a signal that it handles within one for a syntax error.
   while kill -0 "$server" 2>/dev/null; do sleep 1; done
@@ -32,9 +33,9 @@ while [ -z "$told" ]; do
   code=$?
   server=
   case $code in
-    0 | 2 | 130) break ;; # it was told to end; or its configuration is wrong
+    0 | 2 | 130) break ;; # a signal ended it; or its configuration is wrong
   esac
-  [ -z "$told" ] || break
+  [ -z "$signalled" ] || break
   echo "serve.sh: the server ended with code $code; it is started again" >&2
   sleep "$pause"
 done
