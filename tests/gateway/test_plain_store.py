@@ -14,7 +14,7 @@ from tests.gateway.test_plain import Streaming, Watched, asked, linear_turns, pl
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.errors import StoreError
-from bridle.gateway import plain as plain_file
+from bridle.gateway.plain import WRITTEN_TOGETHER
 from bridle.types import DeliveryState
 
 either = pytest.mark.parametrize("harness", [Caller, Streaming])
@@ -213,20 +213,20 @@ async def test_a_session_that_ends_has_its_waiting_reply_written(harness):
         assert callers[1].delivery(2) is DeliveryState.DELIVERED
 
 
-async def test_so_many_replies_are_written_at_once_and_the_others_by_themselves(monkeypatch):
-    monkeypatch.setattr(plain_file, "WRITTEN_TOGETHER", 2)
+async def test_so_many_replies_are_written_at_once_and_the_others_by_themselves():
+    count = WRITTEN_TOGETHER + 1
     store, engine = Together(), Watched({"content": "a"})
     async with played(server=engine, store=store) as home, asyncio.TaskGroup() as group:
-        callers = [await home.session(f"s{number}") for number in range(9)]
-        talks: list[list[Any]] = [[user(f"go {number}")] for number in range(9)]
+        callers = [await home.session(f"s{number}") for number in range(count)]
+        talks: list[list[Any]] = [[user(f"go {number}")] for number in range(count)]
         for caller, messages in zip(callers, talks, strict=True):
             messages += [await caller.ask(messages), user("and then")]
         engine.held, before = True, engine.asked
         asking = zip(callers, talks, strict=True)
         sent = [group.create_task(caller.ask(messages)) for caller, messages in asking]
-        await callers[0].until(lambda: engine.asked == before + 9)
+        await callers[0].until(lambda: engine.asked == before + count)
         store.sizes.clear()
         engine.sign.set()
-        assert [(await reply)["content"] for reply in sent] == ["a"] * 9
-        assert sum(store.sizes) == 9
-        assert max(store.sizes) <= 2
+        assert [(await reply)["content"] for reply in sent] == ["a"] * count
+        assert sum(store.sizes) == count
+        assert max(store.sizes) <= WRITTEN_TOGETHER

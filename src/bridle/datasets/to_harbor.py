@@ -53,7 +53,10 @@ main() {{
 tests=$(cd "$(dirname "$0")" && pwd)
 main
 """
-PYTHONS: Final = sorted(name for name in OBEYED if "pytest" in name or name.endswith(".py"))
+STARTUP_FILES: Final = sorted(
+    name for name in OBEYED if "pytest" in name or name.endswith(".py")
+)
+"""Files that `python` and `pytest` look for by themselves; an agent's are deleted before the tests."""
 
 
 def write_harbor(
@@ -87,7 +90,7 @@ def write_harbor(
     _write(tests / "removed", "".join(f"{path}\0" for path in sorted(before - after)))
     _write(tests / "wanted.json", json.dumps(config["fail_to_pass"] + config["pass_to_pass"]))
     shutil.copy(summary.__file__, tests / "summary.py")
-    obeyed = " -o ".join(f"-name {name}" for name in PYTHONS)
+    obeyed = " -o ".join(f"-name {name}" for name in STARTUP_FILES)
     _write(tests / "test.sh", TEST.format(obeyed=obeyed, command=config["command"]))
     _write(folder / "instruction.md", task["instruction"])
     fields: JSON = {
