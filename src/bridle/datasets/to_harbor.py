@@ -53,10 +53,8 @@ main() {{
 tests=$(cd "$(dirname "$0")" && pwd)
 main
 """
-STARTUP_FILES: Final = sorted(
-    name for name in OBEYED if "pytest" in name or name.endswith(".py")
-)
-"""Files that `python` and `pytest` look for by themselves; an agent's are deleted before the tests."""
+STARTUP_FILES: Final = sorted(name for name in OBEYED if "pytest" in name or name.endswith(".py"))
+"""Files that `python` and `pytest` look for by themselves; deleted before the tests run."""
 
 
 def write_harbor(
