@@ -59,11 +59,11 @@ from bridle.types import record
 
 __all__ = ["SqliteReader", "SqliteStore"]
 
-CHECKPOINT_FRAMES = 2000
-"""WAL pages (4 KiB) after which an idle writer checkpoints: 8 MB, 5 to 20 ms."""
+CHECKPOINT_RECORDS = 500
+"""Records after which an idle writer checkpoints: some 5 MB of WAL, 5 to 20 ms."""
 
-CHECKPOINT_FRAMES_BUSY = 16 * CHECKPOINT_FRAMES
-"""WAL pages after which it checkpoints even if callers wait."""
+CHECKPOINT_RECORDS_BUSY = 16 * CHECKPOINT_RECORDS
+"""Records after which it checkpoints even if callers wait."""
 
 GROUP_WITHOUT_FSYNC = 4
 """Most records of one transaction without fsync, so that the first of many waiting records is not
@@ -289,7 +289,8 @@ class _Writer:
         self._connection = connection
         self._group = group
         self._states: dict[str, _SessionState] = {}
-        self._frames = 0
+        self._records = 0
+        """Since the last checkpoint."""
         self._sync_wanted = False
         self._turn = threading.Lock()
         """Held while the connection is used."""
@@ -343,7 +344,7 @@ class _Writer:
             return Written.BY_THREAD  # another process writes; the thread can wait for it
         finally:
             self._turn.release()
-        if self._frames >= CHECKPOINT_FRAMES:
+        if self._records >= CHECKPOINT_RECORDS:
             self._jobs.put(threading.Event())  # wakes the thread, which sees to it
         ended = time.monotonic()
         if ended - started > HELD_UP_S:
@@ -434,7 +435,7 @@ class _Writer:
             self._connection.execute("BEGIN IMMEDIATE")
             for work in works:
                 work(self)
-                self._frames += 4
+                self._records += 1
             self._connection.execute("COMMIT")
             if self._sync_wanted:
                 self._sync_wanted = False
@@ -449,10 +450,10 @@ class _Writer:
 
     def _checkpoint(self) -> None:
         """Checkpoint the WAL when it is long, preferably while nobody waits."""
-        limit = CHECKPOINT_FRAMES if self._jobs.empty else CHECKPOINT_FRAMES_BUSY
-        if self._frames < limit:
+        limit = CHECKPOINT_RECORDS if self._jobs.empty else CHECKPOINT_RECORDS_BUSY
+        if self._records < limit:
             return
-        self._frames = 0
+        self._records = 0
         # A failure loses nothing: the WAL stays longer. A full disk shows at the next commit.
         with suppress(sqlite3.Error):
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
