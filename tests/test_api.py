@@ -110,6 +110,7 @@ async def test_a_reward_is_a_finite_number(engine, tmp_path, value):
         ([], {}, "no engine is given"),
         ("scripted:gone.json", {}, "gone.json: no such file"),
         ("scripted", {"settings": {"prt": 1}}, "gateway.prt: Extra inputs are not permitted, did"),
+        ("scripted", {"settings": "port = 1"}, "gateway: Input should be a valid dictionary"),
         ("scripted", {"telemetry": "wandbb"}, "unknown tracker 'wandbb'"),
     ],
 )  # fmt: skip

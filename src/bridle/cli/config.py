@@ -67,14 +67,14 @@ def load_config(
     where = "the arguments" if path is None else str(path)
     where += " and the variables BRIDLE_..." if variables else ""
     given = merged({} if path is None else load_toml(path), variables)
-    table = given.get("gateway", {})
-    if isinstance(table, dict):
-        flags = {name: value for name, value in (gateway or {}).items() if value is not None}
-        given["gateway"] = {**table, **flags}
-    for name, said in (("server", server), ("executor", executor)):
-        if said:
-            table = given.get(name, {})
-            given[name] = merged(table if isinstance(table, dict) else {}, dict(said))
+    for name, said in (("gateway", gateway), ("server", server), ("executor", executor)):
+        table = given.get(name, {})
+        if said is None or not isinstance(table, dict):
+            continue
+        given[name] = said  # a text, from Python, is refused below
+        if isinstance(said, Mapping):
+            flags = {key: value for key, value in said.items() if value is not None}
+            given[name] = merged(table, flags)
     if engines:
         given["engines"] = tuple(engines)
     if tokenizer is not None:
