@@ -11,8 +11,10 @@ SQLite waits by sleeping.
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
@@ -37,6 +39,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from bridle.aio import run_shielded
 from bridle.errors import ConfigError, StateError, StoreError, install_extra
 from bridle.folders import check_room, private_file
+from bridle.server.files import UnwritableError
 
 T = TypeVar("T")
 
@@ -199,18 +202,25 @@ class _Connection(sqlite3.Connection):
 
 
 async def until_done(
-    attempt: Callable[[], Awaitable[T]], doing: str, *, closing: asyncio.Event | None = None
+    attempt: Callable[[], Awaitable[T]],
+    doing: str,
+    *,
+    closing: asyncio.Event | None = None,
+    patience_s: float = math.inf,
 ) -> T:
     """Retry `attempt()` with backoff while nothing can be stored, and return its result.
 
-    Once `closing` is set, the next failure is raised.
+    Once `closing` is set, or after `patience_s`, the next failure is raised; an `UnwritableError`
+    at once.
     """
-    wait_s = FIRST_WAIT_S
+    wait_s, until = FIRST_WAIT_S, time.monotonic() + patience_s
     while True:
         try:
             return await attempt()
         except (StateError, StoreError) as error:
             if closing is not None and closing.is_set():
+                raise
+            if isinstance(error, UnwritableError) or time.monotonic() + wait_s > until:
                 raise
             log.warning("nothing can be stored; retrying", doing=doing, error=str(error))
             await asyncio.sleep(wait_s)

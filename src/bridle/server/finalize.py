@@ -25,6 +25,7 @@ from bridle.server.tables import (
     FINAL_TASKS,
     SESSION_TRANSITIONS,
     TASK_TRANSITIONS,
+    Claim,
     EndedRun,
     FinalizeResult,
     SessionState,
@@ -81,14 +82,11 @@ class Finalizer:
             return FinalizeResult("lost")
         row, task = found
         if (reason := _stopped(row, task)) is not None:
-            return await self._finalize(row, task, without_run(row, task, reason))
+            return await self._end_without_run(row, task, reason)
         interrupted = sum(one["why"] == "interrupted" for one in _earlier(row))
         if why == "interrupted" and interrupted + 1 >= MAX_INTERRUPTIONS:
             error = f"the server died {interrupted + 1} times while the session ran"
-            ended = without_run(
-                row, task, error, status=SessionStatus.ERROR, cause=Cause.INFRASTRUCTURE
-            )
-            return await self._finalize(row, task, ended)
+            return await self._end_without_run(row, task, error, Cause.INFRASTRUCTURE)
         await self._requeue(row, why, f"the server was {why}", not_before=0.0)
         return FinalizeResult("again")
 
@@ -115,7 +113,7 @@ class Finalizer:
             return FinalizeResult("lost")
         row, task = found
         if row["state"] == SessionState.QUEUED:
-            return await self._finalize(row, task, without_run(row, task, reason))
+            return await self._end_without_run(row, task, reason)
         await self._update_session(session, stopped=reason)
         return FinalizeResult("lost", (run_id(session, row["attempt"]),))
 
@@ -167,6 +165,11 @@ class Finalizer:
         await self._mark(session, task, ended)
         return await self._apply_counts(task["seq"])
 
+    async def _end_without_run(
+        self, session: RowMapping, task: RowMapping, error: str, cause: Cause = Cause.CANCELLED
+    ) -> FinalizeResult:
+        return await self._finalize(session, task, without_run(_claim(session, task), error, cause))
+
     async def _mark(self, session: RowMapping, task: RowMapping, ended: EndedRun) -> None:
         """Store a session's end and its callback, and count it."""
         state = step(SESSION_TRANSITIONS, session["state"], SessionState(ended.status))
@@ -217,7 +220,7 @@ class Finalizer:
             t.sessions.c.task_seq == task["seq"], t.sessions.c.state == SessionState.QUEUED
         )
         for row in (await self._connection.execute(waiting)).mappings().all():
-            await self._mark(row, task, without_run(row, task, reason))
+            await self._mark(row, task, without_run(_claim(row, task), reason))
 
     async def _close(self, task: RowMapping, terms: GroupOptions) -> FinalizeResult:
         """Make a task final, and its sessions that never started CANCELLED."""
@@ -254,8 +257,8 @@ class Finalizer:
     async def _cancel_unstarted(self, task: RowMapping, terms: GroupOptions) -> None:
         rows: list[dict[str, Any]] = []
         # Parsed once: a task may have thousands of these.
-        nobody: JSON = {"session_id": "", "attempt": 0, "sample_index": 0}
-        ended = without_run(nobody, task, task["stopped"])
+        nobody = Claim("", task["task_id"], 0, 0, task["spec"])
+        ended = without_run(nobody, task["stopped"])
         for index in range(task["expanded"], task["target"]):
             row = {
                 "session_id": session_id(task["task_id"], index),
@@ -381,57 +384,36 @@ def _final_state(task: RowMapping, terms: GroupOptions) -> TaskState:
     return TaskState.COMPLETED if task["usable"] >= enough else TaskState.FAILED
 
 
-def without_run(
-    session: RowMapping | JSON,
-    task: RowMapping,
-    reason: str,
-    *,
-    status: SessionStatus = SessionStatus.CANCELLED,
-    cause: Cause = Cause.CANCELLED,
-) -> EndedRun:
-    """Return the end of a session that ended without a run."""
-    spec = orjson.loads(task["spec"])
+def without_run(claim: Claim, error: str, cause: Cause | None = Cause.CANCELLED) -> EndedRun:
+    """Return the end of a session that ended without a run: CANCELLED, or ERROR with another cause.
+
+    `None` as `cause` = the task cannot be run: no other run of it is tried.
+    """
+    spec = orjson.loads(claim.spec)
     agent = spec["agent"]
-    result = empty_result(
-        session_id=session["session_id"],
-        task_id=task["name"],
-        sample_index=session["sample_index"],
-        status=status,
-        cause=cause,
-        error=reason,
-    )
-    result |= {
-        "metadata": spec["metadata"],
-        "harness": agent["harness"] or agent["import_path"],
-    }
-    return EndedRun(
-        session["session_id"], session["attempt"], str(status), cause, usable=False, result=result
-    )
-
-
-def empty_result(
-    *,
-    session_id: str,
-    task_id: str,
-    sample_index: int,
-    status: SessionStatus,
-    cause: Cause,
-    error: str,
-) -> JSON:
-    """Return the result of a session that has no trajectory."""
-    return {
-        "session_id": session_id,
-        "task_id": task_id,
+    status = SessionStatus.CANCELLED if cause is Cause.CANCELLED else SessionStatus.ERROR
+    result = {
+        "session_id": claim.session_id,
+        "task_id": spec["task_id"],
         "status": str(status),
         "timing": {},
         "node_id": None,
         "error": error,
-        "metadata": {},
+        "metadata": spec["metadata"],
         "reward": None,
-        "sample_index": sample_index,
-        "cause": str(cause),
+        "sample_index": claim.sample_index,
+        "cause": str(cause or Cause.INFRASTRUCTURE),
+        "harness": agent["harness"] or agent["import_path"],
         "logs": {},
     }
+    return EndedRun(
+        claim.session_id, claim.attempt, str(status), cause, usable=False, result=result
+    )
+
+
+def _claim(session: RowMapping, task: RowMapping) -> Claim:
+    place, attempt = session["sample_index"], session["attempt"]
+    return Claim(session["session_id"], task["task_id"], place, attempt, task["spec"])
 
 
 def delivery_id(task_id: str, session: str | None) -> str:

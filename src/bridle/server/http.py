@@ -195,10 +195,6 @@ class ApiRequest:
 
 
 def _read(given: bytes, model: type[Model]) -> Model:
-    return model.model_validate(_decoded(given))
-
-
-def _decoded(given: bytes) -> Any:  # noqa: ANN401 - JSON
     check_values(given, MOST_VALUES)
     try:
         value = orjson.loads(given)
@@ -206,7 +202,7 @@ def _decoded(given: bytes) -> Any:  # noqa: ANN401 - JSON
     except (orjson.JSONDecodeError, RequestError):
         check_json(given)
         raise
-    return value
+    return model.model_validate(value)
 
 
 Handler = Callable[[ApiRequest], Awaitable[Response]]

@@ -102,10 +102,9 @@ class ServerMetrics:
             status: JSON | None = await service.status()
         except StateError:
             status = None
-        once = CollectorRegistry()
-        once.register(_Families([*_server(service, status), *_nodes(service.workers.nodes())]))
-        once.register(_Families(_with_nodes(await service.workers.metrics())))
-        return generate_latest(self._counted) + generate_latest(once)
+        nodes, texts = service.workers.nodes(), await service.workers.metrics()
+        families = _Families([*_server(service, status), *_nodes(nodes), *_with_nodes(texts)])
+        return generate_latest(self._counted) + generate_latest(families)
 
 
 class _Families(Collector):

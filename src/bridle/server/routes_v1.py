@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import orjson
 from pydantic import ValidationError
@@ -54,9 +54,12 @@ from bridle.server.schemas import (
     TasksQuery,
     WaitQuery,
 )
+from bridle.server.service import Service
 from bridle.server.tables import Row, run_id
 from bridle.trajectory.result import encode, packed_json, trajectory_json
 from bridle.types import JSON
+
+T = TypeVar("T")
 
 TASK_BYTES: Final = 4 << 20
 """Largest JSON of a task, which every run of it reads."""
@@ -198,6 +201,20 @@ def page_json(
     return {name: [form(row) for row in rows], "cursor": cursor}
 
 
+async def _poll(
+    service: Service, wait_s: float, read: Callable[[], Awaitable[T]], ready: Callable[[T], bool]
+) -> T:
+    """Read again after each group's end until the result is `ready`, or `wait_s` is over."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        ticket = service.group_ended.ticket()
+        found = await read()
+        left_s = deadline - time.monotonic()
+        if ready(found) or left_s <= 0 or service.stopping.is_set():
+            return found
+        await service.group_ended.wait(ticket, min(left_s, POLL_S))
+
+
 # ---- tasks
 
 
@@ -234,14 +251,8 @@ async def list_tasks(request: ApiRequest) -> Response:
 async def show_task(request: ApiRequest) -> Response:
     """Return a task and its counts; `wait_s` waits until it is final."""
     wait_s = request.query(WaitQuery).wait_s
-    service, deadline = request.service, time.monotonic() + wait_s
-    while True:
-        ticket = service.group_ended.ticket()
-        task = await task_row(request)
-        left_s = deadline - time.monotonic()
-        if is_final(task) or left_s <= 0 or service.stopping.is_set():
-            return reply(results.task_json(task))
-        await service.group_ended.wait(ticket, min(left_s, POLL_S))
+    task = await _poll(request.service, wait_s, lambda: task_row(request), is_final)
+    return reply(results.task_json(task))
 
 
 @ROUTES.add("DELETE", "/v1/tasks/{task_id}", TokenRole.SUBMIT)
@@ -393,7 +404,11 @@ async def groups(request: ApiRequest) -> Response:
     """
     packed = negotiate(request, (JSON_TYPE, MSGPACK_TYPE)) == MSGPACK_TYPE
     page = request.query(GroupsQuery)
-    rows = await _wait_for_groups(request, page)
+
+    def read() -> Awaitable[Sequence[Row]]:
+        return request.queries.groups(after=page.cursor, limit=page.limit, order=page.order)
+
+    rows = await _poll(request.service, page.wait_s, read, bool)
     version = await request.service.store.number("policy_version")
     listed = []
     for row in rows:
@@ -409,17 +424,6 @@ async def groups(request: ApiRequest) -> Response:
     place = "seq" if page.order == "submitted" else "done_seq"
     body = {"groups": listed, "cursor": max([page.cursor, *(row[place] for row in rows)])}
     return await asyncio.to_thread(packed_reply if packed else reply, body)
-
-
-async def _wait_for_groups(request: ApiRequest, page: GroupsQuery) -> Sequence[Row]:
-    service, deadline = request.service, time.monotonic() + page.wait_s
-    while True:
-        ticket = service.group_ended.ticket()
-        rows = await request.queries.groups(after=page.cursor, limit=page.limit, order=page.order)
-        left_s = deadline - time.monotonic()
-        if rows or left_s <= 0 or service.stopping.is_set():
-            return rows
-        await service.group_ended.wait(ticket, min(left_s, POLL_S))
 
 
 @ROUTES.add("POST", "/v1/groups/ack", TokenRole.READ, body=Ack)

@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
-import orjson
 import structlog
 
 from bridle.aio import Condition, Nursery, run_shielded
@@ -36,7 +35,7 @@ from bridle.node.base import SessionRunner
 from bridle.node.results import SessionResult
 from bridle.server.database import until_done
 from bridle.server.files import TrajectoryFiles, UnwritableError
-from bridle.server.finalize import empty_result
+from bridle.server.finalize import without_run
 from bridle.server.metrics import ServerMetrics
 from bridle.server.queries import Queries
 from bridle.server.settings import ServiceSettings
@@ -237,7 +236,12 @@ class Scheduler:
         )
         name = self._files.name(claim.run_id)
         try:
-            size = await self._written(name, trajectory)
+            size = await until_done(
+                lambda: self._files.write(name, trajectory),
+                "writing a trajectory",
+                closing=self._closing,
+                patience_s=self._settings.store_patience_s,
+            )
         except StoreError as error:
             if self._closing.is_set() and not isinstance(error, UnwritableError):
                 raise
@@ -277,24 +281,6 @@ class Scheduler:
         )
         return row is not None and row["file"] == name
 
-    async def _written(self, name: str, trajectory: Trajectory) -> int:
-        """Write a trajectory, with retries for `store_patience_s`; return its size in bytes.
-
-        Raises `StoreError` if it was not written.
-        """
-        wait_s, until = 0.1, time.monotonic() + self._settings.store_patience_s
-        while True:
-            try:
-                return await self._files.write(name, trajectory)
-            except UnwritableError:
-                raise
-            except StoreError as error:
-                if self._closing.is_set() or time.monotonic() + wait_s > until:
-                    raise
-                log.warning("a trajectory cannot be written; trying again", error=str(error))
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, 5.0)
-
     async def _finish(self, ended: EndedRun) -> FinalizeResult:
         outcome = await until_done(
             lambda: self._store.finish(ended, owner=self._owner, now=time.time()),
@@ -304,17 +290,17 @@ class Scheduler:
         self._metrics.run_ended(ended, outcome.what)
         return outcome
 
+    async def put_back(self, claim: Claim, why: str) -> FinalizeResult:
+        """Queue a session again whose run was `interrupted` or `stopped`."""
+        return await self._store.put_back(
+            claim.session_id, claim.attempt, owner=self._owner, why=why, now=time.time()
+        )
+
     async def _requeue_lost(self, claim: Claim, why: str) -> FinalizeResult:
         """Queue a session again whose node was lost, without backoff."""
         log.warning("a run was lost with its node", run_id=claim.run_id, why=why)
         outcome = await until_done(
-            lambda: self._store.put_back(
-                claim.session_id,
-                claim.attempt,
-                owner=self._owner,
-                why="interrupted",
-                now=time.time(),
-            ),
+            lambda: self.put_back(claim, "interrupted"),
             f"requeueing {claim.session_id}",
             closing=self._closing,
         )
@@ -324,9 +310,7 @@ class Scheduler:
     async def _requeue(self, claim: Claim) -> None:
         """Queue a session again because this server stops."""
         try:
-            await self._store.put_back(
-                claim.session_id, claim.attempt, owner=self._owner, why="stopped", now=time.time()
-            )
+            await self.put_back(claim, "stopped")
         except BridleError as error:
             log.warning("a session was not requeued", session=claim.session_id, error=str(error))
 
@@ -347,19 +331,9 @@ def versions_of(trajectory: Trajectory) -> tuple[int | None, int | None]:
 
 def _not_run(claim: Claim, error: str, cause: Cause | None) -> EndedRun:
     """Return the end of a run that could not start or be stored."""
-    status = SessionStatus.CANCELLED if cause is Cause.CANCELLED else SessionStatus.ERROR
-    result = empty_result(
-        session_id=claim.session_id,
-        task_id=orjson.loads(claim.spec)["task_id"],
-        sample_index=claim.sample_index,
-        status=status,
-        cause=cause or Cause.INFRASTRUCTURE,
-        error=error,
-    )
-    result["run_id"] = claim.run_id
-    return EndedRun(
-        claim.session_id, claim.attempt, str(status), cause, usable=False, result=result
-    )
+    ended = without_run(claim, error, cause)
+    ended.result["run_id"] = claim.run_id
+    return ended
 
 
 def _log_failure(error: BaseException) -> None:

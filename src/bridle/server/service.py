@@ -407,14 +407,7 @@ class Peers:
                 service.finalized(await service.scheduler.store_result(claim, result))
                 service.workers.release(claim.run_id)
                 continue
-            outcome = await service.store.put_back(
-                claim.session_id,
-                claim.attempt,
-                owner=service.owner,
-                why="interrupted",
-                now=time.time(),
-            )
-            service.finalized(outcome)
+            service.finalized(await service.scheduler.put_back(claim, "interrupted"))
         if claims:
             service.scheduler.wake.notify_all()
             log.info("took over what a server was running", sessions=len(claims))
