@@ -64,6 +64,8 @@ async def test_a_result_and_its_summary_are_plain_json():
     result = result_from((await captured("s")).read("s"))
     whole = json.loads(json.dumps(result.json()))
     assert whole["trajectory"]["session_id"] == "s"
+    polars = {"session_id", "task_id", "status", "trajectory", "timing", "node_id", "error"}
+    assert whole.keys() >= polars | {"metadata", "reward"}
     assert (whole["status"], whole["harness"], whole["cause"]) == ("COMPLETED", "pi", None)
     line = json.loads(json.dumps(result.summary()))
     assert (line["tokens_captured"], line["merge_ratio"], line["traces"]) == (0, None, 0)

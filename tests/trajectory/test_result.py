@@ -15,13 +15,12 @@ from bridle.config import BuilderSpec
 from bridle.trajectory import build, rebuild
 from bridle.trajectory.result import (
     encode,
-    session_result_json,
     trace_json,
     trajectory_bytes,
     trajectory_json,
     trajectory_of,
 )
-from bridle.types import Cause, Kind, SessionStatus
+from bridle.types import Kind
 
 BREAKS = "a\u2028b\u2029c\u0085d"
 
@@ -59,26 +58,6 @@ def test_a_trajectory_has_polars_names_and_its_numbers():
     assert value["metadata"]["record_count"] == 2
     assert value["metadata"]["reconstruction_stats"]["completions_merged"] == 2
     assert value["mask_reasons"][value["traces"][0]["reasons"][0]] == "trained"
-
-
-def test_a_session_result_has_polars_names_and_ours():
-    value = session_result_json(
-        trajectory(reward=None, status="TIMEOUT", error="agent budget"),
-        task_id="task-1",
-        status=SessionStatus.TIMEOUT,
-        timing={"run_ms": 3.5},
-        error="agent budget",
-        cause=Cause.TIMEOUT,
-        harness="pi",
-    )
-    assert list(value)[:8] == [
-        *("session_id", "task_id", "status", "trajectory", "timing", "node_id", "error"),
-        "metadata",
-    ]
-    decoded = json.loads(encode(value))
-    assert (decoded["status"], decoded["cause"], decoded["harness"]) == ("TIMEOUT", "timeout", "pi")
-    assert decoded["trajectory"]["status"] == "TIMEOUT"
-    assert decoded["reward"] is None
 
 
 @given(st.lists(st.floats(-30, 0, width=32), min_size=5, max_size=5))

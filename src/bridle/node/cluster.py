@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self, TypeVar
@@ -46,7 +45,6 @@ from bridle.node.scheduling import (
     earlier_runs,
     relevant,
 )
-from bridle.types import SessionStatus
 
 T = TypeVar("T")
 
@@ -95,7 +93,6 @@ class ClusterRunner(Fleet):
         self._held: dict[str, Member] = {}
         """Runs whose result has arrived and is not acknowledged yet."""
         self._settled, self._reported_slots = False, 0
-        self._stages: dict[str, SessionStatus] = {}
         self._nursery = Nursery(_log_lost)
 
     async def __aenter__(self) -> Self:
@@ -265,10 +262,7 @@ class ClusterRunner(Fleet):
         member.last_contact, member.after = self._clock(), batch.at
         self._update_slots(member, batch)
         for event in batch.events:
-            if not isinstance(event, SessionChanged):
-                self.events.tell(event)
-            elif event.session_id in member.runs:
-                self._stages[event.session_id] = event.status
+            if not isinstance(event, SessionChanged) or event.session_id in member.runs:
                 self.events.tell(event)
             elif event.session_id not in self._found:
                 self._unwanted(member, event.session_id)
@@ -326,11 +320,6 @@ class ClusterRunner(Fleet):
     @property
     def free(self) -> int:
         return sum(member.slots.free for member in self._members.values())
-
-    def stages(self) -> Mapping[SessionStatus, int]:
-        """Count the running sessions per stage; those without a node are REGISTERED."""
-        waiting = SessionStatus.REGISTERED
-        return Counter(self._stages.get(run_id, waiting) for run_id in self._runs)
 
     def session_ids(self) -> tuple[str, ...]:
         return tuple(self._runs)
@@ -393,7 +382,6 @@ class ClusterRunner(Fleet):
             raise
         finally:
             self._runs.pop(run_id, None)
-            self._stages.pop(run_id, None)
             self._drop(run)
             self._place_waiting()
             self._report_room()

@@ -25,7 +25,7 @@ from bridle.engines.base import PauseMode
 from bridle.engines.pool_replica import engine_id
 from bridle.errors import BridleError, ConfigError, EngineError, NodeLostError, StoreError
 from bridle.gateway.weights import AddReplica, SetPolicy
-from bridle.node.scheduling import Member
+from bridle.node.scheduling import SLACK_S, Member
 from bridle.types import JSON, without_user_info
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ RELEASE_S = 60.0
 
 LOAD_S = 600.0
 """Time that the engines of a gateway may take to load weights."""
-
-SLACK_S = 30.0
-"""Time of an answer beyond the time that a hold may take."""
 
 
 class Steered(Protocol):
@@ -203,7 +200,7 @@ class Fleet:
 
         An engine that several nodes use loads weights once, while all of them hold.
         """
-        nodes = [SteeredNode(member) for member in self.live()]
+        nodes = self.live()
         if not nodes:
             raise EngineError("there is no node whose policy could be set", retryable=True)
         if wanted.released is not None:
@@ -223,7 +220,7 @@ class Fleet:
         self.common = (self.common or SetPolicy()).model_copy(update=changes)
         return self.policy()
 
-    async def _hand_over(self, nodes: list[SteeredNode], wanted: SetPolicy) -> None:
+    async def _hand_over(self, nodes: list[Member], wanted: SetPolicy) -> None:
         """Release engines on all nodes, or resume them; one node has them load their weights."""
         if wanted.weights is not None:
             await nodes[0].steer(wanted)
@@ -339,24 +336,7 @@ class Fleet:
         return total
 
     async def _on_all(self, call: Callable[[Member], Awaitable[object]]) -> None:
-        calls = [(f"node {one.slots.node_id}", partial(call, one)) for one in self.live()]
-        await all_of(calls)
-
-
-class SteeredNode:
-    """A node as weight updates see it; implements `Steered`."""
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self.name = f"node {member.slots.node_id}"
-
-    async def steer(self, wanted: SetPolicy) -> JSON:
-        try:
-            async with asyncio.timeout(wanted.timeout_s + SLACK_S):
-                self._member.policy = await self._member.node.set_policy(wanted)
-        except (NodeLostError, TimeoutError) as error:
-            raise EngineError(f"it does not answer: {error}") from error
-        return dict(self._member.policy)
+        await all_of((one.name, partial(call, one)) for one in self.live())
 
 
 def _merged(engines: Iterable[JSON]) -> list[JSON]:

@@ -55,7 +55,6 @@ class _HeldRun:
     owner: str
     run_id: str
     end: RunEnd | None = None
-    work: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -167,7 +166,7 @@ class NodeHost:
             return "draining" if self._draining else "full"
         run = self._runs[wanted.run_id] = _HeldRun(owner.name, wanted.run_id)
         owner.placed += 1
-        run.work = self._nursery.start(self._one(owner, run, wanted), name=wanted.run_id)
+        self._nursery.start(self._one(owner, run, wanted), name=wanted.run_id)
         return None
 
     async def _one(self, owner: _Owner, run: _HeldRun, wanted: RunRequest) -> None:

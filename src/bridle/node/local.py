@@ -29,7 +29,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Final, Literal, Protocol, Self
 
 import structlog
 from pydantic import Field
@@ -182,9 +182,9 @@ _NOTHING = SessionCapture(SessionRecord("check", 0.0), (), {}, {}, None)
 """A session without a call, which is built to check a task's builder."""
 
 
-def _share(of: float) -> Any:  # noqa: ANN401 - pydantic's type of a default that reads others
-    """Return a default: this share of the run slots, and at least 2."""
-    return lambda given: max(2, math.ceil(of * given.get("run_slots", 1)))
+def _half(given: JSON) -> int:
+    """Return a default: half the run slots, and at least 2."""
+    return max(2, math.ceil(int(given.get("run_slots", 1)) / 2))
 
 
 class NodeSettings(Settings):
@@ -193,12 +193,12 @@ class NodeSettings(Settings):
     run_slots: int = Field(default_factory=lambda: 2 * available_cores(), ge=1)
     """Harnesses running at once; twice the cores that this process may use by default, because
     they mostly wait."""
-    init_slots: int = Field(default_factory=_share(0.5), ge=1)
+    init_slots: int = Field(default_factory=_half, ge=1)
     """Runtimes being made ready at once; half the run slots by default."""
-    ready_buffer: int = Field(default_factory=_share(0.5), ge=0)
+    ready_buffer: int = Field(default_factory=_half, ge=0)
     """Sessions being made ready, or ready and waiting for a run slot; half the run
     slots by default. 0 = no buffer: a session is made ready in its run slot."""
-    post_slots: int = Field(default_factory=_share(0.5), ge=1)
+    post_slots: int = Field(default_factory=_half, ge=1)
     """Sessions being built, evaluated and torn down at once; half the run slots by default."""
     reap_s: float = Field(default=300, gt=0)
     """Seconds between two searches for what killed processes left on this machine."""

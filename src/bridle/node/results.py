@@ -18,7 +18,7 @@ from bridle.capture.records import Outcome, SessionCapture, SessionRecord
 from bridle.config import BuilderSpec, Task
 from bridle.prompting.texts import decoder_of
 from bridle.trajectory import rebuild
-from bridle.trajectory.result import session_result_json
+from bridle.trajectory.result import trajectory_json
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause, SessionStatus
 
@@ -199,26 +199,21 @@ class SessionResult:
     contains: bool | None = None
     """True if the runtime contains what the agent does (law 7); `None` = as above."""
 
-    def json(self) -> JSON:
-        """Return the rollout API's form (Polar's `SessionResult` and our additions)."""
-        return session_result_json(
-            self.trajectory,
-            task_id=self.task_id,
-            status=self.status,
-            timing=self.timing,
-            error=self.error,
-            metadata=self.metadata,
-            sample_index=self.sample_index,
-            cause=self.cause,
-            harness=self.harness,
-            harness_version=self.harness_version,
-            exit_code=self.exit_code,
-            signal=self.signal,
-            logs=self.logs,
-            node_id=self.node_id,
-            runtime=self.runtime,
-            contains=self.contains,
+    def head(self) -> JSON:
+        """Return the rollout API's form (Polar's `SessionResult` and our additions) without the
+        trajectory.
+        """
+        names = (
+            *("session_id", "task_id", "timing", "node_id", "error", "metadata", "reward"),
+            *("sample_index", "harness", "harness_version", "exit_code", "signal", "logs"),
+            *("runtime", "contains"),
         )
+        ending = {"status": str(self.status), "cause": self.cause and str(self.cause)}
+        return {name: getattr(self, name) for name in names} | ending
+
+    def json(self) -> JSON:
+        """Return the rollout API's form."""
+        return self.head() | {"trajectory": trajectory_json(self.trajectory)}
 
     def summary(self) -> JSON:
         """Return one line about the session: ids, ending, reward, and its law numbers."""

@@ -22,12 +22,11 @@ import json
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from bridle import __version__
-from bridle.capture.records import SessionCapture, SessionRecord
+from bridle.capture.records import Store
 from bridle.capture.sqlite import SqliteReader
 from bridle.errors import ConfigError, StoreError
 from bridle.folders import FolderLock, private_file, private_folder
@@ -45,21 +44,15 @@ SCORERS = "scorers.json"
 SESSIONS = "sessions"
 
 
-class Captures(Protocol):
-    """The part of `bridle.capture.records.Store` that `finish` reads."""
-
-    def sessions(self) -> Sequence[SessionRecord]:
-        """Return all sessions in the order they were opened."""
-
-    def read(self, session_id: str) -> SessionCapture: ...
-
-
 class RunFolder:
     """One run's folder, held by one process while it is open. Use as a context manager."""
 
     def __init__(self, path: Path) -> None:
         """Lock the folder until `close`. `ConfigError` names the process that holds it."""
         self.path = path
+        self.capture = path / CAPTURE
+        self.trajectories = path / TRAJECTORIES
+        self.trajectories_parquet = path / TRAJECTORIES_PARQUET
         self._lock = FolderLock(path)
         self._lines: dict[str, tuple[int, int]] = {}
         self._summaries: dict[str, JSON] = {}
@@ -92,22 +85,6 @@ class RunFolder:
     def close(self) -> None:
         self._lock.close()
 
-    @property
-    def capture(self) -> Path:
-        return self.path / CAPTURE
-
-    @property
-    def trajectories(self) -> Path:
-        return self.path / TRAJECTORIES
-
-    @property
-    def trajectories_parquet(self) -> Path:
-        return self.path / TRAJECTORIES_PARQUET
-
-    @property
-    def summary(self) -> Path:
-        return self.path / SUMMARY
-
     def session_folder(self, session_id: str) -> Path:
         """Return a session's folder for logs and kept files; it may not exist."""
         return self.path / SESSIONS / session_id
@@ -126,7 +103,7 @@ class RunFolder:
         self._summaries[result.session_id] = result.summary()
         self._end += len(line)
 
-    def finish(self, captures: Captures) -> JSON:
+    def finish(self, captures: Store) -> JSON:
         """Write trajectories and summary of all sessions in their order; returns the summary.
 
         Sessions that ended without a record (a store that failed) come last.
@@ -148,12 +125,12 @@ class RunFolder:
             aside.replace(self.trajectories)
             self._lines, self._end = lines, end
             summary = summarise([self._summaries[session_id] for session_id in lines])
-            private_file(self.summary).write_text(json.dumps(summary, indent=2) + "\n")
+            private_file(self.path / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             raise StoreError(f"{self.path}: cannot write: {error}") from error
         return summary
 
-    def _line(self, session_id: str, captures: Captures) -> bytes:
+    def _line(self, session_id: str, captures: Store) -> bytes:
         if session_id in self._lines:
             start, length = self._lines[session_id]
             with self.trajectories.open("rb") as file:

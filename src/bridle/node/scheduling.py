@@ -13,6 +13,8 @@ from pydantic import Field
 
 from bridle.capture.records import Outcome
 from bridle.config import AUTO, RuntimeSpec, Settings, Task
+from bridle.errors import EngineError, NodeLostError
+from bridle.gateway.weights import SetPolicy
 from bridle.node.base import RemoteNode, RunEnd
 from bridle.node.local import NodeSettings, plan
 from bridle.node.results import SessionResult, uncaptured_result
@@ -22,6 +24,9 @@ CPU: Final = "CPU"
 MEMORY: Final = "memory"
 """In bytes."""
 GPU: Final = "GPU"
+
+SLACK_S: Final = 30.0
+"""Time of an answer beyond the time that a hold of engines may take."""
 
 _LEAST: Final = 1e-6
 """Amounts that differ by less are equal; sums of floats are not exact."""
@@ -191,6 +196,19 @@ class Member:
 
     def __post_init__(self) -> None:
         self.last_contact = self.clock()
+
+    @property
+    def name(self) -> str:
+        return f"node {self.slots.node_id}"
+
+    async def steer(self, wanted: SetPolicy) -> JSON:
+        """Implement `fleet.Steered.steer`."""
+        try:
+            async with asyncio.timeout(wanted.timeout_s + SLACK_S):
+                self.policy = await self.node.set_policy(wanted)
+        except (NodeLostError, TimeoutError) as error:
+            raise EngineError(f"it does not answer: {error}") from error
+        return dict(self.policy)
 
     @property
     def silent_s(self) -> float:

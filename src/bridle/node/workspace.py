@@ -268,15 +268,11 @@ class Prewarmed:
     `make` pushes what it opens on the stack that it is given; the stack is unwound by `aclose`.
     """
 
-    def __init__(
-        self, group: asyncio.TaskGroup, make: Callable[[AsyncExitStack], Awaitable[Runtime]]
-    ) -> None:
+    def __init__(self, group: asyncio.TaskGroup, make: Make) -> None:
         self._stack = AsyncExitStack()
         self._making = group.create_task(self._made(make), name="prewarm")
 
-    async def _made(
-        self, make: Callable[[AsyncExitStack], Awaitable[Runtime]]
-    ) -> Runtime | BridleError:
+    async def _made(self, make: Make) -> Runtime | BridleError:
         try:
             with boundary(RuntimeFailure, "the fresh runtime"):
                 return await make(self._stack)

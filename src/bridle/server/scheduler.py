@@ -249,15 +249,13 @@ class Scheduler:
             failure = f"store_error: the trajectory could not be written: {root_cause(error)}"
             return await self._finish(_not_run(claim, failure, Cause.INFRASTRUCTURE))
         low, high = versions_of(trajectory)
-        head = result.json()
-        del head["trajectory"]
         ended = EndedRun(
             session_id=claim.session_id,
             attempt=claim.attempt,
             status=result.status,
             cause=result.cause,
             usable=is_usable(result),
-            result=head | {"session_id": claim.session_id, "run_id": claim.run_id},
+            result=result.head() | {"session_id": claim.session_id, "run_id": claim.run_id},
             file=name,
             file_bytes=size,
             version_min=low,

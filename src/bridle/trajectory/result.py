@@ -10,7 +10,6 @@ without a copy per token; all else has the names and values of the JSON.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -113,34 +112,6 @@ def _trace_of(value: JSON) -> Trace:
 def _array(value: JSON, key: str, missing: npt.NDArray[Any], dtype: type) -> npt.NDArray[Any]:
     given = value.get(key)
     return np.asarray(missing if given is None else given, dtype=dtype)
-
-
-def session_result_json(
-    trajectory: Trajectory,
-    *,
-    task_id: str | None,
-    status: str,
-    timing: Mapping[str, float],
-    node_id: str | None = None,
-    error: str | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    **additions: object,
-) -> JSON:
-    """Return a session's result as plain JSON values; `additions` (cause, harness...) become
-    keys.
-    """
-    return {
-        "session_id": trajectory.session_id,
-        "task_id": task_id,
-        "status": str(status),
-        "trajectory": trajectory_json(trajectory),
-        "timing": dict(timing),
-        "node_id": node_id,
-        "error": error,
-        "metadata": dict(metadata or {}),
-        "reward": trajectory.reward,
-        **additions,
-    }
 
 
 def encode(value: object) -> bytes:
