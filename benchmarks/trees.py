@@ -41,9 +41,9 @@ from examples.demo.recipe import make_demo_model
 
 from bridle.bridges.examples import examples_of, write_sft
 from bridle.cli.batch import BatchRun, run_batch
-from bridle.cli.runs import sessions
 from bridle.cli.training import TrainSettings
 from bridle.config import Task
+from bridle.node.run_folder import sessions
 from bridle.training.groups import HeldOutEvaluation
 from bridle.training.settings import GrpoSettings, LoopSettings
 from bridle.training.sft import SftSettings

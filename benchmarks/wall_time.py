@@ -26,9 +26,9 @@ import uvloop
 from examples.demo.model import demo_model
 from tests.vllm.serving import VllmServer
 
-from bridle.cli.runs import sessions
 from bridle.cli.training import TrainSettings, train_here
 from bridle.config import Task
+from bridle.node.run_folder import sessions
 from bridle.training.loop import Course
 from bridle.training.settings import GrpoSettings, LoopSettings
 from bridle.types import JSON

@@ -9,8 +9,8 @@ from pathlib import Path
 from bridle.cli.batch import BatchRun, run_batch
 from bridle.cli.output import console
 from bridle.cli.run import forked_task
-from bridle.cli.runs import find_session, sessions
 from bridle.config import BuilderSpec, Task
+from bridle.node.run_folder import find_session, sessions
 from bridle.trajectory import rebuild
 from bridle.trajectory.transcript import Transcript, excerpt
 from bridle.types import JSON

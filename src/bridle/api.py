@@ -20,7 +20,6 @@ import math
 import os
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -36,7 +35,7 @@ from bridle import telemetry as trackers
 from bridle.aio import run_shielded
 from bridle.bridges.parquet import TrajectoryWriter
 from bridle.capture.records import Outcome
-from bridle.capture.sqlite import SqliteReader, SqliteStore
+from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import EngineSetup, FileConfig, load_config, open_setup
 from bridle.cli.output import log_to_stderr, progress
 from bridle.config import AgentSpec, EvaluatorSpec, Limits, SamplingPolicy, Task, explain
@@ -56,7 +55,7 @@ from bridle.harnesses import HARNESSES
 from bridle.harnesses.function import import_path
 from bridle.node.base import SessionEnded
 from bridle.node.results import rebuild_facts, result_from, trajectory_of
-from bridle.node.run_folder import RunFolder
+from bridle.node.run_folder import RunFolder, sessions
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause, SessionStatus
 
@@ -248,12 +247,7 @@ class Gateway:
 
     def trajectories(self) -> list[Trajectory]:
         """Return the trajectories of all sessions in the order of opening, also after the end."""
-        with SqliteReader(self.path / "capture.sqlite") as reader:
-            return [
-                trajectory_of(reader.read(session.session_id))
-                for session in reader.sessions()
-                if not session.is_aside
-            ]
+        return [trajectory_of(capture) for capture in sessions(self.path)]
 
 
 class Session:
@@ -452,7 +446,10 @@ def _in_sandbox(
 
     update: dict[str, object] = {"agent": _agent(agent) if isinstance(agent, str) else agent}
     if scorer is not None:
-        update["evaluator"] = scorer if isinstance(scorer, EvaluatorSpec) else _evaluator(scorer)
+        if not isinstance(scorer, EvaluatorSpec):
+            function = {"function": import_path(scorer, "scorer")}
+            scorer = EvaluatorSpec(strategy="function", config=function)
+        update["evaluator"] = scorer
     folder = new_run_folder() if data is None else Path(data)
     config = load_config(None, engines=_listed(engine), tokenizer=tokenizer)
     changed = [task.model_copy(update=update) for task in tasks]
@@ -558,11 +555,9 @@ async def call_scorer(scorer: Scorer, attempt: Attempt) -> Evaluation:
 
 def _by_task(folder: Path, tasks: Sequence[Task]) -> list[Trajectory]:
     order = {task.task_id: index for index, task in enumerate(tasks)}
-    with SqliteReader(folder / "capture.sqlite") as reader:
-        sessions = [each.session_id for each in reader.sessions() if not each.is_aside]
-        results = [result_from(reader.read(session_id)) for session_id in sessions]
-    results.sort(key=lambda result: (order[result.task_id], result.sample_index))
-    return [result.trajectory for result in results]
+    results = map(result_from, sessions(folder))
+    in_order = sorted(results, key=lambda one: (order[one.task_id], one.sample_index))
+    return [result.trajectory for result in in_order]
 
 
 def _tasks(tasks: Iterable[Task | JSON | str], samples: int | None) -> list[Task]:
@@ -604,11 +599,6 @@ def _agent(words: str) -> AgentSpec:
     return AgentSpec(harness="command", command=words)
 
 
-def _evaluator(scorer: Scorer) -> EvaluatorSpec:
-    config = {"function": import_path(scorer, "scorer")}
-    return EvaluatorSpec(strategy="function", config=config)
-
-
 def _ending(error: BaseException) -> tuple[SessionStatus, Cause, str | None]:
     """Return the outcome of a session whose `async with` block raised `error`."""
     if isinstance(error, asyncio.CancelledError):
@@ -624,18 +614,8 @@ def _in_thread(work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever `work
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    done: list[Any] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="bridle-rollout")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return done[0]
+    threads = ThreadPoolExecutor(1, "bridle-rollout")
+    try:
+        return threads.submit(work).result()
+    finally:
+        threads.shutdown(wait=False)

@@ -559,19 +559,13 @@ def _group(body: JSON) -> GroupResult:
 
 
 def _result(body: JSON) -> Result:
-    raw = {name: value for name, value in body.items() if name != "trajectory"}
-    return Result(
-        session_id=body["session_id"],
-        sample_index=body["sample_index"],
-        status=body["status"],
-        cause=body["cause"],
-        error=body["error"],
-        reward=body["reward"],
-        trajectory=from_packed(body["trajectory"]),
-        metadata=body["metadata"],
-        timing=body["timing"],
-        raw=raw,
+    names = (
+        *("session_id", "sample_index", "status", "cause", "error", "reward", "metadata"),
+        "timing",
     )
+    raw = {name: value for name, value in body.items() if name != "trajectory"}
+    trajectory = from_packed(body["trajectory"])
+    return Result(**{name: body[name] for name in names}, trajectory=trajectory, raw=raw)
 
 
 def _refused(status: int, content: bytes) -> ServerError:

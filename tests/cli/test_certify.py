@@ -11,9 +11,9 @@ from tests.cli.models import untrained
 from tests.trajectory.planted import PLANTED, run
 
 from bridle.bridges.parquet import read_logprobs, write_logprobs, write_trajectories
-from bridle.cli.runs import sessions
 from bridle.dashboard.folder import FolderSource
 from bridle.node.results import trajectory_of
+from bridle.node.run_folder import sessions
 from bridle.training.checkpoint import load_tokenizer, save_checkpoint
 from bridle.training.grpo import Learner
 from bridle.training.recompute import recompute

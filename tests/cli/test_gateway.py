@@ -20,10 +20,10 @@ import pytest
 
 from bridle.cli.config import load_config
 from bridle.cli.gateway import open_gateway, worker_config
-from bridle.cli.runs import sessions
 from bridle.config import ModelSpec
 from bridle.errors import ConfigError
 from bridle.folders import FolderLock
+from bridle.node.run_folder import sessions
 from bridle.types import Kind
 
 pytestmark = pytest.mark.timeout(180)

@@ -8,10 +8,10 @@ import pytest
 from tests.harnesses.made import write_pi
 
 from bridle.cli.harness import check_harness, history_of
-from bridle.cli.runs import sessions
 from bridle.harnesses import HARNESSES
 from bridle.harnesses.base import SCRIPTS
 from bridle.harnesses.bundles import MARKER
+from bridle.node.run_folder import sessions
 from bridle.scripted.script import make_script
 from bridle.trajectory.transcript import script_of
 

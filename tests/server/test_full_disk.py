@@ -37,7 +37,7 @@ async def test_result_waits_for_disk_space_and_no_session_starts(tmp_path):
         with full_disk(), capture_logs() as log:
             await noticed(http)
             http.service.workers.let("a.0", error="x" * 2000)
-            await until(lambda: any("a trajectory cannot" in one["event"] for one in log))
+            await until(lambda: any(one.get("doing") == "writing a trajectory" for one in log))
             assert (await http.get("/v1/tasks/a")).json()["state"] == "running"
         await recovered(http)
         assert (await ended(http.service, "a"))["usable"] == 1

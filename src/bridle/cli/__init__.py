@@ -3,8 +3,7 @@
 - `app`: all verbs, errors and exit codes; `options`: shared flags; `output`: tables, JSON, paths
 - first steps: `init` (demo, init), `doctor`, `harness`, `tasks`
 - sessions: `run` (run, fork) and `batch`, which runs them; `config`: the config file
-- captured data: `runs` finds it; `show`, `score`, `teach`, `export` (rebuild, export,
-  generate)
+- captured data: `show`, `score`, `teach`, `export` (rebuild, export, generate)
 - servers: `gateway` (gateway, engine), `serve`, `dashboard`, in a `process` that ends by a signal;
   `client` (submit, status, watch, cancel)
 - `train` and `training`, which assembles it

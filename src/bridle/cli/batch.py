@@ -71,7 +71,9 @@ def run_batch(batch: BatchRun) -> list[JSON]:
 
 
 async def _run(batch: BatchRun, board: Board) -> list[JSON]:
-    _print_runtime(batch)
+    if any(task.runtime.backend == AUTO for task in batch.tasks):
+        backend, reason = default_backend()
+        notes.print(f"runtime {backend}: {reason}", markup=False, soft_wrap=True)
     facts: JSON = {"concurrency": batch.concurrency}
     facts["tasks"] = [task.model_dump(mode="json") for task in batch.tasks]
     served = Gateway(batch.setup(), data=batch.folder, facts=facts)
@@ -82,8 +84,10 @@ async def _run(batch: BatchRun, board: Board) -> list[JSON]:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(served)
         stack.enter_context(long_running())
+        slots = {} if batch.concurrency is None else {"run_slots": batch.concurrency}
+        settings = NodeSettings.model_validate(slots)
         node = LocalNode(
-            gateway=served.app, store=served.store, folder=served.folder, settings=_settings(batch)
+            gateway=served.app, store=served.store, folder=served.folder, settings=settings
         )
         await stack.enter_async_context(node)
         stack.enter_context(node.events.listening(board.hear))
@@ -93,19 +97,6 @@ async def _run(batch: BatchRun, board: Board) -> list[JSON]:
                 pass
     sessions: list[JSON] = served.summary["sessions"]
     return sessions
-
-
-def _print_runtime(batch: BatchRun) -> None:
-    """Print the runtime of the tasks that name none."""
-    if any(task.runtime.backend == AUTO for task in batch.tasks):
-        backend, reason = default_backend()
-        notes.print(f"runtime {backend}: {reason}", markup=False, soft_wrap=True)
-
-
-def _settings(batch: BatchRun) -> NodeSettings:
-    if batch.concurrency is None:
-        return NodeSettings()
-    return NodeSettings(run_slots=batch.concurrency)
 
 
 class Board:

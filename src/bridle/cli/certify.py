@@ -76,8 +76,8 @@ def certify(
 def _traces(target: Path) -> list[Trace]:
     """Return the traces of a run that train. `ConfigError` if there is none."""
     from bridle.bridges.parquet import read_trajectories
-    from bridle.cli.runs import sessions
     from bridle.node.results import trajectory_of
+    from bridle.node.run_folder import sessions
 
     if target.suffix == ".parquet":
         trajectories = read_trajectories(target)
@@ -147,9 +147,8 @@ def _keep(target: Path, found: Certificate, trainer: Path | None) -> None:
 
     import orjson
 
-    from bridle.cli.runs import capture_files
     from bridle.folders import private_file
-    from bridle.node.run_folder import CERTIFICATE
+    from bridle.node.run_folder import CERTIFICATE, capture_files
 
     if target.suffix == ".parquet":
         return

@@ -74,9 +74,8 @@ def rebuild(
     Works for finished, running and killed runs. For a finished run and the same builder the files
     are identical to those of the run.
     """
-    from bridle.cli.runs import capture_files
     from bridle.config import BuilderSpec
-    from bridle.node.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
+    from bridle.node.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET, capture_files
     from bridle.trajectory import BUILDERS
 
     if builder is not None and builder not in BUILDERS and ":" not in builder:
@@ -264,8 +263,7 @@ def captures_of(target: Path, only: Container[str] | None = None) -> Iterator[Se
 
     `only` = ids of the sessions to read; `None` = all. `ConfigError` if there is no run.
     """
-    from bridle.cli.runs import sessions
-    from bridle.node.run_folder import CAPTURE
+    from bridle.node.run_folder import CAPTURE, sessions
 
     rounds = sorted(file.parent for file in (target / ROUNDS).glob(f"*/{CAPTURE}"))
     for folder in rounds or [target]:

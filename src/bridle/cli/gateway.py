@@ -28,13 +28,12 @@ from bridle.cli.output import check_folder, log_to_stderr, notes, print_json_lin
 from bridle.cli.process import Stop, long_running, run_until_signal
 from bridle.errors import BridleError, ConfigError
 from bridle.folders import FolderLock
+from bridle.node.run_folder import CAPTURE
 from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.cli.config import FileConfig
     from bridle.gateway.app import GatewayServer
-
-CAPTURE = "capture.sqlite"
 
 END_S = 15.0
 """Time for a gateway to stop before its process ends; committed exchanges are kept either way."""

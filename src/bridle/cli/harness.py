@@ -48,14 +48,10 @@ def list_harnesses(
         print_json(rows)
         return
     shown = (
-        (row["harness"], row["version"] or "-", ", ".join(row["dialects"]), _yes(row["installed"]))
-        for row in rows
+        (name, version or "-", ", ".join(dialects), "yes" if is_installed else "no")
+        for name, version, dialects, is_installed in (row.values() for row in rows)
     )
     console.print(table("harnesses", ("harness", "version", "dialects", "installed"), shown))
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 @app.command()
@@ -196,8 +192,8 @@ def check_harness(
 
 
 def _output_of_proof(run: Path) -> str:
-    from bridle.cli.runs import sessions
     from bridle.node.results import result_from
+    from bridle.node.run_folder import sessions
 
     evaluation = result_from(next(sessions(run))).metadata.get("evaluation") or {}
     return str(evaluation.get("output", "")).partition("\n")[0]

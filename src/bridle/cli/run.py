@@ -237,8 +237,8 @@ def forked_task(session: str, run: Path, at: int, samples: int) -> tuple[Task, P
 
     `ConfigError` if the run does not hold the session's task.
     """
-    from bridle.cli.runs import find_session, tasks_of
     from bridle.config import ForkSpec
+    from bridle.node.run_folder import find_session, tasks_of
 
     path, capture = find_session(session, run)
     base, task_id = path.parent, capture.session.task_id
@@ -253,7 +253,7 @@ def forked_task(session: str, run: Path, at: int, samples: int) -> tuple[Task, P
 
 def setup_of(base: Path, engines: EngineOptions) -> FileConfig:
     """Load the config that flags name; without one and without engines, that of the run."""
-    from bridle.cli.runs import config_of
+    from bridle.node.run_folder import config_of
 
     facts = config_of(base)
     if engines.config is None and not engines.engine:

@@ -54,7 +54,7 @@ def score(
     """
     import asyncio
 
-    from bridle.cli.runs import capture_files
+    from bridle.node.run_folder import capture_files
 
     names = [*(function or ()), *(evaluator or ())]
     if len(names) > 1:
@@ -102,9 +102,8 @@ def _compare(
 
     import orjson
 
-    from bridle.cli.runs import capture_files
     from bridle.folders import private_file
-    from bridle.node.run_folder import SCORERS
+    from bridle.node.run_folder import SCORERS, capture_files
     from bridle.trajectory.scores import disagreement_of
 
     names = [*functions, *evaluators]
@@ -242,7 +241,7 @@ def _scorer(
     reward: float | None,
 ) -> Scorer:
     """Load the scorer that the flags name; `ConfigError` for a mistake."""
-    from bridle.cli.runs import tasks_of
+    from bridle.node.run_folder import tasks_of
 
     if len([*(functions or ()), *(evaluators or ())]) + (reward is not None) > 1:
         raise ConfigError("give one of --function, --evaluator and --reward")

@@ -48,7 +48,7 @@ def show(
         else:
             _show_run(path, json=json)
         return
-    from bridle.cli.runs import find_session
+    from bridle.node.run_folder import find_session
 
     if report:
         raise ConfigError(f"--report needs a run folder; {target} is none")
@@ -118,8 +118,8 @@ def _score_row(score: HarnessScore, ks: Sequence[int]) -> tuple[object, ...]:
 
 
 def _show_run(target: Path, *, json: bool) -> None:
-    from bridle.cli.runs import sessions
     from bridle.node.results import result_from
+    from bridle.node.run_folder import sessions
 
     lines = [result_from(capture).summary() for capture in sessions(target)]
     if json:
@@ -139,8 +139,8 @@ def _print_without_effect(lines: Sequence[JSON]) -> None:
 
 
 def _show_report(target: Path, *, json: bool) -> None:
-    from bridle.cli.runs import sessions
     from bridle.node.results import result_from
+    from bridle.node.run_folder import sessions
     from bridle.trajectory.scores import from_summaries, report_of, scores_of
 
     lines: list[JSON] = []

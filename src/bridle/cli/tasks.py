@@ -163,9 +163,9 @@ def verify_tasks(path: Path, manifest: Path | None = None) -> list[JSON]:
 def _proved(proofs: Mapping[str, list[Task]]) -> dict[str, JSON]:
     """Run tasks with each harness; return the verdict on each task."""
     from bridle.cli.batch import BatchRun, run_batch
-    from bridle.cli.runs import sessions
     from bridle.config import assets_dir
     from bridle.node.results import result_from
+    from bridle.node.run_folder import sessions
 
     verdicts: dict[str, JSON] = {}
     for harness, tasks in proofs.items():

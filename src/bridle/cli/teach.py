@@ -8,7 +8,6 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
-    Iterator,
     Sequence,
 )
 from contextlib import asynccontextmanager
@@ -27,7 +26,7 @@ from bridle.types import JSON, Ids
 if TYPE_CHECKING:
     from bridle.capture.records import SessionCapture
     from bridle.engines.teachers import Scores, ServedTeacher
-    from bridle.trajectory.sample import Trace, Trajectory
+    from bridle.trajectory.sample import Trajectory
 
 AT_ONCE = 16
 """Sessions whose traces a server scores at the same time."""
@@ -61,7 +60,7 @@ def teach(
     """
     import asyncio
 
-    from bridle.cli.runs import capture_files
+    from bridle.node.run_folder import capture_files
 
     capture_files(target)
     base = target if target.is_dir() else target.parent
@@ -78,20 +77,22 @@ async def _teach(target: Path, spec: str, top: int, path: Path) -> list[JSON]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from bridle.cli.runs import sessions
     from bridle.folders import private_file
     from bridle.node.results import trajectory_of
+    from bridle.node.run_folder import sessions
 
     columns: dict[str, list[object]] = {"session_id": [], "trace_id": [], "teacher_logprobs": []}
     if top:
         columns |= {"teacher_topk_ids": [], "teacher_topk_logprobs": []}
     rows: list[JSON] = []
     async with _opened(spec) as given:
-        for captures in _batches(sessions(target), AT_ONCE):
+        left = sessions(target)
+        while captures := list(islice(left, AT_ONCE)):
             for capture in captures:
                 await given.check(capture)
             trajectories = [trajectory_of(capture) for capture in captures]
-            scored = await _all(partial(_scored, one, given.score, top) for one in trajectories)
+            works = (partial(score_traces, one, given.score, top) for one in trajectories)
+            scored = await _all(works)
             for trajectory, scores in zip(trajectories, scored, strict=True):
                 rows.append(_row(trajectory, scores))
                 for trace, of in zip(trajectory.traces, scores, strict=True):
@@ -101,11 +102,6 @@ async def _teach(target: Path, spec: str, top: int, path: Path) -> list[JSON]:
                         values.append(value)
     pq.write_table(pa.table(columns), private_file(path), compression="zstd")
     return rows
-
-
-def _batches(captures: Iterator[SessionCapture], size: int) -> Iterator[list[SessionCapture]]:
-    while batch := list(islice(captures, size)):
-        yield batch
 
 
 async def _all(
@@ -122,21 +118,17 @@ async def _all(
     return [one.result() for one in running]
 
 
-async def _scored(
+async def score_traces(
     trajectory: Trajectory, score: Callable[[Ids, int], Awaitable[Scores]], top: int
 ) -> list[Scores]:
     """Return a teacher's scores of the response ids of each trace."""
-    return [await score_trace(trace, score, top) for trace in trajectory.traces]
-
-
-async def score_trace(
-    trace: Trace, score: Callable[[Ids, int], Awaitable[Scores]], top: int
-) -> Scores:
-    """Return a teacher's scores of a trace's response ids."""
     import numpy as np
 
-    ids = np.concatenate([trace.prompt_ids, trace.response_ids])
-    return (await score(ids, top)).after(len(trace.prompt_ids))
+    found = []
+    for trace in trajectory.traces:
+        scores = await score(np.concatenate([trace.prompt_ids, trace.response_ids]), top)
+        found.append(scores.after(len(trace.prompt_ids)))
+    return found
 
 
 def _row(trajectory: Trajectory, scores: Sequence[Scores]) -> JSON:

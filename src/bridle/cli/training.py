@@ -8,6 +8,7 @@ killed trainer had begun, and loads weights from a folder with the same path on 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import secrets
 import shutil
@@ -293,7 +294,8 @@ async def local_backend(
     weights = WeightFolders(out / "weights", Path(settings.model))
     async with AsyncExitStack() as stack:
         setup = change(open_setup(config))
-        path = _next_folder(out / "rollouts")
+        starts = (out / "rollouts" / f"{number:03d}" for number in itertools.count())
+        path = next(one for one in starts if not one.exists())
         folder = stack.enter_context(
             RunFolder.create(path, config=settings.model_dump(mode="json"))
         )
@@ -326,11 +328,6 @@ def _check_tokenizer(of_engine: str | None, model: Path) -> None:
             f"{len(engine)} tokens, {model} {len(own)}, {len(set(engine) ^ set(own))} are in "
             "one only"
         )
-
-
-def _next_folder(runs: Path) -> Path:
-    """Return the run folder of a new start of a training."""
-    return next(path for n in range(1000) if not (path := runs / f"{n:03d}").exists())
 
 
 Opener = Callable[[TrainSettings, Path], AbstractAsyncContextManager[RolloutBackend]]
@@ -367,7 +364,6 @@ async def train_here(
     learner, model, state = await asyncio.to_thread(_load_start, settings, resume=resume)
     history = History.of(state.get("history", {}))
     draws = TaskDraws(tasks, history, seed=settings.seed, curriculum=settings.curriculum)
-    _write_settings(settings, out)
 
     initial = [] if before is None else [{"step": 0, **before.json()}]
 
@@ -404,7 +400,7 @@ async def train_here(
 
 
 def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path, JSON]:
-    """Load the learner from the last checkpoint or the initial model.
+    """Load the learner from the last checkpoint or the initial model, and write the settings.
 
     Returns the folder of the weights that the engine begins with, the initial model's for an
     adapter, and the checkpoint's state too; {} = a new training.
@@ -412,7 +408,8 @@ def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path
     from bridle.training.checkpoint import checkpoints, restore
     from bridle.training.grpo import Learner
 
-    found = checkpoints(Path(settings.out) / CHECKPOINTS)
+    out = Path(settings.out)
+    found = checkpoints(out / CHECKPOINTS)
     if found and not resume:
         message = f"{settings.out} holds a training; resume it with --resume, or give another"
         raise ConfigError(f"{message} folder with --out")
@@ -426,6 +423,8 @@ def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path
     adapter, model = (last, initial) if settings.lora else (None, last or initial)
     reference = initial if settings.grpo.kl else None
     learner = Learner.load(model, settings.grpo, reference, lora=settings.lora, adapter=adapter)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "train.json").write_text(settings.model_dump_json(indent=2) + "\n")
     return learner, model, restore(learner, last) if last else {}
 
 
@@ -439,8 +438,3 @@ def _check_sampling(tasks: Sequence[Task], temperature: float) -> None:
             fault = unfit_setting(field, policy.value, temperature)
             if policy.mode == "override" and fault is not None:
                 raise ConfigError(f"task {task.task_id} {fault}")
-
-
-def _write_settings(settings: TrainSettings, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "train.json").write_text(settings.model_dump_json(indent=2) + "\n")

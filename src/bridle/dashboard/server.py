@@ -43,6 +43,7 @@ from bridle.dashboard.summaries import (
     sort_rows,
 )
 from bridle.errors import ServerError
+from bridle.node.run_folder import CAPTURE
 from bridle.trajectory.scores import Disagreement
 from bridle.types import JSON
 
@@ -53,9 +54,6 @@ T = TypeVar("T")
 
 NEWEST: Final = 1000
 """Sessions that lists cover."""
-
-CAPTURE: Final = "capture.sqlite"
-"""Name of the artifact that holds a session's capture."""
 
 FETCHED: Final = 4
 """Captures of ended sessions that stay in memory: readers open several pages of a session."""

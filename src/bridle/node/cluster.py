@@ -93,7 +93,9 @@ class ClusterRunner(Fleet):
         self._held: dict[str, Member] = {}
         """Runs whose result has arrived and is not acknowledged yet."""
         self._settled, self._reported_slots = False, 0
-        self._nursery = Nursery(_log_lost)
+        self._nursery = Nursery(
+            lambda error: log.error("a task of the cluster's runner has failed", error=repr(error))
+        )
 
     async def __aenter__(self) -> Self:
         self._nursery.start(self._clock.run(), name="clock")
@@ -493,7 +495,3 @@ class ClusterRunner(Fleet):
         self._cancel(run, member)
         with suppress(BridleError):
             await asyncio.shield(run.done)
-
-
-def _log_lost(error: BaseException) -> None:
-    log.error("a task of the cluster's runner has failed", error=repr(error))

@@ -96,7 +96,7 @@ class NodeHost:
         self._runs: dict[str, _HeldRun] = {}
         self._owners: dict[str, _Owner] = {}
         self._draining = False
-        self._nursery = Nursery(_log_lost)
+        self._nursery = Nursery(lambda error: log.error("a run was lost", error=repr(error)))
         self._stack = ExitStack()
 
     async def __aenter__(self) -> Self:
@@ -260,7 +260,3 @@ def node_name(folder: Path) -> str:
         private_folder(path.parent)
         private_file(path).write_text(f"{socket.gethostname()}-{token_hex(3)}")
     return path.read_text()
-
-
-def _log_lost(error: BaseException) -> None:
-    log.error("a run was lost", error=repr(error))

@@ -92,7 +92,7 @@ class LocalExecutor:
         batch = _Batch(self._node, sum(task.num_samples for task in tasks))
         try:
             async with asyncio.TaskGroup() as group:
-                feeder = group.create_task(batch.feed(_samples(tasks)), name="feeder")
+                feeder = group.create_task(batch.feed(tasks), name="feeder")
                 try:
                     yield batch.results()
                 finally:
@@ -121,12 +121,13 @@ class _Batch:
             self._room.release()
             yield result
 
-    async def feed(self, samples: Iterator[tuple[Task, int]]) -> None:
+    async def feed(self, tasks: Sequence[Task]) -> None:
         """Start sessions as there is room; a cancellation ends all of them."""
         async with asyncio.TaskGroup() as sessions:
-            for task, sample_index in samples:
-                await self._room.acquire()
-                sessions.create_task(self._one(task, sample_index))
+            for task in tasks:
+                for sample_index in range(task.num_samples):
+                    await self._room.acquire()
+                    sessions.create_task(self._one(task, sample_index))
 
     async def _one(self, task: Task, sample_index: int, depth: int = 0) -> None:
         result = await self._node.run(task, sample_index)
@@ -162,12 +163,6 @@ class _Batch:
             for fork in forks
             for _ in range(spec.samples)
         ]
-
-
-def _samples(tasks: Sequence[Task]) -> Iterator[tuple[Task, int]]:
-    for task in tasks:
-        for sample_index in range(task.num_samples):
-            yield task, sample_index
 
 
 log = structlog.get_logger(__name__)

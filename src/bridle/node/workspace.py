@@ -102,7 +102,9 @@ class SessionPlaces:
         work = await self.left()
         async with self._opened() as runtime:
             with _checking():
-                self._note(await runtime.put_work(work, keep_filter((*self.targets, *ours), only)))
+                keep = keep_filter((*self.targets, *ours), only)
+                stayed = await runtime.put_work(work, keep)
+                self.stayed += [path for path in stayed if "/.git/" not in f"/{path}"]
                 await self.prepare(runtime)
                 yield runtime
 
@@ -156,10 +158,6 @@ class SessionPlaces:
         async with AsyncExitStack() as stack:
             ready, self.prewarmed = self.prewarmed, None
             yield await (self.make(stack) if ready is None else ready())
-
-    def _note(self, stayed: Sequence[str]) -> None:
-        """Record the paths that were not copied, except for git's own files."""
-        self.stayed += [path for path in stayed if "/.git/" not in f"/{path}"]
 
 
 @contextmanager

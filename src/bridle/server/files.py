@@ -38,10 +38,6 @@ LASTING: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDI
 """Errors of a file system that are not temporary."""
 
 
-def _is_lasting(cause: BaseException | None) -> bool:
-    return isinstance(cause, OSError) and cause.errno in LASTING
-
-
 class TrajectoryFiles:
     """Trajectory files below a root. All failures are `StoreError`; threads do the I/O."""
 
@@ -82,8 +78,9 @@ class TrajectoryFiles:
             with boundary(StoreError, doing):
                 self._put(name, packed)
         except StoreError as error:
-            if _is_lasting(error.__cause__):
-                raise UnwritableError(str(error)) from error.__cause__
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno in LASTING:
+                raise UnwritableError(str(error)) from cause
             raise
         return len(packed)
 

@@ -106,7 +106,9 @@ class Scheduler:
 
         Runs that have ended and are not stored yet stay leased: the next server recalls them.
         """
-        async with Nursery(_log_failure) as nursery:
+        async with Nursery(
+            lambda error: log.error("a run was lost", trace=trace_of(error))
+        ) as nursery:
             try:
                 await self._start_sessions(nursery)
             finally:
@@ -332,7 +334,3 @@ def _not_run(claim: Claim, error: str, cause: Cause | None) -> EndedRun:
     ended = without_run(claim, error, cause)
     ended.result["run_id"] = claim.run_id
     return ended
-
-
-def _log_failure(error: BaseException) -> None:
-    log.error("a run was lost", trace=trace_of(error))
