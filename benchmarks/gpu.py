@@ -13,9 +13,13 @@ times the forward pass; what checkpointing computes again does not count). It is
 peak is not known, and in float32.
 
 The GPU is found; without one the run is of toy size, on the CPU, and says so. A table comes first,
-and one line of JSON last.
+and one line of JSON last. Numbers go to standard error as they come.
 
     python -m benchmarks.gpu [--sizes 0.6b 1.7b 4b] [--context 32768]
+        [--dtypes bfloat16 float32] [--trainers bridle trl]
+
+`--dtypes bfloat16` leaves out the setting in float32, which a GPU computes many times slower, and
+`--trainers bridle` leaves out TRL.
 
 A machine without a network needs the wheels of `requirements/embedded.txt` and torch's, and of
 `requirements/trl.txt` for the comparison. docs/guides/training.md has the commands.
@@ -30,6 +34,7 @@ import gc
 import importlib.util
 import json
 import logging
+import sys
 import tempfile
 import time
 import warnings
@@ -86,6 +91,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"packing": "sequence", "dtype": "float32", "gradient_checkpointing": True},
 ]
 """Of the reference trainer; TRL's are its nearest to the first."""
+
+CHOICES = {"dtypes": ["bfloat16", "float32"], "trainers": ["bridle", "trl"]}
+"""Options that leave rows of the table out; by default none."""
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -144,8 +152,8 @@ def operations(config: transformers.PretrainedConfig, traces: Sequence[Trace]) -
     return 3 * found
 
 
-async def rollouts(folder: Path, vocabulary: int, context: int) -> tuple[list[Trace], float]:
-    """Traces of one group by the embedded engine, and the seconds that they took."""
+async def rollouts(folder: Path, vocabulary: int, context: int) -> tuple[list[Trace], float, str]:
+    """Traces of one group by the embedded engine, the seconds that they took, and its decoder."""
     random = np.random.default_rng(0)
     sampled = max(8, context // 32)
     lengths = np.linspace(context // 2, context - sampled, GROUP).astype(int)
@@ -159,10 +167,10 @@ async def rollouts(folder: Path, vocabulary: int, context: int) -> tuple[list[Tr
                 group.create_task(sample(engine, f"t{n}", prompt, sampled))
                 for n, prompt in enumerate(prompts)
             ]
+        seconds, decoder = time.perf_counter() - began, engine.stats()["decoder"]
     finally:
-        seconds = time.perf_counter() - began
         await engine.aclose()
-    return [task.result() for task in tasks], seconds
+    return [task.result() for task in tasks], seconds, decoder
 
 
 async def sample(engine: EmbeddedEngine, name: str, prompt: Ids, count: int) -> Trace:
@@ -295,23 +303,33 @@ def trl_updates(folder: Path, traces: Sequence[Trace]) -> dict[str, Any]:
     return found
 
 
-def measure(size: str, context: int) -> dict[str, Any]:
-    """All numbers of one model."""
+def measure(
+    size: str, context: int, dtypes: Sequence[str], trainers: Sequence[str]
+) -> dict[str, Any]:
+    """All numbers of one model, of these trainers, in these precisions."""
     with tempfile.TemporaryDirectory(prefix="bridle-") as made:
         folder = Path(made)
         config = make_model(folder, size, context)
         freed()
-        traces, seconds = asyncio.run(rollouts(folder, config.vocab_size, context))
+        traces, seconds, decoder = asyncio.run(rollouts(folder, config.vocab_size, context))
         freed()
         tokens = sum(len(one.prompt_ids) + len(one.response_ids) for one in traces)
         sampled = sum(len(one.response_ids) for one in traces)
-        rolled = {"seconds": seconds, "sampled": sampled, "tokens": tokens}
+        rolled = {
+            "seconds": seconds,
+            "sampled": sampled,
+            "tokens": tokens,
+            "sampled_s": sampled / seconds,
+            "decoder": decoder,
+        }
+        noted(rolled)
         rows = []
-        for chosen in SETTINGS:
-            rows.append(updates(folder, traces, context, **chosen))
+        chosen_settings = [one for one in SETTINGS if one["dtype"] in dtypes]
+        for chosen in chosen_settings if "bridle" in trainers else ():
+            rows.append(noted(updates(folder, traces, context, **chosen)))
             freed()
-        if importlib.util.find_spec("trl") is not None:
-            rows.append(trl_updates(folder, traces))
+        if "trl" in trainers and importlib.util.find_spec("trl") is not None:
+            rows.append(noted(trl_updates(folder, traces)))
             freed()
     peak, needed = peak_of(device_name()), operations(config, traces)
     for row in rows:
@@ -320,8 +338,13 @@ def measure(size: str, context: int) -> dict[str, Any]:
         row["mfu"] = None
         if done is not None and peak is not None and row["dtype"] == "bfloat16":
             row["mfu"] = needed / done / peak
-    rolled["sampled_s"] = sampled / seconds
     return {"size": size, "operations": needed, "rollouts": rolled, "updates": rows}
+
+
+def noted(found: dict[str, Any]) -> dict[str, Any]:
+    """Print what was found to standard error, for whoever waits or ends the run early."""
+    print(json.dumps(found), file=sys.stderr, flush=True)
+    return found
 
 
 def device_name() -> str:
@@ -375,6 +398,8 @@ def main() -> None:
     sizes = ["0.6b", "1.7b", "4b"] if ON_GPU else ["toy"]
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=sizes)
     parser.add_argument("--context", type=int, default=32768 if ON_GPU else 256)
+    for name, known in CHOICES.items():
+        parser.add_argument(f"--{name}", nargs="+", choices=known, default=known)
     given = parser.parse_args()
     if not ON_GPU:
         torch.set_num_threads(1)  # the fastest for models of toy size
@@ -386,7 +411,9 @@ def main() -> None:
         "context": given.context,
         "torch": torch.__version__,
         "trl": importlib.util.find_spec("trl") is not None,
-        "models": [measure(size, given.context) for size in given.sizes],
+        "models": [
+            measure(size, given.context, given.dtypes, given.trainers) for size in given.sizes
+        ],
     }
     show(report)
     print(json.dumps(report))

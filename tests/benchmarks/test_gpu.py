@@ -61,6 +61,12 @@ def test_it_runs_whole_on_a_cpu_beside_trl():
     assert (report["device"], report["trl"]) == ("CPU", True)
     [model] = report["models"]
     assert model["rollouts"]["sampled"] == 8 * gpu.GROUP
+    assert model["rollouts"]["decoder"] == "slots"
+    printed = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    assert [one.get("trainer") for one in printed] == [
+        None,
+        *(r["trainer"] for r in model["updates"]),
+    ]
     assert len(model["updates"]) == len(gpu.SETTINGS) + 1
     assert sum(line.startswith(("| bridle", "| trl")) for line in table) == len(model["updates"])
     for row in model["updates"]:
@@ -70,3 +76,9 @@ def test_it_runs_whole_on_a_cpu_beside_trl():
             exact = row["dtype"] == "float32"
             assert row["fidelity"]["faithful"] == exact
             assert row["fidelity"]["rms"] < (2e-4 if exact else 0.1)
+
+
+def test_rows_of_a_precision_or_trainer_can_be_left_out():
+    [row] = gpu.measure("toy", 64, ["float32"], ["bridle"])["updates"]
+    assert (row["trainer"], row["dtype"]) == ("bridle", "float32")
+    assert row["fidelity"]["faithful"]
