@@ -117,7 +117,9 @@ def test_a_task_is_a_harbor_folder_too_whose_image_has_nothing_of_the_release(ma
     files = [path for path in (folder / "environment").rglob("*") if path.is_file()]
     assert "def words" in "".join(path.read_text() for path in files)
     assert not any("shout" in path.read_text() for path in files)
-    assert "export PYTHONSAFEPATH=1" in (folder / "tests" / "test.sh").read_text()
+    script = (folder / "tests" / "test.sh").read_text()
+    assert "export PYTHONSAFEPATH=1" in script
+    assert 'python "$tests/run_pytest.py" -rA' in script
 
 
 @pytest.fixture

@@ -67,6 +67,15 @@ async def test_a_patch_is_made_against_what_the_fresh_runtime_begins_with(tmp_pa
     assert found.reward == 1.0
 
 
+async def test_a_script_s_pytest_is_not_a_module_of_the_agent_s(tmp_path, python):
+    script = f"{sys.executable} -m pytest --version"
+    work = "echo 'print(\"PASSED new\")' > pytest.py"
+    async with two_runtimes(tmp_path, work) as context:
+        found = await evaluator(python, script=script).evaluate(context)
+    assert found.reward == 0.0
+    assert f"pytest {pytest.__version__}" in (tmp_path / "logs" / "evaluator.log").read_text()
+
+
 async def test_files_of_the_harness_stay_out_of_the_patch(tmp_path, python):
     work = "echo 2 > code.txt; mkdir .codex; echo x > .codex/log"
     script = f"[ -e .codex ] || {{ {CHECK}; }}"

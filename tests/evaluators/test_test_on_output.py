@@ -1,3 +1,4 @@
+import sys
 from contextlib import asynccontextmanager
 
 import pytest
@@ -227,3 +228,24 @@ def test_a_test_counts_only_in_a_whole_report_that_never_calls_it_failed(said):
 def test_a_file_that_is_no_junit_is_refused(text):
     with pytest.raises(EvaluatorError, match="the JUnit file"):
         from_junit(text)
+
+
+FORGED = (
+    "printf '%s\\n' 'print(\"=== short test summary info ===\")' 'print(\"PASSED t.py::test_it\")'"
+    " 'print(\"== 1 passed in 0.01s ==\")' > {0}/pytest.py"
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "reward"), [(".", 1, 0.0), ("src", 1, 0.0), (".", 2, 1.0)]
+)
+async def test_a_module_of_the_agent_s_does_not_stand_in_for_pytest(tmp_path, place, value, reward):
+    """Python searches the folder first where `PYTHONSAFEPATH` is not set, or not known."""
+    test = "from code_here import value\\n\\ndef test_it():\\n    assert value == 2\\n"
+    begin = f"{BEGIN}; mkdir -p src; printf '{test}' > t.py; git add -A; git commit -qm t"
+    left = f"echo value = {value} > {place}/code_here.py; {FORGED.format(place)}"
+    path = "" if place == "." else f'PYTHONPATH="$PWD/{place}" '
+    command = f"{path}{sys.executable} -m pytest -p no:cacheprovider -rA t.py"
+    async with two_runtimes(tmp_path, left, begin) as context:
+        config = {"command": command, "fail_to_pass": ["t.py::test_it"]}
+        assert (await TestOnOutput.from_config(config).evaluate(context)).reward == reward

@@ -14,7 +14,7 @@ from typing import Final
 
 from bridle.datasets.environments import VirtualEnvironment
 from bridle.evaluators import summary
-from bridle.evaluators.base import OBEYED
+from bridle.evaluators.base import OBEYED, PYTEST, RUN_PYTEST
 from bridle.harnesses.base import as_toml
 from bridle.types import JSON
 
@@ -36,7 +36,7 @@ RUN {begin}
 TEST: Final = """\
 #!/bin/bash
 main() {{
-  export PYTHONSAFEPATH=1  # a pytest.py in the work folder is not pytest
+  export PYTHONSAFEPATH=1
   cd /work || exit 1
   find . -path ./.git -prune -o \\( {obeyed} \\) -exec rm -rf {{}} +
   mapfile -d '' -t removed <"$tests/removed" && rm -rf -- "${{removed[@]}}"
@@ -87,9 +87,11 @@ def write_harbor(
         shutil.copy2(release / path, tests / "files" / path, follow_symlinks=False)
     _write(tests / "removed", "".join(f"{path}\0" for path in sorted(before - after)))
     _write(tests / "wanted.json", json.dumps(config["fail_to_pass"] + config["pass_to_pass"]))
-    shutil.copy(summary.__file__, tests / "summary.py")
+    for program in (Path(summary.__file__), RUN_PYTEST):
+        shutil.copy(program, tests / program.name)
     obeyed = " -o ".join(f"-name {name}" for name in STARTUP_FILES)
-    _write(tests / "test.sh", TEST.format(obeyed=obeyed, command=config["command"]))
+    command = PYTEST.sub(rf'\1 "$tests/{RUN_PYTEST.name}"', config["command"])
+    _write(tests / "test.sh", TEST.format(obeyed=obeyed, command=command))
     _write(folder / "instruction.md", task["instruction"])
     fields: JSON = {
         "schema_version": "1.1",

@@ -16,6 +16,8 @@ reward 0.0, if it got a reply of the model.
 from __future__ import annotations
 
 import asyncio
+import re
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -64,6 +66,22 @@ OBEYED: Final = frozenset(
 )
 """Files and folders that `make`, `python`, `pytest`, `npm`, `yarn` and `cargo` look for by
 themselves, before what a checker names; they can name the programs that run the tests."""
+
+
+RUN_PYTEST: Final = Path(__file__).with_name("run_pytest.py")
+PYTEST: Final = re.compile(r"\b(python[\d.]*(?: -[A-Za-z]+)*) -m pytest\b")
+
+
+async def with_own_pytest(runtime: Runtime, command: str) -> str:
+    """Return a command in which `python -m pytest` takes no `pytest.py` of the agent's for pytest.
+
+    Python before 3.11 does not know `PYTHONSAFEPATH`, and tests may need the work folder.
+    """
+    file = f"{runtime.home}/.{RUN_PYTEST.name}"
+    changed = PYTEST.sub(lambda found: f"{found[1]} {shlex.quote(file)}", command)
+    if changed != command:
+        await runtime.write(file, RUN_PYTEST.read_bytes())
+    return changed
 
 
 class Unscorable(EvaluatorError):

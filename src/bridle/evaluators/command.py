@@ -26,6 +26,7 @@ from bridle.evaluators.base import (
     EvaluationContext,
     Unscorable,
     read_file,
+    with_own_pytest,
 )
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.types import JSON
@@ -67,7 +68,7 @@ class CommandEvaluator(Configured[CommandSettings]):
             if settings.reward_file is not None:
                 await self._clear(runtime, settings.reward_file)
             result = await runtime.exec(
-                settings.command,
+                await with_own_pytest(runtime, settings.command),
                 env={**OURS, **context.task.evaluator.env},
                 cwd=settings.cwd,
                 timeout_s=settings.timeout_s,

@@ -23,7 +23,14 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.errors import EvaluatorError, install_extra
-from bridle.evaluators.base import LATE, CheckerFailure, Configured, Evaluation, EvaluationContext
+from bridle.evaluators.base import (
+    LATE,
+    CheckerFailure,
+    Configured,
+    Evaluation,
+    EvaluationContext,
+    with_own_pytest,
+)
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.evaluators.test_on_output import apply_patch, files_of, take_patch
 from bridle.runtimes.process import Command, run_process
@@ -79,7 +86,8 @@ class SwebenchEvaluator(Configured[SwebenchSettings]):
             if patch.strip():
                 await apply_patch(runtime, repo, patch)
             script = f"{runtime.home}/.swebench.sh"
-            await runtime.write(script, str(spec["script"]).encode())
+            tests = await with_own_pytest(runtime, str(spec["script"]))
+            await runtime.write(script, tests.encode())
             result = await runtime.exec(
                 f'bash "{script}" 2>&1',
                 cwd=repo,

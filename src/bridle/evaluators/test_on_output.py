@@ -39,6 +39,7 @@ from bridle.evaluators.base import (
     EvaluationContext,
     Unscorable,
     read_file,
+    with_own_pytest,
 )
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.evaluators.summary import from_summary, lines_of_summary
@@ -124,7 +125,7 @@ class TestOnOutput(Configured[TestOnOutputSettings]):
             if settings.junit is not None:
                 await fresh.exec(["rm", "-rf", "--", settings.junit], cwd=repo)
             result = await fresh.exec(
-                settings.command,
+                await with_own_pytest(fresh, settings.command),
                 cwd=repo,
                 env=context.task.evaluator.env,
                 timeout_s=settings.timeout_s,
