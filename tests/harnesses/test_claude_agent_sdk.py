@@ -3,7 +3,7 @@ import json
 from tests.harnesses.made import context
 
 from bridle.config import AgentSpec
-from bridle.harnesses.claude_agent_sdk import ClaudeAgentSdk
+from bridle.harnesses.sdk_agents import ClaudeAgentSdk
 from bridle.types import Cause
 
 

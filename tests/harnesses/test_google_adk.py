@@ -3,7 +3,7 @@ import json
 from tests.harnesses.made import context
 
 from bridle.config import AgentSpec
-from bridle.harnesses.google_adk import GoogleAdk
+from bridle.harnesses.sdk_agents import GoogleAdk
 from bridle.types import Cause
 
 

@@ -5,7 +5,7 @@ from tests.harnesses.made import context
 
 from bridle.config import AgentSpec
 from bridle.errors import ConfigError
-from bridle.harnesses.openai_agents import OpenaiAgents
+from bridle.harnesses.sdk_agents import OpenaiAgents
 from bridle.types import Cause, Dialect
 
 

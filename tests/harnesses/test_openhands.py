@@ -4,7 +4,7 @@ import pytest
 from tests.harnesses.made import context
 
 from bridle.config import AgentSpec
-from bridle.harnesses.openhands import Openhands
+from bridle.harnesses.sdk_agents import Openhands
 from bridle.types import Cause, Dialect
 
 

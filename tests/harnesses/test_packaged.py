@@ -8,9 +8,9 @@ from tests.harnesses.made import context, wheel
 from bridle.config import AgentSpec, McpServer, Settings
 from bridle.errors import HarnessError
 from bridle.harnesses.bundles import ensure
-from bridle.harnesses.google_adk import GoogleAdk
 from bridle.harnesses.installers import node_recipe, python_recipe
-from bridle.harnesses.packaged import CHECKING, PackagedHarness, PyPI, plain_servers, script_launch
+from bridle.harnesses.packaged import CHECKING, PackagedHarness, PyPI
+from bridle.harnesses.sdk_agents import GoogleAdk, OpenaiAgents
 from bridle.types import Cause, Dialect
 
 
@@ -73,15 +73,18 @@ async def test_an_unlocked_version_whose_check_fails_is_not_installed(locks, mon
 
 
 def test_a_script_gets_its_configuration_as_a_file_and_the_task_on_stdin():
-    launch = script_launch(
-        context(instruction="do it"), "openai_agents_agent.py", {"model": "m"}, {"K": "v"}
-    )
+    server = McpServer(name="a", command="serve", args=("x",))
+    agent = OpenaiAgents(AgentSpec(harness="openai_agents", mcp_servers=(server,)))
+    launch = agent.launch(context(instruction="do it"))
     assert launch.command == (
         "/b/bin/python", "/h/.agent/openai_agents_agent.py", "/h/.agent/config.json",
     )  # fmt: skip
     assert launch.stdin == b"do it"
-    assert json.loads(launch.files["/h/.agent/config.json"]) == {"model": "m"}
-    assert launch.env["K"] == "v"
+    config = json.loads(launch.files["/h/.agent/config.json"])
+    assert (config["api"], config["stream"]) == ("openai_responses", False)
+    (given,) = config["mcp_servers"]
+    assert (given["name"], given["transport"], given["args"]) == ("a", "stdio", ["x"])
+    assert launch.env["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
     assert {"/h/.agent/openai_agents_agent.py", "/h/.agent/bash_tool.py"} < set(launch.files)
 
 
@@ -98,10 +101,3 @@ def test_a_script_gets_its_configuration_as_a_file_and_the_task_on_stdin():
 def test_script_exit_codes_map_to_causes(exit_code, signal, cause):
     agent = GoogleAdk(AgentSpec(harness="google_adk"))
     assert agent.exit_cause(exit_code, signal, b"") is cause
-
-
-def test_servers_reach_a_script_as_plain_json():
-    agent = AgentSpec(mcp_servers=(McpServer(name="a", command="serve", args=("x",)),))
-    (server,) = plain_servers(agent)
-    assert (server["name"], server["transport"], server["args"]) == ("a", "stdio", ["x"])
-    json.dumps(server)

@@ -368,7 +368,7 @@ HARNESS_RULES: Final[dict[str, HarnessRules]] = {
         kinds=(_COMMIT,),
     ),
     "claude_agent_sdk": HarnessRules(
-        adapter="bridle.harnesses.claude_agent_sdk:ClaudeAgentSdk",
+        adapter="bridle.harnesses.sdk_agents:ClaudeAgentSdk",
         user_agents=("claude-cli",),
         kinds=_CLAUDE_KINDS,
         summary_requests=("Respond with TEXT ONLY",),
@@ -415,7 +415,7 @@ HARNESS_RULES: Final[dict[str, HarnessRules]] = {
         shell_tools=("run_shell_command",),
     ),
     "google_adk": HarnessRules(
-        adapter="bridle.harnesses.google_adk:GoogleAdk", shell_tools=("bash",)
+        adapter="bridle.harnesses.sdk_agents:GoogleAdk", shell_tools=("bash",)
     ),
     "gptme": HarnessRules(kinds=(_NAME,)),
     "hermes": HarnessRules(
@@ -430,7 +430,7 @@ HARNESS_RULES: Final[dict[str, HarnessRules]] = {
         adapter="bridle.harnesses.mini_swe_agent:MiniSweAgent", shell_tools=("bash",)
     ),
     "openai_agents": HarnessRules(
-        adapter="bridle.harnesses.openai_agents:OpenaiAgents", shell_tools=("bash",)
+        adapter="bridle.harnesses.sdk_agents:OpenaiAgents", shell_tools=("bash",)
     ),
     "openclaw": HarnessRules(
         adapter="bridle.harnesses.openclaw:Openclaw",
@@ -454,7 +454,7 @@ HARNESS_RULES: Final[dict[str, HarnessRules]] = {
         shell_tools=("bash",),
     ),
     "openhands": HarnessRules(
-        adapter="bridle.harnesses.openhands:Openhands",
+        adapter="bridle.harnesses.sdk_agents:Openhands",
         user_agents=("openhands",),
         kinds=(_SUMMARY,),
         summary_prompts=("context-aware state summary",),

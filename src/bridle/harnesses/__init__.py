@@ -1,8 +1,8 @@
 """Harnesses: unmodified agent programs, and how each is installed, started and read.
 
-The contract is `base`; `command` runs any command line, `oracle` a task's own solution; every other
-harness is one file that knows one program. `bundles` and `installers` put programs on this machine,
-once.
+The contract is `base`; `command` runs any command line, `oracle` a task's own solution, and
+`sdk_agents` are scripts on SDKs; every other harness is one file that knows one program. `bundles`
+and `installers` put programs on this machine, once.
 """
 
 import shlex

@@ -21,12 +21,10 @@ from bridle.config import AgentSpec
 from bridle.errors import ConfigError, HarnessError
 from bridle.harness_rules.table import HARNESS_RULES
 from bridle.harnesses.base import (
-    SCRIPTS,
     TRANSPORTS,
     Launch,
     LaunchContext,
     SettingsT,
-    as_json,
     crash,
     mcp_entries,
     parse_settings,
@@ -231,50 +229,3 @@ class PackagedHarness(Generic[SettingsT]):
         unknown = found["unknown to the gateway"]
         builder.say(f"works; fields that the gateway does not know: {unknown or 'none'}")
         (folder / CHECK_FILE).write_text(json.dumps(found))
-
-
-TOOL = "bash_tool.py"
-TURN_LIMIT, API_FAILED = 3, 4
-"""Exit codes of every script; 1 is anything else that went wrong."""
-
-INSTRUCTIONS = (
-    "You work in a folder of a Linux machine, with a shell tool. Do what you are asked to do by "
-    "running commands, and look at what they print. When it is done, say so in one sentence and "
-    "call no tool."
-)
-
-
-def script_launch(
-    context: LaunchContext,
-    script: str,
-    config: JSON,
-    env: Mapping[str, str],
-    folders: Mapping[str, Path] | None = None,
-) -> Launch:
-    """Return `python <script> <config>` with the bundle's Python, the instruction on stdin."""
-    folder = f"{context.home}/.agent"
-    settings = f"{folder}/config.json"
-    files = {f"{folder}/{name}": (SCRIPTS / name).read_bytes() for name in (script, TOOL)}
-    return Launch(
-        (f"{context.bundle}/{PYTHON}", f"{folder}/{script}", settings),
-        {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", **env},
-        files={**files, settings: as_json(config)},
-        folders=folders or {},
-        stdin=context.instruction.encode(),
-    )
-
-
-class SdkAgent(PackagedHarness[SettingsT]):
-    """A harness that is such a script."""
-
-    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        if signal is None and exit_code == TURN_LIMIT:
-            return Cause.LIMIT
-        if signal is None and exit_code == API_FAILED:
-            return Cause.HARNESS_MODEL_ERROR
-        return super().exit_cause(exit_code, signal, stdout)
-
-
-def plain_servers(agent: AgentSpec) -> list[JSON]:
-    """Return the MCP servers of a task as plain JSON, for a script to make clients of."""
-    return [server.model_dump(mode="json") for server in agent.mcp_servers]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from bridle.harnesses.base import SCRIPTS
-from bridle.harnesses.packaged import TOOL
+from bridle.harnesses.sdk_agents import TOOL
 
 
 @pytest.fixture

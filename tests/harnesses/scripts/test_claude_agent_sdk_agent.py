@@ -4,7 +4,9 @@ from tests.harnesses.made import context
 from tests.harnesses.scripts.reads import SERVER, exit_codes, keys_read
 
 from bridle.config import AgentSpec
-from bridle.harnesses.claude_agent_sdk import SCRIPT, ClaudeAgentSdk
+from bridle.harnesses.sdk_agents import ClaudeAgentSdk
+
+SCRIPT = "claude_agent_sdk_agent.py"
 
 
 def test_claude_agent_sdk_agent_reads_exactly_what_the_harness_writes():

@@ -4,7 +4,9 @@ from tests.harnesses.made import context
 from tests.harnesses.scripts.reads import SERVER, exit_codes, keys_read
 
 from bridle.config import AgentSpec
-from bridle.harnesses.google_adk import SCRIPT, GoogleAdk
+from bridle.harnesses.sdk_agents import GoogleAdk
+
+SCRIPT = "google_adk_agent.py"
 
 
 def test_google_adk_agent_reads_exactly_what_the_harness_writes():

@@ -4,7 +4,9 @@ from tests.harnesses.made import context
 from tests.harnesses.scripts.reads import SERVER, exit_codes, keys_read
 
 from bridle.config import AgentSpec
-from bridle.harnesses.openai_agents import SCRIPT, OpenaiAgents
+from bridle.harnesses.sdk_agents import OpenaiAgents
+
+SCRIPT = "openai_agents_agent.py"
 
 
 def test_openai_agents_agent_reads_exactly_what_the_harness_writes():

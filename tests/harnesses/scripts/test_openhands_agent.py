@@ -4,7 +4,9 @@ from tests.harnesses.made import context
 from tests.harnesses.scripts.reads import SERVER, exit_codes, keys_read
 
 from bridle.config import AgentSpec
-from bridle.harnesses.openhands import SCRIPT, Openhands
+from bridle.harnesses.sdk_agents import Openhands
+
+SCRIPT = "openhands_agent.py"
 
 
 def test_openhands_agent_reads_exactly_what_the_harness_writes():
