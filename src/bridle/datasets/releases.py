@@ -8,7 +8,7 @@ and tests run in sandboxes (`environments`).
 
 A task is a folder: `task.json` for evaluator `test_on_output`, `repo/`, the reference patch with
 the script that applies it (harness `oracle`), and the lock of its environment; on request it is
-written as a Harbor folder too (`to_harbor`). What gives no task is `Refused` with a cause.
+written as a Harbor folder too (`harbor`). What gives no task is `Refused` with a cause.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from bridle.datasets.environments import (
     requirement,
     runtime_fields,
 )
-from bridle.datasets.to_harbor import write_harbor
+from bridle.datasets.harbor import write_harbor
 from bridle.errors import ConfigError
 from bridle.evaluators.summary import from_summary
 from bridle.evaluators.test_on_output import DIFF, GIT, PATCH_LIMIT, files_of

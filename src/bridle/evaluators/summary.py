@@ -1,6 +1,6 @@
 """Test results of the summary that `pytest -rA` prints.
 
-A file by itself, which Harbor folders bring along (`datasets.to_harbor`): `python summary.py WANTED
+A file by itself, which Harbor folders bring along (`datasets.harbor`): `python summary.py WANTED
 CODE <OUTPUT` ends with code 0 if all tests of the JSON list in file WANTED passed, in a run that
 ended with CODE.
 """
