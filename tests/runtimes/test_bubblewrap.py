@@ -10,8 +10,8 @@ from bridle.runtimes.bubblewrap import (
     OWN,
     BubblewrapRuntime,
     bwrap_options,
-    make_folders,
     what_is_missing,
+    write_etc,
 )
 from bridle.runtimes.conformance import CHECKS, run_check
 
@@ -91,7 +91,9 @@ async def test_a_workdir_of_its_own_is_where_commands_run(runtime):
 
 
 def words_of(tmp_path, mounts=(), **spec):
-    make_folders(tmp_path)
+    for name in ("etc", *OWN):
+        (tmp_path / name).mkdir(exist_ok=True)
+    write_etc(tmp_path / "etc")
     return bwrap_options(RuntimeSpec(**spec), tmp_path, mounts, "/work")
 
 
@@ -109,7 +111,7 @@ def test_the_system_is_read_only_and_the_session_has_three_folders_of_its_own(tm
     }
     assert bound(words, "--ro-bind")["/usr"] == "/usr"
     assert words[-2:] == ["--remount-ro", "/"]
-    assert {path.name for path in tmp_path.iterdir()} == {*OWN, "etc", "aside"}
+    assert {path.name for path in tmp_path.iterdir()} == {*OWN, "etc"}
 
 
 def test_nothing_secret_of_the_machine_is_seen(tmp_path):

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from bridle.config import RuntimeSpec
-from bridle.errors import ConfigError, RuntimeFailure, boundary
+from bridle.errors import ConfigError, RuntimeFailure
 from bridle.runtimes.base import ExecResult, Mount, binds
 from bridle.runtimes.base_runtime import (
     ENTER,
@@ -41,12 +41,9 @@ from bridle.runtimes.base_runtime import (
     prefix_names,
     with_signal,
 )
-from bridle.runtimes.files import remove_folders
-from bridle.runtimes.limits import ResourceLimits, Watched, first_reached, members_of, pid_namespace
+from bridle.runtimes.limits import members_of, pid_namespace
 from bridle.runtimes.namespaces import listen_inside
 from bridle.runtimes.process import (
-    KILL_S,
-    POLL_S,
     SESSION_MARK,
     Command,
     output_of,
@@ -59,7 +56,6 @@ CALL_S = 120.0
 START_S = 1800.0
 """An image may have to be fetched and unpacked."""
 STOP_S = 60.0
-LAST_S = 0.5
 CLIENT = ("HOME", "PATH", "USER", "LOGNAME", "TMPDIR", "XDG_RUNTIME_DIR")
 """Variables of our environment that the command itself needs."""
 KWARGS = frozenset({"binds"})
@@ -93,12 +89,7 @@ class ApptainerRuntime(Sandbox[_Instance]):
     async def start(self) -> None:
         """Implement `base.Runtime.start`. `RuntimeFailure` carries apptainer's message."""
         program()
-        self._check_mounts()
-        with boundary(RuntimeFailure, f"cannot make the folders of session {self._session_id}"):
-            for name in (*self.folders, "aside"):
-                (self._scratch / name).mkdir(mode=0o700, exist_ok=True)
-        self._usable = True
-        await self._running()
+        await super().start()
 
     async def _begin(self) -> _Instance:
         words = ["instance", "start", *self.options(), str(self._spec.image), self._name]
@@ -128,32 +119,20 @@ class ApptainerRuntime(Sandbox[_Instance]):
     def limits(self) -> Literal["kernel", "watched"]:
         return "watched"
 
-    async def _watch(self, up: _Instance) -> None:
-        """Kill the instance when it exceeds a limit."""
-        up.reached = await first_reached(
-            Watched(
-                members=lambda: _members(up.pid),
-                folders=tuple(self._scratch / name for name in self.folders),
-                bounds=ResourceLimits(None, self._memory_bytes, self._spec.max_processes),
-                storage_bytes=self._storage_bytes,
-            )
-        )
-        _end(up.pid)
+    def _members(self, up: _Instance) -> list[int]:
+        """Return none where it shares the machine's process numbers."""
+        space = pid_namespace(up.pid)
+        return [] if space in {None, pid_namespace(os.getpid())} else members_of(str(space))
+
+    def _end(self, up: _Instance) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(up.pid, signal.SIGKILL)
 
     async def _let_go(self, up: _Instance) -> None:
         """Kill all processes of the instance; apptainer forgets it."""
-        up.let_go = True
-        _end(up.pid)
-        await up.resources.aclose()
-        if not await _is_gone(up.pid, KILL_S):
-            message = f"the instance of session {self._session_id} does not end after SIGKILL"
-            raise RuntimeFailure(message)
+        await super()._let_go(up)
         with suppress(RuntimeFailure):  # it has gone with its process
             await _call(["instance", "stop", self._name])
-
-    async def _remove(self) -> None:
-        folders = [self._scratch / name for name in (*self.folders, "aside")]
-        await asyncio.to_thread(remove_folders, folders)
 
     # ---- commands
 
@@ -165,22 +144,7 @@ class ApptainerRuntime(Sandbox[_Instance]):
         argv += [RESTORE_ENV + ENTER, "bash", inside.cwd, *inside.argv]
         command = replace(inside, argv=argv, cwd="/", env=env)
         result = await run_process(self._marked(command, self._marks()))
-        result = with_signal(result)
-        if result.signal == signal.SIGKILL and not result.timed_out:
-            # The first process ends last, a moment after the command that its end has ended.
-            await _is_gone(up.pid, LAST_S)
-        if up.reached is not None:
-            return replace(result, limit=up.reached)
-        if started_at(up.pid) is None and not up.let_go:
-            message = f"the instance of session {self._session_id} was ended from outside"
-            raise RuntimeFailure(message)
-        return result
-
-
-def _members(pid: int) -> list[int]:
-    """Return an instance's processes; none where it shares the machine's process numbers."""
-    space = pid_namespace(pid)
-    return [] if space in {None, pid_namespace(os.getpid())} else members_of(str(space))
+        return await self._judged(with_signal(result), up)
 
 
 def program() -> str:
@@ -227,16 +191,3 @@ async def _first_process(name: str) -> int:
     except (ValueError, KeyError, TypeError) as error:
         message = f"apptainer instance list: no process of {name} in {said[:500]!r}"
         raise RuntimeFailure(message) from error
-
-
-async def _is_gone(pid: int, patience_s: float) -> bool:
-    loop = asyncio.get_running_loop()
-    until = loop.time() + patience_s
-    while started_at(pid) is not None and loop.time() < until:  # noqa: ASYNC110 - no event tells
-        await asyncio.sleep(POLL_S)
-    return started_at(pid) is None
-
-
-def _end(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
 import socket
 import tempfile
 from abc import ABC, abstractmethod
@@ -33,12 +34,14 @@ from bridle.runtimes.files import (
     host_path,
     pack,
     pack_bytes,
+    remove_folders,
     replace_tree,
     size_of,
     take_out,
     unpack,
 )
-from bridle.runtimes.process import EXEC_MARK, PLACE_MARK, SESSION_MARK, Command
+from bridle.runtimes.limits import ResourceLimits, Watched, first_reached
+from bridle.runtimes.process import EXEC_MARK, KILL_S, PLACE_MARK, POLL_S, SESSION_MARK, Command
 
 PACK = """
 ulimit -f "$3" || exit
@@ -68,6 +71,8 @@ ENTER = 'mkdir -p -- "$1" 2>/dev/null; cd -- "$1" || exit 125; shift; exec "$@"'
 CHANGED = 1
 """Exit code of a `tar` that saw files change while it read them."""
 GATEWAY_PORT = 4000
+LAST_S = 0.5
+"""Time in which a sandbox's first process ends after a command that was killed with it."""
 
 LIMITS: Final = {"memory_mb": 4 << 10, "storage_mb": 10 << 10, "max_processes": 512}
 """Default limits of a `RuntimeSpec`."""
@@ -459,9 +464,78 @@ class Contained(Archived, Generic[RunningT]):
 
 
 class Sandbox(OnThisMachine, Contained[RunningT]):
-    """A contained runtime over folders of this machine."""
+    """A contained runtime over folders of this machine; its processes end with the first one."""
 
     home = "/home/agent"
+    scraps: ClassVar[tuple[str, ...]] = ("aside",)
+    """Folders below the scratch folder that are not the session's."""
+
+    async def start(self) -> None:
+        """Implement `base.Runtime.start`. `RuntimeFailure` says what could not be made."""
+        self._check_mounts()
+        with boundary(RuntimeFailure, f"cannot make the folders of session {self._session_id}"):
+            await asyncio.to_thread(self._make_folders)
+        self._usable = True
+        await self._running()
+
+    def _make_folders(self) -> None:
+        for name in (*self.folders, *self.scraps):
+            (self._scratch / name).mkdir(exist_ok=True)
+            (self._scratch / name).chmod(0o700)
+
+    async def _remove(self) -> None:
+        folders = [self._scratch / name for name in (*self.folders, *self.scraps)]
+        await asyncio.to_thread(remove_folders, folders)
+
+    @abstractmethod
+    def _members(self, up: RunningT) -> list[int]:
+        """Return its living processes, by the machine's numbers."""
+
+    @abstractmethod
+    def _end(self, up: RunningT) -> None:
+        """Kill the first process, and with it all of them."""
+
+    def _bounds(self) -> ResourceLimits:
+        """Return the limits that the kernel does not enforce."""
+        return ResourceLimits(None, self._memory_bytes, self._spec.max_processes)
+
+    async def _watch(self, up: RunningT) -> None:
+        up.reached = await first_reached(
+            Watched(
+                members=lambda: self._members(up),
+                folders=tuple(self._scratch / name for name in self.folders),
+                bounds=self._bounds(),
+                storage_bytes=self._storage_bytes,
+            )
+        )
+        self._end(up)
+
+    async def _let_go(self, up: RunningT) -> None:
+        up.let_go = True
+        self._end(up)
+        gone = await self._is_gone(up, KILL_S)
+        await up.resources.aclose()
+        if not gone:
+            message = f"the {self.kind} of session {self._session_id} does not end after SIGKILL"
+            raise RuntimeFailure(message)
+
+    async def _is_gone(self, up: RunningT, patience_s: float) -> bool:
+        loop = asyncio.get_running_loop()
+        until, wait_s = loop.time() + patience_s, POLL_S / 16
+        while self._lives(up) and loop.time() < until:  # no event tells
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, POLL_S)
+        return not self._lives(up)
+
+    async def _judged(self, result: ExecResult, up: RunningT) -> ExecResult:
+        """Add the limit that ended a command; `RuntimeFailure` if others ended the sandbox."""
+        if result.signal == signal.SIGKILL and not result.timed_out:
+            # The first process ends last, a moment after the command that its end has ended.
+            await self._is_gone(up, LAST_S)
+        if up.reached is None and not up.let_go and not self._lives(up):
+            message = f"the {self.kind} of session {self._session_id} was ended from outside"
+            raise RuntimeFailure(message)
+        return result if up.reached is None else replace(result, limit=up.reached)
 
     @property
     def _top(self) -> str:

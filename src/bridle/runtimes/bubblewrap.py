@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from bridle.config import RuntimeSpec
-from bridle.errors import ConfigError, RuntimeFailure, boundary
+from bridle.errors import ConfigError, RuntimeFailure
 from bridle.runtimes.base import ExecResult, Mount, binds
 from bridle.runtimes.base_runtime import (
     GATEWAY_PORT,
@@ -39,18 +39,15 @@ from bridle.runtimes.base_runtime import (
     check_spec,
     prefix_names,
 )
-from bridle.runtimes.files import remove_folders
 from bridle.runtimes.limits import (
     PREFIX,
     Cgroup,
     ResourceLimits,
-    Watched,
-    first_reached,
     members_of,
     pid_namespace,
 )
 from bridle.runtimes.namespaces import MACHINES, begin, enter, filter_program, listen_inside
-from bridle.runtimes.process import KILL_S, SESSION_MARK, Command, owner_mark, run_process
+from bridle.runtimes.process import SESSION_MARK, Command, owner_mark, run_process
 
 USER = "agent"
 UID = 1000
@@ -93,11 +90,8 @@ ENVIRONMENT = {
 }
 
 
-def make_folders(scratch: Path) -> None:
-    """Make the folders and small files of `/etc` that `bwrap_options` binds. Raises `OSError`."""
-    for name in (*OWN, "etc", "aside"):
-        (scratch / name).mkdir(exist_ok=True)
-        (scratch / name).chmod(0o700)
+def write_etc(folder: Path) -> None:
+    """Write the small files of `/etc` that `bwrap_options` binds. Raises `OSError`."""
     files = {
         "passwd": f"{USER}:x:{UID}:{UID}:{USER}:{HOME}:/bin/bash\n"
         "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
@@ -106,8 +100,8 @@ def make_folders(scratch: Path) -> None:
         "hostname": "sandbox\n",
     }
     for name, text in files.items():
-        (scratch / "etc" / name).write_text(text)
-        (scratch / "etc" / name).chmod(0o644)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o644)
 
 
 def bwrap_options(spec: RuntimeSpec, scratch: Path, mounts: Sequence[Mount], top: str) -> list[str]:
@@ -176,7 +170,6 @@ ENTER = 'ulimit {limits} || exit 125; cd -- "$1" || exit 125; shift; exec "$@"'
 
 START_S = 30.0
 STOP_S = 30.0
-LAST_S = 0.5
 FILES = 4096
 """Open files of one process."""
 
@@ -195,6 +188,7 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
 
     home = HOME
     folders = OWN
+    scraps = ("etc", "aside")
     kind = "sandbox"
     start_s = START_S
     stop_s = STOP_S
@@ -212,24 +206,27 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
         """Implement `base.Runtime.start`. `RuntimeFailure` names what this machine lacks."""
         if (missing := what_is_missing()) is not None:
             raise RuntimeFailure(missing)
-        self._check_mounts()
-        with boundary(RuntimeFailure, f"cannot make the folders of session {self._session_id}"):
-            await asyncio.to_thread(make_folders, self._scratch)
-        bounds = self._bounds()
+        bounds = ResourceLimits(self._spec.cpus, self._memory_bytes, self._spec.max_processes)
         name = f"{PREFIX}{owner_mark()}-{self._scratch.name}"
         self._cgroup = await asyncio.to_thread(Cgroup.make, name, bounds)
-        self._usable = True
-        await self._running()
+        await super().start()
+
+    def _make_folders(self) -> None:
+        super()._make_folders()
+        write_etc(self._scratch / "etc")
 
     @property
     def limits(self) -> Literal["kernel", "watched"]:
         return "watched" if self._cgroup is None else "kernel"
 
     def _bounds(self) -> ResourceLimits:
-        return ResourceLimits(self._spec.cpus, self._memory_bytes, self._spec.max_processes)
+        return super()._bounds() if self._cgroup is None else ResourceLimits()
 
     async def _begin(self) -> _Namespaces:
-        return _Namespaces(*await asyncio.to_thread(self._spawn))
+        up = _Namespaces(*await asyncio.to_thread(self._spawn))
+        for pipe in filter(None, (up.process.stdout, up.process.stderr)):
+            up.resources.callback(pipe.close)
+        return up
 
     async def _listen(self, up: _Namespaces) -> socket.socket:
         return await asyncio.to_thread(listen_inside, up.pid, GATEWAY_PORT, timeout_s=START_S)
@@ -269,36 +266,18 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
     def _procs_files(self) -> list[str]:
         return [] if self._cgroup is None else self._cgroup.procs_files
 
-    async def _watch(self, up: _Namespaces) -> None:
-        """Kill the sandbox when it exceeds a limit that the kernel does not enforce."""
-        watched = Watched(
-            members=lambda: members_of(pid_namespace(up.pid) or "none"),
-            folders=tuple(self._scratch / name for name in OWN),
-            bounds=self._bounds() if self._cgroup is None else ResourceLimits(),
-            storage_bytes=self._storage_bytes,
-        )
-        up.reached = await first_reached(watched)
-        _kill(up)
+    def _members(self, up: _Namespaces) -> list[int]:
+        return members_of(pid_namespace(up.pid) or "none")
 
-    async def _let_go(self, up: _Namespaces) -> None:
-        """Kill the namespaces and all processes in them."""
-        up.let_go = True
-        _kill(up)
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(up.process.wait, KILL_S)
-        for pipe in (up.process.stdout, up.process.stderr):
-            if pipe is not None:
-                pipe.close()
-        await up.resources.aclose()
-        if up.process.returncode is None:
-            message = f"the sandbox of session {self._session_id} does not end after SIGKILL"
-            raise RuntimeFailure(message)
+    def _end(self, up: _Namespaces) -> None:
+        if up.process.poll() is None:  # its number is ours while `bwrap` lives
+            with suppress(ProcessLookupError):
+                os.kill(up.pid, signal.SIGKILL)
 
     async def _remove(self) -> None:
         if self._cgroup is not None:
             await asyncio.to_thread(self._cgroup.remove)
-        folders = [self._scratch / name for name in (*OWN, "etc", "aside")]
-        await asyncio.to_thread(remove_folders, folders)
+        await super()._remove()
 
     # ---- commands
 
@@ -321,15 +300,10 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
         env = prefix_names({**ENVIRONMENT, **self._spec.env, **inside.env})
         command = replace(inside, argv=[*entering, *inside.argv], cwd="/", env=env)
         result = await run_process(self._marked(command, self._marks()))
-        if result.signal == signal.SIGKILL and not result.timed_out:
-            # Process 1 ends last, a moment after the command that its end has ended.
-            with suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(held.process.wait, LAST_S)
-        if held.process.poll() is not None and held.reached is None and not held.let_go:
-            message = f"the sandbox of session {self._session_id} was ended from outside"
-            raise RuntimeFailure(message)
-        limit = held.reached or (self._cgroup.reached() if self._cgroup is not None else None)
-        return result if limit is None else replace(result, limit=limit)
+        result = await self._judged(result, held)
+        if result.limit is None and self._cgroup is not None:
+            result = replace(result, limit=self._cgroup.reached())
+        return result
 
 
 def what_is_missing() -> str | None:
@@ -370,10 +344,3 @@ def refuse_what_bubblewrap_cannot(spec: RuntimeSpec) -> None:
     for folder in spec.kwargs.get("folders", ()):
         if not (isinstance(folder, str) and folder.startswith("/")) or ".." in folder.split("/"):
             raise ConfigError(f"runtime 'bubblewrap': folder {folder!r} must be an absolute path")
-
-
-def _kill(held: _Namespaces) -> None:
-    """Kill process 1, and with it the whole sandbox; its number is ours while `bwrap` lives."""
-    if held.process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.kill(held.pid, signal.SIGKILL)
