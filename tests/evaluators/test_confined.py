@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -29,9 +30,8 @@ async def test_it_sees_its_module_and_python_and_no_other_file_of_the_machine(tm
     given = tmp_path / "given.py"
     given.write_text("of the caller's")
     async with sandboxed("tests.evaluators.scoring", given) as place:
-        result = await place.python(
-            ["-P", "-c", LOOK],
-            env={},
+        result = await place.exec(
+            [sys.executable, "-P", "-c", LOOK],
             stdin=json.dumps([str(secret), str(given)]).encode(),
             timeout_s=30,
             error_log=tmp_path / "log",

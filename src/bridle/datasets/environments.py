@@ -12,14 +12,13 @@ import asyncio
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from email.message import Message
 from email.parser import HeaderParser
@@ -30,18 +29,17 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec, cache_dir
 from bridle.errors import BridleError, ConfigError
 from bridle.folders import exclusive
-from bridle.runtimes import default_backend, make_runtime
+from bridle.runtimes import default_backend, opened
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.runtimes.process import Command, run_process
 from bridle.types import JSON
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SAFE = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}
-PIP_S, BUILD_S, STOP_S = 600.0, 300.0, 30.0
+PIP_S, BUILD_S = 600.0, 300.0
 MOST_TEXT = 4 << 20
 """Bytes that are read of one file of a wheel."""
 HOOK = """
@@ -150,18 +148,13 @@ class Bench:
 
     backend: str
 
-    @asynccontextmanager
-    async def place(self, environment: VirtualEnvironment | None = None) -> AsyncIterator[Runtime]:
+    def place(
+        self, environment: VirtualEnvironment | None = None
+    ) -> AbstractAsyncContextManager[Runtime]:
         """Open a fresh sandbox without network."""
         fields = runtime_fields(self.backend, environment)
         spec = RuntimeSpec(**fields, network="open" if self.backend == "local" else "none")
-        with tempfile.TemporaryDirectory(prefix="bridle-bench-") as scratch:
-            runtime = make_runtime(spec, f"bench-{secrets.token_hex(4)}", Path(scratch))
-            try:
-                await runtime.start()
-                yield runtime
-            finally:
-                await run_shielded(runtime.stop(), timeout_s=STOP_S)
+        return opened(spec, "bench")
 
     async def wheel(self, tree: Path, package: str, version: Version) -> Wheel:
         """Build the wheel of a source tree, as PEP 517 says. Raises `Refused`."""

@@ -24,13 +24,11 @@ import asyncio
 import importlib.util
 import math
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
@@ -39,7 +37,6 @@ from typing import TypeGuard
 import orjson
 from pydantic import Field, field_validator
 
-from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec, Settings, Task
 from bridle.errors import ConfigError, EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import (
@@ -51,7 +48,7 @@ from bridle.evaluators.base import (
     Unscorable,
 )
 from bridle.evaluators.command import TAIL_CHARS
-from bridle.runtimes import make_runtime
+from bridle.runtimes import opened
 from bridle.runtimes.base import ExecResult, Mount, Runtime
 from bridle.runtimes.files import copy_out
 from bridle.runtimes.process import Command, run_process
@@ -141,11 +138,11 @@ class FunctionEvaluator(Configured[FunctionSettings]):
         function = self._settings.function
         try:
             module = self._located(context.task_dir).rpartition(":")[0]
-            async with sandboxed(module, RUNNER) as place:
-                inside = place.runtime.workdir
-                await place.runtime.upload(folder, inside)
-                return await place.python(
-                    self._arguments(context),
+            async with sandboxed(module, RUNNER) as runtime:
+                inside = runtime.workdir
+                await runtime.upload(folder, inside)
+                return await runtime.exec(
+                    [sys.executable, *self._arguments(context)],
                     env=context.task.evaluator.env,
                     stdin=await asyncio.to_thread(self._input, context, inside),
                     timeout_s=self._settings.timeout_s,
@@ -245,58 +242,23 @@ def _environment() -> dict[str, str]:
 
 PYTHON = tuple(Path(each) for each in sorted({sys.prefix, sys.base_prefix} - {"/usr"}))
 """Folders of the Python that runs Bridle."""
-STOP_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Confined:
-    """A sandbox in which Python finds one module."""
-
-    runtime: Runtime
-    path: str
-    """`PYTHONPATH`."""
-
-    async def python(
-        self,
-        arguments: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        stdin: bytes,
-        timeout_s: float,
-        error_log: Path,
-    ) -> ExecResult:
-        """Run the Python that runs Bridle; stderr goes to `error_log`."""
-        return await self.runtime.exec(
-            [sys.executable, *arguments],
-            env={"PYTHONPATH": self.path, "PYTHONDONTWRITEBYTECODE": "1", **env},
-            stdin=stdin,
-            timeout_s=timeout_s,
-            error_log=error_log,
-        )
 
 
 @asynccontextmanager
-async def sandboxed(module: str, *files: Path) -> AsyncIterator[Confined]:
+async def sandboxed(module: str, *files: Path) -> AsyncIterator[Runtime]:
     """Open a sandbox inside, with the outermost package of `module` and `files` where they lie
-    here.
+    here; Python finds the module.
 
     `EvaluatorError` where there is no such module, `RuntimeFailure` where there can be no sandbox.
     """
     source, top = _source(module)
-    with tempfile.TemporaryDirectory(prefix="bridle-confined-") as scratch:
-        seen = [*PYTHON, *(one for one in (source, *files) if not _within(one, PYTHON))]
-        runtime = make_runtime(
-            RuntimeSpec(backend="bubblewrap", network="none"),
-            f"confined-{secrets.token_hex(4)}",
-            Path(scratch),
-            [Mount(one, str(one)) for one in seen],
-        )
-        found = [str(top), *(one for one in sys.path if _within(Path(one), PYTHON))]
-        try:
-            await runtime.start()
-            yield Confined(runtime, os.pathsep.join(dict.fromkeys(found)))
-        finally:
-            await run_shielded(runtime.stop(), timeout_s=STOP_S)
+    seen = [*PYTHON, *(one for one in (source, *files) if not _within(one, PYTHON))]
+    found = [str(top), *(one for one in sys.path if _within(Path(one), PYTHON))]
+    path = os.pathsep.join(dict.fromkeys(found))
+    env = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    spec = RuntimeSpec(backend="bubblewrap", network="none", env=env)
+    async with opened(spec, "confined", [Mount(one, str(one)) for one in seen]) as runtime:
+        yield runtime
 
 
 def _source(module: str) -> tuple[Path, Path]:

@@ -14,14 +14,18 @@ or a GPU, `bubblewrap` for any other where it works on this machine, else `local
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 
 import structlog
 
+from bridle.aio import run_shielded
 from bridle.config import AUTO, RuntimeSpec
 from bridle.errors import RuntimeFailure
 from bridle.plugins import load
@@ -37,7 +41,14 @@ RUNTIMES = {
 """Short name -> `module:Class`; any other `package.module:Class` works too."""
 
 
-__all__ = ["RUNTIMES", "check_machine", "default_backend", "make_runtime", "runtime_class"]
+__all__ = [
+    "RUNTIMES",
+    "check_machine",
+    "default_backend",
+    "make_runtime",
+    "opened",
+    "runtime_class",
+]
 
 
 def runtime_class(backend: str) -> RuntimeFactory:
@@ -59,6 +70,21 @@ def make_runtime(
     return runtime_class(spec.backend)(spec, session_id, scratch, mounts)
 
 
+@asynccontextmanager
+async def opened(
+    spec: RuntimeSpec, name: str, mounts: Sequence[Mount] = ()
+) -> AsyncIterator[Runtime]:
+    """Start a runtime of no session in a temporary folder; it is stopped at the end."""
+    with tempfile.TemporaryDirectory(prefix=f"bridle-{name}-") as scratch:
+        runtime = make_runtime(spec, f"{name}-{secrets.token_hex(4)}", Path(scratch), mounts)
+        try:
+            await runtime.start()
+            yield runtime
+        finally:
+            await run_shielded(runtime.stop(), timeout_s=STOP_S)
+
+
+STOP_S = 30.0
 VARIABLE = "BRIDLE_RUNTIME"
 TRIAL_S = 20.0
 ALL = ("--unshare-user", "--unshare-all", "--disable-userns", "--uid", "1000", "--gid", "1000")

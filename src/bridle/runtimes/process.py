@@ -34,7 +34,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
 from bridle.aio import run_shielded
 from bridle.errors import RuntimeFailure
@@ -355,13 +355,17 @@ async def run_process(command: Command) -> ExecResult:
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
-    with _Logs(command) as logs:
+    with ExitStack() as files:
+        try:
+            logs = open_logs(command, files)
+        except OSError as error:
+            raise RuntimeFailure(f"cannot write a log: {error}") from error
         try:
             child = _spawn(command)
         except FileNotFoundError:
-            return _not_run(command, NOT_FOUND, "not found", logs)
+            return _not_run(command, NOT_FOUND, "not found", logs[1])
         except PermissionError:
-            return _not_run(command, NOT_EXECUTABLE, "cannot be executed", logs)
+            return _not_run(command, NOT_EXECUTABLE, "cannot be executed", logs[1])
         except OSError as error:
             raise RuntimeFailure(f"cannot start {command.argv[0]!r}: {error}") from error
         command.leaders.add(child.pid)
@@ -424,10 +428,10 @@ def _spawn(command: Command) -> subprocess.Popen[bytes]:
     return child
 
 
-def _not_run(command: Command, code: int, why: str, logs: _Logs) -> ExecResult:
+def _not_run(command: Command, code: int, why: str, log: LogFile | None) -> ExecResult:
     said = f"bridle: {command.argv[0]}: {why}\n".encode()
-    if logs.error is not None:
-        logs.error.feed(said)
+    if log is not None:
+        log.feed(said)
     return ExecResult(
         exit_code=code,
         signal=None,
@@ -489,35 +493,27 @@ async def _end(child: subprocess.Popen[bytes], command: Command) -> None:
         await asyncio.sleep(POLL_S)
 
 
-class _Logs:
-    """The log files of one process; stdout and stderr may share one."""
+def open_logs(command: Command, files: ExitStack) -> tuple[LogFile | None, LogFile | None]:
+    """Open the logs of stdout and stderr, which may be one; `files` closes them."""
 
-    def __init__(self, command: Command) -> None:
-        self.out: LogFile | None = None
-        self.error: LogFile | None = None
-        self._command = command
+    def opened(path: Path) -> LogFile:
+        file = LogFile(path)
+        files.callback(file.close)
+        return file
 
-    def __enter__(self) -> Self:
-        try:
-            if self._command.log is not None:
-                self.out = self.error = LogFile(self._command.log)
-            if self._command.error_log is not None:
-                self.error = LogFile(self._command.error_log)
-        except OSError as error:
-            self.__exit__()
-            raise RuntimeFailure(f"cannot write a log: {error}") from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in (self.out, self.error):
-            if file is not None:
-                file.close()
+    out = None if command.log is None else opened(command.log)
+    return out, out if command.error_log is None else opened(command.error_log)
 
 
 class _Streams:
     """The pipes of one process, served by the event loop's readers."""
 
-    def __init__(self, child: subprocess.Popen[bytes], command: Command, logs: _Logs) -> None:
+    def __init__(
+        self,
+        child: subprocess.Popen[bytes],
+        command: Command,
+        logs: tuple[LogFile | None, LogFile | None],
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.stdout = BoundedOutput(command.output_limit)
         self.stderr = BoundedOutput(command.output_limit)
@@ -527,9 +523,9 @@ class _Streams:
         self._open: dict[int, IO[bytes]] = {}
         self._all_closed = asyncio.Event()
         if child.stdout is not None:
-            self._read(child.stdout, self.stdout, logs.out)
+            self._read(child.stdout, self.stdout, logs[0])
         if child.stderr is not None:
-            self._read(child.stderr, self.stderr, logs.error)
+            self._read(child.stderr, self.stderr, logs[1])
         if not self._open:
             self._all_closed.set()
         self._stdin = child.stdin

@@ -33,11 +33,11 @@ from bridle.runtimes.base import ExecResult, Mount, Runtime
 from bridle.runtimes.base_runtime import END, Archived
 from bridle.runtimes.process import (
     EXEC_MARK,
-    LOG_LIMIT,
     SESSION_MARK,
     Command,
     LogFile,
     join_output,
+    open_logs,
 )
 from bridle.types import JSON
 
@@ -402,16 +402,10 @@ def _settings_of(spec: RuntimeSpec) -> RemoteSettings:
 
 def _streams(command: Command, files: ExitStack) -> tuple[_Stream, _Stream]:
     """Open the files that stdout and stderr are copied to; both may have the same log."""
-
-    def opened(path: Path, limit: int = LOG_LIMIT) -> LogFile:
-        file = LogFile(path, limit)
-        files.callback(file.close)
-        return file
-
-    out = None if command.log is None else opened(command.log)
-    error = out if command.error_log is None else opened(command.error_log)
+    out, error = open_logs(command, files)
     if command.stdout is not None:
-        out = opened(command.stdout, sys.maxsize)
+        out = LogFile(command.stdout, sys.maxsize)
+        files.callback(out.close)
     return _Stream(out), _Stream(error)
 
 
