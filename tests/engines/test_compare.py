@@ -5,7 +5,7 @@ import pytest
 from tests.engines.recording import RecordingEngine
 from tests.engines.shapes import PROMPT, SHAPES, TOKENIZER
 
-from bridle.engines.base import Tokenizing
+from bridle.engines.base import Templating
 from bridle.engines.probe import (
     CASES,
     TEXTS,
@@ -30,7 +30,7 @@ def rendered(messages, tools):
 @pytest.fixture(params=SERVED)
 async def served(request):
     async with SHAPES[request.param].over(scripted_engine([{"content": "x " * 40}])) as engine:
-        assert isinstance(engine, Tokenizing)
+        assert isinstance(engine, Templating)
         yield engine
 
 
@@ -75,8 +75,8 @@ class Mute(RecordingEngine):
     async def tokenize(self, _text):
         return None
 
-    async def render(self, _messages, _tools, _arguments):
-        return None
+    async def template(self, _messages, _tools, _arguments):
+        raise EngineError("no such route")
 
 
 @pytest.mark.parametrize("make", [RecordingEngine, Mute])

@@ -322,12 +322,10 @@ async def test_text_is_tokenised_and_rendered_by_the_server():
         engine = SglangEngine(server.url)
         ids = await engine.tokenize("hi")
         assert ids is not None
-        rendered = await engine.render([{"role": "user", "content": "hi"}], None, {})
-        assert rendered is not None
+        rendered = await engine.template([{"role": "user", "content": "hi"}], None, {})
         assert rendered.tolist() == PROMPT.tolist()
         tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-        with_tools = await engine.render([{"role": "user", "content": "hi"}], tools, {})
-        assert with_tools is not None
+        with_tools = await engine.template([{"role": "user", "content": "hi"}], tools, {})
         assert len(with_tools) > len(rendered)
         await engine.aclose()
 

@@ -135,15 +135,6 @@ class ServerAdapter(ABC):
         """Tokenise `text` by the server's tokenizer; `None` = it has no such route."""
         return await tokenized(self._client, {"prompt": text, "add_special_tokens": False})
 
-    async def render(
-        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
-    ) -> Ids | None:
-        """Render a prompt by the server's own template; `None` = it cannot."""
-        try:
-            return await self.template(messages, tools, arguments)
-        except EngineError:
-            return None
-
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:

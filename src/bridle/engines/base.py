@@ -270,19 +270,6 @@ class HasTokenizer(Protocol):
 
 
 @runtime_checkable
-class Tokenizing(HasTokenizer, Protocol):
-    """Engine whose own tokenizer and template can be asked for ids."""
-
-    async def render(
-        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
-    ) -> Ids | None:
-        """Return the ids of a whole prompt from OpenAI Chat messages; `None` = not reported.
-
-        `arguments` goes to the template.
-        """
-
-
-@runtime_checkable
 class Templating(Protocol):
     """Engine whose own chat template makes prompts, and that returns them before it samples."""
 
