@@ -282,21 +282,15 @@ def engine_error(
     wait_s = None if retry_after is None else parse_retry_after(retry_after, time.time())
     kind = "engine_500" if status >= 500 and status != 503 else "engine_error"
     if body.lstrip()[:1] == b"<":
-        return EngineError(
-            f"{url} answered {status} with a page, not JSON: is this the engine's address, and is "
-            "there a proxy in between?",
-            retryable=status in RETRYABLE,
-            status=status,
-            retry_after_s=wait_s,
-            kind=kind,
-        )
-    message = _message(body)
-    overflow = _OVERFLOW.search(message)
-    if status in {400, 413, 422} and overflow is not None:
-        return ContextOverflowError(prompt_tokens, int(overflow[1]), None)
-    hint = "; is the API key right?" if status in {401, 403} else ""
+        how = " with a page, not JSON: is this the engine's address, and is there a proxy between?"
+    else:
+        message = _message(body)
+        overflow = _OVERFLOW.search(message)
+        if status in {400, 413, 422} and overflow is not None:
+            return ContextOverflowError(prompt_tokens, int(overflow[1]), None)
+        how = f": {message}" + ("; is the API key right?" if status in {401, 403} else "")
     return EngineError(
-        f"{url} answered {status}: {message}{hint}",
+        f"{url} answered {status}{how}",
         retryable=status in RETRYABLE,
         status=status,
         retry_after_s=wait_s,

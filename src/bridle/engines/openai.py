@@ -14,7 +14,7 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from bridle.engines.base import CutError, EngineInfo, GenerateChunk, GenerateRequest
 from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.probe import Finding, ProbeReport
-from bridle.engines.vllm_routes import MessageText, read_answer
+from bridle.engines.vllm_routes import MessageText, read_answer, response_format
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, Logprobs, VersionSpan
 
@@ -281,15 +281,9 @@ class OpenAIEngine:
         if self._beyond:
             fields |= _IDS
         if request.grammar is not None:
-            fields["response_format"] = _format(request.grammar)
+            schema = {"json_schema": request.grammar.get("json_schema")}
+            fields["response_format"] = response_format(schema)
         return _ENCODER.encode(fields)
-
-
-def _format(grammar: JSON) -> JSON:
-    schema: Any = grammar.get("json_schema")
-    if not schema:
-        return {"type": "json_object"}
-    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema}}
 
 
 _NO_LOGPROBS: Logprobs = np.empty(0, np.float32)

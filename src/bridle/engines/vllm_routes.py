@@ -295,7 +295,7 @@ def call_body(
     if request.session_id is not None:
         head["session_id"] = request.session_id
     if request.grammar is not None:
-        head["response_format"] = _response_format(request.grammar)
+        head["response_format"] = response_format(request.grammar)
     if route is VllmRoute.COMPLETIONS:
         head["logprobs"] = 0
         return _with_ids(head, b'"prompt":', request.prompt.json())
@@ -350,7 +350,8 @@ def _structured_outputs(grammar: JSON) -> JSON:
     return {"json": grammar.get("json_schema", {})}
 
 
-def _response_format(grammar: JSON) -> JSON:
+def response_format(grammar: JSON) -> JSON:
+    """Return the field `response_format` of OpenAI's API for a grammar."""
     if "structural_tag" in grammar:
         tag: JSON = grammar["structural_tag"]
         return tag
