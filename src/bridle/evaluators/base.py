@@ -322,18 +322,13 @@ class SessionCompletedSettings(Settings):
     """Reward of a session whose harness ended by itself with exit code 0."""
 
 
-class SessionCompleted:
+class SessionCompleted(Configured[SessionCompletedSettings]):
     """Reward for a harness that ended by itself with exit code 0. Implements `base.Evaluator`."""
 
-    def __init__(self, reward: float = 1.0) -> None:
-        self._reward = reward
-
-    @classmethod
-    def from_config(cls, config: JSON) -> Self:
-        """Make one from its config, such as `{"reward": 1.0}`; raises `ConfigError`."""
-        return cls(parse_config(config, SessionCompletedSettings, "session_completed").reward)
+    strategy = "session_completed"
+    settings_class = SessionCompletedSettings
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Return the reward if the harness ended well, else 0.0."""
         ended_well = context.completed and context.harness is not None and context.harness.ok
-        return Evaluation(self._reward if ended_well else 0.0)
+        return Evaluation(self._settings.reward if ended_well else 0.0)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
 from pydantic import Field, field_validator
@@ -47,6 +47,10 @@ class Part(Settings):
     gate: float | None = None
     """The least reward with which the next part is reached; `None` = any."""
 
+    @property
+    def title(self) -> str:
+        return self.name or self.strategy
+
 
 class CompositeSettings(Settings):
     """Config of evaluator `composite`."""
@@ -60,17 +64,10 @@ class CompositeSettings(Settings):
     def _weighed(cls, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         if not any(part.weight for part in parts):
             raise ValueError("at least one part needs a weight above 0")
-        names = [part.name or part.strategy for part in parts]
+        names = [part.title for part in parts]
         if len(set(names)) < len(names):
             raise ValueError(f"parts need different names: {names}")
         return parts
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    part: Part
-    name: str
-    evaluator: Evaluator
 
 
 class CompositeEvaluator:
@@ -78,10 +75,11 @@ class CompositeEvaluator:
 
     control = "parts"
 
-    def __init__(self, settings: CompositeSettings, parts: list[_Opened]) -> None:
+    def __init__(self, settings: CompositeSettings, evaluators: dict[str, Evaluator]) -> None:
         self._otherwise = settings.otherwise
-        self._parts = parts
-        self.prewarm = any(getattr(one.evaluator, "prewarm", False) for one in parts)
+        self._parts = {part.title: part for part in settings.parts}
+        self._evaluators = evaluators
+        self.prewarm = any(getattr(one, "prewarm", False) for one in evaluators.values())
 
     @classmethod
     def from_config(cls, config: JSON) -> Self:
@@ -89,23 +87,22 @@ class CompositeEvaluator:
         from bridle.evaluators import open_evaluator
 
         settings = parse_config(config, CompositeSettings, "composite")
-        opened = []
+        opened: dict[str, Evaluator] = {}
         for part in settings.parts:
-            name = part.name or part.strategy
             try:
                 spec = EvaluatorSpec(strategy=part.strategy, config=part.config)
-                opened.append(_Opened(part, name, open_evaluator(spec)))
+                opened[part.title] = open_evaluator(spec)
             except ConfigError as error:
-                raise ConfigError(f"part {name!r} of 'composite': {error}") from error
+                raise ConfigError(f"part {part.title!r} of 'composite': {error}") from error
         return cls(settings, opened)
 
     def check(self, task: Task) -> None:
         """Check every part that can be. Raises `ConfigError` naming the part."""
-        for one in self._parts:
+        for name, evaluator in self._evaluators.items():
             try:
-                check_evaluator(one.evaluator, task)
+                check_evaluator(evaluator, task)
             except ConfigError as error:
-                raise ConfigError(f"part {one.name!r} of 'composite': {error}") from error
+                raise ConfigError(f"part {name!r} of 'composite': {error}") from error
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Return every part in order, up to a closed gate.
@@ -114,19 +111,19 @@ class CompositeEvaluator:
         """
         found: dict[str, Evaluation] = {}
         began = time.monotonic()
-        for one in self._parts:
+        for name, part in self._parts.items():
             spent = time.monotonic() - began
             left = None if context.budget_s is None else max(0.0, context.budget_s - spent)
             try:
-                found[one.name] = await evaluate_with_control(
-                    one.evaluator, replace(context, budget_s=left)
+                found[name] = await evaluate_with_control(
+                    self._evaluators[name], replace(context, budget_s=left)
                 )
             except EvaluatorError as error:
-                raise type(error)(f"part {one.name!r}: {error}") from error
-            if one.part.gate is not None and found[one.name].reward < one.part.gate:
-                metadata = {"parts": _parts_json(found), "gate": one.name}
+                raise type(error)(f"part {name!r}: {error}") from error
+            if part.gate is not None and found[name].reward < part.gate:
+                metadata = {"parts": _parts_json(found), "gate": name}
                 return Evaluation(self._otherwise, metadata=metadata)
-        weights = {one.name: one.part.weight for one in self._parts}
+        weights = {name: part.weight for name, part in self._parts.items()}
         total = sum(weights.values())
         reward = sum(weights[name] * each.reward for name, each in found.items()) / total
         shares = {name: weight / total for name, weight in weights.items()}
