@@ -5,7 +5,7 @@ from tests.harnesses.made import context
 
 from bridle.config import AgentSpec
 from bridle.harnesses.bundles import Builder
-from bridle.harnesses.claude_code import ClaudeCode, _place_binary
+from bridle.harnesses.claude_code import ClaudeCode
 from bridle.harnesses.installers import NODE
 from bridle.types import Cause
 
@@ -105,6 +105,8 @@ async def test_the_bundle_is_set_up_as_the_packages_own_install_step_does(tmp_pa
     program.parent.mkdir(parents=True)
     program.write_text('#!/bin/sh\nenv > ran.txt; echo "$@" >> ran.txt\n')
     program.chmod(0o755)
-    await _place_binary(Builder(tmp_path, print, "claude_code"))
+    setup = ClaudeCode.package.setup
+    assert setup is not None
+    await setup(Builder(tmp_path, print, "claude_code"))
     ran = (tmp_path / "ran.txt").read_text()
     assert f"{tmp_path}/node_modules/@anthropic-ai/claude-code/install.cjs" in ran

@@ -6,7 +6,7 @@ from tests.harnesses.made import context
 from bridle.config import AgentSpec
 from bridle.harnesses.bundles import Builder
 from bridle.harnesses.installers import NODE
-from bridle.harnesses.opencode import Opencode, _place_binary
+from bridle.harnesses.opencode import Opencode
 from bridle.types import Cause, Dialect
 
 
@@ -107,6 +107,8 @@ async def test_the_bundle_is_set_up_as_the_packages_own_install_step_does(tmp_pa
     program.parent.mkdir(parents=True)
     program.write_text('#!/bin/sh\nenv > ran.txt; echo "$@" >> ran.txt\n')
     program.chmod(0o755)
-    await _place_binary(Builder(tmp_path, print, "opencode"))
+    setup = Opencode.package.setup
+    assert setup is not None
+    await setup(Builder(tmp_path, print, "opencode"))
     ran = (tmp_path / "ran.txt").read_text()
     assert f"{tmp_path}/node_modules/opencode-ai/postinstall.mjs" in ran

@@ -156,8 +156,10 @@ async def ensure(recipe: Recipe, bundles: Path, report: Report) -> Path:
                 f"{label}: needs about {recipe.size_mb} MB in {bundles}, where {free_mb} MB are "
                 "free; make room or set BRIDLE_CACHE to another folder"
             )
-        await _build(recipe, final, Builder(_aside(final), report, label))
-    await asyncio.to_thread(_prune, bundles, report)
+        aside = final.with_name(f".{final.name}.building-{secrets.token_hex(4)}")
+        await _build(recipe, final, Builder(aside, report, label))
+    for each in await asyncio.to_thread(prune, bundles, unused_s=UNUSED_S):
+        report(f"removed {each.folder.name} ({each.size_mb} MB): {each.why}")
     return final
 
 
@@ -176,12 +178,6 @@ def hold(folder: Path) -> None:
             _held[folder] = os.open(use_lock(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.flock(_held[folder], fcntl.LOCK_SH)
         os.utime(folder / MARKER)
-
-
-def _prune(bundles: Path, report: Report) -> None:
-    """After a build: remove what nobody has used for long."""
-    for each in prune(bundles, unused_s=UNUSED_S):
-        report(f"removed {each.folder.name} ({each.size_mb} MB): {each.why}")
 
 
 def _free_mb(bundles: Path) -> int:
@@ -209,10 +205,6 @@ async def _build(recipe: Recipe, final: Path, builder: Builder) -> None:
     builder.say(f"ready: {size_mb} MB in {took_s} s")
 
 
-def _aside(final: Path) -> Path:
-    return final.with_name(f".{final.name}.building-{secrets.token_hex(4)}")
-
-
 def _is_whole(folder: Path, recipe: Recipe) -> bool:
     # `needs` is looked at too: a venv is dead when the Python it was made with has gone.
     return (folder / MARKER).is_file() and (folder / recipe.needs).exists()
@@ -225,8 +217,7 @@ def _remove_ruins(bundles: Path, name: str) -> None:
 
 
 def _size_mb(folder: Path) -> int:
-    sizes = (path.lstat().st_blocks * 512 for path in folder.rglob("*"))
-    return sum(sizes) >> 20
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*")) >> 20
 
 
 # ---- pruning

@@ -21,8 +21,7 @@ from bridle.harnesses.base import (
     events_backwards,
     output_budget,
 )
-from bridle.harnesses.bundles import Builder
-from bridle.harnesses.installers import NODE
+from bridle.harnesses.installers import node_script
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Cause, Dialect
 
@@ -45,12 +44,6 @@ class ClaudeCodeSettings(Settings):
     """More arguments for its command line, e.g. `["--disallowed-tools", "WebSearch"]`."""
 
 
-async def _place_binary(builder: Builder) -> None:
-    # What its npm post-install step does.
-    folder = builder.folder
-    await builder.run((str(folder / NODE), str(folder / PACKAGE / "install.cjs")))
-
-
 class ClaudeCode(PackagedHarness[ClaudeCodeSettings]):
     """Claude Code; implements `base.Harness`."""
 
@@ -59,7 +52,10 @@ class ClaudeCode(PackagedHarness[ClaudeCodeSettings]):
     dialect = Dialect.ANTHROPIC
     settings_class = ClaudeCodeSettings
     package = Npm(
-        size_mb=550, path=f"{PACKAGE}/bin/claude.exe", setup=_place_binary, command="claude"
+        size_mb=550,
+        path=f"{PACKAGE}/bin/claude.exe",
+        setup=node_script(f"{PACKAGE}/install.cjs"),
+        command="claude",
     )
     """540 MB: the program and the node that installs it."""
 

@@ -133,6 +133,15 @@ def node_recipe(
     return Recipe(name, version, inputs, needs=NODE, size_mb=size_mb, build=build)
 
 
+def node_script(path: str) -> Setup:
+    """Return a setup that runs a package's own post-install script, which places its binary."""
+
+    async def setup(builder: Builder) -> None:
+        await builder.run((str(builder.folder / NODE), str(builder.folder / path)))
+
+    return setup
+
+
 async def _link_node(builder: Builder) -> None:
     """Make `NODE` what starts the node of the lock; npm 10 links no program that is called node."""
     folder, link = builder.folder, builder.folder / NODE

@@ -18,8 +18,7 @@ from bridle.harnesses.base import (
     events_backwards,
     output_budget,
 )
-from bridle.harnesses.bundles import Builder
-from bridle.harnesses.installers import NODE
+from bridle.harnesses.installers import node_script
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Dialect
 
@@ -45,12 +44,6 @@ class OpencodeSettings(Settings):
     """More arguments for `opencode run`."""
 
 
-async def _place_binary(builder: Builder) -> None:
-    # What its npm post-install step does.
-    folder = builder.folder
-    await builder.run((str(folder / NODE), str(folder / PACKAGE / "postinstall.mjs")))
-
-
 class Opencode(PackagedHarness[OpencodeSettings]):
     """opencode; implements `base.Harness`."""
 
@@ -61,7 +54,7 @@ class Opencode(PackagedHarness[OpencodeSettings]):
         size_mb=550,
         path=f"{PACKAGE}/bin/opencode.exe",
         command="opencode",
-        setup=_place_binary,
+        setup=node_script(f"{PACKAGE}/postinstall.mjs"),
         whole_lock=False,
     )
     """540 MB: the program for two kinds of processor, and the node that installs it."""
