@@ -50,7 +50,7 @@ from bridle.datasets.harbor import (
     oracle_settings,
     registry_folders,
 )
-from bridle.datasets.swe import is_swe, swe_oracle, swe_task
+from bridle.datasets.swe import decode_field, is_swe, swe_oracle, swe_task
 from bridle.errors import ConfigError
 from bridle.types import JSON
 
@@ -203,12 +203,7 @@ def _read_parquet(path: Path) -> Iterator[RawTask]:
 def _unpacked(name: str, cell: object) -> object:
     """Return a cell of a Parquet file; a field of a task that is an object may be JSON text."""
     known = Task.model_fields.get(name)
-    if not isinstance(cell, str) or known is None or known.annotation is str:
-        return cell
-    try:
-        return json.loads(cell)
-    except ValueError:
-        return cell
+    return cell if known is None or known.annotation is str else decode_field(cell)
 
 
 def _read_json(path: Path, text: str) -> tuple[JSON, list[RawTask]]:
@@ -218,12 +213,12 @@ def _read_json(path: Path, text: str) -> tuple[JSON, list[RawTask]]:
         raise ConfigError(f"{path}:{error.lineno}: column {error.colno}: {error.msg}") from None
     start = _after_space(text, 0)
     if isinstance(whole, list):
-        return {}, [_raw(path, text, offset, value) for offset, value in _elements(text, start)]
+        return {}, [_raw(path, text, offset, value) for _, offset, value in _parts(text, start)]
     if not isinstance(whole, dict) or "tasks" not in whole:
         return {}, [_raw(path, text, start, whole)]
     common = _common(path, whole)
-    offset = dict(_members(text, start))["tasks"]
-    return common, [_raw(path, text, begin, value) for begin, value in _elements(text, offset)]
+    tasks = [offset for name, offset, _ in _parts(text, start) if name == "tasks"][-1]
+    return common, [_raw(path, text, offset, value) for _, offset, value in _parts(text, tasks)]
 
 
 def _read_toml(path: Path, text: str) -> tuple[JSON, list[RawTask]]:
@@ -266,27 +261,18 @@ def _after_space(text: str, offset: int) -> int:
     return found.end() if found else offset
 
 
-def _elements(text: str, start: int) -> Iterator[tuple[int, Any]]:
-    """(offset, value) of each element of the valid JSON array that begins at `start`."""
-    decoder = json.JSONDecoder()
+def _parts(text: str, start: int) -> Iterator[tuple[str, int, Any]]:
+    """(name, offset, value) of each part of the valid JSON array or object that begins at `start`;
+    the parts of an array have no name.
+    """
+    decoder, name, is_object = json.JSONDecoder(), "", text[start] == "{"
     offset = _after_space(text, start + 1)
-    while text[offset] != "]":
+    while text[offset] not in "]}":
+        if is_object:
+            name, offset = decoder.raw_decode(text, offset)
+            offset = _after_space(text, _after_space(text, offset) + 1)
         value, end = decoder.raw_decode(text, offset)
-        yield offset, value
-        offset = _after_space(text, end)
-        if text[offset] == ",":
-            offset = _after_space(text, offset + 1)
-
-
-def _members(text: str, start: int) -> Iterator[tuple[str, int]]:
-    """(name, offset of the value) of each member of the valid JSON object at `start`."""
-    decoder = json.JSONDecoder()
-    offset = _after_space(text, start + 1)
-    while text[offset] != "}":
-        name, end = decoder.raw_decode(text, offset)
-        offset = _after_space(text, _after_space(text, end) + 1)
-        yield name, offset
-        _, end = decoder.raw_decode(text, offset)
+        yield name, offset, value
         offset = _after_space(text, end)
         if text[offset] == ",":
             offset = _after_space(text, offset + 1)

@@ -49,7 +49,7 @@ from bridle.runtimes.base_runtime import (
     prefix_names,
     with_signal,
 )
-from bridle.runtimes.files import Keep, Owner, pack_folder, remove_folders
+from bridle.runtimes.files import Keep, Owner, pack_bytes, remove_folders
 from bridle.runtimes.namespaces import is_privileged, listen_inside
 from bridle.runtimes.process import (
     EXEC_MARK,
@@ -293,7 +293,7 @@ class DockerRuntime(Contained[RunningSandbox]):
         user, group, *there = (await docker(about)).split()
         self._owner = Owner(int(user), int(group))
         for folder, mode in ((HOME, 0o700), (self.workdir, 0o755))[: 1 if there else 2]:
-            made = pack_folder(PurePosixPath(folder), mode, self._owner)
+            made = pack_bytes(None, folder.removeprefix("/"), mode, self._owner)
             await docker(["cp", "-", f"{self._id}:/"], stdin=made)
 
     async def _create(self, options: Sequence[str]) -> None:

@@ -63,22 +63,14 @@ def pack(source: Path, target: PurePosixPath, archive: Path, owner: Owner = ROOT
     return target if whole else target.parent
 
 
-def pack_folder(path: PurePosixPath, mode: int, owner: Owner) -> bytes:
-    """Make an archive of an empty folder, to be taken out in `/`."""
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
-        entry = owner.taking(tarfile.TarInfo(str(path.relative_to("/"))))
-        entry.type, entry.mode = tarfile.DIRTYPE, mode
-        tar.addfile(entry)
-    return made.getvalue()
-
-
-def pack_bytes(content: bytes, name: str, mode: int, owner: Owner = ROOT) -> bytes:
+def pack_bytes(content: bytes | None, name: str, mode: int, owner: Owner = ROOT) -> bytes:
+    """Make an archive of a file, or of an empty folder where `content` is `None`."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as tar:
         entry = owner.taking(tarfile.TarInfo(name))
-        entry.size, entry.mode = len(content), mode
-        tar.addfile(entry, io.BytesIO(content))
+        entry.type = tarfile.DIRTYPE if content is None else tarfile.REGTYPE
+        entry.size, entry.mode = len(content or b""), mode
+        tar.addfile(entry, io.BytesIO(content or b""))
     return made.getvalue()
 
 

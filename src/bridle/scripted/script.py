@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -48,39 +48,20 @@ def spell_turn(reasoning: str | None, content: str, calls: Sequence[str]) -> str
     return thought + "\n".join(visible)
 
 
-class RequestView(Protocol):
-    """View of a request for a script, whatever its wire format."""
-
-    @property
-    def system(self) -> str:
-        """All system text, without the list of tools."""
-
-    @property
-    def users(self) -> Sequence[str]:
-        """Text of each user message, tool results left out."""
-
-    @property
-    def results(self) -> Sequence[str]:
-        """Text of the tool results; several of one turn may be one text."""
-
-    @property
-    def assistants(self) -> int:
-        """Number of finished assistant messages."""
-
-    @property
-    def tools(self) -> Sequence[JSON]:
-        """The tools offered, as OpenAI Chat has them."""
-
-
 @dataclass(frozen=True, slots=True)
 class MessagesView:
-    """View of OpenAI Chat messages; see `RequestView`."""
+    """View of OpenAI Chat messages for a script."""
 
     system: str
+    """All system text, without the list of tools."""
     users: Sequence[str]
+    """Text of each user message, tool results left out."""
     results: Sequence[str]
+    """Text of the tool results; several of one turn may be one text."""
     assistants: int
+    """Number of finished assistant messages."""
     tools: Sequence[JSON]
+    """The tools offered, as OpenAI Chat has them."""
 
 
 def view_messages(messages: Sequence[JSON], tools: Sequence[JSON] | None) -> MessagesView:
@@ -111,7 +92,9 @@ class _Block:
 
 
 class PromptView:
-    """View of bare prompt ids; see `RequestView`. Decodes only the parts that a script asks for.
+    """View of bare prompt ids, with the fields of `MessagesView`.
+
+    Decodes only the parts that a script asks for.
 
     Block borders are found among the ids (10 us for 16,384), so a message that contains a marker's
     text cannot forge one.
@@ -172,6 +155,10 @@ class PromptView:
     @functools.cached_property
     def tools(self) -> Sequence[JSON]:
         return tuple(tool for text in self._systems for tool in _tools_in(text))
+
+
+RequestView: TypeAlias = MessagesView | PromptView
+"""View of a request for a script, whatever its wire format."""
 
 
 def opening_of(ids: Ids, tokenizer: ChatTokenizer) -> Ids:
