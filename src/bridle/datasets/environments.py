@@ -267,13 +267,10 @@ def read_wheel(folder: Path, package: str, version: Version) -> Wheel:
         licence=licence(fields),
         headers=headers,
         entry_points=texts["entry_points.txt"],
-        files=frozenset(name for name in names if not _is_about(name)),
+        files=frozenset(
+            name for name in names if not name.partition("/")[0].endswith((".dist-info", ".data"))
+        ),
     )
-
-
-def _is_about(name: str) -> bool:
-    """Return whether a file of a wheel is metadata or data, not a module."""
-    return name.partition("/")[0].endswith((".dist-info", ".data"))
 
 
 def licence(fields: Message) -> str:

@@ -145,8 +145,10 @@ def harbor_task(folder: Path, wanted: Mapping[str, Any]) -> JSON:
     except ValidationError as error:
         raise explain(error, str(file)) from None
     _refuse_what_has_no_counterpart(folder, read)
-    portable = bool(_own(read).get("portable"))
-    backend = wanted.get("runtime", {}).get("backend") or _default_backend(portable=portable)
+    portable = bool(read.metadata.get("bridle", {}).get("portable"))
+    # Harbor's own place is a container; what runs on any Linux needs no daemon.
+    backend = wanted.get("runtime", {}).get("backend")
+    backend = backend or (default_backend()[0] if portable else "docker")
     harness = wanted.get("agent", {}).get("harness")
     task: JSON = {
         "task_id": re.sub(r"[^A-Za-z0-9._:-]", "-", folder.name).lstrip("-._:"),
@@ -191,19 +193,6 @@ def folder_digest(folder: Path) -> str:
         elif entry.is_file():
             digest.update(hashlib.sha256(entry.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _default_backend(*, portable: bool) -> str:
-    """Harbor's own place is a container; what runs on any Linux needs no daemon."""
-    if not portable:
-        return "docker"
-    return default_backend()[0]
-
-
-def _own(read: HarborTask) -> JSON:
-    """`[metadata.bridle]`: what an author says to us."""
-    found: JSON = read.metadata.get("bridle", {})
-    return found
 
 
 def _refuse_what_has_no_counterpart(folder: Path, read: HarborTask) -> None:

@@ -87,7 +87,8 @@ def call_body(route: SglangRoute, request: GenerateRequest, rid: str, ask: Ask) 
 def _generate_fields(request: GenerateRequest, ask: Ask) -> JSON:
     fields = _sampling(request.sampling, ask)
     if request.grammar is not None:
-        fields["json_schema"] = _schema_text(request.grammar)
+        schema = request.grammar.get("json_schema") or {"type": "object"}
+        fields["json_schema"] = _ENCODER.encode(schema).decode()
     if request.stream and not ask.incremental:
         every = math.ceil(fields["max_new_tokens"] / _REPEATS)
         fields["stream_interval"] = min(max(1, every), _LONGEST)
@@ -147,10 +148,6 @@ def _chat_fields(request: GenerateRequest, ask: Ask) -> JSON:
         named_schema = {"name": "reply", "schema": schema}
         fields["response_format"] = {"type": "json_schema", "json_schema": named_schema}
     return fields
-
-
-def _schema_text(grammar: JSON) -> str:
-    return _ENCODER.encode(grammar.get("json_schema") or {"type": "object"}).decode()
 
 
 # ---- replies

@@ -235,7 +235,8 @@ def turns_text(trace: Trace, turns: Sequence[int], mark: str, max_chars: int) ->
     for turn, start in enumerate(starts):
         end = starts[turn + 1] if turn + 1 < len(starts) else len(said)
         # A reply is what the model said; the rest up to the next is what it was shown.
-        reply = start + sum(1 for _ in itertools.takewhile(_is_reply, said[start:end]))
+        roles = (message.get("role") for message in said[start:end])
+        reply = start + sum(1 for _ in itertools.takewhile("assistant".__eq__, roles))
         if turn in turns:
             parts += [
                 ("", before),
@@ -255,10 +256,6 @@ def turns_text(trace: Trace, turns: Sequence[int], mark: str, max_chars: int) ->
         if line or messages
     ]
     return "\n".join(texts)
-
-
-def _is_reply(message: JSON) -> bool:
-    return message.get("role") == "assistant"
 
 
 def longest(traces: list[list[JSON]]) -> list[JSON]:

@@ -65,7 +65,8 @@ def python_recipe(
     python = python or Interpreter(sys.executable, sys.version, sys.base_prefix)
 
     async def build(builder: Builder) -> None:
-        builder.say(f"installing {_pins(requirements)} pinned packages, about {size_mb} MB")
+        pins = len(re.findall(r"(?m)^\w.*==", requirements))
+        builder.say(f"installing {pins} pinned packages, about {size_mb} MB")
         if carries(c_library()):
             await _install_carried(builder, requirements, python.path, locked=locked)
         else:
@@ -273,10 +274,6 @@ async def _make_venv(
     file.write_text(requirements)
     await builder.run((str(folder / PYTHON), "-m", "pip", "install", *flags, "-r", str(file)))
     file.unlink()
-
-
-def _pins(requirements: str) -> int:
-    return sum("==" in line and line[:1].isalnum() for line in requirements.splitlines())
 
 
 CARRIED = "carried"

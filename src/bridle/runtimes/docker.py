@@ -166,7 +166,7 @@ async def _pull(image: str) -> None:
     """Pull an image and log the progress."""
     with tempfile.TemporaryDirectory(prefix="bridle-pull-") as folder:
         said = Path(folder, "said")
-        async with Nursery(_raise_nothing) as nursery:
+        async with Nursery(lambda _error: None) as nursery:  # a failed report ends no pull
             nursery.start(_tell_layers(image, said), name="image-pull")
             await docker(["pull", image], timeout_s=None, log=said)
 
@@ -187,10 +187,6 @@ def layers(said: str) -> tuple[int, int]:
     """
     states = dict(re.findall(r"^([0-9a-f]{12}): (.+?)\s*$", said, re.MULTILINE))
     return sum(state in DONE for state in states.values()), len(states)
-
-
-def _raise_nothing(_error: BaseException) -> None:
-    """Ignore an error of the progress report: it must not end the pull."""
 
 
 async def _inspected(image: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ It is for trusted callers: it has no key, and listens on loopback by default.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from http import HTTPStatus
@@ -437,7 +437,9 @@ class Control:
         self._calls[request.request_id] = call.request_id
         self._idle.clear()
         try:
-            async with aclosing(_closable(self._engine.generate(request))) as chunks:
+            # By contract the engine's iterator can be closed early.
+            chunks = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
+            async with aclosing(chunks):
                 async for chunk in chunks:
                     await self._flowing.wait()
                     yield chunk
@@ -523,8 +525,3 @@ def _bare(request_id: str) -> str:
     for prefix in PREFIXES:
         request_id = request_id.removeprefix(prefix)
     return request_id
-
-
-def _closable(chunks: AsyncIterator[GenerateChunk]) -> AsyncGenerator[GenerateChunk, None]:
-    """Return the engine's iterator as a generator: by contract it can be closed early."""
-    return cast("AsyncGenerator[GenerateChunk, None]", chunks)
