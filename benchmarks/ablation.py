@@ -31,7 +31,7 @@ from bridle.cli.config import load_config, open_setup
 from bridle.config import BuilderSpec, SamplingPolicy
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
-from bridle.training.forward import rows_of, trees_of
+from bridle.training.forward import chosen, rows_of, trees_of
 from bridle.training.grpo import Learner
 from bridle.training.samples import Batch, Group, make_batch
 from bridle.training.settings import GrpoSettings
@@ -148,7 +148,7 @@ def agree(model: Path, group: Group) -> float:
     for pieces in (rows_of(samples, 1, share=False), trees_of(samples, 1)):
         for piece in pieces:
             with torch.no_grad():
-                found = piece.logprobs(learner.model, 1.0).numpy()
+                found = chosen(*piece.logits(learner.model), 1.0).numpy()
             worst = max(worst, float(abs(found - piece.tokens().old).max()))
     return worst
 

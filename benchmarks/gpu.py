@@ -51,8 +51,8 @@ from bridle.config import builtin_tokenizer_dir
 from bridle.embedded import EmbeddedEngine
 from bridle.engines.base import GenerateRequest
 from bridle.engines.ids import ArrayIds
+from bridle.training.forward import facts_of, recompute
 from bridle.training.grpo import Learner
-from bridle.training.recompute import facts_of, recompute
 from bridle.training.samples import Group, make_batch
 from bridle.training.settings import GrpoSettings
 from bridle.trajectory.fidelity import Facts, certify

@@ -39,7 +39,7 @@ from tests.vllm import serving
 
 import bridle
 from bridle.embedded.model import load_model
-from bridle.training.recompute import recompute
+from bridle.training.forward import recompute
 from bridle.trajectory.sample import Trace
 from bridle.types import JSON
 

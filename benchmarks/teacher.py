@@ -30,7 +30,7 @@ from examples.demo.training import AT_ONCE, GRPO, LOOP, SAMPLES, TRAIN_SEED
 
 from bridle.cli.training import TrainSettings
 from bridle.config import Task
-from bridle.training.checkpoint import checkpoints
+from bridle.training.loop import checkpoints
 from bridle.training.settings import GrpoSettings, LoopSettings
 from bridle.types import JSON
 

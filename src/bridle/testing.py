@@ -102,7 +102,7 @@ def trainer_conformance(groups: Sequence[SessionGroup], rows: Iterable[TrainedRo
     excluded: dict[tuple[str, bytes], str] = {}
     for session in (one for group in groups for one in group.sessions):
         for trace in session.traces:
-            ids = np.concatenate([trace.prompt_ids, trace.response_ids]).astype(np.int64)
+            ids = trace.ids.astype(np.int64)
             for at in np.flatnonzero(trace.reasons != MaskReason.PROMPT).tolist():
                 key = session.session_id, ids[: len(trace.prompt_ids) + at + 1].tobytes()
                 if trace.loss_mask[at] and session.reward is not None:

@@ -14,8 +14,7 @@ from bridle.bridges.parquet import read_logprobs
 from bridle.cli.output import console
 from bridle.cli.train import load_settings, numbers_line, show_course, show_transfer
 from bridle.errors import ConfigError
-from bridle.training.checkpoint import checkpoints, read_state
-from bridle.training.loop import Course
+from bridle.training.loop import Course, checkpoints, read_state
 
 ANTHROPIC_AGENT = """
 import json, os, sys, urllib.request

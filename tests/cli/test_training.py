@@ -32,8 +32,8 @@ from bridle.cli.training import (
 from bridle.config import AgentSpec, FieldPolicy, SamplingPolicy, Task
 from bridle.engines.base import is_adapter
 from bridle.errors import ConfigError
-from bridle.training.checkpoint import checkpoints, read_state
 from bridle.training.grpo import Learner
+from bridle.training.loop import checkpoints, read_state
 from bridle.training.settings import GrpoSettings
 
 TASK = Task(task_id="t", instruction="go", num_samples=2)

@@ -16,7 +16,7 @@ from bridle.embedded.routing import routing_of
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
-from bridle.training.recompute import recompute
+from bridle.training.forward import recompute
 from bridle.trajectory import rebuild
 
 EXPERTS, TOP_K, LAYERS = 16, 3, 3

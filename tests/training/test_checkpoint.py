@@ -7,15 +7,10 @@ from tests.training.made import tiny_model
 from tests.training.test_grpo import a_batch
 
 from bridle.config import builtin_tokenizer_dir
+from bridle.embedded.model import load_tokenizer
 from bridle.errors import TrainingError
-from bridle.training.checkpoint import (
-    checkpoints,
-    load_tokenizer,
-    read_state,
-    restore,
-    save_checkpoint,
-)
 from bridle.training.grpo import Learner
+from bridle.training.loop import checkpoints, read_state, restore, save_checkpoint
 from bridle.training.settings import GrpoSettings
 
 SETTINGS = GrpoSettings(learning_rate=1e-2)

@@ -17,7 +17,7 @@ from tests.training.test_grpo import a_batch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from bridle.errors import ConfigError
-from bridle.training.forward import packed_of, rows_of
+from bridle.training.forward import chosen, packed_of, rows_of
 from bridle.training.grpo import (
     ROWS,
     Learner,
@@ -115,7 +115,7 @@ def test_each_packed_trace_is_computed_as_if_alone(name):
     [line] = packed_of(samples, 100)
 
     with torch.no_grad():
-        found = line.logprobs(model, 1.0)
+        found = chosen(*line.logits(model), 1.0)
 
     assert torch.allclose(found, torch.from_numpy(line.tokens().old), atol=1e-4)
     alone = [plain_logprobs(model, sample.trace)[-1] for sample in line.samples]

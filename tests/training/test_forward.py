@@ -12,6 +12,7 @@ from tests.training.made import VOCABULARY, group, plain_logprobs, session, tiny
 from bridle.errors import TrainingError
 from bridle.training.forward import (
     check_ids,
+    chosen,
     logits_at,
     packed_of,
     rows_of,
@@ -57,7 +58,8 @@ def computed(pieces, model=MODEL):
     for piece in pieces:
         tokens = piece.tokens()
         with torch.no_grad():
-            logprobs = piece.logprobs(model, 1.0)
+            logits, wanted = piece.logits(model)
+        logprobs = chosen(logits, wanted, 1.0)
         assert len(logprobs) == len(tokens.old) == len(tokens.versions) == len(tokens.weights)
         assert tokens.versions.tolist() == tokens.advantages.astype(int).tolist()
         assert np.allclose(tokens.weights, 1 / (tokens.versions + 1))
@@ -137,7 +139,7 @@ def test_a_model_for_packed_traces_refuses_another_layout():
     [rows] = rows_of([sample, sample], 100, share=True)
     for piece in (tree, rows):
         with pytest.raises(TrainingError, match="takes traces end to end"):
-            piece.logprobs(PACKED, 1.0)
+            chosen(*piece.logits(PACKED), 1.0)
 
 
 def test_rows_compute_what_all_begin_with_once_and_trees_every_token():
@@ -180,8 +182,8 @@ def test_the_temperature_divides_the_logits():
         table = MODEL(torch.tensor([[2, 3, 4, 5, 6]])).logits[0, 1:-1] / 0.5
         wanted = torch.log_softmax(table, -1)[torch.arange(3), torch.tensor([4, 5, 6])]
 
-        assert torch.allclose(rows.logprobs(MODEL, 0.5), wanted, atol=1e-5)
-        assert torch.allclose(tree.logprobs(MODEL, 0.5), wanted, atol=1e-5)
+        assert torch.allclose(chosen(*rows.logits(MODEL), 0.5), wanted, atol=1e-5)
+        assert torch.allclose(chosen(*tree.logits(MODEL), 0.5), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
@@ -197,12 +199,13 @@ def test_gradients_are_those_of_separate_passes(packing):
     }
     [piece] = layouts[packing]
 
-    piece.logprobs(model, 1.0).sum().backward()
+    logits, wanted = piece.logits(model)
+    chosen(logits, wanted, 1.0).sum().backward()
     together = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     for sample in samples:
         [one] = rows_of([sample], 100, share=False)
-        one.logprobs(model, 1.0).sum().backward()
+        chosen(*one.logits(model), 1.0).sum().backward()
 
     for parameter, found in zip(model.parameters(), together, strict=True):
         assert torch.allclose(parameter.grad, found, atol=1e-4)

@@ -13,9 +13,9 @@ from tests.training.made import group, plain_logprobs, sampled_under, session, t
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import ConfigError, EngineError, TrainingError
-from bridle.training.checkpoint import save_checkpoint
 from bridle.training.forward import DIVERGENCE_ROWS, Tokens, divergence
 from bridle.training.grpo import Learner, objective
+from bridle.training.loop import save_checkpoint
 from bridle.training.samples import make_batch
 from bridle.training.settings import GrpoSettings
 

@@ -15,10 +15,9 @@ from tests.training.made import VOCABULARY, group, session, tiny_model, trace
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import EngineError, TrainingError
-from bridle.training.checkpoint import checkpoints, read_state, restore
 from bridle.training.groups import HeldOutEvaluation, History
 from bridle.training.grpo import Learner
-from bridle.training.loop import Course, Loop
+from bridle.training.loop import Course, Loop, checkpoints, read_state, restore
 from bridle.training.settings import GrpoSettings, LoopSettings
 
 TOKENIZER = transformers.PreTrainedTokenizerFast.from_pretrained(builtin_tokenizer_dir())

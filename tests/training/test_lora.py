@@ -13,8 +13,8 @@ from tests.training.test_loop import TOKENIZER, Player, loop
 from bridle.embedded.model import PlainModel, check_folder, load_model
 from bridle.engines.base import ADAPTER, is_adapter
 from bridle.errors import ConfigError, EngineError
-from bridle.training.checkpoint import checkpoints, read_state, restore, save_checkpoint
 from bridle.training.grpo import Learner
+from bridle.training.loop import checkpoints, read_state, restore, save_checkpoint
 from bridle.training.settings import GrpoSettings, LoraSettings
 
 # The first import of peft takes 15 s where it writes down its bytecode.

@@ -8,8 +8,8 @@ import torch
 from tests.training.made import group, plain_logprobs, sampled_under, session, tiny_model
 
 from bridle.errors import TrainingError
+from bridle.training.forward import digest_of_weights, facts_of, recompute
 from bridle.training.grpo import Learner
-from bridle.training.recompute import digest_of_weights, facts_of, recompute
 from bridle.training.samples import make_batch
 from bridle.training.settings import GrpoSettings
 from bridle.trajectory.fidelity import Facts, certify

@@ -11,9 +11,8 @@ from tests.training.mixture import difference, flipped, off, played, save_mixtur
 
 from bridle.errors import TrainingError
 from bridle.experts import complete_rows
-from bridle.training.forward import rows_of
+from bridle.training.forward import chosen, facts_of, rows_of
 from bridle.training.grpo import Learner
-from bridle.training.recompute import facts_of
 from bridle.training.samples import Sample, make_batch
 from bridle.training.settings import GrpoSettings
 from bridle.trajectory.fidelity import Facts
@@ -119,7 +118,7 @@ def test_a_trace_without_experts_beside_others_is_routed_by_the_model_alone(
         batch = [group(session(0.0, first, name="s0"), session(1.0, without, name="s1"))]
         (piece,) = learner._pieces(make_batch(batch, settings, version=0))
         with torch.no_grad():
-            logprobs = piece.logprobs(learner.model, 1.0).numpy()
+            logprobs = chosen(*piece.logits(learner.model), 1.0).numpy()
         of, apart = piece.places()[0], np.abs(logprobs - piece.tokens().old)
         names = [sample.trace.trace_id for sample in piece.samples]
         of_each = {name: apart[of == number] for number, name in enumerate(names)}
@@ -151,7 +150,7 @@ def test_a_shared_beginning_is_replayed_once(folder, rolled):
     (piece,) = rows_of(samples, 1 << 20, share=True)
     assert piece.prefix > 1
     with torch.no_grad():
-        ours = piece.logprobs(model, 1.0).numpy()
+        ours = chosen(*piece.logits(model), 1.0).numpy()
     assert np.abs(ours - piece.tokens().old).max() < 1e-2
 
 
@@ -168,4 +167,4 @@ def test_traces_of_several_models_are_not_computed_together(folder, rolled):
     samples = [Sample(one, 0, 1.0, 1.0) for one in (rolled[0], other)]
     (piece,) = rows_of(samples, 1 << 20, share=False)
     with pytest.raises(TrainingError, match="experts of several models"):
-        piece.logprobs(off(folder), 1.0)
+        chosen(*piece.logits(off(folder)), 1.0)

@@ -276,19 +276,8 @@ def without_training(trace: Trace) -> Trace:
 
 def blank_row(session: Trajectory) -> Trace:
     """Return one given token and one more, neither of which trains."""
-    return Trace(
-        trace_id=f"{session.session_id}/blank",
-        prompt_ids=np.zeros(1, np.int32),
-        response_ids=np.zeros(1, np.int32),
-        loss_mask=np.zeros(1, np.uint8),
-        response_logprobs=np.zeros(1, np.float32),
-        versions=np.full(1, -1, np.int32),
-        reasons=np.full(1, MaskReason.PROMPT, np.uint8),
-        exchange_ids=(),
-        turn_ends=(),
-        finish_reason="stop",
-        logprob_mode="none",
-    )
+    one = np.zeros(1, np.int32)
+    return Trace.plain(f"{session.session_id}/blank", one, one, np.zeros(1, np.uint8))
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class Example:
     def tokens(self) -> int | None:
         """Prompt and response together; `None` = not known."""
         trace = self.trace
-        return None if trace is None else len(trace.prompt_ids) + len(trace.response_ids)
+        return None if trace is None else trace.size
 
     @property
     def trained(self) -> int:
@@ -238,7 +238,7 @@ def line(example: Example) -> JSON:
     """Return one line: exact tokens beside readable messages."""
     ids = mask = None
     if (trace := example.trace) is not None:
-        ids = np.concatenate([trace.prompt_ids, trace.response_ids]).tolist()
+        ids = trace.ids.tolist()
         mask = [0] * len(trace.prompt_ids) + trace.loss_mask.tolist()
     return {
         "messages": [chat(message) for message in example.messages],

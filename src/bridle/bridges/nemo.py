@@ -75,7 +75,7 @@ def train_batch(
         for sample, found in enumerate(trace_advantages(one.sessions, kind))
         for trace, own in zip(one.sessions[sample].traces, found, strict=True)
     }
-    lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
+    lengths = [row.trace.size for row in rows]
     count = -(-len(rows) // rows_multiple) * rows_multiple
     size = count, -(-max(lengths) // length_multiple) * length_multiple
     fields: dict[str, Any] = {
@@ -89,7 +89,7 @@ def train_batch(
     }
     for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         response = slice(len(row.prompt_ids), length)
-        fields["input_ids"][at, :length] = np.concatenate([row.prompt_ids, row.response_ids])
+        fields["input_ids"][at, :length] = row.trace.ids
         fields["input_lengths"][at] = length
         fields["token_mask"][at, response] = row.mask
         fields["sample_mask"][at] = row.weight / (row.mask.sum() if token_level_loss else 1)

@@ -139,7 +139,7 @@ def rows_of(trajectory: Trajectory) -> TrajectoryRows:
     traces = trajectory.traces
     if not traces:
         return TrajectoryRows(None, 0, trajectory_json(trajectory))
-    tokens = sum(len(trace.prompt_ids) + len(trace.response_ids) for trace in traces)
+    tokens = sum(trace.size for trace in traces)
     return TrajectoryRows(_table([(trajectory, trace) for trace in traces]), tokens, None)
 
 

@@ -272,7 +272,7 @@ def _row(
     return AsyncRow(
         prompt=list(trace.prompt_messages or ()),
         completion=list(trace.response_messages or ()),
-        input_ids=np.concatenate([trace.prompt_ids, trace.response_ids]).astype(np.int64),
+        input_ids=trace.ids.astype(np.int64),
         completion_mask=np.pad(trace.loss_mask.astype(np.int64), (before, 0)),
         old_log_probs=np.pad(trace.response_logprobs.astype(np.float32), (before, 0)),
         advantage=advantage,

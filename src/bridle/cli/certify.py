@@ -106,9 +106,10 @@ def _recomputed(model: Path, traces: Sequence[Trace]) -> tuple[list[Recomputed],
     """
     import hashlib
 
-    from bridle.training.checkpoint import STATE, load_tokenizer, read_state
+    from bridle.embedded.model import load_tokenizer
+    from bridle.training.forward import digest_of_weights, facts_of, recompute
     from bridle.training.grpo import Learner
-    from bridle.training.recompute import digest_of_weights, facts_of, recompute
+    from bridle.training.loop import STATE, read_state
     from bridle.training.settings import GrpoSettings
     from bridle.trajectory.fidelity import Facts
 

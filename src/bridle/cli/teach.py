@@ -122,11 +122,9 @@ async def score_traces(
     trajectory: Trajectory, score: Callable[[Ids, int], Awaitable[Scores]], top: int
 ) -> list[Scores]:
     """Return a teacher's scores of the response ids of each trace."""
-    import numpy as np
-
     found = []
     for trace in trajectory.traces:
-        scores = await score(np.concatenate([trace.prompt_ids, trace.response_ids]), top)
+        scores = await score(trace.ids, top)
         found.append(scores.after(len(trace.prompt_ids)))
     return found
 

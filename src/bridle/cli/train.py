@@ -89,9 +89,14 @@ def train(  # noqa: PLR0913 - one parameter per flag
     if json:
         print_json({"checkpoint": str(trained.checkpoint), **asdict(trained.course)})
     else:
-        show_course(trained.course)
-        show_picture(trained, Path(settings.out) / "curve.png", title=settings.model)
-        console.print(f"the model: {trained.checkpoint}; its sessions: {trained.rollouts}")
+        show_trained(trained, settings)
+
+
+def show_trained(trained: Trained, settings: TrainSettings) -> None:
+    """Print the course of a training, and where its model and its sessions are."""
+    show_course(trained.course)
+    show_picture(trained, Path(settings.out) / "curve.png", title=settings.model)
+    console.print(f"the model: {trained.checkpoint}; its sessions: {trained.rollouts}")
 
 
 def _trained(settings: TrainSettings, *, resume: bool) -> Trained:

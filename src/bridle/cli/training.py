@@ -15,6 +15,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ from bridle.training.settings import GrpoSettings, LoopSettings, LoraSettings
 from bridle.types import JSON, SHAPING
 
 if TYPE_CHECKING:
+    from bridle.telemetry.base import Telemetry
     from bridle.training.groups import GroupSource, HeldOutEvaluation, TaskDraws
     from bridle.training.grpo import Learner
     from bridle.training.loop import Course, Tell
@@ -151,7 +153,8 @@ class WeightFolders:
 
     def write(self, learner: Learner) -> Path:
         """Write the learner's weights as a new model folder."""
-        from bridle.training.checkpoint import load_tokenizer, write_model
+        from bridle.embedded.model import load_tokenizer
+        from bridle.training.loop import write_model
 
         folder = (self.folder / f"{learner.version:06d}").resolve()
         shutil.rmtree(folder, ignore_errors=True)
@@ -317,7 +320,7 @@ async def local_backend(
 
 def _check_tokenizer(of_engine: str | None, model: Path) -> None:
     """Refuse an engine whose tokenizer is known to differ from the model's."""
-    from bridle.training.checkpoint import load_tokenizer
+    from bridle.embedded.model import load_tokenizer
 
     if of_engine is None or Path(of_engine) == model:
         return
@@ -352,26 +355,18 @@ async def train_here(
     resumed, another tokenizer than the engine's, other sampling. `TrainingError` if the training
     cannot continue; the last checkpoint stays.
     """
-    from bridle.training.checkpoint import checkpoints, load_tokenizer
+    from bridle.embedded.model import load_tokenizer
     from bridle.training.groups import History, TaskDraws
-    from bridle.training.loop import Course, Loop
+    from bridle.training.loop import Course, Loop, checkpoints
 
-    _check_sampling(tasks, settings.grpo.temperature)
     held_out = with_other_harnesses(held_out, settings.evaluate_with)
-    if settings.server is None:
-        check([*tasks, *held_out])
+    _check_tasks(settings, tasks, held_out)
     out = Path(settings.out)
     learner, model, state = await asyncio.to_thread(_load_start, settings, resume=resume)
     history = History.of(state.get("history", {}))
     draws = TaskDraws(tasks, history, seed=settings.seed, curriculum=settings.curriculum)
 
     initial = [] if before is None else [{"step": 0, **before.json()}]
-
-    def report(course: Course) -> None:
-        (out / COURSE).write_text(json.dumps(asdict(course)))
-        tracked.training(course.steps, course.evaluations)
-        tell(course)
-
     async with AsyncExitStack() as stack:
         given = settings.model_dump(mode="json")
         tracked = stack.enter_context(telemetry.open_trackers(settings.telemetry, out, given))
@@ -393,7 +388,7 @@ async def train_here(
             checkpoints=out / CHECKPOINTS,
             history=history,
             course=Course(**state.get("course", {"evaluations": initial})),
-            tell=report,
+            tell=partial(_report, out, tracked, tell),
         )
         course = await loop.run()
     return Trained(course, checkpoints(out / CHECKPOINTS)[-1], backend.rollouts)
@@ -405,8 +400,8 @@ def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path
     Returns the folder of the weights that the engine begins with, the initial model's for an
     adapter, and the checkpoint's state too; {} = a new training.
     """
-    from bridle.training.checkpoint import checkpoints, restore
     from bridle.training.grpo import Learner
+    from bridle.training.loop import checkpoints, restore
 
     out = Path(settings.out)
     found = checkpoints(out / CHECKPOINTS)
@@ -428,13 +423,24 @@ def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path
     return learner, model, restore(learner, last) if last else {}
 
 
-def _check_sampling(tasks: Sequence[Task], temperature: float) -> None:
-    """Refuse tasks whose sampling distribution is not the one that is trained."""
+def _check_tasks(settings: TrainSettings, tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
+    """Refuse tasks whose sampling distribution is not the one that is trained, and any that name
+    what this machine lacks.
+    """
     from bridle.training.samples import unfit_setting
 
     for task in tasks:
         for field in SHAPING:
             policy = getattr(task.sampling, field)
-            fault = unfit_setting(field, policy.value, temperature)
+            fault = unfit_setting(field, policy.value, settings.grpo.temperature)
             if policy.mode == "override" and fault is not None:
                 raise ConfigError(f"task {task.task_id} {fault}")
+    if settings.server is None:
+        check([*tasks, *held_out])
+
+
+def _report(out: Path, tracked: Telemetry, tell: Tell, course: Course) -> None:
+    """Keep the course so far in its file, and show it."""
+    (out / COURSE).write_text(json.dumps(asdict(course)))
+    tracked.training(course.steps, course.evaluations)
+    tell(course)

@@ -407,7 +407,7 @@ class TokenPage:
 
 def token_page(trace: Trace, at: int, decode: Callable[[Ids], str] | None) -> TokenPage:
     """Build the page that begins at token `at`, counted from the first prompt token."""
-    ids = np.concatenate([trace.prompt_ids, trace.response_ids])
+    ids = trace.ids
     total, prompt = len(ids), len(trace.prompt_ids)
     start = min(max(0, at), max(0, total - 1))
     end = min(total, start + PAGE)

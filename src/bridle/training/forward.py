@@ -5,10 +5,14 @@ token can see it; what all of them begin with is computed once. *Packed*: traces
 padding, whatever their lengths. *Tree*: `trajectory.packing` lays traces out so that each token
 stands once, and a dense mask says who sees whom. Logits are made at the positions that predict a
 trained token and nowhere else, because with a large vocabulary they are most of the memory.
+
+`recompute` and `certify_pieces` give the trainer's logprobs of captured tokens, to compare them
+with the rollout's. They come from the same pass as an update, so what is certified is what trains.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,10 +26,12 @@ import torch
 from bridle.embedded.routing import routing_of
 from bridle.errors import TrainingError
 from bridle.experts import Rows as Rows16
-from bridle.training.samples import Sample
+from bridle.experts import complete_rows
+from bridle.training.samples import Sample, trains
+from bridle.trajectory.fidelity import Certificate, Facts, Recomputed, certify
 from bridle.trajectory.packing import Packed, block_mask, pack
-from bridle.trajectory.sample import Trajectory
-from bridle.types import Ids
+from bridle.trajectory.sample import Trace, Trajectory
+from bridle.types import JSON, Logprobs
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -88,12 +94,6 @@ class TraceBatch:
         lengths = [_length(sample) for sample in self.samples]
         return [max(lengths) - length for length in lengths]
 
-    def logprobs(
-        self, model: PreTrainedModel, temperature: float, *, replay: bool = True
-    ) -> torch.Tensor:
-        """Logprob of each of `tokens`, shape (N,), float32; `replay` as in `logits`."""
-        return chosen(*self.logits(model, replay=replay), temperature)
-
     def logits(
         self, model: PreTrainedModel, *, replay: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +103,7 @@ class TraceBatch:
         known.
         """
         longest = max(_length(sample) for sample in self.samples)
-        ids = np.stack([_padded(_ids(s), longest) for s in self.samples])
+        ids = np.stack([_padded(s.trace.ids, longest) for s in self.samples])
         masks = np.stack([_padded(_mask(s), longest, 0) for s in self.samples])
         row = torch.from_numpy(ids).long().to(model.device)
         trained = torch.from_numpy(masks[:, self.prefix + 1 :]).to(model.device)
@@ -155,8 +155,8 @@ class PackedTraces(TraceBatch):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         device = model.device
         lengths = [_length(sample) - 1 for sample in self.samples]
-        ids = np.concatenate([_ids(sample)[:-1] for sample in self.samples])
-        wanted = np.concatenate([_ids(s)[1:][_mask(s)[1:]] for s in self.samples])
+        ids = np.concatenate([sample.trace.ids[:-1] for sample in self.samples])
+        wanted = np.concatenate([s.trace.ids[1:][_mask(s)[1:]] for s in self.samples])
         at = np.concatenate([_mask(sample)[1:] for sample in self.samples]) != 0
         experts = self._experts(max(lengths) + 1) if replay else None
         if experts is not None:
@@ -214,12 +214,6 @@ class Tree:
         """Return tokens of padding behind each sample: there are none."""
         return [0] * len(self.samples)
 
-    def logprobs(
-        self, model: PreTrainedModel, temperature: float, *, replay: bool = True
-    ) -> torch.Tensor:
-        """See `TraceBatch.logprobs`."""
-        return chosen(*self.logits(model, replay=replay), temperature)
-
     def logits(
         self, model: PreTrainedModel, *, replay: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,7 +251,7 @@ def rows_of(
     and values. `width` is the model's hidden size: given it, only where that is less work.
     """
     order = sorted(samples, key=_length)
-    prefix = _common_prefix(order) if share and order else 0
+    prefix = common_prefix(order) if share and order else 0
     if width is not None and not sharing_saves([*map(_length, order)], prefix, width):
         prefix = 0
     piece: list[Sample] = []
@@ -338,15 +332,18 @@ def _advantages(sample: Sample) -> npt.NDArray[np.float32]:
     return np.broadcast_to(np.asarray(sample.advantage, dtype=np.float32), (size,))
 
 
-def check_ids(samples: Sequence[Sample], model: PreTrainedModel) -> None:
-    """Raise `TrainingError` for an id that the model has no embedding for: another tokenizer's."""
+def check_ids(samples: Sequence[Sample], model: PreTrainedModel, what: str = "trace") -> None:
+    """Raise `TrainingError` for an id that the model has no embedding for: another tokenizer's.
+
+    `what` is what the samples are called.
+    """
     size = int(model.get_input_embeddings().weight.shape[0])
     for sample in samples:
-        ids = _ids(sample)
+        ids = sample.trace.ids
         for at in (int(ids.argmax()), int(ids.argmin())):
             if not 0 <= ids[at] < size:
                 raise TrainingError(
-                    f"trace {sample.trace.trace_id}: id {ids[at]} at position {at} is beyond the "
+                    f"{what} {sample.trace.trace_id}: id {ids[at]} at position {at} is beyond the "
                     f"model's vocabulary of {size}; it comes from another tokenizer"
                 )
 
@@ -438,12 +435,8 @@ def _floats(values: Iterable[float]) -> npt.NDArray[np.float32]:
     return np.array([*values], dtype=np.float32)
 
 
-def _ids(sample: Sample) -> Ids:
-    return np.concatenate([sample.trace.prompt_ids, sample.trace.response_ids])
-
-
 def _length(sample: Sample) -> int:
-    return len(sample.trace.prompt_ids) + len(sample.trace.response_ids)
+    return sample.trace.size
 
 
 def _mask(sample: Sample) -> npt.NDArray[np.bool_]:
@@ -461,13 +454,119 @@ def _padded(values: np.ndarray, length: int, fill: int | None = None) -> np.ndar
     return np.pad(values, (0, length - len(values)), "edge" if fill is None else "constant")
 
 
-def _common_prefix(samples: Sequence[Sample]) -> int:
-    """Count the leading ids that all samples share, leaving at least one token after them."""
-    first = _ids(samples[0])
+def common_prefix(samples: Sequence[Sample]) -> int:
+    """Count the leading ids that all samples share, up to the id before the first that trains."""
+    first = samples[0].trace.ids
     length = len(first) - 1
     for sample in samples:
-        ids = _ids(sample)
-        length = min(length, int(_mask(sample).argmax()), len(ids) - 1)
-        same = first[:length] == ids[:length]
-        length = length if same.all() else int(same.argmin())
-    return max(0, length - 1)
+        most = min(length, int(_mask(sample)[1:].argmax()))
+        same = first[:most] == sample.trace.ids[:most]
+        length = most if same.all() else int(same.argmin())
+    return length
+
+
+# ---- logprobs for `bridle.trajectory.fidelity.certify`
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names in a model's config under which it has experts."""
+
+
+def recompute(
+    model: PreTrainedModel,
+    traces: Iterable[Trace],
+    *,
+    temperature: float = 1.0,
+    batch_tokens: int = 16384,
+    replay: bool = True,
+) -> Iterator[Recomputed]:
+    """Yield the logprobs and entropies of all tokens that train, under the model's weights.
+
+    Tokens go to the experts that they were sampled with, where these are known; without `replay`
+    they go where the model's own routers send them.
+
+    `batch_tokens` bounds what is computed at once, padding included. Raises `TrainingError` for an
+    id that the model does not have.
+    """
+    samples = [Sample(trace, 0, 0.0, 0.0) for trace in traces if trains(trace)]
+    check_ids(samples, model)
+    for piece in rows_of(samples, batch_tokens, share=False):
+        with torch.inference_mode():
+            logits, wanted = piece.logits(model, replay=replay)
+            spread = torch.log_softmax(logits.float() / temperature, -1)
+            chosen = spread.gather(1, wanted[:, None])[:, 0]
+            entropies = -(spread.exp() * spread).sum(-1)
+        yield from _answers(piece, chosen.cpu().numpy(), entropies.cpu().numpy())
+
+
+def certify_pieces(
+    pieces: Iterable[tuple[Piece, torch.Tensor]],
+    model: PreTrainedModel,
+    facts: Facts,
+    *,
+    replay: bool = True,
+) -> Certificate | None:
+    """Compare the first logprobs of an update with the rollout's, on tokens of its own version.
+
+    `facts` hold that version; `replay` says whether the logprobs are those of the rollout's
+    experts. `None` = no token was sampled under it.
+    """
+    traces: list[Trace] = []
+    answers: list[Recomputed] = []
+    for piece, logprobs in pieces:
+        current = piece.tokens().versions == facts.version
+        answers += _answers(piece, logprobs.detach().cpu().numpy(), among=current)
+        traces += [sample.trace for sample in piece.samples]
+    if not any(len(answer.positions) for answer in answers):
+        return None
+    return certify(traces, answers, facts_of(model, facts, traces if replay else ()))
+
+
+def facts_of(model: PreTrainedModel, known: Facts, traces: Iterable[Trace] = ()) -> Facts:
+    """Return the facts that the model itself shows, behind those that are known.
+
+    `traces` were replayed; where all of their experts are known, the trainer had no choice.
+    """
+    config = model.config.get_text_config()
+    has_experts = any(getattr(config, name, None) for name in EXPERTS)
+    replayed = {complete_rows(trace.routed_experts) is not None for trace in traces} == {True}
+    shown: JSON = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "processors": "none",
+        "padding": "right",
+        "attention": getattr(config, "_attn_implementation", None),
+        "positions": str(getattr(config, "rope_parameters", None) or "default"),
+        "experts": ("replayed" if replayed else "routed") if has_experts else "dense",
+    }
+    return Facts(**{name: one for name, one in shown.items() if one is not None} | known.json())
+
+
+def digest_of_weights(model: PreTrainedModel) -> str:
+    """Return the hex digest of the model's weights: sha256 over names and bytes, in the order of
+    names.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + b"\0")
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _answers(
+    piece: Piece,
+    logprobs: Logprobs,
+    entropies: Logprobs | None = None,
+    among: np.ndarray | None = None,
+) -> Iterator[Recomputed]:
+    """Split the logprobs of a piece by its samples; `among` selects some of the tokens."""
+    numbers, positions = piece.places()
+    for number, (sample, padding) in enumerate(zip(piece.samples, piece.padding(), strict=True)):
+        own = numbers == number if among is None else (numbers == number) & among
+        yield Recomputed(
+            trace_id=sample.trace.trace_id,
+            positions=positions[own].astype(np.int32),
+            logprobs=logprobs[own],
+            ids=sample.trace.ids,
+            entropies=None if entropies is None else entropies[own],
+            padding=padding,
+        )

@@ -47,6 +47,7 @@ from bridle.errors import ConfigError, TrainingError, boundary, install_extra
 from bridle.training.forward import (
     Piece,
     Tokens,
+    certify_pieces,
     check_ids,
     chosen,
     divergence,
@@ -58,6 +59,7 @@ from bridle.training.forward import (
 )
 from bridle.training.samples import Batch, nothing_left
 from bridle.training.settings import GrpoSettings, LoraSettings
+from bridle.trajectory.fidelity import Facts
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -570,9 +572,6 @@ class Learner:
         self, pieces: Sequence[Piece], logprobs: Sequence[torch.Tensor], version: int, most: float
     ) -> None:
         """Raise `TrainingError` if trainer and rollout disagree by more than `most` nats."""
-        from bridle.training.recompute import certify_pieces
-        from bridle.trajectory.fidelity import Facts
-
         settings = self.settings
         facts = Facts(version=version, temperature=settings.temperature, dtype=settings.dtype)
         found = certify_pieces(

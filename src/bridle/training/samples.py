@@ -23,8 +23,6 @@ from bridle.trajectory.credit import (
     role_of,
     roots_of,
     session_advantages,
-    session_weights,
-    token_weights,
     tree_advantages,
 )
 from bridle.trajectory.sample import Trace, Trajectory, refuse_images
@@ -247,14 +245,13 @@ def _fitting(
     """
     kept = []
     for trace, advantage in zip(session.traces, advantages, strict=True):
-        length = len(trace.prompt_ids) + len(trace.response_ids)
-        if settings.max_length is None or length <= settings.max_length:
+        if settings.max_length is None or trace.size <= settings.max_length:
             kept.append((trace, advantage))
             continue
         left_out["overlong"] += 1
         if settings.overlong == "refuse":
             raise TrainingError(
-                f"trace {trace.trace_id} has {length} tokens, over the limit of "
+                f"trace {trace.trace_id} has {trace.size} tokens, over the limit of "
                 f"{settings.max_length}; `overlong` says what else to do with it"
             )
         if settings.overlong == "truncate":
@@ -322,13 +319,9 @@ def _weights(sessions: Sequence[Sequence[Trace]], settings: GrpoSettings) -> lis
     if settings.normalise == "batch":
         each = 1.0 / max(1, sum(map(sum, counts)))
         return [[each] * len(traces) for traces in counts]
-    if settings.normalise != "sequence":
-        return [(token_weights(_sizes(s)) * share).tolist() for s in sessions]
-    found = session_weights([len(traces) for traces in counts])
-    return [
-        [share * weight / max(1, count) for weight, count in zip(weights, of, strict=True)]
-        for weights, of in zip(found, counts, strict=True)
-    ]
+    if settings.normalise == "sequence":
+        return [[share / len(of) / max(1, count) for count in of] for of in counts]
+    return [[share / max(1, sum(_sizes(traces)))] * len(traces) for traces in sessions]
 
 
 def _sizes(traces: Sequence[Trace]) -> list[int]:

@@ -29,7 +29,9 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.errors import TrainingError
-from bridle.training.forward import logits_at, shared_prefix, threads
+from bridle.training.forward import TraceBatch, check_ids, chosen, common_prefix, threads
+from bridle.training.samples import Sample, trains
+from bridle.trajectory.sample import Trace
 from bridle.types import Ids
 
 if TYPE_CHECKING:
@@ -171,29 +173,29 @@ def train(
     Raises `TrainingError` before the first step if there is nothing to train on or an id is beyond
     the vocabulary; and when a loss is not a number, with the last good weights back in the model.
     """
-    examples = _checked(examples, model, settings.max_length)
-    prefix = _common_prefix(examples) if settings.share_prefix else 0
-    batches = list(_all_batches(examples, prefix, settings))[: settings.max_steps]
+    samples = _samples(examples, model, settings.max_length)
+    prefix = common_prefix(samples) if settings.share_prefix else 0
+    batches = list(_all_batches(samples, prefix, settings))[: settings.max_steps]
     devices = [] if model.device.type == "cpu" else [model.device]
     with torch.random.fork_rng(devices=devices), threads(settings.threads, model):
         torch.manual_seed(settings.seed)
         model.train()
         try:
-            return _steps(model, examples, batches, prefix, settings, progress)
+            return _steps(model, samples, batches, prefix, settings, progress)
         finally:
             model.eval()
 
 
 def _steps(
     model: PreTrainedModel,
-    examples: Sequence[TrainingSequence],
+    samples: Sequence[Sample],
     batches: Sequence[list[int]],
     prefix: int,
     settings: SftSettings,
     progress: Callable[[SftProgress], None],
 ) -> SftResult:
     began = time.monotonic()
-    counts = [sum(int(examples[i].loss_mask[1:].sum()) for i in batch) for batch in batches]
+    counts = [sum(trains(samples[i].trace) for i in batch) for batch in batches]
     done_tokens = np.cumsum(counts).tolist()
     typical = done_tokens[-1] / len(batches)
     optimizer = torch.optim.AdamW(
@@ -211,7 +213,8 @@ def _steps(
     for step, batch in enumerate(batches):
         if step % SNAPSHOT_STEPS == 0:
             good = [parameter.detach().clone() for parameter in model.parameters()]
-        loss = _loss(model, [examples[i] for i in batch], prefix)
+        piece = TraceBatch(tuple(samples[i] for i in batch), prefix)
+        loss = -chosen(*piece.logits(model, replay=False), 1.0).sum()
         optimizer.zero_grad(set_to_none=True)
         (loss / typical).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
@@ -259,48 +262,31 @@ def train_folder(
             tokenizer.save_pretrained(out_dir)
 
 
-def _checked(
+def _samples(
     examples: Sequence[TrainingSequence], model: PreTrainedModel, max_length: int | None
-) -> list[TrainingSequence]:
+) -> list[Sample]:
     """Return the examples that train, cut to length."""
-    vocab_size = int(model.get_input_embeddings().weight.shape[0])
     kept = []
     for number, example in enumerate(examples, start=1):
         ids, mask = example.input_ids[:max_length], example.loss_mask[:max_length]
-        if not mask[1:].any():
-            continue
-        for at in (int(ids.argmax()), int(ids.argmin())):
-            if not 0 <= ids[at] < vocab_size:
-                raise TrainingError(
-                    f"example {number}: id {ids[at]} at position {at} is beyond the model's "
-                    f"vocabulary of {vocab_size}"
-                )
-        kept.append(TrainingSequence(ids, mask))
+        if mask[1:].any():
+            trace = Trace.plain(str(number), ids[:0], ids, mask)
+            kept.append(Sample(trace, group=0, advantage=0.0, weight=1.0))
     if not kept:
         raise TrainingError(f"none of {len(examples)} examples has a token to train on")
+    check_ids(kept, model, "example")
     return kept
 
 
-def _common_prefix(examples: Sequence[TrainingSequence]) -> int:
-    """Count the leading ids that all examples share and none of them trains."""
-    first = examples[0].input_ids
-    length = len(first) - 1
-    for example in examples:
-        most = min(length, int(example.loss_mask[1:].argmax()))
-        differ = first[:most] != example.input_ids[:most]
-        length = int(differ.argmax()) if differ.any() else most
-    return length
-
-
 def _all_batches(
-    examples: Sequence[TrainingSequence], prefix: int, settings: SftSettings
+    samples: Sequence[Sample], prefix: int, settings: SftSettings
 ) -> Iterator[list[int]]:
     """Indices of the examples of each step, over all epochs; `prefix` ids count once a batch."""
-    lengths = np.array([len(example.input_ids) - prefix for example in examples])
+    lengths = np.array([sample.trace.size - prefix for sample in samples])
     batch_tokens = max(1, settings.batch_tokens - prefix)
     random = np.random.default_rng(settings.seed)
     for _ in range(settings.epochs):
-        order = random.permutation(len(examples))
+        order = random.permutation(len(samples))
         per_pool = max(1, POOL * batch_tokens // int(lengths.mean()))
         for start in range(0, len(order), per_pool):
             pool = order[start : start + per_pool]
@@ -331,28 +317,6 @@ def _rate(step: int, steps: int, settings: SftSettings) -> float:
     if settings.schedule == "linear":
         return 1 - done
     return 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1.0
-
-
-def _loss(model: PreTrainedModel, batch: Sequence[TrainingSequence], prefix: int) -> torch.Tensor:
-    """Sum of the negative logprobs of a batch's trained tokens.
-
-    Padding stands at the end, where no trained token can see it, so it needs no mask. The first
-    `prefix` ids are the same in all examples.
-    """
-    longest = max(len(example.input_ids) for example in batch)
-    ids = np.stack([np.pad(e.input_ids, (0, longest - len(e.input_ids)), "edge") for e in batch])
-    mask = np.stack([np.pad(e.loss_mask, (0, longest - len(e.loss_mask))) for e in batch])
-    row = torch.from_numpy(ids).long().to(model.device)
-    trained = torch.from_numpy(mask[:, prefix + 1 :] != 0).to(model.device)
-    extra: dict[str, object] = {"use_cache": False}
-    if prefix:
-        extra = {
-            "use_cache": True,
-            "past_key_values": shared_prefix(model, row[:1, :prefix], len(batch)),
-        }
-    logits = logits_at(model, trained, input_ids=row[:, prefix:-1], **extra)
-    wanted = row[:, prefix + 1 :][trained]
-    return torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="sum")
 
 
 def _restore(model: PreTrainedModel, weights: list[torch.Tensor]) -> None:

@@ -312,8 +312,7 @@ def _last_cut(exchanges: Sequence[Exchange], train: Collection[Kind]) -> str | N
 def _limited(whole: Sequence[Trace], config: BuilderConfig, cut: str | None) -> Built:
     """Apply the length settings to the traces and count the tokens they cost."""
     limit = config.max_tokens
-    sizes = [len(trace.prompt_ids) + len(trace.response_ids) for trace in whole]
-    overlong = 0 if limit is None else sum(size > limit for size in sizes)
+    overlong = 0 if limit is None else sum(trace.size > limit for trace in whole)
     kept = [short for trace in whole if (short := _within(trace, config)) is not None]
     if cut is not None and config.truncated != "keep":
         mask = config.truncated == "mask"
@@ -327,10 +326,7 @@ def _trained(traces: Sequence[Trace]) -> int:
 
 def _within(trace: Trace, config: BuilderConfig) -> Trace | None:
     """Return the trace as the length limit leaves it; `None` = not at all."""
-    size = len(trace.prompt_ids) + len(trace.response_ids)
-    if config.max_tokens is None or size <= config.max_tokens:
-        return trace
-    if config.overlong == "keep":
+    if config.max_tokens is None or trace.size <= config.max_tokens or config.overlong == "keep":
         return trace
     if config.overlong == "truncate":
         return shorten(trace, config.max_tokens)
@@ -429,8 +425,7 @@ def _media(parts: list[JSON], placeholders: Sequence[JSON]) -> list[JSON]:
 def _tree(traces: list[Trace]) -> JSON:
     """Count the tokens of a session's traces with and without tree packing."""
     alone = Trajectory("", "", tuple(traces), None, None, {})
-    size = sum(len(trace.prompt_ids) + len(trace.response_ids) for trace in traces)
-    return {"tokens": len(pack([alone]).ids), "path_tokens": size}
+    return {"tokens": len(pack([alone]).ids), "path_tokens": sum(trace.size for trace in traces)}
 
 
 def _metadata(

@@ -260,8 +260,7 @@ def shorten(trace: Trace, max_tokens: int) -> Trace | None:
 
     The trace itself if it is short enough; `None` if no turn that trains is left.
     """
-    size = len(trace.prompt_ids) + len(trace.response_ids)
-    if size <= max_tokens:
+    if trace.size <= max_tokens:
         return trace
     room = max_tokens - len(trace.prompt_ids)
     starts = (0, *trace.turn_ends)

@@ -210,7 +210,7 @@ def _other_ids(scored: Scored) -> Iterator[tuple[list[Suspect], Flags]]:
     """Mismatches of ids: in given tokens a template's, in sampled ones another tokenization."""
     found: dict[bool, list[tuple[int, int, str]]] = {True: [], False: []}
     for number, (trace, (theirs, _)) in enumerate(zip(scored.traces, scored.answers, strict=True)):
-        ids = np.concatenate([trace.prompt_ids, trace.response_ids])
+        ids = trace.ids
         if theirs is None or np.array_equal(ids, theirs):
             continue
         size = min(len(ids), len(theirs))
@@ -285,7 +285,7 @@ def _parts(
     if (scored.padding >= 0).all():
         yield (MismatchCause.PADDING,), scored.padding > 0, "tokens of padded rows", 0.0
     else:
-        lengths = [len(trace.prompt_ids) + len(trace.response_ids) for trace in scored.traces]
+        lengths = [trace.size for trace in scored.traces]
         shorter = np.array(lengths)[scored.trace] < max(lengths)
         yield (MismatchCause.PADDING,), shorter, "tokens of traces shorter than the longest", 0.0
     later = scored.turns > 0

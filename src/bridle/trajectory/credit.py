@@ -29,67 +29,37 @@ def grpo_advantages(group: Sequence[float], *, normalise: bool = True) -> Floats
     (arXiv 2402.03300, eq. 3); without it this is Dr. GRPO's (arXiv 2503.20783). A group that does
     not vary gets zeros either way.
     """
-    rewards, known = _known(group)
-    advantages = np.zeros_like(rewards)
-    if known.sum() < 2:
-        return advantages
-    centred = rewards[known] - rewards[known].mean()
-    deviation = rewards[known].std()
-    if deviation < SMALLEST_STD:
-        return advantages
-    advantages[known] = centred / deviation if normalise else centred
-    return advantages
+    return np.array(session_advantages(group, "grpo" if normalise else "dr_grpo"))
 
 
-def rloo_advantages(group: Sequence[float]) -> Floats:
-    """Return advantage of each session against the mean of all others (leave one out); shape (G,).
+def session_advantages(rewards: Sequence[float], kind: str) -> list[float]:
+    """Return advantage of each session; `kind` is `grpo`, `dr_grpo` or `rloo`.
 
-    REINFORCE leave-one-out, arXiv 2402.14740 eq. 6. A group of one gets 0.
+    A session without others that have a reward gets 0.
     """
-    rewards, known = _known(group)
-    advantages = np.zeros_like(rewards)
+    values = np.asarray(rewards, dtype=np.float64)
+    known = np.isfinite(values)
+    found = np.zeros(len(values))
     if known.sum() > 1:
-        advantages[known] = rewards[known] - leave_one_out_baselines(group)[known]
-    return advantages
+        found[known] = np.concatenate(shared_advantages(values[known, None], kind))
+    return [float(value) for value in found]
 
 
-def leave_one_out_baselines(group: Sequence[float]) -> Floats:
-    """Return for each session the mean reward of all others that have one; shape (G,).
-
-    `NaN` where no other has one.
-    """
-    rewards, known = _known(group)
-    values = np.where(known, rewards, 0.0)
-    others = known.sum() - known
-    means: Floats = np.full(len(rewards), np.nan)
-    np.divide(values.sum() - values, others, out=means, where=others > 0)
-    return means
-
-
-def shared_advantages(sessions: Sequence[Sequence[float]], kind: str) -> list[list[float]]:
+def shared_advantages(sessions: Sequence[Sequence[float]] | Floats, kind: str) -> list[list[float]]:
     """Return advantages of several known rewards per session, where each session has one vote.
 
-    `kind` is `grpo`, `dr_grpo` or `rloo`. With one reward each, these are the advantages above.
+    There are at least two sessions. `rloo` is against the mean of all others (REINFORCE
+    leave-one-out, arXiv 2402.14740 eq. 6), the other kinds as in `grpo_advantages`.
     """
-    means = [float(np.mean(rewards)) for rewards in sessions]
+    means = np.array([np.mean(rewards) for rewards in sessions])
     if kind == "rloo":
-        others = leave_one_out_baselines(means)
+        others = (means.sum() - means) / (len(means) - 1)
         return [(np.asarray(of) - mean).tolist() for of, mean in zip(sessions, others, strict=True)]
-    centred = [np.asarray(rewards) - np.mean(means) for rewards in sessions]
+    centred = [np.asarray(rewards) - means.mean() for rewards in sessions]
     deviation = float(np.sqrt(np.mean([np.mean(np.square(of)) for of in centred])))
     if deviation < SMALLEST_STD:
         return [[0.0] * len(of) for of in centred]
     return [(of / (deviation if kind == "grpo" else 1.0)).tolist() for of in centred]
-
-
-def session_advantages(rewards: Sequence[float], kind: str) -> list[float]:
-    """Return advantage of each session; `kind` is `grpo`, `dr_grpo` or `rloo`."""
-    found = (
-        rloo_advantages(rewards)
-        if kind == "rloo"
-        else grpo_advantages(rewards, normalise=kind == "grpo")
-    )
-    return [float(value) for value in found]
 
 
 def role_advantages(
@@ -254,14 +224,6 @@ class _Tree:
         return found
 
 
-def session_weights(traces: Sequence[int]) -> list[Floats]:
-    """Return for each session with `traces[s]` traces the weight of each: they sum to 1.
-
-    So a session that forked into many traces does not outvote one with few.
-    """
-    return [np.full(count, 1.0 / count if count else 0.0) for count in traces]
-
-
 def trace_weights(traces: Sequence[Trace]) -> Floats:
     """Weight of each trace of one session, by its sampled tokens that train; they sum to 1.
 
@@ -271,17 +233,3 @@ def trace_weights(traces: Sequence[Trace]) -> Floats:
     counts = [int(t.loss_mask.sum()) or int((t.reasons == 0).sum()) for t in traces]
     total = sum(counts)
     return np.array([n / total if total else 1.0 / len(counts) for n in counts])
-
-
-def token_weights(trained_per_trace: Sequence[int]) -> Floats:
-    """Weight of each token in each trace of one session, so that all its tokens together weigh 1.
-
-    `trained_per_trace` counts the tokens that train; shape (traces,). Zeros where none does.
-    """
-    total = sum(trained_per_trace)
-    return np.full(len(trained_per_trace), 1.0 / total if total else 0.0)
-
-
-def _known(rewards: Sequence[float]) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    values = np.asarray(rewards, dtype=np.float64)
-    return values, np.isfinite(values)

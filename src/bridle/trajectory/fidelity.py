@@ -288,10 +288,10 @@ def _all_facts(
     }
     theirs: JSON = {}
     if all(answer.ids is not None for _, answer in pairs):
-        ours["ids"] = digest_of_ids((trace.trace_id, _ids(trace)) for trace in traces)
+        ours["ids"] = digest_of_ids((trace.trace_id, trace.ids) for trace in traces)
         theirs["ids"] = digest_of_ids((a.trace_id, a.ids) for _, a in pairs if a.ids is not None)
     elif trainer.ids is not None:
-        ours["ids"] = digest_of_ids((trace.trace_id, _ids(trace)) for trace in traces)
+        ours["ids"] = digest_of_ids((trace.trace_id, trace.ids) for trace in traces)
     return Facts(**theirs | trainer.json()), Facts(**ours | rollout.json())
 
 
@@ -299,10 +299,6 @@ def _tolerance(trainer: Facts, rollout: Facts) -> float:
     """Return the least tolerance of the declared dtypes; half precision's if one side is silent."""
     declared = [TOLERANCES[one] for one in (trainer.dtype, rollout.dtype) if one is not None]
     return min(declared) if len(declared) == 2 else TOLERANCES["bfloat16"]
-
-
-def _ids(trace: Trace) -> Ids:
-    return np.concatenate([trace.prompt_ids, trace.response_ids])
 
 
 def _scored(pairs: Sequence[tuple[Trace, Recomputed]]) -> Scored:
@@ -331,7 +327,7 @@ def _columns(number: int, trace: Trace, answer: Recomputed) -> dict[str, npt.NDA
     ends = np.array([*trace.turn_ends] or [len(trace.response_ids)])
     turns = np.searchsorted(ends, places, side="right")
     cached = np.array(trace.metadata.get("cached_tokens") or [0] * len(ends))
-    ids = _ids(trace)
+    ids = trace.ids
     first = np.zeros(len(ids), dtype=np.bool_)
     first[np.unique(ids, return_index=True)[1]] = True
     ours = trace.response_logprobs[places].astype(np.float64)

@@ -121,7 +121,7 @@ class _Source:
     def of(cls, trace: Trace) -> _Source:
         prompt = np.zeros(len(trace.prompt_ids), np.bool_)
         return cls(
-            np.concatenate([trace.prompt_ids, trace.response_ids]),
+            trace.ids,
             np.concatenate([prompt, trace.loss_mask == 1]),
         )
 

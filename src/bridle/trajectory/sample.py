@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from bridle.errors import TrainingError
 from bridle.types import JSON, Ids, Logprobs
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
 
@@ -123,10 +124,39 @@ class Trace:
         if len(lengths) != 1:
             message = f"trace {self.trace_id}: response arrays of different lengths {lengths}"
             raise ValueError(message)
-        tokens = len(self.prompt_ids) + len(self.response_ids)
-        if self.routed_experts is not None and len(self.routed_experts) != tokens:
+        if self.routed_experts is not None and len(self.routed_experts) != self.size:
             rows = len(self.routed_experts)
-            raise ValueError(f"trace {self.trace_id}: {rows} rows of experts for {tokens} ids")
+            raise ValueError(f"trace {self.trace_id}: {rows} rows of experts for {self.size} ids")
+
+    @classmethod
+    def plain(
+        cls, trace_id: str, prompt_ids: Ids, response_ids: Ids, loss_mask: npt.NDArray[np.uint8]
+    ) -> Trace:
+        """Return a trace of ids alone, as if nothing in it had been sampled here."""
+        size = len(response_ids)
+        return cls(
+            trace_id,
+            prompt_ids,
+            response_ids,
+            loss_mask,
+            response_logprobs=np.zeros(size, np.float32),
+            versions=np.full(size, -1, np.int32),
+            reasons=np.full(size, MaskReason.PROMPT, np.uint8),
+            exchange_ids=(),
+            turn_ends=(),
+            finish_reason="stop",
+            logprob_mode="none",
+        )
+
+    @property
+    def ids(self) -> Ids:
+        """Prompt and response in one array, shape (P + R,), int32."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
+
+    @property
+    def size(self) -> int:
+        """Number of ids of prompt and response together."""
+        return len(self.prompt_ids) + len(self.response_ids)
 
     def trained_turns(self) -> dict[int, int]:
         """Return the turns that train here, by their place in `exchange_ids`, each with the place
