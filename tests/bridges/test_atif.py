@@ -7,8 +7,8 @@ import pytest
 from tests.bridges.by_hand import CALL, CALLS, DONE, RESULT, SYSTEM, TOOLS, session, trace
 from tests.capture.made import MadeSession
 
-from bridle.bridges.atif import SCHEMA, write_atif
 from bridle.bridges.examples import examples_of
+from bridle.bridges.traces import SCHEMA, write_atif
 from bridle.trajectory import rebuild
 from bridle.types import LogprobMode
 

@@ -9,10 +9,9 @@ from tests.bridges.samples import Sample
 
 from bridle.bridges.base import rows_of
 from bridle.bridges.nemo import response_of, train_batch
-from bridle.bridges.openenv import openenv_trace
 from bridle.bridges.slime import samples_of
+from bridle.bridges.traces import openenv_trace, verifiers_trace
 from bridle.bridges.trl import EveryTrace, TrlRollouts, async_rows, session_reward
-from bridle.bridges.verifiers import verifiers_trace
 from bridle.config import Task
 from bridle.errors import TrainingError
 from bridle.testing import TrainedRow, trainer_conformance, trainer_sessions

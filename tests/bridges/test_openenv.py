@@ -5,7 +5,7 @@ import pytest
 from tests.bridges.absent import bare
 from tests.bridges.by_hand import session, trace
 
-from bridle.bridges.openenv import openenv_trace, training_trace
+from bridle.bridges.traces import openenv_trace, training_trace
 
 
 def forked():

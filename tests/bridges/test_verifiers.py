@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 from tests.bridges.absent import absent
 from tests.bridges.by_hand import DONE, RESULT, rows, session, trace
 
-from bridle.bridges.verifiers import trace_record, verifiers_trace
+from bridle.bridges.traces import trace_record, verifiers_trace
 
 
 def path_of(record, leaf):

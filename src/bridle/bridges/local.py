@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
@@ -100,16 +100,12 @@ class LocalSessions:
             task.model_copy(update={"num_samples": counts[task_id]})
             for task_id, task in once.items()
         ]
-        found: dict[tuple[str, int], Trajectory] = {}
         async with self._executor.run(wanted) as results:
-            async for result in results:
-                found[result.task_id, result.sample_index] = result.trajectory
-        seen: Counter[str] = Counter()
-        played = []
-        for task in tasks:
-            played.append(found[task.task_id, seen[task.task_id]])
-            seen[task.task_id] += 1
-        return played
+            ended = [result async for result in results]
+        found: defaultdict[str, list[Trajectory]] = defaultdict(list)
+        for result in sorted(ended, key=lambda one: one.sample_index):
+            found[result.task_id].append(result.trajectory)
+        return [found[task.task_id].pop(0) for task in tasks]
 
     def _main(self) -> None:
         try:

@@ -1,47 +1,17 @@
 """Trajectories as Parquet: one row per trace, with the names of the JSON.
 
-Any reader of Parquet can use the file (pyarrow, pandas, polars, `datasets`). Columns:
-
-| column | type | meaning |
-|---|---|---|
-| session_id, task_id, status, error | string | of the session; repeated in each of its rows |
-| session_reward | double | reward of the session; null = not known |
-| trajectory_metadata | string | JSON; its `stats` are the law numbers |
-| trace_id | string | session id, builder, position |
-| prompt_ids | list<int32> | ids before the first sampled one |
-| response_ids | list<int32> | all ids after that |
-| loss_mask | list<uint8> | 1 = trains; one per response id |
-| response_logprobs | list<float> | of each id that trains, else 0.0; one per response id |
-| versions | list<int32> | policy version that sampled it, -1 = not sampled; one per response id |
-| reasons | list<uint8> | `MaskReason`; their names are in the file's metadata `mask_reasons` |
-| exchange_ids, turn_ends | list<string>, list<int32> | the path; where its turns end |
-| finish_reason, logprob_mode | string | |
-| prompt_messages, response_messages, tools | string | JSON in the form of OpenAI Chat |
-| reward | double | of the trace |
-| metadata | string | JSON |
-| token_rewards | list<float> | reward of each response id; null = none given |
-| media | string | JSON: images on the path with their placeholders |
-| routed_experts | struct<shape: list<int32>, values: list<int16>> | experts of all ids, see below |
-
-`routed_experts` has the shape (ids, layers, top_k), row after row; -1 = not known, null = none.
+Any reader of Parquet can use the file (pyarrow, pandas, polars, `datasets`). `SCHEMA` has the
+columns; `docs/reference/trajectory.md` says what they mean. The names of `reasons` are in the
+file's metadata `mask_reasons`. `routed_experts` has the shape (ids, layers, top_k), row after row.
 
 A session without any trace has no row; it stands, as its JSON, in the file's metadata under
 `sessions_without_traces`, so that reading gives back every trajectory that was written.
 
 `write_logprobs` and `read_logprobs` are for the file in which a trainer sends its logprobs of our
-ids to `bridle certify`: one row per trace. Any trainer can write it without Bridle, too:
-
-| column | type | meaning |
-|---|---|---|
-| trace_id | string | of `trajectories.parquet` |
-| positions | list<int32> | places of the scored tokens in `prompt_ids + response_ids` |
-| logprobs | list<float> | the trainer's, after its temperature; one per position |
-| ids | list<int32> | the row of ids as the trainer had it, without padding; null = not sent |
-| entropies | list<float> | of the trainer's distribution at each position; null = not sent |
-| padding | int32 | tokens of padding in its row of the batch; null = not sent |
-
-The file's metadata holds the trainer's facts (`bridle.trajectory.fidelity.Facts`) as a JSON object
-under `bridle_trainer`. What is not sent is not guessed: some causes cannot be distinguished then.
+ids to `bridle certify`: one row per trace, which any trainer can write without Bridle, too.
+`docs/guides/certify.md` has the columns. The file's metadata holds the trainer's facts
+(`bridle.trajectory.fidelity.Facts`) as a JSON object under `bridle_trainer`. What is not sent is
+not guessed: some causes cannot be distinguished then.
 
 `rebuild_all` makes a run's trajectories again from its capture file. Sessions are independent, so
 each is built in one of some processes and encoded there, as a line of JSON and as rows of Parquet;

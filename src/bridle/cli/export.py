@@ -290,7 +290,7 @@ def _write(
         return _write_whole(form, out, _rebuilt(target, None if rules == _all() else found))
     taken = select_examples(_rebuilt(target, found), found.accepted)
     if form is ExportFormat.ATIF:
-        from bridle.bridges.atif import write_atif
+        from bridle.bridges.traces import write_atif
 
         return {"documents": write_atif(out, taken)}
     examples = (example for _, _, own in taken for example in own)
