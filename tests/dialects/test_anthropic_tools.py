@@ -16,8 +16,8 @@ from anthropic.types.beta import (
 )
 
 from bridle.dialects.anthropic import read_message, read_tools
-from bridle.dialects.anthropic_tools import TOOLSETS as FAMILIES
-from bridle.dialects.anthropic_tools import client_run, member_call, toolset
+from bridle.dialects.anthropic_write import TOOLSETS as FAMILIES
+from bridle.dialects.anthropic_write import client_run, member_call, toolset
 from bridle.types import ToolCall
 
 CLIENT = ("bash", "text_editor", "memory", "computer")

@@ -2,21 +2,28 @@
 
 `system` is the head's message; `role: system` inside `messages` stays in its place. A user message
 with tool results becomes tool messages and user messages in the order of its blocks. Thinking is
-shown only to a request that asked for it. Replies are written in `anthropic_write`; tools that
-Anthropic defines are in `anthropic_tools`.
+shown only to a request that asked for it. Replies are written in `anthropic_write`, which also has
+the tools that Anthropic defines.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from bridle.dialects.anthropic_tools import TOOLSETS, client_run, toolset
-from bridle.dialects.anthropic_write import MessagesStream, error_body, message_json, status_of
+from bridle.dialects.anthropic_write import (
+    TOOLSETS,
+    MessagesStream,
+    client_run,
+    error_body,
+    message_json,
+    status_of,
+    toolset,
+)
 from bridle.dialects.base import (
     AssistantTurn,
     ReplyHead,
@@ -79,16 +86,6 @@ _SAMPLING = {
 _PROBES = (("HEAD", "/"), ("HEAD", "/api/hello"), ("GET", "/api/hello"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """The fields of a request without its messages, as read."""
-
-    system: tuple[Message, ...]
-    tools: ToolList
-    members: JSON
-    """Those of the `ModelRequest` that no message decides."""
-
-
 class Anthropic(WireFormat):
     """Messages."""
 
@@ -124,23 +121,30 @@ class Anthropic(WireFormat):
         tools_span = tools_sent(fields.pop("tools", None))
         head_bytes = encode(fields)
         key = (_SALT, head_bytes, tools_span)
-        head = read_head(memo, key, lambda: self._read_head(head_bytes, tools_span))
-        if not spans and head.members["extra"].get("previous") is None:
+        system, tools, members = read_head(
+            memo, key, lambda: self._read_head(head_bytes, tools_span)
+        )
+        if not spans and members["extra"].get("previous") is None:
             raise RequestError("messages: at least one message is required", param="messages")
         messages, digests, lengths = read_spans(spans, memo, _SALT, "messages", self._read)
-        if head.tools.deferred:
-            messages = [_with_loaded_tools(message, head.tools) for message in messages]
-        thinks = head.members["extra"]["thinking"] is not None
+        if tools.deferred:
+            messages = [_with_loaded_tools(message, tools) for message in messages]
+        thinks = members["extra"]["thinking"] is not None
         return ModelRequest(
-            messages=(*head.system, *messages),
+            messages=(*system, *messages),
             message_spans=spans,
             span_digests=digests,
             span_lengths=lengths,
             prefill=_read_prefill(messages[-1], spans[-1], thinks=thinks) if spans else None,
-            **head.members,
+            **members,
         )
 
-    def _read_head(self, head_bytes: bytes, tools_span: bytes | None) -> _Head:
+    def _read_head(
+        self, head_bytes: bytes, tools_span: bytes | None
+    ) -> tuple[tuple[Message, ...], ToolList, JSON]:
+        """Return the system message, the tools, and the members of a `ModelRequest` that no message
+        decides.
+        """
         head = an_object(decode(head_bytes, ""), "")
         thread = object_at(head, "thread", "")
         previous = None if thread is None else _read_thread(thread)
@@ -150,6 +154,7 @@ class Anthropic(WireFormat):
         output = object_at(head, "output_config", "") or {}
         choice = object_at(head, "tool_choice", "") or {}
         shown = thinking.get("type") in ("enabled", "adaptive")
+        how = "omitted" if thinking.get("display") == "omitted" else "text"
         alone = flag_at(choice, "disable_parallel_tool_use", "tool_choice")
         ineffective = ignored_fields(head, self.dialect)
         form = object_at(output, "format", "output_config") or {}
@@ -171,13 +176,13 @@ class Anthropic(WireFormat):
             "tools_span": tools_span,
             "extra": {
                 "removed": {**tools.removed, **removed},
-                "thinking": _shown(thinking) if shown else None,
+                "thinking": how if shown else None,
                 **({"toolsets": list(tools.wire)} if tools.wire else {}),
                 **({} if thread is None else {"store": True, "previous": previous}),
                 **ineffective,
             },
         }
-        return _Head(tuple(system), tools, members)
+        return system, tools, members
 
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
@@ -242,11 +247,6 @@ class Anthropic(WireFormat):
 
     def token_count(self, count: int) -> bytes:
         return encode({"input_tokens": count})
-
-
-def _shown(thinking: JSON) -> str:
-    """Return how thinking is shown: `text`, or `omitted` (blocks with a signature only)."""
-    return "omitted" if thinking.get("display") == "omitted" else "text"
 
 
 def _read_thread(thread: JSON) -> str | None:
@@ -343,9 +343,7 @@ def read_tools(value: object, path: str) -> ToolList:
 def _with_loaded_tools(message: Message, tools: ToolList) -> Message:
     """Replace each reference to a deferred tool in a message by that tool's schema."""
     content = tuple(_loaded(part, tools) for part in message.content)
-    if content == message.content:
-        return message
-    return replace(message, content=content)
+    return message if content == message.content else replace(message, content=content)
 
 
 def _loaded(part: Part, tools: ToolList) -> Part:

@@ -368,8 +368,8 @@ def _note_unknown(
     named = value.get("type")
     kind = named if isinstance(named, str) and named else key
     known = tables.get(kind)
-    if "parts" in tables and "_" in "".join(value):
-        value = {_camel(name): item for name, item in value.items()}
+    if "parts" in tables:
+        value = camel(value)
     if known is None or (kind == "parts" and not known & value.keys()):
         return
     for name, item in value.items():
@@ -393,5 +393,8 @@ def _is_foreign(opaque: str) -> bool:
     return not (opaque in _NO_REASONING or mark in _NO_REASONING_BASE64 or is_signature(mark))
 
 
-def _camel(name: str) -> str:
-    return _SNAKE.sub(lambda found: found[1].upper(), name)
+def camel(value: JSON) -> JSON:
+    """Return the object with its own keys in camelCase; deeper objects are left alone."""
+    if "_" not in "".join(value):
+        return value
+    return {_SNAKE.sub(lambda found: found[1].upper(), key): item for key, item in value.items()}

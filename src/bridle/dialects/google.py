@@ -12,7 +12,6 @@ arguments are those that Google's own clients run (google-gemini/computer-use-pr
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -29,12 +28,8 @@ from bridle.dialects.base import (
     tidy,
     user_messages,
 )
-from bridle.dialects.fields import ignored_fields, note_unknown_value, read_sampling
-from bridle.dialects.google_write import (
-    ContentStream,
-    content_json,
-    error_response,
-)
+from bridle.dialects.fields import camel, ignored_fields, note_unknown_value, read_sampling
+from bridle.dialects.google_write import ContentStream, content_json, error_response
 from bridle.dialects.ids import standard_base64
 from bridle.dialects.json_reader import (
     SpanMemo,
@@ -332,15 +327,7 @@ _VALUES = ("enum", "default", "example", "const")
 _HOSTED = frozenset({"executableCode", "codeExecutionResult", "toolCall", "toolResponse"})
 """Parts of what the provider ran; the model is shown them as text."""
 
-_SNAKE = re.compile(r"_([a-z])")
 _ROLES = {"user": Role.USER, "function": Role.USER, "tool": Role.USER, "model": Role.ASSISTANT}
-
-
-def camel(value: JSON) -> JSON:
-    """Return the object with its own keys in camelCase; deeper objects are left alone."""
-    if "_" not in "".join(value):
-        return value
-    return {_SNAKE.sub(lambda found: found[1].upper(), key): item for key, item in value.items()}
 
 
 def plain_schema(value: JSON) -> JSON:

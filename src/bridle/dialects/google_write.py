@@ -13,7 +13,6 @@ waiting.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -46,13 +45,9 @@ def content_json(head: ReplyHead, reply: Reply, usage: Usage, *, thoughts: bool)
     if reply.reasoning and thoughts:
         parts.append({"text": reply.reasoning, "thought": True})
     if reply.content:
-        parts.append({"text": reply.content, **_unless(reply.tool_calls, sign(head, 0))})
+        parts.append({"text": reply.content, **({} if reply.tool_calls else sign(head, 0))})
     parts += [call_part(head, index, call) for index, call in enumerate(reply.tool_calls)]
     return response_json(head, parts, finish_reason(reply), usage)
-
-
-def _unless(calls: Any, mark: JSON) -> JSON:
-    return {} if calls else mark
 
 
 def sign(head: ReplyHead, index: int) -> JSON:
@@ -111,12 +106,8 @@ def error_json(error: RequestError) -> JSON:
     details: list[JSON] = []
     if error.param is not None:
         violation = {"field": error.param, "description": str(error)}
-        details.append(
-            {
-                "@type": "type.googleapis.com/google.rpc.BadRequest",
-                "fieldViolations": [violation],
-            }
-        )
+        kind = "type.googleapis.com/google.rpc.BadRequest"
+        details.append({"@type": kind, "fieldViolations": [violation]})
     if error.retry_after_s is not None:
         kind = "type.googleapis.com/google.rpc.RetryInfo"
         details.append({"@type": kind, "retryDelay": f"{error.retry_after_s:g}s"})

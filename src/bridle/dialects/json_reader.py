@@ -461,22 +461,6 @@ def read_spans(
     return messages, found[0], found[1]
 
 
-class shallow:  # noqa: N801 - used as a function
-    """Refuse what is nested too deeply to be read. An empty `path` is the body."""
-
-    __slots__ = ("_path",)
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
-        if isinstance(cause, RecursionError):
-            raise too_deep(self._path) from None
-
-
 # ---- typed members
 
 

@@ -31,7 +31,6 @@ from bridle.errors import RequestError
 from bridle.types import (
     JSON,
     FinishReason,
-    MediaPart,
     Message,
     Part,
     Reply,
@@ -264,7 +263,8 @@ def chat_part(part: Part) -> JSON:
         return {"type": "text", "text": part.text}
     kind = part.media_type.partition("/")[0]
     if part.media_type == BLOCK_TYPE and not part.source.startswith("data:"):
-        return _block(part)
+        block: JSON = json.loads(part.source)
+        return block
     if kind == "image":
         return {"type": "image_url", "image_url": {"url": part.source}}
     if kind == "audio":
@@ -272,8 +272,3 @@ def chat_part(part: Part) -> JSON:
         data = part.source.partition(",")[2]
         return {"type": "input_audio", "input_audio": {"data": data, "format": form}}
     return {"type": "file", "file": {"file_data": part.source}}
-
-
-def _block(part: MediaPart) -> JSON:
-    block: JSON = json.loads(part.source)
-    return block

@@ -401,7 +401,6 @@ def responses_message(error: RequestError) -> str:
 # ---- the stream
 
 
-_FILLED = {"function_call": "arguments", "custom_tool_call": "input"}
 _DELTAS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
@@ -455,13 +454,12 @@ class ResponsesStream(StreamEncoder):
         closed = self._end()
         call = ToolCall(call_id, name, arguments)
         item = call_item(self._head, self._dress, len(self._items), call)
-        key = _FILLED.get(item["type"])
+        event, key = _DELTAS.get(item["type"], ("", ""))
         empty = {**item, "status": "in_progress", **({key: ""} if key else {})}
         events = [closed, self._added(empty)]
-        if key is not None:
-            event, done = _DELTAS[item["type"]]
+        if key:
             events.append(self._item_event(f"{event}.delta", item, delta=item[key]))
-            events.append(self._item_event(f"{event}.done", item, **{done: item[key]}))
+            events.append(self._item_event(f"{event}.done", item, **{key: item[key]}))
         return b"".join(events) + self._done(item)
 
     def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
@@ -472,10 +470,7 @@ class ResponsesStream(StreamEncoder):
             before += self._added(item) + self._done(item)
         elif not self._items:
             before += self._begin("message") + self._end()
-        whole = {
-            **response_json(self._head, self._dress, reply, usage),
-            "output": self._items,
-        }
+        whole = response_json(self._head, self._dress, reply, usage) | {"output": self._items}
         return before, self._event(f"response.{status_of(reply)[0]}", response=whole)
 
     def keepalive(self) -> bytes:

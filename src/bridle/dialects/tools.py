@@ -19,8 +19,8 @@ from bridle.dialects.json_reader import (
     flag_at,
     name_at,
     object_at,
-    shallow,
     text_at,
+    too_deep,
 )
 from bridle.errors import RequestError
 from bridle.types import JSON, ToolCall, ToolSpec
@@ -70,8 +70,10 @@ class ToolMemo:
         digest = list_digest(raw)
         found = self._known.pop(digest, None)
         if found is None:
-            with shallow(path):
+            try:
                 found = self._read(decode(raw, path), path)
+            except RecursionError:
+                raise too_deep(path) from None
             if len(self._known) >= KEPT_LISTS:
                 del self._known[next(iter(self._known))]
         self._known[digest] = found
@@ -171,13 +173,8 @@ def freeform_input(arguments: str) -> str:
     return found if isinstance(found, str) else arguments
 
 
-def freeform_arguments(text: str) -> str:
-    """Return the arguments of the function for a freeform tool."""
-    return json.dumps({"input": text}, ensure_ascii=False)
-
-
 def as_function(call: ToolCall) -> ToolCall:
     """Return a call as the model made it: a freeform one as a call of its function."""
     if not call.custom:
         return call
-    return ToolCall(call.id, call.name, freeform_arguments(call.arguments))
+    return ToolCall(call.id, call.name, json.dumps({"input": call.arguments}, ensure_ascii=False))
