@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from tests.capture.made import MadeSession
 
-from bridle.bridges.selection import Rules, select_examples, survey
+from bridle.bridges.examples import Rules, select_examples, survey
 from bridle.trajectory import rebuild
 from bridle.types import LogprobMode
 

@@ -13,8 +13,8 @@ import pytest
 from examples.demo.tasks import demo_script, demo_tasks, write_task
 from tests.capture.made import MadeSession
 
+from bridle.bridges.examples import Rules
 from bridle.bridges.parquet import read_trajectories
-from bridle.bridges.selection import Rules
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.export import _counts, _missing
 from bridle.config import FieldPolicy, SamplingPolicy, Task

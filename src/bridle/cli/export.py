@@ -45,8 +45,7 @@ from bridle.folders import private_file, private_folder
 from bridle.types import JSON
 
 if TYPE_CHECKING:
-    from bridle.bridges.examples import Example
-    from bridle.bridges.selection import Rules, Survey
+    from bridle.bridges.examples import Example, Rules, Survey
     from bridle.capture.records import SessionCapture
     from bridle.cli.config import FileConfig
     from bridle.config import BuilderSpec, Task
@@ -179,7 +178,7 @@ class FilterOptions:
 
     def rules(self, form: ExportFormat, *, rejected: bool = False) -> Rules:
         """Return the rules of these flags. `ConfigError` for turns that are not MIN:MAX."""
-        from bridle.bridges.selection import Rules
+        from bridle.bridges.examples import Rules
 
         names = ("min_reward", "max_tokens", "max_repetition", "unique", "keep")
         given = {name: getattr(self, name) for name in names} | {"rejected": rejected or None}
@@ -239,7 +238,7 @@ def export(
 
 
 def _all() -> Rules:
-    from bridle.bridges.selection import Rules
+    from bridle.bridges.examples import Rules
     from bridle.types import SessionStatus
 
     return Rules(statuses=tuple(SessionStatus), rejected=True)
@@ -249,7 +248,7 @@ def write_export(
     target: Path, form: ExportFormat, out: Path, rules: Rules, filters: FilterOptions
 ) -> JSON:
     """Write the sessions of a run that the rules accept; return counts and statistics."""
-    from bridle.bridges.selection import survey
+    from bridle.bridges.examples import survey
 
     found = survey(_rebuilt(target), rules)
     report: JSON = {"sessions": found.json()["attempted"], "file": str(out), "format": form.value}
@@ -284,7 +283,7 @@ def _rebuilt(
 def _write(
     target: Path, form: ExportFormat, out: Path, found: Survey, rules: Rules, filters: FilterOptions
 ) -> JSON:
-    from bridle.bridges.selection import select_examples
+    from bridle.bridges.examples import select_examples
 
     if form in WHOLE_SESSIONS:
         return _write_whole(form, out, _rebuilt(target, None if rules == _all() else found))
@@ -460,7 +459,7 @@ def _missing(
 
 def _counts(out: Path, rules: Rules) -> tuple[Counter[str], Counter[str]]:
     """Count each task's attempts (failures of the system left out) and its accepted sessions."""
-    from bridle.bridges.selection import survey
+    from bridle.bridges.examples import survey
     from bridle.trajectory import rebuild
     from bridle.trajectory.scores import Attempted
 
