@@ -75,11 +75,8 @@ async def test_a_file_of_every_version_loads(version, tmp_path):
             assert whole(store.read(session_id), version) == facts
 
 
-def add_column(connection):
-    connection.execute("ALTER TABLE sessions ADD COLUMN more TEXT")
-
-
-NEXT = FileFormat(CURRENT.version + 1, {CURRENT.version: add_column})
+ADD_COLUMN = "ALTER TABLE sessions ADD COLUMN more TEXT"
+NEXT = FileFormat(CURRENT.version + 1, {CURRENT.version: [ADD_COLUMN]})
 
 
 def column_names(connection):
@@ -104,12 +101,9 @@ async def test_a_step_that_fails_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "capture.sqlite"
     open_for_writing(path, fsync=False).close()
 
-    def fails(connection):
-        connection.execute("DROP TABLE outcomes")
-        raise RuntimeError("half way")
-
-    form = FileFormat(CURRENT.version + 1, {CURRENT.version: fails})
-    with pytest.raises(StoreError, match="half way"):
+    steps = ["DROP TABLE outcomes", "SELECT half_way"]
+    form = FileFormat(CURRENT.version + 1, {CURRENT.version: steps})
+    with pytest.raises(StoreError, match="half_way"):
         open_for_writing(path, fsync=False, form=form)
     with closing(open_for_reading(path)) as connection:
         assert connection.execute("SELECT count(*) FROM outcomes").fetchone() == (0,)

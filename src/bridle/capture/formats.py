@@ -17,7 +17,7 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -100,50 +100,24 @@ FORGET = (
 )
 """Each takes a session's number."""
 
-Converter = Callable[[sqlite3.Connection], None]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileFormat:
-    """Schema version that this code writes, with converters from older versions."""
+    """Schema version that this code writes, with the ways from older versions."""
 
     version: int
-    converters: Mapping[int, Converter]
-    """Version -> converter of a file to the next version, inside a transaction."""
-
-
-def _keep_data_apart(_: sqlite3.Connection) -> None:
-    """From 1: the data of a body may be a separate entry; existing bodies stay as they are."""
-
-
-def _record_joins(connection: sqlite3.Connection) -> None:
-    """From 2: a delivery lists the requests that joined its call; old ones list none."""
-    connection.execute("ALTER TABLE deliveries ADD COLUMN joined_by TEXT NOT NULL DEFAULT '[]'")
-
-
-def _record_scores(connection: sqlite3.Connection) -> None:
-    """From 3: rewards may be added after a session's end."""
-    connection.execute("ALTER TABLE sessions ADD COLUMN scores TEXT")
-
-
-def _record_experts(connection: sqlite3.Connection) -> None:
-    """From 4: an exchange of a model with experts has those of its tokens."""
-    connection.execute("ALTER TABLE exchanges ADD COLUMN experts BLOB")
-
-
-def _compress_suffixes(connection: sqlite3.Connection) -> None:
-    """From 5: the suffix ids of new exchanges may be compressed; existing ones stay as they are."""
-    connection.execute("ALTER TABLE exchanges ADD COLUMN suffix_zlib INTEGER NOT NULL DEFAULT 0")
+    statements: Mapping[int, Sequence[str]]
+    """Version -> statements that convert a file to the next version, inside a transaction."""
 
 
 CURRENT = FileFormat(
     version=6,
-    converters={
-        1: _keep_data_apart,
-        2: _record_joins,
-        3: _record_scores,
-        4: _record_experts,
-        5: _compress_suffixes,
+    statements={
+        1: (),  # the data of a body may be a separate entry; existing bodies stay as they are
+        2: ("ALTER TABLE deliveries ADD COLUMN joined_by TEXT NOT NULL DEFAULT '[]'",),
+        3: ("ALTER TABLE sessions ADD COLUMN scores TEXT",),
+        4: ("ALTER TABLE exchanges ADD COLUMN experts BLOB",),
+        5: ("ALTER TABLE exchanges ADD COLUMN suffix_zlib INTEGER NOT NULL DEFAULT 0",),
     },
 )
 
@@ -258,7 +232,8 @@ def _bring_forward(connection: sqlite3.Connection, form: FileFormat) -> None:
     while (version := connection.execute("PRAGMA user_version").fetchone()[0]) < form.version:
         connection.execute("BEGIN IMMEDIATE")
         try:
-            form.converters[version](connection)
+            for statement in form.statements[version]:
+                connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {version + 1}")
         except BaseException:
             connection.execute("ROLLBACK")

@@ -113,6 +113,11 @@ def order_of(exchange: Exchange) -> tuple[float, str]:
     return exchange.started_at, exchange.exchange_id
 
 
+def by_time(node: ExchangeNode) -> tuple[float, str]:
+    """Sort key of nodes: `order_of` their exchanges."""
+    return order_of(node.exchange)
+
+
 def grow(session_id: str, exchanges: Iterable[Exchange]) -> Graph:
     """Build the forest of a session. Any order of `exchanges` gives the same forest."""
     grower = _Grower()
@@ -122,7 +127,8 @@ def grow(session_id: str, exchanges: Iterable[Exchange]) -> Graph:
     grower.note_forks(unique)
     grower.note_gaps(unique)
     lost = sorted(grower.lost, key=lambda item: (order_of(item[0]), item[1]))
-    return Graph(grower.nodes, tuple(lost), tuple(grower.breaks_by_time()))
+    breaks = tuple(found for _, found in sorted(grower.breaks))
+    return Graph(grower.nodes, tuple(lost), breaks)
 
 
 def pieces(node: ExchangeNode, take: int) -> list[Piece]:
@@ -162,11 +168,6 @@ def _content(exchange: Exchange) -> tuple[object, ...]:
     return exchange.index, exchange.prompt_digest, exchange.output_ids.tobytes()
 
 
-def _needs_parent(exchange: Exchange) -> bool:
-    """Return whether the exchange's prompt needs another exchange to be rebuilt."""
-    return exchange.kept > 0
-
-
 def _parents_first(
     unique: dict[str, Exchange], lose: Callable[[Exchange, str], None]
 ) -> Iterator[Exchange]:
@@ -176,7 +177,7 @@ def _parents_first(
     waiting: dict[str, list[Exchange]] = {}
     ready: list[Exchange] = []
     for exchange in unique.values():
-        if not _needs_parent(exchange):
+        if exchange.kept <= 0:
             ready.append(exchange)
         elif exchange.parent_id is None:
             lose(exchange, "no_parent")
@@ -215,7 +216,8 @@ class _Grower:
     def __init__(self) -> None:
         self.nodes: dict[str, ExchangeNode] = {}
         self.lost: list[tuple[Exchange, str]] = []
-        self._breaks: list[tuple[tuple[float, str], Break]] = []
+        self.breaks: list[tuple[tuple[float, str], Break]] = []
+        """Each with the place in time of its exchange."""
         self._hashes: dict[str, tuple[_Hash, _Hash]] = {}
         """After the prompt, after the output."""
 
@@ -227,11 +229,7 @@ class _Grower:
         around: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
     ) -> None:
         found = Break(exchange.exchange_id, position, reason, around)
-        self._breaks.append((order_of(exchange), found))
-
-    def breaks_by_time(self) -> list[Break]:
-        """Return the breaks, ordered by the time of their exchange."""
-        return [found for _, found in sorted(self._breaks)]
+        self.breaks.append((order_of(exchange), found))
 
     def lose(self, exchange: Exchange, reason: str) -> None:
         """Leave an exchange out."""
@@ -257,7 +255,7 @@ class _Grower:
     def place(self, exchange: Exchange) -> None:
         """Give an exchange its node, its parent having been tried before."""
         parent, kept = None, exchange.kept
-        if _needs_parent(exchange):
+        if kept > 0:
             parent = self.nodes.get(exchange.parent_id or "")
             if parent is None:
                 self.lose(exchange, "parent_lost")

@@ -82,7 +82,7 @@ def mark(
         reason = MaskReason.BROKEN if not node.sound else _of_sampling(exchange, train)
         delivery = deliveries.get(exchange_id)
         if reason is _TRAINED and exchange_id not in shown:
-            reason = _of_delivery(delivery)
+            reason = MaskReason.UNRESOLVED if delivery is None else _BY_STATE[delivery.state]
         if mask_rejected and reason is _TRAINED and exchange_id in passed_over:
             reason = MaskReason.REJECTED
         if reason is _ABORTED and delivery is not None and delivery.state is _CUT:
@@ -112,19 +112,13 @@ def _of_sampling(exchange: Exchange, train: Collection[Kind]) -> MaskReason:
     return _TRAINED
 
 
-def _of_delivery(delivery: Delivery | None) -> MaskReason:
-    """Return the mask reason of a reply that no later request contains, by its delivery record."""
-    if delivery is None:
-        return MaskReason.UNRESOLVED
-    return _BY_STATE[delivery.state]
-
-
 _BY_STATE = {
     DeliveryState.DELIVERED: MaskReason.TRAINED,
     DeliveryState.CUT: MaskReason.CUT,
     DeliveryState.ABANDONED: MaskReason.ABANDONED,
     DeliveryState.SUPERSEDED: MaskReason.SUPERSEDED,
 }
+"""Of a reply that no later request contains, by its delivery record."""
 
 
 def _of_tokens(

@@ -10,6 +10,7 @@ without a copy per token; all else has the names and values of the JSON.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,7 @@ ARRAYS = {
 
 def packed_json(trajectory: Trajectory) -> JSON:
     """Return a trajectory as msgpack takes it."""
-    whole = trajectory_json(Trajectory(**_without_traces(trajectory)))
+    whole = trajectory_json(replace(trajectory, traces=()))
     return whole | {"traces": [_packed(trace) for trace in trajectory.traces]}
 
 
@@ -176,25 +177,17 @@ def from_packed(value: JSON) -> Trajectory:
         raise ValueError(f"no trajectory: {error}") from error
 
 
-def _without_traces(trajectory: Trajectory) -> JSON:
-    names = ("session_id", "status", "reward", "error", "metadata")
-    return {name: getattr(trajectory, name) for name in names} | {"traces": ()}
-
-
 def _packed(trace: Trace) -> JSON:
-    light = {name: np.empty(0, dtype=kind) for name, kind in ARRAYS.items()}
-    values = {name: getattr(trace, name) for name in Trace.__slots__}
-    rows = values.pop("routed_experts")
-    plain = trace_json(Trace(**values | light))
-    if rows is not None:
-        plain["routed_experts"] = npy_text(rows)
-    return plain | {name: _packed_array(values[name], kind) for name, kind in ARRAYS.items()}
-
-
-def _packed_array(values: npt.NDArray[Any] | None, kind: str) -> JSON | None:
-    if values is None:
-        return None
-    return {"dtype": kind, "data": values.astype(np.dtype(kind).newbyteorder("<")).tobytes()}
+    light: dict[str, Any] = {name: np.empty(0, dtype=kind) for name, kind in ARRAYS.items()}
+    plain = trace_json(replace(trace, **light, routed_experts=None))
+    if trace.routed_experts is not None:
+        plain["routed_experts"] = npy_text(trace.routed_experts)
+    for name, kind in ARRAYS.items():
+        values = getattr(trace, name)
+        little = np.dtype(kind).newbyteorder("<")
+        data = None if values is None else values.astype(little).tobytes()
+        plain[name] = None if data is None else {"dtype": kind, "data": data}
+    return plain
 
 
 def _unpacked(trace: JSON) -> JSON:

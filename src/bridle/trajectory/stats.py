@@ -38,9 +38,9 @@ from bridle.trajectory.graph import (
     Break,
     ExchangeNode,
     Graph,
+    by_time,
     first_difference,
     first_ids,
-    order_of,
 )
 from bridle.trajectory.masks import Marks
 from bridle.trajectory.sample import MaskReason, Trace
@@ -111,7 +111,7 @@ def join(graph: Graph, *, splice: bool, close_token_ids: Collection[int] = ()) -
     prompts = {
         n.exchange.exchange_id: first_ids(n, n.prompt_length) for n in looked_at if n is not None
     }
-    for node in sorted(drifted, key=lambda node: order_of(node.exchange)):
+    for node in sorted(drifted, key=by_time):
         before = graph.nodes.get(node.exchange.continues or "")
         if before is None:
             continue
@@ -194,15 +194,11 @@ def _attach(node: ExchangeNode, before: ExchangeNode, suffix: Ids) -> bool:
 def _parents_first(graph: Graph) -> dict[str, ExchangeNode]:
     """Return the nodes in an order in which parents come before children."""
     found: dict[str, ExchangeNode] = {}
-    rank = sorted((n for n in graph.nodes.values() if n.parent is None), key=_by_time)
+    rank = sorted((n for n in graph.nodes.values() if n.parent is None), key=by_time)
     while rank:
         found |= {node.exchange.exchange_id: node for node in rank}
-        rank = [child for node in rank for child in sorted(node.children, key=_by_time)]
+        rank = [child for node in rank for child in sorted(node.children, key=by_time)]
     return found
-
-
-def _by_time(node: ExchangeNode) -> tuple[float, str]:
-    return order_of(node.exchange)
 
 
 VERSION: Final = 2
@@ -251,6 +247,7 @@ def measure(
         excluded[MaskReason.TRUNCATED.key] += built.truncated
     assert captured == trained + excluded.total(), (captured, trained, excluded)
     continuing = [exchange for exchange in exchanges if exchange.continues is not None]
+    rejected = [len(one.output_ids) for one in exchanges if one.exchange_id in marks.rejected]
     roots = sum(1 for _ in graph.roots)
     leaves = sum(node.is_leaf for node in graph.nodes.values())
     return {
@@ -264,7 +261,7 @@ def measure(
         "stats_version": VERSION,
         **_lineage(exchanges, joined),
         "joins": marks.joins,
-        "rejected": _rejected(exchanges, marks),
+        "rejected": {"exchanges": len(rejected), "tokens": sum(rejected)},
         "malformed_calls": sum(one.extra.get("malformed_calls", 0) for one in exchanges),
         "drift": dict(sorted(_drift(continuing, joined).items())),
         "habits": dict(Counter(e.extra["habit"] for e in exchanges if "habit" in e.extra)),
@@ -298,7 +295,8 @@ def _lineage(exchanges: Sequence[Exchange], joined: Joined) -> JSON:
     shown = [sums[f"turns_{kind}"] for kind in ("verbatim", "rerendered", "foreign")]
     agent = [exchange for exchange in exchanges if exchange.kind is Kind.AGENT]
     counted = all("turns" in exchange.extra for exchange in agent)
-    showing = [e for e in agent if counted and _ours(e.extra["turns"])]
+    ours = ("verbatim", "rerendered")
+    showing = [e for e in agent if counted and any(e.extra["turns"][name] for name in ours)]
     extending = sum(e.parent_id is not None or e.exchange_id in joined.extended for e in showing)
     return {
         "turns_shown": sum(shown) if known else None,
@@ -306,17 +304,6 @@ def _lineage(exchanges: Sequence[Exchange], joined: Joined) -> JSON:
         "merge_ratio": extending / len(showing) if showing else None,
         "merging": {"extending": extending, "showing": len(showing)} if counted else None,
     }
-
-
-def _ours(turns: JSON) -> int:
-    found: int = turns["verbatim"] + turns["rerendered"]
-    return found
-
-
-def _rejected(exchanges: Iterable[Exchange], marks: Marks) -> JSON:
-    """Rejected replies and their sampled tokens, whether they train or not."""
-    sizes = [len(one.output_ids) for one in exchanges if one.exchange_id in marks.rejected]
-    return {"exchanges": len(sizes), "tokens": sum(sizes)}
 
 
 def with_texts(stats: JSON, decode: Callable[[Ids], str]) -> JSON:

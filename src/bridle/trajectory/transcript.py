@@ -30,7 +30,7 @@ from bridle.dialects.base import Route, RouteKind
 from bridle.dialects.media import shown_block
 from bridle.dialects.openai_chat_write import chat_messages, chat_tools
 from bridle.errors import RequestError, StoreError, boundary
-from bridle.trajectory.graph import ExchangeNode, Graph, first_difference, first_ids, grow, order_of
+from bridle.trajectory.graph import ExchangeNode, Graph, by_time, first_difference, first_ids, grow
 from bridle.trajectory.masks import mark
 from bridle.trajectory.sample import MaskReason
 from bridle.types import JSON, Ids, Kind, MediaPart, Message, ModelRequest, Role
@@ -338,10 +338,10 @@ def branches(graph: Graph) -> list[tuple[int, ExchangeNode]]:
         sizes[name] = 1 + sum(sizes[child.exchange.exchange_id] for child in node.children)
 
     def rank(node: ExchangeNode) -> tuple[int, tuple[float, str]]:
-        return sizes[node.exchange.exchange_id], _by_time(node)
+        return sizes[node.exchange.exchange_id], by_time(node)
 
     found: list[tuple[int, ExchangeNode]] = []
-    stack = [(0, root) for root in sorted(graph.roots, key=_by_time)][::-1]
+    stack = [(0, root) for root in sorted(graph.roots, key=by_time)][::-1]
     while stack:
         depth, node = stack.pop()
         found.append((depth, node))
@@ -349,12 +349,8 @@ def branches(graph: Graph) -> list[tuple[int, ExchangeNode]]:
         if main is not None:
             stack.append((depth, main))
         beside = [child for child in node.children if child is not main]
-        stack += [(depth + 1, child) for child in sorted(beside, key=_by_time)][::-1]
+        stack += [(depth + 1, child) for child in sorted(beside, key=by_time)][::-1]
     return found
-
-
-def _by_time(node: ExchangeNode) -> tuple[float, str]:
-    return order_of(node.exchange)
 
 
 def _root_line(exchange: Exchange) -> str:
