@@ -5,8 +5,8 @@ from tests.dialects.exchange import CALLS, HEAD, TEXT, THOUGHT, USAGE, parse
 
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import Route, RouteKind
+from bridle.dialects.fields import camel
 from bridle.dialects.google import (
-    camel,
     computer_use,
     plain_schema,
     read_content,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.prompting.arguments import (
+from bridle.prompting.calls import (
     KEPT_LISTS,
     canonical_arguments,
     canonical_json,

@@ -6,7 +6,7 @@ import pytest
 from tests.prompting.test_family import FAMILIES, TOOLS
 
 from bridle.prompting.family import make_family
-from bridle.prompting.placeholders import PlaceholderFamily, with_placeholders
+from bridle.prompting.placeholders import PlaceholderFamily, suffix_of, with_placeholders
 from bridle.prompting.renderer import TAIL
 
 WORDS = [
@@ -74,15 +74,6 @@ def sampled(tokenizer, family, drawn):
     return [*said, *drawn.choice([[ends[0]], [ends[-1]], [], [ends[0], 5]])]
 
 
-def suffix(family, before, output, new, tools):
-    """The ids behind a prompt and a reply; `None` = the family keeps neither, or refuses."""
-    found = family.bridge_to_next_turn(before, output, new, tools=tools)
-    kept = [*before, *output]
-    if found is None or found.token_ids[: len(kept)] != kept:
-        return None
-    return found.token_ids[len(kept) :]
-
-
 def extended(tokenizer, family, turns):
     """Compares random turns; the share that needed no bridge."""
     asked = Asked(family)
@@ -95,9 +86,9 @@ def extended(tokenizer, family, turns):
         new = [message(tokenizer, drawn, role) for role in drawn.choice(ROLES)]
         tools = drawn.choice([None, TOOLS])
         before = prompt[-TAIL:]
-        wanted = suffix(family, before, output, new, tools)
+        wanted = suffix_of(family, before, output, new, tools)
         count = asked.count
-        assert suffix(made, before, output, new, tools) == wanted, (before, output, new)
+        assert suffix_of(made, before, output, new, tools) == wanted, (before, output, new)
         laid += asked.count == count
         prompt = root if wanted is None else [*before, *output, *wanted]
     return laid / turns
@@ -133,8 +124,9 @@ def test_from_the_third_turn_of_a_shape_on_the_family_is_not_asked(look_alike, n
         count = asked.count
         new = [{"role": "tool", "content": f"{turn}\n", "tool_call_id": f"{turn}", "name": "look"}]
         before = prompt[-TAIL:]
-        wanted = suffix(family, before, output, new, TOOLS)
-        assert suffix(made, before, output, new, TOOLS) == wanted
+        wanted = suffix_of(family, before, output, new, TOOLS)
+        assert wanted is not None
+        assert suffix_of(made, before, output, new, TOOLS) == wanted
         prompt = [*before, *output, *wanted]
     assert asked.count == count
 
@@ -156,6 +148,8 @@ def test_a_family_that_decides_on_a_text_has_no_layout(look_alike, sign):
     output = [*tokenizer.encode("I did it."), family.get_stop_token_ids()[0]]
     for turn in range(8):
         new = [{"role": "user", "content": "7" if turn < 6 else f"7{sign}7"}]
-        wanted = suffix(decides, prompt, output, new, None)
-        assert suffix(made, prompt, output, new, None) == wanted
-        prompt = [*prompt[-TAIL:], *output, *suffix(family, prompt[-TAIL:], output, new, None)]
+        wanted = suffix_of(decides, prompt, output, new, None)
+        assert suffix_of(made, prompt, output, new, None) == wanted
+        plain = suffix_of(family, prompt[-TAIL:], output, new, None)
+        assert plain is not None
+        prompt = [*prompt[-TAIL:], *output, *plain]

@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from tests.prompting.test_family import FAMILIES
 
 from bridle.prompting.family import live_marks, plain_parser
-from bridle.prompting.live import INCOMPLETE_MOST, LiveReader, ReplyDelta, marker_prefix_length
-from bridle.prompting.reply import parse_reply, read_calls
+from bridle.prompting.reply import (
+    INCOMPLETE_MOST,
+    LiveReader,
+    ReplyDelta,
+    marker_prefix_length,
+    parse_reply,
+    read_calls,
+)
 from bridle.types import FinishReason
 
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.prompting.talk import call, request, result, said, user
 
+from bridle.prompting.calls import Orphan
 from bridle.prompting.canonical import AtomMemo, canonical
-from bridle.prompting.pairing import Orphan
 from bridle.types import Message, Role, TextPart
 
 

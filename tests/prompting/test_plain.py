@@ -4,9 +4,9 @@ import random
 
 import pytest
 from tests.prompting.test_family import FAMILIES, TOOLS
-from tests.prompting.test_layouts import START, TURNS, WORDS, suffix
+from tests.prompting.test_layouts import START, TURNS, WORDS
 
-from bridle.prompting.placeholders import PlaceholderFamily, with_placeholders
+from bridle.prompting.placeholders import PlaceholderFamily, suffix_of, with_placeholders
 from bridle.prompting.reply import PLAIN_FAMILIES as PLAIN
 from bridle.prompting.reply import PlainReplies
 
@@ -44,7 +44,7 @@ def prompt_of(made, family, tokenizer, new):
     prompt = family.render_ids(START, tools=TOOLS, add_generation_prompt=True)
     for turn in (TURNS[0], TURNS[2]):
         output = [*tokenizer.encode(turn), family.get_stop_token_ids()[0]]
-        found = suffix(made, prompt[-128:], output, new, TOOLS)
+        found = suffix_of(made, prompt[-128:], output, new, TOOLS)
         if found is not None:
             return [*prompt, *output, *found]
     return prompt

@@ -17,7 +17,7 @@ from bridle.errors import (
     StoreError,
 )
 from bridle.gateway.keys import redact
-from bridle.prompting.pairing import Orphan
+from bridle.prompting.calls import Orphan
 
 RETRY_AFTER_S = 1.0
 """Retry delay of a client after a refusal that passes by itself."""

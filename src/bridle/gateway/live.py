@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from bridle.dialects.base import StreamEncoder
 from bridle.engines.base import GenerateChunk, Prompt, TextDelta
-from bridle.prompting.live import LiveReader, ReplyDelta
+from bridle.prompting.reply import LiveReader, ReplyDelta
 from bridle.types import FinishReason, Reply, ToolCall
 
 

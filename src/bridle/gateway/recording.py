@@ -15,7 +15,7 @@ from bridle.gateway.budgets import unenforced
 from bridle.gateway.call import Answer, Call, Question
 from bridle.gateway.engine_prompts import Shown, unplaced
 from bridle.gateway.sampling import SampledReply
-from bridle.prompting.arguments import parsed_object
+from bridle.prompting.calls import parsed_object
 from bridle.prompting.prompt import PromptIds
 from bridle.types import JSON, LogprobMode, Message, Reply, Sampling, TextPart, record
 

@@ -22,14 +22,14 @@ from hashlib import sha256
 from struct import pack
 
 from bridle.dialects.tools import list_digest
-from bridle.prompting.arguments import (
+from bridle.prompting.calls import (
     Defaults,
+    Pairing,
     canonical_arguments,
     canonical_json,
     schema_defaults,
     text_bytes,
 )
-from bridle.prompting.pairing import Pairing
 from bridle.types import (
     Dialect,
     MediaPart,

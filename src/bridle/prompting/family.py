@@ -221,13 +221,17 @@ class Parser(Protocol):
         """Return ids that end a turn."""
 
 
-class Family(Parser, Protocol):
-    """A renderer of the `renderers` package, as far as it is used here (it ships no types)."""
+class WholeRenderer(Parser, Protocol):
+    """The half of a `Family` that needs no prompt before."""
 
     def render_ids(
         self, messages: list[JSON], *, tools: list[JSON] | None, add_generation_prompt: bool
     ) -> list[int]:
         """Return ids of a whole conversation."""
+
+
+class Family(WholeRenderer, Protocol):
+    """A renderer of the `renderers` package, as far as it is used here (it ships no types)."""
 
     def bridge_to_next_turn(
         self,
@@ -341,7 +345,7 @@ def find_family(
     return None
 
 
-def differences(family: Family, template: ChatTemplate) -> Iterator[str]:
+def differences(family: WholeRenderer, template: ChatTemplate) -> Iterator[str]:
     """Yield names of the probes that the family renders otherwise than the template.
 
     A probe that the template refuses is no difference.

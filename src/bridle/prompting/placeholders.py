@@ -22,7 +22,7 @@ from itertools import count, product
 from typing import TypeAlias
 
 from bridle.errors import RenderError, boundary
-from bridle.prompting.family import Bridged, Family, Parsed
+from bridle.prompting.family import Family, Parsed, WholeRenderer
 from bridle.prompting.reply import PlainReplies
 from bridle.prompting.tokenizer import PLACEHOLDER_CHARS, PromptTokenizer
 from bridle.types import JSON
@@ -315,13 +315,6 @@ _TURNS: list[JSON] = [
 _PROBES = (_TURNS, _TURNS[:2], _TURNS[1:2], [*_TURNS[1:2], *_TURNS[2:4]])
 
 
-@dataclass(slots=True)
-class _Ids:
-    """A bridge's result."""
-
-    token_ids: list[int]
-
-
 class PlaceholderFamily:
     """A family that never sees the tokens of long texts."""
 
@@ -345,18 +338,6 @@ class PlaceholderFamily:
         )
         assert ids is not None, "a family lays out whole prompts, or raises"
         return ids
-
-    def bridge_to_next_turn(
-        self,
-        previous_prompt_ids: list[int],
-        previous_completion_ids: list[int],
-        new_messages: list[JSON],
-        *,
-        tools: list[JSON] | None,
-    ) -> Bridged | None:
-        before = [*previous_prompt_ids, *previous_completion_ids]
-        ids = self.suffix(previous_prompt_ids, previous_completion_ids, new_messages, tools)
-        return None if ids is None else _Ids(before + ids)
 
     def suffix(
         self, prompt: list[int], completion: list[int], new: list[JSON], tools: list[JSON] | None
@@ -406,7 +387,7 @@ class PlaceholderFamily:
 
 
 def suffix_of(
-    family: Family,
+    family: Family | PlaceholderFamily,
     prompt: list[int],
     completion: list[int],
     new: list[JSON],
@@ -422,7 +403,9 @@ def suffix_of(
     return found.token_ids[len(before) :]
 
 
-def with_placeholders(family: Family, tokenizer: PromptTokenizer, *, plain: bool = False) -> Family:
+def with_placeholders(
+    family: Family, tokenizer: PromptTokenizer, *, plain: bool = False
+) -> Family | PlaceholderFamily:
     """Return `family` with placeholders for long texts, or itself where that changes its ids.
 
     `plain` replies, which hold no control token, are then read without its parser.
@@ -443,23 +426,16 @@ def _agree(family: Family, made: PlaceholderFamily) -> bool:
     stops = list(family.get_stop_token_ids())[:1]
     for prompt, new in product(asked[-1:], (_TURNS[3:], _TURNS[3:4], _TURNS[4:])):
         for sampled in ([*prompt[:8], *stops], prompt[:8]):
-            wanted = _outcome(_bridged, family, prompt, sampled, new)
-            if wanted is None or wanted[: len(prompt) + len(sampled)] != prompt + sampled:
+            wanted = _outcome(suffix_of, family, prompt, sampled, new, None)
+            if wanted is None:
                 continue  # no use is made of it
-            if _outcome(_bridged, made, prompt, sampled, new) != wanted:
+            if _outcome(suffix_of, made, prompt, sampled, new, None) != wanted:
                 return False
     return bool(asked)
 
 
-def _rendered(family: Family, messages: list[JSON]) -> list[int]:
+def _rendered(family: WholeRenderer, messages: list[JSON]) -> list[int]:
     return family.render_ids(messages, tools=None, add_generation_prompt=True)
-
-
-def _bridged(
-    family: Family, prompt: list[int], sampled: list[int], new: list[JSON]
-) -> list[int] | None:
-    found = family.bridge_to_next_turn(prompt, sampled, new, tools=None)
-    return None if found is None else found.token_ids
 
 
 def _outcome(lay: Callable[..., list[int] | None], *asked: object) -> list[int] | None:

@@ -42,10 +42,9 @@ from bridle.prompting.family import (
     plain_parser,
     tool_parser_of,
 )
-from bridle.prompting.live import LiveReader
 from bridle.prompting.placeholders import PlaceholderFamily, suffix_of, with_placeholders
 from bridle.prompting.prompt import PromptIds
-from bridle.prompting.reply import PLAIN_FAMILIES, parse_reply, read_calls
+from bridle.prompting.reply import PLAIN_FAMILIES, LiveReader, parse_reply, read_calls
 from bridle.prompting.tokenizer import PromptTokenizer, load_tokenizer, stop_ids_of
 from bridle.types import (
     JSON,
@@ -146,7 +145,7 @@ class PromptRenderer:
         self._thinking = thinking
         self._history: History = history
         self._new_call_id = new_call_id
-        self._families: dict[bool | None, Family] = {}
+        self._families: dict[bool | None, Family | PlaceholderFamily] = {}
         self._parser: Parser = self._family_for(thinking=thinking) or plain_parser(tokenizer)
         self._text = self._parser.text if isinstance(self._parser, PlaceholderFamily) else None
         if family is None:
@@ -346,7 +345,7 @@ class PromptRenderer:
         """Return what shapes the prompt of this request besides messages and tools: thinking."""
         return self._thinking if request.thinking is None else request.thinking
 
-    def _family_for(self, *, thinking: bool | None) -> Family | None:
+    def _family_for(self, *, thinking: bool | None) -> Family | PlaceholderFamily | None:
         """Return the family's renderer with thinking on, off, or as the family has it."""
         if self.family is None:
             return None

@@ -28,7 +28,7 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import Any, Final
 
-from bridle.prompting.arguments import argument_texts, canonical_json, parsed_object, text_bytes
+from bridle.prompting.calls import argument_texts, canonical_json, parsed_object, text_bytes
 from bridle.prompting.canonical import Atom, AtomKind, Canonical, Hint, digest
 from bridle.prompting.index import Index, Indexed, content_key
 from bridle.types import JSON, Message, Role, TextPart, ToolSpec, record
