@@ -41,7 +41,6 @@ from bridle.capture.records import SessionCapture
 from bridle.capture.sqlite import SqliteReader, SqliteStore
 from bridle.config import BuilderSpec
 from bridle.trajectory import DEFAULT_TRAIN, rebuild
-from bridle.trajectory import build as build_trajectory
 from bridle.trajectory.graph import first_ids, grow
 from bridle.trajectory.packing import pack
 from bridle.trajectory.result import trajectory_bytes
@@ -145,15 +144,8 @@ def calls_of(capture: SessionCapture) -> list[tuple[list[int], list[int]]]:
 
 
 def build(capture: SessionCapture) -> Trajectory:
-    """A trajectory without messages."""
-    return build_trajectory(
-        capture.session,
-        capture.exchanges,
-        capture.deliveries,
-        capture.outcome,
-        builder=BuilderSpec(),
-        train=DEFAULT_TRAIN,
-    )
+    """A trajectory, whose messages are read later."""
+    return rebuild(capture, builder=BuilderSpec(), train=DEFAULT_TRAIN)
 
 
 def with_messages(trajectory: Trajectory) -> int:

@@ -1,5 +1,6 @@
 """Trajectories come back from Parquet as they went in, and any reader can use the file."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -20,12 +21,10 @@ from bridle.bridges.parquet import (
     unpack,
     write_trajectories,
 )
-from bridle.config import BuilderSpec
 from bridle.errors import BridleError
-from bridle.trajectory import build, rebuild
+from bridle.trajectory import rebuild
 from bridle.trajectory.result import trajectory_bytes
 from bridle.trajectory.sample import MaskReason, Trajectory
-from bridle.types import Kind
 
 
 def made_trajectory(session_id="s1", turns=3, **fields):
@@ -148,13 +147,13 @@ def test_what_cannot_be_written_or_read_is_named(tmp_path):
 
 def test_token_rewards_and_media_are_read_back(tmp_path):
     made = MadeSession()
-    made.call(output=3, extra={"media": [{"digest": "d", "start": 2, "length": 4}]})
+    made.call(output=3)
     made.call(None, continues=None, output=2)
     made.end(1.0, metadata={"token_rewards": [[0.5, 0.25, 0.0], [1.0, 2.0]]})
-    one = build(
-        made.record, made.exchanges, made.deliveries, made.outcome, builder=BuilderSpec(),
-        train=list(Kind),
-    )  # fmt: skip
+    one = rebuild(made.capture())
+    first, *others = one.traces
+    media = [{"digest": "d", "start": 2, "length": 4}]
+    one = dataclasses.replace(one, traces=(dataclasses.replace(first, media=media), *others))
     write_trajectories(tmp_path / "t.parquet", [one])
     (read,) = read_trajectories(tmp_path / "t.parquet")
     rewards = [[*(t.token_rewards if t.token_rewards is not None else ())] for t in read.traces]

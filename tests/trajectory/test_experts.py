@@ -16,7 +16,7 @@ from bridle.bridges.parquet import pack as parquet
 from bridle.bridges.parquet import unpack as from_parquet
 from bridle.config import BuilderSpec
 from bridle.experts import Experts, is_known, pack
-from bridle.trajectory import build
+from bridle.trajectory import rebuild
 from bridle.trajectory.packing import pack as tree_of
 from bridle.trajectory.result import from_packed, packed_json, trajectory_json, trajectory_of
 from bridle.types import Kind
@@ -47,7 +47,8 @@ def rows_with(made, rule, silent=()):
 
 def built(made, exchanges, strategy="prefix_merging", **config):
     spec = BuilderSpec(strategy=strategy, config=config)
-    return build(made.record, exchanges, made.deliveries, made.outcome, builder=spec, train=[*Kind])
+    capture = dataclasses.replace(made.capture(), exchanges=exchanges)
+    return rebuild(capture, builder=spec, train=[*Kind])
 
 
 def ids_of(trace):

@@ -12,7 +12,7 @@ from tests.trajectory.conversations import sessions
 from bridle.capture.records import Damaged, SessionCapture
 from bridle.config import BuilderSpec
 from bridle.errors import ConfigError
-from bridle.trajectory import build, rebuild, with_outcome
+from bridle.trajectory import rebuild, with_outcome
 from bridle.trajectory.result import trace_json, trace_metadata, trajectory_bytes
 from bridle.trajectory.sample import MaskReason
 from bridle.types import DeliveryState, FinishReason, Kind, VersionSpan
@@ -367,16 +367,6 @@ def test_a_block_of_unknown_type_that_is_shown_as_text_is_no_image():
     assert [*trace.media] == []
 
 
-def test_without_bodies_the_placeholders_are_those_of_the_engine():
-    made = an_image_session()
-    place = {"digest": "d", "start": 2, "length": 4}
-    made.exchanges[0] = dataclasses.replace(made.exchanges[0], extra={"media": [place]})
-    trajectory = build(
-        made.record, made.exchanges, made.deliveries, None, builder=BuilderSpec(), train=list(Kind)
-    )
-    assert trajectory.traces[0].media == [place]
-
-
 def test_a_session_without_an_outcome_runs():
     trajectory = built(chain(1))
     assert (trajectory.status, trajectory.reward, trajectory.error) == ("RUNNING", None, None)
@@ -407,16 +397,6 @@ def test_rewards_that_fit_no_trace_are_not_guessed():
     trajectory = built(made)
     assert [trace.reward for trace in trajectory.traces] == [0.5]
     assert trajectory.metadata["trace_rewards_ignored"] == "2 rewards for 1 traces"
-
-
-def test_without_bodies_a_trace_has_ids_and_no_messages():
-    made = chain(2)
-    trajectory = build(
-        made.record, made.exchanges, made.deliveries, None, builder=BuilderSpec(), train=list(Kind)
-    )
-    (trace,) = trajectory.traces
-    assert trace.prompt_messages == trace.response_messages == []
-    assert "messages_missing" not in trace.metadata
 
 
 def test_a_body_that_is_missing_costs_the_messages_not_the_tokens():

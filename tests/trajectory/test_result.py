@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.capture.made import MadeSession
 from tests.trajectory.conversations import sessions
 
-from bridle.config import BuilderSpec
-from bridle.trajectory import build, rebuild
+from bridle.trajectory import rebuild
 from bridle.trajectory.result import (
     encode,
     trace_json,
@@ -20,7 +19,6 @@ from bridle.trajectory.result import (
     trajectory_json,
     trajectory_of,
 )
-from bridle.types import Kind
 
 BREAKS = "a\u2028b\u2029c\u0085d"
 
@@ -122,12 +120,11 @@ def test_a_trajectory_is_one_line_also_for_readers_that_split_at_line_separators
 
 def test_token_rewards_and_media_are_read_back():
     made = MadeSession()
-    made.call(output=3, extra={"media": [{"digest": "d", "start": 2, "length": 4}]})
+    made.call(output=3)
     made.end(1.0, metadata={"token_rewards": [[0.1, 0.2, 0.3]]})
-    one = build(
-        made.record, made.exchanges, made.deliveries, made.outcome, builder=BuilderSpec(),
-        train=list(Kind),
-    )  # fmt: skip
+    one = rebuild(made.capture())
+    media = [{"digest": "d", "start": 2, "length": 4}]
+    one = replace(one, traces=(replace(one.traces[0], media=media),))
     (trace,) = trajectory_of(orjson.loads(trajectory_bytes(one))).traces
     assert trace.token_rewards is not None
     assert trace.token_rewards.tolist() == np.array([0.1, 0.2, 0.3], np.float32).tolist()

@@ -23,14 +23,7 @@ import numpy as np
 import orjson
 from pydantic import Field, ValidationError
 
-from bridle.capture.records import (
-    Damaged,
-    Delivery,
-    Exchange,
-    Outcome,
-    SessionCapture,
-    SessionRecord,
-)
+from bridle.capture.records import Exchange, Outcome, SessionCapture, SessionRecord
 from bridle.config import BuilderSpec, Settings, Task, explain
 from bridle.errors import ConfigError
 from bridle.plugins import load
@@ -52,7 +45,7 @@ from bridle.trajectory.stats import Built, Joined, Splice, join, measure, with_t
 from bridle.trajectory.transcript import Messages, Transcript
 from bridle.types import JSON, SHAPING, Cause, FinishReason, Ids, Kind, SessionStatus
 
-__all__ = ["BUILDERS", "MaskReason", "Trace", "Trajectory", "build", "rebuild", "with_outcome"]
+__all__ = ["BUILDERS", "MaskReason", "Trace", "Trajectory", "rebuild", "with_outcome"]
 
 DEFAULT_TRAIN: tuple[Kind, ...] = Task.model_fields["train"].default
 
@@ -105,16 +98,7 @@ def rebuild(
             raise explain(error, f"session {session.session_id}: builder") from None
     if train is None:
         train = _kinds(session)
-    built = build(
-        capture.session,
-        capture.exchanges,
-        capture.deliveries,
-        capture.outcome,
-        builder=builder,
-        train=train,
-        bodies=capture.bodies,
-        damaged=capture.damaged,
-    )
+    built = _built(capture, builder, train)
     if decode is None:
         return built
     stats = with_texts(built.metadata["stats"], decode)
@@ -142,41 +126,30 @@ def _masks_rejected(session: SessionRecord) -> bool:
     return bool(setting == "mask")
 
 
-def build(
-    session: SessionRecord,
-    exchanges: Sequence[Exchange],
-    deliveries: Mapping[str, Delivery],
-    outcome: Outcome | None,
-    *,
-    builder: BuilderSpec,
-    train: Collection[Kind],
-    bodies: Mapping[bytes, bytes] | None = None,
-    damaged: Sequence[Damaged] = (),
-) -> Trajectory:
-    """Return a session's trajectory. `bodies` give the traces their messages; without them, none.
-
-    `damaged` rows are counted as excluded.
+def _built(capture: SessionCapture, builder: BuilderSpec, train: Collection[Kind]) -> Trajectory:
+    """Return a session's trajectory; damaged rows are counted as excluded.
 
     Linear in the new tokens of the session plus the length of its traces. Raises `ConfigError`.
     """
+    session, deliveries = capture.session, capture.deliveries
     choose: Builder = load(builder.strategy, BUILDERS, what="builder")
     try:
         config = BuilderConfig.model_validate(builder.config)
     except ValidationError as error:
         raise explain(error, f"builder {builder.strategy}: config") from None
-    exchanges = _with_a_conversation(exchanges)
+    exchanges = _with_a_conversation(capture.exchanges)
     grown = grow(session.session_id, exchanges)
     splice = config.on_drift == "splice" and choose is not per_request
     joined = join(grown, splice=splice, close_token_ids=config.closes)
     graph = joined.graph
     marks = mark(graph, exchanges, deliveries, train, mask_rejected=_masks_rejected(session))
     plans = sorted(choose(graph, marks), key=_place)
-    transcript = None if bodies is None else Transcript(exchanges, bodies)
+    transcript = Transcript(exchanges, capture.bodies)
     name = f"{session.session_id}/{builder.strategy}"
     whole = [assemble(plan, marks, f"{name}/{number}") for number, plan in enumerate(plans)]
     built = _limited(whole, config, _last_cut(exchanges, train))
     traces = [_described(trace, joined, marks, transcript) for trace in built.traces]
-    stats = measure(joined, marks, exchanges, built, damaged=damaged)
+    stats = measure(joined, marks, exchanges, built, damaged=capture.damaged)
     metadata = _metadata(session, builder, train, stats, plans)
     if choose is tree_paths:
         metadata["tree"] = _tree(traces)
@@ -186,7 +159,7 @@ def build(
     trajectory = Trajectory(
         session.session_id, SessionStatus.RUNNING, tuple(traces), None, None, metadata
     )
-    return trajectory if outcome is None else with_outcome(trajectory, outcome)
+    return trajectory if capture.outcome is None else with_outcome(trajectory, capture.outcome)
 
 
 def _with_a_conversation(exchanges: Sequence[Exchange]) -> Sequence[Exchange]:
@@ -333,7 +306,7 @@ def _within(trace: Trace, config: BuilderConfig) -> Trace | None:
     return mask_all(trace, MaskReason.TRUNCATED) if config.overlong == "mask" else None
 
 
-def _described(trace: Trace, joined: Joined, marks: Marks, transcript: Transcript | None) -> Trace:
+def _described(trace: Trace, joined: Joined, marks: Marks, transcript: Transcript) -> Trace:
     """Return the trace with its messages, tools, media and metadata."""
     nodes = [joined.graph.nodes[exchange_id] for exchange_id in trace.exchange_ids]
     path = [node.exchange for node in nodes]
@@ -356,8 +329,6 @@ def _described(trace: Trace, joined: Joined, marks: Marks, transcript: Transcrip
     if joined.splices and (spans := _spliced(nodes[-1], joined, len(trace.prompt_ids))):
         metadata["spliced"] = spans
     placeholders = [place for node in nodes for place in _placeholders(node)]
-    if transcript is None:
-        return dataclasses.replace(trace, metadata=metadata, media=placeholders)
     media = Messages(lambda: _media(transcript.media(path), placeholders))
     return dataclasses.replace(trace, metadata=metadata, media=media, **transcript.trace(path))
 

@@ -163,7 +163,10 @@ def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
     path = pieces(leaf, leaf.length)
     runs = [piece.ids for piece in path]
     ids: Ids = np.concatenate(runs)
-    split = leaf.prompt_length if plan.whole_prompt else _first_sampled(path)
+    split = leaf.prompt_length
+    if not plan.whole_prompt:
+        given = itertools.takewhile(lambda piece: not piece.is_output, path)
+        split = sum(len(piece.ids) for piece in given)
     size = len(ids) - split
     reasons = np.full(size, _PROMPT, dtype=np.uint8)
     logprobs = np.zeros(size, dtype=np.float32)
@@ -237,10 +240,6 @@ def _seen_from(node: ExchangeNode, moved: int, ids: Ids) -> int:
     last = node.kept - 1 - moved
     same = last >= 0 and node.exchange.suffix_ids[last] == ids[node.kept - 1]
     return node.kept - int(same)
-
-
-def _first_sampled(path: Sequence[Piece]) -> int:
-    return sum(len(p.ids) for p in itertools.takewhile(lambda piece: not piece.is_output, path))
 
 
 def _reasons_here(

@@ -232,7 +232,6 @@ class _Grower:
         self.breaks.append((order_of(exchange), found))
 
     def lose(self, exchange: Exchange, reason: str) -> None:
-        """Leave an exchange out."""
         self.lost.append((exchange, reason))
         self.note(exchange, reason)
 

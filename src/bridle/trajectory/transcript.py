@@ -244,7 +244,6 @@ def _reading(exchange: Exchange, what: str) -> Iterator[None]:
 
 
 def span_count(exchange: Exchange) -> int:
-    """Count the spans of an exchange's request."""
     return exchange.request.kept_spans + len(exchange.request.spans)
 
 
@@ -319,7 +318,8 @@ def draw(capture: SessionCapture, train: Collection[Kind]) -> list[tuple[int, st
     for depth, node in branches(graph):
         exchange = node.exchange
         if node.parent is None:
-            lines.append((depth, _root_line(exchange)))
+            after = f", continues {exchange.continues}" if exchange.continues else ""
+            lines.append((depth, f"root: {exchange.root_reason or 'root'}{after}"))
         reason = marks.by_exchange[exchange.exchange_id]
         lines.append((depth + 1, _exchange_line(node, reason, transcript)))
     lines += [
@@ -351,12 +351,6 @@ def branches(graph: Graph) -> list[tuple[int, ExchangeNode]]:
         beside = [child for child in node.children if child is not main]
         stack += [(depth + 1, child) for child in sorted(beside, key=by_time)][::-1]
     return found
-
-
-def _root_line(exchange: Exchange) -> str:
-    reason = exchange.root_reason or "root"
-    after = f", continues {exchange.continues}" if exchange.continues else ""
-    return f"root: {reason}{after}"
 
 
 def _exchange_line(node: ExchangeNode, reason: MaskReason, transcript: Transcript) -> str:
