@@ -5,15 +5,15 @@ import json
 import shutil
 import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from tests.capture.made import MadeSession
 
+from bridle.capture import formats
 from bridle.capture.formats import (
-    CURRENT,
-    FileFormat,
+    VERSION,
     open_for_reading,
     open_for_writing,
 )
@@ -56,7 +56,7 @@ def whole(capture, version):
     return facts
 
 
-@pytest.mark.parametrize("version", range(1, CURRENT.version + 1))
+@pytest.mark.parametrize("version", range(1, VERSION + 1))
 async def test_a_file_of_every_version_loads(version, tmp_path):
     """`files/vN.sqlite` was written by the code of version N, `vN.json` is what it holds."""
     expected = json.loads((FILES / f"v{version}.json").read_text())
@@ -75,36 +75,42 @@ async def test_a_file_of_every_version_loads(version, tmp_path):
             assert whole(store.read(session_id), version) == facts
 
 
-ADD_COLUMN = "ALTER TABLE sessions ADD COLUMN more TEXT"
-NEXT = FileFormat(CURRENT.version + 1, {CURRENT.version: [ADD_COLUMN]})
+@contextmanager
+def next_version(monkeypatch, *statements):
+    """Another version of the format, to which these statements lead."""
+    with monkeypatch.context() as patched:
+        patched.setattr(formats, "VERSION", VERSION + 1)
+        patched.setitem(formats.CONVERSIONS, VERSION, statements)
+        yield
 
 
 def column_names(connection):
     return [row[1] for row in connection.execute("PRAGMA table_info(sessions)")]
 
 
-async def test_an_older_file_is_converted_in_place_to_write_and_in_memory_to_read(tmp_path):
+async def test_an_older_file_is_converted_in_place_to_write_and_in_memory_to_read(
+    tmp_path, monkeypatch
+):
     path = tmp_path / "capture.sqlite"
     open_for_writing(path, fsync=False).close()
     before = path.read_bytes()
-    with closing(open_for_reading(path, NEXT)) as connection:
-        assert "more" in column_names(connection)
-    assert path.read_bytes() == before
-    open_for_writing(path, fsync=False, form=NEXT).close()
-    with closing(open_for_reading(path, NEXT)) as connection:
-        assert "more" in column_names(connection)
+    with next_version(monkeypatch, "ALTER TABLE sessions ADD COLUMN more TEXT"):
+        with closing(open_for_reading(path)) as connection:
+            assert "more" in column_names(connection)
+        assert path.read_bytes() == before
+        open_for_writing(path, fsync=False).close()
+        with closing(open_for_reading(path)) as connection:
+            assert "more" in column_names(connection)
     with pytest.raises(StoreError, match="newer"):
         open_for_reading(path)
 
 
-async def test_a_step_that_fails_leaves_the_file_as_it_was(tmp_path):
+async def test_a_step_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "capture.sqlite"
     open_for_writing(path, fsync=False).close()
-
-    steps = ["DROP TABLE outcomes", "SELECT half_way"]
-    form = FileFormat(CURRENT.version + 1, {CURRENT.version: steps})
-    with pytest.raises(StoreError, match="half_way"):
-        open_for_writing(path, fsync=False, form=form)
+    steps = "DROP TABLE outcomes", "SELECT half_way"
+    with next_version(monkeypatch, *steps), pytest.raises(StoreError, match="half_way"):
+        open_for_writing(path, fsync=False)
     with closing(open_for_reading(path)) as connection:
         assert connection.execute("SELECT count(*) FROM outcomes").fetchone() == (0,)
 

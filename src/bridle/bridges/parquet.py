@@ -46,6 +46,7 @@ from bridle.node import results
 from bridle.runtimes.limits import available_cores
 from bridle.trajectory.fidelity import Facts, Recomputed
 from bridle.trajectory.result import (
+    ARRAYS,
     encode,
     trace_metadata,
     trajectory_bytes,
@@ -63,12 +64,7 @@ GROUP_TOKENS = 2_000_000
 """A row group is written when its traces hold this many ids: about 26 MB in memory."""
 
 _ARRAYS = {
-    "prompt_ids": pa.int32(),
-    "response_ids": pa.int32(),
-    "loss_mask": pa.uint8(),
-    "response_logprobs": pa.float32(),
-    "versions": pa.int32(),
-    "reasons": pa.uint8(),
+    name: pa.from_numpy_dtype(kind) for name, kind in ARRAYS.items() if name != "token_rewards"
 }
 _OF_SESSION = ("session_id", "task_id", "status", "error")
 _PLAIN = ("trace_id", "finish_reason", "logprob_mode")

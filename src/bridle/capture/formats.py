@@ -17,7 +17,7 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -101,31 +101,23 @@ FORGET = (
 """Each takes a session's number."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FileFormat:
-    """Schema version that this code writes, with the ways from older versions."""
+VERSION = 6
+"""Of the schema that this code writes."""
 
-    version: int
-    statements: Mapping[int, Sequence[str]]
-    """Version -> statements that convert a file to the next version, inside a transaction."""
-
-
-CURRENT = FileFormat(
-    version=6,
-    statements={
-        1: (),  # the data of a body may be a separate entry; existing bodies stay as they are
-        2: ("ALTER TABLE deliveries ADD COLUMN joined_by TEXT NOT NULL DEFAULT '[]'",),
-        3: ("ALTER TABLE sessions ADD COLUMN scores TEXT",),
-        4: ("ALTER TABLE exchanges ADD COLUMN experts BLOB",),
-        5: ("ALTER TABLE exchanges ADD COLUMN suffix_zlib INTEGER NOT NULL DEFAULT 0",),
-    },
-)
+CONVERSIONS: dict[int, Sequence[str]] = {
+    1: (),  # the data of a body may be a separate entry; existing bodies stay as they are
+    2: ("ALTER TABLE deliveries ADD COLUMN joined_by TEXT NOT NULL DEFAULT '[]'",),
+    3: ("ALTER TABLE sessions ADD COLUMN scores TEXT",),
+    4: ("ALTER TABLE exchanges ADD COLUMN experts BLOB",),
+    5: ("ALTER TABLE exchanges ADD COLUMN suffix_zlib INTEGER NOT NULL DEFAULT 0",),
+}
+"""Version -> statements that convert a file to the next version, in one transaction."""
 
 
 # ---- files
 
 
-def open_for_writing(path: Path, *, fsync: bool, form: FileFormat = CURRENT) -> sqlite3.Connection:
+def open_for_writing(path: Path, *, fsync: bool) -> sqlite3.Connection:
     """Open or make the file at `path`; an older version is converted in place.
 
     The connection may be used from any one thread at a time. `fsync` makes every transaction
@@ -138,19 +130,19 @@ def open_for_writing(path: Path, *, fsync: bool, form: FileFormat = CURRENT) -> 
         try:
             connection.execute("PRAGMA busy_timeout = 5000")
             connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-            if _version_of(connection, path, form) is None:
-                _create(connection, form)
+            if _version_of(connection, path) is None:
+                _create(connection)
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
             connection.execute("PRAGMA wal_autocheckpoint = 0")
-            _bring_forward(connection, form)
+            _bring_forward(connection)
         except BaseException:
             connection.close()
             raise
     return connection
 
 
-def open_for_reading(path: Path, form: FileFormat = CURRENT) -> sqlite3.Connection:
+def open_for_reading(path: Path) -> sqlite3.Connection:
     """Open an existing file without changing what it holds, also while another process writes.
 
     An older version is converted in a copy in memory. Raises `StoreError`.
@@ -160,15 +152,15 @@ def open_for_reading(path: Path, form: FileFormat = CURRENT) -> sqlite3.Connecti
             raise StoreError(f"{path}: no such capture file")
         connection = _connect_to_read(path)
         try:
-            version = _version_of(connection, path, form)
+            version = _version_of(connection, path)
             if version is None:
                 raise StoreError(f"{path}: not a Bridle capture file: it is empty")
-            if version < form.version:
+            if version < VERSION:
                 copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
                 connection.backup(copy)
                 connection.close()
                 connection = copy
-                _bring_forward(connection, form)
+                _bring_forward(connection)
         except BaseException:
             connection.close()
             raise
@@ -202,7 +194,7 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _version_of(connection: sqlite3.Connection, path: Path, form: FileFormat) -> int | None:
+def _version_of(connection: sqlite3.Connection, path: Path) -> int | None:
     """Return the file's format version, `None` if it is empty; refuses foreign and newer files."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -211,28 +203,27 @@ def _version_of(connection: sqlite3.Connection, path: Path, form: FileFormat) ->
         return None
     if application != APPLICATION_ID:
         raise StoreError(f"{path}: not a Bridle capture file (application id {application:#x})")
-    if version > form.version:
+    if version > VERSION:
         raise StoreError(
-            f"{path}: written by a newer Bridle"
-            f" (format {version}; this one knows up to {form.version})"
+            f"{path}: written by a newer Bridle (format {version}; this one knows up to {VERSION})"
         )
     return int(version)
 
 
-def _create(connection: sqlite3.Connection, form: FileFormat) -> None:
+def _create(connection: sqlite3.Connection) -> None:
     """Create the tables of the current version, all or none."""
     connection.executescript(
         f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA application_id = {APPLICATION_ID};"
-        f" PRAGMA user_version = {form.version}; COMMIT;"
+        f" PRAGMA user_version = {VERSION}; COMMIT;"
     )
 
 
-def _bring_forward(connection: sqlite3.Connection, form: FileFormat) -> None:
+def _bring_forward(connection: sqlite3.Connection) -> None:
     """Convert step by step to the current version, each step all or nothing."""
-    while (version := connection.execute("PRAGMA user_version").fetchone()[0]) < form.version:
+    while (version := connection.execute("PRAGMA user_version").fetchone()[0]) < VERSION:
         connection.execute("BEGIN IMMEDIATE")
         try:
-            for statement in form.statements[version]:
+            for statement in CONVERSIONS[version]:
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {version + 1}")
         except BaseException:

@@ -61,7 +61,6 @@ class SqliteReader:
         self._lock = threading.Lock()
 
     def sessions(self) -> Sequence[SessionRecord]:
-        """Return all sessions in the order they were opened."""
         with self._reading():
             rows = self._rows("SELECT * FROM sessions ORDER BY n")
             return [formats.session_of(row) for row in rows]
@@ -103,7 +102,6 @@ class SqliteReader:
             return self._rows(_TEXTS, (after, count))
 
     def exchanges_after(self, after: int) -> int:
-        """Count the exchanges after a row."""
         with self._reading():
             return int(self._rows("SELECT count(*) FROM exchanges WHERE n > ?", (after,))[0][0])
 
@@ -155,7 +153,6 @@ class SqliteReader:
         return self._exchange_rows(session_id).texts
 
     def deliveries(self, session_id: str) -> Mapping[str, Delivery]:
-        """Return the last delivery record per exchange id."""
         with self._reading():
             rows = self._session_rows(
                 "SELECT * FROM deliveries WHERE session = ? ORDER BY n",
@@ -164,7 +161,6 @@ class SqliteReader:
             return {row[2]: formats.delivery_of(session_id, row) for row in rows}
 
     def outcome(self, session_id: str) -> Outcome | None:
-        """Return the session's outcome; `None` = it still runs, or was killed."""
         with self._reading():
             query = "SELECT scores, o.* FROM outcomes o JOIN sessions ON n = session WHERE n = ?"
             for scores, *row in self._session_rows(query, session_id):
