@@ -61,8 +61,9 @@ from bridle.types import JSON, FinishReason, Reply, ToolCall, ToolSpec, Usage
 
 _TEXT = {"type": "string"}
 _TEXTS = {"type": "array", "items": _TEXT}
-_OWN_TOOLS: dict[str, tuple[str, str, JSON, tuple[str, ...]]] = {
+_OWN_TOOLS: dict[str, tuple[str, str, str, JSON, tuple[str, ...]]] = {
     "local_shell": (
+        "lsh",
         "action",
         "Runs a command on the user's machine and returns what it prints.",
         {
@@ -74,6 +75,7 @@ _OWN_TOOLS: dict[str, tuple[str, str, JSON, tuple[str, ...]]] = {
         ("command",),
     ),
     "shell": (
+        "sh",
         "action",
         "Runs shell commands on the user's machine and returns what they print.",
         {
@@ -84,6 +86,7 @@ _OWN_TOOLS: dict[str, tuple[str, str, JSON, tuple[str, ...]]] = {
         ("commands",),
     ),
     "computer": (
+        "cu",
         "action",
         "Controls a computer with a display, a mouse and a keyboard; returns a screenshot.",
         {
@@ -117,6 +120,7 @@ _OWN_TOOLS: dict[str, tuple[str, str, JSON, tuple[str, ...]]] = {
         ("type",),
     ),
     "apply_patch": (
+        "apc",
         "operation",
         "Creates, changes or deletes one file by a patch in the V4A diff format.",
         {
@@ -126,10 +130,10 @@ _OWN_TOOLS: dict[str, tuple[str, str, JSON, tuple[str, ...]]] = {
         },
         ("type", "path"),
     ),
-    "tool_search": ("arguments", "Finds further tools.", {"query": _TEXT}, ()),
+    "tool_search": ("tsc", "arguments", "Finds further tools.", {"query": _TEXT}, ()),
 }
-"""Tools with an item type of their own: where that item holds the arguments, the description, the
-arguments' schema, and which of them there must be."""
+"""Tools with an item type of their own: the prefix of such an item's id, where the item holds the
+arguments, the description, the arguments' schema, and which of them there must be."""
 
 
 def qualified_name(namespace: str | None, name: str) -> str:
@@ -158,7 +162,7 @@ def _read_tool(tool: JSON, path: str, namespace: str | None) -> ToolList:
         return inside
     own = "computer" if kind == "computer_use_preview" else kind
     if own in _OWN_TOOLS and (own != "tool_search" or tool.get("execution") == "client"):
-        _, text, properties, required = _OWN_TOOLS[own]
+        _, _, text, properties, required = _OWN_TOOLS[own]
         if (width := tool.get("display_width")) and (height := tool.get("display_height")):
             text += f" The display is {width} by {height} pixels."
         schema = object_schema(properties, required)
@@ -183,7 +187,7 @@ def call_of_item(item: JSON, kind: str, call_id: str | None, path: str) -> ToolC
     name = kind.removesuffix("_call")
     if name == kind or name not in _OWN_TOOLS:
         return None
-    key = _OWN_TOOLS[name][0]
+    key = _OWN_TOOLS[name][1]
     actions = item.get("actions")
     if name == "computer" and isinstance(actions, list) and len(actions) == 1:
         item = {key: actions[0]}
@@ -200,7 +204,7 @@ def item_of_call(name: str, arguments: str, tool: str = "") -> JSON | None:
 
     `tool` is the type of the tool that the request named: `computer` has a list of actions.
     """
-    key, _, _, required = _OWN_TOOLS[name]
+    _, key, _, _, required = _OWN_TOOLS[name]
     try:
         given = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -214,15 +218,6 @@ def item_of_call(name: str, arguments: str, tool: str = "") -> JSON | None:
         return {"type": "computer_call", **shape, "pending_safety_checks": []}
     ran_by = {"execution": "client"} if name == "tool_search" else {}
     return {"type": f"{name}_call", **ran_by, key: given}
-
-
-_OWN_PREFIXES = {
-    "local_shell": "lsh",
-    "shell": "sh",
-    "apply_patch": "apc",
-    "computer": "cu",
-    "tool_search": "tsc",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +339,7 @@ def call_item(head: ReplyHead, dress: Dress, index: int, call: ToolCall) -> JSON
     tool = wire.pop("tool", "")
     own = item_of_call(call.name, call.arguments, tool) if "type" in wire else None
     if own is not None:
-        prefix = _OWN_PREFIXES[wire["type"]]
+        prefix = _OWN_TOOLS[wire["type"]][0]
         return {"id": item_id(prefix, head.reply_id, index), **own, **common}
     wire.pop("type", None)
     if call.custom or call.name in dress.freeform:

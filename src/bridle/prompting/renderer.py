@@ -113,7 +113,7 @@ def load_renderer(
             stop_ids=stop_ids,
             thinking=thinking,
             history=history,
-            new_call_id=new_call_id or _random_call_id,
+            new_call_id=new_call_id or (lambda: f"call_{secrets.token_hex(12)}"),
         )
     except RenderError as error:
         raise RenderError(f"{folder}: {error}") from error
@@ -361,10 +361,6 @@ def _array(ids: list[int]) -> Ids:
     made = np.array(ids, dtype=np.int32)
     made.flags.writeable = False  # it is nobody else's, and need not be copied to be kept
     return made
-
-
-def _random_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"

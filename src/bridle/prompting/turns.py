@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import sha256
+from operator import attrgetter
 from typing import Any, Final
 
 from bridle.prompting.calls import argument_texts, canonical_json, parsed_object, text_bytes
@@ -414,6 +415,9 @@ def turns_of(
         yield from _Run(index, canonical, start, at).turns()
 
 
+_POSITION = attrgetter("position")
+
+
 class _Run:
     """A run of assistant messages."""
 
@@ -422,8 +426,8 @@ class _Run:
         self._canonical = canonical
         self._first = bisect_left(canonical.message_of, start)
         self._end = bisect_left(canonical.message_of, end)
-        low = bisect_left(canonical.hints, start, key=_message)
-        high = bisect_left(canonical.hints, end, key=_message)
+        low = bisect_left(canonical.hints, start, key=attrgetter("message"))
+        high = bisect_left(canonical.hints, end, key=attrgetter("message"))
         self._hints = canonical.hints[low:high]
 
     def turns(self) -> Iterator[ShownTurn]:
@@ -464,22 +468,14 @@ class _Run:
 
     def _owner(self, start: int, stop: int) -> Indexed | None:
         """Return the exchange of the last id of ours at these atoms and beside them."""
-        low = bisect_left(self._hints, start, key=_position)
-        beside = self._hints[low : bisect_left(self._hints, stop, key=_position)]
+        low = bisect_left(self._hints, start, key=_POSITION)
+        beside = self._hints[low : bisect_left(self._hints, stop, key=_POSITION)]
         atoms: Sequence[Atom | Hint] = (*beside, *self._canonical.atoms[start:stop])
         for one in reversed(atoms):
             for value in reversed(one.ids):
                 if (owner := self._index.owner_of(value)) is not None:
                     return owner
         return None
-
-
-def _message(hint: Hint) -> int:
-    return hint.message
-
-
-def _position(hint: Hint) -> int:
-    return hint.position
 
 
 _INSIDE = re.compile(r"<(summary|state_snapshot)>\s*(.+?)\s*</\1>", re.DOTALL)
