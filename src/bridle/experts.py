@@ -16,13 +16,14 @@ import base64
 import io
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from bridle.errors import TrainingError
 from bridle.types import JSON
 
 Rows: TypeAlias = npt.NDArray[np.int16]
@@ -137,3 +138,20 @@ def unpack(packed: bytes) -> Experts:
         raise ValueError(f"no packed experts: {error}") from None
     kind = {1: "u1", 2: "<i2"}[size]
     return Experts(start, np.frombuffer(plain, kind).reshape(shape).astype(np.int16))
+
+
+def stack_rows(of: Sequence[Rows | None], size: int) -> npt.NDArray[np.int16] | None:
+    """Return rows of several sequences, shape (sequences, size, layers, top_k), behind each -1.
+
+    `None` = none are known. `TrainingError` for experts of several models.
+    """
+    shapes = {rows.shape[1:] for rows in of if rows is not None}
+    if len(shapes) > 1:
+        raise TrainingError(f"traces have experts of several models: {sorted(shapes)}")
+    if not shapes:
+        return None
+    found = np.full((len(of), size, *shapes.pop()), -1, np.int16)
+    for place, rows in enumerate(of):
+        if rows is not None:
+            found[place, : len(rows)] = rows
+    return found

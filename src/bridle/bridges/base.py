@@ -266,7 +266,6 @@ def fit_trace(trace: Trace, shape: Shape) -> Trace | None:
 
 
 def without_training(trace: Trace) -> Trace:
-    """Return the trace with nothing that trains."""
     return dataclasses.replace(
         trace,
         loss_mask=np.zeros_like(trace.loss_mask),

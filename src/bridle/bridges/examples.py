@@ -591,10 +591,10 @@ def _choose(
     source_of: Mapping[str, str],
 ) -> None:
     """Take of one task's examples what `unique` and `keep` leave."""
-    best = {
-        name: (-max(o.reward for o in of), min(o.tokens for o in of))
-        for name, of in _by_session(offers).items()
-    }
+    best: dict[str, tuple[float, int]] = {}
+    for offer in offers:
+        reward, tokens = best.get(offer.session_id, (-offer.reward, offer.tokens))
+        best[offer.session_id] = min(reward, -offer.reward), min(tokens, offer.tokens)
     kept: set[str] = set()
     seen: set[bytes] = set()
     taken: dict[str, list[_Light]] = {}
@@ -618,13 +618,6 @@ def _choose(
         tally.tokens += sum(offer.trained for offer in of)
         found.examples += len(of)
         found.accepted[session_id] = frozenset(offer.trace_id for offer in of)
-
-
-def _by_session(offers: Iterable[_Light]) -> dict[str, list[_Light]]:
-    found: dict[str, list[_Light]] = {}
-    for offer in offers:
-        found.setdefault(offer.session_id, []).append(offer)
-    return found
 
 
 def select_examples(

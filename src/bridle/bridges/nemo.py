@@ -34,6 +34,7 @@ from bridle.bridges.base import (
     warn_of_own_rewards,
 )
 from bridle.errors import TrainingError
+from bridle.experts import stack_rows
 from bridle.trajectory.credit import trace_advantages
 from bridle.trajectory.sample import Trace, Trajectory, refuse_images
 from bridle.types import JSON
@@ -85,8 +86,12 @@ def train_batch(
         "sample_mask": np.zeros(count, np.float32),
         "generation_logprobs": np.zeros(size, np.float32),
         "advantages": np.zeros(size, np.float32),
-        **_experts_of(rows, size),
     }
+    # -1, where one is not known, has NeMo RL's own router choose.
+    given = [row.trace.routed_experts for row in rows] + [None] * (count - len(rows))
+    experts = stack_rows(given, size[1])
+    if experts is not None:
+        fields["routed_experts"] = experts
     for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         response = slice(len(row.prompt_ids), length)
         fields["input_ids"][at, :length] = row.trace.ids
@@ -96,20 +101,6 @@ def train_batch(
         fields["generation_logprobs"][at, response] = row.logprobs
         fields["advantages"][at] = advantages[row.group, row.sample, row.trace.trace_id]
     return {name: torch.from_numpy(values) for name, values in fields.items()}, rows
-
-
-def _experts_of(rows: Sequence[Row], size: tuple[int, int]) -> dict[str, Any]:
-    """Experts of all ids; -1, where one is not known, has NeMo RL's own router choose."""
-    known = {at: of for at, row in enumerate(rows) if (of := row.trace.routed_experts) is not None}
-    shapes = {of.shape[1:] for of in known.values()}
-    if len(shapes) > 1:
-        raise TrainingError(f"traces have experts of several models: {sorted(shapes)}")
-    if not known:
-        return {}
-    found = np.full((*size, *shapes.pop()), -1, np.int16)
-    for at, of in known.items():
-        found[at, : len(of)] = of
-    return {"routed_experts": found}
 
 
 def response_of(trajectory: Trajectory, *, model: str = "policy") -> JSON:

@@ -60,7 +60,7 @@ from bridle.config import Task
 from bridle.engines.base import Weights
 from bridle.errors import ConfigError, TrainingError
 from bridle.trajectory.credit import trace_advantages, trace_reward
-from bridle.trajectory.sample import Trace, Trajectory, refuse_images
+from bridle.trajectory.sample import Trace, Trajectory, nothing_trains, refuse_images
 
 REWARD = "session_reward"
 """Name of the field by which TRL hands sessions' rewards to reward functions."""
@@ -383,7 +383,7 @@ class TrlAsyncRollouts:
         if self._failure is not None:
             raise self._failure
         if self._barren_groups >= GIVE_UP:
-            raise TrainingError(self._nothing())
+            raise TrainingError(nothing_trains(self._barren_groups, self._barren))
 
     # ---- TRL's weight transfer
 
@@ -504,15 +504,6 @@ class TrlAsyncRollouts:
             except queue.Full:
                 continue
             return
-
-    def _nothing(self) -> str:
-        status = Counter(str(one.status) for one in self._barren)
-        errors = Counter(one.error for one in self._barren if one.error)
-        example = f"; most often: {errors.most_common(1)[0][0]}" if errors else ""
-        return (
-            f"{self._barren_groups} groups in a row give nothing to train on: of "
-            f"{len(self._barren)} sessions {dict(status)}{example}"
-        )
 
 
 def _epochs(tasks: list[Task], seed: int) -> Iterator[Task]:

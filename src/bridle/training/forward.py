@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,7 @@ import torch
 from bridle.embedded.routing import routing_of
 from bridle.errors import TrainingError
 from bridle.experts import Rows as Rows16
-from bridle.experts import complete_rows
+from bridle.experts import complete_rows, stack_rows
 from bridle.training.samples import Sample, trains
 from bridle.trajectory.fidelity import Certificate, Facts, Recomputed, certify
 from bridle.trajectory.packing import Packed, block_mask, pack
@@ -67,7 +68,7 @@ class TraceBatch:
     @property
     def computed(self) -> int:
         """Tokens that go through the model, padding included."""
-        longest = max(_length(sample) for sample in self.samples)
+        longest = max(sample.trace.size for sample in self.samples)
         return self.prefix + len(self.samples) * (longest - self.prefix)
 
     def tokens(self) -> Tokens:
@@ -91,7 +92,7 @@ class TraceBatch:
 
     def padding(self) -> list[int]:
         """Return tokens of padding behind each sample."""
-        lengths = [_length(sample) for sample in self.samples]
+        lengths = [sample.trace.size for sample in self.samples]
         return [max(lengths) - length for length in lengths]
 
     def logits(
@@ -102,7 +103,7 @@ class TraceBatch:
         With `replay` tokens go to the experts that they were sampled with, as far as these are
         known.
         """
-        longest = max(_length(sample) for sample in self.samples)
+        longest = max(sample.trace.size for sample in self.samples)
         ids = np.stack([_padded(s.trace.ids, longest) for s in self.samples])
         masks = np.stack([_padded(_mask(s), longest, 0) for s in self.samples])
         row = torch.from_numpy(ids).long().to(model.device)
@@ -120,16 +121,7 @@ class TraceBatch:
 
     def _experts(self, longest: int) -> Rows16 | None:
         """Return the experts of all ids, shape (B, T, layers, top_k); `None` = none are known."""
-        shapes = {r.shape[1:] for s in self.samples if (r := s.trace.routed_experts) is not None}
-        if not shapes:
-            return None
-        if len(shapes) > 1:
-            raise TrainingError(f"traces have experts of several models: {sorted(shapes)}")
-        found = np.full((len(self.samples), longest, *shapes.pop()), -1, np.int16)
-        for row, sample in zip(found, self.samples, strict=True):
-            if sample.trace.routed_experts is not None:
-                row[: _length(sample)] = sample.trace.routed_experts
-        return found
+        return stack_rows([sample.trace.routed_experts for sample in self.samples], longest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +136,7 @@ class PackedTraces(TraceBatch):
     @property
     def computed(self) -> int:
         """Tokens that go through the model."""
-        return sum(_length(sample) - 1 for sample in self.samples)
+        return sum(sample.trace.size - 1 for sample in self.samples)
 
     def padding(self) -> list[int]:
         """Return tokens of padding behind each sample: there are none."""
@@ -154,7 +146,7 @@ class PackedTraces(TraceBatch):
         self, model: PreTrainedModel, *, replay: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         device = model.device
-        lengths = [_length(sample) - 1 for sample in self.samples]
+        lengths = [sample.trace.size - 1 for sample in self.samples]
         ids = np.concatenate([sample.trace.ids[:-1] for sample in self.samples])
         wanted = np.concatenate([s.trace.ids[1:][_mask(s)[1:]] for s in self.samples])
         at = np.concatenate([_mask(sample)[1:] for sample in self.samples]) != 0
@@ -217,7 +209,6 @@ class Tree:
     def logits(
         self, model: PreTrainedModel, *, replay: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TraceBatch.logits`."""
         packed, trained = self.packed, self._trained()
         device = model.device
         sees = torch.from_numpy(block_mask(packed)).to(device)
@@ -250,14 +241,16 @@ def rows_of(
     With `share` a piece's common beginning is computed once; only for models whose cache is of keys
     and values. `width` is the model's hidden size: given it, only where that is less work.
     """
-    order = sorted(samples, key=_length)
+    order = sorted(samples, key=attrgetter("trace.size"))
     prefix = common_prefix(order) if share and order else 0
-    if width is not None and not sharing_saves([*map(_length, order)], prefix, width):
+    if width is not None and not sharing_saves(
+        [sample.trace.size for sample in order], prefix, width
+    ):
         prefix = 0
     piece: list[Sample] = []
     filled = 0
     for sample in order:
-        own = _length(sample) - prefix
+        own = sample.trace.size - prefix
         padded = (len(piece) + 1) * own
         padding = padded - filled - own
         if piece and (prefix + padded > batch_tokens or padding > max(PADDING, padded // 8)):
@@ -275,8 +268,8 @@ def packed_of(samples: Sequence[Sample], batch_tokens: int) -> Iterator[PackedTr
     """
     pieces: list[list[Sample]] = []
     room: list[int] = []
-    for sample in sorted(samples, key=_length, reverse=True):
-        own = _length(sample) - 1
+    for sample in sorted(samples, key=attrgetter("trace.size"), reverse=True):
+        own = sample.trace.size - 1
         place = next((n for n, left in enumerate(room) if own <= left), len(room))
         if place == len(room):
             pieces.append([])
@@ -304,7 +297,8 @@ def trees_of(samples: Sequence[Sample], batch_tokens: int) -> Iterator[Tree]:
 
     Memory and time of a dense mask grow with the square of a tree, so groups are never joined.
     """
-    for _, group in groupby(sorted(samples, key=_group), key=_group):
+    by_group = attrgetter("group")
+    for _, group in groupby(sorted(samples, key=by_group), key=by_group):
         yield from _trees(tuple(group), batch_tokens)
 
 
@@ -316,10 +310,6 @@ def _trees(samples: tuple[Sample, ...], batch_tokens: int) -> Iterator[Tree]:
     half = len(samples) // 2
     yield from _trees(samples[:half], batch_tokens)
     yield from _trees(samples[half:], batch_tokens)
-
-
-def _group(sample: Sample) -> int:
-    return sample.group
 
 
 def _tree(samples: Sequence[Sample]) -> Tree:
@@ -433,10 +423,6 @@ def divergence(logits: torch.Tensor, other: torch.Tensor, temperature: float) ->
 
 def _floats(values: Iterable[float]) -> npt.NDArray[np.float32]:
     return np.array([*values], dtype=np.float32)
-
-
-def _length(sample: Sample) -> int:
-    return sample.trace.size
 
 
 def _mask(sample: Sample) -> npt.NDArray[np.bool_]:

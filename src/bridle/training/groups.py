@@ -28,10 +28,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -88,11 +88,7 @@ class History:
         record.unknown += len(group.rewards) - len(known)
 
     def json(self) -> JSON:
-        names = ("groups", "sessions", "reward", "flat", "unknown")
-        return {
-            task_id: {name: getattr(record, name) for name in names}
-            for task_id, record in self.records.items()
-        }
+        return {task_id: asdict(record) for task_id, record in self.records.items()}
 
     @classmethod
     def of(cls, value: JSON) -> History:
@@ -299,13 +295,21 @@ async def local_groups(
     `cursor` is that of a checkpoint. What breaks the executor is raised in the block's body.
     """
     source = LocalGroups(executor, draws, held_out, cursor or {})
+    async with _running({"groups": source.feed()}):
+        yield source
+
+
+@asynccontextmanager
+async def _running(loops: Mapping[str, Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run loops by name beside the block; what breaks one is raised in the block's body."""
     try:
         async with asyncio.TaskGroup() as group:
-            feeder = group.create_task(source.feed(), name="groups")
+            running = [group.create_task(loop, name=name) for name, loop in loops.items()]
             try:
-                yield source
+                yield
             finally:
-                feeder.cancel()
+                for one in running:
+                    one.cancel()
     except BaseExceptionGroup as errors:
         raise first_error(errors) from errors
 
@@ -518,17 +522,7 @@ async def server_groups(
         client, draws, held_out, training=training, version=version, cursor=cursor or {}
     )
     await source.adopt()
-    try:
-        async with asyncio.TaskGroup() as group:
-            running = [
-                group.create_task(source.feed(), name="groups to the server"),
-                group.create_task(source.read(), name="groups from the server"),
-            ]
-            try:
-                yield source
-                await source.end()
-            finally:
-                for one in running:
-                    one.cancel()
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from errors
+    loops = {"groups to the server": source.feed(), "groups from the server": source.read()}
+    async with _running(loops):
+        yield source
+        await source.end()

@@ -23,10 +23,10 @@ import asyncio
 import json
 import shutil
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +37,7 @@ from bridle.errors import BridleError, TrainingError, install_extra
 from bridle.training.groups import GroupSource, History
 from bridle.training.samples import Group, make_batch, nothing_left
 from bridle.training.settings import LoopSettings
+from bridle.trajectory.sample import nothing_trains
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -247,7 +248,8 @@ class Loop:
                 chosen.append(group)
             else:
                 self.source.allow(1)
-        return sorted(taken, key=_index), sorted(chosen, key=_index)
+        begun = attrgetter("index")
+        return sorted(taken, key=begun), sorted(chosen, key=begun)
 
     def _watch(self, group: Group) -> None:
         """Give up when sessions have failed for long; solved ones are no failure."""
@@ -257,24 +259,8 @@ class Loop:
             return
         self._fruitless.append(group)
         if len(self._fruitless) >= self.settings.patience * self.settings.groups_per_step:
-            raise TrainingError(_nothing_trains(self._fruitless))
-
-
-def _index(group: Group) -> int:
-    return group.index
-
-
-def _nothing_trains(groups: list[Group]) -> str:
-    """Describe the sessions of consecutive groups of which none can be trained."""
-    sessions = [session for group in groups for session in group.sessions]
-    status = Counter(str(session.status) for session in sessions)
-    rewards = Counter("unknown" if s.reward is None else f"{s.reward:g}" for s in sessions)
-    errors = Counter(session.error for session in sessions if session.error)
-    example = f"; most often: {errors.most_common(1)[0][0]}" if errors else ""
-    return (
-        f"{len(groups)} groups in a row train nothing: of {len(sessions)} sessions "
-        f"{dict(status)}, rewards {dict(rewards.most_common(5))}{example}"
-    )
+            sessions = [session for one in self._fruitless for session in one.sessions]
+            raise TrainingError(nothing_trains(len(self._fruitless), sessions))
 
 
 BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -201,6 +202,18 @@ class Trajectory:
     error: str | None
     metadata: JSON
     """`metadata["stats"]` holds the law numbers (see `docs/reference/trajectory.md`)."""
+
+
+def nothing_trains(groups: int, sessions: Sequence[Trajectory]) -> str:
+    """Describe the sessions of consecutive groups of which none can be trained."""
+    status = Counter(str(session.status) for session in sessions)
+    rewards = Counter("unknown" if s.reward is None else f"{s.reward:g}" for s in sessions)
+    errors = Counter(session.error for session in sessions if session.error)
+    example = f"; most often: {errors.most_common(1)[0][0]}" if errors else ""
+    return (
+        f"{groups} groups in a row train nothing: of {len(sessions)} sessions "
+        f"{dict(status)}, rewards {dict(rewards.most_common(5))}{example}"
+    )
 
 
 # ---- images
