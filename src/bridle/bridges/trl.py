@@ -247,11 +247,10 @@ def async_rows(
 
     `version` is that of tokens which do not tell theirs. `TrainingError` for images.
     """
-    rewards = [float("nan") if one.reward is None else float(one.reward) for one in sessions]
     advantages = trace_advantages(sessions, "grpo" if normalise else "dr_grpo")
     if not any(map(any, advantages)):
         return []
-    known = [reward for reward in rewards if not np.isnan(reward)]
+    known = [float(one.reward) for one in sessions if one.reward is not None]
     metrics = {"reward_std": float(np.std(known))}
     for one in sessions:
         refuse_images("TRL", one)

@@ -355,7 +355,8 @@ def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> SessionRow
                 spans[row[16]] = versions
             exchange = _exchange_of(session_id, row, found.texts, head, sampling, versions)
         except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
-            found.damaged.append(_damage(row, error))
+            sampled = len(row[13]) // 4 if isinstance(row[13], bytes) else 0
+            found.damaged.append(Damaged(str(row[2]), sampled, f"{type(error).__name__}: {error}"))
         else:
             found.exchanges.append(exchange)
     return found
@@ -367,12 +368,6 @@ class SessionRows(NamedTuple):
     exchanges: list[Exchange]
     texts: SessionTexts
     damaged: list[Damaged]
-
-
-def _damage(row: tuple[Any, ...], error: Exception) -> Damaged:
-    """Describe a row that cannot be decoded."""
-    sampled = len(row[13]) // 4 if isinstance(row[13], bytes) else 0
-    return Damaged(str(row[2]), sampled, f"{type(error).__name__}: {error}")
 
 
 def _exchange_of(

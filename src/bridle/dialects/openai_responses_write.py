@@ -589,7 +589,9 @@ def items_page(spans: Sequence[bytes], query: str) -> bytes:
     limit = _limit(asked.get("limit", "20"))
     if (order := asked.get("order", "desc")) not in ("asc", "desc"):
         raise RequestError(f"Invalid value for 'order': {order!r}.", param="order")
-    items = [_shown(item, place) for place, item in enumerate(_stored_items(spans))]
+    # A span is one or several items, joined with commas.
+    stored = [an_object(one, "input") for span in spans for one in decode(b"[%b]" % span, "input")]
+    items = [_shown(item, place) for place, item in enumerate(stored)]
     if order == "desc":
         items.reverse()
     if (after := asked.get("after")) is not None:
@@ -612,13 +614,6 @@ def _limit(text: str) -> int:
         message = f"Invalid value for 'limit': {text!r} is not between 1 and {MOST_ITEMS}."
         raise RequestError(message, param="limit")
     return int(text)
-
-
-def _stored_items(spans: Sequence[bytes]) -> list[JSON]:
-    """Return the items; a span is one or several of them, joined with commas."""
-    return [
-        an_object(item, "input") for span in spans for item in decode(b"[" + span + b"]", "input")
-    ]
 
 
 def _shown(item: JSON, place: int) -> JSON:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from enum import StrEnum
 from itertools import takewhile
 from typing import Literal
@@ -336,7 +336,8 @@ class _Search:
     def _by_text(self, start: int, last: int) -> _Found | None:
         """Find the turn by an id inside the text, a cut turn's beginning, or the text itself."""
         echo = self._atoms[start : last + 1]
-        for value in _ids_in_text(echo):
+        texts = [atom.text or "" for atom in echo if atom.kind is AtomKind.TEXT]
+        for value in (found for text in texts for found in _ID_IN_TEXT.findall(text)):
             owner = self._index.owner_of(value)
             if owner is not None and self._same_prompt(owner, start, last):
                 return self._rewritten(owner, owner.prompt_atoms, last)
@@ -410,12 +411,6 @@ class _Search:
     ) -> _Found:
         new_from = self._after(self._message_of[last])
         return _Found(kind, exchange, reason, drift, new_from, tie)
-
-
-def _ids_in_text(atoms: Iterable[Atom]) -> Iterator[str]:
-    for atom in atoms:
-        if atom.kind is AtomKind.TEXT:
-            yield from _ID_IN_TEXT.findall(atom.text or "")
 
 
 class Habit(StrEnum):

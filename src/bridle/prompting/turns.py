@@ -504,8 +504,13 @@ class Lineage:
         """Return whether a user's text is a sampled call's argument: a sub-agent's instruction."""
         if not self._asked:
             return False
-        texts = (text for text in _user_texts(messages) if text.strip())
-        return any(_key(text) in self._asked for text in texts)
+        return any(
+            part.text.strip() and _key(part.text) in self._asked
+            for message in messages
+            if message.role is Role.USER
+            for part in message.content
+            if isinstance(part, TextPart)
+        )
 
     def summarised_by(self, messages: Sequence[Message]) -> str | None:
         """Return the newest exchange whose summary some text holds; `None` = there is none.
@@ -517,12 +522,6 @@ class Lineage:
             if any(part in text for part in parts for text in texts):
                 return exchange_id
         return None
-
-
-def _user_texts(messages: Sequence[Message]) -> Iterator[str]:
-    for message in messages:
-        if message.role is Role.USER:
-            yield from (part.text for part in message.content if isinstance(part, TextPart))
 
 
 def _key(text: str) -> bytes:

@@ -244,7 +244,9 @@ def certify(
         raise ConfigError("nothing to compare: the trainer sent no logprob of any trace")
     scored = _scored(pairs)
     trainer, rollout = _all_facts(pairs, trainer, rollout or Facts())
-    tolerance = _tolerance(trainer, rollout)
+    declared = [TOLERANCES[one] for one in (trainer.dtype, rollout.dtype) if one is not None]
+    # Half precision's if one side is silent.
+    tolerance = min(declared) if len(declared) == 2 else TOLERANCES["bfloat16"]
     mismatches = diagnose(
         scored, dataclasses.asdict(trainer), dataclasses.asdict(rollout), tolerance
     )
@@ -293,12 +295,6 @@ def _all_facts(
     elif trainer.ids is not None:
         ours["ids"] = digest_of_ids((trace.trace_id, trace.ids) for trace in traces)
     return Facts(**theirs | trainer.json()), Facts(**ours | rollout.json())
-
-
-def _tolerance(trainer: Facts, rollout: Facts) -> float:
-    """Return the least tolerance of the declared dtypes; half precision's if one side is silent."""
-    declared = [TOLERANCES[one] for one in (trainer.dtype, rollout.dtype) if one is not None]
-    return min(declared) if len(declared) == 2 else TOLERANCES["bfloat16"]
 
 
 def _scored(pairs: Sequence[tuple[Trace, Recomputed]]) -> Scored:
