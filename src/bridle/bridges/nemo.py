@@ -73,7 +73,7 @@ def train_batch(
     advantages = {
         (group, sample, trace.trace_id): own
         for group, one in enumerate(groups)
-        for sample, found in enumerate(trace_advantages(one.sessions, kind))
+        for sample, found in enumerate(trace_advantages(one.sessions, kind)[0])
         for trace, own in zip(one.sessions[sample].traces, found, strict=True)
     }
     lengths = [row.trace.size for row in rows]

@@ -247,7 +247,7 @@ def async_rows(
 
     `version` is that of tokens which do not tell theirs. `TrainingError` for images.
     """
-    advantages = trace_advantages(sessions, "grpo" if normalise else "dr_grpo")
+    advantages, _ = trace_advantages(sessions, "grpo" if normalise else "dr_grpo")
     if not any(map(any, advantages)):
         return []
     known = [float(one.reward) for one in sessions if one.reward is not None]

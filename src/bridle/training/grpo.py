@@ -32,7 +32,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -360,26 +360,6 @@ def objective(
     return Terms(loss, kl, teacher_kl, int(stopped.sum()), capped)
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Of one pass over a batch."""
-
-    loss: float = 0.0
-    kl: float = 0.0
-    teacher_kl: float = 0.0
-    clipped: int = 0
-    capped: int = 0
-    error: float | None = None
-    starts: list[torch.Tensor] = field(default_factory=list)
-
-    def add(self, terms: Terms) -> None:
-        self.loss += float(terms.loss.detach())
-        self.kl += terms.kl
-        self.teacher_kl += terms.teacher_kl
-        self.clipped += terms.clipped
-        self.capped += terms.capped
-
-
 class Learner:
     """A policy with its optimiser; `update` is one step. Blocking: call it in a thread."""
 
@@ -483,29 +463,30 @@ class Learner:
         check_ids(batch.samples, self.model)
         with threads(self.settings.threads, self.model):
             pieces = list(self._pieces(batch))
-            first = self._pass(pieces, batch, None)
+            first, starts = self._pass(pieces, None)
+            clipped = sum(terms.clipped for terms in first)
             if self.settings.most_mismatch is not None:
-                self._certify(pieces, first.starts, batch.version, self.settings.most_mismatch)
+                self._certify(pieces, starts, batch.version, self.settings.most_mismatch)
             norm = self._step()
             for _ in range(self.settings.updates_per_batch - 1):
-                last = self._pass(pieces, batch, first.starts)
+                last, _ = self._pass(pieces, starts)
                 norm = self._step()
-                first.clipped += last.clipped
+                clipped += sum(terms.clipped for terms in last)
         self.version += 1
         passes = self.settings.updates_per_batch
         return Update(
             version=self.version,
-            loss=first.loss,
-            kl=first.kl,
-            teacher_kl=first.teacher_kl,
+            loss=sum((float(terms.loss) for terms in first), 0.0),
+            kl=sum((terms.kl for terms in first), 0.0),
+            teacher_kl=sum((terms.teacher_kl for terms in first), 0.0),
             norm=norm,
             tokens=batch.tokens,
             computed=passes * sum(piece.computed for piece in pieces),
             traces=len(batch.samples),
             sessions=batch.sessions,
-            clipped=first.clipped / batch.tokens / passes,
-            capped=first.capped / batch.tokens,
-            logprob_error=first.error,
+            clipped=clipped / batch.tokens / passes,
+            capped=sum(terms.capped for terms in first) / batch.tokens,
+            logprob_error=_largest(pieces, starts, batch.version),
             lags=batch.lags,
             alone=batch.alone,
             seconds=time.monotonic() - began,
@@ -533,10 +514,15 @@ class Learner:
         return shares and not self.settings.gradient_checkpointing
 
     def _pass(
-        self, pieces: Sequence[Piece], batch: Batch, starts: Sequence[torch.Tensor] | None
-    ) -> _Sums:
-        """Gradients of the whole batch; without `starts` this pass is the batch's first."""
-        settings, sums = self.settings, _Sums()
+        self, pieces: Sequence[Piece], starts: Sequence[torch.Tensor] | None
+    ) -> tuple[list[Terms], list[torch.Tensor]]:
+        """Compute the gradients of the whole batch; the terms and the logprobs of each piece.
+
+        Without `starts` this pass is the batch's first.
+        """
+        settings = self.settings
+        found: list[Terms] = []
+        ours: list[torch.Tensor] = []
         self.optimizer.zero_grad(set_to_none=True)
         for number, piece in enumerate(pieces):
             tokens = piece.tokens()
@@ -557,11 +543,9 @@ class Learner:
             if not torch.isfinite(terms.loss):
                 raise TrainingError(self._diverged("loss"))
             terms.loss.backward()
-            sums.add(terms)
-            sums.starts.append(logprobs.detach())
-            if starts is None:
-                sums.error = _largest(sums.error, logprobs, tokens, batch.version)
-        return sums
+            found.append(replace(terms, loss=terms.loss.detach()))
+            ours.append(logprobs.detach())
+        return found, ours
 
     def _judged(self, piece: Piece, model: PreTrainedModel) -> torch.Tensor:
         """Return the logits of a model that does not train."""
@@ -614,11 +598,12 @@ def _align(model: PreTrainedModel) -> None:
 
 
 def _largest(
-    so_far: float | None, logprobs: torch.Tensor, tokens: Tokens, version: int
+    pieces: Sequence[Piece], logprobs: Sequence[torch.Tensor], version: int
 ) -> float | None:
     """Return the largest difference from the rollout's logprobs on tokens of `version`."""
-    same = tokens.versions == version
-    if not same.any():
-        return so_far
-    found = logprobs.detach().cpu().numpy()[same] - tokens.old[same]
-    return max(so_far or 0.0, float(abs(found).max()))
+    found = []
+    for tokens, ours in zip((piece.tokens() for piece in pieces), logprobs, strict=True):
+        same = tokens.versions == version
+        if same.any():
+            found.append(float(abs(ours.cpu().numpy()[same] - tokens.old[same]).max()))
+    return max(found, default=None)

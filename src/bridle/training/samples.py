@@ -18,11 +18,10 @@ from bridle.errors import TrainingError
 from bridle.training.settings import GrpoSettings
 from bridle.trajectory.credit import (
     Floats,
-    has_own_rewards,
     role_advantages,
     role_of,
     roots_of,
-    session_advantages,
+    trace_advantages,
     tree_advantages,
 )
 from bridle.trajectory.sample import Trace, Trajectory, refuse_images
@@ -178,26 +177,22 @@ def advantages_of(group: Group, kind: str) -> tuple[list[list[float | Floats]], 
     """
     if len(set(roots_of(group.sessions))) < len(group.sessions):
         return [[*of] for of in tree_advantages(group.sessions, kind)], 0
-    by_session = session_advantages(group.rewards, kind)
-    found: list[list[float | Floats]] = [
-        [own] * len(s.traces) for own, s in zip(by_session, group.sessions, strict=True)
-    ]
     known = [(n, s) for n, s in enumerate(group.sessions) if s.reward is not None]
-    if not any(has_own_rewards(session) for _, session in known):
-        return found, 0
-    per_turn = any(t.token_rewards is not None for _, s in known for t in s.traces)
+    by_trace, alone = trace_advantages(group.sessions, kind)
+    found: list[list[float | Floats]] = [[*of] for of in by_trace]
+    if not any(t.token_rewards is not None for _, s in known for t in s.traces):
+        return found, alone
     parts: list[list[tuple[tuple[object, int], float]]] = [[] for _ in group.sessions]
     for number, session in known:
         for trace in session.traces:
-            values = _returns(trace, session.reward, per_turn=per_turn)
+            values = _returns(trace, session.reward)
             parts[number] += [((role_of(trace), n), value) for n, value in enumerate(values)]
     compared, alone = role_advantages(group.rewards, parts, kind)
     for number, session in known:
         left = iter(compared[number])
         for place, trace in enumerate(session.traces):
-            ends = _turn_ends(trace) if per_turn else [0]
-            values = [next(left) for _ in ends]
-            found[number][place] = np.repeat(values, np.diff([0, *ends])) if per_turn else values[0]
+            ends = _turn_ends(trace)
+            found[number][place] = np.repeat([next(left) for _ in ends], np.diff([0, *ends]))
     return found, alone
 
 
@@ -209,11 +204,11 @@ def _turn_ends(trace: Trace) -> list[int]:
     return sorted({*trace.turn_ends, len(trace.response_ids)} - {0})
 
 
-def _returns(trace: Trace, reward: float | None, *, per_turn: bool) -> list[float]:
-    """Return the worth of each turn; without `per_turn`, of the whole trace."""
-    own = reward if trace.reward is None else trace.reward
-    ends = _turn_ends(trace) if per_turn else [0]
+def _returns(trace: Trace, reward: float | None) -> list[float]:
+    """Return the worth of each turn."""
+    ends = _turn_ends(trace)
     if trace.token_rewards is None or not ends:
+        own = reward if trace.reward is None else trace.reward
         return [float(own or 0)] * len(ends)
     rewards = np.add.reduceat(trace.token_rewards.astype(np.float64), [0, *ends[:-1]])
     return [float(value) for value in rewards[::-1].cumsum()[::-1]]

@@ -115,8 +115,9 @@ def trace_reward(trace: Trace, session: Trajectory) -> float:
     return float(session.reward if trace.reward is None else trace.reward)
 
 
-def trace_advantages(sessions: Sequence[Trajectory], kind: str) -> list[list[float]]:
-    """Return one advantage per trace of each session of a group.
+def trace_advantages(sessions: Sequence[Trajectory], kind: str) -> tuple[list[list[float]], int]:
+    """Return one advantage per trace of each session of a group; how many are the session's for
+    want of others of the role.
 
     It is the session's, unless an evaluator rewarded traces or tokens of the group: then a trace is
     compared with those of its role in the other sessions.
@@ -124,9 +125,9 @@ def trace_advantages(sessions: Sequence[Trajectory], kind: str) -> list[list[flo
     rewards = [float("nan") if one.reward is None else float(one.reward) for one in sessions]
     parts = [[(role_of(t), trace_reward(t, one)) for t in one.traces] for one in sessions]
     if any(one.reward is not None and has_own_rewards(one) for one in sessions):
-        return role_advantages(rewards, parts, kind)[0]
+        return role_advantages(rewards, parts, kind)
     own = session_advantages(rewards, kind)
-    return [[value] * len(of) for value, of in zip(own, parts, strict=True)]
+    return [[value] * len(of) for value, of in zip(own, parts, strict=True)], 0
 
 
 def roots_of(sessions: Sequence[Trajectory]) -> list[int]:
