@@ -1,8 +1,5 @@
 """Sessions on a rollout server, for a bridge that wants tasks played.
 
-    with ServerSessions("http://127.0.0.1:8080") as sessions:
-        played = sessions.play(tasks)
-
 Each call hands the tasks in under ids of its own, waits until they are final and fetches
 trajectories. Nobody has to acknowledge these groups, so a trainer that is killed leaves nothing
 behind that would hold up the next one. The same interface as `bridle.bridges.local.LocalSessions`.

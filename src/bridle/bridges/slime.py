@@ -1,13 +1,9 @@
 """slime, and Miles, its sibling: rollout functions whose samples are traces of real sessions.
 
-    --rollout-function-path bridle.bridges.slime.generate_rollout
-    (or ...generate_rollout_async, with train_async.py)
-    --custom-reward-post-process-path bridle.bridges.slime.post_process_rewards
-
-The data set's rows name tasks by `metadata.task_id` (or by their prompt). `args.bridle_server` and
-`args.bridle_tasks`, from `--custom-config-path`, say where they are played; so do the variables
-`BRIDLE_SERVER` and `BRIDLE_TASKS`. `args.bridle_engines` is a file that gets the engines' addresses
-for `bridle serve --engines-from sglang:FILE`.
+`docs/guides/slime.md` has slime's options. The data set's rows name tasks by `metadata.task_id` (or
+by their prompt). `args.bridle_server` and `args.bridle_tasks`, from `--custom-config-path`, say
+where they are played; so do the variables `BRIDLE_SERVER` and `BRIDLE_TASKS`. `args.bridle_engines`
+is a file that gets the engines' addresses for `bridle serve --engines-from sglang:FILE`.
 
 A session gives as many samples as it has traces. They share `rollout_id`, so the loss counts the
 session once, and `group_index`. slime's own group normalisation needs as many samples in each

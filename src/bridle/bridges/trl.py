@@ -1,23 +1,9 @@
 """TRL: sessions of real harnesses for `GRPOTrainer` and `AsyncGRPOTrainer`, every trace a row.
 
-    class Trainer(EveryTrace, GRPOTrainer):
-        pass
-
-    with LocalSessions(f"embedded:{model_dir}", folder) as sessions:
-        rollouts = TrlRollouts(sessions, tasks)
-        trainer = Trainer(
-            model=model_dir,
-            args=GRPOConfig(...),
-            train_dataset=Dataset.from_list(rollouts.rows()),
-            reward_funcs=session_reward,
-            rollout_func=rollouts,
-        )
-        trainer.train()
-
-`GRPOTrainer` takes one reward per prompt, and any number of rows where `EveryTrace` gives each row
-the advantage of its session. A session without a reward, or without a token that trains, is a row
-that trains nothing. Before each batch the trainer's weights go into the engine, so the batch is
-sampled from the weights that it updates.
+`docs/guides/training.md` shows both in use. `GRPOTrainer` takes one reward per prompt, and any
+number of rows where `EveryTrace` gives each row the advantage of its session. A session without a
+reward, or without a token that trains, is a row that trains nothing. Before each batch the
+trainer's weights go into the engine, so the batch is sampled from the weights that it updates.
 
 `TrlAsyncRollouts` is both of what `AsyncGRPOTrainer` takes: the *rollout worker* plays groups of
 `num_generations` sessions in threads while the trainer trains, and the *weight transfer* puts the

@@ -1,13 +1,8 @@
 """verl: an agent loop whose rollouts are sessions of real harnesses, with all their traces.
 
-A file named by `actor_rollout_ref.rollout.agent.agent_loop_config_path` registers it, and
-`default_agent_loop=bridle` beside it chooses it:
-
-    - name: bridle
-      _target_: bridle.bridges.verl.BridleAgentLoop
-
-Under `actor_rollout_ref.rollout.custom` stand `bridle_server` (URL of `bridle serve`) and
-`bridle_tasks` (task file). The rows of the data set name tasks: `extra_info.task_id`.
+`docs/guides/verl.md` has verl's settings. Under `actor_rollout_ref.rollout.custom` stand
+`bridle_server` (URL of `bridle serve`) and `bridle_tasks` (task file). The rows of the data set
+name tasks: `extra_info.task_id`.
 
 verl's V1 trainer (verl 0.9) takes several outputs from one agent loop: each trace is one, and all
 have the advantage of their session, which counts once in its group. verl has one reward per
