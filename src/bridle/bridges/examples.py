@@ -196,12 +196,12 @@ def _repeated(items: Sequence[Hashable]) -> float:
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SftCounts:
     """Counts of what an export wrote."""
 
-    examples: int
-    tokens: int
+    examples: int = 0
+    tokens: int = 0
     """Tokens that train."""
     texts: int = 0
     """Examples without ids, which an engine without ids left; counted as `examples` too."""
@@ -209,18 +209,17 @@ class SftCounts:
 
 def write_sft(path: str | Path, examples: Iterable[Example]) -> SftCounts:
     """Write each example as a line, the file whole or not at all. `BridleError` with the path."""
-    count = tokens = texts = 0
+    counts = SftCounts()
 
     def lines() -> Iterable[JSON]:
-        nonlocal count, tokens, texts
         for one in examples:
-            count += 1
-            tokens += one.trained
-            texts += one.trace is None
+            counts.examples += 1
+            counts.tokens += one.trained
+            counts.texts += one.trace is None
             yield line(one)
 
     write_lines(path, lines())
-    return SftCounts(count, tokens, texts)
+    return counts
 
 
 def write_lines(path: str | Path, lines: Iterable[JSON]) -> int:

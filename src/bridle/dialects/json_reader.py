@@ -546,9 +546,7 @@ def number_at(
     return float(found)
 
 
-def whole_at(
-    value: JSON, key: str, path: str, *, least: int | None = None, most: int | None = None
-) -> int | None:
+def whole_at(value: JSON, key: str, path: str, *, least: int | None = None) -> int | None:
     """Return an integer within bounds (`8.0` is one, too); `None` where it is null or missing."""
     found = value.get(key)
     if found is None:
@@ -558,9 +556,8 @@ def whole_at(
     if isinstance(found, bool) or not whole:
         raise wrong(where, "an integer", found)
     low = -(2**63) if least is None else least
-    high = 2**63 - 1 if most is None else most
-    if not low <= found <= high:
-        raise _outside(where, found, low, high)
+    if not low <= found < 2**63:
+        raise _outside(where, found, low, 2**63 - 1)
     return int(found)
 
 

@@ -283,20 +283,19 @@ def smoothed(values: Sequence[float], width: int = AVERAGED) -> list[float]:
     return means
 
 
-def draw_text(values: Sequence[float], *, height: int = 6, low: float = 0.0) -> list[str]:
-    """Values as columns of blocks, `height` lines, top first; the scale is from `low` to 1 or more.
+def draw_text(values: Sequence[float], *, height: int = 6) -> list[str]:
+    """Values as columns of blocks, `height` lines, top first; the scale is from 0 to 1 or more.
 
     Nothing for no values.
     """
     if not values:
         return []
     top = max(1.0, *values)
-    eighths = [round((value - low) / (top - low) * height * 8) for value in values]
+    eighths = [round(value / top * height * 8) for value in values]
     lines = []
     for row in range(height - 1, -1, -1):
         cells = "".join(BLOCKS[min(8, max(0, count - 8 * row))] for count in eighths)
-        mark = f"{low + (top - low) * (row + 1) / height:4.2f} "
-        lines.append(f"{mark}┤{cells}")
+        lines.append(f"{top * (row + 1) / height:4.2f} ┤{cells}")
     lines.append(f"     └{'─' * len(values)}")
     return lines
 
