@@ -245,7 +245,8 @@ async def test_a_module_of_the_agent_s_does_not_stand_in_for_pytest(tmp_path, pl
     begin = f"{BEGIN}; mkdir -p src; printf '{test}' > t.py; git add -A; git commit -qm t"
     left = f"echo value = {value} > {place}/code_here.py; {FORGED.format(place)}"
     path = "" if place == "." else f'PYTHONPATH="$PWD/{place}" '
-    command = f"{path}{sys.executable} -m pytest -p no:cacheprovider -rA t.py"
+    plain = "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1"  # starts in half the time
+    command = f"{path}{plain} {sys.executable} -m pytest -p no:cacheprovider -rA t.py"
     async with two_runtimes(tmp_path, left, begin) as context:
         config = {"command": command, "fail_to_pass": ["t.py::test_it"]}
         assert (await TestOnOutput.from_config(config).evaluate(context)).reward == reward
