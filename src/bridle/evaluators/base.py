@@ -28,7 +28,7 @@ from typing import ClassVar, Final, Generic, Protocol, Self, TypeAlias, TypeVar
 from pydantic import ValidationError
 
 from bridle.config import Settings, Task, explain
-from bridle.errors import EvaluatorError
+from bridle.errors import EvaluatorError, RuntimeFailure
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
@@ -304,12 +304,15 @@ def _way(error: EvaluatorError) -> str:
     return error.way if isinstance(error, CheckerFailure) else str(error)
 
 
-async def read_file(runtime: Runtime, path: str) -> bytes:
-    """Return the content of a file inside. Raises `RuntimeFailure` or `OSError`."""
-    with tempfile.TemporaryDirectory(prefix="bridle-file-") as folder:
-        copy = Path(folder, "file")
-        await runtime.download(path, copy)
-        return await asyncio.to_thread(copy.read_bytes)
+async def read_file(runtime: Runtime, path: str, way: str) -> bytes:
+    """Return the content of a file inside. Raises `CheckerFailure` with `way` if there is none."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="bridle-file-") as folder:
+            copy = Path(folder, "file")
+            await runtime.download(path, copy)
+            return await asyncio.to_thread(copy.read_bytes)
+    except (RuntimeFailure, OSError) as error:
+        raise CheckerFailure(way, str(error)) from error
 
 
 # ---- the simplest evaluator

@@ -16,7 +16,7 @@ import math
 from pydantic import Field
 
 from bridle.config import Settings
-from bridle.errors import EvaluatorError, RuntimeFailure
+from bridle.errors import EvaluatorError
 from bridle.evaluators.base import (
     LATE,
     OURS,
@@ -78,7 +78,10 @@ class CommandEvaluator(Configured[CommandSettings]):
             said = {"exit_code": result.exit_code, "output": _tail(result)}
             if settings.reward_file is None:
                 return Evaluation(1.0 if result.exit_code == 0 else 0.0, metadata=said)
-            reward, more = await self._read_reward(runtime, settings.reward_file)
+            await runtime.kill()
+            way = f"evaluator command left no {settings.reward_file}"
+            text = await read_file(runtime, settings.reward_file, way)
+            reward, more = parse_reward(text.decode(errors="replace"), settings.reward_file)
         return Evaluation(reward, metadata={**more, **said})
 
     async def _clear(self, runtime: Runtime, name: str) -> None:
@@ -97,14 +100,6 @@ class CommandEvaluator(Configured[CommandSettings]):
         else:
             return
         raise CheckerFailure(f"evaluator command {how}", _tail(result))
-
-    async def _read_reward(self, runtime: Runtime, name: str) -> tuple[float, JSON]:
-        await runtime.kill()
-        try:
-            text = (await read_file(runtime, name)).decode()
-        except (RuntimeFailure, OSError, UnicodeDecodeError) as error:
-            raise CheckerFailure(f"evaluator command left no {name}", str(error)) from error
-        return parse_reward(text, name)
 
 
 def parse_reward(text: str, name: str) -> tuple[float, JSON]:

@@ -20,7 +20,7 @@ import orjson
 from pydantic import Field
 
 from bridle.config import Settings
-from bridle.errors import EvaluatorError, RuntimeFailure
+from bridle.errors import EvaluatorError
 from bridle.evaluators.base import (
     LATE,
     OURS,
@@ -118,13 +118,9 @@ class HarborEvaluator(Configured[HarborSettings]):
 async def _rewards(runtime: Runtime, folder: str, said: str) -> dict[str, float]:
     for name, read in (("reward.json", parse_json), ("reward.txt", parse_text)):
         there = await runtime.exec(["test", "-e", f"{folder}/{name}"])
-        if not there.ok:
-            continue
-        try:
-            text = (await read_file(runtime, f"{folder}/{name}")).decode()
-        except (RuntimeFailure, OSError, UnicodeDecodeError) as error:
-            raise CheckerFailure(f"{name} cannot be read", str(error)) from error
-        return read(text)
+        if there.ok:
+            text = await read_file(runtime, f"{folder}/{name}", f"{name} cannot be read")
+            return read(text.decode(errors="replace"))
     raise CheckerFailure(f"the tests left no reward.json or reward.txt in {folder}", said)
 
 

@@ -29,7 +29,7 @@ from xml.etree import ElementTree as ET
 from pydantic import Field, model_validator
 
 from bridle.config import Settings
-from bridle.errors import EvaluatorError, RuntimeFailure
+from bridle.errors import EvaluatorError
 from bridle.evaluators.base import (
     LATE,
     OBEYED,
@@ -169,7 +169,8 @@ class TestOnOutput(Configured[TestOnOutputSettings]):
         if junit is None:
             statuses = from_summary(said)
         else:
-            statuses = from_junit(await _read(runtime, f"{repo}/{junit}"))
+            path = f"{repo}/{junit}"
+            statuses = from_junit(await read_file(runtime, path, f"the tests left no {path}"))
         if result.exit_code != 0 and not {"failed", "error"} & set(statuses.values()):
             way = f"the tests ended with code {result.exit_code} and name no failure"
             raise CheckerFailure(way, said[-TAIL_CHARS:])
@@ -267,13 +268,6 @@ async def _apply(runtime: Runtime, repo: str, patch: str) -> None:
     if not result.ok:
         said = result.stderr.decode(errors="replace").strip()[-TAIL_CHARS:]
         raise EvaluatorError(f"the patch cannot be applied in a fresh runtime: {said}")
-
-
-async def _read(runtime: Runtime, path: str) -> bytes:
-    try:
-        return await read_file(runtime, path)
-    except (RuntimeFailure, OSError) as error:
-        raise CheckerFailure(f"the tests left no {path}", str(error)) from error
 
 
 def from_junit(text: bytes) -> dict[str, str]:
