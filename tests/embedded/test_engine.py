@@ -392,9 +392,9 @@ async def test_tied_weights_are_updated_as_one(tmp_path, opened):
         (
             [1, VOCAB, 2],
             {},
-            f"id {VOCAB} at position 1 is beyond the model's vocabulary of {VOCAB}",
+            rf"prompt\[1\]: {VOCAB} is not in the engine's vocabulary of {VOCAB} ids",
         ),
-        ([1, -1], {}, "id -1 at position 1"),
+        ([1, -1], {}, r"prompt\[1\]: -1 is not in"),
         ([1], {"temperature": -0.5}, "temperature"),
         ([1], {"temperature": float("nan")}, "temperature"),
         ([1], {"top_p": 0.0}, "top_p"),

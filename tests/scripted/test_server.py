@@ -169,7 +169,7 @@ async def test_named_tool_choice_ends_with_stop_and_none_parses_nothing(api):
         ("/v1/chat/completions",
          {"messages": USER, "kv_transfer_params": {"prompt_token_ids": ["a"]}}, "ids"),
         ("/v1/chat/completions",
-         {"messages": USER, "kv_transfer_params": {"prompt_token_ids": [999_999]}}, "not below"),
+         {"messages": USER, "kv_transfer_params": {"prompt_token_ids": [999_999]}}, "not in"),
         ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, "empty"),
         ("/inference/v1/generate", {"token_ids": [1]}, "sampling_params"),
         ("/inference/v1/generate", {"token_ids": "x", "sampling_params": {}}, "ids"),

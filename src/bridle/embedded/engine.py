@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridle.embedded.call import BatchedCall, Mailbox
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
+from bridle.engines.ids import check_vocabulary
 from bridle.errors import ContextOverflowError, EngineError, install_extra
 from bridle.scripted.tokenizer import load_tokenizer
 from bridle.types import JSON, Ids, LogprobMode, Sampling
@@ -167,7 +168,9 @@ class EmbeddedEngine:
                 "the embedded engine cannot constrain samples by a grammar", status=400
             )
         prompt = request.prompt.array()
-        _check_ids(prompt, loaded.vocab_size)
+        if len(prompt) == 0:
+            raise EngineError("the prompt is empty", status=400)
+        check_vocabulary(prompt, loaded.vocab_size)
         _check_sampling(sampling)
         room = loaded.context_length - len(prompt)
         if room < 1:
@@ -265,19 +268,6 @@ def _failure(error: BaseException) -> EngineError:
     if isinstance(error, EngineError):
         return error
     return EngineError(f"the embedded engine has failed: {type(error).__name__}: {error}")
-
-
-def _check_ids(prompt: Ids, vocab_size: int) -> None:
-    """Refuse an empty prompt and ids that the model has no embedding for."""
-    if len(prompt) == 0:
-        raise EngineError("the prompt is empty", status=400)
-    for at in (int(prompt.argmax()), int(prompt.argmin())):
-        if not 0 <= prompt[at] < vocab_size:
-            raise EngineError(
-                f"prompt id {prompt[at]} at position {at} is beyond the model's vocabulary of "
-                f"{vocab_size}",
-                status=400,
-            )
 
 
 def _check_sampling(sampling: Sampling) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import orjson
 
+from bridle.errors import EngineError
 from bridle.types import Ids
 
 _LARGEST = 2**31 - 1
@@ -122,6 +123,14 @@ def _why_no_ids(text: bytes) -> str:
         return f"not a JSON array of token ids: {error}"
     wrong = next(i for i, value in enumerate(values) if not 0 <= value <= _LARGEST)
     return f"[{wrong}]: {values[wrong]} is no token id"
+
+
+def check_vocabulary(prompt: Ids, size: int) -> None:
+    """Raise `EngineError` (400) naming an id that a vocabulary of `size` ids does not have."""
+    for at in (int(prompt.argmax()), int(prompt.argmin())) if len(prompt) else ():
+        if not 0 <= prompt[at] < size:
+            message = f"prompt[{at}]: {prompt[at]} is not in the engine's vocabulary of {size} ids"
+            raise EngineError(message, status=400)
 
 
 class TextIds:

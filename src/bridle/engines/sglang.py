@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Unpack
 from uuid import uuid4
 
-import numpy as np
-
 from bridle.aio import Nursery
 from bridle.engines.adapter import (
     ROUTER,
@@ -41,6 +39,7 @@ from bridle.engines.base import (
     join_chunks,
 )
 from bridle.engines.http import AbortedError, HttpCall
+from bridle.engines.ids import check_vocabulary
 from bridle.engines.probe import Finding, probe
 from bridle.engines.sglang_routes import (
     Ask,
@@ -311,15 +310,8 @@ class SglangEngine(ServerAdapter):
         size, room = len(request.prompt), self._context_length - len(request.prompt)
         if room < (request.sampling.max_tokens or 1):
             raise ContextOverflowError(size, self._context_length, request.sampling.max_tokens)
-        if size and self.vocab_size is not None:
-            ids = request.prompt.array()
-            if int(ids.max()) >= self.vocab_size:
-                at = int(np.argmax(ids))
-                raise EngineError(
-                    f"prompt[{at}]: {ids[at]} is not in the engine's vocabulary of "
-                    f"{self.vocab_size} ids",
-                    status=400,
-                )
+        if self.vocab_size is not None:
+            check_vocabulary(request.prompt.array(), self.vocab_size)
 
     def _ask(self, request: GenerateRequest) -> Ask:
         return Ask(

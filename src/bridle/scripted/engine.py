@@ -32,7 +32,7 @@ from bridle.engines.base import (
     GenerateChunk,
     GenerateRequest,
 )
-from bridle.engines.ids import IdsError
+from bridle.engines.ids import IdsError, check_vocabulary
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
 from bridle.harness_rules.table import HARNESS_RULES
 from bridle.scripted.script import (
@@ -370,9 +370,7 @@ def _prompt_array(request: GenerateRequest, vocab_size: int) -> Ids:
         ids = request.prompt.array()
     except IdsError as error:
         raise EngineError(f"prompt: {error}", status=400) from error
-    if len(ids) and int(ids.max()) >= vocab_size:
-        at = int(np.argmax(ids))
-        raise EngineError(f"prompt[{at}]: {ids[at]} is not below {vocab_size} tokens", status=400)
+    check_vocabulary(ids, vocab_size)
     return ids
 
 
