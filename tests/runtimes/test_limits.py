@@ -9,7 +9,6 @@ from bridle.runtimes.limits import (
     PREFIX,
     Cgroup,
     ResourceLimits,
-    Watched,
     available_cores,
     disk_use,
     first_reached,
@@ -170,8 +169,8 @@ def test_without_control_groups_all_cores_may_be_used(tmp_path):
 NOTHING = ResourceLimits()
 
 
-def watched(*, members=(), folders=(), bounds=NOTHING, storage=None):
-    return Watched(lambda: members, tuple(folders), bounds, storage)
+async def reached(*, members=(), folders=(), bounds=NOTHING, storage=1 << 40):
+    return await first_reached(lambda: members, folders, bounds, storage)
 
 
 @pytest.fixture
@@ -198,22 +197,23 @@ def child():
 )
 async def test_too_much_memory_or_too_many_threads_are_found(child, bounds, named):
     async with asyncio.timeout(15):
-        assert await first_reached(watched(members=[child], bounds=bounds)) == named
+        assert await reached(members=[child], bounds=bounds) == named
 
 
 async def test_within_its_limits_nothing_is_found(child, tmp_path):
     within = ResourceLimits(memory_bytes=4 << 30, processes=100)
-    looked = watched(members=[child, 2**22], folders=[tmp_path], bounds=within, storage=1 << 30)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
-            await first_reached(looked)
+            await reached(
+                members=[child, 2**22], folders=[tmp_path], bounds=within, storage=1 << 30
+            )
 
 
 async def test_too_much_on_disk_is_found(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "big").write_bytes(b"x" * (1 << 20))
     async with asyncio.timeout(15):
-        assert await first_reached(watched(folders=[tmp_path], storage=1 << 19)) == "storage"
+        assert await reached(folders=[tmp_path], storage=1 << 19) == "storage"
 
 
 def test_a_file_with_two_names_takes_its_room_once_and_holes_take_none(tmp_path):

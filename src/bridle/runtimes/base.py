@@ -21,14 +21,14 @@ class ExecResult:
 
     exit_code: int | None
     """The true exit code; `None` = ended by a signal or by us."""
-    signal: int | None
+    signal: int | None = None
     """The signal that ended it; `None` = none."""
-    timed_out: bool
-    stdout: bytes
-    stderr: bytes
-    truncated: bool
+    timed_out: bool = False
+    stdout: bytes = b""
+    stderr: bytes = b""
+    truncated: bool = False
     """True if output beyond the limit was dropped (the middle; head and tail are kept)."""
-    duration_s: float
+    duration_s: float = 0.0
     limit: str | None = None
     """The limit of the runtime that was reached: `memory`, `processes` or `storage`."""
 

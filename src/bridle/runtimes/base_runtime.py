@@ -40,7 +40,7 @@ from bridle.runtimes.files import (
     take_out,
     unpack,
 )
-from bridle.runtimes.limits import ResourceLimits, Watched, first_reached
+from bridle.runtimes.limits import ResourceLimits, first_reached
 from bridle.runtimes.process import EXEC_MARK, KILL_S, PLACE_MARK, POLL_S, SESSION_MARK, Command
 
 PACK = """
@@ -500,13 +500,9 @@ class Sandbox(OnThisMachine, Contained[RunningT]):
         return ResourceLimits(None, self._memory_bytes, self._spec.max_processes)
 
     async def _watch(self, up: RunningT) -> None:
+        folders = [self._scratch / name for name in self.folders]
         up.reached = await first_reached(
-            Watched(
-                members=lambda: self._members(up),
-                folders=tuple(self._scratch / name for name in self.folders),
-                bounds=self._bounds(),
-                storage_bytes=self._storage_bytes,
-            )
+            lambda: self._members(up), folders, self._bounds(), self._storage_bytes
         )
         self._end(up)
 

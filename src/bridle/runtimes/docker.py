@@ -80,25 +80,13 @@ log = structlog.get_logger(__name__)
 async def docker(
     words: Sequence[str],
     *,
-    stdin: bytes | Path | None = None,
-    stdout: Path | None = None,
-    stdout_limit: int | None = None,
     env: Mapping[str, str] | None = None,
     timeout_s: float | None = CALL_S,
-    log: Path | None = None,
+    **more: Any,  # noqa: ANN401 - as `Command` takes it
 ) -> str:
     """Run `docker WORDS` and return its stdout. `RuntimeFailure` carries its stderr."""
-    command = Command(
-        argv=[program(), *words],
-        cwd="/",
-        env={**(env or {}), **client_environment()},
-        stdin=stdin,
-        stdout=stdout,
-        stdout_limit=stdout_limit,
-        timeout_s=timeout_s,
-        output_limit=OUTPUT,
-        log=log,
-    )
+    argv, own = [program(), *words], {**(env or {}), **client_environment()}
+    command = Command(argv, "/", own, timeout_s=timeout_s, output_limit=OUTPUT, **more)
     return await output_of(command, f"docker {words[0]}")
 
 

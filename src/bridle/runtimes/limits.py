@@ -14,7 +14,7 @@ import os
 import resource
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,29 +209,25 @@ PATIENCE = 20.0
 """The disk is not looked at more often than takes this share of the time: 1 / (1 + PATIENCE)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """Processes and folders that a watch polls, and their limits."""
+async def first_reached(
+    members: Callable[[], Iterable[int]],
+    folders: Sequence[Path],
+    bounds: ResourceLimits,
+    storage_bytes: int,
+) -> str:
+    """Poll a sandbox; return when a limit is exceeded: `memory`, `processes` or `storage`.
 
-    members: Callable[[], Iterable[int]]
-    """Processes of the sandbox, by the machine's numbers."""
-    folders: tuple[Path, ...]
-    bounds: ResourceLimits
-    """Limits that no control group keeps already."""
-    storage_bytes: int | None
-
-
-async def first_reached(watched: Watched) -> str:
-    """Return when a limit is exceeded: `memory`, `processes` or `storage`."""
+    `members` gives its processes, by the machine's numbers; `bounds` are the limits that no control
+    group keeps already.
+    """
     loop = asyncio.get_running_loop()
     next_disk = loop.time()
     while True:
-        if (found := await asyncio.to_thread(_processes, watched)) is not None:
+        if (found := await asyncio.to_thread(_processes, members, bounds)) is not None:
             return found
-        if watched.storage_bytes is not None and loop.time() >= next_disk:
+        if loop.time() >= next_disk:
             began = loop.time()
-            used = await asyncio.to_thread(disk_use, watched.folders)
-            if used > watched.storage_bytes:
+            if await asyncio.to_thread(disk_use, folders) > storage_bytes:
                 return "storage"
             next_disk = loop.time() + max(LOOK_S, PATIENCE * (loop.time() - began))
         await asyncio.sleep(LOOK_S)
@@ -273,11 +269,10 @@ def disk_use(folders: Iterable[Path]) -> int:
     return total
 
 
-def _processes(watched: Watched) -> str | None:
-    bounds = watched.bounds
+def _processes(members: Callable[[], Iterable[int]], bounds: ResourceLimits) -> str | None:
     if bounds.memory_bytes is None and bounds.processes is None:
         return None
-    pids = list(watched.members())
+    pids = list(members())
     if bounds.processes is not None and sum(map(_threads, pids)) > bounds.processes:
         return "processes"
     if bounds.memory_bytes is not None and sum(map(_resident, pids)) > bounds.memory_bytes:

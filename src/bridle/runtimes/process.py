@@ -432,15 +432,7 @@ def _not_run(command: Command, code: int, why: str, log: LogFile | None) -> Exec
     said = f"bridle: {command.argv[0]}: {why}\n".encode()
     if log is not None:
         log.feed(said)
-    return ExecResult(
-        exit_code=code,
-        signal=None,
-        timed_out=False,
-        stdout=b"",
-        stderr=said,
-        truncated=False,
-        duration_s=0.0,
-    )
+    return ExecResult(code, stderr=said)
 
 
 async def _ended(child: subprocess.Popen[bytes], streams: _Streams) -> None:
