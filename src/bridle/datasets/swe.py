@@ -229,54 +229,23 @@ def _script(row: Mapping[str, Any], spec: Mapping[str, Any], where: str) -> str:
     patch = _patch(row, "test_patch", where)
     old = re.findall(r"(?m)^--- a/([^\t\n]+)", patch)
     reset = f"git checkout {base} {shlex.join(old)}" if old else "true"
-    if "commands" in spec:
-        return _listed(row, spec, (reset, patch), where)
     install = spec.get("install") or ()
-    return "\n".join(
-        [
-            "set +u",
-            *CONDA,
-            f"cd {WORKDIR}",
-            *(spec.get("eval_commands") or ()),
-            f"git config --global --add safe.directory {WORKDIR}",
-            *CONDA,
-            *([install] if isinstance(install, str) else install),
-            reset,
-            _applied(patch, "-v"),
-            START,
-            _tests(row["repo"], str(spec["test_cmd"]), patch, where),
-            END,
-            reset,
-        ]
-    )
-
-
-def _listed(
-    row: Mapping[str, Any], spec: Mapping[str, Any], tests: tuple[str, str], where: str
-) -> str:
-    """Return the evaluation where all is installed in the image, and the commands name the
-    tests.
-    """
-    assets = decode_field(row.get("image_assets"))
-    if isinstance(assets, dict) and assets.get("test_patch"):
-        raise ConfigError(
-            f"{where}: image_assets: the tests need pictures from the network, which a container "
-            "that grades has not"
-        )
-    reset, patch = tests
-    return "\n".join(
-        [
-            f"cd {WORKDIR}",
-            f"git config --global --add safe.directory {WORKDIR}",
-            reset,
-            _applied(patch, "--verbose", "--reject"),
-            *(spec.get("build") or ()),
-            START,
-            *spec["commands"],
-            END,
-            reset,
-        ]
-    )
+    begin: tuple[str, ...] = ("set +u", *CONDA)
+    ready = (*CONDA, *([install] if isinstance(install, str) else install))
+    applied, tests = _applied(patch, "-v"), spec.get("commands")
+    if tests is None:
+        tests = [_tests(row["repo"], str(spec["test_cmd"]), patch, where)]
+    else:  # all is installed in the image, and the commands name the tests
+        begin, ready, applied = (), (), _applied(patch, "--verbose", "--reject")
+        assets = decode_field(row.get("image_assets"))
+        if isinstance(assets, dict) and assets.get("test_patch"):
+            raise ConfigError(
+                f"{where}: image_assets: the tests need pictures from the network, which a "
+                "container that grades has not"
+            )
+    lines = [*begin, f"cd {WORKDIR}", *(spec.get("eval_commands") or ())]
+    lines += [f"git config --global --add safe.directory {WORKDIR}", *ready, reset, applied]
+    return "\n".join([*lines, *(spec.get("build") or ()), START, *tests, END, reset])
 
 
 def _tests(repo: str, command: str, patch: str, where: str) -> str:
