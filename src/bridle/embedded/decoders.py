@@ -433,7 +433,7 @@ class SingleDecoder:
         return True
 
     def release(self, call: BatchedCall, *, keep: bool) -> None:
-        if keep and call.state is not None and self._feeding is not Feeding.ANEW:
+        if keep and call.state is not None:
             ids = call.ids[: call.computed]
             size_bytes = sum(_tensor_bytes(call.state.layers))
             self.prefixes.add(ids, call.state, size_bytes, call.experts)
@@ -454,27 +454,21 @@ class SingleDecoder:
 
     def _advance(self, call: BatchedCall, end: int) -> torch.Tensor:
         """Compute ids up to `end`; return the logits after the last one."""
-        if self._feeding is Feeding.ANEW:
-            output, routed = _routed(
-                self._model, input_ids=self._row(call, 0, end), use_cache=False
-            )
-            if routed is not None:
-                call.routed(0, routed)
-            call.computed = end
-            last: torch.Tensor = output.logits[0, -1]
-            return last
+        anew = self._feeding is Feeding.ANEW
         single = self._feeding is Feeding.TOKENS and call.state is not None
+        last: torch.Tensor
         while call.computed < end:
+            start = 0 if anew else call.computed
             until = call.computed + 1 if single else end
             output, routed = _routed(
                 self._model,
-                input_ids=self._row(call, call.computed, until),
-                use_cache=True,
+                input_ids=self._row(call, start, until),
+                use_cache=not anew,
                 **({} if call.state is None else {self._cache_name: call.state}),
             )
             if routed is not None:
-                call.routed(call.computed, routed)
-            call.state = getattr(output, self._cache_name)
+                call.routed(start, routed)
+            call.state = None if anew else getattr(output, self._cache_name)
             call.computed = until
             last = output.logits[0, -1]
         return last

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -256,7 +256,7 @@ def _default_cache_bytes(device: torch.device) -> int:
 def _free_memory() -> int:
     """Return the bytes that this process may still allocate, by the system and its cgroup."""
     known = [4 << 30]
-    try:
+    with suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 known = [int(line.split()[1]) << 10]
@@ -264,8 +264,6 @@ def _free_memory() -> int:
         if limit != "max":
             used = int(Path("/sys/fs/cgroup/memory.current").read_text())
             known.append(int(limit) - used)
-    except (OSError, ValueError):
-        return max(min(known), 0)
     return max(min(known), 0)
 
 
