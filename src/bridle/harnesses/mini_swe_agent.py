@@ -9,12 +9,10 @@ and not the program's, so the session completes and the evaluator says what it w
 
 from __future__ import annotations
 
-import json
-
 from pydantic import Field
 
 from bridle.config import Settings, merged
-from bridle.harnesses.base import Launch, LaunchContext
+from bridle.harnesses.base import Launch, LaunchContext, as_json
 from bridle.harnesses.packaged import PackagedHarness, PyPI
 from bridle.types import JSON, Dialect
 
@@ -79,6 +77,5 @@ class MiniSweAgent(PackagedHarness[MiniSettings]):
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "LITELLM_TELEMETRY": "False",
         }
-        # JSON is YAML.
-        text = json.dumps(merged(self._settings.config, own)).encode()
+        text = as_json(merged(self._settings.config, own))  # JSON is YAML
         return Launch(command, env, files={config: text}, logs=(log,))

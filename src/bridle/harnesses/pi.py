@@ -7,11 +7,10 @@ the network in offline mode.
 
 from __future__ import annotations
 
-import json
 from typing import Literal
 
 from bridle.config import Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash, events_backwards
+from bridle.harnesses.base import Launch, LaunchContext, as_json, crash, events_backwards
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Cause, Dialect
 
@@ -69,8 +68,8 @@ class Pi(PackagedHarness[PiSettings]):
         }
         own: JSON = {"enableInstallTelemetry": False, "quietStartup": True}
         files = {
-            f"{folder}/models.json": json.dumps(self._models(context)).encode(),
-            f"{folder}/settings.json": json.dumps(own).encode(),
+            f"{folder}/models.json": as_json(self._models(context)),
+            f"{folder}/settings.json": as_json(own),
         }
         # From stdin: an argument has a size limit, and one that begins with @ or - means another.
         return self._with_stdin(context, folder, command, env, files)
@@ -95,18 +94,11 @@ class Pi(PackagedHarness[PiSettings]):
         """Exit code 0 counts only if its last assistant message is not an error."""
         if (cause := crash(exit_code, signal)) is not None:
             return cause
-        if _last_stop_reason(stdout) in ("error", "aborted"):
-            return Cause.HARNESS_MODEL_ERROR
-        return None
-
-
-def _last_stop_reason(stdout: bytes) -> str | None:
-    """Return `stopReason` of the last assistant message in the event stream; `None` = none."""
-    for event in events_backwards(stdout, '"message_end"'):
-        message = event.get("message")
-        if event.get("type") != "message_end" or not isinstance(message, dict):
-            continue
-        if message.get("role") == "assistant":
-            reason = message.get("stopReason")
-            return reason if isinstance(reason, str) else None
-    return None
+        ends = (
+            event["message"]
+            for event in events_backwards(stdout, '"message_end"')
+            if event.get("type") == "message_end" and isinstance(event.get("message"), dict)
+        )
+        last: JSON = next((each for each in ends if each.get("role") == "assistant"), {})
+        failed = last.get("stopReason") in ("error", "aborted")
+        return Cause.HARNESS_MODEL_ERROR if failed else None
