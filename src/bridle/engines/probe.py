@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 from uuid import uuid4
 
@@ -320,8 +320,7 @@ class ProbeReport:
 
     def rows(self) -> list[JSON]:
         """Return the findings as plain objects, for tables and `--json`."""
-        names = Finding.__dataclass_fields__
-        return [{name: getattr(one, name) for name in names} for one in self.findings]
+        return [asdict(one) for one in self.findings]
 
     def require(self, where: str, *, allow_untokenized: bool = False) -> None:
         """Raise `EngineError` saying what is missing and how to get it, unless text is enough."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -111,7 +111,9 @@ class VllmTeacher(ServedTeacher):
         read = _read(await self._post(vllm_schemas.COMPLETIONS, body, len(ids)), _VLLM)
         (choice,) = read.choices
         _check_ids(ids, choice.prompt_token_ids)
-        return _scores(ids, top, [_by_id(at) for at in choice.prompt_logprobs])
+        listed = [at or {} for at in choice.prompt_logprobs]
+        named = [{id_: one.logprob for id_, one in at.items()} for at in listed]
+        return _scores(ids, top, named)
 
 
 class SglangTeacher(ServedTeacher):
@@ -198,10 +200,6 @@ def _read(body: bytes, decoder: msgspec.json.Decoder[_Read]) -> _Read:
         ) from None
 
 
-def _by_id(at: dict[int, _Logprob] | None) -> dict[int, float | None]:
-    return {} if at is None else {id_: one.logprob for id_, one in at.items()}
-
-
 def _check_ids(sent: Ids, found: Sequence[int]) -> None:
     if sent.tolist() != list(found):
         raise GarbledError(
@@ -209,7 +207,7 @@ def _check_ids(sent: Ids, found: Sequence[int]) -> None:
         )
 
 
-def _scores(ids: Ids, top: int, listed: Sequence[dict[int, float | None]]) -> Scores:
+def _scores(ids: Ids, top: int, listed: Sequence[Mapping[int, float | None]]) -> Scores:
     """Make the scores of a reply; `listed` has the logprobs by id at each position."""
     logprobs = np.zeros(len(ids), np.float32)
     top_ids = np.full((len(ids), top), -1, np.int32)

@@ -23,7 +23,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from bridle.config import cache_dir
@@ -78,13 +78,12 @@ class Recipe:
 
 @dataclass(slots=True)
 class Builder:
-    """Helper that a recipe builds with: target folder, commands, log."""
+    """Helper that a recipe builds with: target folder and commands."""
 
     folder: Path
     """The bundle in the making; it is renamed later, so nothing in it may name it."""
     report: Report
     label: str
-    _log: list[str] = field(default_factory=list)
 
     def say(self, line: str) -> None:
         self.report(f"{self.label}: {line}")

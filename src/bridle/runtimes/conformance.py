@@ -11,8 +11,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,8 +21,8 @@ from bridle.config import RuntimeSpec
 from bridle.errors import RuntimeFailure
 from bridle.runtimes.base import ExecResult, Mount, Runtime, RuntimeFactory
 
-BEAT = "while true; do echo x >> {file}; sleep 0.02; done"
-"""A command that appends to a file as long as it lives."""
+BEAT = "while true; do echo x >> beat; sleep 0.02; done"
+"""A command that appends to the file `beat` as long as it lives."""
 
 
 BEGUN_S = (1.5, 6.0, 24.0)
@@ -64,32 +64,6 @@ def expect(truth: object, seen: object) -> None:
         raise Nonconformity(str(seen))
 
 
-@asynccontextmanager
-async def bench(
-    factory: RuntimeFactory, folder: Path, spec: RuntimeSpec | None = None
-) -> AsyncIterator[Fixtures]:
-    """Start a runtime and what a check needs around it; all of it is stopped at the end."""
-    mount = Mount(folder / "bundle", "/opt/bundle")
-    mount.source.mkdir(parents=True)
-    spec = spec or RuntimeSpec()
-    (mount.source / "given").write_text("mounted")
-    async with AsyncExitStack() as stack:
-
-        async def started(name: str, mounts: tuple[Mount, ...] = ()) -> Runtime:
-            scratch = folder / name
-            scratch.mkdir()
-            session_id = f"conformance-{name}-{os.getpid()}-{time.time_ns()}"
-            runtime = factory(spec, session_id, scratch, mounts)
-            stack.push_async_callback(runtime.stop)
-            await runtime.start()
-            return runtime
-
-        host = folder / "host"
-        host.mkdir()
-        runtime = await started("first", (mount,))
-        yield Fixtures(runtime, lambda: started("second"), host, mount)
-
-
 async def run_check(
     check: Check, factory: RuntimeFactory, folder: Path, spec: RuntimeSpec | None = None
 ) -> None:
@@ -98,8 +72,23 @@ async def run_check(
     `folder` is an empty host folder of its own. Raises `Nonconformity` if the check does not
     hold, `BridleError` if the runtime fails altogether.
     """
-    async with bench(factory, folder, spec) as place:
-        await check(place)
+    mount, host = Mount(folder / "bundle", "/opt/bundle"), folder / "host"
+    for each in (mount.source, host):
+        each.mkdir(parents=True)
+    (mount.source / "given").write_text("mounted")
+    async with AsyncExitStack() as stack:
+
+        async def started(name: str, mounts: tuple[Mount, ...] = ()) -> Runtime:
+            scratch = folder / name
+            scratch.mkdir()
+            session_id = f"conformance-{name}-{os.getpid()}-{time.time_ns()}"
+            runtime = factory(spec or RuntimeSpec(), session_id, scratch, mounts)
+            stack.push_async_callback(runtime.stop)
+            await runtime.start()
+            return runtime
+
+        runtime = await started("first", (mount,))
+        await check(Fixtures(runtime, lambda: started("second"), host, mount))
 
 
 # ---- endings
@@ -330,33 +319,31 @@ async def the_gateway_is_reached(bench: Fixtures) -> None:
 
 @_check
 async def a_timeout_ends_all_that_was_started(bench: Fixtures) -> None:
-    beat = BEAT.format(file="beat")
-    command = f"({beat}) & setsid bash -c '{beat}' & {beat}"
+    command = f"({BEAT}) & setsid bash -c '{BEAT}' & {BEAT}"
     result = await _timed_out(bench.runtime, command)
     expect(result.timed_out and result.exit_code is None and not result.ok, result)
-    await _has_stopped(bench.runtime, "beat")
+    await _has_stopped(bench.runtime)
 
 
 @_check
 async def a_process_that_ignores_sigterm_is_ended(bench: Fixtures) -> None:
-    beat = BEAT.format(file="beat")
-    result = await _timed_out(bench.runtime, f"trap '' TERM; {beat}")
+    result = await _timed_out(bench.runtime, f"trap '' TERM; {BEAT}")
     expect(result.timed_out and not result.ok and result.exit_code is None, result)
-    await _has_stopped(bench.runtime, "beat")
+    await _has_stopped(bench.runtime)
 
 
 @_check
 async def a_cancelled_caller_leaves_nothing(bench: Fixtures) -> None:
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(bench.runtime.exec(BEAT.format(file="beat")))
+        running = group.create_task(bench.runtime.exec(BEAT))
         await _until(bench.runtime, "test -s beat")
         running.cancel()
-    await _has_stopped(bench.runtime, "beat")
+    await _has_stopped(bench.runtime)
 
 
 @_check
 async def what_a_command_leaves_running_is_there_for_the_next(bench: Fixtures) -> None:
-    daemon = f"(setsid bash -c '{BEAT.format(file='beat')}' </dev/null >/dev/null 2>&1 &) &"
+    daemon = f"(setsid bash -c '{BEAT}' </dev/null >/dev/null 2>&1 &) &"
     await bench.runtime.exec(f"{daemon} until [ -s beat ]; do sleep 0.02; done")
     size = (await bench.runtime.exec("wc -c < beat")).stdout.decode().strip()
     await _until(bench.runtime, f"test $(wc -c < beat) -gt {size}")
@@ -364,23 +351,22 @@ async def what_a_command_leaves_running_is_there_for_the_next(bench: Fixtures) -
 
 @_check
 async def kill_ends_daemons_and_can_be_repeated(bench: Fixtures) -> None:
-    beat = BEAT.format(file="beat")
-    daemon = f"(setsid bash -c \"trap '' TERM; {beat}\" </dev/null >/dev/null 2>&1 &) &"
+    daemon = f"(setsid bash -c \"trap '' TERM; {BEAT}\" </dev/null >/dev/null 2>&1 &) &"
     started = await bench.runtime.exec(f"{daemon} until [ -s beat ]; do sleep 0.02; done")
     expect(started.ok, started)
     await bench.runtime.kill()
-    await _has_stopped(bench.runtime, "beat")
+    await _has_stopped(bench.runtime)
     await bench.runtime.kill()
 
 
 @_check
 async def kill_ends_a_running_exec(bench: Fixtures) -> None:
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(bench.runtime.exec(f"touch up; {BEAT.format(file='beat')}"))
+        running = group.create_task(bench.runtime.exec(f"touch up; {BEAT}"))
         await _until(bench.runtime, "test -s beat")
         await bench.runtime.kill()
     expect(running.result().exit_code != 0, running.result())
-    await _has_stopped(bench.runtime, "beat")
+    await _has_stopped(bench.runtime)
 
 
 @_check
@@ -430,9 +416,8 @@ async def _until(runtime: Runtime, condition: str) -> None:
     expect(result.ok, f"never came true: {condition}")
 
 
-async def _has_stopped(runtime: Runtime, beat: str) -> None:
+async def _has_stopped(runtime: Runtime) -> None:
     """Expect that the process that wrote to `beat` writes no more."""
-    count = f"sleep 0.1; wc -c < {beat}; sleep 0.2; wc -c < {beat}"
-    result = await runtime.exec(count)
+    result = await runtime.exec("sleep 0.1; wc -c < beat; sleep 0.2; wc -c < beat")
     first, second = result.stdout.split()
-    expect(first == second and first != b"0", f"{beat} grew from {first!r} to {second!r}")
+    expect(first == second and first != b"0", f"beat grew from {first!r} to {second!r}")
