@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsFloat
 
 import structlog
-from pydantic import ValidationError
 
 from bridle import telemetry as trackers
 from bridle.aio import run_shielded
@@ -38,7 +37,7 @@ from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import EngineSetup, FileConfig, load_config, open_setup
 from bridle.cli.output import log_to_stderr, progress
-from bridle.config import AgentSpec, EvaluatorSpec, Limits, SamplingPolicy, Task, explain
+from bridle.config import AgentSpec, EvaluatorSpec, Limits, SamplingPolicy, Task, validated
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Evaluation
 from bridle.evaluators.function import evaluation_of
@@ -583,10 +582,7 @@ def _task(given: Task | JSON | str, number: int) -> Task:
     fields = {"instruction": given} if isinstance(given, str) else given
     if not isinstance(fields, Mapping):
         raise ConfigError(f"tasks[{number}]: {given!r} is not an instruction, a Task or its fields")
-    try:
-        return Task.model_validate({"task_id": f"task-{number}", **fields})
-    except ValidationError as error:
-        raise explain(error, f"tasks[{number}]") from None
+    return validated(Task, {"task_id": f"task-{number}", **fields}, f"tasks[{number}]")
 
 
 def _agent(words: str) -> AgentSpec:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -26,6 +26,9 @@ class Settings(BaseModel):
     """Base of all settings: frozen, unknown fields refused, docstrings as descriptions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class FieldPolicy(Settings):
@@ -435,6 +438,28 @@ def _model_of(annotation: object) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_of, get_args(annotation))), None)
+
+
+def validated(model: type[ModelT], given: object, where: str) -> ModelT:
+    """Validate settings. `ConfigError` names the first fault, after `where`."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise explain(error, where) from None
+
+
+def with_flags(given: JSON, flags: Mapping[str, Any]) -> JSON:
+    """Return settings with the flags that were given (not `None`) before their own values, those of
+    tables too. What is no table stays, for validation to refuse.
+    """
+    both = dict(given)
+    for name, flag in flags.items():
+        table = given.get(name, {})
+        if isinstance(flag, Mapping):
+            both[name] = with_flags(table, flag) if isinstance(table, dict) else table
+        elif flag is not None:
+            both[name] = flag
+    return both
 
 
 def merged(under: JSON, over: JSON) -> JSON:

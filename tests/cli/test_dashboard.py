@@ -19,7 +19,7 @@ from tests.dashboard.test_app import links_to
 
 from bridle.cli.config import load_config
 from bridle.cli.dashboard import access_control, may
-from bridle.cli.serve import executor_flags, server_of
+from bridle.cli.serve import server_of
 from bridle.client import AsyncClient, Client
 from bridle.errors import ConfigError
 from bridle.server.auth import ApiToken, Auth, TokenRole
@@ -132,7 +132,7 @@ def tenants(tmp_path):
             "tokens": tmp_path / "tokens.toml",
             "permits": {"runtimes": ("local",)},
         },
-        executor=executor_flags(None, concurrency=2),
+        executor={"node": {"run_slots": 2}},
     )
 
 

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ from tests.node.house import AGENT
 from tests.server.house import until
 
 from bridle.cli.config import load_config
-from bridle.cli.serve import OpensNode, executor_flags, server_of, workers_of
+from bridle.cli.serve import open_node, server_of, workers_of
 from bridle.client import AsyncClient, Client
 from bridle.config import AgentSpec, Task
 from bridle.credentials import announce_server
@@ -109,8 +110,8 @@ def test_tasks_are_submitted_watched_and_shown_from_the_command_line(tmp_path, s
 async def test_a_whole_server_is_opened_in_a_process_and_leaves_nothing(tmp_path):
     server = {"port": 0, "data": tmp_path / "data"}
     engines = [f"scripted:{script(tmp_path)}"]
-    flags = executor_flags(None, concurrency=2)
-    config = load_config(None, engines=engines, server=server, executor=flags)
+    executor = {"node": {"run_slots": 2}}
+    config = load_config(None, engines=engines, server=server, executor=executor)
     for expected in ([True], [False]):
         async with server_of(config) as opened, AsyncClient(opened.url) as client:
             assert await client.submit_many(tasks(1)) == expected
@@ -135,7 +136,7 @@ def whole_config(tmp_path, **server):
         None,
         engines=[f"scripted:{script(tmp_path)}"],
         server={"port": 0, "data": tmp_path / "data", **server},
-        executor=executor_flags(None, concurrency=1),
+        executor={"node": {"run_slots": 1}},
     )
 
 
@@ -268,7 +269,7 @@ def config(tmp_path):
 
 
 async def test_a_node_is_opened_from_a_config_that_travelled(tmp_path, config):
-    opens = pickle.loads(pickle.dumps(OpensNode(config)))  # noqa: S301 - our own
+    opens = pickle.loads(pickle.dumps(partial(open_node, config)))  # noqa: S301 - our own
     async with opens(tmp_path / "n", cpus=1.5) as node:
         assert (node.settings.run_slots, node.settings.post_slots) == (3, 3)
         task = Task(task_id="t", instruction="x", agent=AgentSpec(harness="command", command=AGENT))

@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]  # it ships no types
 from tests.cli.test_serve import script, tasks
 
 from bridle.cli.config import load_config
-from bridle.cli.serve import executor_flags, server_of
+from bridle.cli.serve import server_of
 from bridle.client import AsyncClient
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "monitoring"
@@ -59,7 +59,7 @@ def a_server_of(tmp_path):
         None,
         engines=[f"scripted:{script(tmp_path)}"],
         server={"port": 0, "data": tmp_path / "data"},
-        executor=executor_flags(None, concurrency=2),
+        executor={"node": {"run_slots": 2}},
     )
     return server_of(config)
 

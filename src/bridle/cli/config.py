@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from bridle.config import ModelSpec, Settings, explain, load_toml, merged
+from bridle.config import ModelSpec, Settings, load_toml, merged, validated, with_flags
 from bridle.engines.pool_replica import RoutingSettings
 from bridle.errors import ConfigError, Problems
 from bridle.gateway.settings import GatewaySettings
@@ -53,38 +53,25 @@ def load_config(
     *,
     engines: Sequence[str] = (),
     tokenizer: str | None = None,
-    gateway: Mapping[str, Any] | None = None,
-    server: Mapping[str, Any] | None = None,
-    executor: Mapping[str, Any] | None = None,
     telemetry: str | None = None,
+    **tables: Mapping[str, Any] | None,
 ) -> FileConfig:
     """Read a config file; variables (`from_environment`) override it, and flags override both.
 
-    A flag is not given where it is `None`. `ConfigError` for a mistake, and if nothing names an
-    engine.
+    `tables` are flags of `gateway`, `server` and `executor`. A flag is not given where it is
+    `None`. `ConfigError` for a mistake, and if nothing names an engine.
     """
     variables = from_environment(os.environ)
     where = "the arguments" if path is None else str(path)
     where += " and the variables BRIDLE_..." if variables else ""
     given = merged({} if path is None else load_toml(path), variables)
-    for name, said in (("gateway", gateway), ("server", server), ("executor", executor)):
-        table = given.get(name, {})
-        if said is None or not isinstance(table, dict):
-            continue
-        given[name] = said  # a text, from Python, is refused below
-        if isinstance(said, Mapping):
-            flags = {key: value for key, value in said.items() if value is not None}
-            given[name] = merged(table, flags)
-    if engines:
-        given["engines"] = tuple(engines)
-    if tokenizer is not None:
-        given["tokenizer"] = tokenizer
-    if telemetry is not None:
-        given["telemetry"] = tuple(telemetry.split(","))
-    try:
-        config = FileConfig.model_validate(given)
-    except ValidationError as error:
-        raise explain(error, where) from error
+    flags = {
+        "engines": tuple(engines) or None,
+        "tokenizer": tokenizer,
+        "telemetry": None if telemetry is None else tuple(telemetry.split(",")),
+        **tables,
+    }
+    config = validated(FileConfig, with_flags(given, flags), where)
     if not config.engines and not config.server.engines_from:
         raise ConfigError(
             "no engine is given: give --engine, `engine=` in Python, or `engines = [...]` in a"

@@ -137,7 +137,8 @@ def dashboard_mount(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[
         @cache
         def source_of(token: str) -> ServerSource:
             # The capture holds the sessions of all owners: only an admin may read it.
-            own = folder if owner_of(auth, token) is None else None
+            caller = _caller(auth, token)
+            own = folder if caller is not None and caller.tenant is None else None
             # The client replaces an empty token by the one that this user's clients find.
             client = opened.enter_context(Client(url(), token=token or "none", patience_s=1.0))
             may_submit = may(auth, token, TokenRole.SUBMIT)
@@ -150,12 +151,6 @@ def dashboard_mount(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[
 def may(auth: Auth, token: str, role: TokenRole) -> bool:
     caller = _caller(auth, token)
     return caller is not None and caller.may(role)
-
-
-def owner_of(auth: Auth, token: str) -> str | None:
-    """Return the owner whose tasks a token may read; `None` = all (an admin), "" = unknown."""
-    caller = _caller(auth, token)
-    return "" if caller is None else caller.tenant
 
 
 def _caller(auth: Auth, token: str) -> Caller | None:

@@ -348,19 +348,15 @@ def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
 
 def _spec(given: str) -> EvaluatorSpec:
     """Read the evaluator of a TOML file, or return that of a name."""
-    from pydantic import ValidationError
-
-    from bridle.config import EvaluatorSpec, explain
+    from bridle.config import EvaluatorSpec, validated
 
     if not given.endswith(".toml"):
         return EvaluatorSpec(strategy=given)
     try:
         whole = tomllib.loads(Path(given).read_text())
-        return EvaluatorSpec.model_validate(whole.get("evaluator", whole))
-    except ValidationError as error:
-        raise explain(error, f"{given}: evaluator") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"--evaluator {given}: {error}") from error
+    return validated(EvaluatorSpec, whole.get("evaluator", whole), f"{given}: evaluator")
 
 
 def _output(folder: Path) -> dict[str, Any]:

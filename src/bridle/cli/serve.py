@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import (
-    AbstractAsyncContextManager,
     AsyncExitStack,
     ExitStack,
     asynccontextmanager,
     contextmanager,
 )
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,15 +72,11 @@ class ServeFlags:
     json: JsonOption = False
 
     def table(self) -> dict[str, Any]:
-        """Return the values of the `[server]` table that the flags set."""
+        """Return the values of the `[server]` table; `None` = not given."""
         names = ("engines_from", "host", "port", "data", "database", "trajectories", "tokens")
-        table = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.allow_host:
-            table["hosts"] = tuple(self.allow_host)
-        permits = {"host_paths": self.allow_path, "callbacks": self.callback_to}
-        if given := {name: tuple(value) for name, value in permits.items() if value}:
-            table["permits"] = given
-        return table
+        permits = {"host_paths": self.allow_path or None, "callbacks": self.callback_to or None}
+        lists = {"hosts": self.allow_host or None, "permits": permits}
+        return {name: getattr(self, name) for name in names} | lists
 
 
 @with_option_groups
@@ -105,7 +101,7 @@ def serve(
     loaded = engines.load(
         gateway={"stream": stream, "prompt": prompt},
         server=server.table(),
-        executor=executor_flags(executor, concurrency),
+        executor={"kind": executor, "node": {"run_slots": concurrency}},
         telemetry=telemetry,
     )
     _check_output(loaded.server)
@@ -118,12 +114,6 @@ def _check_output(server: ServerSettings) -> None:
         check_storage(server.trajectories, "--trajectories")
     elif server.trajectories:
         check_folder(Path(server.trajectories), "--trajectories")
-
-
-def executor_flags(kind: str | None, concurrency: int | None) -> dict[str, Any]:
-    """Return the values of the `[executor]` table that flags set."""
-    slots = {} if concurrency is None else {"node": {"run_slots": concurrency}}
-    return slots if kind is None else {"kind": kind, **slots}
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,21 +243,14 @@ def _owner(data: Path) -> str:
     return path.read_text()
 
 
-@dataclass(frozen=True, slots=True)
-class OpensNode:
-    """Opener of a config's node on any machine; implements `bridle.node.base.NodeOpener`."""
-
-    config: FileConfig
-
-    def __call__(
-        self, folder: Path, cpus: float | None = None
-    ) -> AbstractAsyncContextManager[LocalNode]:
-        """Open a node; without configured run slots it has two per CPU."""
-        return _opened(self.config, folder, cpus)
-
-
 @asynccontextmanager
-async def _opened(config: FileConfig, folder: Path, cpus: float | None) -> AsyncIterator[LocalNode]:
+async def open_node(
+    config: FileConfig, folder: Path, cpus: float | None = None
+) -> AsyncIterator[LocalNode]:
+    """Open a config's node; without configured run slots it has two per CPU.
+
+    `partial(open_node, config)` is a `bridle.node.base.NodeOpener`.
+    """
     from bridle.capture.sqlite import SqliteStore
     from bridle.cli.config import open_setup
     from bridle.node.local import LocalNode, NodeSettings
@@ -296,7 +279,7 @@ async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterato
     `ConfigError` or `EngineError` if they cannot start.
     """
     if config.executor.kind == "local":
-        async with OpensNode(config)(data) as node:
+        async with open_node(config, data) as node:
             yield node
         return
     from bridle.node.cluster import ClusterRunner
@@ -308,7 +291,7 @@ async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterato
     settings = config.executor.ray
     async with (
         ClusterRunner(owner, outlive=True, timeouts=settings) as runner,
-        RayCluster(runner, settings, opens=OpensNode(config), folder=data / "nodes"),
+        RayCluster(runner, settings, opens=partial(open_node, config), folder=data / "nodes"),
     ):
         yield runner
 

@@ -115,23 +115,11 @@ def _trained(settings: TrainSettings, *, resume: bool) -> Trained:
 
 def load_settings(config: Path | None, flags: JSON) -> TrainSettings:
     """Read a settings file; flags override it, and `None` = not given."""
-    from pydantic import ValidationError
-
     from bridle.cli.training import TrainSettings
-    from bridle.config import explain, load_toml
+    from bridle.config import load_toml, validated, with_flags
 
-    given = {} if config is None else load_toml(config)
-    for name, value in flags.items():
-        if isinstance(value, dict):
-            set_flags = {key: flag for key, flag in value.items() if flag is not None}
-            table = given.get(name, {})
-            given[name] = {**table, **set_flags} if isinstance(table, dict) else table
-        elif value is not None:
-            given[name] = value
-    try:
-        return TrainSettings.model_validate(given)
-    except ValidationError as error:
-        raise explain(error, "the command" if config is None else str(config)) from error
+    given = with_flags({} if config is None else load_toml(config), flags)
+    return validated(TrainSettings, given, "the command" if config is None else str(config))
 
 
 def load(path: str | None, settings: TrainSettings, samples: int) -> list[Task]:

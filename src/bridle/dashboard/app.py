@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from http import HTTPStatus
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 import structlog
@@ -43,6 +43,8 @@ from bridle.trajectory.result import encode, trajectory_bytes
 from bridle.trajectory.sample import Trace
 from bridle.trajectory.transcript import script_of
 from bridle.types import JSON
+
+T = TypeVar("T")
 
 COOKIE: Final = "bridle_dashboard"
 KEEP_S: Final = 12 * 3600.0
@@ -273,11 +275,10 @@ class _Pages:
         pair, conversations = [], []
         for name in ("a", "b"):
             session_id = request.query_params.get(name, "")
-            found = [one for one in group.samples if one.line.session_id == session_id]
-            if not found:
-                raise HTTPException(404, f"no session {session_id[:200]!r} of this task")
-            pair.append(found[0])
-            conversations.append(self._conversation(request, found[0].line))
+            found = (one for one in group.samples if one.line.session_id == session_id)
+            sample = _known(next(found, None), f"no session {session_id[:200]!r} of this task")
+            pair.append(sample)
+            conversations.append(self._conversation(request, sample.line))
         difference = compare(*conversations)
         return self._page(
             request, "compare.html", group=group, pair=pair, difference=difference,
@@ -297,9 +298,7 @@ class _Pages:
         for name in ("a", "b"):
             run, version = query.get(name, ""), query.get(f"v{name}", "")
             found = self._source(request).session_set(run, _digits(version, 0) if version else None)
-            if found is None:
-                raise HTTPException(404, f"no run {run[:200]!r}")
-            sides.append(found)
+            sides.append(_known(found, f"no run {run[:200]!r}"))
         pair = most_different(*sides)
         conversations = (
             [self._conversation(request, line) for line in pair[1:]] if pair else [[], []]
@@ -313,27 +312,21 @@ class _Pages:
     def certificate(self, request: Request) -> Response:
         """Render what `bridle certify` found in a run, with a page of its turns."""
         run, at = request.query_params.get("run", ""), _number(request, "at")
-        found = self._source(request).certificate(run)
-        if found is None:
-            raise HTTPException(
-                404, f"no certificate by `bridle certify` for the run {run[:200]!r}"
-            )
+        missing = f"no certificate by `bridle certify` for the run {run[:200]!r}"
+        found = _known(self._source(request).certificate(run), missing)
         return self._page(request, "certificate.html", found=found, run=run, at=at, step=LIST)
 
     def scorers(self, request: Request) -> Response:
         """Render the comparison of scorers on a run, with a page of its sessions."""
         run, at = request.query_params.get("run", ""), _number(request, "at")
-        found = self._source(request).scorers(run)
-        if found is None:
-            raise HTTPException(404, f"no comparison of scorers on the run {run[:200]!r}")
+        missing = f"no comparison of scorers on the run {run[:200]!r}"
+        found = _known(self._source(request).scorers(run), missing)
         return self._page(request, "scorers.html", found=found, run=run, at=at, step=LIST)
 
     def _group(self, request: Request) -> SampleGroup:
         query = request.query_params
         found = self._source(request).group(query.get("id", ""), query.get("run", ""))
-        if found is None:
-            raise HTTPException(404, f"no task {query.get('id', '')[:200]!r}")
-        return found
+        return _known(found, f"no task {query.get('id', '')[:200]!r}")
 
     def session(self, request: Request) -> Response:
         """Render a session, with the chosen exchange beside its tree; htmx asks for that alone."""
@@ -346,8 +339,7 @@ class _Pages:
         detail = None
         if wanted is not None:
             detail = None if session is None else session.detail(wanted)
-            if detail is None:
-                raise HTTPException(404, f"no exchange {wanted[:200]!r} in this session")
+            detail = _known(detail, f"no exchange {wanted[:200]!r} in this session")
             if request.headers.get("hx-target") == "exchange":
                 return self._page(request, "exchange.html", shown=shown, detail=detail)
         place = 0 if wanted is None or session is None else session.place(wanted) or 0
@@ -363,8 +355,7 @@ class _Pages:
         shown = self._shown(request)
         path, query = request.path_params, request.query_params
         tree = self._source(request).attempts(path["session_id"], query.get("run", ""))
-        if tree is None:
-            raise HTTPException(404, "the capture of this session is not available here")
+        tree = _known(tree, "the capture of this session is not available here")
         at = _number(request, "at")
         with _holding(shown):
             replies = {} if shown.session is None else shown.session.replies()
@@ -394,9 +385,7 @@ class _Pages:
             raise HTTPException(404, "no such part of an exchange")
         with shown.session.lock:
             found = shown.session.raw(request.path_params["exchange_id"], part)
-        if found is None:
-            raise HTTPException(404, "no such exchange")
-        return _as_text(found)
+        return _as_text(_known(found, "no such exchange"))
 
     def download(self, request: Request) -> Response:
         """Send a session's trajectory, or the script by which it is replayed."""
@@ -465,9 +454,7 @@ class _Pages:
     def _shown(self, request: Request) -> SessionView:
         session_id = request.path_params["session_id"]
         shown = self._source(request).session(session_id, request.query_params.get("run", ""))
-        if shown is None:
-            raise HTTPException(404, f"no session {session_id[:200]!r} here")
-        return shown
+        return _known(shown, f"no session {session_id[:200]!r} here")
 
     def _trace(self, request: Request) -> tuple[SessionView, int, Trace]:
         shown, number = self._shown(request), request.path_params["number"]
@@ -501,6 +488,13 @@ class _Pages:
             media_type="text/html",
             headers={"cache-control": "no-store", "vary": "HX-Target"},
         )
+
+
+def _known(found: T | None, missing: str) -> T:
+    """Return what was found. `HTTPException` 404 if there is nothing."""
+    if found is None:
+        raise HTTPException(404, missing)
+    return found
 
 
 def _number(request: Request, name: str, default: int = 0) -> int:

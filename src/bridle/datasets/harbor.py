@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from bridle.config import McpServer, cache_dir, explain, load_toml
+from bridle.config import McpServer, cache_dir, explain, load_toml, validated
 from bridle.errors import ConfigError
 from bridle.evaluators import summary
 from bridle.evaluators.base import OBEYED, PYTEST, RUN_PYTEST
@@ -140,10 +140,7 @@ def harbor_task(folder: Path, wanted: Mapping[str, Any]) -> JSON:
     """
     folder = folder.resolve()
     file = folder / TASK
-    try:
-        read = HarborTask.model_validate(load_toml(file))
-    except ValidationError as error:
-        raise explain(error, str(file)) from None
+    read = validated(HarborTask, load_toml(file), str(file))
     _refuse_what_has_no_counterpart(folder, read)
     portable = bool(read.metadata.get("bridle", {}).get("portable"))
     # Harbor's own place is a container; what runs on any Linux needs no daemon.

@@ -17,9 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from pydantic import ValidationError
-
-from bridle.config import AgentSpec, McpServer, Settings, explain
+from bridle.config import AgentSpec, McpServer, Settings, validated
 from bridle.errors import ConfigError
 from bridle.types import JSON, Cause, Dialect
 
@@ -121,10 +119,7 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 def parse_settings(agent: AgentSpec, kind: type[SettingsT]) -> SettingsT:
     """Parse `AgentSpec.settings` as a harness's own; `ConfigError` names the wrong field."""
-    try:
-        return kind.model_validate(agent.settings)
-    except ValidationError as error:
-        raise explain(error, f"agent.settings of harness {agent.harness!r}") from None
+    return validated(kind, agent.settings, f"agent.settings of harness {agent.harness!r}")
 
 
 def refuse_commands(agent: AgentSpec) -> None:

@@ -2,8 +2,7 @@
 
 One session: `session` is its state machine with all stages, `workspace` prepares its runtime, keeps
 its artifacts and gives its evaluator runtimes. `results` is its outcome and how it ended (law 5),
-`run_folder` has its files and
-finds captured sessions.
+`run_folder` has its files and finds captured sessions.
 
 Many sessions: `base` has the contracts (`Node`, `SessionRunner`, `RemoteNode`) and the events that
 report progress, `local` the node in this process, which runs the sessions of many tasks. On a

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import Field, ValidationError
 
 from bridle.aio import run_shielded
-from bridle.config import RuntimeSpec, Settings, explain
+from bridle.config import RuntimeSpec, Settings, explain, validated
 from bridle.errors import ConfigError, RuntimeFailure, boundary, install_extra
 from bridle.runtimes.base import ExecResult, Mount, Runtime
 from bridle.runtimes.base_runtime import END, Archived
@@ -373,10 +373,7 @@ class RemoteRuntime(Archived):
 
 def _settings_of(spec: RuntimeSpec) -> RemoteSettings:
     """Return the kwargs of a spec that a host can keep; `ConfigError` names what it cannot."""
-    try:
-        settings = RemoteSettings.model_validate(spec.kwargs)
-    except ValidationError as error:
-        raise explain(error, "runtime 'remote': kwargs") from None
+    settings = validated(RemoteSettings, spec.kwargs, "runtime 'remote': kwargs")
     limits = ("cpus", "memory_mb", "storage_mb", "max_processes", "gpus", "image")
     if asked := [name for name in limits if getattr(spec, name) is not None]:
         raise ConfigError(

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
 import numpy as np
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from bridle.config import Settings, explain, read_text
+from bridle.config import Settings, read_text, validated
 from bridle.errors import ConfigError, EngineError
 from bridle.scripted.tokenizer import ChatTokenizer, text_of
 from bridle.types import JSON, Ids
@@ -316,10 +316,7 @@ def load_script(path: Path) -> Script:
 
 def make_script(read: object, where: str) -> Script:
     """Validate a decoded script. Raises `ConfigError`, whose text starts with `where`."""
-    try:
-        return Script.model_validate(read)
-    except ValidationError as error:
-        raise explain(error, where) from None
+    return validated(Script, read, where)
 
 
 def tool_names(tools: Sequence[JSON]) -> list[str]:

@@ -16,9 +16,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from bridle.config import Settings, explain, load_toml
+from bridle.config import Settings, load_toml, validated
 from bridle.credentials import load_or_make_token
 from bridle.errors import ConfigError
 
@@ -122,13 +122,10 @@ def load_tokens(
     """
     environment = os.environ if environment is None else environment
     tokens = [own]
-    try:
-        if path is not None:
-            tokens += TokenFile.model_validate(load_toml(path)).tokens
-        if given := environment.get(TOKEN_ENV):
-            tokens.append(ApiToken(name="environment", token=given, roles=(TokenRole.ADMIN,)))
-    except ValidationError as error:
-        raise explain(error, TOKEN_ENV if path is None else str(path)) from None
+    if path is not None:
+        tokens += validated(TokenFile, load_toml(path), str(path)).tokens
+    if given := environment.get(TOKEN_ENV):
+        tokens.append(_admin("environment", given, TOKEN_ENV))
     return tokens
 
 
@@ -156,10 +153,12 @@ def own_token(folder: Path) -> ApiToken:
     unusable.
     """
     path = folder / TOKEN_FILE
-    try:
-        return ApiToken(name="operator", token=load_or_make_token(path), roles=(TokenRole.ADMIN,))
-    except ValidationError as error:
-        raise explain(error, str(path)) from None
+    return _admin("operator", load_or_make_token(path), str(path))
+
+
+def _admin(name: str, token: str, where: str) -> ApiToken:
+    given = {"name": name, "token": token, "roles": (TokenRole.ADMIN,)}
+    return validated(ApiToken, given, where)
 
 
 def _password(given: bytes) -> bytes:

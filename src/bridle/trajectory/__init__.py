@@ -21,10 +21,10 @@ from typing import Literal
 
 import numpy as np
 import orjson
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from bridle.capture.records import Exchange, Outcome, SessionCapture, SessionRecord
-from bridle.config import BuilderSpec, Settings, Task, explain
+from bridle.config import BuilderSpec, Settings, Task, validated
 from bridle.errors import ConfigError
 from bridle.plugins import load
 from bridle.trajectory.builders import (
@@ -92,10 +92,8 @@ def rebuild(
     """
     session = capture.session
     if builder is None:
-        try:
-            builder = BuilderSpec.model_validate(session.metadata.get("builder") or {})
-        except ValidationError as error:
-            raise explain(error, f"session {session.session_id}: builder") from None
+        given = session.metadata.get("builder") or {}
+        builder = validated(BuilderSpec, given, f"session {session.session_id}: builder")
     if train is None:
         train = _kinds(session)
     built = _built(capture, builder, train)
@@ -133,10 +131,7 @@ def _built(capture: SessionCapture, builder: BuilderSpec, train: Collection[Kind
     """
     session, deliveries = capture.session, capture.deliveries
     choose: Builder = load(builder.strategy, BUILDERS, what="builder")
-    try:
-        config = BuilderConfig.model_validate(builder.config)
-    except ValidationError as error:
-        raise explain(error, f"builder {builder.strategy}: config") from None
+    config = validated(BuilderConfig, builder.config, f"builder {builder.strategy}: config")
     exchanges = _with_a_conversation(capture.exchanges)
     grown = grow(session.session_id, exchanges)
     splice = config.on_drift == "splice" and choose is not per_request
