@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import structlog
-import typer
 
 import bridle
-from bridle.cli.app import EXTRAS, app, main
+from bridle.cli.app import EXTRAS, app, load, main
+from bridle.cli.app import VERBS as EVERY
 from bridle.cli.output import console, log_to_stderr, notes
 from bridle.errors import ConfigError, install_extra
 
@@ -39,7 +39,7 @@ def test_the_version_is_the_packages(say):
 
 
 def test_every_verb_is_there_and_has_help(say):
-    assert {command.name for command in app.registered_commands} == VERBS
+    assert set(EVERY) == VERBS | {"harness", "tasks"}
     for verb in (*VERBS, "harness"):
         assert say(verb, "--help").code == 0
 
@@ -97,7 +97,8 @@ def test_every_verb_speaks_json():
 
     options = {
         path: [o for one in verb.params for o in one.opts]
-        for path, verb in verbs(typer.main.get_command(app), ())
+        for name in EVERY
+        for path, verb in verbs(load(name), (name,))
     }
     assert len(options) > 20
     assert [path for path, given in options.items() if "--json" not in given] == []
@@ -114,6 +115,13 @@ def test_a_shell_completes_verbs():
     )
 
     assert done.stdout.split() == ["train"]
+
+
+def test_a_verb_is_suggested_for_one_that_is_misspelt(say):
+    said = say("shwo")
+
+    assert said.code == 2
+    assert "Did you mean 'show'" in said.err
 
 
 def test_errors_are_one_line_with_brackets_kept(say, tmp_path):

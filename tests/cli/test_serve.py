@@ -202,7 +202,7 @@ async def test_a_server_is_announced_before_it_answers(tmp_path, monkeypatch):
         found.append([task for task in asyncio.all_tasks() if task.get_name() == "http"])
         return announce_server(url, token_file)
 
-    monkeypatch.setattr("bridle.credentials.announce_server", announced)
+    monkeypatch.setattr("bridle.cli.serve.announce_server", announced)
     async with server_of(whole_config(tmp_path)):
         assert found == [[]]
 

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
 import typer
 from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
 from bridle import __version__
-from bridle.cli import (
-    certify,
-    client,
-    dashboard,
-    doctor,
-    export,
-    gateway,
-    harness,
-    init,
-    run,
-    score,
-    serve,
-    show,
-    tasks,
-    teach,
-    train,
-)
 from bridle.cli.output import Plain, log_to_stderr, notes
 from bridle.errors import BridleError, ConfigError, install_extra
 
@@ -42,8 +31,74 @@ EXTRAS = {
 EVERYWHERE = frozenset({"-q", "--quiet", "-v", "--verbose"})
 """Options of `bridle` that may also stand behind a verb."""
 
+VERBS: Final = (
+    *("demo", "run", "show", "rebuild", "score", "certify", "fork", "teach", "export", "generate"),
+    *("train", "dashboard", "doctor", "gateway", "serve", "submit", "status", "watch", "cancel"),
+    *("engine", "init", "harness", "tasks"),
+)
+
+FILES: Final = {
+    **dict.fromkeys(("submit", "status", "watch", "cancel"), "client"),
+    "demo": "init",
+    "fork": "run",
+    "rebuild": "export",
+    "generate": "export",
+    "engine": "gateway",
+}
+"""File of each verb that is not in the file of its own name."""
+
+
+ClickContext: TypeAlias = Any
+ClickCommand: TypeAlias = Any
+"""Of click, or of the copy of it that newer versions of typer have."""
+
+
+class Verbs(TyperGroup):
+    """The verbs. Calling one loads its file; a list of all reads their files, and loads none."""
+
+    def list_commands(self, ctx: ClickContext) -> list[str]:
+        return [*VERBS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: ClickContext, cmd_name: str) -> ClickCommand:
+        """Return a verb as a list of verbs shows it."""
+        if cmd_name not in VERBS:
+            return super().get_command(ctx, cmd_name)
+        return TyperCommand(cmd_name, help=_functions(FILES.get(cmd_name, cmd_name))[cmd_name])
+
+    def resolve_command(
+        self, ctx: ClickContext, args: list[str]
+    ) -> tuple[str | None, ClickCommand | None, list[str]]:
+        """Return the verb to call."""
+        if args[0] not in VERBS:
+            # From these, typer suggests one for a misspelt verb.
+            self.commands.update({verb: self.get_command(ctx, verb) for verb in VERBS})
+            return super().resolve_command(ctx, args)
+        return args[0], load(args[0]), args[1:]
+
+
+def load(verb: str) -> ClickCommand:
+    """Load a verb from its file."""
+    module = import_module(f"bridle.cli.{FILES.get(verb, verb)}")
+    own: typer.Typer | None = getattr(module, "app", None)
+    if own is None:
+        own = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+        )
+        own.command(verb)(getattr(module, verb))
+    return typer.main.get_command(own)
+
+
+@cache
+def _functions(file: str) -> dict[str, str | None]:
+    """Return the docstrings of a file's functions, without loading it."""
+    tree = ast.parse(Path(__file__).with_name(f"{file}.py").read_text())
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {node.name: ast.get_docstring(node) for node in functions}
+
+
 app = typer.Typer(
     name="bridle",
+    cls=Verbs,
     help="Reinforcement learning for language agents through their own, unmodified harness.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -71,18 +126,6 @@ def _options(
     notes.quiet, notes.verbose = quiet, verbose
     if context.invoked_subcommand != "show":  # it logs nothing and must start fast
         log_to_stderr("warning" if quiet else "info")
-
-
-for verb in (
-    *(init.demo, run.run, show.show, export.rebuild, score.score, certify.certify),
-    *(run.fork, teach.teach),
-    *(export.export, export.generate, train.train, dashboard.dashboard, doctor.doctor),
-    *(gateway.gateway, serve.serve, client.submit, client.status, client.watch, client.cancel),
-    *(gateway.engine, init.init),
-):
-    app.command(verb.__name__)(verb)
-app.add_typer(harness.app, name="harness")
-app.add_typer(tasks.app, name="tasks")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import orjson
 import typer
 
+from bridle.bridges.parquet import read_logprobs, read_trajectories, write_logprobs
 from bridle.cli.output import check_file, console, notes, print_json, print_table
 from bridle.errors import ConfigError
-
-if TYPE_CHECKING:
-    from bridle.trajectory.fidelity import Certificate, Facts, Recomputed
-    from bridle.trajectory.sample import Trace
+from bridle.folders import private_file
+from bridle.node.results import trajectory_of
+from bridle.node.run_folder import CERTIFICATE, capture_files, sessions
+from bridle.training.settings import GrpoSettings
+from bridle.trajectory import fidelity
+from bridle.trajectory.fidelity import Certificate, Facts, Recomputed
+from bridle.trajectory.sample import Trace
 
 SHOWN_TURNS = 10
 """Turns with the largest shares of the divergence that the table shows; `--json` has all."""
@@ -45,9 +52,6 @@ def certify(
 
     Ends with code 1 where the two disagree. docs/guides/certify.md has the causes and the file.
     """
-    from bridle.bridges.parquet import read_logprobs, write_logprobs
-    from bridle.trajectory import fidelity
-
     if (logprobs is None) == (model is None):
         raise ConfigError("give one of a file of logprobs and --model")
     if write is not None:
@@ -75,10 +79,6 @@ def certify(
 
 def _traces(target: Path) -> list[Trace]:
     """Return the traces of a run that train. `ConfigError` if there is none."""
-    from bridle.bridges.parquet import read_trajectories
-    from bridle.node.results import trajectory_of
-    from bridle.node.run_folder import sessions
-
     if target.suffix == ".parquet":
         trajectories = read_trajectories(target)
     else:
@@ -90,8 +90,6 @@ def _traces(target: Path) -> list[Trace]:
 
 
 def _engine_facts(path: Path | None) -> Facts:
-    from bridle.trajectory.fidelity import Facts
-
     if path is None:
         return Facts()
     try:
@@ -104,14 +102,10 @@ def _recomputed(model: Path, traces: Sequence[Trace]) -> tuple[list[Recomputed],
     """Return the logprobs of the reference trainer at the sessions' own temperature, and its
     facts.
     """
-    import hashlib
-
     from bridle.embedded.model import load_tokenizer
     from bridle.training.forward import digest_of_weights, facts_of, recompute
     from bridle.training.grpo import Learner
     from bridle.training.loop import STATE, read_state
-    from bridle.training.settings import GrpoSettings
-    from bridle.trajectory.fidelity import Facts
 
     temperatures = {
         1.0 if value is None or trace.logprob_mode == "raw" else float(value)
@@ -144,13 +138,6 @@ def _recomputed(model: Path, traces: Sequence[Trace]) -> tuple[list[Recomputed],
 
 def _keep(target: Path, found: Certificate, trainer: Path | None) -> None:
     """Write the certificate into the run folder, for the dashboard."""
-    import time
-
-    import orjson
-
-    from bridle.folders import private_file
-    from bridle.node.run_folder import CERTIFICATE, capture_files
-
     if target.suffix == ".parquet":
         return
     content = orjson.dumps({"made_at": time.time(), "trainer": str(trainer), **found.json()})

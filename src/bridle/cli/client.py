@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from bridle.cli.options import FirstOption, JsonOption, SamplesOption, TasksArgument
 from bridle.cli.output import console, notes, print_json, print_table, table
+from bridle.client import Client
 from bridle.types import JSON
-
-if TYPE_CHECKING:
-    from bridle.client import Client
-
 
 ServerOption = Annotated[
     str, typer.Option("--server", envvar="BRIDLE_SERVER", help="URL of the rollout server.")
@@ -30,8 +27,6 @@ COLUMNS = ("task", "owner", "state", "#ended", "#usable", "#of", "#priority", "w
 
 def client(server: str, token: str | None, *, patience_s: float = 1.0) -> Client:
     """Open a client that fails soon if the server cannot be reached."""
-    from bridle.client import Client
-
     return Client(server, token=token, patience_s=patience_s)
 
 

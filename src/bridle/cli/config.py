@@ -10,24 +10,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from pydantic import Field
 
+from bridle.capture.records import Store
 from bridle.config import ModelSpec, Settings, load_toml, merged, validated, with_flags
-from bridle.engines.pool_replica import RoutingSettings
+from bridle.engines import check_model_folder, open_engine
+from bridle.engines.pool import EnginePool
+from bridle.engines.pool_replica import RoutingSettings, make_replica
 from bridle.errors import ConfigError, Problems
+from bridle.gateway.app import GatewayServer
+from bridle.gateway.models import OtherModel, check_models
 from bridle.gateway.settings import GatewaySettings
 from bridle.node.scheduling import ExecutorSettings
+from bridle.prompting.renderer import PromptRenderer, load_renderer
 from bridle.server.settings import ServerSettings
 from bridle.types import JSON
-
-if TYPE_CHECKING:
-    from bridle.capture.records import Store
-    from bridle.engines.pool import EnginePool
-    from bridle.gateway.app import GatewayServer
-    from bridle.gateway.models import OtherModel
-    from bridle.prompting.renderer import PromptRenderer
 
 
 class FileConfig(Settings):
@@ -118,8 +117,6 @@ class EngineSetup:
 
     def gateway(self, store: Store, settings: GatewaySettings, **more: Any) -> GatewayServer:  # noqa: ANN401 - as `GatewayServer` takes them
         """Return their gateway, not started."""
-        from bridle.gateway.app import GatewayServer
-
         return GatewayServer(
             engine=self.engine,
             renderer=self.renderer,
@@ -136,10 +133,6 @@ def open_setup(config: FileConfig) -> EngineSetup:
     Engines of other models never train, so they may give text only. `ConfigError` names all
     mistakes at once.
     """
-    from bridle.engines import check_model_folder
-    from bridle.gateway.models import check_models
-    from bridle.prompting.renderer import load_renderer
-
     problems = Problems()
     first = config.engines[0]
     source = None
@@ -174,10 +167,6 @@ def open_replicas(
 
     `ConfigError` for a spec that names no engine, or a server that is named twice.
     """
-    from bridle.engines import open_engine
-    from bridle.engines.pool import EnginePool
-    from bridle.engines.pool_replica import make_replica
-
     make = partial(open_engine, tokenizer=tokenizer, allow_untokenized=allow_untokenized)
     replicas = [make_replica(spec, make) for spec in specs]
     for index, replica in enumerate(replicas):
@@ -188,9 +177,6 @@ def open_replicas(
 
 
 def _other(name: str, spec: ModelSpec, routing: RoutingSettings) -> OtherModel:
-    from bridle.gateway.models import OtherModel
-    from bridle.prompting.renderer import load_renderer
-
     if not spec.engines:
         return OtherModel(name, spec)
     source = spec.tokenizer or default_tokenizer(spec.engines[0])

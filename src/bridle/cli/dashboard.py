@@ -11,23 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
+from starlette.routing import Mount
 
 from bridle.cli.options import AllowHostOption, JsonOption
 from bridle.cli.output import notes, print_json_line
 from bridle.cli.process import Stop, run_until_signal
+from bridle.client import Client
 from bridle.credentials import is_loopback
+from bridle.dashboard.app import Guard, make_app
+from bridle.dashboard.folder import FolderSource
+from bridle.dashboard.server import ServerSource
+from bridle.dashboard.source import DataSource
 from bridle.errors import ConfigError
-
-if TYPE_CHECKING:
-    from starlette.routing import Mount
-
-    from bridle.dashboard.app import Guard
-    from bridle.dashboard.server import ServerSource
-    from bridle.dashboard.source import DataSource
-    from bridle.server.auth import Auth, Caller, TokenRole
+from bridle.server.app import serve_app
+from bridle.server.auth import Auth, Caller, TokenRole
 
 TOKEN_ENV: Final = "BRIDLE_DASHBOARD_TOKEN"  # noqa: S105 - the variable's name
 """Token that browsers must give; required off loopback."""
@@ -64,8 +64,6 @@ def access_control(host: str, token: str | None) -> Guard | None:
 
     `ConfigError` off loopback without a token.
     """
-    from bridle.dashboard.app import Guard
-
     if token:
         return Guard(lambda sent: hmac.compare_digest(sent.encode(), token.encode()))
     if not is_loopback(host):
@@ -76,12 +74,7 @@ def access_control(host: str, token: str | None) -> Guard | None:
 @contextmanager
 def _source(target: str) -> Iterator[tuple[DataSource, str | None]]:
     """Open the data source that `target` names; yield it and its token, if any."""
-    from bridle.dashboard.folder import FolderSource
-
     if target.startswith(("http://", "https://")):
-        from bridle.client import Client
-        from bridle.dashboard.server import ServerSource
-
         with Client(target, patience_s=1.0) as client:
             client.status()
             yield ServerSource(client, client.url), client.token
@@ -103,9 +96,6 @@ async def _serve(
     *,
     json: bool,
 ) -> None:
-    from bridle.dashboard.app import make_app
-    from bridle.server.app import serve_app
-
     app = make_app(source, guard)
     async with serve_app(app, host=host, port=port, allowed=allowed) as url:
         if json:
@@ -121,14 +111,6 @@ def dashboard_mount(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[
     It reads the server's own API with the token of the request. `url` returns the server's address
     once it listens; `data` holds the capture of a node of this process, if there is one.
     """
-    from starlette.routing import Mount
-
-    from bridle.client import Client
-    from bridle.dashboard.app import Guard, make_app
-    from bridle.dashboard.folder import FolderSource
-    from bridle.dashboard.server import ServerSource
-    from bridle.server.auth import TokenRole
-
     with ExitStack() as opened:
         folder = None
         with suppress(ConfigError):

@@ -5,6 +5,7 @@ The agents of tasks are proved by one scripted model call each (`prove`).
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json as json_text
 import os
@@ -16,21 +17,42 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import msgspec
+import numpy as np
 import typer
 
+from bridle.cli.batch import BatchRun, run_batch
 from bridle.cli.options import JsonOption
 from bridle.cli.output import console, print_json, table
+from bridle.cli.show import counts_of
+from bridle.config import EvaluatorSpec, Limits, RuntimeSpec, Task, cache_dir
+from bridle.datasets.jsonl import load_tasks
+from bridle.dialects import DIALECTS
+from bridle.dialects.base import Route, RouteKind
+from bridle.engines import open_engine
+from bridle.engines.base import Engine, EngineInfo
+from bridle.engines.probe import (
+    Finding,
+    ProbeReport,
+    Render,
+    compare_rendering,
+    compare_template,
+    compare_vocabulary,
+    probe,
+    recompute_logprobs,
+)
+from bridle.engines.vllm import VllmEngine
 from bridle.errors import BridleError, EngineError, install_extra
-from bridle.types import JSON, Ids
-
-if TYPE_CHECKING:
-    from bridle.config import Task
-    from bridle.engines.base import Engine, EngineInfo
-    from bridle.engines.probe import Finding, Render
-    from bridle.prompting.renderer import PromptRenderer
+from bridle.harnesses.installers import OLDEST, c_library, carries
+from bridle.node.run_folder import SUMMARY
+from bridle.prompting.renderer import PromptRenderer, load_renderer
+from bridle.runtimes import default_backend, runtime_class
+from bridle.runtimes.conformance import CHECKS, Nonconformity, run_check
+from bridle.types import JSON, Dialect, Ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +98,6 @@ def doctor(
     json: JsonOption = False,
 ) -> None:
     """Check this machine, tasks, an engine or a runtime, and say what is missing."""
-    import asyncio
-
     if tasks is not None:
         findings = _proofs(tasks)
     elif engine:
@@ -96,8 +116,6 @@ def doctor(
 
 def _proofs(path: Path) -> list[CheckResult]:
     """Check that the agents of tasks start in their runtimes and reach their model."""
-    from bridle.datasets.jsonl import load_tasks
-
     findings = []
     for proof in prove(distinct(load_tasks(path))):
         found = f"{proof.calls} scripted model calls answered, {proof.status}"
@@ -122,9 +140,6 @@ def machine() -> list[CheckResult]:
 
 def requests(runs: Path) -> list[CheckResult]:
     """Report the parts of the runs' requests that the gateway did not know, if any."""
-    from bridle.cli.show import counts_of
-    from bridle.node.run_folder import SUMMARY
-
     lines: list[JSON] = []
     for path in (runs / SUMMARY, *runs.glob(f"*/{SUMMARY}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -161,14 +176,10 @@ def _torch() -> CheckResult:
     if importlib.util.find_spec("torch") is None:
         advice = f"the embedded engine and training need it: run {install_extra('embedded')}"
         return CheckResult("torch", ok=False, found="not installed", advice=advice)
-    from importlib.metadata import version
-
     return CheckResult("torch", ok=True, found=version("torch"))
 
 
 def _cache() -> CheckResult:
-    from bridle.config import cache_dir
-
     folder = cache_dir()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free_gib = shutil.disk_usage(existing).free / 2**30
@@ -181,8 +192,6 @@ def _cache() -> CheckResult:
 
 
 def _runtime() -> CheckResult:
-    from bridle.runtimes import default_backend
-
     backend, reason = default_backend()
     advice = "" if backend != "local" else "the agents' commands are not contained: make bwrap work"
     return CheckResult(
@@ -191,8 +200,6 @@ def _runtime() -> CheckResult:
 
 
 def _bundles() -> CheckResult:
-    from bridle.harnesses.installers import OLDEST, c_library, carries
-
     library = c_library()
     needed = f"bundles made here work in 'local' only: glibc {OLDEST[0]}.{OLDEST[1]} is needed"
     ok = carries(library)
@@ -240,9 +247,6 @@ async def _probe(
     spec: str, tokenizer: str | None, *, logprobs: bool
 ) -> tuple[list[CheckResult], EngineInfo | None]:
     """Probe an engine; one that fails to start is reported too."""
-    from bridle.engines import open_engine
-    from bridle.engines.probe import ProbeReport, probe
-
     engine = open_engine(spec, tokenizer=tokenizer)
     info: EngineInfo | None = None
     compared = []
@@ -266,12 +270,6 @@ async def _probe(
 
 
 async def _conformance(backend: str, image: str | None) -> list[CheckResult]:
-    import tempfile
-
-    from bridle.config import RuntimeSpec
-    from bridle.runtimes import runtime_class
-    from bridle.runtimes.conformance import CHECKS, Nonconformity, run_check
-
     factory = runtime_class(backend)
     findings = []
     for check in CHECKS:
@@ -298,17 +296,6 @@ async def compare(
     `None` as `tokenizer` = the engine's. With `logprobs` also with a forward pass of the model,
     whose folder must be on this machine.
     """
-    import numpy as np
-
-    from bridle.engines.probe import (
-        Finding,
-        compare_rendering,
-        compare_template,
-        compare_vocabulary,
-    )
-    from bridle.engines.vllm import VllmEngine
-    from bridle.prompting.renderer import load_renderer
-
     if isinstance(engine, VllmEngine):
         yield await engine.parsers()
     source = tokenizer or info.tokenizer_dir
@@ -331,18 +318,11 @@ async def compare(
 
 def failed(what: str, found: str, fix: str) -> Finding:
     """Return the finding that a check could not be made."""
-    from bridle.engines.probe import Finding
-
     return Finding(what, ok=False, needed=True, found=found, fix=fix)
 
 
 def _render(renderer: PromptRenderer) -> Render:
     """Return a function that renders OpenAI Chat messages as the gateway does."""
-    import msgspec
-
-    from bridle.dialects import DIALECTS
-    from bridle.dialects.base import Route, RouteKind
-    from bridle.types import Dialect
 
     def render(messages: list[JSON], tools: list[JSON]) -> Ids:
         body = {"model": "m", "messages": messages, **({"tools": tools} if tools else {})}
@@ -354,10 +334,6 @@ def _render(renderer: PromptRenderer) -> Render:
 
 
 async def _recomputed(engine: Engine, info: EngineInfo, render: Render, source: str) -> Finding:
-    import asyncio
-
-    from bridle.engines.probe import recompute_logprobs
-
     folder = Path(info.tokenizer_dir or source)
     try:
         from bridle.embedded.model import PlainModel
@@ -402,8 +378,6 @@ class Proof:
 
 def distinct(tasks: Sequence[Task]) -> list[Task]:
     """Return one task per agent and runtime, without its evaluator."""
-    from bridle.config import EvaluatorSpec
-
     found: dict[str, Task] = {}
     for task in tasks:
         kind = task.model_dump_json(include={"agent", "runtime"})
@@ -416,8 +390,6 @@ def prove(tasks: Sequence[Task], answer: str = "hello") -> list[Proof]:
 
     `ConfigError` for a mistake in the tasks, before anything runs.
     """
-    from bridle.cli.batch import BatchRun, run_batch
-
     limited = [_limited(task) for task in tasks]
     with tempfile.TemporaryDirectory(prefix="bridle-proof-") as scratch:
         script, run = Path(scratch, "script.json"), Path(scratch, "run")
@@ -427,8 +399,6 @@ def prove(tasks: Sequence[Task], answer: str = "hello") -> list[Proof]:
 
 
 def _limited(task: Task) -> Task:
-    from bridle.config import Limits
-
     budgets = task.budgets.model_copy(update={"agent_s": min(AGENT_S, task.budgets.agent_s)})
     limits = Limits(max_turns=MAX_TURNS)
     return task.model_copy(update={"num_samples": 1, "limits": limits, "budgets": budgets})

@@ -15,10 +15,26 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from bridle.bridges.examples import (
+    Example,
+    Rules,
+    Survey,
+    select_examples,
+    sibling_pairs,
+    survey,
+    write_pairs,
+    write_sft,
+)
+from bridle.bridges.parquet import TrajectoryWriter, rebuild_all
+from bridle.bridges.traces import write_atif
+from bridle.capture.records import SessionCapture
+from bridle.capture.sqlite import SqliteReader
+from bridle.cli.batch import BatchRun, run_batch
+from bridle.cli.config import FileConfig
 from bridle.cli.options import (
     ConcurrencyOption,
     EngineOptions,
@@ -40,16 +56,22 @@ from bridle.cli.output import (
     table,
 )
 from bridle.cli.run import load_task_set, task_overrides
+from bridle.config import BuilderSpec, Task
 from bridle.errors import ConfigError
 from bridle.folders import private_file, private_folder
-from bridle.types import JSON
-
-if TYPE_CHECKING:
-    from bridle.bridges.examples import Example, Rules, Survey
-    from bridle.capture.records import SessionCapture
-    from bridle.cli.config import FileConfig
-    from bridle.config import BuilderSpec, Task
-    from bridle.trajectory.sample import Trajectory
+from bridle.node.run_folder import (
+    CAPTURE,
+    TRAJECTORIES,
+    TRAJECTORIES_PARQUET,
+    capture_files,
+    sessions,
+)
+from bridle.trajectory import BUILDERS
+from bridle.trajectory import rebuild as rebuilt_of
+from bridle.trajectory.result import trajectory_bytes
+from bridle.trajectory.sample import Trajectory
+from bridle.trajectory.scores import Attempted
+from bridle.types import JSON, SessionStatus
 
 
 def rebuild(
@@ -73,10 +95,6 @@ def rebuild(
     Works for finished, running and killed runs. For a finished run and the same builder the files
     are identical to those of the run.
     """
-    from bridle.config import BuilderSpec
-    from bridle.node.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET, capture_files
-    from bridle.trajectory import BUILDERS
-
     if builder is not None and builder not in BUILDERS and ":" not in builder:
         raise ConfigError(f"unknown builder {builder!r}; known: {', '.join(sorted(BUILDERS))}")
     spec = None if builder is None else BuilderSpec(strategy=builder)
@@ -100,10 +118,6 @@ def _write_rebuilt(
     paths: list[Path], folder: Path, spec: BuilderSpec | None, workers: int | None
 ) -> dict[str, int]:
     """Write the trajectories of capture files into `folder`; return counts."""
-    from bridle.bridges.parquet import TrajectoryWriter, rebuild_all
-    from bridle.capture.sqlite import SqliteReader
-    from bridle.node.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
-
     names: dict[Path, list[str]] = {}
     for path in paths:
         with SqliteReader(path) as reader:
@@ -178,8 +192,6 @@ class FilterOptions:
 
     def rules(self, form: ExportFormat, *, rejected: bool = False) -> Rules:
         """Return the rules of these flags. `ConfigError` for turns that are not MIN:MAX."""
-        from bridle.bridges.examples import Rules
-
         names = ("min_reward", "max_tokens", "max_repetition", "unique", "keep")
         given = {name: getattr(self, name) for name in names} | {"rejected": rejected or None}
         values: JSON = {name: value for name, value in given.items() if value is not None}
@@ -238,9 +250,6 @@ def export(
 
 
 def _all() -> Rules:
-    from bridle.bridges.examples import Rules
-    from bridle.types import SessionStatus
-
     return Rules(statuses=tuple(SessionStatus), rejected=True)
 
 
@@ -248,8 +257,6 @@ def write_export(
     target: Path, form: ExportFormat, out: Path, rules: Rules, filters: FilterOptions
 ) -> JSON:
     """Write the sessions of a run that the rules accept; return counts and statistics."""
-    from bridle.bridges.examples import survey
-
     found = survey(_rebuilt(target), rules)
     report: JSON = {"sessions": found.json()["attempted"], "file": str(out), "format": form.value}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -262,8 +269,6 @@ def captures_of(target: Path, only: Container[str] | None = None) -> Iterator[Se
 
     `only` = ids of the sessions to read; `None` = all. `ConfigError` if there is no run.
     """
-    from bridle.node.run_folder import CAPTURE, sessions
-
     rounds = sorted(file.parent for file in (target / ROUNDS).glob(f"*/{CAPTURE}"))
     for folder in rounds or [target]:
         for capture in sessions(folder):
@@ -274,28 +279,20 @@ def captures_of(target: Path, only: Container[str] | None = None) -> Iterator[Se
 def _rebuilt(
     target: Path, found: Survey | None = None
 ) -> Iterator[tuple[SessionCapture, Trajectory]]:
-    from bridle.trajectory import rebuild
-
     only = None if found is None else found.accepted
-    return ((capture, rebuild(capture)) for capture in captures_of(target, only))
+    return ((capture, rebuilt_of(capture)) for capture in captures_of(target, only))
 
 
 def _write(
     target: Path, form: ExportFormat, out: Path, found: Survey, rules: Rules, filters: FilterOptions
 ) -> JSON:
-    from bridle.bridges.examples import select_examples
-
     if form in WHOLE_SESSIONS:
         return _write_whole(form, out, _rebuilt(target, None if rules == _all() else found))
     taken = select_examples(_rebuilt(target, found), found.accepted)
     if form is ExportFormat.ATIF:
-        from bridle.bridges.traces import write_atif
-
         return {"documents": write_atif(out, taken)}
     examples = (example for _, _, own in taken for example in own)
     if form is ExportFormat.PAIRS:
-        from bridle.bridges.examples import sibling_pairs, write_pairs
-
         siblings: list[JSON] = []
 
         def offered() -> Iterator[Example]:
@@ -307,8 +304,6 @@ def _write(
             out, offered(), margin=filters.margin, per_task=filters.pairs, siblings=siblings
         )
         return {"pairs": counts.pairs, "left_out": dict(counts.left_out)}
-    from bridle.bridges.examples import write_sft
-
     written = write_sft(out, examples)
     texts = {"texts": written.texts} if written.texts else {}
     rejected = sum(found.rejected.values())
@@ -318,9 +313,6 @@ def _write(
 def _write_whole(
     form: ExportFormat, out: Path, rebuilt: Iterator[tuple[SessionCapture, Trajectory]]
 ) -> JSON:
-    from bridle.bridges.parquet import TrajectoryWriter
-    from bridle.trajectory.result import trajectory_bytes
-
     traces = 0
     if form is ExportFormat.PARQUET:
         with TrajectoryWriter(out) as parquet:
@@ -421,8 +413,6 @@ def _run_rounds(
     concurrency: int | None,
 ) -> int:
     """Run the missing sessions, round after round; return the number of rounds so far."""
-    from bridle.cli.batch import BatchRun, run_batch
-
     number = len(list((out / ROUNDS).glob("*")))
     before: Counter[str] | None = None
     while True:
@@ -459,10 +449,6 @@ def _missing(
 
 def _counts(out: Path, rules: Rules) -> tuple[Counter[str], Counter[str]]:
     """Count each task's attempts (failures of the system left out) and its accepted sessions."""
-    from bridle.bridges.examples import survey
-    from bridle.trajectory import rebuild
-    from bridle.trajectory.scores import Attempted
-
     attempts: Counter[str] = Counter()
     accepted: Counter[str] = Counter()
     if not any((out / ROUNDS).glob("*/capture.sqlite")):
@@ -477,6 +463,6 @@ def _counts(out: Path, rules: Rules) -> tuple[Counter[str], Counter[str]]:
                 or outcome.status == "COMPLETED"
             )
     if rules.keep is not None:
-        found = survey(((one, rebuild(one)) for one in captures_of(out)), rules)
+        found = survey(((one, rebuilt_of(one)) for one in captures_of(out)), rules)
         accepted.update(task_of[session_id] for session_id in found.accepted)
     return attempts, accepted

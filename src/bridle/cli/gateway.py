@@ -7,15 +7,21 @@ JSON on standard input (`Supervisor._spec_of`); it stops when that is closed.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import orjson
+import structlog
 import typer
+import uvloop
 
+from bridle.capture.sqlite import SqliteStore
+from bridle.cli.config import FileConfig, open_setup
 from bridle.cli.options import (
     EngineOptions,
     JsonOption,
@@ -26,14 +32,17 @@ from bridle.cli.options import (
 )
 from bridle.cli.output import check_folder, log_to_stderr, notes, print_json_line
 from bridle.cli.process import Stop, long_running, run_until_signal
+from bridle.engines import open_engine
 from bridle.errors import BridleError, ConfigError
 from bridle.folders import FolderLock
+from bridle.gateway.app import GatewayServer
+from bridle.gateway.weights import SetPolicy
+from bridle.gateway.workers import END_S as KILLED_S
+from bridle.gateway.workers import Supervisor, worker_folder
+from bridle.gateway.workers import check_folder as check_workers
 from bridle.node.run_folder import CAPTURE
+from bridle.scripted.server import EngineServer
 from bridle.types import JSON
-
-if TYPE_CHECKING:
-    from bridle.cli.config import FileConfig
-    from bridle.gateway.app import GatewayServer
 
 END_S = 15.0
 """Time for a gateway to stop before its process ends; committed exchanges are kept either way."""
@@ -76,8 +85,6 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
     ] = False,
 ) -> None:
     """Serve the model API until Ctrl-C; sessions are opened over HTTP."""
-    from bridle.gateway.workers import check_folder as check_workers
-
     flags = {
         "host": host,
         "port": port,
@@ -125,9 +132,6 @@ async def open_gateway(
 
     `ConfigError` if another process locks the folder for longer than `patience_s`.
     """
-    from bridle.capture.sqlite import SqliteStore
-    from bridle.cli.config import open_setup
-
     with FolderLock(data, patience_s=patience_s):
         setup = open_setup(config)
         async with (
@@ -141,8 +145,6 @@ async def _serve_workers(
     config: FileConfig, data: Path, fsync: bool, as_json: bool, workers: int, stop: Stop
 ) -> None:
     """Serve by worker processes under the supervision of this one."""
-    from bridle.gateway.workers import Supervisor, worker_folder
-
     embedded = [spec for spec in config.engines if spec.startswith("embedded:")]
     if embedded:
         message = (
@@ -192,8 +194,6 @@ def _print_addresses(
 
 def worker_config(spec: JSON) -> FileConfig:
     """Return the configuration of a worker: the gateway's with the worker's own settings."""
-    from bridle.cli.config import FileConfig
-
     config = spec["config"]
     gateway = {**config.get("gateway", {}), **spec["gateway"]}
     return FileConfig.model_validate({**config, "gateway": gateway})
@@ -201,10 +201,6 @@ def worker_config(spec: JSON) -> FileConfig:
 
 async def _serve_worker(spec: JSON, sockets: list[socket]) -> None:
     """Serve until standard input is closed. `BridleError` if the worker cannot start."""
-    import asyncio
-
-    from bridle.gateway.workers import END_S as KILLED_S
-
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def stdin_closed() -> None:
@@ -213,10 +209,6 @@ async def _serve_worker(spec: JSON, sockets: list[socket]) -> None:
 
     async def restore(gateway: GatewayServer) -> None:
         """Apply the changes that were made while an earlier process was this worker."""
-        import structlog
-
-        from bridle.gateway.weights import SetPolicy
-
         for change, name in spec["replicas"]:
             try:
                 if change == "add":
@@ -244,9 +236,6 @@ async def _serve_worker(spec: JSON, sockets: list[socket]) -> None:
 
 def run_worker() -> int:
     """Run a worker; return its exit code."""
-    import orjson
-    import uvloop
-
     log_to_stderr()
     sockets = [socket(fileno=int(number)) for number in sys.argv[1:]]
     spec = orjson.loads(sys.stdin.buffer.readline())
@@ -272,9 +261,6 @@ def engine(
 async def _serve_engine(
     spec: str, port: int, host: str, tokenizer: str | None, as_json: bool, stop: Stop
 ) -> None:
-    from bridle.engines import open_engine
-    from bridle.scripted.server import EngineServer
-
     served = open_engine(spec, tokenizer=tokenizer)
     async with EngineServer(served, tokenizer=tokenizer, host=host, port=port) as server:
         if as_json:

@@ -7,22 +7,28 @@ edits a file instead.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import orjson
 import typer
 
 from bridle.cli.options import JsonOption
 from bridle.cli.output import console, print_json, table
+from bridle.config import AUTO, EvaluatorSpec, ForkSpec, RuntimeSpec, Task
+from bridle.harnesses import ANY_PROGRAM, HARNESSES, default_agent, dialects_of, open_harness
+from bridle.harnesses.bundles import DAY_S, bundles_dir, installed
+from bridle.harnesses.bundles import prune as remove
+from bridle.harnesses.packaged import IMAGE, Npm
 from bridle.types import JSON
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+app = typer.Typer(no_args_is_help=True)
 
-    from bridle.config import Task
 
-app = typer.Typer(help="Harnesses that Bridle can run.", no_args_is_help=True)
+@app.callback()
+def harness() -> None:
+    """Harnesses that Bridle can run."""
 
 
 @app.command("list")
@@ -30,9 +36,6 @@ def list_harnesses(
     json: JsonOption = False,
 ) -> None:
     """List the harnesses: pinned version, dialects (the default first), whether installed here."""
-    from bridle.harnesses import ANY_PROGRAM, HARNESSES, dialects_of, open_harness
-    from bridle.harnesses.bundles import bundles_dir, installed
-
     rows: list[JSON] = []
     for name in sorted(HARNESSES):
         version, needs_none = open_harness(name).version, name in ANY_PROGRAM
@@ -68,9 +71,6 @@ def prune(
     json: JsonOption = False,
 ) -> None:
     """Remove installed harnesses that are unused; those in use by a running Bridle stay."""
-    from bridle.harnesses.bundles import DAY_S, bundles_dir
-    from bridle.harnesses.bundles import prune as remove
-
     most_mb = None if most_gb is None else int(most_gb * 1024)
     pruned = remove(bundles_dir(), unused_s=unused_days * DAY_S, most_mb=most_mb, dry_run=dry_run)
     rows = [{"bundle": p.folder.name, "size_mb": p.size_mb, "why": p.why} for p in pruned]
@@ -143,9 +143,6 @@ def check_harness(
     name.
     """
     from bridle.cli.batch import BatchRun, run_batch
-    from bridle.config import AUTO, EvaluatorSpec, RuntimeSpec, Task
-    from bridle.harnesses import ANY_PROGRAM, default_agent, open_harness
-    from bridle.harnesses.packaged import IMAGE, Npm
 
     pinned = default_agent(name)
     agent = pinned.model_copy(update={"version": version}) if version else pinned
@@ -237,7 +234,6 @@ def _steady_settings() -> Iterator[tuple[str, dict[str, str]]]:
 
 def _forked(task: Task, engine: str, run: Path, line: JSON) -> str:
     from bridle.cli.batch import BatchRun, run_batch
-    from bridle.config import ForkSpec
     from bridle.node.run_folder import CAPTURE
 
     at = max(1, line["exchanges"] - 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import gc
 import os
 import resource
@@ -10,10 +12,9 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    import asyncio
+import uvloop
 
 Stop: TypeAlias = "asyncio.Event"
 """Event that is set by the first SIGINT or SIGTERM; a second one kills the process."""
@@ -38,8 +39,6 @@ def long_running() -> Iterator[None]:
     size. Returning them to the system, and collecting garbage among permanent objects, takes an
     eighth of a call's time (`benchmarks/gateway.py`, 32 sessions at 16k tokens).
     """
-    import ctypes
-
     before = gc.get_threshold()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_files_limit(*files), files[1]))
@@ -73,9 +72,6 @@ def run_until_signal(
     `serve` closes its resources after `stop`; its errors escape. If it has not returned `end_s`
     after the signal, the process exits with status 1; `None` = no limit.
     """
-    import asyncio
-
-    import uvloop
 
     def overdue() -> None:
         sys.stderr.write(f"not closed within {end_s:g} s of the signal; ending\n")

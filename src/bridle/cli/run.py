@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from bridle.api import Gateway, new_run_folder
+from bridle.cli.batch import BatchRun, preflight, run_batch
+from bridle.cli.config import FileConfig
 from bridle.cli.options import (
     ConcurrencyOption,
     EngineOptions,
@@ -26,14 +30,15 @@ from bridle.cli.options import (
     with_option_groups,
 )
 from bridle.cli.output import check_folder, console, print_json, print_table
+from bridle.cli.show import COLUMNS, print_scores, row
+from bridle.config import ForkSpec, Task, assets_dir, read_text
+from bridle.datasets.harbor import SET
+from bridle.datasets.jsonl import load_tasks, require_verified, with_template
 from bridle.errors import ConfigError, Problems
+from bridle.harnesses import CHECKS
+from bridle.node.run_folder import config_of, find_session, tasks_of
+from bridle.trajectory.scores import from_summaries, scores_of
 from bridle.types import JSON
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bridle.cli.config import FileConfig
-    from bridle.config import Task
 
 
 @with_option_groups
@@ -73,11 +78,6 @@ def run(  # noqa: PLR0913 - one parameter per flag
 
     Exit code 0 if every session COMPLETED, else 1; rewards do not count.
     """
-    from bridle.api import new_run_folder
-    from bridle.cli.batch import BatchRun, run_batch
-    from bridle.config import assets_dir
-    from bridle.harnesses import CHECKS
-
     overrides = task_overrides(
         harness=harness, runtime=runtime, network=network, samples=samples, builder=builder
     )
@@ -99,9 +99,6 @@ def _checked(
     load: Callable[[], list[Task]], configure: Callable[[], FileConfig], folder: Path
 ) -> tuple[list[Task], FileConfig]:
     """Return the tasks and the config; the error for a wrong one names all other mistakes too."""
-    from bridle.api import Gateway
-    from bridle.cli.batch import preflight
-
     problems = Problems()
     loaded, setup = problems.tried(load), problems.tried(configure)
     if loaded is None or setup is None:
@@ -137,9 +134,6 @@ def task_overrides(
 
 def load_task_set(path: Path, overrides: JSON, *, strict: bool = False) -> list[Task]:
     """Load the tasks of a path with the name of their set in their metadata."""
-    from bridle.datasets.harbor import SET
-    from bridle.datasets.jsonl import load_tasks
-
     of_registry = not path.exists() and SET.fullmatch(str(path))
     named = {"task_set": path.name.rpartition(":")[2] if of_registry else path.resolve().stem}
     return [
@@ -158,9 +152,6 @@ def _selected(
     strict: bool,
 ) -> list[Task]:
     """Load the tasks to run. `ConfigError` if the manifest does not list one as sound."""
-    from bridle.config import read_text
-    from bridle.datasets.jsonl import require_verified, with_template
-
     loaded = load_task_set(path, overrides, strict=strict)[:first]
     if template is not None:
         text = read_text(template)
@@ -172,9 +163,6 @@ def _selected(
 
 def report(lines: list[JSON], folder: Path, *, json: bool, scores: bool = False) -> None:
     """Print the sessions of a batch and, with `scores`, its pass@k and failures."""
-    from bridle.cli.show import COLUMNS, print_scores, row
-    from bridle.trajectory.scores import from_summaries, scores_of
-
     found = scores_of(from_summaries(lines)) if scores else []
     if json:
         shown = {"report": [score.as_json() for score in found]} if scores else {}
@@ -212,9 +200,6 @@ def fork(
     own engine is used. Exit code 0 if every fork was exact, or equivalent (its prompts differed
     only in known noise, such as a random id), else 1.
     """
-    from bridle.api import new_run_folder
-    from bridle.cli.batch import BatchRun, run_batch
-
     task, base = forked_task(session, run, at, samples)
     folder = check_folder(out or new_run_folder(Path("runs")), "--out")
     setup = setup_of(base, engines)
@@ -237,9 +222,6 @@ def forked_task(session: str, run: Path, at: int, samples: int) -> tuple[Task, P
 
     `ConfigError` if the run does not hold the session's task.
     """
-    from bridle.config import ForkSpec
-    from bridle.node.run_folder import find_session, tasks_of
-
     path, capture = find_session(session, run)
     base, task_id = path.parent, capture.session.task_id
     tasks = tasks_of(base)
@@ -253,8 +235,6 @@ def forked_task(session: str, run: Path, at: int, samples: int) -> tuple[Task, P
 
 def setup_of(base: Path, engines: EngineOptions) -> FileConfig:
     """Load the config that flags name; without one and without engines, that of the run."""
-    from bridle.node.run_folder import config_of
-
     facts = config_of(base)
     if engines.config is None and not engines.engine:
         tokenizer = engines.tokenizer or facts.get("tokenizer")

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 import time
 import tomllib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import orjson
 import typer
 
+from bridle.api import attempt_of, call_scorer, write_results
+from bridle.capture.records import Score, SessionCapture
+from bridle.capture.sqlite import SqliteReader, SqliteStore
 from bridle.cli.options import CaptureArgument, JsonOption
 from bridle.cli.output import number, print_json, print_table
+from bridle.config import EvaluatorSpec, Task, validated
 from bridle.errors import ConfigError, EvaluatorError
-from bridle.types import JSON
-
-if TYPE_CHECKING:
-    from bridle.capture.records import SessionCapture
-    from bridle.capture.sqlite import SqliteReader, SqliteStore
-    from bridle.config import EvaluatorSpec, Task
-    from bridle.evaluators.base import Evaluation
-    from bridle.trajectory.scores import Disagreement, ScoredSession
+from bridle.evaluators import open_evaluator
+from bridle.evaluators.base import (
+    Evaluation,
+    EvaluationContext,
+    NoPlaces,
+    Unscorable,
+    check_evaluator,
+    evaluate_with_control,
+)
+from bridle.evaluators.function import is_number
+from bridle.evaluators.function_runner import ScorerError, load_scorer
+from bridle.folders import private_file
+from bridle.node.results import is_scored, trajectory_of
+from bridle.node.run_folder import RUN, SCORERS, RunFolder, capture_files, tasks_of
+from bridle.runtimes.base import ExecResult
+from bridle.trajectory.scores import Disagreement, ScoredSession, disagreement_of
+from bridle.types import JSON, Cause, DeliveryState, SessionStatus
 
 Scorer = Callable[["SessionCapture"], Awaitable["Evaluation"]]
 
@@ -52,10 +68,6 @@ def score(
     recorded ones. The sessions on which they differ are listed, the most different first, and the
     comparison is written into the run folder (scorers.json), for the dashboard.
     """
-    import asyncio
-
-    from bridle.node.run_folder import capture_files
-
     names = [*(function or ()), *(evaluator or ())]
     if len(names) > 1:
         failed = _compare(target, function or (), evaluator or (), reward, sessions, json=json)
@@ -97,15 +109,6 @@ def _compare(
     json: bool,
 ) -> bool:
     """Compare several scorers on stored sessions; return whether one of them failed."""
-    import asyncio
-    from dataclasses import asdict
-
-    import orjson
-
-    from bridle.folders import private_file
-    from bridle.node.run_folder import SCORERS, capture_files
-    from bridle.trajectory.scores import disagreement_of
-
     names = [*functions, *evaluators]
     if reward is not None or len({RECORDED, *names}) <= len(names):
         raise ConfigError(f"several scorers need different names, and no --reward: {names}")
@@ -131,9 +134,6 @@ async def _score_with(
     path: Path, scorers: Mapping[str, Scorer], wanted: set[str]
 ) -> list[ScoredSession]:
     """Score the sessions of a capture file by each of several scorers; nothing is recorded."""
-    from bridle.capture.sqlite import SqliteReader
-    from bridle.trajectory.scores import ScoredSession
-
     found = []
     with SqliteReader(path) as reader:
         for capture in _ended(reader, wanted):
@@ -174,10 +174,6 @@ def _print_disagreement(found: Disagreement) -> None:
 
 async def _score(path: Path, scorer: Scorer, wanted: set[str], why: str) -> list[JSON]:
     """Score the sessions of a capture file and rewrite the other files of its run."""
-    from bridle.api import write_results
-    from bridle.capture.sqlite import SqliteStore
-    from bridle.node.run_folder import RUN, RunFolder
-
     rows: list[JSON] = []
     with RunFolder(path.parent) as folder:
         async with await SqliteStore.open(path) as store:
@@ -189,9 +185,6 @@ async def _score(path: Path, scorer: Scorer, wanted: set[str], why: str) -> list
 
 def _ended(store: SqliteStore | SqliteReader, wanted: set[str]) -> Iterator[SessionCapture]:
     """Yield the sessions whose outcome allows a reward, or whose evaluator failed."""
-    from bridle.node.results import is_scored
-    from bridle.types import Cause, DeliveryState, SessionStatus
-
     for session in store.sessions():
         if session.is_aside or (wanted and session.session_id not in wanted):
             continue
@@ -208,8 +201,6 @@ def _ended(store: SqliteStore | SqliteReader, wanted: set[str]) -> Iterator[Sess
 
 
 async def _one(store: SqliteStore, capture: SessionCapture, scorer: Scorer, why: str) -> JSON:
-    from bridle.capture.records import Score
-
     assert capture.outcome is not None
     row: JSON = {
         "session_id": capture.session.session_id,
@@ -241,8 +232,6 @@ def _scorer(
     reward: float | None,
 ) -> Scorer:
     """Load the scorer that the flags name; `ConfigError` for a mistake."""
-    from bridle.node.run_folder import tasks_of
-
     if len([*(functions or ()), *(evaluators or ())]) + (reward is not None) > 1:
         raise ConfigError("give one of --function, --evaluator and --reward")
     base = target if target.is_dir() else target.parent
@@ -255,9 +244,6 @@ def _scorer(
 
 
 def _constant(reward: float) -> Scorer:
-    from bridle.evaluators.base import Evaluation
-    from bridle.evaluators.function import is_number
-
     if not is_number(reward):
         raise ConfigError(f"--reward: {reward!r} is not a finite number")
 
@@ -269,10 +255,6 @@ def _constant(reward: float) -> Scorer:
 
 def _function(function: str, base: Path, tasks: dict[str, Task]) -> Scorer:
     """Score by a function, called in this process."""
-    from bridle.api import attempt_of, call_scorer
-    from bridle.evaluators.function_runner import ScorerError, load_scorer
-    from bridle.node.results import trajectory_of
-
     try:
         called = load_scorer(function)
     except ScorerError as error:
@@ -298,19 +280,6 @@ def _function(function: str, base: Path, tasks: dict[str, Task]) -> Scorer:
 
 def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
     """Score by an evaluator on the stored data; `None` as `given` = each task's own."""
-    from bridle.evaluators import open_evaluator
-    from bridle.evaluators.base import (
-        Evaluation,
-        EvaluationContext,
-        NoPlaces,
-        Unscorable,
-        check_evaluator,
-        evaluate_with_control,
-    )
-    from bridle.node.results import trajectory_of
-    from bridle.runtimes.base import ExecResult
-    from bridle.types import SessionStatus
-
     if given is not None:
         spec = _spec(given)
         tasks = {name: task.model_copy(update={"evaluator": spec}) for name, task in tasks.items()}
@@ -348,8 +317,6 @@ def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
 
 def _spec(given: str) -> EvaluatorSpec:
     """Read the evaluator of a TOML file, or return that of a name."""
-    from bridle.config import EvaluatorSpec, validated
-
     if not given.endswith(".toml"):
         return EvaluatorSpec(strategy=given)
     try:

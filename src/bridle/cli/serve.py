@@ -13,10 +13,16 @@ from contextlib import (
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from bridle import telemetry
+from bridle.aio import Nursery
+from bridle.bridges import parquet
+from bridle.capture.sqlite import SqliteStore
+from bridle.cli.config import FileConfig, open_setup
+from bridle.cli.dashboard import dashboard_mount
 from bridle.cli.options import (
     AllowHostOption,
     EngineOptions,
@@ -28,15 +34,22 @@ from bridle.cli.options import (
 )
 from bridle.cli.output import check_folder, check_storage, notes, print_json_line
 from bridle.cli.process import Stop, long_running, run_until_signal
+from bridle.credentials import announce_server
 from bridle.errors import ConfigError, install_extra
 from bridle.folders import FolderLock, private_file
-
-if TYPE_CHECKING:
-    from bridle.cli.config import FileConfig
-    from bridle.node.base import SessionRunner
-    from bridle.node.local import LocalNode
-    from bridle.server.service import Service
-    from bridle.server.settings import ServerSettings
+from bridle.node.base import SessionRunner
+from bridle.node.cluster import ClusterRunner
+from bridle.node.local import LocalNode, NodeSettings
+from bridle.node.run_folder import ServerFolder
+from bridle.server.app import serve_api
+from bridle.server.auth import TOKEN_FILE, Auth, callback_secrets, load_tokens, own_token
+from bridle.server.callbacks import CallbackAddresses, CallbackSender, callback_secret
+from bridle.server.database import Database
+from bridle.server.discovery import first_named, follow
+from bridle.server.files import TrajectoryFiles
+from bridle.server.http import ServerContext
+from bridle.server.service import Service
+from bridle.server.settings import ServerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +140,6 @@ class ServerSetup:
 
 
 async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool, as_json: bool) -> None:
-    from bridle.server.discovery import first_named
-
     if config.server.engines_from and not config.engines:
         found = await first_named(config.server.engines_from, stop)
         if not found:
@@ -166,18 +177,6 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
 
     `ConfigError` or `EngineError` if it cannot start; it cleans up after itself.
     """
-    from bridle.aio import Nursery
-    from bridle.bridges import parquet
-    from bridle.cli.dashboard import dashboard_mount
-    from bridle.server.app import serve_api
-    from bridle.server.auth import TOKEN_FILE, Auth, callback_secrets, load_tokens, own_token
-    from bridle.server.callbacks import CallbackAddresses, CallbackSender, callback_secret
-    from bridle.server.database import Database
-    from bridle.server.discovery import follow
-    from bridle.server.files import TrajectoryFiles
-    from bridle.server.http import ServerContext
-    from bridle.server.service import Service
-
     settings = config.server.checked()
     data = settings.data
     async with AsyncExitStack() as stack:
@@ -225,8 +224,6 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
 @contextmanager
 def _announced(url: str, token_file: Path) -> Iterator[None]:
     """Let clients find the token inside, or note that they cannot."""
-    from bridle.credentials import announce_server
-
     with ExitStack() as stack:
         try:
             stack.enter_context(announce_server(url, token_file))
@@ -251,11 +248,6 @@ async def open_node(
 
     `partial(open_node, config)` is a `bridle.node.base.NodeOpener`.
     """
-    from bridle.capture.sqlite import SqliteStore
-    from bridle.cli.config import open_setup
-    from bridle.node.local import LocalNode, NodeSettings
-    from bridle.node.run_folder import ServerFolder
-
     given = config.executor.node.model_dump(exclude_unset=True)
     if cpus is not None:
         given.setdefault("run_slots", max(1, round(2 * cpus)))
@@ -282,8 +274,6 @@ async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterato
         async with open_node(config, data) as node:
             yield node
         return
-    from bridle.node.cluster import ClusterRunner
-
     try:
         from bridle.node.ray import RayCluster
     except ModuleNotFoundError as error:
@@ -299,8 +289,6 @@ async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterato
 @contextmanager
 def send_to_trackers(config: FileConfig, data: Path, workers: SessionRunner) -> Iterator[None]:
     """Send the workers' events to the trackers that `config` names."""
-    from bridle import telemetry
-
     facts = config.model_dump(mode="json", include={"engines", "tokenizer", "telemetry"})
     with (
         telemetry.open_trackers(config.telemetry, data, facts) as trackers,

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from bridle.capture.records import SessionCapture
 from bridle.cli.options import JsonOption
 from bridle.cli.output import console, number, print_json, print_table
 from bridle.errors import ConfigError
-from bridle.types import JSON
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from bridle.capture.records import SessionCapture
-    from bridle.trajectory.scores import HarnessScore
-
+from bridle.node.results import result_from
+from bridle.node.run_folder import find_session, sessions
+from bridle.trajectory.scores import (
+    HarnessScore,
+    from_summaries,
+    report_of,
+    scores_of,
+    without_effect,
+)
+from bridle.trajectory.transcript import draw, script_of
+from bridle.types import JSON, Kind
 
 COLUMNS = (
     "session", "harness", "status", "#reward", "#calls", "#captured", "#trained", "#excluded",
@@ -48,14 +53,10 @@ def show(
         else:
             _show_run(path, json=json)
         return
-    from bridle.node.run_folder import find_session
-
     if report:
         raise ConfigError(f"--report needs a run folder; {target} is none")
     _, capture = find_session(target, run)
     if as_script:
-        from bridle.trajectory.transcript import script_of
-
         print_json(script_of(capture))
     else:
         _show_session(capture, json=json)
@@ -118,9 +119,6 @@ def _score_row(score: HarnessScore, ks: Sequence[int]) -> tuple[object, ...]:
 
 
 def _show_run(target: Path, *, json: bool) -> None:
-    from bridle.node.results import result_from
-    from bridle.node.run_folder import sessions
-
     lines = [result_from(capture).summary() for capture in sessions(target)]
     if json:
         print_json(lines)
@@ -132,17 +130,11 @@ def _show_run(target: Path, *, json: bool) -> None:
 
 def _print_without_effect(lines: Sequence[JSON]) -> None:
     """Print the parts of requests that had no effect, if any."""
-    from bridle.trajectory.scores import without_effect
-
     for line in without_effect(counts_of(lines, "unknown"), counts_of(lines, "unenforced")):
         console.print(line, markup=False, soft_wrap=True)
 
 
 def _show_report(target: Path, *, json: bool) -> None:
-    from bridle.node.results import result_from
-    from bridle.node.run_folder import sessions
-    from bridle.trajectory.scores import from_summaries, report_of, scores_of
-
     lines: list[JSON] = []
 
     def results() -> Iterator[tuple[str, str, str, JSON]]:
@@ -181,10 +173,6 @@ def _shown(text: str) -> str:
 
 
 def _show_session(capture: SessionCapture, *, json: bool) -> None:
-    from bridle.node.results import result_from
-    from bridle.trajectory.transcript import draw
-    from bridle.types import Kind
-
     result = result_from(capture)
     trajectory = result.trajectory
     if json:

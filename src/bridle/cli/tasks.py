@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from bridle.cli.batch import BatchRun, run_batch
 from bridle.cli.options import JsonOption
 from bridle.cli.output import console, notes, print_json, print_table
+from bridle.cli.run import task_overrides
+from bridle.config import Task, assets_dir
+from bridle.datasets.environments import Bench, Refused, safe_backend
+from bridle.datasets.jsonl import load_tasks, read_manifest, task_digest
+from bridle.datasets.releases import Maker, pairs, parse_wanted
 from bridle.errors import ConfigError, RuntimeFailure
+from bridle.evaluators.base import LATE
+from bridle.node.results import result_from
+from bridle.node.run_folder import sessions
 from bridle.types import JSON, Cause
 
-if TYPE_CHECKING:
-    from bridle.config import Task
-    from bridle.datasets.releases import Maker
-
-app = typer.Typer(help="Make task sets, and verify them.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 EXPECTED = {"oracle": 1.0, "empty": 0.0}
 """Expected reward of the task's own solution, and of doing nothing."""
 COLUMNS = ("task", "verdict", "detail")
 TIMES = 2
 CHUNK = 16
 """Tasks that are verified together, before their verdicts are written."""
+
+
+@app.callback()
+def tasks() -> None:
+    """Make task sets, and verify them."""
 
 
 @app.command("from-releases")
@@ -58,9 +69,6 @@ def from_releases(
 
     Exit code 0 if at least one task was kept, else 1.
     """
-    from bridle.datasets.environments import Bench, safe_backend
-    from bridle.datasets.releases import Maker, parse_wanted
-
     for each in packages:
         parse_wanted(each)
     if harbor is not None and harbor.resolve().is_relative_to(out.resolve()):
@@ -77,11 +85,6 @@ def from_releases(
 
 def _make(maker: Maker, wanted: str, most: int) -> list[JSON]:
     """Make and verify the tasks of one package, newest releases first."""
-    import asyncio
-
-    from bridle.datasets.environments import Refused
-    from bridle.datasets.releases import pairs
-
     rows: list[JSON] = []
     for older, newer in asyncio.run(pairs(wanted)):
         pair = f"{older.package} {older.version}..{newer.version}"
@@ -135,9 +138,6 @@ def verify_tasks(path: Path, manifest: Path | None = None) -> list[JSON]:
 
     Verdicts in the manifest are reused; new ones are appended as they become known.
     """
-    from bridle.cli.run import task_overrides
-    from bridle.datasets.jsonl import load_tasks, read_manifest, task_digest
-
     known = read_manifest(manifest) if manifest is not None and manifest.exists() else {}
     loaded = {
         harness: load_tasks(path, overrides=task_overrides(harness=harness, samples=TIMES))
@@ -162,11 +162,6 @@ def verify_tasks(path: Path, manifest: Path | None = None) -> list[JSON]:
 
 def _proved(proofs: Mapping[str, list[Task]]) -> dict[str, JSON]:
     """Run tasks with each harness; return the verdict on each task."""
-    from bridle.cli.batch import BatchRun, run_batch
-    from bridle.config import assets_dir
-    from bridle.node.results import result_from
-    from bridle.node.run_folder import sessions
-
     verdicts: dict[str, JSON] = {}
     for harness, tasks in proofs.items():
         engine = f"scripted:{assets_dir() / 'silent.json'}"
@@ -201,8 +196,6 @@ def _detail(line: JSON, evaluation: JSON) -> str:
 
 def _is_late(line: JSON, detail: str) -> bool:
     """Return whether a stage of the session, or its checker, did not end in time."""
-    from bridle.evaluators.base import LATE
-
     return line["cause"] == Cause.TIMEOUT or LATE in detail
 
 

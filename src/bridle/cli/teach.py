@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -14,19 +15,24 @@ from contextlib import asynccontextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import typer
 
+from bridle.capture.records import SessionCapture
 from bridle.cli.options import CaptureArgument, JsonOption
 from bridle.cli.output import check_file, number, print_json, print_table
+from bridle.engines.probe import compare_vocabulary
+from bridle.engines.teachers import Scores, ServedTeacher, served_teacher
 from bridle.errors import ConfigError, first_error
+from bridle.folders import private_file
+from bridle.node.results import trajectory_of
+from bridle.node.run_folder import capture_files, sessions
+from bridle.prompting.texts import KEY, encoder_of, tokenizer_record
+from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Ids
-
-if TYPE_CHECKING:
-    from bridle.capture.records import SessionCapture
-    from bridle.engines.teachers import Scores, ServedTeacher
-    from bridle.trajectory.sample import Trajectory
 
 AT_ONCE = 16
 """Sessions whose traces a server scores at the same time."""
@@ -58,10 +64,6 @@ def teach(
 
     BRIDLE_ENGINE_API_KEY is the key of a teacher behind HTTP.
     """
-    import asyncio
-
-    from bridle.node.run_folder import capture_files
-
     capture_files(target)
     base = target if target.is_dir() else target.parent
     path = check_file(out or base / "teacher.parquet", "--out")
@@ -74,13 +76,6 @@ def teach(
 
 
 async def _teach(target: Path, spec: str, top: int, path: Path) -> list[JSON]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from bridle.folders import private_file
-    from bridle.node.results import trajectory_of
-    from bridle.node.run_folder import sessions
-
     columns: dict[str, list[object]] = {"session_id": [], "trace_id": [], "teacher_logprobs": []}
     if top:
         columns |= {"teacher_topk_ids": [], "teacher_topk_logprobs": []}
@@ -108,8 +103,6 @@ async def _all(
     works: Iterable[Callable[[], Coroutine[None, None, list[Scores]]]],
 ) -> list[list[Scores]]:
     """Do all at once; the first failure ends the others."""
-    import asyncio
-
     try:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(work()) for work in works]
@@ -156,8 +149,6 @@ class _Teacher:
 
     async def check(self, capture: SessionCapture) -> None:
         """Raise `ConfigError` unless a session ran with the teacher's tokenizer."""
-        from bridle.prompting.texts import KEY
-
         named = capture.session.metadata.get(KEY) or {}
         digest = str(named.get("digest"))
         if digest in self._same:
@@ -173,9 +164,6 @@ class _Teacher:
 
     async def _difference(self, named: JSON) -> str | None:
         """Return how the session's tokenizer differs; `None` = it is the same."""
-        from bridle.engines.probe import compare_vocabulary
-        from bridle.prompting.texts import encoder_of, tokenizer_record
-
         if self._folder is not None:
             same = tokenizer_record(str(self._folder))["digest"] == named.get("digest")
             return None if same else f"that of {self._folder} is another file"
@@ -190,11 +178,7 @@ class _Teacher:
 
 @asynccontextmanager
 async def _opened(spec: str) -> AsyncIterator[_Teacher]:
-    from bridle.engines.teachers import served_teacher
-
     if spec.startswith(EMBEDDED):
-        import asyncio
-
         from bridle.embedded.model import PlainModel
 
         folder = Path(spec.removeprefix(EMBEDDED))

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+import uvloop
+from rich.progress import Progress
+from rich.table import Table
 
 from bridle.cli.options import (
     ConcurrencyOption,
@@ -19,13 +22,13 @@ from bridle.cli.options import (
 from bridle.cli.output import check_folder, console, notes, number, print_json, progress
 from bridle.cli.run import task_overrides
 from bridle.cli.show import counts_of
+from bridle.cli.training import Trained, TrainSettings, train_here
+from bridle.config import Task, load_toml, validated, with_flags
+from bridle.datasets.jsonl import load_tasks, require_verified
+from bridle.errors import TrainingError
 from bridle.types import JSON
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from bridle.cli.training import Trained, TrainSettings
-    from bridle.config import Task
     from bridle.training.loop import Course
 
 
@@ -101,10 +104,6 @@ def show_trained(trained: Trained, settings: TrainSettings) -> None:
 
 def _trained(settings: TrainSettings, *, resume: bool) -> Trained:
     """Run a training with a progress display."""
-    import uvloop
-
-    from bridle.cli.training import train_here
-
     check_folder(Path(settings.out), "--out")
     chosen = load(settings.tasks, settings, settings.samples)
     held = load(settings.held_out, settings, settings.held_out_samples)
@@ -115,17 +114,12 @@ def _trained(settings: TrainSettings, *, resume: bool) -> Trained:
 
 def load_settings(config: Path | None, flags: JSON) -> TrainSettings:
     """Read a settings file; flags override it, and `None` = not given."""
-    from bridle.cli.training import TrainSettings
-    from bridle.config import load_toml, validated, with_flags
-
     given = with_flags({} if config is None else load_toml(config), flags)
     return validated(TrainSettings, given, "the command" if config is None else str(config))
 
 
 def load(path: str | None, settings: TrainSettings, samples: int) -> list[Task]:
     """Load the tasks of a path with the training's overrides; none for `None`."""
-    from bridle.datasets.jsonl import load_tasks, require_verified
-
     if path is None:
         return []
     overrides = task_overrides(harness=settings.harness, samples=samples)
@@ -179,8 +173,6 @@ def show_course(course: Course) -> None:
 
 def show_transfer(course: Course) -> None:
     """Print the held-out rewards of each harness, if there are several."""
-    from rich.table import Table
-
     evaluations = [each for each in course.evaluations if "others" in each]
     if not evaluations:
         return
@@ -219,7 +211,6 @@ def numbers_line(course: Course) -> str:
 
 def show_picture(trained: Trained, path: Path, *, title: str) -> bool:
     """Write the curve as PNG; return whether matplotlib was there to do so."""
-    from bridle.errors import TrainingError
     from bridle.training.loop import draw_png
 
     try:

@@ -36,13 +36,21 @@ from bridle.gateway.app import GatewayServer
 from bridle.node.base import Events
 from bridle.node.local import Executor, LocalExecutor, LocalNode, NodeSettings, check
 from bridle.node.run_folder import RunFolder
-from bridle.training.groups import LABEL, Curriculum
+from bridle.telemetry.base import Telemetry
+from bridle.training.groups import (
+    LABEL,
+    Curriculum,
+    GroupSource,
+    HeldOutEvaluation,
+    History,
+    TaskDraws,
+    local_groups,
+    server_groups,
+)
 from bridle.training.settings import GrpoSettings, LoopSettings, LoraSettings
 from bridle.types import JSON, SHAPING
 
 if TYPE_CHECKING:
-    from bridle.telemetry.base import Telemetry
-    from bridle.training.groups import GroupSource, HeldOutEvaluation, TaskDraws
     from bridle.training.grpo import Learner
     from bridle.training.loop import Course, Tell
 
@@ -200,8 +208,6 @@ class LocalBackend:
         version: int,  # noqa: ARG002 - for servers
         cursor: JSON | None,
     ) -> AbstractAsyncContextManager[GroupSource]:
-        from bridle.training.groups import local_groups
-
         return local_groups(self.executor, draws, held_out=held_out, cursor=cursor)
 
     async def publish(self, learner: Learner) -> None:
@@ -232,8 +238,6 @@ class ServerBackend:
     def groups(
         self, draws: TaskDraws, held_out: Sequence[Task], *, version: int, cursor: JSON | None
     ) -> AbstractAsyncContextManager[GroupSource]:
-        from bridle.training.groups import server_groups
-
         return server_groups(
             self.client,
             draws,
@@ -356,7 +360,6 @@ async def train_here(
     cannot continue; the last checkpoint stays.
     """
     from bridle.embedded.model import load_tokenizer
-    from bridle.training.groups import History, TaskDraws
     from bridle.training.loop import Course, Loop, checkpoints
 
     held_out = with_other_harnesses(held_out, settings.evaluate_with)
