@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import structlog
@@ -31,18 +31,17 @@ from bridle.errors import (
     root_cause,
 )
 from bridle.gateway.faults import trace_of
-from bridle.node.base import SessionRunner
 from bridle.node.results import SessionResult
 from bridle.server.database import until_done
-from bridle.server.files import TrajectoryFiles, UnwritableError
+from bridle.server.files import UnwritableError
 from bridle.server.finalize import without_run
-from bridle.server.metrics import ServerMetrics
-from bridle.server.queries import Queries
-from bridle.server.settings import ServiceSettings
-from bridle.server.store import ClaimLimits, TaskStore
+from bridle.server.store import ClaimLimits
 from bridle.server.tables import Claim, EndedRun, FinalizeResult
 from bridle.trajectory.sample import Trajectory
 from bridle.types import Cause, SessionStatus
+
+if TYPE_CHECKING:
+    from bridle.server.service import Service
 
 UNSTORED: Final = 2
 """Runs per slot that may run or wait to be stored; beyond, slots stay empty."""
@@ -56,26 +55,11 @@ log = structlog.get_logger(__name__)
 class Scheduler:
     """Runs claimed sessions while `run` runs; `cancel_runs` may be called at any time."""
 
-    def __init__(
-        self,
-        *,
-        store: TaskStore,
-        queries: Queries,
-        files: TrajectoryFiles,
-        workers: SessionRunner,
-        settings: ServiceSettings,
-        owner: str,
-        on_finalized: Callable[[FinalizeResult], None],
-        metrics: ServerMetrics,
-    ) -> None:
-        self._store = store
-        self._queries = queries
-        self._files = files
-        self._workers = workers
-        self._settings = settings
-        self._owner = owner
-        self._on_finalized = on_finalized
-        self._metrics = metrics
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._store, self._queries = service.store, service.queries
+        self._files, self._workers = service.files, service.workers
+        self._settings, self._owner = service.settings, service.owner
         self._running: dict[str, Claim] = {}
         """Runs whose results are not stored yet, by id."""
         self._computing: set[str] = set()
@@ -203,7 +187,7 @@ class Scheduler:
             self._cancelled_early.discard(claim.run_id)
             self.idle.notify_all()
             self.wake.notify_all()
-        self._on_finalized(outcome)
+        self._service.finalized(outcome)
 
     def adopt(self, claims: Sequence[Claim]) -> None:
         """Join runs of an earlier process that continue; their leases are ours already."""
@@ -265,7 +249,7 @@ class Scheduler:
         )
         outcome = await self._finish(ended)
         if outcome.what == "final":
-            self._metrics.kept(trajectory)
+            self._service.metrics.kept(trajectory)
         if outcome.what == "again" or (
             outcome.what == "lost" and not await self._names(name, claim)
         ):
@@ -287,7 +271,7 @@ class Scheduler:
             f"storing {ended.session_id}",
             closing=self._closing,
         )
-        self._metrics.run_ended(ended, outcome.what)
+        self._service.metrics.run_ended(ended, outcome.what)
         return outcome
 
     async def put_back(self, claim: Claim, why: str) -> FinalizeResult:
@@ -304,7 +288,7 @@ class Scheduler:
             f"requeueing {claim.session_id}",
             closing=self._closing,
         )
-        self._metrics.run_lost(outcome.what)
+        self._service.metrics.run_lost(outcome.what)
         return outcome
 
     async def _requeue(self, claim: Claim) -> None:

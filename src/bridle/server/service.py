@@ -83,16 +83,7 @@ class Service:
         self.group_ended = Condition()
         self.callback_due = Condition()
         """Notified when a session or group has ended, so a callback may be due."""
-        self.scheduler = Scheduler(
-            store=self.store,
-            queries=self.queries,
-            files=files,
-            workers=workers,
-            settings=self.settings,
-            owner=owner,
-            on_finalized=self.finalized,
-            metrics=self.metrics,
-        )
+        self.scheduler = Scheduler(self)
         self.retention = Retention(self)
         self.peers = Peers(self)
         self._stages: dict[str, str] = {}
