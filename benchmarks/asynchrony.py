@@ -31,7 +31,7 @@ from examples.demo.model import demo_model
 from examples.demo.policy import lookup_task
 from examples.demo.training import GRPO, TRAIN_SEED
 
-from bridle.cli.training import TrainSettings, train_here
+from bridle.cli.train import TrainSettings, train_here
 from bridle.config import Task
 from bridle.training.loop import Course
 from bridle.training.settings import LoopSettings

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import uvloop
 
-from bridle.cli.training import LocalBackend, TrainSettings, local_backend, train_here
+from bridle.cli.train import LocalBackend, TrainSettings, local_backend, train_here
 from bridle.config import Task
 from bridle.node.local import Executor
 from bridle.node.results import SessionResult

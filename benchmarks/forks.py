@@ -28,8 +28,8 @@ from tests.agent_loops.loops import LOOPS, Loop
 from tests.agent_loops.running import PROGRAMS, command, run_program
 
 from bridle.capture.sqlite import SqliteReader
-from bridle.cli.batch import BatchRun, run_batch
 from bridle.cli.harness import EDITS, SUBMIT
+from bridle.cli.run import BatchRun, run_batch
 from bridle.config import EvaluatorSpec, ForkSpec, Task
 from bridle.gateway.replay import replay_of, replies_of
 from bridle.harnesses import ANY_PROGRAM, HARNESSES, default_agent

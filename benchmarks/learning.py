@@ -32,7 +32,7 @@ from examples.demo.policy import lookup_task
 from examples.demo.training import AT_ONCE, GRPO, LOOP, SAMPLES, TRAIN_SEED
 
 from bridle.cli.config import EngineSetup
-from bridle.cli.training import TrainSettings, local_backend, train_here
+from bridle.cli.train import TrainSettings, local_backend, train_here
 from bridle.config import BuilderSpec, Task
 from bridle.prompting.renderer import PromptRenderer
 from bridle.training.loop import Course

@@ -28,7 +28,7 @@ from examples.demo.model import demo_model
 from examples.demo.policy import lookup_task
 from examples.demo.training import AT_ONCE, GRPO, LOOP, SAMPLES, TRAIN_SEED
 
-from bridle.cli.training import TrainSettings
+from bridle.cli.train import TrainSettings
 from bridle.config import Task
 from bridle.training.loop import checkpoints
 from bridle.training.settings import GrpoSettings, LoopSettings

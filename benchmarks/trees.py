@@ -40,8 +40,8 @@ from benchmarks.curves import Results, at_cost, interval, measured, reached, smo
 from examples.demo.recipe import make_demo_model
 
 from bridle.bridges.examples import examples_of, write_sft
-from bridle.cli.batch import BatchRun, run_batch
-from bridle.cli.training import TrainSettings
+from bridle.cli.run import BatchRun, run_batch
+from bridle.cli.train import TrainSettings
 from bridle.config import Task
 from bridle.node.run_folder import sessions
 from bridle.training.groups import HeldOutEvaluation

@@ -26,7 +26,7 @@ import uvloop
 from examples.demo.model import demo_model
 from tests.vllm.serving import VllmServer
 
-from bridle.cli.training import TrainSettings, train_here
+from bridle.cli.train import TrainSettings, train_here
 from bridle.config import Task
 from bridle.node.run_folder import sessions
 from bridle.training.loop import Course

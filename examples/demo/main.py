@@ -78,7 +78,7 @@ def run(out: Path, tasks: int, fresh: int, steps: int, *, json: bool) -> int:
 
 def harnesses_part(folder: Path, count: int) -> Part:
     """`count` demo tasks with each real harness, half and half interleaved, scripted."""
-    from bridle.cli.batch import BatchRun, run_batch
+    from bridle.cli.run import BatchRun, run_batch
     from bridle.config import Task
     from bridle.datasets.jsonl import load_tasks
 

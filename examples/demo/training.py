@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridle.cli.output import console, progress
-from bridle.cli.train import CourseBar, numbers_line, show_course, show_picture
-from bridle.cli.training import Trained, TrainSettings, train_here
+from bridle.cli.train import (
+    CourseBar,
+    Trained,
+    TrainSettings,
+    numbers_line,
+    show_course,
+    show_picture,
+    train_here,
+)
 from bridle.training.groups import HeldOutEvaluation
 from bridle.training.settings import GrpoSettings, LoopSettings
 from bridle.types import JSON

@@ -362,9 +362,8 @@ def fork(
     Raises:
         ConfigError: The session, the turn or the session's task is missing.
     """
-    from bridle.cli.batch import BatchRun, run_batch
     from bridle.cli.options import EngineOptions
-    from bridle.cli.run import forked_task, setup_of
+    from bridle.cli.run import BatchRun, forked_task, run_batch, setup_of
 
     task, base = forked_task(session, Path(run), at, samples)
     engines = [] if engine is None else list(_listed(engine))
@@ -441,7 +440,7 @@ def _in_sandbox(
     data: str | Path | None,
 ) -> list[Trajectory]:
     """Run an agent that is a program, as `bridle run` does; for the arguments see `rollout`."""
-    from bridle.cli.batch import BatchRun, run_batch
+    from bridle.cli.run import BatchRun, run_batch
 
     update: dict[str, object] = {"agent": _agent(agent) if isinstance(agent, str) else agent}
     if scorer is not None:

@@ -12,7 +12,7 @@ from benchmarks.trees import DECISIVE, OUT, TURNS, WAYS, demonstration, walks
 from benchmarks.trees import main as grow_trees
 from tests.cli.models import untrained
 
-from bridle.cli.batch import BatchRun, run_batch
+from bridle.cli.run import BatchRun, run_batch
 
 CURVE = [
     {"success": 0.2, "sampled": 0},

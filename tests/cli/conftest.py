@@ -12,7 +12,7 @@ import pytest
 from examples.demo.lookups import lookups, write_files
 
 from bridle.cli import output
-from bridle.cli.app import main
+from bridle.cli.__main__ import main
 
 AGENT = Path(examples.demo.light_agent.__file__)
 

@@ -11,8 +11,8 @@ import pytest
 import structlog
 
 import bridle
-from bridle.cli.app import EXTRAS, app, load, main
-from bridle.cli.app import VERBS as EVERY
+from bridle.cli.__main__ import EXTRAS, app, load, main
+from bridle.cli.__main__ import VERBS as EVERY
 from bridle.cli.output import console, log_to_stderr, notes
 from bridle.errors import ConfigError, install_extra
 
@@ -182,7 +182,7 @@ def test_the_extras_of_optional_packages_exist():
 
 def test_help_loads_no_heavy_package():
     code = (
-        "import sys\nfrom bridle.cli.app import main\n"
+        "import sys\nfrom bridle.cli.__main__ import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'renderers', 'openai', 'pyarrow', 'aiohttp'}\n"
         "print('LOADED', sorted(heavy & set(sys.modules)))"

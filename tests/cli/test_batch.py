@@ -14,8 +14,8 @@ import pytest
 from rich.progress import Progress, TextColumn
 
 from bridle.bridges.parquet import read_trajectories
-from bridle.cli.batch import BatchRun, Board
 from bridle.cli.config import tokenizer_folder
+from bridle.cli.run import BatchRun, Board
 from bridle.config import AgentSpec, Task, builtin_tokenizer_dir
 from bridle.errors import ConfigError, EngineError, Problems
 from bridle.node.base import Installing, SessionChanged

@@ -116,7 +116,7 @@ def test_files_that_were_not_scored_or_not_kept_are_named_without_obeying_them()
 def test_a_run_is_shown_without_loading_what_runs_or_trains_need(finished_run):
     code = """
 import sys
-from bridle.cli.app import main
+from bridle.cli.__main__ import main
 try:
     main(["show", sys.argv[1]])
 except SystemExit as ended:

@@ -20,7 +20,7 @@ from tests.cli.models import untrained
 from tests.server.house import with_token
 from tests.training.server import Death, a_server, tasks
 
-from bridle.cli.training import (
+from bridle.cli.train import (
     LocalBackend,
     TrainSettings,
     WeightFolders,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bridle.cli.app import app
+from bridle.cli.__main__ import app
 
 SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "slurm" / "bridle.sbatch"
 SLEEP = "sleep 30 >/dev/null 2>&1 &"

@@ -10,9 +10,9 @@ from tests.server.house import result, until
 from bridle.errors import ConfigError, EngineError, NodeLostError
 from bridle.node.base import REMOTE_METHODS, SessionChanged
 from bridle.node.cluster import ClusterRunner
+from bridle.node.fleet import NodeTimeouts
 from bridle.node.host import NodeHost
 from bridle.node.local import LocalNode
-from bridle.node.scheduling import NodeTimeouts
 from bridle.types import SessionStatus, without_user_info
 
 PATIENT = {"lost_after_s": 30, "tell_s": 0.05, "again_s": 0.01, "open_s": 30}

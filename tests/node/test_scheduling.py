@@ -8,9 +8,9 @@ from tests.node.nodes import FakeRemote, task
 
 from bridle.config import RuntimeSpec
 from bridle.errors import NodeLostError
-from bridle.node import scheduling
+from bridle.node import fleet
 from bridle.node.base import RemoteNode
-from bridle.node.scheduling import (
+from bridle.node.fleet import (
     ExecutorSettings,
     Member,
     NodeSlots,
@@ -28,7 +28,7 @@ def place(name, free=4, capacity=4, **offers):
 
 
 def choose(*given):
-    return scheduling.choose(*given)
+    return fleet.choose(*given)
 
 
 def test_a_session_needs_what_its_runtime_names():

@@ -6,7 +6,7 @@ from tests.server.house import a_service, ended, result, submission, until
 
 from bridle.errors import EngineError
 from bridle.gateway.weights import SetPolicy
-from bridle.node.scheduling import earlier_runs
+from bridle.node.fleet import earlier_runs
 
 
 def test_the_runs_before_one_are_known_from_its_id():

@@ -1,12 +1,12 @@
 """The command line. A file holds related verbs, which parse flags, call the library and print.
 
-- `app`: all verbs, errors and exit codes; `options`: shared flags; `output`: tables, JSON, paths
+- `__main__`: all verbs, errors, exit codes; `options`: shared flags; `output`: tables, JSON, paths
 - first steps: `init` (demo, init), `doctor`, `harness`, `tasks`
-- sessions: `run` (run, fork) and `batch`, which runs them; `config`: the config file
+- sessions: `run` (run, fork, batches of other verbs); `config`: the config file
 - captured data: `show`, `score`, `teach`, `export` (rebuild, export, generate)
 - servers: `gateway` (gateway, engine), `serve`, `dashboard`, in a `process` that ends by a signal;
   `client` (submit, status, watch, cancel)
-- `train` and `training`, which assembles it
+- `train`
 
 Exit codes, the same for every verb:
 
@@ -22,6 +22,6 @@ Exit codes, the same for every verb:
 
 def main() -> None:
     """Run the command line; ends by `SystemExit`."""
-    from bridle.cli.app import main as run
+    from bridle.cli.__main__ import main as run
 
     run()

@@ -23,7 +23,7 @@ from bridle.errors import ConfigError, Problems
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.models import OtherModel, check_models
 from bridle.gateway.settings import GatewaySettings
-from bridle.node.scheduling import ExecutorSettings
+from bridle.node.fleet import ExecutorSettings
 from bridle.prompting.renderer import PromptRenderer, load_renderer
 from bridle.server.settings import ServerSettings
 from bridle.types import JSON

@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 import typer
 
-from bridle.cli.batch import BatchRun, run_batch
 from bridle.cli.options import JsonOption
 from bridle.cli.output import console, print_json, table
+from bridle.cli.run import BatchRun, run_batch
 from bridle.cli.show import counts_of
 from bridle.config import EvaluatorSpec, Limits, RuntimeSpec, Task, cache_dir
 from bridle.datasets.jsonl import load_tasks

@@ -33,7 +33,6 @@ from bridle.bridges.parquet import TrajectoryWriter, rebuild_all
 from bridle.bridges.traces import write_atif
 from bridle.capture.records import SessionCapture
 from bridle.capture.sqlite import SqliteReader
-from bridle.cli.batch import BatchRun, run_batch
 from bridle.cli.config import FileConfig
 from bridle.cli.options import (
     ConcurrencyOption,
@@ -55,7 +54,7 @@ from bridle.cli.output import (
     progress,
     table,
 )
-from bridle.cli.run import load_task_set, task_overrides
+from bridle.cli.run import BatchRun, load_task_set, run_batch, task_overrides
 from bridle.config import BuilderSpec, Task
 from bridle.errors import ConfigError
 from bridle.folders import private_file, private_folder

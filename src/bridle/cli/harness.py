@@ -142,7 +142,7 @@ def check_harness(
     session is forked too, and the report's `replay` is the result. `ConfigError` for an unknown
     name.
     """
-    from bridle.cli.batch import BatchRun, run_batch
+    from bridle.cli.run import BatchRun, run_batch
 
     pinned = default_agent(name)
     agent = pinned.model_copy(update={"version": version}) if version else pinned
@@ -202,7 +202,7 @@ def _replayed(task: Task, engine: str, run: Path, line: JSON) -> str:
     If the fork is refused, both are run again with each of `_steady_settings`, and the first with
     which the harness repeats itself is named.
     """
-    from bridle.cli.batch import BatchRun, run_batch
+    from bridle.cli.run import BatchRun, run_batch
 
     result = _forked(task, engine, run, line)
     if not result.startswith(REFUSED):
@@ -233,7 +233,7 @@ def _steady_settings() -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _forked(task: Task, engine: str, run: Path, line: JSON) -> str:
-    from bridle.cli.batch import BatchRun, run_batch
+    from bridle.cli.run import BatchRun, run_batch
     from bridle.node.run_folder import CAPTURE
 
     at = max(1, line["exchanges"] - 1)

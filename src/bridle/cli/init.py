@@ -330,7 +330,7 @@ def _links(path: Path) -> Iterator[Path]:
 
 def _is_system(path: Path) -> bool:
     """Return whether every sandbox without an image shows `path`."""
-    from bridle.cli.batch import SANDBOX_FOLDERS
+    from bridle.cli.run import SANDBOX_FOLDERS
 
     return any(path.is_relative_to(folder) for folder in SANDBOX_FOLDERS)
 

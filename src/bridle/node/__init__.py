@@ -7,6 +7,6 @@ its artifacts and gives its evaluator runtimes. `results` is its outcome and how
 Many sessions: `base` has the contracts (`Node`, `SessionRunner`, `RemoteNode`) and the events that
 report progress, `local` the node in this process, which runs the sessions of many tasks. On a
 cluster, `host` serves a node to owners in other processes, `ray` starts one on each machine and has
-the proxy, `scheduling` chooses a node, `fleet` steers all nodes at once, and `cluster` runs
-sessions on them.
+the proxy, `fleet` chooses a node and steers all of them at once, and `cluster` runs sessions on
+them.
 """

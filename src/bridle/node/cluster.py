@@ -34,9 +34,8 @@ from bridle.node.base import (
     SessionChanged,
     SessionEnded,
 )
-from bridle.node.fleet import Fleet
-from bridle.node.results import SessionResult
-from bridle.node.scheduling import (
+from bridle.node.fleet import (
+    Fleet,
     Member,
     NodeSlots,
     NodeTimeouts,
@@ -45,6 +44,7 @@ from bridle.node.scheduling import (
     earlier_runs,
     relevant,
 )
+from bridle.node.results import SessionResult
 
 T = TypeVar("T")
 

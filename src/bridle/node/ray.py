@@ -34,8 +34,8 @@ from bridle.errors import BridleError, ConfigError, NodeLostError
 from bridle.folders import FolderLock
 from bridle.node.base import REMOTE_METHODS, NodeOpener, RemoteNode
 from bridle.node.cluster import ClusterRunner
+from bridle.node.fleet import RaySettings
 from bridle.node.host import NodeHost, node_name
-from bridle.node.scheduling import RaySettings
 
 T = TypeVar("T")
 
