@@ -19,7 +19,7 @@ from bridle.config import AgentSpec, RuntimeSpec, Task
 from bridle.credentials import announce_server
 from bridle.errors import ConfigError, ServerError
 from bridle.server.app import serve_api
-from bridle.server.auth import ApiToken, TokenRole
+from bridle.server.http import ApiToken, TokenRole
 
 TOKEN = ApiToken(name="admin", token="a-token-of-sixteen", roles=(TokenRole.ADMIN,))
 

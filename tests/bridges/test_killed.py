@@ -18,7 +18,7 @@ from tests.server.house import FakeWorkers, a_service, body, result, served
 from bridle.bridges.trl import STATE
 from bridle.config import EvaluatorSpec
 from bridle.server.app import serve_api
-from bridle.server.auth import ApiToken, TokenRole
+from bridle.server.http import ApiToken, TokenRole
 from bridle.server.settings import SubmissionPolicy
 from bridle.testing import TrainedRow, trainer_conformance, trainer_sessions
 

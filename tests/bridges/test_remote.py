@@ -9,7 +9,7 @@ from bridle.bridges.remote import ServerSessions
 from bridle.config import AgentSpec, RuntimeSpec, Task
 from bridle.errors import ServerError
 from bridle.server.app import serve_api
-from bridle.server.auth import ApiToken, TokenRole
+from bridle.server.http import ApiToken, TokenRole
 
 TOKEN = ApiToken(name="admin", token="a-token-of-sixteen", roles=(TokenRole.ADMIN,))
 

@@ -22,7 +22,7 @@ from bridle.cli.dashboard import access_control, may
 from bridle.cli.serve import server_of
 from bridle.client import AsyncClient, Client
 from bridle.errors import ConfigError
-from bridle.server.auth import ApiToken, Auth, TokenRole
+from bridle.server.http import ApiToken, Auth, TokenRole
 
 STATE = os.environ["XDG_STATE_HOME"]
 """Where servers of these tests are found."""

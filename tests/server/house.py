@@ -15,11 +15,10 @@ from bridle.node.base import Events
 from bridle.node.results import SessionResult
 from bridle.runtimes import RUNTIMES
 from bridle.server.app import make_app
-from bridle.server.auth import ApiToken, Auth, TokenRole
 from bridle.server.callbacks import CallbackAddresses
 from bridle.server.database import Database
 from bridle.server.files import TrajectoryFiles
-from bridle.server.http import ServerContext
+from bridle.server.http import ApiToken, Auth, ServerContext, TokenRole
 from bridle.server.schemas import Submission
 from bridle.server.service import Service
 from bridle.server.settings import ServiceSettings, SubmissionPolicy

@@ -5,7 +5,7 @@ import stat
 import pytest
 
 from bridle.errors import ConfigError
-from bridle.server.auth import (
+from bridle.server.http import (
     TOKEN_ENV,
     TOKEN_FILE,
     ApiToken,

@@ -16,7 +16,7 @@ from bridle.client import AsyncClient
 from bridle.errors import ServerError
 from bridle.folders import private_file
 from bridle.node import session as node_session
-from bridle.server.auth import ApiToken, TokenRole
+from bridle.server.http import ApiToken, TokenRole
 from bridle.server.settings import SubmissionPolicy
 
 TENANT = ApiToken(

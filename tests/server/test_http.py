@@ -5,8 +5,7 @@ from tests.server.house import an_app, body
 
 from bridle.errors import EngineError, StateError, StoreError
 from bridle.gateway.keys import AT_ONCE
-from bridle.server.auth import ApiToken, TokenRole
-from bridle.server.http import MAX_BODY
+from bridle.server.http import MAX_BODY, ApiToken, TokenRole
 from bridle.server.settings import SubmissionPolicy
 
 READER = ApiToken(name="submitter", token="a-reader-of-sixteen", roles=(TokenRole.READ,))

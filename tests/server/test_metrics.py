@@ -4,7 +4,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.house import FakeWorkers, an_app, body, ended, failure, submission, until
 
 from bridle.errors import NodeLostError, StateError
-from bridle.server.auth import ApiToken, TokenRole
+from bridle.server.http import ApiToken, TokenRole
 
 
 async def numbers(http):

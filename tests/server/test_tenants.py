@@ -19,8 +19,7 @@ from tests.server.house import (
 
 from bridle.gateway.listener import most_connections
 from bridle.server.app import make_app
-from bridle.server.auth import ApiToken, TokenRole
-from bridle.server.http import OWNERS
+from bridle.server.http import OWNERS, ApiToken, TokenRole
 from bridle.server.settings import OwnerSettings
 
 ALICE, BOB, ADMIN = "the-token-of-alice", "the-token-of-bob", "the-token-of-admin"

@@ -27,7 +27,7 @@ from bridle.dashboard.server import ServerSource
 from bridle.dashboard.source import DataSource
 from bridle.errors import ConfigError
 from bridle.server.app import serve_app
-from bridle.server.auth import Auth, Caller, TokenRole
+from bridle.server.http import Auth, Caller, TokenRole
 
 TOKEN_ENV: Final = "BRIDLE_DASHBOARD_TOKEN"  # noqa: S105 - the variable's name
 """Token that browsers must give; required off loopback."""

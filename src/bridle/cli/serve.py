@@ -42,12 +42,18 @@ from bridle.node.cluster import ClusterRunner
 from bridle.node.local import LocalNode, NodeSettings
 from bridle.node.run_folder import ServerFolder
 from bridle.server.app import serve_api
-from bridle.server.auth import TOKEN_FILE, Auth, callback_secrets, load_tokens, own_token
 from bridle.server.callbacks import CallbackAddresses, CallbackSender, callback_secret
 from bridle.server.database import Database
 from bridle.server.discovery import first_named, follow
 from bridle.server.files import TrajectoryFiles
-from bridle.server.http import ServerContext
+from bridle.server.http import (
+    TOKEN_FILE,
+    Auth,
+    ServerContext,
+    callback_secrets,
+    load_tokens,
+    own_token,
+)
 from bridle.server.service import Service
 from bridle.server.settings import ServerSettings
 

@@ -1,8 +1,8 @@
 """The rollout server: an HTTP API that accepts tasks, runs them and keeps what it accepted (law 6).
 
-HTTP: `app` is the application and its listener, `http` handles requests, `routes_v1` has the
-routes, `schemas` their bodies and queries, `polar` the routes and the tasks of Polar's clients,
-`auth` has the tokens, `settings` the allow-list of task fields.
+HTTP: `app` is the application and its listener, `http` handles requests and their tokens,
+`routes_v1` has the routes, `schemas` their bodies and queries, `polar` the routes and the tasks of
+Polar's clients, `settings` the allow-list of task fields.
 
 State: `tables` has the tables and their states, `database` the connections, `store` the writes,
 `finalize` the ends of sessions and tasks, `queries` the reads, `files` the trajectories, `results`

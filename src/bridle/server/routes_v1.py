@@ -22,7 +22,6 @@ from bridle.errors import ConfigError, StoreError
 from bridle.gateway.weights import AddReplica, SetEngine, SetPolicy
 from bridle.node.session import read_replay
 from bridle.server import results
-from bridle.server.auth import Caller, TokenRole
 from bridle.server.callbacks import ForbiddenAddressError
 from bridle.server.http import (
     ARROW_TYPE,
@@ -30,7 +29,9 @@ from bridle.server.http import (
     MSGPACK_TYPE,
     ApiError,
     ApiRequest,
+    Caller,
     RouteTable,
+    TokenRole,
     negotiate,
     packed_reply,
     reply,
