@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -226,8 +227,6 @@ class Condition:
     @staticmethod
     async def wait(ticket: asyncio.Event, timeout_s: float | None) -> None:
         """Return once `ticket` is notified, or after `timeout_s`."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await ticket.wait()
-        except TimeoutError:
-            return

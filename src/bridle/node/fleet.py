@@ -526,11 +526,7 @@ class Fleet:
 
     async def add_replica(self, engine: str) -> JSON:
         """Add a server on every node. `EngineError` names the nodes that failed, and why."""
-
-        async def join(member: Member) -> None:
-            member.policy = await member.node.add_replica(engine)
-
-        await self._on_all(join)
+        await self._on_all(lambda node: node.add_replica(engine))
         if engine not in self.replicas:
             self.replicas.append(engine)
         return self.policy()
@@ -540,11 +536,7 @@ class Fleet:
         for engine in [*self.replicas]:
             if without_user_info(engine) == without_user_info(name):
                 self.replicas.remove(engine)
-
-        async def leave(member: Member) -> None:
-            member.policy = await member.node.remove_replica(name, drain_s)
-
-        await self._on_all(leave)
+        await self._on_all(lambda node: node.remove_replica(name, drain_s))
         return self.policy()
 
     async def follow_engines(self, wanted: Collection[str], *, drain_s: float) -> None:
@@ -614,8 +606,13 @@ class Fleet:
                 total += await member.node.kept_bytes()
         return total
 
-    async def _on_all(self, call: Callable[[Member], Awaitable[object]]) -> None:
-        await all_of((one.name, partial(call, one)) for one in self.live())
+    async def _on_all(self, call: Callable[[RemoteNode], Awaitable[JSON]]) -> None:
+        """Change the policy of every node by a call that returns it."""
+
+        async def change(member: Member) -> None:
+            member.policy = await call(member.node)
+
+        await all_of((one.name, partial(change, one)) for one in self.live())
 
 
 def _merged(engines: Iterable[JSON]) -> list[JSON]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from sqlalchemy import (
     ColumnElement,
+    Executable,
     Label,
     RowMapping,
     Select,
@@ -173,10 +174,9 @@ class Queries:
         query = union_all(*(part.group_by(table.c.state) for part, table in both))
         found: dict[str, dict[str, int]] = {"tasks": {}, "sessions": {}, "callbacks": {}}
         totals = [0, 0]
-        async with self._database.read() as connection:
-            for what, state, count, waiting, left in await connection.execute(query):
-                found[what][state] = count
-                totals = [totals[0] + int(waiting), totals[1] + int(left)]
+        for what, state, count, waiting, left in await self._rows(query):
+            found[what][state] = count
+            totals = [totals[0] + int(waiting), totals[1] + int(left)]
         return Counts(found["tasks"], found["sessions"], totals[0], totals[1], found["callbacks"])
 
     async def owners(self) -> dict[str, dict[str, int]]:
@@ -192,9 +192,8 @@ class Queries:
             .group_by(s.owner),
         )
         found: dict[str, dict[str, int]] = {}
-        async with self._database.read() as connection:
-            for what, owner, count in await connection.execute(query):
-                found.setdefault(owner, {"waiting": 0, "running": 0})[what] = int(count)
+        for what, owner, count in await self._rows(query):
+            found.setdefault(owner, {"waiting": 0, "running": 0})[what] = int(count)
         return found
 
     async def inflight_groups(self) -> Counter[str]:
@@ -215,9 +214,8 @@ class Queries:
         """Return the end of each server's latest lease of a running session."""
         s = t.sessions.c
         query = select(s.leased_by, func.max(s.leased_until)).group_by(s.leased_by)
-        async with self._database.read() as connection:
-            rows = await connection.execute(query.where(s.state == SessionState.RUNNING))
-            return {owner: until for owner, until in rows if owner is not None}
+        rows = await self._rows(query.where(s.state == SessionState.RUNNING))
+        return {owner: until for owner, until in rows if owner is not None}
 
     async def held_by(self, owner: str) -> dict[str, bool]:
         """Return the runs that the server `owner` holds, and whether each may continue."""
@@ -225,8 +223,7 @@ class Queries:
         stopped = func.coalesce(s.stopped, t.tasks.c.stopped)
         query = select(s.session_id, s.attempt, stopped).join(t.tasks)
         query = query.where(s.state == SessionState.RUNNING, s.leased_by == owner)
-        async with self._database.read() as connection:
-            rows = (await connection.execute(query)).all()
+        rows = await self._rows(query)
         return {run_id(session, attempt): reason is None for session, attempt, reason in rows}
 
     async def running_since(self, version: int) -> Sequence[RowMapping]:
@@ -254,9 +251,8 @@ class Queries:
         query = select(func.min(c.next_at)).where(
             c.state == CallbackState.PENDING, c.receiver.not_in(without)
         )
-        async with self._database.read() as connection:
-            due: float | None = (await connection.execute(query)).scalar_one()
-        return due
+        ((due,),) = await self._rows(query)
+        return None if due is None else float(due)
 
     async def callbacks(
         self, *, after: int, limit: int, state: CallbackState | None = None
@@ -304,14 +300,16 @@ class Queries:
     async def _by_owner(self, condition: ColumnElement[bool]) -> Counter[str]:
         owner = t.tasks.c.owner
         query = select(owner, func.count()).where(condition).group_by(owner)
-        async with self._database.read() as connection:
-            return Counter(dict((await connection.execute(query)).all()))
+        return Counter(dict(await self._rows(query)))
 
     async def _number(self, query: Select[int | None]) -> int | None:
-        async with self._database.read() as connection:
-            value = (await connection.execute(query)).scalar_one_or_none()
+        ((value,),) = await self._rows(query)
         # PostgreSQL's sum of large integers is a decimal.
         return None if value is None else int(value)
+
+    async def _rows(self, query: Executable) -> Sequence[Any]:
+        async with self._database.read() as connection:
+            return (await connection.execute(query)).all()
 
     async def _first(self, query: Select[*tuple[object, ...]]) -> RowMapping | None:
         async with self._database.read() as connection:

@@ -498,15 +498,13 @@ class EventSubscriber:
     def __init__(self, owner: str | None) -> None:
         self.owner = owner
         """Only events of this owner's tasks; `None` = of all."""
-        self._events: deque[JSON] = deque()
+        self._events: deque[JSON] = deque(maxlen=BACKLOG)
         self._lost = 0
         self._ready = asyncio.Event()
 
     def push(self, event: JSON) -> None:
         """Queue an event; a full queue drops its oldest one."""
-        if len(self._events) == BACKLOG:
-            self._events.popleft()
-            self._lost += 1
+        self._lost += len(self._events) == BACKLOG
         self._events.append(event)
         self._ready.set()
 
