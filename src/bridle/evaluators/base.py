@@ -25,9 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Final, Generic, Protocol, Self, TypeAlias, TypeVar
 
-from pydantic import ValidationError
-
-from bridle.config import Settings, Task, explain
+from bridle.config import Settings, Task, validated
 from bridle.errors import EvaluatorError, RuntimeFailure
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.trajectory.sample import Trajectory
@@ -230,10 +228,7 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 def parse_config(config: JSON, kind: type[SettingsT], name: str) -> SettingsT:
     """`EvaluatorSpec.config` as an evaluator's own settings; `ConfigError` names the field."""
-    try:
-        return kind.model_validate(config)
-    except ValidationError as error:
-        raise explain(error, f"evaluator.config of {name!r}") from None
+    return validated(kind, config, f"evaluator.config of {name!r}")
 
 
 class Configured(Generic[SettingsT]):
