@@ -7,6 +7,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
@@ -15,6 +16,7 @@ import pytest
 import bridle
 from bridle.api import new_run_folder
 from bridle.capture.sqlite import SqliteReader
+from bridle.cli.config import load_config
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError
 from bridle.harnesses.base import SCRIPTS
@@ -122,6 +124,30 @@ async def test_a_wrong_argument_of_a_gateway_is_named_by_the_arguments_name(
         async with bridle.Gateway(given, data=tmp_path / "run", **settings):
             pass
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("history", "why"), [("exact", None), ("template", "unbridged")])
+async def test_the_history_of_a_config_file_decides_whether_reasoning_stays_in_the_prompt(
+    tmp_path, history, why
+):
+    turns = [{"reasoning": "2 and 2", "content": "Four."}, {"content": "Five."}]
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"conversations": [{"turns": turns}]}))
+    file = tmp_path / "bridle.toml"
+    file.write_text(f"engines = ['scripted:{script}']\n[rendering]\nhistory = '{history}'\n")
+    gateway = bridle.Gateway(load_config(file), data=tmp_path / "run")
+    async with gateway, gateway.session() as session:
+        client = openai.AsyncOpenAI(base_url=session.openai_url, api_key=session.key)
+        messages: list[Any] = [{"role": "user", "content": "2 + 2?"}]
+        for text in ("and 1?", ""):
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            answer = reply.choices[0].message.model_dump(exclude_none=True)
+            messages += [answer, {"role": "user", "content": text}]
+        await client.close()
+    [trajectory] = gateway.trajectories()
+    assert len(trajectory.traces) == (1 if why is None else 2)
+    with SqliteReader(tmp_path / "run" / "capture.sqlite") as reader:
+        assert reader.exchanges(trajectory.session_id)[-1].root_reason == why
 
 
 async def test_a_session_of_a_gateway_that_does_not_run_is_refused(engine, tmp_path):

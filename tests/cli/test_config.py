@@ -173,6 +173,13 @@ sampling = {{temperature = {{mode = "override", value = 0}}}}
     assert greedy.engine is None
 
 
+def test_a_template_family_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
+    path = tmp_path / "bridle.toml"
+    path.write_text("engines = ['scripted:gone.json']\n[rendering]\nfamily = 'qwen9'\n")
+    with pytest.raises(ConfigError, match=r"(?s)family 'qwen9'.*qwen3"):
+        open_setup(load_config(path))
+
+
 def test_a_model_that_changes_nothing_is_refused(script, tmp_path):
     file = tmp_path / "bridle.toml"
     file.write_text(f'engines = ["{script}"]\n[models.idle]\n')

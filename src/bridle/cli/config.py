@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field
 
@@ -29,6 +29,19 @@ from bridle.server.settings import ServerSettings
 from bridle.types import JSON
 
 
+class RenderingSettings(Settings):
+    """Settings of the prompts that the gateway makes of messages."""
+
+    history: Literal["exact", "template"] = "exact"
+    """`exact` keeps all sampled tokens in the prompt, reasoning too. `template` renders the
+    conversation anew where the model's template drops reasoning: a new root, by `unbridged`.
+    """
+    family: str | None = None
+    """Template family, e.g. `qwen3`; `None` = the one whose prompts are the template's."""
+    thinking: bool | None = None
+    """State of the template's thinking where a request doesn't say; `None` = its default."""
+
+
 class FileConfig(Settings):
     """Contents of a config file."""
 
@@ -36,6 +49,7 @@ class FileConfig(Settings):
     """Replicas of the policy's engine, each as `--engine` takes it."""
     tokenizer: str | None = None
     """Folder, hub id or `builtin`; `None` = the engine's own, if it has one."""
+    rendering: RenderingSettings = RenderingSettings()
     gateway: GatewaySettings = GatewaySettings()
     routing: RoutingSettings = RoutingSettings()
     server: ServerSettings = ServerSettings()
@@ -140,7 +154,8 @@ def open_setup(config: FileConfig) -> EngineSetup:
         if first.startswith("embedded:"):
             check_model_folder(first.removeprefix("embedded:"))
         given = _required(config.tokenizer or default_tokenizer(first), first)
-        renderer = load_renderer(folder := tokenizer_folder(given))
+        folder = tokenizer_folder(given)
+        renderer = load_renderer(folder, **config.rendering.model_dump())
         source = folder
     with problems.noting():
         engine = open_replicas(
