@@ -168,7 +168,8 @@ class FakeWorkers:
         self.version = wanted.version if wanted.version is not None else self.version
 
     def policy(self):
-        return {"version": self.version, "paused": False, "hold": None, "model": "fake"}
+        known = {"version": self.version, "paused": False, "hold": None, "model": "fake"}
+        return known | {"replicas": self.replicas}
 
     def nodes(self):
         state = "draining" if self.drained else "live"

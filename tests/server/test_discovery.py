@@ -158,3 +158,51 @@ async def test_engines_join_and_leave_as_they_are_named(tmp_path, monkeypatch):
     assert [one["engine"] for one in logs if one["event"] == "engine_cannot_join"] == [
         "http://late:1"
     ]
+
+
+class Few(FakeWorkers):
+    """Workers that keep their only engine, as a gateway does; until `ready` no other can join."""
+
+    ready = False
+
+    async def add_replica(self, engine):
+        if not self.ready:
+            raise EngineError("it loads")
+        await super().add_replica(engine)
+
+    async def remove_replica(self, name, drain_s):
+        if self.replicas == [name]:
+            raise ConfigError(f"{name!r} is the only replica")
+        await super().remove_replica(name, drain_s)
+
+
+async def test_the_only_engine_serves_until_the_engines_named_instead_have_joined(tmp_path):
+    workers, source = Few(), tmp_path / "engines"
+    workers.replicas.append("http://old:1")
+    source.write_text("new:1")
+    with capture_logs() as logs:
+        task = asyncio.ensure_future(follow(str(source), workers, ["http://old:1"], every_s=0.01))  # noqa: TID251
+        try:
+            await until(lambda: {"engine_cannot_leave"} <= {one["event"] for one in logs})
+            assert not task.done()
+            workers.ready = True
+            await until(lambda: workers.replicas == ["http://new:1"])
+        finally:
+            task.cancel()
+    assert [one["event"] for one in logs] == ["engine_cannot_join", "engine_cannot_leave"]
+
+
+async def test_an_engine_that_somebody_else_removed_is_followed_on(tmp_path):
+    workers, source = FakeWorkers(), tmp_path / "engines"
+    workers.replicas.append("http://a:1")
+    source.write_text("a:1")
+    task = asyncio.ensure_future(  # noqa: TID251
+        follow(str(source), workers, ["http://a:1", "http://b:1"], every_s=0.01)
+    )
+    try:
+        source.write_text("a:1 c:1")
+        await until(lambda: workers.replicas == ["http://a:1", "http://c:1"])
+        source.write_text("a:1 b:1 c:1")
+        await until(lambda: "http://b:1" in workers.replicas)
+    finally:
+        task.cancel()

@@ -103,7 +103,7 @@ async def follow(
     """Have engines join and leave as `source` names them; runs until it is cancelled.
 
     `there` are those that serve already. A source that names none, or cannot be read, changes
-    nothing. An engine that cannot serve is tried again each time.
+    nothing. An engine that cannot serve, or cannot leave as the only one, is tried again each time.
     """
     joined, failing = set(there), set[str]()
     while True:
@@ -114,14 +114,23 @@ async def follow(
             try:
                 await workers.add_replica(engine)
             except BridleError as error:
-                if engine not in failing:
-                    log.warning(
-                        "engine_cannot_join", engine=without_user_info(engine), error=str(error)
-                    )
-                failing.add(engine)
+                _note("engine_cannot_join", engine, error, failing)
                 continue
             failing.discard(engine)
             joined.add(engine)
         for engine in joined - set(wanted):
+            try:
+                await workers.remove_replica(engine, DRAIN_S)
+            except BridleError as error:
+                if without_user_info(engine) in workers.policy()["replicas"]:
+                    _note("engine_cannot_leave", engine, error, failing)
+                    continue
+            failing.discard(engine)
             joined.discard(engine)
-            await workers.remove_replica(engine, DRAIN_S)
+
+
+def _note(event: str, engine: str, error: BridleError, failing: set[str]) -> None:
+    """Log the first of an engine's failures in a row."""
+    if engine not in failing:
+        log.warning(event, engine=without_user_info(engine), error=str(error))
+    failing.add(engine)
