@@ -159,7 +159,7 @@ async def test_text_is_tokenised_and_rendered_as_we_do(opened):
     assert (await engine.tokenize("hello")).tolist() == TOKENIZER.encode("hello").tolist()
     messages = [{"role": "user", "content": "hi"}]
     ours = TOKENIZER.encode(TOKENIZER.render(messages, None, add_generation_prompt=True))
-    assert (await engine.render(messages, None, {})).tolist() == ours.tolist()
+    assert (await engine.template(messages, None, {})).tolist() == ours.tolist()
 
 
 async def test_a_weight_update_in_mid_reply_is_reported_per_token(opened, server, models):
