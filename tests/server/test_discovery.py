@@ -192,7 +192,7 @@ async def test_the_only_engine_serves_until_the_engines_named_instead_have_joine
     assert [one["event"] for one in logs] == ["engine_cannot_join", "engine_cannot_leave"]
 
 
-async def test_an_engine_that_somebody_else_removed_is_followed_on(tmp_path):
+async def test_an_engine_that_was_removed_by_hand_joins_again_once_it_is_named(tmp_path):
     workers, source = FakeWorkers(), tmp_path / "engines"
     workers.replicas.append("http://a:1")
     source.write_text("a:1")
