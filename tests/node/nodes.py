@@ -82,6 +82,7 @@ class FakeGateway:
             "hold": None,
             "model": "m",
             "replicas": list(self.replicas),
+            "engines": [{"name": name, "state": "serving"} for name in self.replicas],
         }
 
     async def set_policy(self, wanted):

@@ -169,7 +169,7 @@ class FakeWorkers:
 
     def policy(self):
         known = {"version": self.version, "paused": False, "hold": None, "model": "fake"}
-        return known | {"replicas": self.replicas}
+        return known | {"engines": [{"name": name, "state": "serving"} for name in self.replicas]}
 
     def nodes(self):
         state = "draining" if self.drained else "live"

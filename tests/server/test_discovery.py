@@ -7,6 +7,7 @@ import time
 import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
+from tests.node.nodes import a_runner, remote_nodes
 from tests.server.house import FakeWorkers, until
 
 from bridle.errors import ConfigError, EngineError
@@ -190,6 +191,24 @@ async def test_the_only_engine_serves_until_the_engines_named_instead_have_joine
         finally:
             task.cancel()
     assert [one["event"] for one in logs] == ["engine_cannot_join", "engine_cannot_leave"]
+
+
+async def test_an_engine_that_a_node_of_a_cluster_cannot_remove_now_is_removed_later(tmp_path):
+    source = tmp_path / "engines"
+    source.write_text("a:1")
+    async with remote_nodes("x") as remotes, a_runner(*remotes) as runner:
+        gateway = remotes[0].gateway
+        with capture_logs() as logs:
+            task = asyncio.ensure_future(follow(str(source), runner, [], every_s=0.01))  # noqa: TID251
+            try:
+                await until(lambda: "http://a:1" in gateway.replicas)
+                remotes[0].failure = "away"
+                source.write_text("b:1")
+                await until(lambda: "engine_cannot_leave" in [one["event"] for one in logs])
+                remotes[0].failure = None
+                await until(lambda: gateway.replicas == ["http://engine", "http://b:1"])
+            finally:
+                task.cancel()
 
 
 async def test_an_engine_that_was_removed_by_hand_joins_again_once_it_is_named(tmp_path):

@@ -110,6 +110,7 @@ async def follow(
         await asyncio.sleep(every_s)
         if not (wanted := await engines_named(source)):
             continue
+        failing -= joined.intersection(wanted)
         for engine in [one for one in wanted if one not in joined]:
             try:
                 await workers.add_replica(engine)
@@ -122,7 +123,8 @@ async def follow(
             try:
                 await workers.remove_replica(engine, DRAIN_S)
             except BridleError as error:
-                if without_user_info(engine) in workers.policy()["replicas"]:
+                known = [one["name"] for one in workers.policy()["engines"]]
+                if not known or without_user_info(engine) in known:
                     _note("engine_cannot_leave", engine, error, failing)
                     continue
             failing.discard(engine)
