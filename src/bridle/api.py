@@ -152,7 +152,8 @@ class Gateway:
         config = self.config
         async with AsyncExitStack() as stack:
             setup = self.prepare()
-            kept = config.model_dump(mode="json", include={"engines", "tokenizer", "models"})
+            names = {"engines", "tokenizer", "rendering", "models"}
+            kept = config.model_dump(mode="json", include=names)
             kept |= {"stream": config.gateway.stream, "prompt": config.gateway.prompt}
             created = RunFolder.create(self.path, config={**kept, **self._facts})
             self.folder = stack.enter_context(created)

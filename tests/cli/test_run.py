@@ -11,6 +11,8 @@ import pytest
 
 import bridle
 from bridle.capture.sqlite import SqliteReader
+from bridle.cli.options import EngineOptions
+from bridle.cli.run import setup_of
 from bridle.errors import ConfigError
 from bridle.node.results import result_from, trajectory_of
 from bridle.trajectory.sample import MaskReason
@@ -183,6 +185,16 @@ def test_a_fork_point_that_was_not_captured_is_refused(say, run, tmp_path, words
     assert said.code == 2
     assert error in " ".join(said.err.split())
     assert not (tmp_path / "f").exists()
+
+
+def test_a_fork_makes_prompts_as_its_run_did(say, finished_run, tmp_path):
+    script = finished_run.parent / "script.json"
+    file = tmp_path / "bridle.toml"
+    file.write_text(f"engines = ['scripted:{script}']\n[rendering]\nhistory = 'template'\n")
+    tasks = finished_run.parent / "tasks.jsonl"
+    assert say("run", tasks, "--config", file, "--first", 1, "--out", tmp_path / "run").code == 0
+    for engines in (EngineOptions(), EngineOptions(engine=["scripted:other.json"])):
+        assert setup_of(tmp_path / "run", engines).rendering.history == "template"
 
 
 def test_only_sessions_whose_task_the_run_holds_are_forked(say, run):

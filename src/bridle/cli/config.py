@@ -30,7 +30,10 @@ from bridle.types import JSON
 
 
 class RenderingSettings(Settings):
-    """Settings of the prompts that the gateway makes of messages."""
+    """Settings of the policy's prompts, which the gateway makes of messages.
+
+    Models of `[models]` with an engine of their own have the defaults.
+    """
 
     history: Literal["exact", "template"] = "exact"
     """`exact` keeps all sampled tokens in the prompt, reasoning too. `template` renders the

@@ -466,9 +466,13 @@ def forked_task(session: str, run: Path, at: int, samples: int) -> tuple[Task, P
 
 
 def setup_of(base: Path, engines: EngineOptions) -> FileConfig:
-    """Load the config that flags name; without one and without engines, that of the run."""
+    """Load the config that flags name; without one and without engines, that of the run.
+
+    Prompts are made as in the run.
+    """
     facts = config_of(base)
     if engines.config is None and not engines.engine:
         tokenizer = engines.tokenizer or facts.get("tokenizer")
         engines = EngineOptions(engine=facts.get("engines"), tokenizer=tokenizer)
-    return engines.load(gateway={name: facts.get(name) for name in ("stream", "prompt")})
+    gateway = {name: facts.get(name) for name in ("stream", "prompt")}
+    return engines.load(gateway=gateway, rendering=facts.get("rendering"))
