@@ -104,8 +104,9 @@ def test_every_verb_speaks_json():
     assert [path for path, given in options.items() if "--json" not in given] == []
 
 
-def test_a_shell_completes_verbs():
-    asked = {"_BRIDLE_COMPLETE": "complete_bash", "COMP_WORDS": "bridle tra", "COMP_CWORD": "1"}
+@pytest.mark.parametrize(("words", "place"), [("bridle tra", "1"), ("bridle nope tra", "2")])
+def test_a_shell_completes_verbs(words, place):
+    asked = {"_BRIDLE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
     done = subprocess.run(
         [Path(sys.executable).with_name("bridle")],
         env=asked,
@@ -115,6 +116,11 @@ def test_a_shell_completes_verbs():
     )
 
     assert done.stdout.split() == ["train"]
+
+
+@pytest.mark.parametrize("verb", ["harness", "tasks"])
+def test_verbs_with_verbs_of_their_own_install_no_completion(say, verb):
+    assert "completion" not in say(verb, "--help").out
 
 
 def test_a_verb_is_suggested_for_one_that_is_misspelt(say):

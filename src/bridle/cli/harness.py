@@ -23,7 +23,7 @@ from bridle.harnesses.bundles import prune as remove
 from bridle.harnesses.packaged import IMAGE, Npm
 from bridle.types import JSON
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
 @app.callback()

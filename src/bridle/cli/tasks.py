@@ -26,7 +26,7 @@ from bridle.node.results import result_from
 from bridle.node.run_folder import sessions
 from bridle.types import JSON, Cause
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(add_completion=False, no_args_is_help=True)
 EXPECTED = {"oracle": 1.0, "empty": 0.0}
 """Expected reward of the task's own solution, and of doing nothing."""
 COLUMNS = ("task", "verdict", "detail")
