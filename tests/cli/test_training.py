@@ -55,6 +55,14 @@ async def test_a_folder_that_holds_a_training_is_not_overwritten(tmp_path):
         await train_here(settings, [TASK])
 
 
+async def test_a_training_without_tasks_leaves_no_folder(tmp_path):
+    model = untrained(tmp_path / "model")
+    settings = TrainSettings(model=str(model), tasks="x", out=str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match="no tasks to train on"):
+        await train_here(settings, [])
+    assert not (tmp_path / "out").exists()
+
+
 async def test_an_engine_with_another_tokenizer_is_refused(tmp_path):
     model, other = untrained(tmp_path / "model"), untrained(tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())

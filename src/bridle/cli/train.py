@@ -385,7 +385,7 @@ async def train_here(
     learner, model, state = await asyncio.to_thread(_load_start, settings, resume=resume)
     history = History.of(state.get("history", {}))
     draws = TaskDraws(tasks, history, seed=settings.seed, curriculum=settings.curriculum)
-
+    _write_settings(settings, out)
     initial = [] if before is None else [{"step": 0, **before.json()}]
     async with AsyncExitStack() as stack:
         given = settings.model_dump(mode="json")
@@ -415,7 +415,7 @@ async def train_here(
 
 
 def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path, JSON]:
-    """Load the learner from the last checkpoint or the initial model, and write the settings.
+    """Load the learner from the last checkpoint or the initial model.
 
     Returns the folder of the weights that the engine begins with, the initial model's for an
     adapter, and the checkpoint's state too; {} = a new training.
@@ -438,9 +438,12 @@ def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path
     adapter, model = (last, initial) if settings.lora else (None, last or initial)
     reference = initial if settings.grpo.kl else None
     learner = Learner.load(model, settings.grpo, reference, lora=settings.lora, adapter=adapter)
+    return learner, model, restore(learner, last) if last else {}
+
+
+def _write_settings(settings: TrainSettings, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "train.json").write_text(settings.model_dump_json(indent=2) + "\n")
-    return learner, model, restore(learner, last) if last else {}
 
 
 def _check_tasks(settings: TrainSettings, tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
