@@ -52,7 +52,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from bridle.config import McpServer, cache_dir, explain, load_toml, validated
 from bridle.errors import ConfigError
 from bridle.evaluators import summary
-from bridle.evaluators.base import OBEYED, PYTEST, RUN_PYTEST
+from bridle.evaluators.base import OBEYED, RUN_PYTEST, start_pytest
 from bridle.folders import private_folder
 from bridle.harnesses.base import as_toml
 from bridle.runtimes import default_backend
@@ -602,7 +602,7 @@ def write_harbor(
     for program in (Path(summary.__file__), RUN_PYTEST):
         shutil.copy(program, tests / program.name)
     obeyed = " -o ".join(f"-name {name}" for name in STARTUP_FILES)
-    command = PYTEST.sub(rf'\1 "$tests/{RUN_PYTEST.name}"', config["command"])
+    command = start_pytest(config["command"], f'"$tests/{RUN_PYTEST.name}"')
     _write_text(tests / "test.sh", TEST.format(obeyed=obeyed, command=command))
     _write_text(folder / "instruction.md", task["instruction"])
     fields: JSON = {

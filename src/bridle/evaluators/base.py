@@ -67,7 +67,24 @@ themselves, before what a checker names; they can name the programs that run the
 
 
 RUN_PYTEST: Final = Path(__file__).with_name("run_pytest.py")
-PYTEST: Final = re.compile(r"\b(python[\d.]*(?: -[A-Za-z]+)*) -m pytest\b")
+_PYTEST: Final = re.compile(
+    r"<<-?\s*(?P<quote>['\"]?)(?P<end>\w+)(?P=quote).*?^\s*(?P=end)$"
+    r"|(?P<python>\bpython[\d.]*[\"']?(?:\s+-(?:[XW]\s*\S+|[A-Za-z]+))*)\s+-m\s+pytest\b(?![\w.-])",
+    re.DOTALL | re.MULTILINE,
+)
+"""A here-document, which stays as it is, or a start of pytest."""
+
+_OTHER_USER: Final = re.compile(r"\b(?:setpriv|runuser|sudo|gosu|su)\b")
+"""Programs that run a command as somebody else, who may not read the home."""
+
+
+def start_pytest(command: str, program: str) -> str:
+    """Return a command that starts `program` where it says `python -m pytest`."""
+    if _OTHER_USER.search(command):
+        return command
+    return _PYTEST.sub(
+        lambda found: f"{found['python']} {program}" if found["python"] else found[0], command
+    )
 
 
 async def with_own_pytest(runtime: Runtime, command: str) -> str:
@@ -76,7 +93,7 @@ async def with_own_pytest(runtime: Runtime, command: str) -> str:
     Python before 3.11 does not know `PYTHONSAFEPATH`, and tests may need the work folder.
     """
     file = f"{runtime.home}/.{RUN_PYTEST.name}"
-    changed = PYTEST.sub(lambda found: f"{found[1]} {shlex.quote(file)}", command)
+    changed = start_pytest(command, shlex.quote(file))
     if changed != command:
         await runtime.write(file, RUN_PYTEST.read_bytes())
     return changed
@@ -307,6 +324,14 @@ async def read_file(runtime: Runtime, path: str, way: str) -> bytes:
             await runtime.download(path, copy)
             return await asyncio.to_thread(copy.read_bytes)
     except (RuntimeFailure, OSError) as error:
+        raise CheckerFailure(way, str(error)) from error
+
+
+async def read_text(runtime: Runtime, path: str, way: str) -> str:
+    """Return a file's text, as `read_file` does; what is no UTF-8 is such a failure too."""
+    try:
+        return (await read_file(runtime, path, way)).decode()
+    except UnicodeDecodeError as error:
         raise CheckerFailure(way, str(error)) from error
 
 
