@@ -18,8 +18,8 @@ and one line of JSON last. Numbers go to standard error as they come.
     python -m benchmarks.gpu [--sizes 0.6b 1.7b 4b] [--context 32768]
         [--dtypes bfloat16 float32] [--trainers bridle trl]
 
-`--dtypes bfloat16` leaves out the setting in float32, which a GPU computes many times slower, and
-`--trainers bridle` leaves out TRL.
+`--dtypes bfloat16` leaves out the reference trainer's setting in float32, which a GPU computes many
+times slower, and `--trainers bridle` leaves out TRL.
 
 A machine without a network needs the wheels of `requirements/embedded.txt` and torch's, and of
 `requirements/trl.txt` for the comparison. docs/guides/training.md has the commands.
@@ -306,7 +306,7 @@ def trl_updates(folder: Path, traces: Sequence[Trace]) -> dict[str, Any]:
 def measure(
     size: str, context: int, dtypes: Sequence[str], trainers: Sequence[str]
 ) -> dict[str, Any]:
-    """All numbers of one model, of these trainers, in these precisions."""
+    """All numbers of one model by these trainers; `dtypes` are of the reference trainer."""
     with tempfile.TemporaryDirectory(prefix="bridle-") as made:
         folder = Path(made)
         config = make_model(folder, size, context)

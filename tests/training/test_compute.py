@@ -14,18 +14,10 @@ import transformers
 from tests.embedded.models import CONFIGS
 from tests.training.made import group, plain_logprobs, sampled_under, session, tiny_model, trace
 from tests.training.test_grpo import a_batch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from bridle.errors import ConfigError
 from bridle.training.forward import chosen, packed_of, rows_of
-from bridle.training.grpo import (
-    ROWS,
-    Learner,
-    pack_attention,
-    recompute_layers,
-    spare_scores,
-    ungrouped,
-)
+from bridle.training.grpo import Learner, pack_attention, recompute_layers
 from bridle.training.samples import Sample, make_batch
 from bridle.training.settings import GrpoSettings
 
@@ -175,33 +167,3 @@ def test_a_reference_and_a_teacher_are_packed_too():
     batch = make_batch([group(session(1.0, one), session(0.0, two))], settings, version=0)
 
     assert packed.update(batch).teacher_kl == pytest.approx(plain.update(batch).teacher_kl)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "llama", "mistral"])
-def test_rows_under_the_attention_for_a_gpu_in_float32_are_computed_as_before(name):
-    plain, other = made(name), made(name)
-    spare_scores(other)
-    assert other.config._attn_implementation == ROWS
-    torch.manual_seed(1)
-    ids = torch.randint(3, 2000, (2, 25))  # beyond the window of mistral
-
-    ours, theirs = (model(ids, use_cache=False).logits for model in (other, plain))
-    ours.sum().backward()
-    theirs.sum().backward()
-
-    assert torch.allclose(ours, theirs, atol=1e-5)
-    assert torch.allclose(gradients(other), gradients(plain), atol=1e-4)
-
-
-def test_keys_that_heads_share_are_repeated_for_each_of_them():
-    torch.manual_seed(0)
-    layer = torch.nn.Module()
-    layer.num_key_value_groups, layer.is_causal = 3, True
-    query, key, value = (torch.randn(2, heads, 9, 8) for heads in (6, 2, 2))
-    grouped, _ = sdpa_attention_forward(layer, query, key, value, None)
-
-    single, keys, values = ungrouped(layer, query, key, value)
-
-    assert (keys.shape, values.shape) == (query.shape, query.shape)
-    found, _ = sdpa_attention_forward(single, query, keys, values, None)
-    assert torch.allclose(found, grouped, atol=1e-6)

@@ -35,7 +35,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -145,9 +144,6 @@ def policy_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 ATTENTION = "bridle_packed"
 """Name of `_attend` among transformers' attention functions."""
 
-ROWS = "bridle_rows"
-"""Name of `_attend_rows` there."""
-
 CLOSE = 1e-3
 """Largest difference of logits, as a share of the largest, of one computation done in two ways."""
 
@@ -195,17 +191,6 @@ def pack_attention(model: PreTrainedModel) -> None:
         raise ConfigError(f"{refused}: it mixes them up; take 'rows' or 'tree'")
 
 
-def spare_scores(model: PreTrainedModel) -> None:
-    """Have a model that attends by torch's kernels do so by `_attend_rows`."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    if model.config.get_text_config()._attn_implementation == "sdpa":  # noqa: SLF001
-        AttentionInterface.register(ROWS, _attend_rows)
-        AttentionMaskInterface.register(ROWS, sdpa_mask)
-        model.set_attn_implementation(ROWS)
-
-
 def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -221,48 +206,17 @@ def _attend(
     torch's kernels for one causal sequence need no mask. Without `lengths` each row is one sequence
     (B, heads, T, head size). Raises `TrainingError` for the layouts that need a mask or a cache.
     """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     if attention_mask is not None or key.shape[2] != query.shape[2]:
         raise TrainingError("a model that is prepared for packing takes traces end to end only")
     window = more.get("sliding_window")
     lengths = lengths or [query.shape[2]]
     found = [
-        _attend_rows(module, q, k, v, _window(q, window), **more)[0]
-        for q, k, v in zip(*(one.split(lengths, 2) for one in (query, key, value)), strict=True)
+        sdpa_attention_forward(module, *three, _window(three[0], window), **more)[0]
+        for three in zip(*(one.split(lengths, 2) for one in (query, key, value)), strict=True)
     ]
     return torch.cat(found, 1), None
-
-
-def _attend_rows(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **more: Any,  # noqa: ANN401 - what transformers hands to attention functions
-) -> tuple[torch.Tensor, None]:
-    """Attend as transformers does on top of torch's kernels, without a table of all scores.
-
-    On CUDA only the kernel for half precision knows heads that share keys. In float32 torch would
-    hold T * T scores per head (64 GiB for 16 heads of 32,768 tokens), so keys are repeated here.
-    """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    half = query.dtype != torch.float32 or torch.is_autocast_enabled(query.device.type)
-    if query.is_cuda and attention_mask is None and not half:
-        module, key, value = ungrouped(module, query, key, value)
-    found: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, **more
-    )
-    return found
-
-
-def ungrouped(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Return a layer whose heads share no keys, and the keys and values of each of its heads."""
-    shared = query.shape[1] // key.shape[1]
-    layer = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
-    return layer, key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
 
 
 def _window(query: torch.Tensor, size: int | None) -> torch.Tensor | None:
@@ -396,9 +350,6 @@ class Learner:
         if settings.packing == "sequence":
             for one in filter(None, (self.model, self.reference, self.teacher)):
                 pack_attention(one)
-        elif settings.dtype == "float32" and model.device.type == "cuda":
-            for one in filter(None, (self.model, self.reference, self.teacher)):
-                spare_scores(one)
         if settings.gradient_checkpointing:
             recompute_layers(self.model)
 
