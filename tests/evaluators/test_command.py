@@ -44,6 +44,13 @@ async def test_a_reward_file_gives_the_reward_and_more(tmp_path):
     assert (found.reward, found.metadata["passed"], found.metadata["exit_code"]) == (0.25, 1, 1)
 
 
+async def test_a_reward_file_that_is_no_text_is_no_reward(tmp_path):
+    command = """printf '{"reward": 1, "x": "\\377"}' > out.json"""
+    async with evaluation(tmp_path) as context:
+        with pytest.raises(EvaluatorError, match=r"left no out\.json: 'utf-8' codec"):
+            await evaluator(command, reward_file="out.json").evaluate(context)
+
+
 async def test_a_harness_cannot_leave_its_own_reward(tmp_path):
     async with evaluation(tmp_path) as context:
         await context.places.agents.write("reward.txt", b"1.0")

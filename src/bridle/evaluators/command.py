@@ -25,7 +25,7 @@ from bridle.evaluators.base import (
     Evaluation,
     EvaluationContext,
     Unscorable,
-    read_file,
+    read_text,
     with_own_pytest,
 )
 from bridle.runtimes.base import ExecResult, Runtime
@@ -80,8 +80,8 @@ class CommandEvaluator(Configured[CommandSettings]):
                 return Evaluation(1.0 if result.exit_code == 0 else 0.0, metadata=said)
             await runtime.kill()
             way = f"evaluator command left no {settings.reward_file}"
-            text = await read_file(runtime, settings.reward_file, way)
-            reward, more = parse_reward(text.decode(errors="replace"), settings.reward_file)
+            text = await read_text(runtime, settings.reward_file, way)
+            reward, more = parse_reward(text, settings.reward_file)
         return Evaluation(reward, metadata={**more, **said})
 
     async def _clear(self, runtime: Runtime, name: str) -> None:

@@ -29,7 +29,7 @@ from bridle.evaluators.base import (
     Evaluation,
     EvaluationContext,
     Unscorable,
-    read_file,
+    read_text,
 )
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.runtimes.base import Runtime
@@ -119,8 +119,8 @@ async def _rewards(runtime: Runtime, folder: str, said: str) -> dict[str, float]
     for name, read in (("reward.json", parse_json), ("reward.txt", parse_text)):
         there = await runtime.exec(["test", "-e", f"{folder}/{name}"])
         if there.ok:
-            text = await read_file(runtime, f"{folder}/{name}", f"{name} cannot be read")
-            return read(text.decode(errors="replace"))
+            text = await read_text(runtime, f"{folder}/{name}", f"{name} cannot be read")
+            return read(text)
     raise CheckerFailure(f"the tests left no reward.json or reward.txt in {folder}", said)
 
 
