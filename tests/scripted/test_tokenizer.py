@@ -111,6 +111,12 @@ def test_a_folder_without_a_template_renders_nothing(folder):
         load_tokenizer(str(folder)).render([{"role": "user", "content": "x"}], None)
 
 
+def test_json_in_a_template_takes_the_arguments_that_transformers_has(folder):
+    (folder / "chat_template.jinja").write_text("{{ tools | tojson(true, indent=1) }}")
+    text = load_tokenizer(folder).render([], [{"type": "é"}])
+    assert text == json.dumps([{"type": "é"}], indent=1)
+
+
 def test_the_template_may_stand_in_the_config(folder):
     (folder / "chat_template.jinja").unlink()
     config = {"eos_token": {"content": "<|im_end|>"}, "chat_template": "{{ strftime_now('%Y') }}"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -218,10 +218,14 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
     return environment
+
+
+def _to_json(value: object, ensure_ascii: bool = False, **form: Any) -> str:  # noqa: ANN401, FBT001, FBT002 - as transformers has it
+    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
 
 
 def _raise_exception(message: str) -> NoReturn:
