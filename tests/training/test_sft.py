@@ -58,6 +58,15 @@ def test_it_learns_what_trains_and_nothing_else():
     assert not learner.training
 
 
+def test_any_value_of_a_mask_but_zero_trains():
+    few = FAST.model_copy(update={"max_steps": 3})
+    ours, theirs = (
+        train(model(), [example([2, 3, 4, 5], mask)], few).losses
+        for mask in ([0, 0, 1, 1], [0, 0, 255, 255])
+    )
+    assert ours == theirs
+
+
 def test_the_same_seed_gives_the_same_weights_and_another_one_others():
     examples = [example([2, 3, 4]), example([5, 6, 7, 8, 9, 10])]
     few = FAST.model_copy(update={"max_steps": 5, "batch_tokens": 6})

@@ -268,7 +268,8 @@ def _samples(
     """Return the examples that train, cut to length."""
     kept = []
     for number, example in enumerate(examples, start=1):
-        ids, mask = example.input_ids[:max_length], example.loss_mask[:max_length]
+        ids = example.input_ids[:max_length]
+        mask = (example.loss_mask[:max_length] != 0).astype(np.uint8)
         if mask[1:].any():
             trace = Trace.plain(str(number), ids[:0], ids, mask)
             kept.append(Sample(trace, group=0, advantage=0.0, weight=1.0))

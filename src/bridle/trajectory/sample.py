@@ -133,16 +133,19 @@ class Trace:
     def plain(
         cls, trace_id: str, prompt_ids: Ids, response_ids: Ids, loss_mask: npt.NDArray[np.uint8]
     ) -> Trace:
-        """Return a trace of ids alone, as if nothing in it had been sampled here."""
+        """Return a trace of ids alone, as if nothing in it had been sampled here.
+
+        Its other arrays are read-only, and take no memory.
+        """
         size = len(response_ids)
         return cls(
             trace_id,
             prompt_ids,
             response_ids,
             loss_mask,
-            response_logprobs=np.zeros(size, np.float32),
-            versions=np.full(size, -1, np.int32),
-            reasons=np.full(size, MaskReason.PROMPT, np.uint8),
+            response_logprobs=np.broadcast_to(np.float32(0), size),
+            versions=np.broadcast_to(np.int32(-1), size),
+            reasons=np.broadcast_to(np.uint8(MaskReason.PROMPT), size),
             exchange_ids=(),
             turn_ends=(),
             finish_reason="stop",
