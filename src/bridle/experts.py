@@ -140,8 +140,8 @@ def unpack(packed: bytes) -> Experts:
     return Experts(start, np.frombuffer(plain, kind).reshape(shape).astype(np.int16))
 
 
-def stack_rows(of: Sequence[Rows | None], size: int) -> npt.NDArray[np.int16] | None:
-    """Return rows of several sequences, shape (sequences, size, layers, top_k), behind each -1.
+def stack_rows(of: Sequence[Rows | None], size: int) -> Rows | None:
+    """Return rows of several sequences, shape (sequences, size, layers, top_k), padded with -1.
 
     `None` = none are known. `TrainingError` for experts of several models.
     """

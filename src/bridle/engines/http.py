@@ -282,7 +282,7 @@ def engine_error(
     wait_s = None if retry_after is None else parse_retry_after(retry_after, time.time())
     kind = "engine_500" if status >= 500 and status != 503 else "engine_error"
     if body.lstrip()[:1] == b"<":
-        how = " with a page, not JSON: is this the engine's address, and is there a proxy between?"
+        how = " with a page, not JSON: is this the engine's address? Is there a proxy in between?"
     else:
         message = _message(body)
         overflow = _OVERFLOW.search(message)

@@ -126,7 +126,7 @@ class TraceBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTraces(TraceBatch):
-    """Traces end to end, for a model that `compute.pack_attention` has prepared.
+    """Traces end to end, for a model that `grpo.pack_attention` has prepared.
 
     The last id of a trace predicts nothing and is left out.
     """
@@ -441,7 +441,10 @@ def _padded(values: np.ndarray, length: int, fill: int | None = None) -> np.ndar
 
 
 def common_prefix(samples: Sequence[Sample]) -> int:
-    """Count the leading ids that all samples share, up to the id before the first that trains."""
+    """Count the leading ids that all samples share.
+
+    The id before the first that trains is not counted: that one is predicted from it.
+    """
     first = samples[0].trace.ids
     length = len(first) - 1
     for sample in samples:
