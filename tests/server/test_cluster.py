@@ -102,7 +102,8 @@ async def test_every_node_is_steered_and_one_that_refuses_is_named():
         await runner.set_policy(SetPolicy(version=3, paused=False))
         assert [remote.gateway.version for remote in remotes] == [3, 3]
         assert runner.policy() == {
-            "version": 3, "paused": False, "hold": None, "model": "m", "engines": [],
+            "version": 3, "paused": False, "hold": None, "model": "m",
+            "engines": [{"name": "http://engine", "state": "serving"}],
         }  # fmt: skip
         remotes[1].gateway.refuses = "no such folder"
         with pytest.raises(EngineError, match="node id-b: no such folder"):
