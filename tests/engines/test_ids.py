@@ -11,7 +11,6 @@ from bridle.engines.ids import (
     TextIds,
     compact,
     cut_ids,
-    cut_text,
     ids_json,
     parse_ids,
 )
@@ -104,32 +103,3 @@ def test_a_key_inside_a_string_is_no_key():
     rest, cut = cut_ids(body, b"ids")
     assert cut == b"[2,3]"
     assert json.loads(rest) == {"a": '"ids":[1]', "ids": None}
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"ids":[1,2],"x":1}',
-        b'{"x":{"ids":[1,2]}}',
-        b'{"a":"\\"ids\\":[1,2]","ids":[1,2]}',
-    ],
-)
-def test_ids_that_are_known_are_cut_out_as_any_others(body):
-    assert cut_text(body, b"ids", b"[1,2]") == cut_ids(body, b"ids")
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"{}",
-        b'{"ids":[1,2,3]}',
-        b'{"ids":[1]}',
-        b'{"ids":[1,2]',
-        b'{"ids":[1,2] }',
-        b'{"ids": [1,2]}',
-        b'{"ids":[1,2],"b":{"ids":[1,2]}}',
-        b'{"ids":null}',
-    ],
-)
-def test_any_other_ids_are_left_to_be_looked_at(body):
-    assert cut_text(body, b"ids", b"[1,2]") is None

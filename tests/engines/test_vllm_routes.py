@@ -144,6 +144,42 @@ def test_a_reply_is_read_into_arrays_and_its_prompt_stays_text(compact):
     assert read.spans is None
 
 
+SENT = b"[5,6,7]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reported"),
+    [
+        ({}, SENT),
+        ({"stop_reason": '"prompt_token_ids":[5,6,7]'}, SENT),
+        ({"prompt_token_ids": None}, None),
+        ({"prompt_token_ids": []}, b"[]"),
+        ({"prompt_token_ids": [5, 6]}, b"[5,6]"),
+        ({"prompt_token_ids": [5, 6, 7, 8]}, b"[5,6,7,8]"),
+        ({"prompt_token_ids": [5, 6, 9]}, b"[5,6,9]"),
+    ],
+)
+def test_prompt_ids_that_are_those_sent_are_read_as_any_others(changes, reported):
+    of_choice = {name: value for name, value in changes.items() if name != "prompt_token_ids"}
+    whole = sampled(PROMPT, **of_choice) | {"prompt_token_ids": PROMPT} | changes
+    for separators in ((",", ":"), None):
+        text = json.dumps(whole, separators=separators).encode()
+        for read in (read_answer(text, sent=SENT), read_answer(text)):
+            assert read.chunk is not None
+            assert read.chunk.prompt_ids_json == reported
+            assert (read.chunk.output_ids.tolist(), read.paired) == ([7, 8], True)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_server_that_repeats_the_request_still_tells_its_own_prompt(before):
+    own, echo = {"prompt_token_ids": [9, 9]}, {"kv_transfer_params": {"prompt_token_ids": PROMPT}}
+    whole = echo | sampled(PROMPT) | own if before else sampled(PROMPT) | own | echo
+    text = json.dumps(whole, separators=(",", ":")).encode()
+    read = read_answer(text, sent=SENT)
+    assert read.chunk is not None
+    assert read.chunk.prompt_ids_json == b"[9,9]"
+
+
 def test_the_token_routes_logprobs_name_ids_as_numbers():
     entries = [{"token_id": 7, "logprob": -1.0}, {"token_id": 8, "logprob": -2.0}]
     assert reading(logprobs={"content": entries}).paired

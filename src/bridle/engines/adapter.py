@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Self, TypedDict, Unpack
+from typing import Final, Self, TypedDict, Unpack
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.ids import IdsError, compact, parse_ids
 from bridle.engines.probe import ProbeReport
 from bridle.errors import EngineError
-from bridle.types import JSON, Ids, LogprobMode, Logprobs
+from bridle.types import JSON, Ids, LogprobMode
 
 API_KEY_VARIABLE = "BRIDLE_ENGINE_API_KEY"
 """Environment variable with the server's key (`--api-key`)."""
@@ -274,7 +274,8 @@ class ReplyCheck:
             if chunk.prompt_ids_json != self._request.prompt.json():
                 self.is_ours = False
                 self._check_prompt(chunk.prompt_ids_json)
-        count = chunk.output_ids.size
+        ids, values = chunk.output_ids, chunk.logprobs
+        count = ids.size
         if not count:
             return
         if self._needs_prompt:
@@ -288,16 +289,15 @@ class ReplyCheck:
             raise GarbledError(
                 f"the engine sampled {self._count} tokens or more, but max_tokens was {most}"
             )
-        low, high = _least_and_most(chunk.output_ids)
+        low, high = (_least(ids), _most(ids)) if count > 1 else (ids[0], ids[0])
         if low < 0 or (self._limit is not None and high >= self._limit):
             self._check_range("sampled", low, high)
-        values = chunk.logprobs
         found = values.size
         if found != count and (found or self._needs_logprobs):
             raise GarbledError(f"the engine gave {count} ids, but {found} logprobs")
         if not found:
             return
-        low, high = _least_and_most(values)
+        low, high = (_least(values), _most(values)) if found > 1 else (values[0], values[0])
         if not (high <= ROUNDING and low > -np.inf):  # a comparison with NaN is false
             raise GarbledError(
                 f"the engine gave logprobs between {low} and {high}: finite numbers not above 0 "
@@ -327,12 +327,6 @@ def check_paired(ids: Ids, named: Ids | npt.NDArray[np.integer]) -> None:
             f"the engine's logprobs belong to other ids: at {wrong} it sampled {int(ids[wrong])} "
             f"and gives the logprob of {int(named[wrong])}"
         )
-
-
-def _least_and_most(values: Ids | Logprobs) -> tuple[Any, Any]:
-    if values.shape == (1,):  # streams have a piece per token
-        return values[0], values[0]
-    return _least(values), _most(values)
 
 
 _least, _most = np.minimum.reduce, np.maximum.reduce

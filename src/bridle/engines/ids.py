@@ -70,24 +70,6 @@ def cut_ids(body: bytes, key: bytes) -> tuple[bytes, bytes | None]:
     return b"".join((body[: first - 1], b"null", body[end + 1 :])), b"[" + inner + b"]"
 
 
-def cut_text(body: bytes, key: bytes, value: bytes) -> tuple[bytes, bytes] | None:
-    """Cut `value`, the text of an array, out of JSON text under `key`.
-
-    Like `cut_ids` for known ids: one comparison of 5 us instead of five scans of 16,384 ids. `None`
-    unless `key` occurs exactly once with exactly this value.
-    """
-    mark = b'"' + key + b'":'
-    found, marked = body.find(mark), len(mark)
-    start = found + marked
-    end = start + len(value)
-    after = body[end : end + 1]
-    if found < 0 or not after or after not in b",}" or not body.startswith(value, start):
-        return None
-    if body.find(mark, end) >= 0:
-        return None
-    return b"".join((body[:start], b"null", body[end:])), value
-
-
 def parse_ids(text: bytes) -> Ids:
     """Parse a JSON array without spaces to int32, shape (T,). Raises `IdsError`.
 

@@ -41,7 +41,7 @@ from bridle.engines.base import (
     TextDelta,
 )
 from bridle.engines.http import EngineClient, HttpCall
-from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
+from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
 from bridle.engines.probe import Finding
 from bridle.errors import EngineError
 from bridle.experts import KEY, Rows, npy_rows
@@ -391,9 +391,13 @@ def read_answer(body: bytes, *, unnamed: int = 0, sent: bytes | None = None) -> 
     missing logprob, an error in a stream.
     """
     text, prompt_text = body, None
-    if _PROMPT_IDS in body:
-        repeated = None if sent is None else cut_text(body, b"prompt_token_ids", sent)
-        text, prompt_text = repeated or cut_ids(body, b"prompt_token_ids")
+    found = body.rfind(_PROMPT_IDS)  # from the end: vLLM's choices, which are long, stand before it
+    if found >= 0:
+        start = found + len(_PROMPT_IDS) - 1
+        if sent is not None and body.startswith(sent, start):
+            text, prompt_text = b"%bnull%b" % (body[:start], body[start + len(sent) :]), sent
+        else:
+            text, prompt_text = cut_ids(body, b"prompt_token_ids")
     try:
         return _read(_ANSWER.decode(text), prompt_text, unnamed)
     except (msgspec.MsgspecError, IdsError) as error:
@@ -493,7 +497,7 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
         finish_reason=None if reason is None else vllm_schemas.FINISH[reason],
         stop_text=choice.stop_reason if type(choice.stop_reason) is str else None,
         versions=spans,
-        prompt_ids_json=prompt_text or _prompt_text(answer, choice),
+        prompt_ids_json=_prompt_text(answer, choice) or prompt_text,
         cached_tokens=cached,
         extra={} if choice.routed_experts is None else {KEY: _experts(choice.routed_experts)},
     )
@@ -508,6 +512,7 @@ _NO_LOGPROBS: Logprobs = np.empty(0, np.float32)
 
 
 def _prompt_text(answer: vllm_schemas.VllmReply, choice: vllm_schemas.VllmChoice) -> bytes | None:
+    """Return the ids that were not cut out; a server may repeat the request's elsewhere."""
     for raw in (answer.prompt_token_ids, choice.prompt_token_ids):
         if raw not in vllm_schemas.ABSENT:
             return compact(bytes(raw))
@@ -526,9 +531,9 @@ def _logprobs(
     if given.content is None:
         values, names = list(given.token_logprobs or ()), given.tokens or []
     else:
-        values = [*map(attrgetter("logprob"), given.content)]
+        values = [entry.logprob for entry in given.content]
         if given.content and given.content[0].token_id is not None:
-            numbers = [*map(attrgetter("token_id"), given.content)]
+            numbers = [entry.token_id for entry in given.content]
         else:
             names = [entry.token for entry in given.content]
     if not ids.size:
@@ -545,14 +550,15 @@ def _logprobs(
         same = ",".join(names).encode() == named
     paired = True if same else _paired(names, numbers, ids)
     try:
-        least = min(values)
+        # Not by `np.array`, which warns of overflow: `ReplyCheck` refuses an infinite one.
+        logprobs = np.frombuffer(array("f", values), np.float32)
+        least = np.minimum.reduce(logprobs)
     except TypeError:  # `None` among them
         least = None
     if least is None or least <= _MISSING:
-        missing = values.index(least)
+        missing = values.index(None if least is None else min(values))
         raise GarbledError(f"the engine gave no logprob for token {missing} of a reply")
-    # Not by `np.array`, which warns of overflow: `reported` refuses an infinite one.
-    return np.frombuffer(array("f", values), np.float32), paired
+    return logprobs, paired
 
 
 def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | None:
