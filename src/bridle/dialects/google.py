@@ -136,27 +136,26 @@ class Google(WireFormat):
             raise RequestError(message, param="contents")
         tools_span = tools_sent(fields.pop("tools", None))
         head_bytes = encode(fields)
-        key = (_SALT, head_bytes, tools_span, route.model)
+        key = (_SALT, head_bytes, tools_span, route.model, route.sse)
         system, members = read_head(
-            memo, key, lambda: self._read_head(head_bytes, tools_span, route.model)
+            memo, key, lambda: self._read_head(head_bytes, tools_span, route)
         )
         messages, digests, lengths = read_spans(spans, memo, _SALT, "contents", self._read)
-        extra = {**members["extra"], "sse": route.sse}
         return ModelRequest(
             messages=(*system, *messages),
             stream=route.stream or False,
             message_spans=spans,
             span_digests=digests,
             span_lengths=lengths,
-            **{**members, "extra": extra},
+            **members,
         )
 
     def _read_head(
-        self, head_bytes: bytes, tools_span: bytes | None, named: str | None
+        self, head_bytes: bytes, tools_span: bytes | None, route: Route
     ) -> tuple[Sequence[Message], JSON]:
         """Return the system message, and the members of a `ModelRequest` beside the messages."""
         head = camel(an_object(decode(head_bytes, ""), ""))
-        model = named or name_at(head, "model", "")
+        model = route.model or name_at(head, "model", "")
         known = self._older_tools if speaks_older(model) else self._tools
         tools = ToolList() if tools_span is None else known.read(tools_span, "tools")
         system = read_system(head.get("systemInstruction"), "systemInstruction")
@@ -180,6 +179,7 @@ class Google(WireFormat):
             "extra": {
                 "removed": dict(tools.removed),
                 "thoughts": shown,
+                "sse": route.sse,
                 **_ineffective(head, config),
             },
         }
