@@ -31,6 +31,7 @@ from tests.gateway.sdk_agents import TURNS as TURNS_OF_SDK
 from tests.gateway.speech import ERRAND, SPEECHES, Harness, chat_said, events
 
 from bridle.config import Limits, SamplingPolicy
+from bridle.dialects import history as history_file
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
@@ -129,6 +130,8 @@ async def play(seed: int, name: str, reply: str, *, plain: bool) -> tuple[Any, i
     with pytest.MonkeyPatch.context() as patch:
         # Ids are drawn alike, so that digests of what holds them are alike.
         patch.setattr(exchange_file, "os", SimpleNamespace(urandom=random.Random(seed).randbytes))
+        if seed % 2:
+            patch.setattr(history_file, "SMALLEST", 1)
         how: Any = {"stream": "live"} if reply == "live" else {}
         async with played(*choose.sample(list(TURNS), 5), plain=plain, **how) as home:
             begins = plain_file.PlainCall.begin
@@ -255,6 +258,13 @@ class Streaming(Caller):
         return 200, {"choices": [{"message": message} for message in chat_said(events(raw))]}
 
 
+def tip_of(home: House) -> Any:
+    """The turn that the session's next request may go on from without a search."""
+    session = home.gateway._registry.get("s")
+    assert session is not None
+    return session.tip
+
+
 @asynccontextmanager
 async def linear_turns(harness: type[Caller], *turns: dict[str, Any], **settings: Any):
     """A gateway, its engine, a caller and the messages of its next linear request."""
@@ -265,13 +275,19 @@ async def linear_turns(harness: type[Caller], *turns: dict[str, Any], **settings
         for _ in range(2):
             messages += [await caller.ask(messages), user("and then")]
         assert home.gateway.plain.served == 1, "the second turn took the plain path"
+        assert (tip_of(home) is not None) is (history_file.SMALLEST == 1)
         yield home, engine, caller, messages, group.create_task
 
 
-@pytest.fixture(params=[Caller, Streaming])
-def linear(request: pytest.FixtureRequest) -> Any:
-    """`linear_turns` of a harness that asks for whole replies, and of one that asks for streams."""
-    return partial(linear_turns, request.param)
+@pytest.fixture(params=[(Caller, 2000), (Caller, 1), (Streaming, 2000), (Streaming, 1)])
+def linear(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`linear_turns` of a harness that asks for whole replies, and of one that asks for streams.
+
+    Their next request needs a search among the session's, or goes on from the last one without.
+    """
+    harness, smallest = request.param
+    monkeypatch.setattr(history_file, "SMALLEST", smallest)
+    return partial(linear_turns, harness)
 
 
 def asked(home: House) -> Any:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from urllib.parse import unquote
 
 from bridle.dialects.fields import watch_members
-from bridle.dialects.json_reader import ReadMessages, SpanMemo, too_deep
+from bridle.dialects.json_reader import ReadMessages, SpanMemo, an_object, decode, too_deep
 from bridle.dialects.tools import ToolList, ToolMemo
 from bridle.errors import RequestError
 from bridle.types import (
@@ -214,6 +214,8 @@ class WireFormat(ABC):
     dialect: Dialect
     messages_field: str = "messages"
     """Name of the request's list of messages or items, whose elements are the spans."""
+    grows: bool = True
+    """True if a span's messages do not depend on the spans before it."""
 
     def __init__(
         self, read_tools: Callable[[object, str], ToolList], read_message: ReadMessages
@@ -241,6 +243,16 @@ class WireFormat(ABC):
 
     @abstractmethod
     def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest: ...
+
+    def read_new(self, spans: Sequence[bytes]) -> list[Message] | None:
+        """Read the messages of further spans as `parse` does; `None` = only `parse` can."""
+        found: list[Message] = []
+        try:
+            for span in spans:
+                found += self._read(an_object(decode(span, ""), ""), "")
+        except (RequestError, RecursionError):
+            return None
+        return found
 
     @abstractmethod
     def reply_json(

@@ -345,17 +345,21 @@ def split_body(
     return fields, new if begun is None else begun.items + new
 
 
+def split_grown(inside: bytes) -> tuple[bytes, ...] | None:
+    """Return the raw items of an array that stand behind a comma; `None` = they are none."""
+    try:
+        return tuple(map(bytes, _ARRAY.decode(b"[%b]" % inside))) or None
+    except _REFUSED:
+        return None
+
+
 def _split_grown(
     history: RequestHistory, body: bytes, begun: Begun, inside: bytes
 ) -> tuple[dict[str, msgspec.Raw], tuple[bytes, ...]] | None:
     """Split a body that is `begun` with `inside` as its new items; `None` = it is not."""
-    try:
-        items = _ARRAY.decode(b"[%b]" % inside)
-    except _REFUSED:
+    if (items := split_grown(inside)) is None:
         return None
-    if not items:  # a comma before the end of the array
-        return None
-    whole = begun.items + tuple(map(bytes, items))
+    whole = begun.items + items
     if len(whole) > MOST_ITEMS:
         check_count(len(whole), begun.key)
     history.reads(begun, body, begun.start, len(body) - begun.behind, begun.fields)

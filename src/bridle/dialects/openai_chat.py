@@ -215,6 +215,14 @@ class OpenAIChat(WireFormat):
             },
         }
 
+    def read_new(self, spans: Sequence[bytes]) -> list[Message] | None:
+        found: list[Message] = []
+        for span in spans:
+            if (message := read_usual(span)) is None:
+                return None
+            found += (message,)
+        return found
+
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:

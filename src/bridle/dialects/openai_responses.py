@@ -103,6 +103,7 @@ class OpenAIResponses(WireFormat):
 
     dialect = Dialect.OPENAI_RESPONSES
     messages_field = "input"
+    grows = False
 
     def __init__(self) -> None:
         super().__init__(read_tools, read_item)

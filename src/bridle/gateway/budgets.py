@@ -58,6 +58,8 @@ class SamplingPlan:
         )
         self._decided: tuple[Sampling | None, tuple[int, ...], dict[str, Any]] = (None, (), {})
         """The last request's sampling, the model's stop ids, and what follows from them alone."""
+        self._effective: Sampling | None = None
+        """The result of the last call under `_decided`; `None` = it has a seed of its own."""
 
     def effective(
         self, asked: Sampling, *, budget: int, stop_token_ids: tuple[int, ...], salt: str
@@ -73,12 +75,16 @@ class SamplingPlan:
             decided = {name: _decide(field, getattr(asked, name)) for name, field in self._fields}
             both = tuple(dict.fromkeys((*stop_token_ids, *asked.stop_token_ids)))
             decided |= {"stop": asked.stop, "stop_token_ids": both}
-            self._decided = asked, stop_token_ids, decided
+            self._decided, self._effective = (asked, stop_token_ids, decided), None
+        if (last := self._effective) is not None and last.max_tokens == budget:
+            return last
         seed = decided["seed"]
         if seed is not None and seed != asked.seed:
             seed = derived_seed(int(seed), salt)
         least = None if asked.min_tokens is None else min(asked.min_tokens, budget)
-        return Sampling(**{**decided, "seed": seed}, max_tokens=budget, min_tokens=least)
+        made = Sampling(**{**decided, "seed": seed}, max_tokens=budget, min_tokens=least)
+        self._effective = made if seed is None or seed == asked.seed else None
+        return made
 
 
 def _decide(field: FieldPolicy, asked: Any) -> Any:  # noqa: ANN401 - the field's own type

@@ -112,14 +112,24 @@ class SpanList:
 
     __slots__ = ("_whole", "base", "kept", "new")
 
-    def __init__(self, base: SpanList | None, digests: tuple[bytes, ...]) -> None:
-        before = () if base is None else base._whole or base.whole()  # noqa: SLF001 - see below
-        self.kept = common_prefix(before, digests)
+    def __init__(
+        self, base: SpanList | None, digests: tuple[bytes, ...], kept: int | None = None
+    ) -> None:
+        """`kept` is how many of the digests are those of `base`; `None` = they are compared."""
+        if kept is None:
+            before = () if base is None else base._whole or base.whole()  # noqa: SLF001 - see below
+            kept = common_prefix(before, digests)
+        self.kept = kept
         self.base = base = base if self.kept else None
         self.new = digests[self.kept :]
         self._whole: tuple[bytes, ...] | None = digests
         if base is not None and base.base is not None:
             base._whole = None  # noqa: SLF001 - another instance of this class
+
+    def grown(self, new: tuple[bytes, ...]) -> SpanList:
+        """Return the list of a request that has `new` messages behind these."""
+        before = self._whole or self.whole()
+        return SpanList(self, before + new, len(before))
 
     def whole(self) -> tuple[bytes, ...]:
         """Return all digests, in order."""
@@ -216,7 +226,7 @@ class Call:
     """Live connections that wait for the reply or receive it."""
     retry_count: int = 0
     """The retry count of the client that came last."""
-    idempotency_keys: set[str] = field(default_factory=set)
+    idempotency_keys: frozenset[str] = frozenset()
     joined_by: tuple[JSON, ...] = ()
     """The requests that joined it, as `bridle.capture.records.Delivery` keeps them."""
     delivery: DeliveryState | None = None

@@ -25,6 +25,7 @@ from bridle.gateway.call import Call
 from bridle.gateway.exchange import Exchanges
 from bridle.gateway.faults import trace_of
 from bridle.gateway.keys import presented_keys
+from bridle.gateway.linear import settle
 from bridle.gateway.listener import Connection
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.plain import Handed, PlainPath
@@ -247,6 +248,7 @@ class DataPlane:
         try:
             body = await self._admission.body(http, taken)
             body = self._responses.resolved(session, wire.dialect, body)
+            settle(session)
             request = await self._admission.read(session, wire, route, body)
             if session.sealed:  # sealed while the body arrived
                 raise faults.session_ended()

@@ -35,6 +35,7 @@ from bridle.gateway.budgets import (
 )
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.engine_prompts import show
+from bridle.gateway.linear import settle
 from bridle.gateway.live import LiveReply
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import Models, Served, make_policy
@@ -115,12 +116,15 @@ class Exchanges:
         except RequestError as error:
             session.tries.refused(question.key, asked, error)
             raise
-        call = self.begun(session, question, asked)
+        call = self.begun(session, question, lineage.of_subagent(session, question, asked))
+        session.conversation.begin(call.exchange_id, question.canonical)
         self.start(session, call, self._exchange(session, call))
         return call
 
     def begun(self, session: GatewaySession, question: Question, asked: Asked) -> Call:
-        """Make the call of a question known to its session; the client is attached."""
+        """Make the call of a question known to its session, but for the conversation; the client is
+        attached.
+        """
         request, served = question.request, question.served
         drawn, now = os.urandom(24).hex(), time.time()
         call = Call(
@@ -130,13 +134,12 @@ class Exchanges:
             clock_start=time.perf_counter(),
             question_key=question.key,
             other=served.other,
-            asked=lineage.of_subagent(session, question, asked),
+            asked=asked,
             question=question,
             clients=1,
             retry_count=asked.retry_count,
             head=ReplyHead(drawn[24:], request.model, int(now)),
         )
-        session.conversation.begin(call.exchange_id, question.canonical)
         session.calls[call.exchange_id] = call
         session.tries.begin(call)
         session.begun += 1
@@ -166,6 +169,8 @@ class Exchanges:
     def place(
         self, session: GatewaySession, wire: WireFormat, request: ModelRequest, served: Served
     ) -> Question:
+        if session.tip is not None:
+            settle(session)
         key = canonical(request, session.atoms)
         template_args = served.template_args(request)
         placement = session.conversation.place(request, key, template_args=template_args)
@@ -583,6 +588,13 @@ class Exchanges:
             tokens=finished.sample.output_ids.size,
             kind=finished.call.asked.kind,
         )
+        return self.recorded(session, finished)
+
+    def recorded(
+        self, session: GatewaySession, finished: Finished
+    ) -> tuple[Exchange, Mapping[bytes, bytes]]:
+        """Return the record of an exchange, and the bodies that are new with it."""
+        question = finished.question
         pairs = question.canonical.pairing
         unpaired = session.new_unpaired(question.canonical) if pairs.calls else 0
         exchange = exchange_record(finished, session.next_index, unpaired)

@@ -1,12 +1,12 @@
 """The plain path: a linear turn is served in two callbacks, without a task of its own.
 
 A request with a head that was authenticated before, and that extends an exchange whose reply was
-delivered, is read, placed and prompted by the functions of the general path in the callback that
-brought its last byte; its sample is parsed, made durable and answered in the callback that brought
-the engine's last byte. Replies that come in one round of the loop are written in one transaction.
-Where the store's thread writes (with fsync, or after a slow write), they are answered when that has
-written. Nothing is kept for this: what is known of a session is the same on
-both paths, so they may alternate as they like.
+delivered, is read, placed and prompted in the callback that brought its last byte: from what the
+last turn left (`bridle.gateway.linear`), else by the functions of the general path. Its sample is
+parsed, made durable and answered in the callback that brought the engine's last byte. Replies that
+come in one round of the loop are written in one transaction. Where the store's thread writes (with
+fsync, or after a slow write), they are answered when that has written. What is stored is the same
+on both paths, and they may alternate as they like.
 
 A stream that leaves while it is sampled begins here as well; a task samples it, and the general
 path answers its client. Any doubt before the engine was asked leaves the request to the general
@@ -38,6 +38,8 @@ from bridle.gateway.admission import LONG_BYTES, Admission, Taken
 from bridle.gateway.call import Asked, Call, Question, Stage
 from bridle.gateway.exchange import Exchanges
 from bridle.gateway.faults import trace_of
+from bridle.gateway.lineage import of_subagent
+from bridle.gateway.linear import LinearTurn, Tip, settle, tip_of
 from bridle.gateway.listener import MOST_KEPT, Connection
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import Models, Served
@@ -108,6 +110,11 @@ class KnownHead:
         self._said: tuple[object, str, tuple[Asked, Served, EnginePool]] | None = None
         """The part of all requests with this `extra` and model besides their messages, and who
         answers them; `None` = not known."""
+
+    def is_fixed(self, request: ModelRequest) -> bool:
+        """Return whether `said` says of all requests with this one's fields what it said of it."""
+        known = self._said
+        return known is not None and known[0] is request.extra and known[1] == request.model
 
     def said(
         self, session: GatewaySession, request: ModelRequest, models: Models
@@ -342,7 +349,12 @@ class PlainPath:
             taken.give_back()
             return False
         taken.session.requests += 1
-        call = self.exchanges.begun(taken.session, flight.question, flight.said)
+        session, question, said = taken.session, flight.question, flight.said
+        if flight.tip is None:
+            said = of_subagent(session, question, said)
+        call = self.exchanges.begun(session, question, said)
+        if flight.tip is None:
+            session.conversation.begin(call.exchange_id, question.canonical)
         call.reserved, call.flight = flight.reserved, flight
         flight.call, line.flight = call, flight
         try:
@@ -359,11 +371,37 @@ class PlainPath:
         assert known is not None, "its head was found"
         if not self.is_open or session.sealed or session.replay is not None:
             return None
-        route, wire, size, body = known.route, known.wire, taken.size, data[start:]
+        size, body, tip, question = taken.size, data[start:], session.tip, None
+        if tip is not None and tip.known is known and not session.running:
+            question = tip.next(body, session.lineage)
+        if tip is not None and question is not None:
+            parent, said, pool = tip.call, tip.call.asked, tip.pool
+        else:
+            if tip is not None:
+                settle(session)
+                tip = None
+            if (found := self._extending(known, session, body)) is None:
+                return None
+            question, parent, said, pool = found
+        exchanges.refuse_if_spent(session)
+        if (prompted := question.served.prompts.extended_now(question, parent, size)) is not None:
+            budget = exchanges.budget(session, question, prompted.prompt.length)
+            reserved = session.account.take(budget, lambda: session.tokens)
+            if reserved is not None:
+                return PlainCall(
+                    *(self, line, data, taken, known.route, question, said, parent, prompted),
+                    *(reserved, pool, tip),
+                )
+        return None
+
+    def _extending(
+        self, known: KnownHead, session: GatewaySession, body: bytes
+    ) -> tuple[Question, Call, Asked, EnginePool] | None:
+        """Read and place a request that extends a delivered reply; `None` = it does not."""
+        exchanges, route, wire = self.exchanges, known.route, known.wire
         if wire.dialect is Dialect.OPENAI_RESPONSES:
             body = self.responses.resolved(session, wire.dialect, body)
-            size = len(body)
-        if size > LONG_BYTES and session.messages.news(body) > LONG_BYTES:
+        if len(body) > LONG_BYTES and session.messages.news(body) > LONG_BYTES:
             return None
         request = wire.parse(route, body, session.messages)
         if "previous" in request.extra:
@@ -373,20 +411,10 @@ class PlainPath:
             return None
         said, served, pool = found
         question = exchanges.place(session, wire, request, served)
-        parent = question.parent
-        if parent is None or not _extends(question, parent):
+        if question.parent is None or not _extends(question, question.parent):
             return None
         session.check(question.canonical)
-        exchanges.refuse_if_spent(session)
-        if (prompted := served.prompts.extended_now(question, parent, size)) is not None:
-            budget = exchanges.budget(session, question, prompted.prompt.length)
-            reserved = session.account.take(budget, lambda: session.tokens)
-            if reserved is not None:
-                return PlainCall(
-                    *(self, line, data, taken, route, question, said, parent, prompted, reserved),
-                    pool,
-                )
-        return None
+        return question, question.parent, said, pool
 
 
 def _is_whole(request: ModelRequest, said: Asked, served: Served) -> bool:
@@ -435,6 +463,10 @@ class PlainCall:
     reserved: int
     """Tokens of the session's budget that it may sample."""
     pool: EnginePool
+    tip: Tip | None
+    """The last turn before it, from which it was read; `None` = the session's memory has it."""
+    turn: LinearTurn | None = None
+    """Its part of the tip; `None` = it has no tip, or has not begun."""
     call: Call = field(init=False)
     effective: Sampling = field(init=False)
     request: GenerateRequest = field(init=False)
@@ -451,9 +483,14 @@ class PlainCall:
         """Give the call to the engine."""
         exchanges, session, call = self.path.exchanges, self.taken.session, self.call
         question, prompted = self.question, self.prompted
-        exchanges.link(session, call, question, self.parent)
+        if self.tip is None:
+            exchanges.link(session, call, question, self.parent)
+            exchanges.know(session, call, question, prompted)
+        else:
+            call.head.prompt_tokens = prompted.prompt.length
+            self.turn = self.tip.begun(call, question)
+            self.path.metrics.placements.values[question.placement.kind, True] += 1
         self.effective = exchanges.sampling(session, question, call.reserved)
-        exchanges.know(session, call, question, prompted)
         if question.request.stream and self.path.settings.stream != "whole":
             call.live = exchanges.live(session, call, prompted, self.effective)
         call.enter(Stage.SAMPLING)
@@ -483,13 +520,19 @@ class PlainCall:
             self.hand_over()
             return
         sampled = chunk.output_ids, chunk.logprobs, chunk.finish_reason, chunk.versions
+        is_settled = self.tip is None or self.tip is not session.tip
+        question = call.posed() if is_settled else self.question
         try:
             call.note_first_token()
             finished = exchanges.finished(
-                *(session, call, self.question, self.prompted, self.effective),
+                *(session, call, question, self.prompted, self.effective),
                 SampledReply(*sampled, chunk, None, None, 0),
             )
-            exchange, bodies = exchanges.indexed(session, finished)
+            if is_settled or self.turn is None:
+                exchange, bodies = exchanges.indexed(session, finished)
+            else:
+                self.turn.sampled(session, question, finished.answer.body)
+                exchange, bodies = exchanges.recorded(session, finished)
         except Exception as error:  # noqa: BLE001 - the top of a served request
             self.hand_over(_failing(error))
             return
@@ -546,9 +589,21 @@ class PlainCall:
         self.line.flight = None
         connection.write_reply(reply)
         path.deliveries.received(session, call)
+        self._go_on()
         path.metrics.requests.values[question.wire.dialect, RouteKind.GENERATE, 200] += 1
         self.taken.give_back()
         path.served += 1
+
+    def _go_on(self) -> None:
+        """Have the next turn go on from this one, which was delivered."""
+        session, question, known = self.taken.session, self.question, self.line.known
+        assert known is not None, "its head was found"
+        if self.turn is None:
+            body = self.finished.answer.body
+            if session.tip is None and question.wire.grows:
+                session.tip = tip_of(session, self.call, question, known, self.pool, body)
+        elif self.tip is not None and self.tip is session.tip and not self.tip.goes_on(self.turn):
+            settle(session)
 
     # ---- what is not plain
 
@@ -564,6 +619,7 @@ class PlainCall:
 
     def _start_task(self, work: Coroutine[None, None, None] | None) -> None:
         exchanges, session, call = self.path.exchanges, self.taken.session, self.call
+        settle(session)
         if self in self.path.unwritten:
             self.path.write()
             if call.flight is not self:
@@ -580,6 +636,7 @@ class PlainCall:
 
     def to_relay(self) -> None:
         """Have the general path answer the client, as if it had read the request."""
+        settle(self.taken.session)
         connection, self.line.flight = self.line.connection, None
         connection.handed = Handed(
             self.taken.session,

@@ -150,7 +150,8 @@ def _root_reason(finished: Finished) -> str | None:
 def new_bodies(finished: Finished, stored: set[bytes]) -> Mapping[bytes, bytes]:
     """Return the raw messages and tools whose digests are not in `stored`."""
     request, span_list = finished.question.request, finished.call.spans
-    spans = zip(span_list.new, request.message_spans[span_list.kept :], strict=True)
+    new_spans = request.message_spans[len(request.message_spans) - len(span_list.new) :]
+    spans = zip(span_list.new, new_spans, strict=True)
     new = {digest: body for digest, body in spans if digest not in stored}
     if request.tools_span is not None:
         tools = list_digest(request.tools_span)

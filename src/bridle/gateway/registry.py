@@ -23,7 +23,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
@@ -44,6 +44,9 @@ from bridle.prompting.conversation import Conversation
 from bridle.prompting.turns import Lineage
 from bridle.types import JSON, ModelRequest
 
+if TYPE_CHECKING:
+    from bridle.gateway.linear import Tip
+
 CLOSING_S: Final = 0.25
 """Longest wait of a retry for the connection of its first try to close."""
 
@@ -53,6 +56,12 @@ RETRIED: Final = frozenset({408, 409, 429})
 
 def question_key(request: ModelRequest, canonical: Canonical, template_args: Hashable) -> bytes:
     """16 bytes over all that makes two calls samples of one question; `stream` is no part of it."""
+    whole = canonical.chain[-1] + question_rest(request, canonical.tools_digest, template_args)
+    return blake2b(whole, digest_size=16).digest()
+
+
+def question_rest(request: ModelRequest, tools_digest: bytes, template_args: Hashable) -> bytes:
+    """Return what `question_key` covers besides the chain of messages."""
     sampling = request.sampling
     asked = (
         request.model,
@@ -71,8 +80,7 @@ def question_key(request: ModelRequest, canonical: Canonical, template_args: Has
         asked_json = orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:  # a lone surrogate, an integer beyond 64 bits
         asked_json = repr(asked).encode("utf-8", "surrogatepass")
-    whole = canonical.chain[-1] + canonical.tools_digest + arguments + asked_json
-    return blake2b(whole, digest_size=16).digest()
+    return tools_digest + arguments + asked_json
 
 
 _NOTHING: Final = repr(None).encode()
@@ -98,7 +106,7 @@ class Tries:
 
     def named(self, call: Call, idempotency_key: str) -> None:
         """Note the idempotency key that a client of `call` sent."""
-        call.idempotency_keys.add(idempotency_key)
+        call.idempotency_keys |= {idempotency_key}
         self._by_idempotency[idempotency_key] = call
 
     def same_key(self, question: bytes, asked: Asked) -> Call | None:
@@ -270,6 +278,9 @@ class GatewaySession:
     `ConfigError` for `kind_rules` in the record's metadata that are none.
     """
 
+    tip: Tip | None = None
+    """The last turn, if the next one may go on from it without a search."""
+
     def __init__(self, record: SessionRecord, *, sampling: SamplingPolicy, limits: Limits) -> None:
         self.record = record
         self.session_id = record.session_id
@@ -370,6 +381,7 @@ class GatewaySession:
     def forget_conversation(self) -> None:
         """Free what only a living session needs."""
         self.conversation = Conversation()
+        self.tip = None
         self.calls.clear()
         self.tries = Tries()
         self.atoms = AtomMemo()

@@ -317,6 +317,12 @@ class TurnCounts:
         """Turns that we sampled."""
         return self.verbatim + self.rerendered
 
+    def with_one_more(self) -> TurnCounts:
+        """Return the counts of a request that shows one more verbatim turn."""
+        return TurnCounts(
+            *(self.verbatim + 1, self.rerendered, self.foreign, self.given, self.tokens_rerendered)
+        )
+
     def as_json(self) -> JSON:
         """Return the counts as capture keeps them."""
         return {

@@ -1,0 +1,274 @@
+"""Turns that go on from the last one, read without the session's memory of its conversation.
+
+Most requests are the last one's bytes, then its reply as a faithful harness sends it back, then one
+message of a user or a tool. What such a turn continues is known without a search, and its facts
+follow from those of the turn before. So the memory that a search needs (`RequestHistory`, atoms,
+`Conversation`) learns of these turns only when the session gets any other request: `settle` then
+reads them again, from the bytes of the newest body, with the functions that read every request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from hashlib import blake2b, sha256
+from typing import TYPE_CHECKING, Any
+
+from bridle.dialects.base import Route
+from bridle.dialects.json_reader import MOST_ITEMS, split_grown
+from bridle.engines.pool import EnginePool
+from bridle.gateway import lineage
+from bridle.gateway.admission import LONG_BYTES
+from bridle.gateway.call import Call, Question, Stage
+from bridle.gateway.registry import GatewaySession, question_rest
+from bridle.prompting.canonical import (
+    AtomKind,
+    Canonical,
+    answer_atoms,
+    canonical,
+    chain_after,
+    message_atoms,
+)
+from bridle.prompting.conversation import Placement, PlacementKind
+from bridle.prompting.turns import Lineage
+from bridle.types import FinishReason, Kind, Message, ModelRequest, Role, TextPart
+
+if TYPE_CHECKING:
+    from bridle.gateway.plain import KnownHead
+
+MOST_TURNS = 64
+"""Turns that wait to be settled; more are settled at once."""
+
+_COMMA = ord(",")
+
+_MESSAGES = frozenset({"messages", "message_spans", "span_digests", "span_lengths"})
+"""The fields of a request that its messages decide."""
+
+_TURNS = frozenset({Kind.AGENT, Kind.SUBAGENT})
+"""Kinds of calls whose replies are not remembered for what they say."""
+
+_UNREAD = Canonical((), (), (), b"")
+"""In place of the canonical form of a request that `Tip.next` has read."""
+
+
+@dataclass(slots=True, eq=False)
+class LinearTurn:
+    """A turn that the session's memory does not know yet."""
+
+    call: Call
+    end: int
+    """Length of its request's body up to the end of the last message."""
+    link: bytes
+    """Digest of the chain behind its request."""
+    shown: tuple[Message, ...] | None = None
+    """Its reply as its harness will send it back; `None` = it is being sampled."""
+
+    def sampled(self, session: GatewaySession, question: Question, reply: bytes) -> None:
+        """Note the reply of the turn."""
+        self.shown = question.wire.reply_messages(reply)
+        session.lineage.note(self.call.exchange_id, self.shown, summary=False)
+
+
+@dataclass(slots=True, eq=False)
+class Tip:
+    """The last turn of a session of which the next one may be an extension."""
+
+    question: Question
+    """The last one that was read with all its messages."""
+    known: KnownHead
+    """The head of its request."""
+    pool: EnginePool
+    route: Route
+    members: dict[str, Any]
+    """The fields of all requests that go on from here but those in `_MESSAGES`."""
+    rest: bytes
+    """See `question_rest`."""
+    body: memoryview
+    """The last request's body up to the end of its last message."""
+    tail: bytes
+    """The rest of that body, and of all that follow."""
+    call: Call
+    link: bytes
+    """Digest of the chain behind its reply."""
+    shown: tuple[Message, ...]
+    """Its reply as a faithful harness sends it back."""
+    newest: tuple[memoryview, bytes] | None = None
+    """`body` and `link` of the request that `next` read last."""
+    turns: list[LinearTurn] = field(default_factory=list)
+    """Those that are not settled, oldest first."""
+
+    def next(self, body: bytes, lineage: Lineage) -> Question | None:
+        """Read a request that goes on from the last reply; `None` = it is not that, or unusual.
+
+        Its `request` has the messages from that reply on only.
+        """
+        start, end = len(self.body), len(body) - len(self.tail)
+        if not 0 < end - start <= LONG_BYTES or body[start] != _COMMA:
+            return None
+        if not body.endswith(self.tail) or not body.startswith(self.body):
+            return None
+        asked, parent, count = self.question, self.call, len(self.shown)
+        spans = split_grown(body[start + 1 : end])
+        messages = None if spans is None else asked.wire.read_new(spans)
+        if messages is None or spans is None or tuple(messages[:count]) != self.shown:
+            return None
+        if parent.spans.kept + len(parent.spans.new) + len(spans) > MOST_ITEMS:
+            return None  # `parse` refuses it
+        link = self._link(messages[count:])
+        if link is None or lineage.is_spawned(messages[count:]):
+            return None
+        self.newest = memoryview(body)[:end], link
+        digests = tuple([sha256(span).digest()[:16] for span in spans])
+        request = ModelRequest(
+            messages=tuple(messages),
+            message_spans=spans,
+            span_digests=digests,
+            span_lengths=(1,) * len(spans),
+            **self.members,
+        )
+        return Question(
+            request,
+            asked.wire,
+            _UNREAD,
+            Placement(PlacementKind.CHILD, parent.exchange_id, extend=True, new_from=count),
+            asked.template_args,
+            asked.served,
+            blake2b(link + self.rest, digest_size=16).digest(),
+            parent,
+        )
+
+    def _link(self, new: list[Message]) -> bytes | None:
+        """Return the digest of the chain behind these messages.
+
+        `None` = they are not texts of users after a text, nor the result of the reply's one call.
+        """
+        calls = [call for message in self.shown for call in message.tool_calls]
+        link, results = self.link, 0
+        for message in new:
+            if message.role is Role.TOOL:
+                results += 1
+                known = len(calls) == 1 and calls[0].id is not None
+                if not known or message.tool_call_id != calls[0].id:
+                    return None
+            elif message.role is not Role.USER:
+                return None
+            for part in message.content:
+                if type(part) is not TextPart:
+                    return None
+            link = chain_after(link, message_atoms(message, self.question.request.dialect))
+        return link if new and results == len(calls) else None
+
+    def begun(self, call: Call, question: Question) -> LinearTurn:
+        """Tie the call of the request that `next` read last to the one that it goes on from."""
+        assert self.newest is not None, "the request was read"
+        self.body, link = self.newest
+        parent, before = self.call, self.call.turns
+        assert before is not None, "a tip is made where they are counted"
+        parent.continued = True
+        call.continues = call.base_id = parent.exchange_id
+        call.spans = parent.spans.grown(question.request.span_digests)
+        call.turns = before.with_one_more()
+        turn = LinearTurn(call, len(self.body), link)
+        self.turns.append(turn)
+        return turn
+
+    def goes_on(self, turn: LinearTurn) -> bool:
+        """Go on to a turn whose reply was delivered; `False` = what follows it needs a search."""
+        assert turn.shown is not None, "it was sampled"
+        after = _link_after(turn.link, turn.shown, self.question.request)
+        if after is None or turn.call.finish is FinishReason.ABORT:
+            return False
+        if len(self.turns) >= MOST_TURNS:
+            return False
+        self.call, self.link, self.shown = turn.call, after, turn.shown
+        return True
+
+
+def _link_after(link: bytes, shown: tuple[Message, ...], request: ModelRequest) -> bytes | None:
+    """Return the digest of the chain behind a reply; `None` = it says nothing that is seen."""
+    atoms = [
+        atom for atom in answer_atoms(shown, request.tools) if atom.kind is not AtomKind.EVIDENCE
+    ]
+    return chain_after(link, atoms) if atoms else None
+
+
+def tip_of(
+    session: GatewaySession,
+    call: Call,
+    question: Question,
+    known: KnownHead,
+    pool: EnginePool,
+    reply: bytes,
+) -> Tip | None:
+    """Return the tip at a call whose `reply` was just delivered; `None` = what follows needs a
+    search.
+
+    `question` was read by the general functions, as the newest of the session; its dialect `grows`.
+    """
+    request = question.request
+    begun = session.messages.newest(request.span_digests)
+    link = _only_child(session, call, question)
+    if begun is None or link is None or not known.is_fixed(request):
+        return None
+    if request.prefill is not None or request.extra.get("store") or call.turns is None:
+        return None
+    if question.canonical.pairing.orphans:
+        return None
+    names = [one.name for one in fields(ModelRequest) if one.name not in _MESSAGES]
+    return Tip(
+        question=replace(question, parent=None),
+        known=known,
+        pool=pool,
+        route=known.route,
+        members={name: getattr(request, name) for name in names},
+        rest=question_rest(request, question.canonical.tools_digest, question.template_args),
+        body=begun.prefix,
+        tail=bytes(begun.tail),
+        call=call,
+        link=link,
+        shown=question.wire.reply_messages(reply),
+    )
+
+
+def _only_child(session: GatewaySession, call: Call, question: Question) -> bytes | None:
+    """Return the digest of the chain behind a reply that no other of the session is like.
+
+    `None` = there is another one, or a call goes on from it, or it does not say anything.
+    """
+    known = session.conversation.known(call.exchange_id)
+    if known is None or known.children or not known.answer or known.shown is not known.answer:
+        return None
+    if session.running or call.images or call.asked.kind not in _TURNS:
+        return None
+    link = chain_after(question.canonical.chain[-1], known.answer)
+    return link if session.conversation.turns_at(link) == [known] else None
+
+
+def settle(session: GatewaySession) -> None:
+    """Have the session's memory know the turns that went on without it."""
+    tip, session.tip = session.tip, None
+    if tip is None:
+        return
+    wire, template_args = tip.question.wire, tip.question.template_args
+    for turn in tip.turns:
+        call = turn.call
+        if call.stage is Stage.FAILED:
+            continue
+        body = b"".join((tip.body[: turn.end], tip.tail))
+        request = wire.parse(tip.route, body, session.messages)
+        key = canonical(request, session.atoms)
+        session.conversation.begin(call.exchange_id, key, continues=call.continues)
+        if turn.shown is not None:
+            lineage.index_reply(
+                session,
+                call.exchange_id,
+                (request, key, template_args),
+                turn.shown,
+                tokens=call.sampled()[1].size,
+                kind=call.asked.kind,
+            )
+        if call.delivery is not None:
+            session.conversation.mark(call.exchange_id, call.delivery)
+        if (question := call.question) is not None:
+            new_from = len(request.messages) - len(question.request.messages)
+            placement = replace(question.placement, new_from=new_from + question.placement.new_from)
+            call.question = replace(question, request=request, canonical=key, placement=placement)
