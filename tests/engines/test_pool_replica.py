@@ -49,7 +49,7 @@ def test_only_the_first_message_of_a_joined_chunk_has_the_version_before():
     routed.took(chunk([5]), replica)
     replica.version = 2
     routed.took(replace(chunk([5, 6, 7]), first=1), replica)
-    assert routed.spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 4)]
+    assert routed.spans == (VersionSpan(1, 0, 2), VersionSpan(2, 2, 4))
     assert routed.mixed
 
 

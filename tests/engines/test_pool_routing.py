@@ -321,7 +321,7 @@ async def test_a_session_that_fails_again_and_again_while_others_are_served_is_q
         assert len(fake.asked) == asked
         assert (await said(pool, call("good", "good")))[0] == ALL
         assert len(fake.asked) == asked + 1
-        pool._failures._records["poison"].until = 0.0  # the time of its next trial has come
+        pool._failures.records["poison"].until = 0.0  # the time of its next trial has come
         for error in (CutError, EngineError):
             assert type(await outcome(pool, call("bad", "poison"))) is error
         assert len(fake.asked) == asked + 2

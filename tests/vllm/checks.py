@@ -73,9 +73,9 @@ class Recorder(EngineClient):
         self._answers = answers
         self._bodies: dict[Sent, bytes] = {}
 
-    def begin(self, path: str, body: bytes) -> Sent:
-        sent = super().begin(path, body)
-        self._bodies[sent] = body
+    def begin(self, path: str, *body: bytes) -> Sent:
+        sent = super().begin(path, *body)
+        self._bodies[sent] = b"".join(body)
         return sent
 
     def end(self, sent: Sent) -> None:

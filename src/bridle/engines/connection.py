@@ -69,27 +69,28 @@ stays; the type."""
 class HttpReply:
     """Parser of a reply from bytes, without I/O. Raises `ConnectionError` for other protocols."""
 
+    status = 0
+    """0 = the head is incomplete."""
+    keeps = True
+    """True if the connection can be reused."""
+    retry_after: str | None = None
+    """Its `Retry-After`."""
+    _content_type = b""
+    ends = False
+    """True if its reader has all it wanted, and only its end may be missing."""
+    is_whole = False
+    """True if the whole reply has arrived."""
+    error: BaseException | None = None
+    """The failure that ended it, if any."""
+    _size = 0
+    _length = -1
+    """Bytes of the body; -1 = until the connection ends."""
+    _chunked = False
+
     def __init__(self, head: _Head | None = None) -> None:
         self.head = head
         """Head of an earlier reply; one that differs in its length alone need not be read."""
-        self.status = 0
-        """0 = the head is incomplete."""
-        self.keeps = True
-        """True if the connection can be reused."""
-        self.retry_after: str | None = None
-        """Its `Retry-After`."""
-        self._content_type = b""
-        self.ends = False
-        """True if its reader has all it wanted, and only its end may be missing."""
-        self.is_whole = False
-        """True if the whole reply has arrived."""
-        self.error: BaseException | None = None
-        """The failure that ended it, if any."""
         self._pieces: list[bytes] = []
-        self._size = 0
-        self._length = -1
-        """Bytes of the body; -1 = until the connection ends."""
-        self._chunked = False
         self._rest = bytearray()
         """Bytes of a chunked reply that are not yet a whole chunk."""
         self._chunks: list[bytes] = []
@@ -115,9 +116,18 @@ class HttpReply:
 
     def feed(self, data: bytes) -> bool:
         """Add bytes; return whether the reply is whole."""
-        known = None if self.status or self._pieces else self.head
-        if known is not None and self._begins_alike(data, known):
-            return self._length <= self._size
+        if self.head is not None and not self.status and not self._pieces:
+            before, start, after, behind, keeps, content_type = self.head
+            end = data.find(b"\r", start, start + 20)
+            length = data[start:end]
+            if length.isdigit() and data.startswith(before) and data.startswith(after, end):
+                self.status, self.keeps, self._content_type = 200, keeps, content_type
+                self._length = int(length)
+                if self._length > MOST_BYTES:
+                    self._bound(self._length)
+                body = data[end + behind :]
+                self._pieces, self._size = [body], len(body)
+                return self._length <= self._size
         self._size += len(data)
         if self._size > MOST_BYTES:
             self._bound(self._size)
@@ -132,21 +142,6 @@ class HttpReply:
         if self._chunked:
             return self._read_chunks(self._pieces.pop())
         return 0 <= self._length <= self._size
-
-    def _begins_alike(self, data: bytes, known: _Head) -> bool:
-        """Read a head that differs from a known one in its length alone."""
-        before, start, after, behind, keeps, content_type = known
-        end = data.find(b"\r", start, start + 20)
-        length = data[start:end]
-        if not (data.startswith(before) and length.isdigit() and data.startswith(after, end)):
-            return False
-        self.status, self.keeps, self._content_type = 200, keeps, content_type
-        self._length = int(length)
-        if self._length > MOST_BYTES:
-            self._bound(self._length)
-        body = data[end + behind :]
-        self._pieces, self._size = [body], len(body)
-        return True
 
     def ended(self) -> bool:
         """Handle the end of the connection; return whether the reply is whole."""
@@ -276,7 +271,7 @@ class _Connection(asyncio.Protocol):
         """True if the caller wants each part of the reply as it arrives."""
         self._received = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._first: tuple[bytes, ...] = ()
         """Pieces to send once it is made."""
         self.is_closed = False
@@ -285,34 +280,31 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
         """Time of the loop at the end of the last reply."""
 
-    def is_fresh(self, keepalive_s: float) -> bool:
-        """Return whether it can send a call, and was not idle for so long."""
-        if self._transport is None or self._transport.is_closing():
-            return False
-        return self._loop.time() - self.idle_since < keepalive_s
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self.transport = cast("asyncio.Transport", transport)
         self._made.add(self)
         if self.is_closed:
-            self._transport.abort()
+            self.transport.abort()
         elif self._first:
-            self._transport.writelines(self._first)
+            self.transport.writelines(self._first)
             self._first = ()
 
-    def call(self, head: bytes, body: bytes, *, streams: bool = False) -> asyncio.Future[HttpReply]:
-        """Send a request, once it is made; return a future of its reply, or head (`streams`)."""
+    def call(self, head: bytes, *body: bytes, streams: bool = False) -> asyncio.Future[HttpReply]:
+        """Send a request, once it is made; return a future of its reply, or head (`streams`).
+
+        The body's length is written behind `head`.
+        """
         self._reply, self._streams = HttpReply(self._head), streams
         self._waiting = self._loop.create_future()
         self._received = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_later(self._silent_s, self._look)
         # asyncio of Python 3.12 and 3.13 would try to send an empty part for ever, and never close.
-        parts = (head, body) if body else (head,)
-        if self._transport is None:
+        parts = (head + b"%d\r\n\r\n" % sum(map(len, body)), *filter(None, body))
+        if self.transport is None:
             self._first = parts
         else:
-            self._transport.writelines(parts)
+            self.transport.writelines(parts)
         return self._waiting
 
     def data_received(self, data: bytes) -> None:
@@ -328,7 +320,9 @@ class _Connection(asyncio.Protocol):
         if whole:
             self._done()
         elif self._streams and self._reply.status:
-            self._wake(self._reply)
+            waiting, self._waiting = self._waiting, None
+            if waiting is not None and not waiting.done():
+                waiting.set_result(self._reply)
 
     async def more(
         self, reply: HttpReply, watch: Callable[[asyncio.Future[HttpReply]], None]
@@ -342,11 +336,6 @@ class _Connection(asyncio.Protocol):
             await self._waiting
         return data
 
-    def _wake(self, reply: HttpReply) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None and not waiting.done():
-            waiting.set_result(reply)
-
     def _done(self) -> None:
         reply, self._reply = self._reply, None
         self.idle_since = self._received
@@ -358,7 +347,9 @@ class _Connection(asyncio.Protocol):
         elif self._keep is not None:
             self._keep(self)
         self._keep = None
-        self._wake(reply)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
 
     def end_within(self, seconds: float, keep: Callable[[_Connection], None]) -> None:
         """Have it kept once the reply that nobody reads any more is whole, or close it."""
@@ -412,8 +403,23 @@ class _Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class _Heads(dict[str, bytes]):
+    """The head of a request by its path, up to the body's length."""
+
+    def __init__(self, url: URL, lines: str) -> None:
+        super().__init__()
+        self._url = url
+        self._lines = lines
+
+    def __missing__(self, path: str) -> bytes:
+        target = URL(str(self._url).rstrip("/") + path).raw_path_qs
+        head = f"POST {target} HTTP/1.1\r\n{self._lines}\r\nContent-Length: ".encode()
+        self[path] = head
+        return head
 
 
 @dataclass(slots=True, eq=False)
@@ -448,8 +454,7 @@ class Connections:
         if url.user is not None:
             named = base64.b64encode(f"{url.user}:{url.password or ''}".encode()).decode()
             lines.append(f"Authorization: Basic {named}")
-        self._lines = "\r\n".join(lines)
-        self._heads: dict[str, bytes] = {}
+        self._heads = _Heads(url, "\r\n".join(lines))
         self._idle: deque[_Connection] = deque()
         """Ordered by last use, the latest last."""
         self._made: set[_Connection] = set()
@@ -466,17 +471,17 @@ class Connections:
         of `watch`.
         """
         connection = await self._take()
-        sent = Sent(connection, connection.call(self._head(path, body), body))
+        sent = Sent(connection, connection.call(self._heads[path], body))
         return await self.reply(sent, watch)
 
-    def begin(self, path: str, body: bytes) -> Sent:
+    def begin(self, path: str, *body: bytes) -> Sent:
         """Send a POST at once, or once a new connection is made. `reply` or `take` ends it."""
         connection = self._idle_one()
         if connection is None:
             connection = _Connection(self._silent_s, self._made)
             connecting = self._connecting.start(self._connect(connection), name="connect")
             connecting.add_done_callback(connection.connected)
-        return Sent(connection, connection.call(self._head(path, body), body))
+        return Sent(connection, connection.call(self._heads[path], *body))
 
     async def reply(
         self, sent: Sent, watch: Callable[[asyncio.Future[HttpReply]], None]
@@ -511,7 +516,7 @@ class Connections:
         """
         connection = await self._take()
         try:
-            waiting = connection.call(self._head(path, body), body, streams=True)
+            waiting = connection.call(self._heads[path], body, streams=True)
             watch(waiting)
             reply = await waiting
             yield reply, partial(connection.more, reply, watch)
@@ -525,14 +530,6 @@ class Connections:
         else:
             self.keep(connection)
 
-    def _head(self, path: str, body: bytes) -> bytes:
-        head = self._heads.get(path)
-        if head is None:
-            target = URL(str(self._url).rstrip("/") + path).raw_path_qs
-            head = f"POST {target} HTTP/1.1\r\n{self._lines}\r\nContent-Length: ".encode()
-            self._heads[path] = head
-        return head + b"%d\r\n\r\n" % len(body)
-
     def keep(self, connection: _Connection) -> None:
         """Keep an open connection for the next call, and close those idle for too long."""
         if connection.is_closed:
@@ -543,9 +540,13 @@ class Connections:
             self._idle.popleft().close()
 
     def _idle_one(self) -> _Connection | None:
+        """Return a connection that can send a call, and was not idle for too long."""
+        since = asyncio.get_running_loop().time() - self._keepalive_s
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_fresh(self._keepalive_s):
+            transport = connection.transport
+            is_open = transport is not None and not transport.is_closing()
+            if is_open and connection.idle_since > since:
                 return connection
             connection.close()
         return None

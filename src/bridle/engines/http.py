@@ -46,14 +46,13 @@ class AbortedError(Exception):
 class HttpCall:
     """Running call. `abort` ends each wait that `watch` registers."""
 
-    def __init__(
-        self, version: int | None = None, reply: asyncio.Future[HttpReply] | None = None
-    ) -> None:
-        """`reply` is that of a request which was sent already."""
+    def __init__(self, version: int | None = None, sent: Sent | None = None) -> None:
         self.version = version
         """Version of the adapter that it samples with; `None` = the engine's weights alone."""
+        self.sent = sent
+        """Its request, if that was sent outside of a task, and no task has taken it over."""
         self._aborted = False
-        self._reply = reply
+        self._reply = None if sent is None else sent.waiting
 
     def abort(self) -> None:
         """End the present wait, or the next one, with `AbortedError`."""
@@ -140,9 +139,9 @@ class EngineClient:
             raise engine_error(response.status, answer, self._url(path))
         return True
 
-    def begin(self, path: str, body: bytes) -> Sent:
+    def begin(self, path: str, *body: bytes) -> Sent:
         """Send a POST; no answer is waited for. `post` or `end` ends it."""
-        return self._connections.begin(path, body)
+        return self._connections.begin(path, *body)
 
     def arrived(self, sent: Sent) -> bytes | None:
         """Return the body of an answer that has arrived; `None` = `post` is to say what it is."""

@@ -194,9 +194,10 @@ class EnginePool(EngineHandover):
         keeps = request.keeps or self.settings.keep_tokens
         if self._held is not None or not self._ready or (keeps and self._must_stream(request)):
             return None
-        if self._failures.watches(request.session_id):
-            return None
-        one, how = self._router.pick(request.session_id, self._ready)
+        failures, session_id = self._failures, request.session_id
+        if session_id in failures.records or session_id in failures.offenders:
+            return None  # it may have to wait, to run alone or to fail
+        one, how = self._router.pick(session_id, self._ready)
         engine = one.immediate
         if engine is None or (waiting := engine.begin(request)) is None:
             return None
@@ -373,7 +374,7 @@ class EnginePool(EngineHandover):
         elif not error.retryable:
             raise error
         else:
-            call.refused.add(one)
+            call.refused += (one,)
             call.refusal = error
             call.attempts += 1
             spent = call.attempts >= self.settings.attempts

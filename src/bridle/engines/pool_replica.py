@@ -316,14 +316,14 @@ class RoutedCall:
     """Replicas that died while they ran it, where it may be the cause."""
     moved: bool = False
     """True if it was ended for a reason that is not its own."""
-    refused: set[Replica] = field(default_factory=set)
+    refused: tuple[Replica, ...] = ()
     """Live replicas that refused it."""
     refusal: EngineError | None = None
     """Error of the last of them."""
     given: int = 0
     """Tokens sent to the caller."""
     cached: int = 0
-    spans: list[VersionSpan] = field(default_factory=list)
+    spans: tuple[VersionSpan, ...] = ()
     """Each chunk has the version that the replica had when the chunk before it came."""
     version: int | None = None
     """The replica's version when the last chunk came or the call began; `None` = not begun."""
@@ -369,19 +369,19 @@ class RoutedCall:
                 return chunk
         if not self.spans:
             return chunk
-        return replace(chunk, versions=tuple(self.spans), mixed_versions=self.mixed)
+        return replace(chunk, versions=self.spans, mixed_versions=self.mixed)
 
     def _sampled(self, count: int, version: int) -> None:
         """Add `count` tokens of `version` to the spans."""
         start, self.given = self.given, self.given + count
         if self.spans and self.spans[-1].version == version:
-            self.spans[-1] = VersionSpan(version, self.spans[-1].start, self.given)
-        else:
-            self.spans.append(VersionSpan(version, start, self.given))
+            start = self.spans[-1].start
+            self.spans = self.spans[:-1]
+        self.spans += (VersionSpan(version, start, self.given),)
 
     def cut(self) -> GenerateChunk:
         """Make the last chunk of a call whose replica was lost, or that its caller ended."""
-        last = GenerateChunk.aborted(tuple(self.spans), self.cached)
+        last = GenerateChunk.aborted(self.spans, self.cached)
         return replace(last, mixed_versions=self.mixed, moved=self.moved)
 
 

@@ -169,8 +169,10 @@ class FailureTracker:
         self._waiting: dict[RoutedCall, None] = {}
         self._most = 0
         """The most suspects at once since there were none."""
-        self._offenders: set[str | None] = set()
-        self._records: dict[str, _Record] = {}
+        self.offenders: set[str | None] = set()
+        """Sessions of calls that used up their attempts as suspects."""
+        self.records: dict[str | None, _Record] = {}
+        """Sessions with failures in a row."""
         self._served = 0
 
     def begin(self, call: RoutedCall) -> None:
@@ -179,9 +181,9 @@ class FailureTracker:
         Raises `EngineError`, with the kind of the last failure, if its session is quarantined.
         """
         session_id = call.request.session_id
-        if session_id in self._offenders:
+        if session_id in self.offenders:
             call.deaths = max(SUSPECTED, self._attempts - 1)
-        record = self._records.get(session_id or "")
+        record = self.records.get(session_id or "")
         if record is None or record.strikes < STRIKES:
             return
         now = time.monotonic()
@@ -192,10 +194,6 @@ class FailureTracker:
                 kind=record.kind,
             )
         record.until = now + QUARANTINE_S
-
-    def watches(self, session_id: str | None) -> bool:
-        """Return whether the next call of a session may have to wait, to run alone or to fail."""
-        return session_id in self._offenders or session_id in self._records
 
     # ---- calls that kill
 
@@ -247,7 +245,7 @@ class FailureTracker:
         if call.deaths < self._attempts:
             return False
         if call.request.session_id is not None:
-            self._offenders.add(call.request.session_id)
+            self.offenders.add(call.request.session_id)
         return True
 
     def end(self, call: RoutedCall) -> None:
@@ -272,8 +270,8 @@ class FailureTracker:
     def served(self, one: Replica, call: RoutedCall) -> None:
         """Record a call that ended well."""
         self._served += 1
-        if self._records:
-            self._records.pop(call.request.session_id or "", None)
+        if self.records:
+            self.records.pop(call.request.session_id or "", None)
         if one.breaks or one.quarantines:
             one.broke.clear()
             one.breaks = one.quarantines = 0
@@ -286,7 +284,7 @@ class FailureTracker:
         one.breaks += 1
         one.broke.add(session_id)
         if session_id is not None:
-            record = self._records.setdefault(session_id, _Record(self._served))
+            record = self.records.setdefault(session_id, _Record(self._served))
             if record.served != self._served:  # else the engine may be at fault
                 record.served, record.kind = self._served, error.kind
                 record.strikes += 1
@@ -297,5 +295,5 @@ class FailureTracker:
 
     def forget(self, session_id: str) -> None:
         """Drop all state of a session that has ended."""
-        self._offenders.discard(session_id)
-        self._records.pop(session_id, None)
+        self.offenders.discard(session_id)
+        self.records.pop(session_id, None)

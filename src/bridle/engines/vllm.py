@@ -38,7 +38,6 @@ from bridle.engines.base import (
     TextDelta,
     WeightsLostError,
 )
-from bridle.engines.connection import HttpReply, Sent
 from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
@@ -49,6 +48,7 @@ from bridle.engines.vllm_routes import (
     Read,
     VllmRoute,
     call_body,
+    call_parts,
     image_finding,
     read_answer,
     read_answers,
@@ -84,8 +84,6 @@ class VllmEngine(ServerAdapter, Immediate):
         self._takes_weights = False
         self._wanted_route = route
         self._calls: dict[str, HttpCall] = {}
-        self._begun: dict[str, Sent] = {}
-        """Calls that `begin` has sent, until `generate` takes them over."""
         self._route = route or VllmRoute.CHAT
         self._paired: bool | None = None
         self.tells_experts = False
@@ -266,10 +264,12 @@ class VllmEngine(ServerAdapter, Immediate):
         length = len(request.prompt)
         if 0 < self._context_length <= length:
             raise ContextOverflowError(length, self._context_length, request.sampling.max_tokens)
-        begun = self._begun.pop(request.request_id, None)
         adapter = self._adapters.newest
-        call = self._calls[request.request_id] if begun else self._new_call(request, adapter)
-        self._calls[request.request_id] = call
+        call = self._calls.get(request.request_id)
+        if call is None or call.sent is None:
+            adapted = adapter is not None and request.model is None
+            call = self._calls[request.request_id] = HttpCall(self.version if adapted else None)
+        begun, call.sent = call.sent, None
         state = _Progress(self, request, call.version)
         sent = request.prompt.json() if self._token_in else None
         route = VllmRoute.CHAT if request.by_messages else self._route
@@ -299,15 +299,6 @@ class VllmEngine(ServerAdapter, Immediate):
         finally:
             del self._calls[request.request_id]
 
-    def _new_call(
-        self,
-        request: GenerateRequest,
-        adapter: str | None,
-        reply: asyncio.Future[HttpReply] | None = None,
-    ) -> HttpCall:
-        adapted = adapter is not None and request.model is None
-        return HttpCall(self.version if adapted else None, reply)
-
     # ---- outside of a task
 
     def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
@@ -318,40 +309,40 @@ class VllmEngine(ServerAdapter, Immediate):
         if room <= 0:
             return None
         adapter = self._adapters.newest
-        body = call_body(
+        parts = call_parts(
             self._route, request, adapter or self._model,
             room=room, token_in=True, experts=self.tells_experts,
         )  # fmt: skip
-        sent = self._client.begin(self._route.path, body)
-        self._calls[request.request_id] = self._new_call(request, adapter, sent.waiting)
-        self._begun[request.request_id] = sent
+        sent = self._client.begin(self._route.path, *parts)
+        adapted = adapter is not None and request.model is None
+        call = HttpCall(self.version if adapted else None, sent)
+        self._calls[request.request_id] = call
         return sent.waiting
 
     def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
         """Return the reply to a call of `begin` if it is whole and has an end, else `None`."""
-        answer = self._client.arrived(self._begun[request.request_id])
-        if answer is None:
+        call = self._calls[request.request_id]
+        if call.sent is None or (answer := self._client.arrived(call.sent)) is None:
             return None
         read = read_answer(answer, unnamed=self.version, sent=request.prompt.json())
         self.check(read)
         chunk = read.chunk
         if chunk is None or chunk.finish_reason is None:
             return None
-        version = self._calls[request.request_id].version
-        if version is not None or not chunk.versions:
-            version = self.version if version is None else version
+        if call.version is not None or not chunk.versions:
+            version = self.version if call.version is None else call.version
             chunk = replace(chunk, versions=spans_of(version, chunk.output_ids.size))
         if chunk.extra:
             chunk = replace(chunk, extra=self.placed(chunk, request, read.prompt_tokens))
         return chunk
 
     def end(self, request: GenerateRequest) -> None:
-        self._client.end(self._begun.pop(request.request_id))
-        del self._calls[request.request_id]
+        if (sent := self._calls.pop(request.request_id).sent) is not None:
+            self._client.end(sent)
 
     def drop(self, request: GenerateRequest) -> None:
-        self._client.drop(self._begun.pop(request.request_id))
-        del self._calls[request.request_id]
+        if (sent := self._calls.pop(request.request_id).sent) is not None:
+            self._client.drop(sent)
 
     def _read(self, answers: list[bytes], sent: bytes | None) -> Iterator[Read]:
         if self.gives_text:  # each says a text of its own

@@ -272,49 +272,112 @@ def call_body(
     token_in: bool,
     experts: bool = False,
 ) -> bytes:
-    """Write the JSON body of a call. Without `token_in` it has messages in place of prompt ids.
+    """Write the JSON body of a call; see `call_parts`."""
+    parts = call_parts(route, request, model, room=room, token_in=token_in, experts=experts)
+    return b"".join(parts)
 
-    `room` is the rest of the context in tokens, the budget of a request without one (the routes
-    for completions would take 16). With `experts` the body asks for the routed experts of the new
-    tokens.
+
+def call_parts(
+    route: VllmRoute,
+    request: GenerateRequest,
+    model: str,
+    *,
+    room: int,
+    token_in: bool,
+    experts: bool = False,
+) -> tuple[bytes, bytes, bytes]:
+    """Write the JSON body of a call: the text of the prompt's ids, and what goes around it.
+
+    Without `token_in` it has messages in place of ids. `room` is the rest of the context in tokens,
+    the budget of a request without one (the routes for completions would take 16). With `experts`
+    the body asks for the routed experts of the new tokens.
+    """
+    sampling, by_ids = request.sampling, token_in and not request.by_messages
+    most = sampling.max_tokens
+    if most is None and route is not VllmRoute.CHAT:
+        most = room
+    kind = route, request.model or model, *_SHARED_VALUES(sampling)
+    if experts or not by_ids or not _has_only_ids(request):
+        shared = _shared_text(route, request, model, experts=experts)
+    elif (shared := _SHARED_TEXTS.get(kind, b"")) == b"":
+        if len(_SHARED_TEXTS) == _SHARED_KEPT:
+            _SHARED_TEXTS.clear()
+        shared = _SHARED_TEXTS[kind] = _shared_text(route, request, model, experts=False)
+    own = b"" if most is None else b',"max_tokens":%d' % most
+    if route is VllmRoute.GENERATE:
+        own += b"}"
+    own += b',"request_id":' + _ENCODER.encode(request.request_id)
+    if request.session_id is not None and route is not VllmRoute.GENERATE:
+        own += b',"session_id":' + _ENCODER.encode(request.session_id)
+    if not by_ids and route is VllmRoute.CHAT:
+        return shared, own, b"}"
+    key, end = _IDS_KEYS[route]
+    if request.pictures and route is VllmRoute.GENERATE:
+        folded_ids = fold_images(request.prompt.array(), request.pictures)
+        return shared + own + key, _ENCODER.encode(folded_ids.tolist()), end
+    return shared + own + key, request.prompt.json(), end
+
+
+_IDS_KEYS = {
+    VllmRoute.CHAT: (b',"kv_transfer_params":{"prompt_token_ids":', b"}}"),
+    VllmRoute.GENERATE: (b',"token_ids":', b"}"),
+    VllmRoute.COMPLETIONS: (b',"prompt":', b"}"),
+}
+"""Text before and behind the prompt's ids."""
+
+_SHARED_TEXTS: dict[tuple[Any, ...], bytes] = {}
+"""The fields that calls share which have only ids, by route, model and sampling."""
+
+_SHARED_KEPT = 256
+"""Beyond this many they are made anew."""
+
+
+def _has_only_ids(request: GenerateRequest) -> bool:
+    """Return whether a call differs from others in its ids, sampling and model only.
+
+    One with a seed counts as another, because seeds differ from call to call.
+    """
+    return not (
+        request.stream
+        or request.messages
+        or request.tools
+        or request.arguments
+        or request.grammar is not None
+        or request.pictures
+        or request.sampling.seed is not None
+        or request.sampling.logit_bias is not None
+    )
+
+
+def _shared_text(route: VllmRoute, request: GenerateRequest, model: str, *, experts: bool) -> bytes:
+    """Write the fields that are the same for calls of one kind, as an object that is left open.
+
+    The token route's ends in its sampling, which is left open as well.
     """
     stream: JSON = {}
     if request.stream:
         stream = {"stream": True, "stream_options": {"include_usage": True}}
-    head: JSON = {"model": request.model or model, "request_id": request.request_id, **stream}
-    head |= {"return_token_ids": True}
-    sampling = _sampling_fields(request.sampling)
-    if route is not VllmRoute.CHAT and request.sampling.max_tokens is None:
-        sampling["max_tokens"] = room
+    head: JSON = {"model": request.model or model, **stream, "return_token_ids": True}
+    values = zip(_SHARED_NAMES, _SHARED_VALUES(request.sampling), strict=True)
+    sampling = {name: value for name, value in values if value is not None and value != ()}
     if experts:
         place = sampling if route is VllmRoute.GENERATE else head
         place["routed_experts_prompt_start"] = request.experts_from
     if route is VllmRoute.GENERATE:
-        return _token_body(head, sampling, request)
+        if request.grammar is not None:
+            sampling["structured_outputs"] = _structured_outputs(request.grammar)
+        if request.pictures:
+            images = [{"type": "image_url", "url": one.url} for one in request.pictures]
+            head["content_parts"] = images
+        return _ENCODER.encode({**head, "sampling_params": {**sampling, "logprobs": 0}})[:-2]
     head |= {**sampling, "return_tokens_as_token_ids": True, "return_weight_versions": True}
-    if request.session_id is not None:
-        head["session_id"] = request.session_id
     if request.grammar is not None:
         head["response_format"] = response_format(request.grammar)
     if route is VllmRoute.COMPLETIONS:
         head["logprobs"] = 0
-        return _with_ids(head, b'"prompt":', request.prompt.json())
-    head |= _chat_fields(request)
-    if not token_in or request.by_messages:
-        return _ENCODER.encode(head)
-    ids = b'{"prompt_token_ids":' + request.prompt.json() + b"}"
-    return _with_ids(head, b'"kv_transfer_params":', ids)
-
-
-def _token_body(head: JSON, sampling: JSON, request: GenerateRequest) -> bytes:
-    if request.grammar is not None:
-        sampling["structured_outputs"] = _structured_outputs(request.grammar)
-    head["sampling_params"] = {**sampling, "logprobs": 0}
-    if not request.pictures:
-        return _with_ids(head, b'"token_ids":', request.prompt.json())
-    head["content_parts"] = [{"type": "image_url", "url": one.url} for one in request.pictures]
-    folded_ids = fold_images(request.prompt.array(), request.pictures)
-    return _with_ids(head, b'"token_ids":', _ENCODER.encode(folded_ids.tolist()))
+    else:
+        head |= _chat_fields(request)
+    return _ENCODER.encode(head)[:-1]
 
 
 def _chat_fields(request: GenerateRequest) -> JSON:
@@ -331,17 +394,8 @@ def _chat_fields(request: GenerateRequest) -> JSON:
     return body
 
 
-def _with_ids(head: JSON, key: bytes, text: bytes) -> bytes:
-    return b"".join((_ENCODER.encode(head)[:-1], b",", key, text, b"}"))
-
-
-def _sampling_fields(sampling: Sampling) -> JSON:
-    values = zip(_SAMPLING_NAMES, _SAMPLING_VALUES(sampling), strict=True)
-    return {name: value for name, value in values if value is not None and value != ()}
-
-
-_SAMPLING_NAMES = tuple(one.name for one in fields(Sampling))
-_SAMPLING_VALUES = attrgetter(*_SAMPLING_NAMES)
+_SHARED_NAMES = tuple(one.name for one in fields(Sampling) if one.name != "max_tokens")
+_SHARED_VALUES = attrgetter(*_SHARED_NAMES)
 
 
 def _structured_outputs(grammar: JSON) -> JSON:
