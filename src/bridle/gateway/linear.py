@@ -27,10 +27,12 @@ from bridle.prompting.canonical import (
     canonical,
     chain_after,
     message_atoms,
+    only_text,
+    text_after,
 )
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.turns import Lineage
-from bridle.types import FinishReason, Kind, Message, ModelRequest, Role, TextPart
+from bridle.types import FinishReason, Kind, Message, ModelRequest, Role
 
 if TYPE_CHECKING:
     from bridle.gateway.plain import KnownHead
@@ -151,10 +153,13 @@ class Tip:
                     return None
             elif message.role is not Role.USER:
                 return None
-            for part in message.content:
-                if type(part) is not TextPart:
-                    return None
-            link = chain_after(link, message_atoms(message, self.question.request.dialect))
+            text = only_text(message.content)
+            if text is None:
+                return None
+            if message.role is Role.TOOL:
+                link = chain_after(link, message_atoms(message, self.question.request.dialect))
+            elif text:
+                link = text_after(link, AtomKind.USER, text)
         return link if new and results == len(calls) else None
 
     def begun(self, call: Call, question: Question) -> LinearTurn:
@@ -185,6 +190,10 @@ class Tip:
 
 def _link_after(link: bytes, shown: tuple[Message, ...], request: ModelRequest) -> bytes | None:
     """Return the digest of the chain behind a reply; `None` = it says nothing that is seen."""
+    text = only_text(shown[0].content) if len(shown) == 1 else None
+    if text is not None and not shown[0].tool_calls:
+        said = text.strip()
+        return text_after(link, AtomKind.TEXT, said) if said else None
     atoms = [
         atom for atom in answer_atoms(shown, request.tools) if atom.kind is not AtomKind.EVIDENCE
     ]

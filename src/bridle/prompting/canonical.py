@@ -249,6 +249,11 @@ def chain_after(link: bytes, atoms: Iterable[Atom]) -> bytes:
     return link
 
 
+def text_after(link: bytes, kind: AtomKind, text: str) -> bytes:
+    """Return the chain's digest after the atom of one text, which is not empty."""
+    return sha256(link + _text_digest(kind, text)).digest()[:16]
+
+
 def answer_atoms(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[Atom, ...]:
     """Return the atoms of a delivered answer, as a faithful harness will send them back.
 
@@ -304,12 +309,12 @@ def message_atoms(
     if message.role is Role.ASSISTANT:
         return _assistant_atoms(message, defaults or {}, offset)
     kind = AtomKind.SYSTEM if message.role is Role.SYSTEM else AtomKind.USER
-    if (text := _only_text(message.content)) is not None:
+    if (text := only_text(message.content)) is not None:
         return (Atom(kind, _text_digest(kind, text), offset=offset),) if text else ()
     return _part_atoms(message.content, kind, offset)
 
 
-def _only_text(content: Sequence[Part]) -> str | None:
+def only_text(content: Sequence[Part]) -> str | None:
     """Return the text of a content that is one text; `None` = it is not."""
     if content and not content[1:] and type(part := content[0]) is TextPart:
         return part.text
@@ -480,7 +485,7 @@ def _assistant_atoms(message: Message, defaults: Defaults, offset: int) -> tuple
     if thought or message.issued_ids:
         key = digest("reasoning", text_bytes(thought)) if thought else None
         atoms.append(Atom(AtomKind.EVIDENCE, b"", message.issued_ids, reasoning=key, offset=offset))
-    only = _only_text(message.content)
+    only = only_text(message.content)
     for part in _joined(message.content) if only is None else (only,):
         if isinstance(part, MediaPart):
             atoms.append(_media_atom(part, offset))
