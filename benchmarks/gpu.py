@@ -2,11 +2,12 @@
 
 Models of Qwen3's shapes with random weights; nothing is downloaded, the tokenizer is Bridle's own.
 The embedded engine samples one group of sequences of up to `--context` tokens each, of which the
-last 1/32 is sampled. The reference trainer then updates a fresh copy of the weights with that group
-under each of several settings, twice; the second update counts. Before, it computes the rollout's
-logprobs again under the same setting: fidelity, as `bridle certify` has it. Where TRL is installed,
-its `GRPOTrainer` takes the same group, twice as well. Tokens/s of an update are the tokens of the
-traces, prompts included and padding not, by its seconds.
+last 1/32 is sampled, 256 tokens at most; before, it samples a few tokens, so that the device's
+start-up does not count. The reference trainer then updates a fresh copy of the weights with that
+group under each of several settings, twice; the second update counts. Before, it computes the
+rollout's logprobs again under the same setting: fidelity, as `bridle certify` has it. Where TRL is
+installed, its `GRPOTrainer` takes the same group, twice as well. Tokens/s of an update are the
+tokens of the traces, prompts included and padding not, by its seconds.
 
 MFU is the share of the device's peak in bfloat16, for the arithmetic that a model needs (three
 times the forward pass; what checkpointing computes again does not count). It is `None` where the
@@ -155,11 +156,12 @@ def operations(config: transformers.PretrainedConfig, traces: Sequence[Trace]) -
 async def rollouts(folder: Path, vocabulary: int, context: int) -> tuple[list[Trace], float, str]:
     """Traces of one group by the embedded engine, the seconds that they took, and its decoder."""
     random = np.random.default_rng(0)
-    sampled = max(8, context // 32)
+    sampled = min(max(8, context // 32), 256)
     lengths = np.linspace(context // 2, context - sampled, GROUP).astype(int)
     prompts = [random.integers(0, vocabulary, n).astype(np.int32) for n in lengths]
     engine = EmbeddedEngine(folder)
     await engine.start()
+    await sample(engine, "warm", prompts[0][:16], 8)
     began = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:

@@ -250,8 +250,12 @@ class VllmServer:
             late = time.monotonic() - began > START_S
             if self._tell() is None or late:
                 self.stop()
-                tail = self.log.read_text(errors="replace")[-4000:]
-                raise RuntimeError(f"vLLM did not start; its log ends:\n{tail}")
+                log = self.log.read_text(errors="replace")
+                # What starts its engine fails later, and longer, than the engine.
+                errors = "\n".join(
+                    re.findall(r"^.*EngineCore.*(?:Error|ERROR).*$", log, re.MULTILINE)[:20]
+                )
+                raise RuntimeError(f"vLLM did not start: {errors}\nIts log ends:\n{log[-4000:]}")
             time.sleep(0.2)
         self.start_s = time.monotonic() - began
 
