@@ -8,14 +8,14 @@ from benchmarks.gateway_counts import calls_a_turn
 from benchmarks.gateway_sessions import Way
 
 COUNTED = {
-    Way("chat"): 400,
-    Way("anthropic"): 529,
+    Way("chat"): 394,
+    Way("anthropic"): 523,
     Way("responses"): 694,
-    Way("google"): 633,
-    Way("chat", "whole"): 445,
-    Way("anthropic", "whole"): 605,
+    Way("google"): 625,
+    Way("chat", "whole"): 439,
+    Way("anthropic", "whole"): 599,
     Way("responses", "whole"): 844,
-    Way("google", "whole"): 711,
+    Way("google", "whole"): 703,
     Way("chat", "live"): 1_034,
     Way("anthropic", "live"): 1_153,
     Way("responses", "live"): 1_387,
@@ -25,19 +25,23 @@ SLACK = 1.03
 """A busy machine reads a body in more pieces, and each takes some calls."""
 
 
-@pytest.mark.parametrize("way", COUNTED, ids=str)
-def test_a_linear_turn_takes_no_more_function_calls(way):
-    most = round(SLACK * COUNTED[way])
+def check(way: Way, counted: int, *, paced: bool = False) -> None:
+    """Fail if each of some runs takes more calls than were counted."""
+    most = round(SLACK * counted)
     for _ in range(4):
-        counts = calls_a_turn(way)
+        counts = calls_a_turn(way, paced=paced)
         if counts.calls <= most:
             break
     assert counts.calls <= most, counts.names.most_common(20)
 
 
+@pytest.mark.parametrize("way", COUNTED, ids=str)
+def test_a_linear_turn_takes_no_more_function_calls(way):
+    check(way, COUNTED[way])
+
+
 def test_a_token_that_comes_alone_takes_no_more_function_calls_in_a_live_stream():
-    counts = calls_a_turn(Way("anthropic", "live"), paced=True)
-    assert counts.calls <= 17_500, counts.names.most_common(20)
+    check(Way("anthropic", "live"), 17_448, paced=True)
 
 
 def test_calls_of_a_turn_do_not_grow_with_the_context():
