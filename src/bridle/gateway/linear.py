@@ -67,7 +67,8 @@ class LinearTurn:
     def sampled(self, session: GatewaySession, question: Question, reply: bytes) -> None:
         """Note the reply of the turn."""
         self.shown = question.wire.reply_messages(reply)
-        session.lineage.note(self.call.exchange_id, self.shown, summary=False)
+        if [message for message in self.shown if message.tool_calls]:
+            session.lineage.note(self.call.exchange_id, self.shown, summary=False)
 
 
 @dataclass(slots=True, eq=False)
