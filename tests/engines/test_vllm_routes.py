@@ -188,6 +188,22 @@ def test_the_token_routes_logprobs_name_ids_as_numbers():
         reading(logprobs={"content": entries})
 
 
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**31 - 1), st.floats(-99, 0, width=32)), min_size=1, max_size=9
+    )
+)
+def test_ids_that_are_numbers_in_the_logprobs_too_are_read_as_any_others(pairs):
+    entries = [{"token_id": id_, "logprob": value} for id_, value in pairs]
+    ids = [id_ for id_, _ in pairs]
+    for compact in (True, False):
+        read = reading(compact, ids=ids, logprobs={"content": entries})
+        assert (read.chunk.output_ids.tolist(), read.paired) == (ids, True)
+        assert read.chunk.logprobs.tolist() == [value for _, value in pairs]
+        assert read.chunk.output_ids.dtype == np.int32
+        assert not read.chunk.output_ids.flags.writeable
+
+
 def test_completions_have_parallel_lists():
     lists = {"tokens": ["token_id:7", "token_id:8"], "token_logprobs": [-1.0, -2.0]}
     read = reading(logprobs=lists, prompt_token_ids=[1], text="hi", message=None)
@@ -210,6 +226,10 @@ def entry(value):
     return {"token": "token_id:7", "logprob": value}
 
 
+def numbered(id_):
+    return {"token_id": id_, "logprob": -1.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -217,6 +237,12 @@ def entry(value):
         ({"ids": [7], "logprobs": {"content": [entry(None)]}}, "no logprob for token 0"),
         ({"ids": [7], "logprobs": {"content": [entry(-9999.0)]}}, "no logprob for token 0"),
         ({"ids": [7], "logprobs": {"content": [{"token": "token_id:7"}]}}, "no logprob"),
+        ({"ids": [7, 7], "logprobs": {"content": [entry(1e39), entry(None)]}}, "for token 1"),
+        ({"ids": [7, 7], "logprobs": {"content": [entry(-1.0), entry(-1e39)]}}, "for token 1"),
+        ({"ids": [-7], "logprobs": {"content": [numbered(-7)]}}, "cannot be read"),
+        ({"ids": [2**31], "logprobs": {"content": [numbered(2**31)]}}, "cannot be read"),
+        ({"ids": [2**70], "logprobs": {"content": [numbered(2**70)]}}, "cannot be read"),
+        ({"ids": [7, 8], "logprobs": {"content": [numbered(7)]}}, "gave 2 ids, but 1 logprobs"),
         ({"finish_reason": "error"}, "ended a reply with 'error'"),
         ({"token_ids": [-1, 2]}, "cannot be read"),
         ({"token_ids": "x"}, "cannot be read"),

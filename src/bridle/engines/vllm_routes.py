@@ -16,6 +16,7 @@ that image alone, and cached by vLLM's hash of the image. Source: vLLM 0.33.0,
 from __future__ import annotations
 
 import base64
+import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
+import orjson
 
 from bridle.engines import vllm_schemas
 from bridle.engines.adapter import as_version, check_paired, ids_from
@@ -519,8 +520,7 @@ def _read_together(choices: list[vllm_schemas.VllmChoice]) -> Read:
     if [*map(len, entries)] != [1 + commas for commas in map(bytes.count, texts, repeat(b","))]:
         raise GarbledError("a piece has more ids than logprobs, or fewer")
     ids_text = b"[" + b",".join(texts) + b"]"
-    ids = parse_ids(ids_text)
-    logprobs, paired = _logprobs(vllm_schemas.Logprobs([*chain(*entries)]), ids, ids_text)
+    ids, logprobs, paired = _sampled(vllm_schemas.Logprobs([*chain(*entries)]), ids_text)
     chunk = GenerateChunk(ids, logprobs, first=len(entries[0]))
     return Read(chunk, 0, None, paired, None, None, has_ids=True)
 
@@ -543,8 +543,7 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
         spans += (VersionSpan(version, span.start, span.end),)
     has_ids = choice.token_ids not in vllm_schemas.ABSENT
     ids_text = bytes(choice.token_ids) if has_ids else b""
-    ids = parse_ids(ids_text) if ids_text else _NO_IDS
-    logprobs, paired = _logprobs(choice.logprobs, ids, ids_text)
+    ids, logprobs, paired = _sampled(choice.logprobs, ids_text)
     chunk = GenerateChunk(
         output_ids=ids,
         logprobs=logprobs,
@@ -573,59 +572,63 @@ def _prompt_text(answer: vllm_schemas.VllmReply, choice: vllm_schemas.VllmChoice
     return None
 
 
-def _logprobs(
-    given: vllm_schemas.Logprobs | None, ids: Ids, ids_text: bytes
-) -> tuple[Logprobs, bool | None]:
-    """Return the logprobs of `ids`, and whether they name those ids."""
-    if given is None:
-        return _NO_LOGPROBS, None
-    names: list[str] = []
-    numbers: list[int | None] = []
-    values: list[Any]  # numbers, or `None`
+def _sampled(
+    given: vllm_schemas.Logprobs | None, ids_text: bytes
+) -> tuple[Ids, Logprobs, bool | None]:
+    """Return the ids of a reply, their logprobs, and whether the logprobs name these ids."""
+    if given is None or not ids_text:
+        return parse_ids(ids_text) if ids_text else _NO_IDS, _NO_LOGPROBS, None
+    content = given.content or []
+    values: list[Any] = [entry.logprob for entry in content]  # numbers, or `None`
     if given.content is None:
-        values, names = list(given.token_logprobs or ()), given.tokens or []
-    else:
-        values = [entry.logprob for entry in given.content]
-        if given.content and given.content[0].token_id is not None:
-            numbers = [entry.token_id for entry in given.content]
-        else:
-            names = [entry.token for entry in given.content]
-    if not ids.size:
-        return _NO_LOGPROBS, None
-    if len(values) != ids.size:
-        raise GarbledError(f"the engine gave {len(ids)} ids, but {len(values)} logprobs")
-    # Nearly always the entries name the very ids: one comparison settles it.
-    if numbers:
-        same = numbers == ids.tolist()
-        if not same and None in numbers and given.content:
-            names = [entry.token for entry in given.content]
-    else:
-        named = b"token_id:" + ids_text[1:-1].replace(b",", b",token_id:")
-        same = ",".join(names).encode() == named
-    paired = True if same else _paired(names, numbers, ids)
+        values = list(given.token_logprobs or ())
+    same = False
+    paired: bool | None = True
+    if content and content[0].token_id is not None:
+        try:  # nearly always these are the very ids, which need not be parsed then
+            numbers = struct.pack(f"{len(content)}i", *[entry.token_id for entry in content])
+            ids = np.frombuffer(numbers, np.int32)
+            same = orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY) == ids_text
+        except struct.error:  # `None`, or a number beyond all ids, is among them
+            pass
+    if not same or b"-" in ids_text:
+        ids, paired = _parsed(ids_text, given, len(values))
+        if not ids.size:
+            return ids, _NO_LOGPROBS, None
     try:
-        # Not by `np.array`, which warns of overflow: `ReplyCheck` refuses an infinite one.
-        logprobs = np.frombuffer(array("f", values), np.float32)
-        least = np.minimum.reduce(logprobs)
-    except TypeError:  # `None` among them
-        least = None
-    if least is None or least <= _MISSING:
-        missing = values.index(None if least is None else min(values))
+        packed: bytes | array[float] = struct.pack(f"{len(values)}f", *values)
+    except (OverflowError, struct.error):  # one is infinite in float32, or `None`
+        packed = b"" if None in values else array("f", values)
+    logprobs = np.frombuffer(packed, np.float32)
+    if not packed or np.minimum.reduce(logprobs) <= _MISSING:
+        missing = values.index(min(values) if packed else None)
         raise GarbledError(f"the engine gave no logprob for token {missing} of a reply")
-    return logprobs, paired
+    return ids, logprobs, paired
 
 
-def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | None:
-    """Return whether the entries are `ids`; `None` = they are texts. Raises for other ids."""
-    named: npt.NDArray[np.integer]
-    if numbers and None not in numbers:
-        named = np.array(numbers, dtype=np.int64)
-    elif names and all(name.startswith("token_id:") for name in names):
-        named = parse_ids(b"[" + ",".join(names).replace("token_id:", "").encode() + b"]")
-    else:
-        return None
-    check_paired(ids, named)
-    return True
+def _parsed(ids_text: bytes, given: vllm_schemas.Logprobs, count: int) -> tuple[Ids, bool | None]:
+    """Return the ids in a text, and whether the `count` logprobs name them; `None` = they do not.
+
+    Raises `GarbledError` for logprobs of other ids.
+    """
+    ids = parse_ids(ids_text)
+    if not ids.size:
+        return ids, None
+    if count != ids.size:
+        raise GarbledError(f"the engine gave {len(ids)} ids, but {count} logprobs")
+    content = given.content or []
+    has_numbers = bool(content) and content[0].token_id is not None
+    numbers = [entry.token_id for entry in content] if has_numbers else [None]
+    if None not in numbers:
+        check_paired(ids, np.array(numbers))
+        return ids, True
+    names = [entry.token for entry in content] or given.tokens or []
+    joined = ",".join(names).encode()
+    if joined != b"token_id:" + ids_text[1:-1].replace(b",", b",token_id:"):
+        if not names or not all(name.startswith("token_id:") for name in names):
+            return ids, None
+        check_paired(ids, parse_ids(b"[" + joined.replace(b"token_id:", b"") + b"]"))
+    return ids, True
 
 
 def _experts(text: str) -> Rows:
