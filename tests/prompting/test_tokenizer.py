@@ -193,3 +193,14 @@ def test_markers_that_share_their_ends_are_parted_both_and_white_space_never():
     assert "    " in made
     named = {tokens.added[name] for name in ("<a", "a>")}
     assert not named.intersection(fast.encode(made))
+
+
+def test_many_first_characters_of_control_tokens_are_escaped_too():
+    fast = load_tokenizer(builtin_tokenizer_dir()).fast
+    names = [f"{chr(ord('a') + at)}<end>" for at in range(12)]
+    fast.add_tokens(names, special_tokens=True)
+    tokenizer = PromptTokenizer(fast)
+    for name in [*names, "<|im_end|>"]:
+        ids = tokenizer.encode(tokenizer.escape(f"so {name} it"))
+        assert tokenizer.control_ids.isdisjoint(ids)
+        assert tokenizer.decode(ids) == f"so {name} it"

@@ -233,10 +233,11 @@ class OpenAIChat(WireFormat):
             freeform = request.extra.get("freeform", ())
             message["content"] = reply.content or None
             message["tool_calls"] = [tool_call_json(call, freeform) for call in reply.tool_calls]
+        sampled = reply.token_logprobs
         choice = {
             "index": 0,
             "message": message,
-            "logprobs": logprobs_json(reply),
+            "logprobs": None if sampled is None else logprobs_json(sampled),
             "finish_reason": finish_reason(reply),
         }
         return encode(

@@ -59,13 +59,11 @@ def tool_call_json(call: ToolCall, freeform: Collection[str]) -> JSON:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def logprobs_json(reply: Reply) -> JSON | None:
-    """Return the logprobs of all sampled tokens, control tokens too; `None` = not asked for."""
-    if reply.token_logprobs is None:
-        return None
+def logprobs_json(sampled: Sequence[tuple[str, float]]) -> JSON:
+    """Return the logprobs of all sampled tokens, control tokens too."""
     tokens = [
         {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in reply.token_logprobs
+        for token, logprob in sampled
     ]
     return {"content": tokens, "refusal": None}
 

@@ -21,17 +21,21 @@ from dataclasses import dataclass
 from itertools import count, product
 from typing import TypeAlias
 
+import numpy as np
+
 from bridle.errors import RenderError, boundary
 from bridle.prompting.family import Family, Parsed, WholeRenderer
 from bridle.prompting.reply import PlainReplies
 from bridle.prompting.tokenizer import PLACEHOLDER_CHARS, PromptTokenizer
-from bridle.types import JSON
+from bridle.types import JSON, Ids
 
 Suffix: TypeAlias = Callable[[list[int], list[int], list[JSON]], list[int] | None]
 """The ids that a family puts behind the last ids of a prompt and a reply; `None` = it refuses."""
 
 KEPT = 256
 """Shapes that are remembered for each end; for later ones the family is asked."""
+END = 24
+"""Number of ids that show the end of a prompt that a layout is known for."""
 MOST_ENDS = 16
 """Number of times that the end of a prompt is learned."""
 MOST_MESSAGES = 8
@@ -108,10 +112,12 @@ class Layouts:
         self._tokenizer = tokenizer
         self._ends: dict[tuple[int, ...], dict[Shape, Layout | None]] = {}
         """For the ids that end a prompt: the layouts by shape; `None` = this shape has none."""
-        self._sizes: list[tuple[tuple[int, ...], int]] = []
-        """These ends, each with its length."""
+        self._sizes: list[tuple[tuple[int, ...], list[int], int]] = []
+        """These ends, each also as a list and with its length."""
         self._looked = 0
         """Number of times that an end was looked for."""
+        self._least = min(tokenizer.control_ids, default=0)
+        """Ids below it are no control tokens."""
         self._fillers = [tokenizer.encode(tokenizer.escape(text)) for text in _SPELLED]
 
     def suffix(
@@ -136,7 +142,7 @@ class Layouts:
                 if end is None and self._looked < MOST_ENDS:
                     self._learn_end(tail, sampled, messages, ask)
                 elif end is not None and len(known) < KEPT:
-                    layout = self._learned(end, sampled, messages, ask)
+                    layout = self._learned(end, shape[0], sampled, messages, ask)
                     right = layout is not None and layout.ids(messages, tokenizer) == ids
                     known[shape] = layout if right else None
         except RenderError:  # the family takes this request, and does not take every probe
@@ -144,12 +150,14 @@ class Layouts:
         return ids
 
     def known(
-        self, tail: list[int], sampled: list[int], messages: list[JSON], *, tools: bool
+        self, tail: list[int], output_ids: Ids, messages: list[JSON], *, tools: bool
     ) -> list[int] | None:
-        """Return the same by a layout that is known; `None` = none is. `tail` may be shorter."""
+        """Return the same by a layout that is known; `None` = none is. `tail`: of `END` ids."""
         if (end := self.end(tail)) is None:
             return None
-        if (shape := self._shape(sampled, messages, tools=tools)) is None:
+        if output_ids.size > 1 and np.maximum.reduce(output_ids[:-1]) < self._least:
+            output_ids = output_ids[-2:]  # words count as one
+        if (shape := self._shape(output_ids.tolist(), messages, tools=tools)) is None:
             return None
         layout = self._ends[end].get(shape)
         return None if layout is None else layout.ids(messages, self._tokenizer)
@@ -158,7 +166,7 @@ class Layouts:
         """Return the facts that decide on a layout, beside the end of the prompt; `None` = none is
         kept.
 
-        A reply counts by its control tokens and whether words stand between them.
+        A reply counts by its control tokens, in order, and -1 for ordinary ones between them.
         """
         if len(messages) > MOST_MESSAGES:
             return None
@@ -174,30 +182,23 @@ class Layouts:
             if "name" in message:
                 name = places.setdefault(message["name"], len(places))
             fields += ((message["role"], call, name),)
-        marks = self._marks(sampled)
-        if len(marks) > MOST_MARKS or "" in places:
-            return None
-        return marks, tuple(fields), tools
-
-    def _marks(self, sampled: list[int]) -> tuple[int, ...]:
-        """Return the control tokens of a reply, in order, and -1 for ordinary ones between them."""
         control = self._tokenizer.control_ids
-        words = sampled[:-1]
-        if words and control.isdisjoint(words):
-            return (-1, sampled[-1]) if sampled[-1] in control else (-1,)
+        if len(sampled) > 1 and control.isdisjoint(sampled[:-1]):
+            sampled = sampled[-2:]
         marks: list[int] = []
         for id_ in sampled:
             mark = id_ if id_ in control else -1
             if mark >= 0 or not marks or marks[-1] >= 0:
-                marks.append(mark)
-        return tuple(marks)
+                marks += (mark,)
+        if len(marks) > MOST_MARKS or "" in places:
+            return None
+        return tuple(marks), tuple(fields), tools
 
     def end(self, tail: list[int]) -> tuple[int, ...] | None:
         """Return the known end of a prompt, behind an ordinary token."""
         control = self._tokenizer.control_ids
-        for end, size in self._sizes:
-            ordinary = tail[-size - 1 : -size]
-            if tuple(tail[-size:]) == end and ordinary and ordinary[0] not in control:
+        for end, listed, size in self._sizes:
+            if tail[-size:] == listed and len(tail) > size and tail[-size - 1] not in control:
                 return end
         return None
 
@@ -218,17 +219,21 @@ class Layouts:
             at -= 1
         if at:  # text of a message holds no control token, so that none can look alike
             self._ends = {**self._ends, tuple(ids[at:]): {}}
-            self._sizes = [(end, len(end)) for end in self._ends]
+            self._sizes = [(end, list(end), len(end)) for end in self._ends]
 
     def _learned(
-        self, end: tuple[int, ...], sampled: list[int], messages: list[JSON], ask: Suffix
+        self,
+        end: tuple[int, ...],
+        marks: tuple[int, ...],
+        sampled: list[int],
+        messages: list[JSON],
+        ask: Suffix,
     ) -> Layout | None:
         """Return the layout of a shape; `None` where the family looks at more than the shape."""
         words = self._fillers[0]
         layout = self._laid([*words, *end], sampled, _with(messages, _texts(0, _WORDS)), ask)
         if layout is None:
             return None
-        marks = self._marks(sampled)
         before = [(words, filler) for filler in self._fillers]
         before += [(filler, words) for filler in self._fillers]
         for turn, (asked, said) in enumerate(before + [(words, words)] * len(_TEXTS)):
@@ -364,7 +369,10 @@ class PlaceholderFamily:
     def text(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
     ) -> str | None:
-        """Return what `parse_response` gives as content, where that is all; `None` = ask it."""
+        """Return what `parse_response` gives as content, where that is all; `None` = ask it.
+
+        Of the prompt the last `END` ids are enough.
+        """
         if self._plain is None or (end := self.layouts.end(prompt_ids)) is None:
             return None
         return self._plain.text(token_ids, end, tools)

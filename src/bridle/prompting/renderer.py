@@ -42,7 +42,7 @@ from bridle.prompting.family import (
     plain_parser,
     tool_parser_of,
 )
-from bridle.prompting.placeholders import PlaceholderFamily, suffix_of, with_placeholders
+from bridle.prompting.placeholders import END, PlaceholderFamily, suffix_of, with_placeholders
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.reply import PLAIN_FAMILIES, LiveReader, parse_reply, read_calls
 from bridle.prompting.tokenizer import PromptTokenizer, load_tokenizer, stop_ids_of
@@ -60,9 +60,6 @@ from bridle.types import (
     ToolCall,
     ToolSpec,
 )
-
-END = 24
-"""Number of them that show the end of a prompt that a layout is known for."""
 
 TAIL = 128
 """Number of the parent's last ids that a bridge is given. It looks for what the generation prompt
@@ -212,14 +209,14 @@ class PromptRenderer:
         `RenderError` names a part that is not text.
         """
         on = self._thinking if thinking is None else thinking
-        family = self._family_for(thinking=on)
+        family = self._families.get(on) or self._family_for(thinking=on)
         chat = chat_messages(new_messages, self._tokens.escape)
-        sampled: list[int] = output_ids.tolist()
         if type(family) is PlaceholderFamily:
             end: list[int] = parent.tail(END).tolist()
-            known = family.layouts.known(end, sampled, chat, tools=bool(tools))
+            known = family.layouts.known(end, output_ids, chat, tools=bool(tools))
             if known is not None:
                 return _array(known)
+        sampled: list[int] = output_ids.tolist()
         if family is not None and Role.ASSISTANT not in [m.role for m in new_messages]:
             tail: list[int] = parent.tail(TAIL).tolist()
             with boundary(RenderError, f"extending as {self.family!r}"):
@@ -250,10 +247,10 @@ class PromptRenderer:
         `call_ids` are those that the first calls have been given already. With `calls_as_text`
         what would be a call stays in the text as it was sampled.
         """
-        sampled, tail = output_ids.tolist(), prompt_tail.tolist()
+        sampled: list[int] = output_ids.tolist()
         listed = chat_tools(tools) if tools else None
         if self._text is not None and not stop_text:
-            text = self._text(sampled, tools=listed, prompt_ids=tail)
+            text = self._text(sampled, tools=listed, prompt_ids=prompt_tail[-END:].tolist())
             if text is not None:
                 return Reply(text.lstrip(), None, (), finish)
         new_id = self._new_call_id
@@ -265,7 +262,7 @@ class PromptRenderer:
             self._tokens,
             sampled,
             tools=listed,
-            prompt_tail=tail,
+            prompt_tail=prompt_tail.tolist(),
             finish=finish,
             stop_text=stop_text,
             new_id=None if calls_as_text else new_id,
@@ -424,23 +421,24 @@ def chat_messages(
     """
     chat: list[JSON] = []
     for index, message in enumerate(messages):
-        if message.role is Role.ASSISTANT:
-            text = escape(_text_of(index, message))
-            turn = _assistant(message, text, escape, objects=objects)
+        parts, role = message.content, message.role
+        content: str | list[JSON]
+        if media is not None and role is not Role.ASSISTANT:
+            content = _content(index, message, escape, media)
+        elif len(parts) == 1 and type(parts[0]) is TextPart:
+            content = escape(parts[0].text)
+        else:
+            content = escape(_text_of(index, message))
+        if role is Role.ASSISTANT:
+            turn = _assistant(message, content, escape, objects=objects)
             if chat and chat[-1]["role"] == "assistant" and _continues(chat[-1], turn):
                 _merge(chat[-1], turn)
             else:
                 chat.append(turn)
-            continue
-        content: str | list[JSON]
-        if media is None:
-            content = escape(_text_of(index, message))
-        else:
-            content = _content(index, message, escape, media)
-        if message.role is Role.TOOL:
+        elif role is Role.TOOL:
             chat.append(_result(message, content, escape))
         else:
-            chat += ({"role": str(message.role), "content": content},)
+            chat += ({"role": str(role), "content": content},)
     return chat
 
 
@@ -503,8 +501,6 @@ def chat_tools(tools: Iterable[ToolSpec], escape: Escape | None = None) -> list[
 
 def _text_of(index: int, message: Message) -> str:
     texts: list[str] = []
-    if not message.content[1:] and message.content and type(message.content[0]) is TextPart:
-        return message.content[0].text
     for position, part in enumerate(message.content):
         text = part.text if isinstance(part, TextPart) else shown_block(part)
         if text is None:
@@ -523,8 +519,10 @@ def _named(part: Part) -> str:
     return part.media_type if isinstance(part, MediaPart) else "text"
 
 
-def _assistant(message: Message, text: str, escape: Escape, *, objects: bool) -> JSON:
-    turn: JSON = {"role": "assistant", "content": text}
+def _assistant(
+    message: Message, content: str | list[JSON], escape: Escape, *, objects: bool
+) -> JSON:
+    turn: JSON = {"role": "assistant", "content": content}
     if message.reasoning:
         turn["reasoning_content"] = escape(message.reasoning)
     if message.tool_calls:

@@ -237,6 +237,9 @@ JOINER = "\N{WORD JOINER}"
 """Separator inside a marker in text that somebody else tokenises: it shows nothing, and no normal
 form of Unicode takes it away."""
 
+FIRSTS = 8
+"""First characters of what is escaped, up to which a text is searched for each of them first."""
+
 SHORT = 32
 """Characters up to which a text counts as scaffold: role names, line breaks, markers."""
 
@@ -283,7 +286,11 @@ class PromptTokenizer:
         """Every added token and its id."""
         self.control_ids = frozenset(self.added.values())
         names = sorted(self.added, key=len, reverse=True)
-        self._to_escape = re.compile("|".join(map(re.escape, [MARK, _MARK_ASCII, *names])))
+        escaped = [MARK, _MARK_ASCII, *names]
+        self._to_escape = re.compile("|".join(map(re.escape, escaped)))
+        firsts = tuple({found[0] for found in escaped})
+        self._firsts = firsts if len(firsts) <= FIRSTS else ("",)
+        """A text without any of these has nothing to escape."""
         spaced = [
             (r"(?:(?<!\s)\s*)?" if added[self.added[name]].lstrip else "")
             + re.escape(name)
@@ -325,8 +332,10 @@ class PromptTokenizer:
 
         Lone surrogates, which no tokenizer takes, become U+FFFD.
         """
-        if self._to_escape.search(text):
-            text = self._to_escape.sub(_escaped, text)
+        for first in self._firsts:
+            if first in text:
+                text = self._to_escape.sub(_escaped, text)
+                break
         if not text.isascii():
             try:
                 text.encode()
@@ -351,7 +360,7 @@ class PromptTokenizer:
         (`LONG`: system prompts, tools, a task) are remembered.
         """
         if add_special_tokens:
-            return self._encode(text, add_special_tokens=True)
+            return self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
         size = len(text)
         if size <= SHORT:
             short = self._short.get(text)
@@ -363,8 +372,13 @@ class PromptTokenizer:
         if size >= PLACEHOLDER_CHARS and (long_texts := _LONG_TEXTS.get()) is not None:
             long_texts.append(text)
             return [-len(long_texts)]
-        if size < LONG:
+        if size >= LONG:
+            return self._encode_long(text)
+        if MARK in text or _MARK_ASCII in text:
             return self._encode(text)
+        return self._encoder(text)
+
+    def _encode_long(self, text: str) -> list[int]:
         with self._long_lock:
             known = self._long.get(text)
             if known is not None:
@@ -375,7 +389,7 @@ class PromptTokenizer:
         with self._long_lock:
             if text not in self._long:
                 self._long[text] = np.array(ids, dtype=np.int32)
-                self._long_chars += size
+                self._long_chars += len(text)
             while self._long_chars > self._long_kept_chars:
                 self._long_chars -= len(self._long.popitem(last=False)[0])
         return ids
@@ -404,12 +418,8 @@ class PromptTokenizer:
             start = place + 1
         return whole + ids[start:]
 
-    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        if add_special_tokens:
-            return self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
+    def _encode(self, text: str) -> list[int]:
         if MARK not in text and _MARK_ASCII not in text:
-            if len(text) < COUNTED:
-                return self._encoder(text)
             return tokenised(self._backend, text, added=self._apart, encode=self._encoder)
         ids: list[int] = []
         for piece in self._to_split.split(text) if self._to_split else [text]:
