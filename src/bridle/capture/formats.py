@@ -268,7 +268,7 @@ _SAMPLING_FIELDS = tuple(_SAMPLING_DEFAULTS.items())
 _SAMPLING_VALUES = attrgetter(*_SAMPLING_DEFAULTS)
 
 
-def _sampling_json(sampling: Sampling) -> str:
+def sampling_json(sampling: Sampling) -> str:
     """Write only the fields that differ from an empty `Sampling`."""
     values = zip(_SAMPLING_FIELDS, _SAMPLING_VALUES(sampling), strict=True)
     return _json({field: value for (field, default), value in values if value != default})
@@ -282,8 +282,12 @@ def _sampling_of(text: str) -> Sampling:
     return Sampling(**given)
 
 
-def exchange_row(session: int, exchange: Exchange, texts: bytes, head: bytes) -> tuple[Any, ...]:
-    """Make the columns of `exchanges` without `n`. `head` is the digest of the request's head."""
+def exchange_row(
+    session: int, exchange: Exchange, texts: bytes, head: bytes, sampling: str
+) -> tuple[Any, ...]:
+    """Make the columns of `exchanges` without `n`. `head` is the digest of the request's head,
+    `sampling` is `sampling_json` of its sampling.
+    """
     request = exchange.request
     suffix = _blob(exchange.suffix_ids, _IDS)
     if compressed := exchange.suffix_ids.nbytes >= COMPRESS_IDS_FROM_BYTES:
@@ -306,7 +310,7 @@ def exchange_row(session: int, exchange: Exchange, texts: bytes, head: bytes) ->
         exchange.logprob_mode,
         _spans_json(exchange.versions),
         exchange.finish_reason,
-        _sampling_json(exchange.sampling),
+        sampling,
         int(exchange.constrained),
         head,
         request.base,

@@ -55,7 +55,7 @@ from bridle.capture.texts import (
 )
 from bridle.errors import StoreError, boundary
 from bridle.folders import check_room
-from bridle.types import record
+from bridle.types import Sampling, record
 
 __all__ = ["SqliteReader", "SqliteStore"]
 
@@ -271,6 +271,8 @@ class _SessionState:
     heads: set[bytes] = field(default_factory=set)
     head: tuple[bytes, bytes] = (b"", b"")
     """The last one, and its digest."""
+    sampling: tuple[Sampling | None, str] = (None, "")
+    """The last one, and its JSON."""
     bodies: set[bytes] = field(default_factory=set)
     """Digests of the stored bodies and of their data."""
     deliveries: int = 0
@@ -490,7 +492,9 @@ class _Writer:
                 if entry[1] not in state.bodies and entry[1] not in new:
                     new.add(entry[1])
                     entries += (entry,)
-        row = formats.exchange_row(state.number, exchange, pack(entries), head)
+        if exchange.sampling is not state.sampling[0]:
+            state.sampling = exchange.sampling, formats.sampling_json(exchange.sampling)
+        row = formats.exchange_row(state.number, exchange, pack(entries), head, state.sampling[1])
         self._connection.execute(formats.INSERT_EXCHANGE, row)
         state.exchange_ids.add(exchange.exchange_id)
         state.bodies |= new
