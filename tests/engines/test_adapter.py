@@ -2,12 +2,14 @@
 
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 from tests.engines.shapes import SHAPES, TOKENIZER, collect, ids_of, request
 from tests.engines.spoilers import each_token, prompt_ids
 from tests.engines.test_hostile import HI, TURN, Proxy
 
-from bridle.engines.adapter import end_ids, tokenized, tokenizer_dir
+from bridle.engines.adapter import ReplyCheck, end_ids, tokenized, tokenizer_dir
+from bridle.engines.base import GarbledError, GenerateChunk
 from bridle.engines.http import EngineClient
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica
@@ -91,6 +93,18 @@ async def test_reports_that_no_engine_can_have_sampled_fail_their_call(route, st
     proxy.edit = None
     again = await collect(pool, call(stream=stream))
     assert ids_of(again).tolist() == ids_of(whole).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 0.25, -1, SIZE])
+def test_one_value_that_no_engine_can_have_sampled_is_found_at_every_place(bad, size):
+    for at in range(size):
+        ids, logprobs = np.full(size, 7, np.int32), np.full(size, -0.5, np.float32)
+        ReplyCheck(call(), None, SIZE).take(GenerateChunk(ids, logprobs))
+        array = ids if isinstance(bad, int) else logprobs
+        array[at] = bad
+        with pytest.raises(GarbledError, match=r"sampled id|logprobs between"):
+            ReplyCheck(call(), None, SIZE).take(GenerateChunk(ids, logprobs))
 
 
 async def test_a_route_that_gave_the_probe_no_prompt_ids_need_not_give_them_later():

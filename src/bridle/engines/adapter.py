@@ -289,7 +289,9 @@ class ReplyCheck:
             raise GarbledError(
                 f"the engine sampled {self._count} tokens or more, but max_tokens was {most}"
             )
-        low, high = (_least(ids), _most(ids)) if count > 1 else (ids[0], ids[0])
+        # Twice as fast as `np.minimum.reduce`; a stream has a piece per token.
+        least, largest = (ids.argmin(), ids.argmax()) if count > 1 else (0, 0)
+        low, high = ids[least], ids[largest]
         if low < 0 or (self._limit is not None and high >= self._limit):
             self._check_range("sampled", low, high)
         found = values.size
@@ -297,7 +299,8 @@ class ReplyCheck:
             raise GarbledError(f"the engine gave {count} ids, but {found} logprobs")
         if not found:
             return
-        low, high = (_least(values), _most(values)) if found > 1 else (values[0], values[0])
+        least, largest = (values.argmin(), values.argmax()) if found > 1 else (0, 0)
+        low, high = values[least], values[largest]  # both are NaN if there is one
         if not (high <= ROUNDING and low > -np.inf):  # a comparison with NaN is false
             raise GarbledError(
                 f"the engine gave logprobs between {low} and {high}: finite numbers not above 0 "
@@ -327,6 +330,3 @@ def check_paired(ids: Ids, named: Ids | npt.NDArray[np.integer]) -> None:
             f"the engine's logprobs belong to other ids: at {wrong} it sampled {int(ids[wrong])} "
             f"and gives the logprob of {int(named[wrong])}"
         )
-
-
-_least, _most = np.minimum.reduce, np.maximum.reduce

@@ -600,8 +600,8 @@ def _sampled(
     except (OverflowError, struct.error):  # one is infinite in float32, or `None`
         packed = b"" if None in values else array("f", values)
     logprobs = np.frombuffer(packed, np.float32)
-    if not packed or np.minimum.reduce(logprobs) <= _MISSING:
-        missing = values.index(min(values) if packed else None)
+    missing = int(logprobs.argmin()) if packed else values.index(None)
+    if not packed or logprobs[missing] <= _MISSING:
         raise GarbledError(f"the engine gave no logprob for token {missing} of a reply")
     return ids, logprobs, paired
 
