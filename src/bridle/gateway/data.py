@@ -218,6 +218,7 @@ class DataPlane:
                 request = self._responses.whole(session, route, body, request)
                 tokens = await self._exchanges.count(session, wire, request)
             finally:
+                settle(session)  # while what it has read is remembered
                 self._admission.refused(session, body)
         return json_response(wire.token_count(tokens))
 
@@ -257,6 +258,7 @@ class DataPlane:
             said = asked(headers, request, harness, session.kind_rules)
             return await self._exchanges.admit(session, wire, request, said), request
         except BridleError as error:
+            settle(session)
             self._admission.refused(session, body)
             _note(session, faults.request_error(error))
             raise
