@@ -29,11 +29,11 @@ async def test_what_was_left_comes_before_what_is_queued_after_it():
 async def test_the_thread_is_busy_until_it_has_finished_all_that_was_queued():
     jobs = Jobs()
     jobs.left.append(job("a"))
-    assert not jobs.busy
+    assert jobs.given == jobs.finished
     jobs.give(job("b"))
-    assert jobs.busy
+    assert jobs.given != jobs.finished
     jobs.finished += 2
-    assert not jobs.busy
+    assert jobs.given == jobs.finished
 
 
 async def test_the_next_writer_takes_the_deferred_jobs():
@@ -45,7 +45,7 @@ async def test_the_next_writer_takes_the_deferred_jobs():
     assert not jobs.is_left(left)
     assert jobs.take_left() == []
     jobs.give()
-    assert not jobs.busy
+    assert jobs.given == jobs.finished
 
 
 async def test_a_mark_comes_after_what_was_left():

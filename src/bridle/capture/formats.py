@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -46,9 +46,6 @@ from bridle.types import (
     Sampling,
     VersionSpan,
 )
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 APPLICATION_ID = 0x42524431
 """`BRD1` in ASCII: marks the file as a Bridle capture."""
@@ -270,8 +267,11 @@ _SAMPLING_VALUES = attrgetter(*_SAMPLING_DEFAULTS)
 
 def sampling_json(sampling: Sampling) -> str:
     """Write only the fields that differ from an empty `Sampling`."""
-    values = zip(_SAMPLING_FIELDS, _SAMPLING_VALUES(sampling), strict=True)
-    return _json({field: value for (field, default), value in values if value != default})
+    given: dict[str, Any] = {}
+    for (field, default), value in zip(_SAMPLING_FIELDS, _SAMPLING_VALUES(sampling), strict=True):
+        if value != default:
+            given[field] = value
+    return _json(given)
 
 
 def _sampling_of(text: str) -> Sampling:
@@ -288,8 +288,21 @@ def exchange_row(
     """Make the columns of `exchanges` without `n`. `head` is the digest of the request's head,
     `sampling` is `sampling_json` of its sampling.
     """
-    request = exchange.request
-    suffix = _blob(exchange.suffix_ids, _IDS)
+    request, versions = exchange.request, exchange.versions
+    blobs: list[memoryview | bytes] = []
+    for array, dtype in (
+        (exchange.suffix_ids, _IDS),
+        (exchange.output_ids, _IDS),
+        (exchange.logprobs, _LOGPROBS),
+    ):
+        given = array if array.dtype == dtype else array.astype(dtype)
+        # Not copied where that can be, and in the order of its items.
+        blobs += (given.data if given.size and given.flags.c_contiguous else given.tobytes(),)
+    suffix, output, logprobs = blobs
+    if len(versions) == 1:
+        spans = f"[[{versions[0].version},{versions[0].start},{versions[0].end}]]"
+    else:
+        spans = _json([(span.version, span.start, span.end) for span in versions])
     if compressed := exchange.suffix_ids.nbytes >= COMPRESS_IDS_FROM_BYTES:
         suffix = zlib.compress(suffix, COMPRESS_LEVEL)
     return (
@@ -305,10 +318,10 @@ def exchange_row(
         exchange.prompt_length,
         exchange.prompt_digest,
         suffix,
-        _blob(exchange.output_ids, _IDS),
-        _blob(exchange.logprobs, _LOGPROBS),
+        output,
+        logprobs,
         exchange.logprob_mode,
-        _spans_json(exchange.versions),
+        spans,
         exchange.finish_reason,
         sampling,
         int(exchange.constrained),
@@ -325,19 +338,6 @@ def exchange_row(
         exchange.experts,
         compressed,
     )
-
-
-def _spans_json(spans: Sequence[VersionSpan]) -> str:
-    if len(spans) == 1:
-        return f"[[{spans[0].version},{spans[0].start},{spans[0].end}]]"
-    return _json([(span.version, span.start, span.end) for span in spans])
-
-
-def _blob(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> memoryview | bytes:
-    """Return the bytes of an array, in the order of its items; not copied where that can be."""
-    if array.dtype != dtype:
-        array = array.astype(dtype)
-    return array.data if array.size and array.flags.c_contiguous else array.tobytes()
 
 
 def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> SessionRows:

@@ -44,6 +44,8 @@ from bridle.capture.records import (
     SessionRecord,
 )
 from bridle.capture.texts import (
+    BODY,
+    DATA_BYTES,
     DIGEST_BYTES,
     HEAD,
     REPLY,
@@ -326,20 +328,25 @@ class _Writer:
     def write_now(self, works: Sequence[Work] = ()) -> Written:
         """Do `works` and the deferred jobs in the calling thread, or return who has to.
 
-        Raises `StoreError`.
+        They are one transaction; if it fails, `works` are one of their own, and the thread does the
+        deferred jobs. Raises `StoreError`.
         """
         started = time.monotonic()
         if self._group > GROUP_WITHOUT_FSYNC or started < self._shy_until:
             return Written.BY_THREAD
-        if self._jobs.busy or not self._turn.acquire(blocking=False):
+        jobs = self._jobs
+        if jobs.given != jobs.finished or not self._turn.acquire(blocking=False):
             return Written.SOON
         try:
             if self._patience_ms:
                 self._wait_for_others(0)
-            if works and not self._jobs.left:
-                self._transact(works)
-            else:
-                self._transact_with_later(works)
+            later = jobs.take_left() if jobs.left else ()
+            try:
+                self._transact(works, later)
+            except StoreError:
+                if not later:
+                    raise
+                self._transact_without(works, later)
         except StoreError as error:
             if getattr(error.__cause__, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
                 raise
@@ -347,33 +354,17 @@ class _Writer:
         finally:
             self._turn.release()
         if self._records >= CHECKPOINT_RECORDS:
-            self._jobs.put(threading.Event())  # wakes the thread, which sees to it
+            jobs.put(threading.Event())  # wakes the thread, which sees to it
         ended = time.monotonic()
         if ended - started > HELD_UP_S:
             self._shy_until = ended + SHY_S
         return Written.HERE
 
-    def _transact_with_later(self, works: Sequence[Work]) -> None:
-        """Write `works` and the deferred jobs in one transaction; if it fails, `works` in one of
-        their own.
-        """
-        later = self._jobs.take_left()
-        both: list[Work] = []
-        for job in later:
-            both += (job.work,)
-        both += works
-        try:
-            self._transact(both)
-        except StoreError:
-            if not later:
-                raise
-            self._jobs.give(*later)
-            if works:
-                self._transact(works)
-        else:
-            for job in later:
-                if job.done is not None:  # somebody waits
-                    job.finish(None, asyncio.get_running_loop())
+    def _transact_without(self, works: Sequence[Work], later: Sequence[Job]) -> None:
+        """Write `works` alone, and leave the deferred jobs to the thread."""
+        self._jobs.give(*later)
+        if works:
+            self._transact(works)
 
     def wait_until_written(self) -> None:
         """Block until every earlier job has been tried."""
@@ -432,9 +423,13 @@ class _Writer:
             self._jobs.finished += 1
             job.finish(fault)
 
-    def _transact(self, works: Sequence[Work]) -> None:
+    def _transact(self, works: Sequence[Work], later: Sequence[Job] = ()) -> None:
+        """Do the deferred jobs, then `works`, in one transaction, and end their waits."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
+            for job in later:
+                job.work(self)
+                self._records += 1
             for work in works:
                 work(self)
                 self._records += 1
@@ -449,6 +444,9 @@ class _Writer:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
+        for job in later:
+            if job.done is not None:
+                job.finish(None, asyncio.get_running_loop())
 
     def _checkpoint(self) -> None:
         """Checkpoint the WAL when it is long, preferably while nobody waits."""
@@ -473,7 +471,8 @@ class _Writer:
 
     def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         """Record an exchange and the texts that its session does not have yet."""
-        state = self._state(exchange.session_id)
+        states, session_id = self._states, exchange.session_id
+        state = states[session_id] if session_id in states else self._state(session_id)
         if exchange.exchange_id in state.exchange_ids:
             message = f"{self._path}: exchange {exchange.exchange_id!r} is recorded already"
             raise StoreError(message)
@@ -488,6 +487,10 @@ class _Writer:
         for digest, body in bodies.items():
             if digest in state.bodies:
                 continue
+            if len(body) < DATA_BYTES:
+                new.add(digest)
+                entries += ((BODY, digest, body),)
+                continue
             for entry in body_entries(digest, body):
                 if entry[1] not in state.bodies and entry[1] not in new:
                     new.add(entry[1])
@@ -500,7 +503,8 @@ class _Writer:
         state.bodies |= new
 
     def deliver(self, delivery: Delivery) -> None:
-        state = self._state(delivery.session_id)
+        states, session_id = self._states, delivery.session_id
+        state = states[session_id] if session_id in states else self._state(session_id)
         self._connection.execute(
             "INSERT INTO deliveries VALUES (?, ?, ?, ?, ?, ?, ?)",
             formats.delivery_row(state.number, state.deliveries, delivery),
@@ -541,8 +545,7 @@ class _Writer:
         self._sync_wanted = True
 
     def _state(self, session_id: str) -> _SessionState:
-        if session_id in self._states:
-            return self._states[session_id]
+        """Return a session's state. Raises `StoreError` if the session was never opened."""
         state = self._find(session_id)
         if state is None:
             raise StoreError(f"{self._path}: session {session_id!r} was never opened")
@@ -631,14 +634,10 @@ class Jobs:
         self.left: deque[Job] = deque()
         """Those that wait for the next transaction."""
         self._counting = threading.Lock()
-        self._given = 0
+        self.given = 0
+        """Jobs that were queued; the thread is busy until it has finished as many."""
         self.finished = 0
         """Queued jobs that were done; counted by the writer's thread."""
-
-    @property
-    def busy(self) -> bool:
-        """Return whether the thread has unfinished jobs."""
-        return self._given != self.finished
 
     def is_left(self, job: Job) -> bool:
         """Return whether `job` is deferred and not yet taken."""
@@ -652,7 +651,7 @@ class Jobs:
         """Queue the deferred jobs, then `jobs`."""
         with self._counting:
             for job in (*self.take_left(), *jobs):
-                self._given += 1
+                self.given += 1
                 self._queue.put(job)
 
     def put(self, event: threading.Event | None) -> None:
