@@ -103,6 +103,37 @@ async def interrupted(talk: Talk) -> None:
     await talk.turns(4)
 
 
+def said(text: str) -> JSON:
+    return {"role": "assistant", "content": text}
+
+
+BY_OTHERS = [
+    *(user("Begin."), said("a"), user("And then?"), said("b"), user("And then?")),
+    *(said("b"), user("And then?")),
+]
+"""A history whose replies nobody sampled, which `Talk` comes to by its own turns."""
+
+
+async def foretold(talk: Talk) -> None:
+    await talk.caller.ask(BY_OTHERS, tools=[SHELL_TOOL])
+    await talk.turns(6)
+
+
+async def foretold_and_lost(talk: Talk) -> None:
+    """A client leaves before the reply to a question that is asked again later."""
+    talk.engine.held = True
+    async with asyncio.TaskGroup() as group:
+        lost = group.create_task(talk.caller.ask(BY_OTHERS, tools=[SHELL_TOOL]))
+        await talk.engine.waits.wait()
+        lost.cancel()
+    await talk.caller.unclaimed()
+    talk.engine.held = False
+    talk.engine.sign.set()
+    await talk.caller.until(lambda: len(talk.caller.exchanges) == 1)
+    await talk.turns(6)
+    assert len(talk.caller.exchanges) == 6, "the lost call was joined"
+
+
 async def many(talk: Talk) -> None:
     await talk.turns(12)
     await talk.caller.ask(talk.before[4], tools=[SHELL_TOOL])
@@ -114,7 +145,10 @@ async def several_messages(talk: Talk) -> None:
 
 @pytest.mark.parametrize(
     "steps",
-    [repeated, rewound, rewritten, beside_another, interrupted, many, several_messages],
+    [
+        *(repeated, rewound, rewritten, beside_another, interrupted, many, several_messages),
+        *(foretold, foretold_and_lost),
+    ],
 )
 async def test_the_records_are_those_of_the_general_path(steps, monkeypatch):
     monkeypatch.setattr(linear_file, "MOST_TURNS", 4)
@@ -122,7 +156,7 @@ async def test_the_records_are_those_of_the_general_path(steps, monkeypatch):
     linear, taken = await rows(steps, plain=True)
     assert linear == general
     assert none == 0
-    assert taken >= 2
+    assert taken >= 1
 
 
 @pytest.mark.parametrize("calls", [[CALL], [CALL, OTHER]])

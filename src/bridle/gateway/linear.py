@@ -31,7 +31,6 @@ from bridle.prompting.canonical import (
     text_after,
 )
 from bridle.prompting.conversation import Placement, PlacementKind
-from bridle.prompting.turns import Lineage
 from bridle.types import FinishReason, Kind, Message, ModelRequest, Role
 
 if TYPE_CHECKING:
@@ -99,15 +98,14 @@ class Tip:
     turns: list[LinearTurn] = field(default_factory=list)
     """Those that are not settled, oldest first."""
 
-    def next(self, body: bytes, lineage: Lineage) -> Question | None:
+    def next(self, body: bytes, session: GatewaySession) -> Question | None:
         """Read a request that goes on from the last reply; `None` = it is not that, or unusual.
 
         Its `request` has the messages from that reply on only.
         """
         start, end = len(self.body), len(body) - len(self.tail)
-        if not 0 < end - start <= LONG_BYTES or body[start] != _COMMA:
-            return None
-        if not body.endswith(self.tail) or not body.startswith(self.body):
+        grows = 0 < end - start <= LONG_BYTES and body[start] == _COMMA
+        if not grows or not body.endswith(self.tail) or not body.startswith(self.body):
             return None
         asked, parent, count = self.question, self.call, len(self.shown)
         spans = split_grown(body[start + 1 : end])
@@ -117,7 +115,9 @@ class Tip:
         if parent.spans.kept + len(parent.spans.new) + len(spans) > MOST_ITEMS:
             return None  # `parse` refuses it
         link = self._link(messages[count:])
-        if link is None or lineage.is_spawned(messages[count:]):
+        if link is None or session.lineage.is_spawned(messages[count:]):
+            return None
+        if session.conversation.prompts_at(link):  # it was asked before
             return None
         self.newest = memoryview(body)[:end], link
         digests = tuple([sha256(span).digest()[:16] for span in spans])
@@ -177,13 +177,13 @@ class Tip:
         self.turns.append(turn)
         return turn
 
-    def goes_on(self, turn: LinearTurn) -> bool:
+    def goes_on(self, turn: LinearTurn, session: GatewaySession) -> bool:
         """Go on to a turn whose reply was delivered; `False` = what follows it needs a search."""
         assert turn.shown is not None, "it was sampled"
         after = _link_after(turn.link, turn.shown, self.question.request)
         if after is None or turn.call.finish is FinishReason.ABORT:
             return False
-        if len(self.turns) >= MOST_TURNS:
+        if len(self.turns) >= MOST_TURNS or session.conversation.turns_at(after):
             return False
         self.call, self.link, self.shown = turn.call, after, turn.shown
         return True

@@ -373,7 +373,7 @@ class PlainPath:
             return None
         size, body, tip, question = taken.size, data[start:], session.tip, None
         if tip is not None and tip.known is known and not session.running:
-            question = tip.next(body, session.lineage)
+            question = tip.next(body, session)
         if tip is not None and question is not None:
             parent, said, pool = tip.call, tip.call.asked, tip.pool
         else:
@@ -589,10 +589,10 @@ class PlainCall:
         self.line.flight = None
         connection.write_reply(reply)
         path.deliveries.received(session, call)
-        self._go_on()
         path.metrics.requests.values[question.wire.dialect, RouteKind.GENERATE, 200] += 1
         self.taken.give_back()
         path.served += 1
+        self._go_on()
 
     def _go_on(self) -> None:
         """Have the next turn go on from this one, which was delivered."""
@@ -602,7 +602,11 @@ class PlainCall:
             body = self.finished.answer.body
             if session.tip is None and question.wire.grows:
                 session.tip = tip_of(session, self.call, question, known, self.pool, body)
-        elif self.tip is not None and self.tip is session.tip and not self.tip.goes_on(self.turn):
+        elif (
+            self.tip is not None
+            and self.tip is session.tip
+            and not self.tip.goes_on(self.turn, session)
+        ):
             settle(session)
 
     # ---- what is not plain
