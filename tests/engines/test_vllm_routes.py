@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.engines.fakes import Fake
 from tests.engines.stub import sampled
 
+from bridle.engines import vllm_routes
 from bridle.engines.base import GarbledError, GenerateRequest, Picture
 from bridle.engines.ids import ArrayIds
 from bridle.engines.pool_replica import Replica, RoutedCall
@@ -178,6 +179,25 @@ def test_a_server_that_repeats_the_request_still_tells_its_own_prompt(before):
     read = read_answer(text, sent=SENT)
     assert read.chunk is not None
     assert read.chunk.prompt_ids_json == b"[9,9]"
+
+
+def test_a_repeated_request_is_no_proof_where_the_server_tells_no_prompt():
+    whole = {"kv_transfer_params": {"prompt_token_ids": PROMPT}} | sampled(PROMPT)
+    whole["prompt_token_ids"] = None
+    text = json.dumps(whole, separators=(",", ":")).encode()
+    chunk = read_answer(text, sent=ArrayIds(np.array(PROMPT, np.int32)).json()).chunk
+    assert chunk is not None
+    assert chunk.prompt_ids_json is None
+
+
+def test_long_stop_texts_are_not_kept_for_later_calls():
+    sampling = Sampling(max_tokens=5, stop=("y" * 100_000,))
+    prompt = ArrayIds(np.array(PROMPT, np.int32))
+    request = GenerateRequest("r", prompt, sampling)
+    kept = len(vllm_routes._SHARED_TEXTS)
+    body = call_body(VllmRoute.CHAT, request, "m", room=10, token_in=True)
+    assert json.loads(body)["stop"] == list(sampling.stop)
+    assert len(vllm_routes._SHARED_TEXTS) == kept
 
 
 def test_the_token_routes_logprobs_name_ids_as_numbers():

@@ -303,7 +303,9 @@ def call_parts(
     elif (shared := _SHARED_TEXTS.get(kind, b"")) == b"":
         if len(_SHARED_TEXTS) == _SHARED_KEPT:
             _SHARED_TEXTS.clear()
-        shared = _SHARED_TEXTS[kind] = _shared_text(route, request, model, experts=False)
+        shared = _shared_text(route, request, model, experts=False)
+        if len(shared) <= _SHARED_BYTES:  # stop texts may be long
+            _SHARED_TEXTS[kind] = shared
     own = b"" if most is None else b',"max_tokens":%d' % most
     if route is VllmRoute.GENERATE:
         own += b"}"
@@ -328,6 +330,9 @@ _IDS_KEYS = {
 
 _SHARED_TEXTS: dict[tuple[Any, ...], bytes] = {}
 """The fields that calls share which have only ids, by route, model and sampling."""
+
+_SHARED_BYTES = 1024
+"""Longer ones are made anew each time."""
 
 _SHARED_KEPT = 256
 """Beyond this many they are made anew."""
@@ -448,8 +453,14 @@ def read_answer(body: bytes, *, unnamed: int = 0, sent: bytes | None = None) -> 
     text, prompt_text = body, None
     found = body.rfind(_PROMPT_IDS)  # from the end: vLLM's choices, which are long, stand before it
     if found >= 0:
-        start = found + len(_PROMPT_IDS) - 1
-        if sent is not None and body.startswith(sent, start):
+        start, name = found + len(_PROMPT_IDS) - 1, _PROMPT_IDS[:-2]
+        if (
+            sent is not None
+            and body.startswith(sent, start)
+            # Where the name stands twice, one may be the request's own, repeated.
+            and body.find(name, 0, found) < 0
+            and body.find(name, start + len(sent)) < 0
+        ):
             text, prompt_text = b"%bnull%b" % (body[:start], body[start + len(sent) :]), sent
         else:
             text, prompt_text = cut_ids(body, b"prompt_token_ids")
