@@ -27,7 +27,7 @@ from bridle.capture.sqlite import SqliteStore
 from bridle.cli.process import long_running
 from bridle.engines import open_engine
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
-from bridle.engines.vllm_routes import VllmRoute, call_body
+from bridle.engines.vllm_routes import VllmRoute, call_parts
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.prompt import PromptIds
@@ -323,7 +323,7 @@ def engine_call(route: VllmRoute, prompt: PromptIds, *, stream: bool = False) ->
     request = GenerateRequest(
         "0" * 24, prompt, sampling, session_id="s-0123456789abcdef", stream=stream
     )
-    return call_body(route, request, "instant", room=100_000, token_in=True)
+    return b"".join(call_parts(route, request, "instant", room=100_000, token_in=True))
 
 
 def say(**result: str) -> None:

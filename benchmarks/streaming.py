@@ -35,7 +35,7 @@ import uvloop
 from gateway_parts import words
 
 from bridle.engines.base import GenerateRequest
-from bridle.engines.vllm_routes import VllmRoute, call_body
+from bridle.engines.vllm_routes import VllmRoute, call_parts
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import load_renderer
 from bridle.scripted.engine import ScriptedEngine
@@ -149,7 +149,8 @@ class Client:
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=1000)
         name = f"b-{time.perf_counter_ns()}"
         call = GenerateRequest(name, PromptIds.root(np.asarray(ids)), sampling, stream=True)
-        return call_body(VllmRoute.GENERATE, call, "scripted", room=1000, token_in=True)
+        parts = call_parts(VllmRoute.GENERATE, call, "scripted", room=1000, token_in=True)
+        return b"".join(parts)
 
     async def stream(self, asked: tuple[str, bytes, dict[str, str]]) -> tuple[float, list[float]]:
         """One stream: ms to its first token, and ms between its pieces."""

@@ -14,7 +14,7 @@ from bridle.engines import vllm_routes
 from bridle.engines.base import GarbledError, GenerateRequest, Picture
 from bridle.engines.ids import ArrayIds
 from bridle.engines.pool_replica import Replica, RoutedCall
-from bridle.engines.vllm_routes import MessageText, VllmRoute, call_body, read_answer, read_answers
+from bridle.engines.vllm_routes import MessageText, VllmRoute, call_parts, read_answer, read_answers
 from bridle.errors import EngineError
 from bridle.experts import npy_text
 from bridle.types import FinishReason, Reply, Sampling, ToolCall, VersionSpan
@@ -32,7 +32,7 @@ def request(**fields):
 
 
 def body(route, made, *, token_in=True):
-    return json.loads(call_body(route, made, "m", room=50, token_in=token_in))
+    return json.loads(b"".join(call_parts(route, made, "m", room=50, token_in=token_in)))
 
 
 COMMON = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 9, "stop": ["a"],
@@ -195,8 +195,8 @@ def test_long_stop_texts_are_not_kept_for_later_calls():
     prompt = ArrayIds(np.array(PROMPT, np.int32))
     request = GenerateRequest("r", prompt, sampling)
     kept = len(vllm_routes._SHARED_TEXTS)
-    body = call_body(VllmRoute.CHAT, request, "m", room=10, token_in=True)
-    assert json.loads(body)["stop"] == list(sampling.stop)
+    parts = call_parts(VllmRoute.CHAT, request, "m", room=10, token_in=True)
+    assert json.loads(b"".join(parts))["stop"] == list(sampling.stop)
     assert len(vllm_routes._SHARED_TEXTS) == kept
 
 

@@ -47,7 +47,6 @@ from bridle.engines.vllm_routes import (
     MessageText,
     Read,
     VllmRoute,
-    call_body,
     call_parts,
     image_finding,
     read_answer,
@@ -276,10 +275,11 @@ class VllmEngine(ServerAdapter, Immediate):
         room = self._context_length - length
         body = b""
         if begun is None:
-            body = call_body(
+            parts = call_parts(
                 route, request, adapter or self._model,
                 room=room, token_in=self._token_in, experts=self.tells_experts,
             )  # fmt: skip
+            body = b"".join(parts)
         try:
             if request.stream:
                 stream = self._client.stream(route.path, body, call, prompt_tokens=length)

@@ -264,20 +264,6 @@ class VllmRoute(StrEnum):
     """Completions with ids for a prompt; every vLLM has it."""
 
 
-def call_body(
-    route: VllmRoute,
-    request: GenerateRequest,
-    model: str,
-    *,
-    room: int,
-    token_in: bool,
-    experts: bool = False,
-) -> bytes:
-    """Write the JSON body of a call; see `call_parts`."""
-    parts = call_parts(route, request, model, room=room, token_in=token_in, experts=experts)
-    return b"".join(parts)
-
-
 def call_parts(
     route: VllmRoute,
     request: GenerateRequest,
