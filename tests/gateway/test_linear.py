@@ -171,6 +171,19 @@ async def test_the_result_of_one_call_needs_no_search(calls):
     assert taken == (4 if len(calls) == 1 else 0)
 
 
+async def test_a_call_that_gets_no_result_is_counted():
+    async def work(talk: Talk) -> None:
+        await talk.turns(3)
+        talk.messages[-1] = user("Never mind.")
+        await talk.turns(3)
+
+    turns = ({"content": "I look.", "tool_calls": [CALL]},) * 6
+    general, _ = await rows(work, *turns, plain=False)
+    linear, taken = await rows(work, *turns, plain=True)
+    assert linear == general
+    assert taken >= 2
+
+
 async def test_a_result_that_no_call_asked_for_is_refused():
     async def work(talk: Talk) -> None:
         await talk.turns(3)
