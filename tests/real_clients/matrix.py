@@ -80,6 +80,9 @@ FORKS: dict[Row, tuple[str, ...]] = {
 """Why a call may start anew: after a cut the program changed what was said (openclaw in two wire
 formats also after a 500 or 429, when it tells its task again); aider's examples."""
 
+OWN_WAIT: set[Row] = {("openclaw", "google")}
+"""Programs that wait a time of their own after a 429, here 0.9 s and more, whatever it asks for."""
+
 KEPT = (
     "What it got of the broken reply may stay in its history; the calls after it then start a new "
     "trace."
