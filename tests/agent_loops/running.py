@@ -15,7 +15,7 @@ from tests.gateway.test_images import Sighted
 from bridle.capture.records import SessionCapture
 from bridle.gateway.replay import Replay
 from bridle.harnesses.bundles import bundles_dir, ensure
-from bridle.harnesses.installers import NODE, PYTHON, node_recipe, python_recipe
+from bridle.harnesses.packaged import NODE, PYTHON, node_recipe, python_recipe
 
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "programs"

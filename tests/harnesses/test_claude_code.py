@@ -6,7 +6,7 @@ from tests.harnesses.made import context
 from bridle.config import AgentSpec
 from bridle.harnesses.bundles import Builder
 from bridle.harnesses.claude_code import ClaudeCode
-from bridle.harnesses.installers import NODE
+from bridle.harnesses.packaged import NODE
 from bridle.types import Cause
 
 PROGRAM = "/b/node_modules/@anthropic-ai/claude-code/bin/claude.exe"

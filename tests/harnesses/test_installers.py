@@ -11,7 +11,7 @@ from tests.harnesses.made import wheel
 
 from bridle.errors import HarnessError
 from bridle.harnesses.bundles import Builder, ensure
-from bridle.harnesses.installers import (
+from bridle.harnesses.packaged import (
     CARRIED,
     LOADER,
     LOCKS,

@@ -4,7 +4,7 @@ import pytest
 from tests.harnesses.made import context
 
 from bridle.config import AgentSpec, McpServer
-from bridle.harnesses.openclaw import Openclaw
+from bridle.harnesses.pi import Openclaw
 from bridle.types import Cause, Dialect
 
 

@@ -5,8 +5,8 @@ from tests.harnesses.made import context
 
 from bridle.config import AgentSpec
 from bridle.harnesses.bundles import Builder
-from bridle.harnesses.installers import NODE
 from bridle.harnesses.opencode import Opencode
+from bridle.harnesses.packaged import NODE
 from bridle.types import Cause, Dialect
 
 

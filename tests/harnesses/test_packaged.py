@@ -8,8 +8,7 @@ from tests.harnesses.made import context, wheel
 from bridle.config import AgentSpec, McpServer, Settings
 from bridle.errors import HarnessError
 from bridle.harnesses.bundles import ensure
-from bridle.harnesses.installers import node_recipe, python_recipe
-from bridle.harnesses.packaged import CHECKING, PackagedHarness, PyPI
+from bridle.harnesses.packaged import CHECKING, PackagedHarness, PyPI, node_recipe, python_recipe
 from bridle.harnesses.sdk_agents import GoogleAdk, OpenaiAgents
 from bridle.types import Cause, Dialect
 

@@ -4,7 +4,7 @@ import pytest
 from tests.harnesses.made import context
 
 from bridle.config import AgentSpec
-from bridle.harnesses.qwen_code import QwenCode
+from bridle.harnesses.gemini_cli import QwenCode
 from bridle.types import Cause, Dialect
 
 

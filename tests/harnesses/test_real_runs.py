@@ -11,8 +11,7 @@ from tests.real_clients.alone import BACKEND
 from bridle.config import AgentSpec, Limits, RuntimeSpec
 from bridle.harnesses import open_harness
 from bridle.harnesses.bundles import Builder, ensure
-from bridle.harnesses.installers import NODE, node_recipe
-from bridle.harnesses.packaged import CHECK_FILE
+from bridle.harnesses.packaged import CHECK_FILE, NODE, node_recipe
 from bridle.harnesses.pi import CLI
 from bridle.node.local import LocalExecutor
 from bridle.node.results import result_from

@@ -24,7 +24,7 @@ from tests.gateway.oracle import (
 )
 
 from bridle.harnesses.bundles import bundles_dir, ensure
-from bridle.harnesses.installers import NODE, node_recipe
+from bridle.harnesses.packaged import NODE, node_recipe
 
 pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
 

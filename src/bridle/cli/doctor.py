@@ -47,7 +47,7 @@ from bridle.engines.probe import (
 )
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import BridleError, EngineError, install_extra
-from bridle.harnesses.installers import OLDEST, c_library, carries
+from bridle.harnesses.packaged import OLDEST, c_library, carries
 from bridle.node.run_folder import SUMMARY
 from bridle.prompting.renderer import PromptRenderer, load_renderer
 from bridle.runtimes import default_backend, runtime_class

@@ -433,7 +433,7 @@ HARNESS_RULES: Final[dict[str, HarnessRules]] = {
         adapter="bridle.harnesses.sdk_agents:OpenaiAgents", shell_tools=("bash",)
     ),
     "openclaw": HarnessRules(
-        adapter="bridle.harnesses.openclaw:Openclaw",
+        adapter="bridle.harnesses.pi:Openclaw",
         user_agents=("openclaw",),
         kinds=(_SUMMARY,),
         summary_prompts=(_PI_SUMMARY,),
@@ -468,7 +468,7 @@ HARNESS_RULES: Final[dict[str, HarnessRules]] = {
         shell_tools=("bash",),
     ),
     "qwen_code": HarnessRules(
-        adapter="bridle.harnesses.qwen_code:QwenCode",
+        adapter="bridle.harnesses.gemini_cli:QwenCode",
         user_agents=("claude-cli", "qwencode"),
         kinds=(_SUMMARY, _ROUTER, _MEMORY),
         summary_requests=("the component that summarizes",),

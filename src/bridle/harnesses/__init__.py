@@ -1,8 +1,9 @@
 """Harnesses: unmodified agent programs, and how each is installed, started and read.
 
-The contract is `base`; `command` runs any command line, `oracle` a task's own solution, and
-`sdk_agents` are scripts on SDKs; every other harness is one file that knows one program. `bundles`
-and `installers` put programs on this machine, once.
+The contract is `base`. `command` runs any command line or a task's own solution, `function` a
+Python function, and `sdk_agents` are scripts on SDKs; every other harness's file knows one program,
+or two of one origin: `gemini_cli` has Qwen Code, too, and `pi` has openclaw. `packaged` is the base
+of programs from PyPI or npm, with their installers; `bundles` puts them on this machine, once.
 """
 
 import shlex
@@ -19,8 +20,8 @@ HARNESSES = {name: row.adapter for name, row in HARNESS_RULES.items() if row.ada
 """Short name -> `module:Class`; `AgentSpec.import_path` takes any other `package.module:Class`."""
 
 CHECKS = {
-    "empty": "bridle.harnesses.oracle:Empty",
-    "oracle": "bridle.harnesses.oracle:Oracle",
+    "empty": "bridle.harnesses.command:Empty",
+    "oracle": "bridle.harnesses.command:Oracle",
 }
 """Harnesses that are no agents: they show whether a task set's rewards are right."""
 

@@ -21,8 +21,7 @@ from bridle.harnesses.base import (
     events_backwards,
     output_budget,
 )
-from bridle.harnesses.installers import node_script
-from bridle.harnesses.packaged import Npm, PackagedHarness
+from bridle.harnesses.packaged import Npm, PackagedHarness, node_script
 from bridle.types import JSON, Cause, Dialect
 
 PACKAGE = "node_modules/@anthropic-ai/claude-code"

@@ -18,8 +18,7 @@ from bridle.harnesses.base import (
     events_backwards,
     output_budget,
 )
-from bridle.harnesses.installers import node_script
-from bridle.harnesses.packaged import Npm, PackagedHarness
+from bridle.harnesses.packaged import Npm, PackagedHarness, node_script
 from bridle.types import JSON, Dialect
 
 PACKAGE = "node_modules/opencode-ai"

@@ -22,8 +22,7 @@ from bridle.harnesses.base import (
     output_budget,
 )
 from bridle.harnesses.claude_code import claude_env
-from bridle.harnesses.installers import PYTHON
-from bridle.harnesses.packaged import PackagedHarness, PyPI
+from bridle.harnesses.packaged import PYTHON, PackagedHarness, PyPI
 from bridle.types import JSON, Cause, Dialect
 
 TOOL = "bash_tool.py"
