@@ -237,6 +237,8 @@ _UNPACKED = msgspec.msgpack.Decoder(dict[str, dict[str, Any]], ext_hook=lambda _
 
 
 _PROMPT_IDS = b'"prompt_token_ids":['
+_LAST_IDS = 32
+"""Bytes of a prompt's ids by which their end is found in a reply."""
 _ENCODER = msgspec.json.Encoder()
 _ANSWER = msgspec.json.Decoder(vllm_schemas.VllmReply)
 _ANSWERS = msgspec.json.Decoder(list[vllm_schemas.VllmReply])
@@ -437,19 +439,25 @@ def read_answer(body: bytes, *, unnamed: int = 0, sent: bytes | None = None) -> 
     missing logprob, an error in a stream.
     """
     text, prompt_text = body, None
-    found = body.rfind(_PROMPT_IDS)  # from the end: vLLM's choices, which are long, stand before it
-    if found >= 0:
-        start, name = found + len(_PROMPT_IDS) - 1, _PROMPT_IDS[:-2]
-        if (
-            sent is not None
-            and body.startswith(sent, start)
-            # Where the name stands twice, one may be the request's own, repeated.
-            and body.find(name, 0, found) < 0
-            and body.find(name, start + len(sent)) < 0
-        ):
-            text, prompt_text = b"%bnull%b" % (body[:start], body[start + len(sent) :]), sent
-        else:
-            text, prompt_text = cut_ids(body, b"prompt_token_ids")
+    start, end = -1, -1
+    if sent is not None and len(sent) < len(body):
+        # The ids end where the last of them are: near the end of vLLM's replies.
+        last = sent[-_LAST_IDS:]
+        end = body.rfind(last) + len(last)
+        start = end - len(sent)
+    name = start - len(_PROMPT_IDS) + 1
+    if (
+        name >= 0
+        and sent is not None
+        and body.startswith(_PROMPT_IDS[:-1], name)
+        and body.startswith(sent, start)
+        # Where the name stands twice, one may be the request's own, repeated.
+        and body.find(_PROMPT_IDS[:-2], 0, name) < 0
+        and body.find(_PROMPT_IDS[:-2], end) < 0
+    ):
+        text, prompt_text = b"%bnull%b" % (body[:start], body[end:]), sent
+    elif _PROMPT_IDS in body:
+        text, prompt_text = cut_ids(body, b"prompt_token_ids")
     try:
         return _read(_ANSWER.decode(text), prompt_text, unnamed)
     except (msgspec.MsgspecError, IdsError) as error:
