@@ -248,3 +248,16 @@ def test_only_bytes_behind_the_longest_known_beginning_are_news():
     assert other.news(first) == len(first)
     other.adopt(memo)
     assert other.news(first) == memo.news(first) < 100
+
+
+def test_the_newest_body_is_that_of_a_request_only_until_another_with_its_messages_comes():
+    memo = RequestHistory()
+    first = parsed(CHAT, chat(LONG, after=',"max_tokens":1'), memo)
+    newest = memo.newest(first.span_digests)
+    assert newest is not None
+    assert newest.tail == b'],"max_tokens":1}'
+    second = parsed(CHAT, chat(LONG, after=',"max_tokens":2'), memo)
+    assert memo.newest(first.span_digests) is None
+    newest = memo.newest(second.span_digests)
+    assert newest is not None
+    assert newest.tail == b'],"max_tokens":2}'

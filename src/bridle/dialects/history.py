@@ -124,9 +124,11 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         return self._longest(Begun.rest, body, key, salt)
 
     def newest(self, digests: tuple[bytes, ...]) -> Begun | None:
-        """Return the newest beginning, if it has these items and its other fields are kept."""
+        """Return the newest beginning, if these very `digests` were made for its body and its
+        other fields are kept.
+        """
         found = self._begun[0] if self._begun else None
-        return found if found is not None and found.fields and found.digests == digests else None
+        return found if found is not None and found.fields and found.digests is digests else None
 
     def head(self, key: Hashable, read: Callable[[], T]) -> T:
         """Return `read()` for the fields of a request without its messages; `key` is all of them.
