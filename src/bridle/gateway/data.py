@@ -173,9 +173,7 @@ class DataPlane:
                     return json_response(answer)
                 if route.kind is RouteKind.COUNT_TOKENS:
                     return await self._count(http, session, route, wire)
-                response = await self._generate(http, session, head.headers, route, wire)
-                self.plain.offer(http, session, head.headers, route, wire)
-                return response
+                return await self._generate(http, session, head.headers, route, wire)
 
     async def _served(self, http: web.BaseRequest, head: Head) -> web.StreamResponse:
         assert isinstance(http.protocol, Connection)
@@ -232,7 +230,9 @@ class DataPlane:
     ) -> web.StreamResponse:
         with self._admission.of(session) as taken:
             call, request = await self._admitted(http, session, headers, route, wire, taken)
-            return await self._relay.answer(http, session, call, request, route, wire)
+            response = await self._relay.answer(http, session, call, request, route, wire)
+        self.plain.offer(http, session, headers, route, wire, request)
+        return response
 
     async def _admitted(
         self,

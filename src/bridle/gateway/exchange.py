@@ -580,11 +580,13 @@ class Exchanges:
         A child that comes before they are durable finds it and waits for its `done`.
         """
         question = finished.question
+        shown = question.wire.reply_messages(finished.answer.body)
+        session.newest = finished.call, question, shown
         lineage.index_reply(
             session,
             finished.call.exchange_id,
             (question.request, question.canonical, question.template_args),
-            question.wire.reply_messages(finished.answer.body),
+            shown,
             tokens=finished.sample.output_ids.size,
             kind=finished.call.asked.kind,
         )

@@ -31,9 +31,10 @@ from bridle.prompting.canonical import (
     text_after,
 )
 from bridle.prompting.conversation import Placement, PlacementKind
-from bridle.types import FinishReason, Kind, Message, ModelRequest, Role
+from bridle.types import DeliveryState, FinishReason, Kind, Message, ModelRequest, Role
 
 if TYPE_CHECKING:
+    from bridle.gateway.models import Models
     from bridle.gateway.plain import KnownHead
 
 MOST_TURNS = 64
@@ -98,17 +99,18 @@ class Tip:
     turns: list[LinearTurn] = field(default_factory=list)
     """Those that are not settled, oldest first."""
 
-    def next(self, body: bytes, session: GatewaySession) -> Question | None:
-        """Read a request that goes on from the last reply; `None` = it is not that, or unusual.
+    def next(self, data: bytes, at: int, session: GatewaySession) -> Question | None:
+        """Read the request `data[at:]` if it goes on from the last reply; `None` = it does not, or
+        is unusual.
 
         Its `request` has the messages from that reply on only.
         """
-        start, end = len(self.body), len(body) - len(self.tail)
-        grows = 0 < end - start <= LONG_BYTES and body[start] == _COMMA
-        if not grows or not body.endswith(self.tail) or not body.startswith(self.body):
+        start, end = at + len(self.body), len(data) - len(self.tail)
+        grows = 0 < end - start <= LONG_BYTES and data[start] == _COMMA
+        if not grows or not data.endswith(self.tail) or not data.startswith(self.body, at):
             return None
         asked, parent, count = self.question, self.call, len(self.shown)
-        spans = split_grown(body[start + 1 : end])
+        spans = split_grown(data[start + 1 : end])
         messages = None if spans is None else asked.wire.read_new(spans)
         if messages is None or spans is None or tuple(messages[:count]) != self.shown:
             return None
@@ -119,7 +121,7 @@ class Tip:
             return None
         if session.conversation.prompts_at(link):  # it was asked before
             return None
-        self.newest = memoryview(body)[:end], link
+        self.newest = memoryview(data)[at:end], link
         digests = tuple([sha256(span).digest()[:16] for span in spans])
         request = ModelRequest(
             messages=tuple(messages),
@@ -202,32 +204,26 @@ def _link_after(link: bytes, shown: tuple[Message, ...], request: ModelRequest) 
 
 
 def tip_of(
-    session: GatewaySession,
-    call: Call,
-    question: Question,
-    known: KnownHead,
-    pool: EnginePool,
-    reply: bytes,
+    session: GatewaySession, request: ModelRequest, known: KnownHead, models: Models
 ) -> Tip | None:
-    """Return the tip at a call whose `reply` was just delivered; `None` = what follows needs a
-    search.
-
-    `question` was read by the general functions, as the newest of the session; its dialect `grows`.
+    """Return the tip at the reply to `request`, which has this head and was just answered; `None` =
+    what follows needs a search.
     """
-    request = question.request
+    if session.newest is None or session.newest[1].request is not request:
+        return None
+    (call, question, shown), session.newest = session.newest, None
+    if not question.wire.grows or not _may_be_extended(call, question):
+        return None
+    found = known.said(session, request, models)
     begun = session.messages.newest(request.span_digests)
     link = _only_child(session, call, question)
-    if begun is None or link is None or not known.is_fixed(request):
-        return None
-    if request.prefill is not None or request.extra.get("store") or call.turns is None:
-        return None
-    if question.canonical.pairing.orphans:
+    if found is None or begun is None or link is None or not known.is_fixed(request):
         return None
     names = [one.name for one in fields(ModelRequest) if one.name not in _MESSAGES]
     return Tip(
         question=replace(question, parent=None),
         known=known,
-        pool=pool,
+        pool=found[2],
         route=known.route,
         members={name: getattr(request, name) for name in names},
         rest=question_rest(request, question.canonical.tools_digest, question.template_args),
@@ -235,7 +231,21 @@ def tip_of(
         tail=bytes(begun.tail),
         call=call,
         link=link,
-        shown=question.wire.reply_messages(reply),
+        shown=shown,
+    )
+
+
+def _may_be_extended(call: Call, question: Question) -> bool:
+    """Return whether the next request can be an ordinary extension of this one and its reply."""
+    request = question.request
+    return (
+        call.delivery is DeliveryState.DELIVERED
+        and call.finish is not FinishReason.ABORT
+        and call.turns is not None
+        and call.prompt is not None
+        and request.prefill is None
+        and not request.extra.get("store")
+        and not question.canonical.pairing.orphans
     )
 
 

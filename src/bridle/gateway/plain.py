@@ -274,23 +274,33 @@ class PlainPath:
 
     def offer(
         self, http: web.BaseRequest, session: GatewaySession, headers: dict[str, str], route: Route,
-        wire: WireFormat,
+        wire: WireFormat, request: ModelRequest,
     ) -> None:  # fmt: skip
         """Have further requests with this one's head take the plain path; it was answered."""
+        known = self._offered(http, session, headers, route, wire)
+        leaves_whole = not request.stream or self.settings.stream == "whole"
+        if known is not None and leaves_whole and session.tip is None and not session.sealed:
+            session.tip = tip_of(session, request, known, self.exchanges.models)
+
+    def _offered(
+        self, http: web.BaseRequest, session: GatewaySession, headers: dict[str, str], route: Route,
+        wire: WireFormat,
+    ) -> KnownHead | None:  # fmt: skip
+        """Return the head of a request, known from now on; `None` = it is unusual."""
         connection = http.protocol
         assert isinstance(connection, Connection)
         line, raw = connection.line, connection.raw_head
         if raw is None or not isinstance(line, PlainConnection):
-            return
+            return None
         if line.known is not None and line.known.head is connection.head:
-            return
+            return line.known
         if route.kind is not RouteKind.GENERATE:
-            return
+            return None
         if not http.keep_alive or http.version != HttpVersion11:
-            return
+            return None
         lengths = list(_LENGTH.finditer(raw))
         if len(lengths) != 1 or not headers.keys().isdisjoint(_ODD):
-            return
+            return None
         parts = raw[: lengths[0].start(1)], raw[lengths[0].end(1) :]
         line.known = self._known.get(parts)
         if line.known is None:
@@ -298,6 +308,7 @@ class PlainPath:
                 connection, session, headers, route, wire, parts
             )
             session.in_hand.heads.append(line.known)
+        return line.known
 
     def find(self, data: bytes) -> KnownHead | None:
         """Return the known head that `data` begins with."""
@@ -371,20 +382,21 @@ class PlainPath:
         assert known is not None, "its head was found"
         if not self.is_open or session.sealed or session.replay is not None:
             return None
-        size, body, tip, question = taken.size, data[start:], session.tip, None
+        tip, question = session.tip, None
         if tip is not None and tip.known is known and not session.running:
-            question = tip.next(body, session)
+            question = tip.next(data, start, session)
         if tip is not None and question is not None:
             parent, said, pool = tip.call, tip.call.asked, tip.pool
         else:
             if tip is not None:
                 settle(session)
                 tip = None
-            if (found := self._extending(known, session, body)) is None:
+            if (found := self._extending(known, session, data[start:])) is None:
                 return None
             question, parent, said, pool = found
         exchanges.refuse_if_spent(session)
-        if (prompted := question.served.prompts.extended_now(question, parent, size)) is not None:
+        prompted = question.served.prompts.extended_now(question, parent, taken.size)
+        if prompted is not None:
             budget = exchanges.budget(session, question, prompted.prompt.length)
             reserved = session.account.take(budget, lambda: session.tokens)
             if reserved is not None:
@@ -596,12 +608,12 @@ class PlainCall:
 
     def _go_on(self) -> None:
         """Have the next turn go on from this one, which was delivered."""
-        session, question, known = self.taken.session, self.question, self.line.known
+        session, known = self.taken.session, self.line.known
         assert known is not None, "its head was found"
         if self.turn is None:
-            body = self.finished.answer.body
-            if session.tip is None and question.wire.grows:
-                session.tip = tip_of(session, self.call, question, known, self.pool, body)
+            if session.tip is None:
+                models = self.path.exchanges.models
+                session.tip = tip_of(session, self.question.request, known, models)
         elif (
             self.tip is not None
             and self.tip is session.tip

@@ -34,7 +34,7 @@ from bridle.dialects.history import RequestHistory
 from bridle.errors import ConfigError, RequestError
 from bridle.gateway import faults
 from bridle.gateway.budgets import SamplingPlan, TokenAccount
-from bridle.gateway.call import Asked, Call, Stage
+from bridle.gateway.call import Asked, Call, Question, Stage
 from bridle.gateway.keys import PREFIX, key_digest
 from bridle.gateway.replay import Replay
 from bridle.gateway.responses import Shelf
@@ -42,7 +42,7 @@ from bridle.harness_rules.table import KindRule
 from bridle.prompting.canonical import AtomMemo, Canonical
 from bridle.prompting.conversation import Conversation
 from bridle.prompting.turns import Lineage
-from bridle.types import JSON, ModelRequest
+from bridle.types import JSON, Message, ModelRequest
 
 if TYPE_CHECKING:
     from bridle.gateway.linear import Tip
@@ -280,6 +280,10 @@ class GatewaySession:
 
     tip: Tip | None = None
     """The last turn, if the next one may go on from it without a search."""
+    newest: tuple[Call, Question, tuple[Message, ...]] | None = None
+    """The last reply that the conversation learned of, as its harness will send it back, until
+    `tip_of` asks for it.
+    """
 
     def __init__(self, record: SessionRecord, *, sampling: SamplingPolicy, limits: Limits) -> None:
         self.record = record
@@ -381,7 +385,7 @@ class GatewaySession:
     def forget_conversation(self) -> None:
         """Free what only a living session needs."""
         self.conversation = Conversation()
-        self.tip = None
+        self.tip = self.newest = None
         self.calls.clear()
         self.tries = Tries()
         self.atoms = AtomMemo()
