@@ -4,6 +4,7 @@ import base64
 import hashlib
 import zipfile
 
+from bridle.config import AgentSpec
 from bridle.harnesses.base import SCRIPTS, LaunchContext
 
 PI = """#!/usr/bin/env python3
@@ -24,6 +25,24 @@ ask = lambda task, body: plain_ask(task, {**body, "pi_says": "hello"})
 run(task)
 """
 """A small program that reads pi's configuration and does the work of `shell_agent.py`."""
+
+
+SERVERS = [
+    {"name": "a", "command": "serve", "args": ["-x"]},
+    {"name": "b", "transport": "streamable-http", "url": "http://m"},
+    {"name": "c", "transport": "sse", "url": "http://m"},
+]
+"""MCP servers of all three kinds, as a task names them."""
+
+
+def maker(kind):
+    """Return a function that makes a harness of this class; its keyword arguments are settings."""
+
+    def make(mcp_servers=(), skills_path=None, **settings):
+        given = {"mcp_servers": mcp_servers, "skills_path": skills_path}
+        return kind(AgentSpec(harness=kind.name, settings=settings, **given))
+
+    return make
 
 
 def context(**changes):

@@ -1,16 +1,14 @@
 import json
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import context, maker
 
 from bridle.config import AgentSpec
 from bridle.errors import ConfigError
 from bridle.harnesses.aider import Aider
 from bridle.types import Cause
 
-
-def aider(mcp_servers=(), **settings):
-    return Aider(AgentSpec(harness="aider", settings=settings, mcp_servers=mcp_servers))
+aider = maker(Aider)
 
 
 def config(harness):

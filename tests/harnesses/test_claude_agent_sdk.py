@@ -1,21 +1,11 @@
 import json
 
-from tests.harnesses.made import context
+from tests.harnesses.made import context, maker
 
-from bridle.config import AgentSpec
 from bridle.harnesses.sdk_agents import ClaudeAgentSdk
 from bridle.types import Cause
 
-
-def sdk(mcp_servers=(), skills_path=None, **settings):
-    return ClaudeAgentSdk(
-        AgentSpec(
-            harness="claude_agent_sdk",
-            settings=settings,
-            mcp_servers=mcp_servers,
-            skills_path=skills_path,
-        )
-    )
+sdk = maker(ClaudeAgentSdk)
 
 
 def test_claude_agent_sdk_has_claude_codes_environment():

@@ -1,9 +1,8 @@
 import json
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import context, maker
 
-from bridle.config import AgentSpec
 from bridle.harnesses.bundles import Builder
 from bridle.harnesses.claude_code import ClaudeCode
 from bridle.harnesses.packaged import NODE
@@ -12,15 +11,7 @@ from bridle.types import Cause
 PROGRAM = "/b/node_modules/@anthropic-ai/claude-code/bin/claude.exe"
 
 
-def claude(mcp_servers=(), skills_path=None, **settings):
-    return ClaudeCode(
-        AgentSpec(
-            harness="claude_code",
-            settings=settings,
-            mcp_servers=mcp_servers,
-            skills_path=skills_path,
-        )
-    )
+claude = maker(ClaudeCode)
 
 
 def test_the_launch_line_is_the_documented_one():

@@ -1,9 +1,8 @@
 import json
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import SERVERS, context, maker
 
-from bridle.config import AgentSpec
 from bridle.errors import ConfigError
 from bridle.harnesses.cline import Cline
 from bridle.types import Cause, Dialect
@@ -11,12 +10,7 @@ from bridle.types import Cause, Dialect
 FOLDER = "/h/.cline/data/settings"
 
 
-def cline(mcp_servers=(), skills_path=None, **settings):
-    return Cline(
-        AgentSpec(
-            harness="cline", settings=settings, mcp_servers=mcp_servers, skills_path=skills_path
-        )
-    )
+cline = maker(Cline)
 
 
 def test_the_launch_line_is_the_documented_one():
@@ -66,14 +60,9 @@ def test_an_instruction_that_no_argument_can_hold_is_refused(instruction):
 
 def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
-    servers = [
-        {"name": "a", "command": "serve"},
-        {"name": "b", "transport": "streamable-http", "url": "http://m"},
-        {"name": "c", "transport": "sse", "url": "http://m"},
-    ]
-    launch = cline(servers, str(tmp_path)).launch(context())
+    launch = cline(SERVERS, str(tmp_path)).launch(context())
     assert json.loads(launch.files[f"{FOLDER}/cline_mcp_settings.json"])["mcpServers"] == {
-        "a": {"type": "stdio", "command": "serve", "args": [], "env": {}},
+        "a": {"type": "stdio", "command": "serve", "args": ["-x"], "env": {}},
         "b": {"type": "streamableHttp", "url": "http://m", "headers": {}},
         "c": {"type": "sse", "url": "http://m", "headers": {}},
     }

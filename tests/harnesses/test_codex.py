@@ -1,20 +1,13 @@
 import tomllib
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import context, maker
 
-from bridle.config import AgentSpec
 from bridle.errors import ConfigError
 from bridle.harnesses.codex import Codex
 from bridle.types import Cause
 
-
-def codex(mcp_servers=(), skills_path=None, **settings):
-    return Codex(
-        AgentSpec(
-            harness="codex", settings=settings, mcp_servers=mcp_servers, skills_path=skills_path
-        )
-    )
+codex = maker(Codex)
 
 
 def config(harness, **changes):

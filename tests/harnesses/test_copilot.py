@@ -1,20 +1,13 @@
 import json
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import SERVERS, context, maker
 
-from bridle.config import AgentSpec
 from bridle.harnesses.bundles import Builder
 from bridle.harnesses.copilot import Copilot, _unpack, program
 from bridle.types import Cause, Dialect
 
-
-def copilot(mcp_servers=(), skills_path=None, **settings):
-    return Copilot(
-        AgentSpec(
-            harness="copilot", settings=settings, mcp_servers=mcp_servers, skills_path=skills_path
-        )
-    )
+copilot = maker(Copilot)
 
 
 def test_the_launch_line_is_the_documented_one():
@@ -56,15 +49,10 @@ def test_copilot_speaks_three_wire_formats(api, kind, wire, url):
 
 def test_copilot_own_configuration_mcp_servers_and_skills_lie_in_its_home(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
-    servers = [
-        {"name": "a", "command": "serve"},
-        {"name": "b", "transport": "streamable-http", "url": "http://m"},
-        {"name": "c", "transport": "sse", "url": "http://m"},
-    ]
-    launch = copilot(servers, str(tmp_path), config={"banner": "never"}).launch(context())
+    launch = copilot(SERVERS, str(tmp_path), config={"banner": "never"}).launch(context())
     assert json.loads(launch.files["/h/.copilot/config.json"]) == {"banner": "never"}
     assert json.loads(launch.files["/h/.copilot/mcp-config.json"])["mcpServers"] == {
-        "a": {"type": "local", "tools": ["*"], "command": "serve", "args": [], "env": {}},
+        "a": {"type": "local", "tools": ["*"], "command": "serve", "args": ["-x"], "env": {}},
         "b": {"type": "http", "tools": ["*"], "url": "http://m", "headers": {}},
         "c": {"type": "sse", "tools": ["*"], "url": "http://m", "headers": {}},
     }

@@ -1,22 +1,12 @@
 import json
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import SERVERS, context, maker
 
-from bridle.config import AgentSpec
 from bridle.harnesses.gemini_cli import GeminiCli
 from bridle.types import Cause
 
-
-def gemini(mcp_servers=(), skills_path=None, **settings):
-    return GeminiCli(
-        AgentSpec(
-            harness="gemini_cli",
-            settings=settings,
-            mcp_servers=mcp_servers,
-            skills_path=skills_path,
-        )
-    )
+gemini = maker(GeminiCli)
 
 
 def settings_file(harness):
@@ -57,14 +47,9 @@ def test_a_turn_limit_and_a_tasks_own_settings_are_written():
 
 def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
-    servers = [
-        {"name": "a", "command": "serve"},
-        {"name": "b", "transport": "streamable-http", "url": "http://m"},
-        {"name": "c", "transport": "sse", "url": "http://m"},
-    ]
-    harness = gemini(servers, str(tmp_path))
+    harness = gemini(SERVERS, str(tmp_path))
     assert settings_file(harness)["mcpServers"] == {
-        "a": {"command": "serve", "args": [], "env": {}, "trust": True},
+        "a": {"command": "serve", "args": ["-x"], "env": {}, "trust": True},
         "b": {"httpUrl": "http://m", "headers": {}, "trust": True},
         "c": {"url": "http://m", "headers": {}, "trust": True},
     }

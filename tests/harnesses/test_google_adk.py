@@ -1,21 +1,11 @@
 import json
 
-from tests.harnesses.made import context
+from tests.harnesses.made import context, maker
 
-from bridle.config import AgentSpec
 from bridle.harnesses.sdk_agents import GoogleAdk
 from bridle.types import Cause
 
-
-def adk(mcp_servers=(), skills_path=None, **settings):
-    return GoogleAdk(
-        AgentSpec(
-            harness="google_adk",
-            settings=settings,
-            mcp_servers=mcp_servers,
-            skills_path=skills_path,
-        )
-    )
+adk = maker(GoogleAdk)
 
 
 def config(harness):

@@ -1,9 +1,8 @@
 import json
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import SERVERS, context, maker
 
-from bridle.config import AgentSpec, McpServer
 from bridle.errors import ConfigError
 from bridle.harnesses.hermes import START, Hermes
 from bridle.types import Cause, Dialect
@@ -11,8 +10,7 @@ from bridle.types import Cause, Dialect
 ROOMY = context(context_length=131_072)
 
 
-def hermes(**settings):
-    return Hermes(AgentSpec(harness="hermes", settings=settings))
+hermes = maker(Hermes)
 
 
 def config(harness, where=ROOMY):
@@ -65,16 +63,11 @@ def test_task_configuration_overrides_ours_but_not_the_provider():
 
 def test_mcp_servers_are_sets_of_tools_and_skills_lie_in_its_home(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
-    servers = (
-        McpServer(name="near", command="run", args=("a",)),
-        McpServer(name="far", transport="streamable-http", url="http://m"),
-    )
-    agent = AgentSpec(harness="hermes", mcp_servers=servers, skills_path=str(tmp_path))
-    launch = Hermes(agent).launch(ROOMY)
+    launch = hermes(SERVERS[:2], str(tmp_path)).launch(ROOMY)
     made = json.loads(launch.files["/h/.hermes/config.yaml"])["mcp_servers"]
-    assert made["near"] == {"command": "run", "args": ["a"], "env": {}}
-    assert made["far"] == {"url": "http://m", "headers": {}}
-    assert "terminal,file,skills,todo,delegation,near,far" in launch.command
+    assert made["a"] == {"command": "serve", "args": ["-x"], "env": {}}
+    assert made["b"] == {"url": "http://m", "headers": {}}
+    assert "terminal,file,skills,todo,delegation,a,b" in launch.command
     assert launch.folders == {f"/h/.hermes/skills/{tmp_path.name}": tmp_path}
 
 

@@ -1,15 +1,12 @@
 import json
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import context, maker
 
-from bridle.config import AgentSpec
 from bridle.harnesses.mini_swe_agent import MiniSweAgent
 from bridle.types import Cause
 
-
-def mini(**settings):
-    return MiniSweAgent(AgentSpec(harness="mini_swe_agent", settings=settings))
+mini = maker(MiniSweAgent)
 
 
 def test_the_launch_line_is_the_documented_one():

@@ -1,18 +1,14 @@
 import json
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import context, maker
 
 from bridle.config import AgentSpec
 from bridle.errors import ConfigError
 from bridle.harnesses.sdk_agents import OpenaiAgents
 from bridle.types import Cause, Dialect
 
-
-def agents(mcp_servers=(), **settings):
-    return OpenaiAgents(
-        AgentSpec(harness="openai_agents", settings=settings, mcp_servers=mcp_servers)
-    )
+agents = maker(OpenaiAgents)
 
 
 def config(harness):

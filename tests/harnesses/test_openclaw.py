@@ -1,15 +1,12 @@
 import json
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import SERVERS, context, maker
 
-from bridle.config import AgentSpec, McpServer
 from bridle.harnesses.pi import Openclaw
 from bridle.types import Cause, Dialect
 
-
-def openclaw(**settings):
-    return Openclaw(AgentSpec(harness="openclaw", settings=settings))
+openclaw = maker(Openclaw)
 
 
 def config(harness):
@@ -61,15 +58,10 @@ def test_openclaw_live_state_tools_are_off_by_default():
 
 def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
-    servers = (
-        McpServer(name="near", command="run", args=("a",)),
-        McpServer(name="far", transport="streamable-http", url="http://m"),
-    )
-    agent = AgentSpec(harness="openclaw", mcp_servers=servers, skills_path=str(tmp_path))
-    launch = Openclaw(agent).launch(context())
+    launch = openclaw(SERVERS[:2], str(tmp_path)).launch(context())
     made = json.loads(launch.files["/h/.openclaw/openclaw.json"])["mcp"]["servers"]
-    assert made["near"] == {"command": "run", "args": ["a"], "env": {}}
-    assert made["far"] == {"url": "http://m", "transport": "streamable-http", "headers": {}}
+    assert made["a"] == {"command": "serve", "args": ["-x"], "env": {}}
+    assert made["b"] == {"url": "http://m", "transport": "streamable-http", "headers": {}}
     assert launch.folders == {f"/h/.openclaw/skills/{tmp_path.name}": tmp_path}
 
 

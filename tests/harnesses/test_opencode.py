@@ -1,21 +1,14 @@
 import json
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import SERVERS, context, maker
 
-from bridle.config import AgentSpec
 from bridle.harnesses.bundles import Builder
 from bridle.harnesses.opencode import Opencode
 from bridle.harnesses.packaged import NODE
 from bridle.types import Cause, Dialect
 
-
-def opencode(mcp_servers=(), skills_path=None, **settings):
-    return Opencode(
-        AgentSpec(
-            harness="opencode", settings=settings, mcp_servers=mcp_servers, skills_path=skills_path
-        )
-    )
+opencode = maker(Opencode)
 
 
 def config(harness, **changes):
@@ -75,11 +68,7 @@ def test_task_configuration_overrides_ours_but_not_the_endpoint():
 
 def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
-    servers = [
-        {"name": "a", "command": "serve", "args": ["-x"]},
-        {"name": "b", "transport": "streamable-http", "url": "http://m"},
-    ]
-    harness = opencode(servers, str(tmp_path))
+    harness = opencode(SERVERS[:2], str(tmp_path))
     assert config(harness)["mcp"] == {
         "a": {"type": "local", "command": ["serve", "-x"], "environment": {}, "enabled": True},
         "b": {"type": "remote", "url": "http://m", "headers": {}, "enabled": True},

@@ -1,19 +1,12 @@
 import json
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import SERVERS, context, maker
 
-from bridle.config import AgentSpec
 from bridle.harnesses.sdk_agents import Openhands
 from bridle.types import Cause, Dialect
 
-
-def openhands(mcp_servers=(), skills_path=None, **settings):
-    return Openhands(
-        AgentSpec(
-            harness="openhands", settings=settings, mcp_servers=mcp_servers, skills_path=skills_path
-        )
-    )
+openhands = maker(Openhands)
 
 
 def config(harness, **changes):
@@ -47,14 +40,9 @@ def test_settings_reach_the_script():
 
 def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
-    servers = [
-        {"name": "a", "command": "serve"},
-        {"name": "b", "transport": "streamable-http", "url": "http://m"},
-        {"name": "c", "transport": "sse", "url": "http://m"},
-    ]
-    harness = openhands(servers, str(tmp_path))
+    harness = openhands(SERVERS, str(tmp_path))
     assert config(harness)["mcp_servers"] == {
-        "a": {"command": "serve", "args": [], "env": {}},
+        "a": {"command": "serve", "args": ["-x"], "env": {}},
         "b": {"url": "http://m", "transport": "http", "headers": {}},
         "c": {"url": "http://m", "transport": "sse", "headers": {}},
     }

@@ -1,15 +1,12 @@
 import json
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import context, maker
 
-from bridle.config import AgentSpec
 from bridle.harnesses.pi import Pi
 from bridle.types import Cause
 
-
-def pi(**settings):
-    return Pi(AgentSpec(harness="pi", settings=settings))
+pi = maker(Pi)
 
 
 def test_the_launch_line_is_the_documented_one():
@@ -61,7 +58,7 @@ def test_settings_become_flags():
 
 def test_skills_lie_in_its_home(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
-    launch = Pi(AgentSpec(harness="pi", skills_path=str(tmp_path))).launch(context())
+    launch = pi(skills_path=str(tmp_path)).launch(context())
     assert launch.folders == {f"/h/.pi/agent/skills/{tmp_path.name}": tmp_path}
 
 

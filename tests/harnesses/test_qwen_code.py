@@ -1,19 +1,12 @@
 import json
 
 import pytest
-from tests.harnesses.made import context
+from tests.harnesses.made import SERVERS, context, maker
 
-from bridle.config import AgentSpec
 from bridle.harnesses.gemini_cli import QwenCode
 from bridle.types import Cause, Dialect
 
-
-def qwen(mcp_servers=(), skills_path=None, **settings):
-    return QwenCode(
-        AgentSpec(
-            harness="qwen_code", settings=settings, mcp_servers=mcp_servers, skills_path=skills_path
-        )
-    )
+qwen = maker(QwenCode)
 
 
 def settings_file(harness, **changes):
@@ -65,14 +58,9 @@ def test_a_tasks_own_settings_stand_over_ours():
 
 def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
-    servers = [
-        {"name": "a", "command": "serve"},
-        {"name": "b", "transport": "streamable-http", "url": "http://m"},
-        {"name": "c", "transport": "sse", "url": "http://m"},
-    ]
-    harness = qwen(servers, str(tmp_path))
+    harness = qwen(SERVERS, str(tmp_path))
     assert settings_file(harness)["mcpServers"] == {
-        "a": {"command": "serve", "args": [], "env": {}, "trust": True},
+        "a": {"command": "serve", "args": ["-x"], "env": {}, "trust": True},
         "b": {"httpUrl": "http://m", "headers": {}, "trust": True},
         "c": {"url": "http://m", "headers": {}, "trust": True},
     }
