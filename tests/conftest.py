@@ -93,6 +93,17 @@ def _refuse_skip(config: pytest.Config, report: pytest.TestReport | pytest.Colle
         report.longrepr = f"skipped under --no-skips: {reason}"
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: the fastest for a tiny model, most of all on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # ---- nothing left behind
 
 

@@ -6,13 +6,14 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 from bridle.capture.sqlite import SqliteReader
 from bridle.folders import FolderLock
@@ -158,14 +159,6 @@ def _port(config: Path) -> int:
     found = re.search(r"^port = (\d+)$", config.read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1])
-
-
-def free_port() -> int:
-    """A port that nobody has at the moment."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 TELLER = """

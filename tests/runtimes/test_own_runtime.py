@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.ports import free_port
 
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure
@@ -25,9 +26,7 @@ BACKEND = "hosted:HostedRuntime"
 @pytest.fixture(scope="module")
 def service():
     """The service in a process of its own: the `kwargs` of a runtime on it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     token = secrets.token_hex(8)
     process = subprocess.Popen([sys.executable, EXAMPLE / "service.py", str(port), token])
     while True:

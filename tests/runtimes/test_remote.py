@@ -1,7 +1,6 @@
 import asyncio
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -9,6 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from tests.ports import free_port
 
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure
@@ -134,9 +134,7 @@ def test_a_field_that_a_deployment_does_not_have_is_named():
 @pytest.fixture(scope="module")
 def server():
     """A server of SWE-ReX on this machine: the `kwargs` of a runtime on it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     token = secrets.token_hex(8)
     words = ["--host", "127.0.0.1", "--port", str(port), "--auth-token", token]
     process = subprocess.Popen(

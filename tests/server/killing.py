@@ -8,13 +8,13 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tests.ports import free_port
 from tests.server.house import TOKEN, body
 from tests.server.killed_node import Journal
 from tests.server.killed_receiver import KEPT
@@ -31,12 +31,6 @@ PATIENCE_S = 300.0
 """How long a trainer waits for a server that is being started again; a busy machine takes long."""
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 class Killed:

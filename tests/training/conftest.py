@@ -1,12 +1,8 @@
-"""Models of a few thousand parameters: one thread is the fastest, most of all on a busy machine."""
+"""Models of a few thousand parameters: every test computes on one thread."""
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def fastest(one_thread):
+    """Have `one_thread` for every test."""

@@ -27,15 +27,9 @@ from tests.trajectory.planted import (
 from bridle.errors import ConfigError
 from bridle.trajectory.fidelity import Facts, Recomputed, certify, digest_of_ids
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HALF = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def first_names(certificate):

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,8 @@ import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
+
+from tests.ports import free_port
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.engines.vllm_routes import VllmRoute
@@ -177,14 +178,6 @@ def _add_eyes(folder: Path, first: int) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     whole = {"image_seq_len": 4, "processor_class": "Idefics3Processor"}
     (folder / "processor_config.json").write_text(json.dumps(whole))
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class VllmServer:
