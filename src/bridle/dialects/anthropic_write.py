@@ -163,17 +163,9 @@ class MessagesStream(StreamEncoder):
 
     def open(self) -> bytes:
         """Return `message_start` and a ping, as the provider begins."""
-        message: JSON = {
-            "id": f"msg_{self._head.reply_id}",
-            "type": "message",
-            "role": "assistant",
-            "model": self._head.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage_json(Usage(self._head.prompt_tokens, 0)),
-        }
-        return _event("message_start", message=message) + _PING
+        nothing = Reply("", None, (), FinishReason.STOP)
+        message = message_json(self._head, nothing, Usage(self._head.prompt_tokens, 0), None)
+        return _event("message_start", message=message | {"stop_reason": None}) + _PING
 
     def write_reasoning(self, text: str) -> bytes:
         """Return a thinking delta; nothing for a client that did not ask."""
@@ -269,28 +261,6 @@ _ACTIONS = (
 _NEWER_ACTIONS = " left_mouse_down left_mouse_up scroll hold_key wait triple_click"  # since 2025
 
 
-def _bash(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
-    del version, tool
-    description = "Runs a command in a persistent bash session and returns what it prints."
-    restart = {"type": "boolean", "description": "Start the session anew instead of a command."}
-    return description, {"command": _TEXT, "restart": restart}, []
-
-
-def _text_editor(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
-    del tool
-    description = "Views, creates and edits files."
-    return description, _file_edits("view create str_replace insert", version), ["command", "path"]
-
-
-def _memory(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
-    del tool
-    description = (
-        "Keeps notes for later as files under /memories: look there first, and keep it in order."
-    )
-    edits = _file_edits("view create str_replace insert delete rename", version)
-    return description, edits | {"old_path": _TEXT, "new_path": _TEXT}, ["command"]
-
-
 def _file_edits(commands: str, version: int) -> JSON:
     known = commands.split()
     if version < 20250429:
@@ -307,7 +277,7 @@ def _file_edits(commands: str, version: int) -> JSON:
     }
 
 
-def _computer(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
+def _computer(version: int, tool: JSON) -> tuple[str, JSON]:
     size = [tool.get("display_width_px"), tool.get("display_height_px")]
     description = _COMPUTER
     if all(size):
@@ -326,7 +296,7 @@ def _computer(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
     if tool.get("enable_zoom"):
         properties["action"]["enum"].append("zoom")
         properties["region"] = _REGION
-    return description, properties, ["action"]
+    return description, properties
 
 
 _POINTING = (
@@ -393,13 +363,6 @@ _TOOLSETS: dict[str, tuple[str, str, str, JSON]] = {
 TOOLSETS = frozenset(_TOOLSETS)
 
 
-_CLIENT_RUN = {
-    "bash": _bash,
-    "text_editor": _text_editor,
-    "memory": _memory,
-    "computer": _computer,
-}
-
 _ALIASES = {"str_replace_based_edit_tool": "text_editor_20250429"}
 """Types without a date. The computer-use quickstart sends the editor's name as its type."""
 
@@ -410,12 +373,35 @@ def client_run(kind: str, name: str, tool: JSON) -> ToolSpec | None:
     `None` for a tool that the client does not run.
     """
     kind = _ALIASES.get(kind, kind)
-    found = _VERSION.search(kind)
-    make = None if found is None else _CLIENT_RUN.get(kind[: found.start()])
-    if found is None or make is None:
+    if (found := _VERSION.search(kind)) is None:
         return None
-    description, properties, required = make(int(found[1]), tool)
-    return ToolSpec(name, description, object_schema(properties, required))
+    version = int(found[1])
+    match kind[: found.start()]:
+        case "bash":
+            description = "Runs a command in a persistent bash session and returns what it prints."
+            again = {
+                "type": "boolean",
+                "description": "Start the session anew instead of a command.",
+            }
+            schema = object_schema({"command": _TEXT, "restart": again})
+        case "text_editor":
+            description = "Views, creates and edits files."
+            edits = _file_edits("view create str_replace insert", version)
+            schema = object_schema(edits, ["command", "path"])
+        case "memory":
+            description = (
+                "Keeps notes for later as files under /memories: look there first, and keep it in "
+                "order."
+            )
+            edits = _file_edits("view create str_replace insert delete rename", version)
+            both = {"old_path": _TEXT, "new_path": _TEXT}
+            schema = object_schema(edits | both, ["command"])
+        case "computer":
+            description, properties = _computer(version, tool)
+            schema = object_schema(properties, ["action"])
+        case _:
+            return None
+    return ToolSpec(name, description, schema)
 
 
 def toolset(kind: str, tool: JSON, path: str) -> tuple[ToolSpec, bool] | None:

@@ -172,7 +172,7 @@ def load_model(folder: Path, *, dtype: str, device: torch.device) -> PreTrainedM
     if dtype == "auto" and device.type == "cpu":
         dtype = "float32"
     try:
-        with _no_progress_bar():
+        with no_progress_bar():
             model, report = AutoModelForCausalLM.from_pretrained(
                 base, local_files_only=True, dtype=dtype, output_loading_info=True
             )
@@ -222,7 +222,7 @@ def _merge(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """Hide transformers' progress bar, which would break into that of the caller."""
     from transformers.utils import logging as transformers_logging
 

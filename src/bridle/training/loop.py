@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 import torch
 
+from bridle.embedded.model import no_progress_bar
 from bridle.errors import BridleError, TrainingError, install_extra
 from bridle.training.groups import GroupSource, History
 from bridle.training.samples import Group, make_batch, nothing_left
@@ -387,15 +388,8 @@ def save_checkpoint(
 
 def write_model(folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the weights as a model folder that engines load."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with no_progress_bar():
         learner.model.save_pretrained(folder)
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     tokenizer.save_pretrained(folder)
 
 
