@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridle.cli.output import check_folder, console, print_json, print_table
+from bridle.cli.terminal import check_folder, console, print_json, print_table
 from bridle.errors import ConfigError
 from bridle.types import JSON
 

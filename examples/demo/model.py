@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import TaskID
 
-from bridle.cli.output import console, progress
+from bridle.cli.terminal import console, progress
 from bridle.config import cache_dir
 
 from .demonstrations import collect

@@ -6,8 +6,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from bridle.cli.output import console
 from bridle.cli.run import BatchRun, forked_task, run_batch
+from bridle.cli.terminal import console
 from bridle.config import BuilderSpec, Task
 from bridle.node.run_folder import find_session, sessions
 from bridle.trajectory import rebuild

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridle.cli.output import console, progress
+from bridle.cli.terminal import console, progress
 from bridle.cli.train import (
     CourseBar,
     Trained,

@@ -36,7 +36,7 @@ from bridle.bridges.parquet import TrajectoryWriter
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import EngineSetup, FileConfig, load_config, open_setup
-from bridle.cli.output import log_to_stderr, progress
+from bridle.cli.terminal import log_to_stderr, progress
 from bridle.config import AgentSpec, EvaluatorSpec, Limits, SamplingPolicy, Task, validated
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Evaluation
@@ -363,8 +363,8 @@ def fork(
     Raises:
         ConfigError: The session, the turn or the session's task is missing.
     """
-    from bridle.cli.options import EngineOptions
     from bridle.cli.run import BatchRun, forked_task, run_batch, setup_of
+    from bridle.cli.terminal import EngineOptions
 
     task, base = forked_task(session, Path(run), at, samples)
     engines = [] if engine is None else list(_listed(engine))

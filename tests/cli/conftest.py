@@ -11,7 +11,7 @@ import examples.demo.light_agent
 import pytest
 from examples.demo.lookups import lookups, write_files
 
-from bridle.cli import output
+from bridle.cli import terminal
 from bridle.cli.__main__ import main
 
 AGENT = Path(examples.demo.light_agent.__file__)
@@ -34,11 +34,11 @@ def say():
 
     def call(*arguments: object) -> Said:
         out, err = io.StringIO(), io.StringIO()
-        before = output.console.file, output.notes.file
-        output.console.file, output.notes.file = out, err
+        before = terminal.console.file, terminal.notes.file
+        terminal.console.file, terminal.notes.file = out, err
         with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
             main([str(argument) for argument in arguments])
-        output.console.file, output.notes.file = before
+        terminal.console.file, terminal.notes.file = before
         return Said(int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
     return call

@@ -13,7 +13,7 @@ import structlog
 import bridle
 from bridle.cli.__main__ import EXTRAS, app, load, main
 from bridle.cli.__main__ import VERBS as EVERY
-from bridle.cli.output import console, log_to_stderr, notes
+from bridle.cli.terminal import console, log_to_stderr, notes
 from bridle.errors import ConfigError, install_extra
 
 VERBS = {

@@ -18,8 +18,7 @@ from tests.cli.test_serve import a_server, script, tasks
 from tests.dashboard.test_app import links_to
 
 from bridle.cli.config import load_config
-from bridle.cli.dashboard import access_control, may
-from bridle.cli.serve import server_of
+from bridle.cli.serve import access_control, may, server_of
 from bridle.client import AsyncClient, Client
 from bridle.errors import ConfigError
 from bridle.server.http import ApiToken, Auth, TokenRole

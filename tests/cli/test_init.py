@@ -15,7 +15,7 @@ import pytest
 from examples.demo.main import Part, harnesses_part, light_agent_command, show_part, show_tree
 
 from bridle.cli.init import find_agent
-from bridle.cli.output import console
+from bridle.cli.terminal import console
 from bridle.datasets.jsonl import load_tasks
 from bridle.errors import ConfigError
 from bridle.scripted.script import load_script

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bridle.cli import output
-from bridle.cli.output import check_file, check_folder
+from bridle.cli import terminal
 from bridle.cli.show import COLUMNS, row
+from bridle.cli.terminal import check_file, check_folder
 from bridle.errors import ConfigError
 
 LONG = "django__django-11099-a-task-with-a-rather-long-name.mini_swe_agent-7"
@@ -27,13 +27,13 @@ LINE = {
 
 
 def test_json_goes_to_stdout_as_one_document(capsys):
-    output.print_json({"a": [1, None]})
+    terminal.print_json({"a": [1, None]})
 
     assert json.loads(capsys.readouterr().out) == {"a": [1, None]}
 
 
 def test_columns_marked_as_numbers_are_aligned_right_and_missing_cells_are_empty():
-    made = output.table("t", ("name", "#count"), [("a", None)])
+    made = terminal.table("t", ("name", "#count"), [("a", None)])
 
     assert [column.justify for column in made.columns] == ["left", "right"]
     assert list(made.columns[1].cells) == [""]
@@ -42,28 +42,28 @@ def test_columns_marked_as_numbers_are_aligned_right_and_missing_cells_are_empty
 @pytest.fixture
 def printed():
     """Return what is printed into a console of this many columns."""
-    before = output.console.file, output.console.width
-    output.console.file = file = io.StringIO()
+    before = terminal.console.file, terminal.console.width
+    terminal.console.file = file = io.StringIO()
 
     def of(width, print_it):
-        output.console.width = width
+        terminal.console.width = width
         print_it()
         return file.getvalue()
 
     yield of
-    output.console.file, output.console.width = before
+    terminal.console.file, terminal.console.width = before
 
 
 @pytest.mark.parametrize("width", [20, 80, 160, 400])
 def test_an_id_is_whole_at_any_width(printed, width):
-    out = printed(width, lambda: output.print_table("run", COLUMNS, [row(LINE)]))
+    out = printed(width, lambda: terminal.print_table("run", COLUMNS, [row(LINE)]))
 
     assert re.search(rf"(^|\s){re.escape(LONG)}($|\s)", out, re.MULTILINE)
     assert "150" in out
 
 
 def test_a_table_that_is_too_wide_leaves_out_nothing(printed):
-    out = printed(80, lambda: output.print_table("run", COLUMNS, [row(LINE)]))
+    out = printed(80, lambda: terminal.print_table("run", COLUMNS, [row(LINE)]))
 
     title, session, cells = out.splitlines()
     assert (title, session) == ("run", LONG)
@@ -76,21 +76,21 @@ def test_a_table_that_is_too_wide_leaves_out_nothing(printed):
 @pytest.mark.parametrize("text", ["run .[embedded]", "[bold]x[/bold]", "a :smile: b", "\\[x]"])
 def test_text_is_printed_unchanged(printed, text):
     def print_it():
-        output.console.print(text)
-        output.console.print(output.table(text, ("a",), [[text]]))
+        terminal.console.print(text)
+        terminal.console.print(terminal.table(text, ("a",), [[text]]))
 
     assert printed(80, print_it).count(text) == 3
 
 
 def test_the_consoles_of_the_command_line_take_no_markup():
-    for console in (output.console, output.notes):
+    for console in (terminal.console, terminal.notes):
         assert isinstance(console, Console)
         assert console.render_str("[bold]x").plain == "[bold]x"
 
 
 @pytest.mark.parametrize(("env", "width"), [({}, 160), ({"COLUMNS": "80"}, 80)])
 def test_without_a_terminal_columns_sets_the_width(env, width):
-    code = "from bridle.cli.output import console; print(console.width)"
+    code = "from bridle.cli.terminal import console; print(console.width)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, text=True, env=env
     )
@@ -249,9 +249,9 @@ HOSTILE = "a\x1b]0;title\x07b\x9b2Jc\x1b[31md"
 
 def test_no_text_of_an_agent_is_obeyed_by_a_terminal():
     shown = io.StringIO()
-    console = output.Plain(file=shown, force_terminal=True, markup=False, width=80)
+    console = terminal.Plain(file=shown, force_terminal=True, markup=False, width=80)
 
-    console.print(output.table(HOSTILE, ("name",), [(HOSTILE,)]))
+    console.print(terminal.table(HOSTILE, ("name",), [(HOSTILE,)]))
     console.print(HOSTILE, style="bold")
 
     out = re.sub(r"\x1b\[\d*(;\d+)*m", "", shown.getvalue())

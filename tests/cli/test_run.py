@@ -11,8 +11,8 @@ import pytest
 
 import bridle
 from bridle.capture.sqlite import SqliteReader
-from bridle.cli.options import EngineOptions
 from bridle.cli.run import setup_of
+from bridle.cli.terminal import EngineOptions
 from bridle.errors import ConfigError
 from bridle.node.results import result_from, trajectory_of
 from bridle.trajectory.sample import MaskReason

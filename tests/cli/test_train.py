@@ -11,7 +11,7 @@ from tests.cli.models import untrained
 from tests.training.mixture import save_mixture
 
 from bridle.bridges.parquet import read_logprobs
-from bridle.cli.output import console
+from bridle.cli.terminal import console
 from bridle.cli.train import load_settings, numbers_line, show_course, show_transfer
 from bridle.errors import ConfigError
 from bridle.training.loop import Course, checkpoints, read_state

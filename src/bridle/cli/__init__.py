@@ -1,11 +1,11 @@
 """The command line. A file holds related verbs, which parse flags, call the library and print.
 
-- `__main__`: all verbs, errors, exit codes; `options`: shared flags; `output`: tables, JSON, paths
-- first steps: `init` (demo, init), `doctor`, `harness`, `tasks`
+- `__main__`: all verbs, errors, exit codes; `terminal`: shared flags, tables, JSON, checks of paths
+- first steps: `init` (demo, init), `doctor` (doctor, certify), `harness`, `tasks`
 - sessions: `run` (run, fork, batches of other verbs); `config`: the config file
-- captured data: `show`, `score`, `teach`, `export` (rebuild, export, generate)
-- servers: `gateway` (gateway, engine), `serve`, `dashboard`, in a `process` that ends by a signal;
-  `client` (submit, status, watch, cancel)
+- captured data: `show`, `score` (score, teach), `export` (rebuild, export, generate)
+- servers: `gateway` (gateway, engine) and `serve` (serve, dashboard), in a `process` that ends by a
+  signal; `client` (submit, status, watch, cancel)
 - `train`
 
 Exit codes, the same for every verb:

@@ -18,7 +18,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from bridle import __version__
-from bridle.cli.output import Plain, log_to_stderr, notes
+from bridle.cli.terminal import Plain, log_to_stderr, notes
 from bridle.errors import BridleError, ConfigError, install_extra
 
 INTERRUPTED = 130
@@ -41,11 +41,14 @@ VERBS: Final = (
 
 FILES: Final = {
     **dict.fromkeys(("submit", "status", "watch", "cancel"), "client"),
+    "certify": "doctor",
+    "dashboard": "serve",
     "demo": "init",
     "fork": "run",
     "rebuild": "export",
     "generate": "export",
     "engine": "gateway",
+    "teach": "score",
 }
 """File of each verb that is not in the file of its own name."""
 

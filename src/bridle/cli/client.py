@@ -6,8 +6,17 @@ from typing import Annotated
 
 import typer
 
-from bridle.cli.options import FirstOption, JsonOption, SamplesOption, TasksArgument
-from bridle.cli.output import console, notes, print_json, print_table, table
+from bridle.cli.terminal import (
+    FirstOption,
+    JsonOption,
+    SamplesOption,
+    TasksArgument,
+    console,
+    notes,
+    print_json,
+    print_table,
+    table,
+)
 from bridle.client import Client
 from bridle.types import JSON
 

@@ -1,11 +1,14 @@
-"""`bridle doctor`: checks of this machine, of tasks, engines and runtimes, with what to do.
+"""`bridle doctor` and `bridle certify`: checks before a run and after it.
 
-The agents of tasks are proved by one scripted model call each (`prove`).
+`doctor` checks this machine, tasks, engines and runtimes, and says what to do. The agents of tasks
+are proved by one scripted model call each (`prove`). `certify` tells whether a trainer computes the
+logprobs that the rollout had, and why not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib.util
 import json as json_text
 import os
@@ -13,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+import tomllib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -23,12 +28,21 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
+import orjson
 import typer
 
-from bridle.cli.options import JsonOption
-from bridle.cli.output import console, print_json, table
+from bridle.bridges.parquet import read_logprobs, read_trajectories, write_logprobs
 from bridle.cli.run import BatchRun, run_batch
 from bridle.cli.show import counts_of
+from bridle.cli.terminal import (
+    JsonOption,
+    check_file,
+    console,
+    notes,
+    print_json,
+    print_table,
+    table,
+)
 from bridle.config import EvaluatorSpec, Limits, RuntimeSpec, Task, cache_dir
 from bridle.datasets.jsonl import load_tasks
 from bridle.dialects import DIALECTS
@@ -46,12 +60,18 @@ from bridle.engines.probe import (
     recompute_logprobs,
 )
 from bridle.engines.vllm import VllmEngine
-from bridle.errors import BridleError, EngineError, install_extra
+from bridle.errors import BridleError, ConfigError, EngineError, install_extra
+from bridle.folders import private_file
 from bridle.harnesses.packaged import OLDEST, c_library, carries
-from bridle.node.run_folder import SUMMARY
+from bridle.node.results import trajectory_of
+from bridle.node.run_folder import CERTIFICATE, SUMMARY, capture_files, sessions
 from bridle.prompting.renderer import PromptRenderer, load_renderer
 from bridle.runtimes import default_backend, runtime_class
 from bridle.runtimes.conformance import CHECKS, Nonconformity, run_check
+from bridle.training.settings import GrpoSettings
+from bridle.trajectory import fidelity
+from bridle.trajectory.fidelity import Certificate, Facts, Recomputed
+from bridle.trajectory.sample import Trace
 from bridle.types import JSON, Dialect, Ids
 
 
@@ -313,7 +333,7 @@ async def compare(
     yield await compare_rendering(engine, render)
     yield await compare_template(engine)
     if logprobs:
-        yield await _recomputed(engine, info, render, source)
+        yield await _check_recomputed(engine, info, render, source)
 
 
 def failed(what: str, found: str, fix: str) -> Finding:
@@ -333,7 +353,9 @@ def _render(renderer: PromptRenderer) -> Render:
     return render
 
 
-async def _recomputed(engine: Engine, info: EngineInfo, render: Render, source: str) -> Finding:
+async def _check_recomputed(
+    engine: Engine, info: EngineInfo, render: Render, source: str
+) -> Finding:
     folder = Path(info.tokenizer_dir or source)
     try:
         from bridle.embedded.model import PlainModel
@@ -419,3 +441,168 @@ def _proof(line: JSON, run: Path) -> Proof:
 
 def _tail(log: Path) -> str:
     return log.read_text("utf-8", "replace").strip()[-TAIL_CHARS:] if log.exists() else ""
+
+
+SHOWN_TURNS = 10
+"""Turns with the largest shares of the divergence that the table shows; `--json` has all."""
+
+
+def certify(
+    target: Annotated[Path, typer.Argument(help="Run folder, capture, or trajectories.parquet.")],
+    logprobs: Annotated[
+        Path | None, typer.Argument(help="File of a trainer's logprobs; or give --model.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Model folder or checkpoint: the reference trainer computes them."),
+    ] = None,
+    engine: Annotated[
+        Path | None, typer.Option(help="TOML file of facts about the engine, such as its dtype.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="With --model: also write its logprobs to this file.")
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(min=0, help="Nats per token up to which a mismatch does not fail."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare a trainer's logprobs of a run with the rollout's, and name the causes of a mismatch.
+
+    Ends with code 1 where the two disagree. docs/guides/certify.md has the causes and the file.
+    """
+    if (logprobs is None) == (model is None):
+        raise ConfigError("give one of a file of logprobs and --model")
+    if write is not None:
+        if model is None:
+            raise ConfigError("--write needs --model")
+        check_file(write, "--write")
+    traces = _traces(target)
+    rollout = _engine_facts(engine)
+    if logprobs is not None:
+        answers, trainer = read_logprobs(logprobs)
+    else:
+        assert model is not None
+        answers, trainer = _recomputed(model, traces)
+    if write is not None:
+        write_logprobs(write, answers, trainer)
+    found = fidelity.certify(traces, answers, trainer, rollout)
+    _keep(target, found, model or logprobs)
+    if json:
+        print_json(found.json())
+    else:
+        _show(found)
+    failed = not found.faithful and (max_kl is None or found.kl > max_kl)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _traces(target: Path) -> list[Trace]:
+    """Return the traces of a run that train. `ConfigError` if there is none."""
+    if target.suffix == ".parquet":
+        trajectories = read_trajectories(target)
+    else:
+        trajectories = [trajectory_of(capture) for capture in sessions(target)]
+    found = [t for one in trajectories for t in one.traces if t.loss_mask.any()]
+    if not found:
+        raise ConfigError(f"{target}: no trace of its {len(trajectories)} sessions trains")
+    return found
+
+
+def _engine_facts(path: Path | None) -> Facts:
+    if path is None:
+        return Facts()
+    try:
+        return Facts.of(tomllib.loads(path.read_text()), str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--engine {path}: {error}") from error
+
+
+def _recomputed(model: Path, traces: Sequence[Trace]) -> tuple[list[Recomputed], Facts]:
+    """Return the logprobs of the reference trainer at the sessions' own temperature, and its
+    facts.
+    """
+    from bridle.embedded.model import load_tokenizer
+    from bridle.training.forward import digest_of_weights, facts_of, recompute
+    from bridle.training.grpo import Learner
+    from bridle.training.loop import STATE, read_state
+
+    temperatures = {
+        1.0 if value is None or trace.logprob_mode == "raw" else float(value)
+        for trace in traces
+        for value in (trace.metadata.get("sampling") or {}).get("temperature", ())
+    } or {1.0}
+    if len(temperatures) > 1 or min(temperatures) <= 0:
+        among = ", ".join(f"{one:g}" for one in sorted(temperatures))
+        raise ConfigError(f"the sessions were sampled at temperatures {among}, and one is needed")
+    temperature = temperatures.pop()
+    state = read_state(model) if (model / STATE).is_file() else {}
+    trained = {name: state[name] for name in ("dtype", "replay_experts") if name in state}
+    settings = GrpoSettings(**trained)
+    replay = settings.replay_experts
+    learner = Learner.load(model, settings)
+    template = getattr(load_tokenizer(model), "chat_template", None)
+    digest = hashlib.sha256(str(template).encode()).hexdigest() if template else None
+    known = Facts(
+        weights=digest_of_weights(learner.model),
+        version=state.get("version"),
+        template=digest,
+        temperature=temperature,
+        dtype=settings.dtype,
+    )
+    notes.print(f"computing {sum(int(t.loss_mask.sum()) for t in traces)} logprobs")
+    with learner.computing():
+        answers = list(recompute(learner.model, traces, temperature=temperature, replay=replay))
+    return answers, facts_of(learner.model, known, traces if replay else ())
+
+
+def _keep(target: Path, found: Certificate, trainer: Path | None) -> None:
+    """Write the certificate into the run folder, for the dashboard."""
+    if target.suffix == ".parquet":
+        return
+    content = orjson.dumps({"made_at": time.time(), "trainer": str(trainer), **found.json()})
+    for path in capture_files(target):
+        try:
+            private_file(path.with_name(CERTIFICATE)).write_bytes(content)
+        except OSError as error:
+            notes.print(f"the dashboard will not show this: {error}")
+
+
+def _show(found: Certificate) -> None:
+    marks = {True: "", False: "differs", None: ""}
+    rows = [
+        [name, *(_short(value) for value in (ours, theirs)), marks[same]]
+        for name, ours, theirs, same in found.facts()
+    ]
+    print_table("facts", ("fact", "rollout", "trainer", ""), rows)
+    if found.mismatches:
+        causes = [
+            [
+                s.cause.value,
+                f"{m.token_share:.1%}",
+                f"{m.kl_share:.1%}",
+                f"{s.score:.2f}",
+                s.evidence,
+            ]
+            for m in found.mismatches
+            for s in m.causes
+        ]
+        title = f"{len(found.mismatches)} mismatches"
+        print_table(title, ("cause", "#tokens", "#KL", "#score", "evidence"), causes)
+        worst = sorted(found.turns, key=lambda turn: -turn.kl_share)[:SHOWN_TURNS]
+        turns = [
+            [t.exchange_id, t.tokens, f"{t.token_share:.1%}", f"{t.kl:.3g}", f"{t.kl_share:.1%}",
+             f"{t.largest:.3g}", ", ".join(t.causes)]
+            for t in worst
+        ]  # fmt: skip
+        title = f"{len(worst)} of {len(found.turns)} turns"
+        columns = ("turn", "#tokens", "#of all", "#KL", "#of KL", "#largest", "cause")
+        print_table(title, columns, turns)
+    if found.missing:
+        console.print(f"{found.missing} tokens that train have no logprob of the trainer")
+    console.print(found.summary(), soft_wrap=True)
+
+
+def _short(value: object) -> str:
+    text = "-" if value is None else str(value)
+    return text if len(text) <= 40 else f"{text[:16]}..."

@@ -34,7 +34,8 @@ from bridle.bridges.traces import write_atif
 from bridle.capture.records import SessionCapture
 from bridle.capture.sqlite import SqliteReader
 from bridle.cli.config import FileConfig
-from bridle.cli.options import (
+from bridle.cli.run import BatchRun, load_task_set, run_batch, task_overrides
+from bridle.cli.terminal import (
     ConcurrencyOption,
     EngineOptions,
     FirstOption,
@@ -42,9 +43,6 @@ from bridle.cli.options import (
     JsonOption,
     RuntimeOption,
     UntokenizedOption,
-    with_option_groups,
-)
-from bridle.cli.output import (
     check_file,
     check_folder,
     console,
@@ -53,8 +51,8 @@ from bridle.cli.output import (
     print_json,
     progress,
     table,
+    with_option_groups,
 )
-from bridle.cli.run import BatchRun, load_task_set, run_batch, task_overrides
 from bridle.config import BuilderSpec, Task
 from bridle.errors import ConfigError
 from bridle.folders import private_file, private_folder

@@ -22,16 +22,19 @@ import uvloop
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import FileConfig, open_setup
-from bridle.cli.options import (
+from bridle.cli.process import Stop, long_running, run_until_signal
+from bridle.cli.terminal import (
     EngineOptions,
     JsonOption,
     PromptOption,
     StreamOption,
     UntokenizedOption,
+    check_folder,
+    log_to_stderr,
+    notes,
+    print_json_line,
     with_option_groups,
 )
-from bridle.cli.output import check_folder, log_to_stderr, notes, print_json_line
-from bridle.cli.process import Stop, long_running, run_until_signal
 from bridle.engines import open_engine
 from bridle.errors import BridleError, ConfigError
 from bridle.folders import FolderLock

@@ -14,8 +14,7 @@ from typing import Annotated
 import orjson
 import typer
 
-from bridle.cli.options import JsonOption
-from bridle.cli.output import console, print_json, table
+from bridle.cli.terminal import JsonOption, console, print_json, table
 from bridle.config import AUTO, EvaluatorSpec, ForkSpec, RuntimeSpec, Task
 from bridle.harnesses import ANY_PROGRAM, HARNESSES, default_agent, dialects_of, open_harness
 from bridle.harnesses.bundles import DAY_S, bundles_dir, installed

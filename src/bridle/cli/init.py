@@ -24,8 +24,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bridle.cli.options import JsonOption
-from bridle.cli.output import check_folder, console, notes, print_json
+from bridle.cli.terminal import JsonOption, check_folder, console, notes, print_json
 from bridle.errors import ConfigError
 from bridle.types import JSON
 

@@ -29,7 +29,9 @@ from rich.progress import Progress, TaskID
 from bridle import telemetry
 from bridle.api import Gateway, new_run_folder
 from bridle.cli.config import FileConfig, load_config
-from bridle.cli.options import (
+from bridle.cli.process import long_running
+from bridle.cli.show import COLUMNS, print_scores, row
+from bridle.cli.terminal import (
     ConcurrencyOption,
     EngineOptions,
     FirstOption,
@@ -43,11 +45,14 @@ from bridle.cli.options import (
     TelemetryOption,
     UntokenizedOption,
     VerifiedOption,
+    check_folder,
+    console,
+    notes,
+    print_json,
+    print_table,
+    progress,
     with_option_groups,
 )
-from bridle.cli.output import check_folder, console, notes, print_json, print_table, progress
-from bridle.cli.process import long_running
-from bridle.cli.show import COLUMNS, print_scores, row
 from bridle.config import AUTO, ForkSpec, Task, assets_dir, read_text
 from bridle.datasets.harbor import SET
 from bridle.datasets.jsonl import load_tasks, require_verified, with_template

@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from bridle.capture.records import SessionCapture
-from bridle.cli.options import JsonOption
-from bridle.cli.output import console, number, print_json, print_table
+from bridle.cli.terminal import JsonOption, console, number, print_json, print_table
 from bridle.errors import ConfigError
 from bridle.node.results import result_from
 from bridle.node.run_folder import find_session, sessions

@@ -13,9 +13,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from bridle.cli.options import JsonOption
-from bridle.cli.output import console, notes, print_json, print_table
 from bridle.cli.run import BatchRun, run_batch, task_overrides
+from bridle.cli.terminal import JsonOption, console, notes, print_json, print_table
 from bridle.config import Task, assets_dir
 from bridle.datasets.environments import Bench, Refused, safe_backend
 from bridle.datasets.jsonl import load_tasks, read_manifest, task_digest

@@ -31,18 +31,23 @@ from bridle import telemetry
 from bridle.aio import run_shielded
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import EngineSetup, load_config, open_setup
-from bridle.cli.options import (
+from bridle.cli.process import long_running
+from bridle.cli.run import task_overrides
+from bridle.cli.show import counts_of
+from bridle.cli.terminal import (
     ConcurrencyOption,
     EnginesOption,
     HarnessOption,
     JsonOption,
     TelemetryOption,
     VerifiedOption,
+    check_folder,
+    console,
+    notes,
+    number,
+    print_json,
+    progress,
 )
-from bridle.cli.output import check_folder, console, notes, number, print_json, progress
-from bridle.cli.process import long_running
-from bridle.cli.run import task_overrides
-from bridle.cli.show import counts_of
 from bridle.client import AsyncClient
 from bridle.config import AgentSpec, Settings, Task, load_toml, validated, with_flags
 from bridle.credentials import split_token

@@ -9,8 +9,8 @@ from examples.demo.main import Part
 from examples.demo.policy import FORKS, lookup_task, policy_part, show_forks, show_policy
 from tests.cli.models import untrained
 
-from bridle.cli.output import console
 from bridle.cli.run import BatchRun, run_batch
+from bridle.cli.terminal import console
 
 pytestmark = pytest.mark.timeout(180)
 

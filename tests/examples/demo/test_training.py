@@ -8,7 +8,7 @@ from examples.demo.model import demo_model
 from examples.demo.training import LOOP, training_part
 from tests.cli.models import untrained
 
-from bridle.cli.output import console
+from bridle.cli.terminal import console
 
 
 @pytest.mark.timeout(180)
