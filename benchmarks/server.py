@@ -37,11 +37,10 @@ from bridle.node.base import Events
 from bridle.node.results import SessionResult
 from bridle.server.app import serve_api
 from bridle.server.callbacks import CallbackAddresses
-from bridle.server.database import Database
-from bridle.server.files import TrajectoryFiles
 from bridle.server.http import ApiToken, Auth, ServerContext, TokenRole
 from bridle.server.service import Service
 from bridle.server.settings import SubmissionPolicy
+from bridle.server.storage import Database, TrajectoryFiles
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON, SessionStatus
 

@@ -25,7 +25,7 @@ from bridle.bridges.slime import (
 )
 from bridle.config import Task
 from bridle.errors import ConfigError
-from bridle.server.discovery import engines_named
+from bridle.server.scheduler import engines_named
 
 TASKS = TaskTable([Task(task_id=name, instruction="go") for name in "ab"])
 ARGS = SimpleNamespace(grpo_std_normalization=True)

@@ -26,7 +26,7 @@ from bridle.config import AgentSpec, Task
 from bridle.credentials import announce_server
 from bridle.errors import ConfigError, ServerError
 from bridle.folders import FolderLock
-from bridle.server import discovery
+from bridle.server import scheduler
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -247,7 +247,7 @@ def test_a_server_that_waits_for_its_first_engine_ends_at_the_first_signal(tmp_p
 
 
 async def test_a_served_server_follows_its_source(tmp_path, monkeypatch):
-    monkeypatch.setattr(discovery, "READ_EVERY_S", 0.01)
+    monkeypatch.setattr(scheduler, "READ_EVERY_S", 0.01)
     script = tmp_path / "script.json"
     script.write_text(json.dumps({"conversations": [{"turns": [{"content": "Done."}]}]}))
     source = tmp_path / "engines"

@@ -16,12 +16,11 @@ from bridle.node.results import SessionResult
 from bridle.runtimes import RUNTIMES
 from bridle.server.app import make_app
 from bridle.server.callbacks import CallbackAddresses
-from bridle.server.database import Database
-from bridle.server.files import TrajectoryFiles
 from bridle.server.http import ApiToken, Auth, ServerContext, TokenRole
 from bridle.server.schemas import Submission
 from bridle.server.service import Service
 from bridle.server.settings import ServiceSettings, SubmissionPolicy
+from bridle.server.storage import Database, TrajectoryFiles
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import Cause, SessionStatus
 

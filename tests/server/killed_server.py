@@ -22,10 +22,9 @@ from bridle.bridges import parquet
 from bridle.config import Task
 from bridle.server.app import serve_api
 from bridle.server.callbacks import CallbackAddresses, CallbackSender
-from bridle.server.database import Database
-from bridle.server.files import TrajectoryFiles
 from bridle.server.service import Service
 from bridle.server.settings import ServiceSettings
+from bridle.server.storage import Database, TrajectoryFiles
 
 NODE_PID = "node.pid"
 """File with the id of the node's process."""

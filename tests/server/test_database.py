@@ -9,9 +9,9 @@ from sqlalchemy.exc import DBAPIError
 from tests.server.house import database_of
 
 from bridle.errors import ConfigError, StateError
-from bridle.server import database as database_module
+from bridle.server import storage
 from bridle.server import tables as t
-from bridle.server.database import Database, database_url, until_done
+from bridle.server.storage import Database, database_url, until_done
 from bridle.server.store import TaskStore
 
 
@@ -197,7 +197,7 @@ async def test_client_retries_temporary_errors_and_no_others(tmp_path, state, ex
 async def test_connection_opened_for_a_cancelled_caller_is_closed(tmp_path, monkeypatch):
     begun, go_on, closed = threading.Event(), threading.Event(), []
 
-    class Slow(database_module._Connection):
+    class Slow(storage._Connection):
         """Opens when it is let."""
 
         def __init__(self, *given: Any, **named: Any) -> None:
@@ -211,7 +211,7 @@ async def test_connection_opened_for_a_cancelled_caller_is_closed(tmp_path, monk
 
     async with await Database.open(tmp_path / "a.sqlite") as database:
         await database._engine.dispose()  # no idle connection is left to be taken
-        monkeypatch.setattr(database_module, "_Connection", Slow)
+        monkeypatch.setattr(storage, "_Connection", Slow)
 
         async def read():
             async with database.read():

@@ -11,8 +11,8 @@ from tests.node.nodes import a_runner, remote_nodes
 from tests.server.house import FakeWorkers, until
 
 from bridle.errors import ConfigError, EngineError
-from bridle.server import discovery
-from bridle.server.discovery import engines_in, engines_named, first_named, follow
+from bridle.server import scheduler
+from bridle.server.scheduler import engines_in, engines_named, first_named, follow
 
 PROMETHEUS = """global:
   evaluation_interval: 10s
@@ -61,7 +61,7 @@ def test_a_text_that_names_no_engine_is_read_in_linear_time(text):
 
 async def test_an_endless_list_of_engines_is_not_read_to_its_end(tmp_path):
     long = tmp_path / "long"
-    long.write_text("http://a:1\n" + " " * discovery.MOST_BYTES)
+    long.write_text("http://a:1\n" + " " * scheduler.MOST_BYTES)
     assert await engines_named(str(long)) == await engines_named("/dev/zero") == []
     sent = 0
 
@@ -107,14 +107,14 @@ async def test_a_url_names_engines_and_what_cannot_be_read_names_none(tmp_path):
 
 
 async def test_a_server_waits_for_the_first_engine(tmp_path, monkeypatch):
-    monkeypatch.setattr(discovery, "READ_EVERY_S", 0.01)
+    monkeypatch.setattr(scheduler, "READ_EVERY_S", 0.01)
     source = tmp_path / "engines"
     async with asyncio.TaskGroup() as group:
         waiting = group.create_task(first_named(str(source), asyncio.Event()))
         await asyncio.sleep(0)
         source.write_text("a:1")
     assert waiting.result() == ["http://a:1"]
-    monkeypatch.setattr(discovery, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(scheduler, "PATIENCE_S", 0.02)
     with pytest.raises(ConfigError, match="named no engine"):
         await first_named(str(tmp_path / "none"), asyncio.Event())
 
@@ -138,7 +138,7 @@ async def test_engines_join_and_leave_as_they_are_named(tmp_path, monkeypatch):
         reads.append(found := await engines_named(source))
         return found
 
-    monkeypatch.setattr(discovery, "engines_named", counted)
+    monkeypatch.setattr(scheduler, "engines_named", counted)
     workers, source = Late(), tmp_path / "engines"
     workers.replicas.append("http://a:1")
     source.write_text("a:1 late:1")

@@ -7,7 +7,7 @@ from tests.server.house import trace
 
 from bridle.bridges import parquet
 from bridle.errors import StoreError
-from bridle.server.files import TrajectoryFiles, UnwritableError
+from bridle.server.storage import TrajectoryFiles, UnwritableError
 from bridle.trajectory.result import trajectory_bytes
 from bridle.trajectory.sample import Trajectory
 

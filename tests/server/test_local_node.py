@@ -14,10 +14,9 @@ from bridle.errors import ConfigError
 from bridle.gateway.weights import SetPolicy
 from bridle.node.local import KILLED
 from bridle.node.run_folder import CAPTURE, RunFolder, ServerFolder
-from bridle.server.database import Database
-from bridle.server.files import TrajectoryFiles
 from bridle.server.service import Service
 from bridle.server.settings import ServiceSettings
+from bridle.server.storage import Database, TrajectoryFiles
 from bridle.trajectory import rebuild
 
 

@@ -16,7 +16,7 @@ from tests.server.house import (
 )
 
 from bridle.config import Task
-from bridle.server.database import Database
+from bridle.server.storage import Database
 from bridle.server.store import ClaimLimits, TaskStore
 from bridle.server.tables import run_id
 

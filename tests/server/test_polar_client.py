@@ -19,9 +19,8 @@ from bridle.aio import Nursery
 from bridle.bridges import parquet
 from bridle.server.app import serve_api
 from bridle.server.callbacks import CallbackAddresses, CallbackSender
-from bridle.server.database import Database
-from bridle.server.files import TrajectoryFiles
 from bridle.server.service import Service
+from bridle.server.storage import Database, TrajectoryFiles
 
 TOKEN = "control-plane-token-of-theirs"
 

@@ -9,7 +9,7 @@ from tests.server.cluster import Cluster, Pair
 from tests.server.house import FakeWorkers, an_app, body, ended, until
 
 from bridle.errors import StateError
-from bridle.server.database import Database
+from bridle.server.storage import Database
 
 
 @pytest.fixture

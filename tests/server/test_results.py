@@ -5,7 +5,7 @@ from tests.server.test_finalize import failed
 from tests.server.test_store import NOW, a_state, claim, done, submit
 
 from bridle.errors import StoreError
-from bridle.server.results import (
+from bridle.server.queries import (
     group_json,
     polar_state,
     polar_status,

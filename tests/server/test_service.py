@@ -17,7 +17,7 @@ from bridle.config import BuilderSpec, Task
 from bridle.errors import ConfigError
 from bridle.gateway.weights import SetPolicy
 from bridle.node.base import Installing, SessionChanged
-from bridle.server.database import Database
+from bridle.server.storage import Database
 from bridle.server.store import ClaimLimits, TaskStore
 from bridle.types import SessionStatus
 

@@ -8,9 +8,9 @@ from sqlalchemy import text
 from tests.server.house import FakeWorkers, a_service, database_of, ended, submission, until
 
 from bridle.errors import ConfigError
-from bridle.server.database import Database
 from bridle.server.finalize import ConflictError
 from bridle.server.queries import Queries
+from bridle.server.storage import Database
 from bridle.server.store import ClaimLimits, FairShares, QuotaError, TaskStore
 from bridle.server.tables import EndedRun, SessionState, TaskState
 from bridle.types import Cause

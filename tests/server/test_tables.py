@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from sqlalchemy import create_engine
 
 from bridle.config import Task
-from bridle.server.database import Database
+from bridle.server.storage import Database
 from bridle.server.tables import (
     CALLBACK_TRANSITIONS,
     FINAL_SESSIONS,

@@ -59,9 +59,6 @@ from bridle.node.local import LocalNode, NodeSettings
 from bridle.node.run_folder import ServerFolder
 from bridle.server.app import serve_api, serve_app
 from bridle.server.callbacks import CallbackAddresses, CallbackSender, callback_secret
-from bridle.server.database import Database
-from bridle.server.discovery import first_named, follow
-from bridle.server.files import TrajectoryFiles
 from bridle.server.http import (
     TOKEN_FILE,
     Auth,
@@ -72,8 +69,10 @@ from bridle.server.http import (
     load_tokens,
     own_token,
 )
+from bridle.server.scheduler import first_named, follow
 from bridle.server.service import Service
 from bridle.server.settings import ServerSettings
+from bridle.server.storage import Database, TrajectoryFiles
 
 TOKEN_ENV: Final = "BRIDLE_DASHBOARD_TOKEN"  # noqa: S105 - the variable's name
 """Token that browsers must give; required off loopback."""

@@ -53,9 +53,9 @@ from bridle import __version__
 from bridle.aio import Nursery
 from bridle.credentials import load_or_make_token
 from bridle.errors import BridleError
-from bridle.server.database import until_done
-from bridle.server.results import session_result, task_status
+from bridle.server.queries import session_result, task_status
 from bridle.server.service import Service
+from bridle.server.storage import until_done
 from bridle.trajectory.result import encode
 
 SECRET_ENV: Final = "BRIDLE_CALLBACK_SECRET"  # noqa: S105 - the variable's name

@@ -33,8 +33,7 @@ from bridle.config import (
 from bridle.datasets.swe import GRADED, decode_field, swe_task
 from bridle.errors import ConfigError, StateError, StoreError, root_cause
 from bridle.server.http import ApiError, ApiRequest, RouteTable, TokenRole, reply, validation_error
-from bridle.server.queries import is_final
-from bridle.server.results import polar_task, task_status
+from bridle.server.queries import is_final, polar_task, task_status
 from bridle.server.routes_v1 import check, list_sessions, page_json, submit, task_row
 from bridle.server.schemas import (
     GroupOptions,

@@ -21,7 +21,7 @@ from bridle.config import ForkSpec, Task
 from bridle.errors import ConfigError, StoreError
 from bridle.gateway.weights import AddReplica, SetEngine, SetPolicy
 from bridle.node.session import read_replay
-from bridle.server import results
+from bridle.server import queries
 from bridle.server.callbacks import ForbiddenAddressError
 from bridle.server.http import (
     ARROW_TYPE,
@@ -191,7 +191,7 @@ def session_json(request: ApiRequest, row: Row) -> JSON:
     running = row["state"] == "RUNNING"
     stage = request.service.stage(row["session_id"], row["attempt"]) if running else None
     task = {"task_id": row["task_id"]} if "task_id" in row else {}
-    return results.session_json(row, stage) | task
+    return queries.session_json(row, stage) | task
 
 
 def page_json(
@@ -245,7 +245,7 @@ async def list_tasks(request: ApiRequest) -> Response:
     """List tasks in the order of their submission."""
     page = request.query(TasksQuery)
     rows = await request.queries.tasks(after=page.cursor, limit=page.limit, state=page.state)
-    return reply(page_json("tasks", rows, page, "seq", results.task_json))
+    return reply(page_json("tasks", rows, page, "seq", queries.task_json))
 
 
 @ROUTES.add("GET", "/v1/tasks/{task_id}", TokenRole.READ, query=WaitQuery)
@@ -253,14 +253,14 @@ async def show_task(request: ApiRequest) -> Response:
     """Return a task and its counts; `wait_s` waits until it is final."""
     wait_s = request.query(WaitQuery).wait_s
     task = await _poll(request.service, wait_s, lambda: task_row(request), is_final)
-    return reply(results.task_json(task))
+    return reply(queries.task_json(task))
 
 
 @ROUTES.add("DELETE", "/v1/tasks/{task_id}", TokenRole.SUBMIT)
 async def cancel_task(request: ApiRequest) -> Response:
     """Cancel a task; an ended one does not change."""
     await request.service.cancel_task((await task_row(request))["key"])
-    return reply(results.task_json(await task_row(request)))
+    return reply(queries.task_json(await task_row(request)))
 
 
 @ROUTES.add("POST", "/v1/tasks/cancel", TokenRole.SUBMIT, body=CancelBody)
@@ -287,7 +287,7 @@ async def list_sessions(request: ApiRequest) -> Response:
 
     def form(row: Row) -> JSON:
         session = session_json(request, row)
-        return session | {"status": results.polar_state(session["status"])}
+        return session | {"status": queries.polar_state(session["status"])}
 
     listed = page_json("sessions", rows, page, "sample_index", form)
     return reply({"task_id": task["task_id"]} | listed)
@@ -366,7 +366,7 @@ async def show_trajectory(request: ApiRequest) -> Response:
     """Return a trajectory as JSON, msgpack or an Arrow stream, as `Accept` says."""
     kind = negotiate(request, (JSON_TYPE, MSGPACK_TYPE, ARROW_TYPE))
     row = await session_row(request)
-    found = await results.trajectory(request.service, row)
+    found = await queries.trajectory(request.service, row)
     if found is None:
         what = "has not ended" if row["ended_at"] is None else "has no trajectory, or not any more"
         raise ApiError(404, "not_found", f"session {row['session_id']!r} {what}")
@@ -415,10 +415,10 @@ async def groups(request: ApiRequest) -> Response:
     for row in rows:
         sessions = await request.queries.sessions(row["seq"])
         shown = [session_json(request, one) for one in sessions]
-        group = results.group_json(row, shown, version=version)
+        group = queries.group_json(row, shown, version=version)
         if page.include is not None:
             group["results"] = [
-                await results.session_result(request.service, one, packed=packed)
+                await queries.session_result(request.service, one, packed=packed)
                 for one in sessions
             ]
         listed.append(group)
@@ -445,7 +445,7 @@ async def callbacks(request: ApiRequest) -> Response:
     """List callbacks; `state=dead` are those that are not retried any more."""
     page = request.query(CallbacksQuery)
     rows = await request.queries.callbacks(after=page.cursor, limit=page.limit, state=page.state)
-    return reply(page_json("callbacks", rows, page, "seq", results.callback_json))
+    return reply(page_json("callbacks", rows, page, "seq", queries.callback_json))
 
 
 @ROUTES.add("POST", "/v1/callbacks/replay", TokenRole.ADMIN)

@@ -38,13 +38,12 @@ from bridle.gateway.faults import trace_of
 from bridle.gateway.weights import SetPolicy
 from bridle.node.base import Event, RoomChanged, SessionChanged, SessionRunner
 from bridle.node.local import plan
-from bridle.server.database import Database, until_done
-from bridle.server.files import TrajectoryFiles
 from bridle.server.metrics import ServerMetrics
 from bridle.server.queries import Queries
 from bridle.server.scheduler import Scheduler
 from bridle.server.schemas import Reward, Submission
 from bridle.server.settings import ServiceSettings
+from bridle.server.storage import Database, TrajectoryFiles, until_done
 from bridle.server.store import FairShares, TaskStore
 from bridle.server.tables import FinalizeResult, RetentionLevel, Row, run_id, task_key
 from bridle.types import JSON

@@ -37,10 +37,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bridle.errors import BridleError, ConfigError
 from bridle.server import tables as t
-from bridle.server.database import Database
 from bridle.server.finalize import ConflictError, Finalizer, failed_on
 from bridle.server.queries import is_due
 from bridle.server.schemas import Reward, Submission
+from bridle.server.storage import Database
 from bridle.server.tables import (
     CALLBACK_TRANSITIONS,
     TASK_TRANSITIONS,

@@ -1,7 +1,7 @@
 import sqlite3
 from contextlib import closing
 
-from bridle.server.database import Database
+from bridle.server.storage import Database
 
 
 async def test_a_database_knows_which_migration_it_is_at(tmp_path):

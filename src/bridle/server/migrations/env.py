@@ -1,4 +1,4 @@
-"""Entry point of alembic; `bridle.server.database` provides the connection."""
+"""Entry point of alembic; `bridle.server.storage` provides the connection."""
 
 from __future__ import annotations
 

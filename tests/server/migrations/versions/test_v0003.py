@@ -7,8 +7,8 @@ from alembic.operations import Operations
 from sqlalchemy import create_engine, inspect
 
 from bridle.errors import ConfigError
-from bridle.server.database import Database
 from bridle.server.migrations.versions import v0003
+from bridle.server.storage import Database
 
 
 async def test_the_numbers_begin_at_nought(tmp_path):

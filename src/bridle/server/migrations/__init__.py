@@ -1,1 +1,0 @@
-"""Migrations of the database, one file per step; `bridle.server.database` applies them."""

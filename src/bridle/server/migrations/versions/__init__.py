@@ -1,1 +1,0 @@
-"""Steps of the migrations, oldest first."""
