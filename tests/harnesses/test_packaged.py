@@ -84,7 +84,7 @@ def test_a_script_gets_its_configuration_as_a_file_and_the_task_on_stdin():
     (given,) = config["mcp_servers"]
     assert (given["name"], given["transport"], given["args"]) == ("a", "stdio", ["x"])
     assert launch.env["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
-    assert {"/h/.agent/openai_agents_agent.py", "/h/.agent/bash_tool.py"} < set(launch.files)
+    assert {"/h/.agent/openai_agents_agent.py", "/h/.agent/shell_agent.py"} < set(launch.files)
 
 
 @pytest.mark.parametrize(

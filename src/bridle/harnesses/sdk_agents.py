@@ -25,7 +25,7 @@ from bridle.harnesses.claude_code import claude_env
 from bridle.harnesses.packaged import PYTHON, PackagedHarness, PyPI
 from bridle.types import JSON, Cause, Dialect
 
-TOOL = "bash_tool.py"
+TOOL = "shell_agent.py"
 TURN_LIMIT, API_FAILED = 3, 4
 """Exit codes of every script; 1 is anything else that went wrong."""
 

@@ -2,12 +2,14 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 from tests.gateway.house import house
 
 from bridle.harnesses.base import SCRIPTS
-from bridle.harnesses.scripts.shell_agent import AgentTask, run, shell
+from bridle.harnesses.scripts import shell_agent
+from bridle.harnesses.scripts.shell_agent import AgentTask, bash, run
 
 TURNS: list[dict[str, Any]] = [{"shell": ["echo hi > made.txt"]}, {"content": "It is there."}]
 
@@ -44,5 +46,23 @@ async def test_as_a_script_it_reads_what_the_command_harness_sets(tmp_path):
     assert (tmp_path / "made.txt").exists()
 
 
-def test_failed_command_is_reported_with_its_exit_code():
-    assert shell("echo out; echo err >&2; exit 3") == "out\nerr\n[exit code: 3]"
+def test_bash_gives_what_the_command_printed_and_its_exit_code():
+    assert bash("echo out; echo err >&2; exit 3") == "out\nerr\n[exit code: 3]"
+    assert bash("true") == "[exit code: 0]"
+
+
+def test_of_long_output_the_middle_is_left_out():
+    text = bash("printf 'a%.0s' {1..40000}; printf end")
+    assert "[10003 characters left out]" in text
+    assert text.endswith("end\n[exit code: 0]")
+
+
+def test_a_command_that_hangs_is_stopped_with_all_it_started(monkeypatch):
+    monkeypatch.setattr(shell_agent, "LIMIT_S", 1.5)
+    began = time.monotonic()
+    assert bash("sleep 60 & echo on; sleep 60") == "on\n[stopped after 1.5 s]"
+    assert time.monotonic() - began < 50
+
+
+def test_binary_output_is_named_as_binary():
+    assert bash(r"printf '\xff'") == "�\n[exit code: 0]"

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bash_tool import bash
 from google.adk.agents import LlmAgent
 from google.adk.agents.invocation_context import LlmCallsLimitExceededError
 from google.adk.agents.run_config import RunConfig, StreamingMode
@@ -27,6 +26,7 @@ from google.adk.tools.mcp_tool.mcp_toolset import McpToolset
 from google.adk.tools.skill_toolset import SkillDiscoveryMode, SkillToolset
 from google.genai import errors, types
 from mcp import StdioServerParameters
+from shell_agent import bash
 
 
 def toolset(config: dict[str, Any]) -> McpToolset:

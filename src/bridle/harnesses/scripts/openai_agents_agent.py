@@ -22,8 +22,8 @@ from agents import (
     set_tracing_disabled,
 )
 from agents.mcp import MCPServer, MCPServerSse, MCPServerStdio, MCPServerStreamableHttp
-from bash_tool import bash
 from openai import APIError, AsyncOpenAI
+from shell_agent import bash
 
 
 def server(config: dict[str, Any]) -> MCPServer:

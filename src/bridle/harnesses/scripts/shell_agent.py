@@ -1,11 +1,13 @@
 """The smallest agent: one shell tool over OpenAI Chat, with the standard library alone.
 
 `run` is a function for harness `function`; as a script, `python shell_agent.py`, it takes the same
-from the variables that harness `command` sets. It knows nothing of Bridle.
+from the variables that harness `command` sets. It knows nothing of Bridle. Agents on SDKs that have
+no tools of their own take `bash` from here; it runs inside the sandbox, with the bundle's Python.
 """
 
 import json
 import os
+import signal
 import subprocess
 import urllib.request
 from dataclasses import dataclass
@@ -25,6 +27,9 @@ TOOL = {
     },
 }
 MOST_TURNS = 20
+LIMIT_S = 120
+LONGEST = 30_000
+"""Characters of output that the model gets; of more, the middle is left out."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ def run(task: AgentTask) -> str:
         if not message.get("tool_calls"):
             break
         for call in message["tool_calls"]:
-            output = shell(json.loads(call["function"]["arguments"])["command"])
+            output = bash(json.loads(call["function"]["arguments"])["command"])
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
     return str(messages[-1].get("content") or "")
 
@@ -61,12 +66,32 @@ def ask(task: AgentTask, body: dict[str, Any]) -> dict[str, Any]:
         return message
 
 
-def shell(command: str) -> str:
-    """Run a shell command and return its stdout, stderr and exit code as text."""
-    done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, check=False, text=True, timeout=120
+def bash(command: str) -> str:
+    """Run a shell command in the work folder and return what it printed.
+
+    Args:
+        command: The command line, read by bash.
+    """
+    process = subprocess.Popen(
+        ["bash", "-c", command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
-    return f"{done.stdout}{done.stderr}[exit code: {done.returncode}]"
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+        ending = f"exit code: {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        ending = f"stopped after {LIMIT_S} s"
+    text = output.decode(errors="replace")
+    if len(text) > LONGEST:
+        left_out = len(text) - LONGEST
+        half = LONGEST // 2
+        text = f"{text[:half]}\n[{left_out} characters left out]\n{text[-half:]}"
+    return f"{text.rstrip()}\n[{ending}]".lstrip()
 
 
 if __name__ == "__main__":
