@@ -17,7 +17,7 @@ import pytest
 from tests.real_clients.matrix import MINI_ENDS
 from tests.sandbox.images import put_image
 
-from bridle.evaluators.test_on_output import files_of
+from bridle.evaluators.patch import files_of
 
 RELEASES = Path(os.environ.get("BRIDLE_TEST_RELEASES", "missing"))
 PAIRS = {

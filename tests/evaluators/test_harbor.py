@@ -7,7 +7,7 @@ from tests.evaluators.made import evaluation
 
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Unscorable
-from bridle.evaluators.harbor import HarborEvaluator, parse_json, parse_text
+from bridle.evaluators.command import HarborEvaluator, parse_json, parse_text
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 

@@ -10,7 +10,7 @@ from tests.evaluators.test_test_on_output import BEGIN, two_runtimes
 
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Unscorable, evaluate_with_control
-from bridle.evaluators.swebench import SwebenchEvaluator
+from bridle.evaluators.patch import SwebenchEvaluator
 
 UTILS = """
 from types import SimpleNamespace

@@ -8,7 +8,7 @@ import pytest
 from tests.datasets.test_swe import CLASSIC, GYM, MULTILINGUAL, REBENCH, SMITH
 
 from bridle.datasets.swe import swe_task
-from bridle.evaluators.swebench import RUNNER
+from bridle.evaluators.patch import RUNNER
 
 pytestmark = pytest.mark.long
 

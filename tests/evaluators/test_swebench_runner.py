@@ -4,7 +4,7 @@ import sys
 
 from tests.evaluators.test_swebench import GRADING, UTILS
 
-from bridle.evaluators.swebench import RUNNER
+from bridle.evaluators.patch import RUNNER
 
 
 def test_what_the_package_prints_is_kept_from_what_it_returns(tmp_path):

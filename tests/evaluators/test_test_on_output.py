@@ -6,8 +6,8 @@ from tests.evaluators.made import evaluation
 
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Unscorable
+from bridle.evaluators.patch import TestOnOutput, filter_patch, from_junit
 from bridle.evaluators.summary import from_summary
-from bridle.evaluators.test_on_output import TestOnOutput, filter_patch, from_junit
 
 BEGIN = (
     "git init -q . && git config user.name a && git config user.email a@b && echo 1 > code.txt"

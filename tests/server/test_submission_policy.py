@@ -93,7 +93,7 @@ def runtime(**fields):
             "evaluator.config.python",
             {
                 "evaluator": {
-                    "strategy": "bridle.evaluators.swebench:SwebenchEvaluator",
+                    "strategy": "bridle.evaluators.patch:SwebenchEvaluator",
                     "config": {"instance": {}, "python": "/bin/sh"},
                 }
             },
@@ -266,9 +266,8 @@ def settings_of(path):
         for one in vars(importlib.import_module(module)).values()
         if isinstance(one, type) and issubclass(one, Settings) and one.__module__ == module
     ]
-    return max(
-        found, key=lambda one: (one.__name__ == f"{name}Settings", "Settings" in one.__name__)
-    )
+    own = f"{name.removesuffix('Evaluator')}Settings"
+    return max(found, key=lambda one: (one.__name__ == own, "Settings" in one.__name__))
 
 
 @pytest.mark.parametrize(

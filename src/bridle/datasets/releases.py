@@ -46,8 +46,8 @@ from bridle.datasets.environments import (
 )
 from bridle.datasets.harbor import write_harbor
 from bridle.errors import ConfigError
+from bridle.evaluators.patch import DIFF, GIT, PATCH_LIMIT, files_of
 from bridle.evaluators.summary import from_summary
-from bridle.evaluators.test_on_output import DIFF, GIT, PATCH_LIMIT, files_of
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.runtimes.files import safe_entry
 from bridle.types import JSON

@@ -1,7 +1,11 @@
 """Evaluators: session -> reward, after the harness is dead.
 
-The contract is `base`; every other evaluator is one file. An evaluator's own failure is an
-exception, never a reward of 0.
+The contract is `base`. `command` runs a command or a Harbor task's tests, `patch` tests what the
+agent changed, `function` calls a Python function, `judge` asks a model, and `composite` puts others
+together. An evaluator's own failure is an exception, never a reward of 0.
+
+Programs that run elsewhere and know nothing of Bridle: `function_runner`, `swebench_runner`,
+`run_pytest`, and `summary`, which reads what pytest printed.
 """
 
 from bridle.config import EvaluatorSpec
@@ -12,11 +16,11 @@ EVALUATORS = {
     "command": "bridle.evaluators.command:CommandEvaluator",
     "composite": "bridle.evaluators.composite:CompositeEvaluator",
     "function": "bridle.evaluators.function:FunctionEvaluator",
-    "harbor": "bridle.evaluators.harbor:HarborEvaluator",
+    "harbor": "bridle.evaluators.command:HarborEvaluator",
     "judge": "bridle.evaluators.judge:JudgeEvaluator",
     "session_completed": "bridle.evaluators.base:SessionCompleted",
-    "swebench": "bridle.evaluators.swebench:SwebenchEvaluator",
-    "test_on_output": "bridle.evaluators.test_on_output:TestOnOutput",
+    "swebench": "bridle.evaluators.patch:SwebenchEvaluator",
+    "test_on_output": "bridle.evaluators.patch:TestOnOutput",
 }
 """Short name -> `module:Class`; any other `package.module:Class` works too."""
 
