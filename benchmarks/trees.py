@@ -43,7 +43,7 @@ from bridle.bridges.examples import examples_of, write_sft
 from bridle.cli.run import BatchRun, run_batch
 from bridle.cli.train import TrainSettings
 from bridle.config import Task
-from bridle.node.run_folder import sessions
+from bridle.node.results import sessions
 from bridle.training.groups import HeldOutEvaluation
 from bridle.training.settings import GrpoSettings, LoopSettings
 from bridle.training.sft import SftSettings

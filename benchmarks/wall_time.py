@@ -28,7 +28,7 @@ from tests.vllm.serving import VllmServer
 
 from bridle.cli.train import TrainSettings, train_here
 from bridle.config import Task
-from bridle.node.run_folder import sessions
+from bridle.node.results import sessions
 from bridle.training.loop import Course
 from bridle.training.settings import GrpoSettings, LoopSettings
 from bridle.types import JSON

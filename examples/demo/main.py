@@ -111,7 +111,7 @@ def show_part(part: Part) -> None:
 
 def show_tree(part: Part) -> None:
     """One conversation of a part as a tree."""
-    from bridle.node.run_folder import find_session
+    from bridle.node.results import find_session
     from bridle.trajectory.transcript import draw
     from bridle.types import Kind
 

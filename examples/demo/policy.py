@@ -9,7 +9,7 @@ from pathlib import Path
 from bridle.cli.run import BatchRun, forked_task, run_batch
 from bridle.cli.terminal import console
 from bridle.config import BuilderSpec, Task
-from bridle.node.run_folder import find_session, sessions
+from bridle.node.results import find_session, sessions
 from bridle.trajectory import rebuild
 from bridle.trajectory.transcript import Transcript, excerpt
 from bridle.types import JSON

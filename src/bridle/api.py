@@ -53,8 +53,7 @@ from bridle.gateway.replay import replay_of
 from bridle.harnesses import HARNESSES
 from bridle.harnesses.function import import_path
 from bridle.node.base import SessionEnded
-from bridle.node.results import rebuild_facts, result_from, trajectory_of
-from bridle.node.run_folder import RunFolder, sessions
+from bridle.node.results import RunFolder, rebuild_facts, result_from, sessions, trajectory_of
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause, SessionStatus
 

@@ -13,8 +13,7 @@ from tests.trajectory.planted import PLANTED, run
 from bridle.bridges.parquet import read_logprobs, write_logprobs, write_trajectories
 from bridle.dashboard.folder import FolderSource
 from bridle.embedded.model import load_tokenizer
-from bridle.node.results import trajectory_of
-from bridle.node.run_folder import sessions
+from bridle.node.results import sessions, trajectory_of
 from bridle.training.forward import recompute
 from bridle.training.grpo import Learner
 from bridle.training.loop import save_checkpoint

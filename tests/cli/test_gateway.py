@@ -23,7 +23,7 @@ from bridle.cli.gateway import open_gateway, worker_config
 from bridle.config import ModelSpec
 from bridle.errors import ConfigError
 from bridle.folders import FolderLock
-from bridle.node.run_folder import sessions
+from bridle.node.results import sessions
 from bridle.types import Kind
 
 pytestmark = pytest.mark.timeout(180)

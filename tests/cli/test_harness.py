@@ -11,7 +11,7 @@ from bridle.cli.harness import check_harness, history_of
 from bridle.harnesses import HARNESSES
 from bridle.harnesses.base import SCRIPTS
 from bridle.harnesses.bundles import MARKER
-from bridle.node.run_folder import sessions
+from bridle.node.results import sessions
 from bridle.scripted.script import make_script
 from bridle.trajectory.transcript import script_of
 

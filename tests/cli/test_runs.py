@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from bridle.errors import ConfigError
-from bridle.node.run_folder import capture_files, find_session, sessions
+from bridle.node.results import capture_files, find_session, sessions
 
 
 def test_a_run_folder_and_its_capture_file_are_the_same_run(finished_run):

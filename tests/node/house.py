@@ -12,7 +12,7 @@ from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.node.base import Event, SessionChanged
 from bridle.node.local import LocalNode, NodeSettings
-from bridle.node.run_folder import RunFolder
+from bridle.node.results import RunFolder
 from bridle.prompting.renderer import load_renderer
 from bridle.runtimes.process import Leaders, members
 from bridle.testing import scripted_engine

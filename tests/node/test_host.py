@@ -15,7 +15,7 @@ from bridle.folders import private_folder
 from bridle.gateway.weights import SetPolicy
 from bridle.node.base import RunRequest
 from bridle.node.host import KEPT_EVENTS, NodeHost, node_name
-from bridle.node.run_folder import CAPTURE
+from bridle.node.results import CAPTURE
 
 
 def start(run_id, index=0):

@@ -10,8 +10,7 @@ from bridle.config import AgentSpec, Task
 from bridle.errors import ConfigError, StoreError
 from bridle.harnesses import open_harness
 from bridle.node.base import Events, Installing
-from bridle.node.results import result_from, uncaptured_result
-from bridle.node.run_folder import RunFolder, summarise
+from bridle.node.results import RunFolder, result_from, summarise, uncaptured_result
 from bridle.prompting.renderer import load_renderer
 from bridle.prompting.texts import tokenizer_record
 from bridle.trajectory import rebuild

@@ -21,7 +21,7 @@ from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec, Task
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.node.local import LocalNode, NodeSettings
-from bridle.node.run_folder import RunFolder
+from bridle.node.results import RunFolder
 from bridle.prompting.renderer import load_renderer
 from bridle.testing import scripted_engine
 

@@ -13,7 +13,7 @@ from bridle.capture.sqlite import SqliteStore
 from bridle.errors import ConfigError
 from bridle.gateway.weights import SetPolicy
 from bridle.node.local import KILLED
-from bridle.node.run_folder import CAPTURE, RunFolder, ServerFolder
+from bridle.node.results import CAPTURE, RunFolder, ServerFolder
 from bridle.server.service import Service
 from bridle.server.settings import ServiceSettings
 from bridle.server.storage import Database, TrajectoryFiles

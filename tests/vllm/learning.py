@@ -17,7 +17,7 @@ from examples.demo.policy import lookup_task
 
 from bridle.capture.records import SessionCapture
 from bridle.cli.train import TrainSettings, train_here
-from bridle.node.run_folder import sessions
+from bridle.node.results import sessions
 from bridle.training.settings import GrpoSettings, LoopSettings, LoraSettings
 
 from .checks import plain_logprobs, prompts

@@ -24,7 +24,7 @@ from bridle.gateway.app import GatewayServer
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.weights import SetPolicy
 from bridle.node.local import LocalExecutor, LocalNode, NodeSettings
-from bridle.node.run_folder import RunFolder
+from bridle.node.results import RunFolder
 from bridle.prompting.renderer import load_renderer
 from bridle.trajectory.sample import Trajectory
 

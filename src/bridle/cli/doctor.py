@@ -63,8 +63,7 @@ from bridle.engines.vllm import VllmEngine
 from bridle.errors import BridleError, ConfigError, EngineError, install_extra
 from bridle.folders import private_file
 from bridle.harnesses.packaged import OLDEST, c_library, carries
-from bridle.node.results import trajectory_of
-from bridle.node.run_folder import CERTIFICATE, SUMMARY, capture_files, sessions
+from bridle.node.results import CERTIFICATE, SUMMARY, capture_files, sessions, trajectory_of
 from bridle.prompting.renderer import PromptRenderer, load_renderer
 from bridle.runtimes import default_backend, runtime_class
 from bridle.runtimes.conformance import CHECKS, Nonconformity, run_check

@@ -56,7 +56,7 @@ from bridle.cli.terminal import (
 from bridle.config import BuilderSpec, Task
 from bridle.errors import ConfigError
 from bridle.folders import private_file, private_folder
-from bridle.node.run_folder import (
+from bridle.node.results import (
     CAPTURE,
     TRAJECTORIES,
     TRAJECTORIES_PARQUET,

@@ -43,7 +43,7 @@ from bridle.gateway.weights import SetPolicy
 from bridle.gateway.workers import END_S as KILLED_S
 from bridle.gateway.workers import Supervisor, worker_folder
 from bridle.gateway.workers import check_folder as check_workers
-from bridle.node.run_folder import CAPTURE
+from bridle.node.results import CAPTURE
 from bridle.scripted.server import EngineServer
 from bridle.types import JSON
 

@@ -188,8 +188,7 @@ def check_harness(
 
 
 def _output_of_proof(run: Path) -> str:
-    from bridle.node.results import result_from
-    from bridle.node.run_folder import sessions
+    from bridle.node.results import result_from, sessions
 
     evaluation = result_from(next(sessions(run))).metadata.get("evaluation") or {}
     return str(evaluation.get("output", "")).partition("\n")[0]
@@ -233,7 +232,7 @@ def _steady_settings() -> Iterator[tuple[str, dict[str, str]]]:
 
 def _forked(task: Task, engine: str, run: Path, line: JSON) -> str:
     from bridle.cli.run import BatchRun, run_batch
-    from bridle.node.run_folder import CAPTURE
+    from bridle.node.results import CAPTURE
 
     at = max(1, line["exchanges"] - 1)
     fork = ForkSpec(capture=str(run / CAPTURE), session=line["session_id"], at=at)

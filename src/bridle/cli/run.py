@@ -61,7 +61,7 @@ from bridle.folders import check_room
 from bridle.harnesses import CHECKS
 from bridle.node.base import Event, Installing, SessionChanged
 from bridle.node.local import LocalExecutor, LocalNode, NodeSettings, check
-from bridle.node.run_folder import CAPTURE, RUN, TRAJECTORIES, config_of, find_session, tasks_of
+from bridle.node.results import CAPTURE, RUN, TRAJECTORIES, config_of, find_session, tasks_of
 from bridle.node.session import FINAL, read_replay
 from bridle.runtimes import check_machine, default_backend, resolve_auto
 from bridle.runtimes.local import PATH, search_path

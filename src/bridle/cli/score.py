@@ -55,8 +55,16 @@ from bridle.evaluators.base import (
 from bridle.evaluators.function import is_number
 from bridle.evaluators.function_runner import ScorerError, load_scorer
 from bridle.folders import private_file
-from bridle.node.results import is_scored, trajectory_of
-from bridle.node.run_folder import RUN, SCORERS, RunFolder, capture_files, sessions, tasks_of
+from bridle.node.results import (
+    RUN,
+    SCORERS,
+    RunFolder,
+    capture_files,
+    is_scored,
+    sessions,
+    tasks_of,
+    trajectory_of,
+)
 from bridle.prompting.texts import KEY, encoder_of, tokenizer_record
 from bridle.runtimes.base import ExecResult
 from bridle.trajectory.sample import Trajectory

@@ -56,7 +56,7 @@ from bridle.folders import FolderLock, private_file
 from bridle.node.base import SessionRunner
 from bridle.node.cluster import ClusterRunner
 from bridle.node.local import LocalNode, NodeSettings
-from bridle.node.run_folder import ServerFolder
+from bridle.node.results import ServerFolder
 from bridle.server.app import serve_api, serve_app
 from bridle.server.callbacks import CallbackAddresses, CallbackSender, callback_secret
 from bridle.server.http import (

@@ -13,8 +13,7 @@ import typer
 from bridle.capture.records import SessionCapture
 from bridle.cli.terminal import JsonOption, console, number, print_json, print_table
 from bridle.errors import ConfigError
-from bridle.node.results import result_from
-from bridle.node.run_folder import find_session, sessions
+from bridle.node.results import find_session, result_from, sessions
 from bridle.trajectory.scores import (
     HarnessScore,
     from_summaries,

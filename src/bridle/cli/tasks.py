@@ -21,8 +21,7 @@ from bridle.datasets.jsonl import load_tasks, read_manifest, task_digest
 from bridle.datasets.releases import Maker, pairs, parse_wanted
 from bridle.errors import ConfigError, RuntimeFailure
 from bridle.evaluators.base import LATE
-from bridle.node.results import result_from
-from bridle.node.run_folder import sessions
+from bridle.node.results import result_from, sessions
 from bridle.types import JSON, Cause
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)

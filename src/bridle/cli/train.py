@@ -58,7 +58,7 @@ from bridle.errors import ConfigError, TrainingError
 from bridle.gateway.app import GatewayServer
 from bridle.node.base import Events
 from bridle.node.local import Executor, LocalExecutor, LocalNode, NodeSettings, check
-from bridle.node.run_folder import RunFolder
+from bridle.node.results import RunFolder
 from bridle.telemetry.base import Telemetry
 from bridle.training.groups import (
     LABEL,

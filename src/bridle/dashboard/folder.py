@@ -66,8 +66,16 @@ from bridle.dashboard.summaries import (
     training_of,
 )
 from bridle.errors import BridleError, ConfigError
-from bridle.node.results import result_of, trajectory_of
-from bridle.node.run_folder import CAPTURE, CERTIFICATE, RUN, SCORERS, SESSIONS, SUMMARY
+from bridle.node.results import (
+    CAPTURE,
+    CERTIFICATE,
+    RUN,
+    SCORERS,
+    SESSIONS,
+    SUMMARY,
+    result_of,
+    trajectory_of,
+)
 from bridle.trajectory.scores import Disagreement
 from bridle.types import JSON
 

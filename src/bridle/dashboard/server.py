@@ -43,7 +43,7 @@ from bridle.dashboard.summaries import (
     sort_rows,
 )
 from bridle.errors import ServerError
-from bridle.node.run_folder import CAPTURE
+from bridle.node.results import CAPTURE
 from bridle.trajectory.scores import Disagreement
 from bridle.types import JSON
 

@@ -116,7 +116,7 @@ class Node(Protocol):
     async def artifact(self, run_id: str, name: str) -> Path | bytes | None:
         """Return a run's log or kept file, as a path on this machine or as its content.
 
-        `run_folder.CAPTURE` names what was captured so far. `None` = there is none of that name.
+        `results.CAPTURE` names what was captured so far. `None` = there is none of that name.
         """
 
     async def remove(self, run_id: str) -> None:

@@ -49,8 +49,7 @@ from bridle.harnesses import open_harness
 from bridle.harnesses.base import Harness
 from bridle.harnesses.bundles import bundles_dir
 from bridle.node.base import Events, Installing
-from bridle.node.results import SessionResult, result_from
-from bridle.node.run_folder import CAPTURE, SESSIONS, RunFolder
+from bridle.node.results import CAPTURE, SESSIONS, RunFolder, SessionResult, result_from
 from bridle.node.session import SessionPlan, SessionRun
 from bridle.runtimes import make_runtime, resolve_auto
 from bridle.runtimes.docker import remove_left_behind
