@@ -5,9 +5,15 @@ import pytest
 from tests.capture.made import MadeSession
 
 from bridle.trajectory import DEFAULT_TRAIN
-from bridle.trajectory.builders import assemble, mask_all, per_request, prefix_merging, shorten
+from bridle.trajectory.builders import (
+    assemble,
+    mark,
+    mask_all,
+    per_request,
+    prefix_merging,
+    shorten,
+)
 from bridle.trajectory.graph import grow
-from bridle.trajectory.masks import mark
 from bridle.trajectory.sample import MaskReason
 from bridle.types import DeliveryState, FinishReason, Kind, LogprobMode, VersionSpan
 

@@ -5,8 +5,8 @@ import pytest
 from tests.capture.made import MadeSession
 
 from bridle.trajectory import DEFAULT_TRAIN
+from bridle.trajectory.builders import mark
 from bridle.trajectory.graph import grow
-from bridle.trajectory.masks import mark
 from bridle.trajectory.sample import MaskReason
 from bridle.types import DeliveryState, FinishReason, Kind, LogprobMode
 

@@ -7,7 +7,7 @@ from tests.capture.made import MadeSession
 
 from bridle.errors import ConfigError
 from bridle.trajectory import rebuild
-from bridle.trajectory.masks import rejected, shown_whole
+from bridle.trajectory.builders import rejected, shown_whole
 from bridle.types import DeliveryState, FinishReason
 
 

@@ -41,7 +41,7 @@ from pydantic import Field
 from bridle.capture.records import Exchange, SessionCapture
 from bridle.config import Settings
 from bridle.errors import BridleError, boundary
-from bridle.trajectory.masks import rejected, shown_whole
+from bridle.trajectory.builders import rejected, shown_whole
 from bridle.trajectory.result import encode
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.trajectory.transcript import Transcript

@@ -26,8 +26,8 @@ from bridle.errors import BridleError, StoreError
 from bridle.gateway.replay import fork_points
 from bridle.node.results import SessionResult
 from bridle.prompting.texts import decoder_of
+from bridle.trajectory.builders import Marks, mark
 from bridle.trajectory.graph import ExchangeNode, Graph, grow
-from bridle.trajectory.masks import Marks, mark
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.trajectory.transcript import Transcript, branches, excerpt, explain_fork, speakers
 from bridle.types import JSON, Ids, Kind

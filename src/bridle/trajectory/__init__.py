@@ -1,12 +1,12 @@
 """Trajectories: pure functions of what capture holds.
 
 `rebuild(capture)` is the one way from facts to a trajectory, live and offline: `graph` grows the
-conversation and checks token identity, `masks` says why each sampled token trains or not,
-`builders` choose paths and put the arrays together, `transcript` adds the messages and draws a
-conversation for people, `stats` counts, and joins what a template wrote anew. `packing` lays traces
-out as one tree, `sample` holds the values that come out, `result` their JSON, `scores` sums up a
-batch, `credit` turns rewards into advantages, `fidelity` compares a trainer's logprobs with those
-of the traces, and `causes` says why they differ.
+conversation and checks token identity, `builders` say why each sampled token trains or not, choose
+paths and put the arrays together, `transcript` adds the messages and draws a conversation for
+people, `stats` counts, and joins what a template wrote anew. `packing` lays traces out as one tree,
+`sample` holds the values that come out, `result` their JSON, `scores` sums up a batch, `credit`
+turns rewards into advantages, `fidelity` compares a trainer's logprobs with those of the traces,
+and `causes` says why they differ.
 
 Nothing here does I/O or knows the time. The same facts give the same bytes, in whatever order the
 exchanges were captured.
@@ -30,15 +30,16 @@ from bridle.plugins import load
 from bridle.trajectory.builders import (
     BUILDERS,
     Builder,
+    Marks,
     Plan,
     assemble,
+    mark,
     mask_all,
     per_request,
     shorten,
 )
 from bridle.trajectory.builders import tree as tree_paths
 from bridle.trajectory.graph import ExchangeNode, grow, order_of
-from bridle.trajectory.masks import Marks, mark
 from bridle.trajectory.packing import pack
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.trajectory.stats import Built, Joined, Splice, join, measure, with_texts

@@ -34,6 +34,7 @@ from typing import Final
 import numpy as np
 
 from bridle.capture.records import Damaged, Exchange
+from bridle.trajectory.builders import Marks
 from bridle.trajectory.graph import (
     Break,
     ExchangeNode,
@@ -42,7 +43,6 @@ from bridle.trajectory.graph import (
     first_difference,
     first_ids,
 )
-from bridle.trajectory.masks import Marks
 from bridle.trajectory.sample import MaskReason, Trace
 from bridle.types import JSON, FinishReason, Ids, Kind
 
