@@ -4,23 +4,20 @@ import time
 
 import pytest
 
-from bridle.dashboard.formatting import (
+from bridle.dashboard.app import (
     NONE,
     ago,
     clock,
     columns,
     count,
-    cut,
     dots,
     environment,
     number,
-    parts,
-    pretty,
-    said,
     seconds,
     segments,
     share,
 )  # fmt: skip
+from bridle.dashboard.session import cut, parts, pretty, said
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ Access control takes a bearer token, or a token that was entered once into the l
 form's cookie names a sign-in of this process, not the token: it expires with the process or after
 `KEEP_S`, and neither scripts nor pages of other sites can use it. The token is checked again at
 each request, so a revoked one stops working at once.
+
+The templates' `environment` and its filters stand at the end: times, sizes, shares and charts as
+text.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
+import jinja2
 import structlog
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -33,8 +39,16 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bridle.dashboard.formatting import HERE, environment
-from bridle.dashboard.session import compare, composition, conversation_of, longest, token_page
+from bridle.dashboard.session import (
+    compare,
+    composition,
+    conversation_of,
+    cut,
+    longest,
+    pretty,
+    said,
+    token_page,
+)
 from bridle.dashboard.source import DataSource, SessionView
 from bridle.dashboard.summaries import SampleGroup, SessionFilter, SessionRow, most_different
 from bridle.errors import BridleError
@@ -43,6 +57,13 @@ from bridle.trajectory.result import encode, trajectory_bytes
 from bridle.trajectory.sample import Trace
 from bridle.trajectory.transcript import script_of
 from bridle.types import JSON
+
+HERE = Path(__file__).parent
+
+NONE = "\u2013"
+"""Text of an unknown number."""
+
+Segment = tuple[str, float, float, float]
 
 T = TypeVar("T")
 
@@ -513,3 +534,100 @@ def _holding(shown: SessionView) -> AbstractContextManager[object]:
 
 def _as_text(content: bytes) -> Response:
     return Response(content, media_type="text/plain; charset=utf-8", headers=AS_TEXT)
+
+
+def seconds(value: float | None) -> str:
+    """Format a duration: `12 ms`, `3.4 s`, `5 min 2 s`, `2 h 4 min`."""
+    if value is None:
+        return NONE
+    if value < 1:
+        return f"{1000 * value:.0f} ms"
+    if value < 60:
+        return f"{value:.1f} s"
+    whole = round(value)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def ago(at: float | None) -> str:
+    """Format a time as its age in one unit."""
+    if at is None:
+        return NONE
+    past = max(0.0, time.time() - at)
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if past >= size:
+            return f"{past / size:.0f} {unit} ago"
+    return f"{past:.0f} s ago"
+
+
+def clock(at: float | None) -> str:
+    return NONE if at is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+
+
+def count(value: float | None) -> str:
+    """Format an integer with thin spaces: `12 345`."""
+    return NONE if value is None else f"{value:,.0f}".replace(",", "\u202f")
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Format a number with `digits` significant digits; from 1000 on as `count` does."""
+    if value is not None and abs(value) >= 1000:
+        return count(value)
+    return NONE if value is None else f"{value:.{digits}g}"
+
+
+def share(part: float, whole: float) -> str:
+    return f"{100 * part / whole if whole else 0:.1f} %"
+
+
+def segments(values: Iterable[tuple[str, float]], width: float = 100.0) -> list[Segment]:
+    """Lay out the parts of a bar that is `width` wide: `(name, value, x, width)`."""
+    listed = [(name, float(value)) for name, value in values if value]
+    whole = sum(value for _, value in listed) or 1.0
+    found, at = [], 0.0
+    for name, value in listed:
+        wide = width * value / whole
+        found.append((name, value, round(at, 3), round(wide, 3)))
+        at += wide
+    return found
+
+
+def columns(ends: Sequence[tuple[float, int, int]]) -> list[tuple[int, float, float, str]]:
+    """Lay out a column chart 100 high: `(x, height of completed, of others, title)`."""
+    top = max((done + other for _, done, other in ends), default=0) or 1
+    return [
+        (n, 100 * done / top, 100 * other / top, f"{clock(at)}: {done} completed, {other} not")
+        for n, (at, done, other) in enumerate(ends)
+    ]
+
+
+def dots(rewards: Sequence[float]) -> list[tuple[float, float, float]]:
+    """Lay out rewards as dots on a line 100 wide: `(x, y, reward)`; equal ones are stacked."""
+    if not rewards:
+        return []
+    low, high = min(0.0, *rewards), max(1.0, *rewards)
+    seen: dict[float, int] = {}
+    found = []
+    for reward in sorted(rewards):
+        x = round(100 * (reward - low) / (high - low), 2)
+        seen[x] = seen.get(x, 0) + 1
+        found.append((x, float(seen[x]), reward))
+    return found
+
+
+@lru_cache(maxsize=1)
+def environment() -> jinja2.Environment:
+    """Return the template environment, which escapes every value."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    named = (seconds, ago, clock, count, number, share, cut, pretty, said, segments, columns, dots)
+    made.filters.update({one.__name__: one for one in named})
+    return made

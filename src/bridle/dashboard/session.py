@@ -4,7 +4,8 @@ Views are computed when they are first shown and kept with the session. Data tha
 damaged text, a request that its dialect refuses) become a sentence on the page, not an error.
 
 Tokens are shown in pages of at most `PAGE`, so that a browser can show a trace of any length. The
-strip above them shows the whole trace in `CELLS` cells, each a link to its page.
+strip above them shows the whole trace in `CELLS` cells, each a link to its page. Messages are shown
+in parts (`said`), and of a long text its beginning (`cut`).
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import orjson
 
 from bridle.capture.records import Delivery, Exchange, SessionCapture
-from bridle.dashboard.formatting import said
 from bridle.dialects.openai_chat_write import chat_messages
 from bridle.errors import BridleError, StoreError
 from bridle.gateway.replay import fork_points
@@ -468,3 +469,90 @@ def _cells(trace: Trace, start: int, end: int) -> list[StripCell]:
         )
         for left, right in itertools.pairwise(edges)
     ]
+
+
+LONGEST = 20_000
+"""Most characters of a text on a page."""
+
+
+def cut(text: object, most: int = LONGEST) -> str:
+    """Truncate a text to `most` characters and say how many were left out."""
+    whole = str(text)
+    left = len(whole) - most
+    return whole if left <= 0 else f"{whole[:most]}\n… {left} characters more"
+
+
+def pretty(value: object) -> str:
+    """Format a value, or a string that holds JSON, as indented JSON; other strings stay."""
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except ValueError:
+            return str(value)
+    try:
+        return orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode()
+    except (orjson.JSONEncodeError, RecursionError):
+        return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownMessage:
+    """A message in the form of OpenAI Chat; missing fields are empty."""
+
+    role: str
+    name: str
+    answers: str
+    """Id of the tool call that it answers."""
+    reasoning: str
+    parts: Sequence[tuple[str, str]]
+    """See `parts`."""
+    calls: Sequence[tuple[str, str, str]]
+    """(Name, id, arguments) of each tool call."""
+
+
+def said(message: Mapping[str, object]) -> ShownMessage:
+
+    def text(key: str) -> str:
+        return str(message.get(key) or "")
+
+    listed = message.get("tool_calls")
+    return ShownMessage(
+        role=text("role") or "unknown",
+        name=text("name"),
+        answers=text("tool_call_id"),
+        reasoning=text("reasoning_content"),
+        parts=parts(message.get("content")),
+        calls=[_call(one) for one in listed] if isinstance(listed, list) else [],
+    )
+
+
+def _call(call: object) -> tuple[str, str, str]:
+    known = call if isinstance(call, dict) else {}
+    function = known.get("function")
+    function = function if isinstance(function, dict) else {}
+    return (
+        str(function.get("name") or "?"),
+        str(known.get("id") or ""),
+        str(function.get("arguments") or ""),
+    )
+
+
+def parts(content: object) -> list[tuple[str, str]]:
+    """Split a message's content into `(kind, text)`: `text`, `image` (a data URL) or `other`."""
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [("text", content)] if content else []
+    return (
+        [_part(one) for one in content] if isinstance(content, list) else [("other", str(content))]
+    )
+
+
+def _part(part: object) -> tuple[str, str]:
+    if isinstance(part, dict) and part.get("type") == "text":
+        return "text", str(part.get("text", ""))
+    if isinstance(part, dict) and part.get("type") == "image_url":
+        url = str((part.get("image_url") or {}).get("url", ""))
+        shown = ("data:image/png;", "data:image/jpeg;", "data:image/gif;", "data:image/webp;")
+        return ("image", url) if url.startswith(shown) else ("other", f"image at {url[:200]}")
+    return "other", cut(pretty(part), 500)
