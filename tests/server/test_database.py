@@ -9,8 +9,8 @@ from sqlalchemy.exc import DBAPIError
 from tests.server.house import database_of
 
 from bridle.errors import ConfigError, StateError
+from bridle.server import schemas as t
 from bridle.server import storage
-from bridle.server import tables as t
 from bridle.server.storage import Database, database_url, until_done
 from bridle.server.store import TaskStore
 

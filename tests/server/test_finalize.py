@@ -9,7 +9,7 @@ from tests.server.house import submission
 from tests.server.test_store import NOW, a_state, claim, done, submit
 
 from bridle.server.finalize import MAX_INTERRUPTIONS, delivery_id
-from bridle.server.tables import EndedRun, SessionState, TaskState
+from bridle.server.schemas import EndedRun, SessionState, TaskState
 from bridle.types import Cause
 
 NUMBERS = itertools.count()

@@ -16,9 +16,9 @@ from tests.server.house import (
 )
 
 from bridle.config import Task
+from bridle.server.schemas import run_id
 from bridle.server.storage import Database
 from bridle.server.store import ClaimLimits, TaskStore
-from bridle.server.tables import run_id
 
 
 class Clock:

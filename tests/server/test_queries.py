@@ -3,7 +3,7 @@ from tests.server.test_finalize import failed
 from tests.server.test_store import NOW, a_state, claim, done, submit
 
 from bridle.server.queries import is_final
-from bridle.server.tables import CallbackState, TaskState
+from bridle.server.schemas import CallbackState, TaskState
 
 
 async def end(state, *names):

@@ -15,7 +15,7 @@ from bridle.server.queries import (
     task_status,
     trajectory,
 )
-from bridle.server.tables import FINAL_TASKS, TaskState
+from bridle.server.schemas import FINAL_TASKS, TaskState
 
 
 async def a_group(service):

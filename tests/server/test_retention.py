@@ -4,7 +4,7 @@ import asyncio
 
 from tests.server.house import FakeWorkers, a_service, ended, failure, submission
 
-from bridle.server.tables import RetentionLevel
+from bridle.server.schemas import RetentionLevel
 
 
 async def a_group(service, name, samples=1, **more):

@@ -10,9 +10,9 @@ from tests.server.house import FakeWorkers, a_service, database_of, ended, submi
 from bridle.errors import ConfigError
 from bridle.server.finalize import ConflictError
 from bridle.server.queries import Queries
+from bridle.server.schemas import EndedRun, SessionState, TaskState
 from bridle.server.storage import Database
 from bridle.server.store import ClaimLimits, FairShares, QuotaError, TaskStore
-from bridle.server.tables import EndedRun, SessionState, TaskState
 from bridle.types import Cause
 
 NOW = 1000.0

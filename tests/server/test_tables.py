@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from sqlalchemy import create_engine
 
 from bridle.config import Task
-from bridle.server.storage import Database
-from bridle.server.tables import (
+from bridle.server.schemas import (
     CALLBACK_TRANSITIONS,
     FINAL_SESSIONS,
     FINAL_TASKS,
@@ -23,6 +22,7 @@ from bridle.server.tables import (
     session_id,
     step,
 )
+from bridle.server.storage import Database
 
 
 async def test_the_migrations_make_the_tables_that_the_code_reads(tmp_path):

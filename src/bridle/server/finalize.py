@@ -18,9 +18,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bridle.errors import BridleError
 from bridle.node.results import Fault, blame, is_scored
-from bridle.server import tables as t
-from bridle.server.schemas import GroupOptions, Reward
-from bridle.server.tables import (
+from bridle.server import schemas as t
+from bridle.server.schemas import (
     FINAL_SESSIONS,
     FINAL_TASKS,
     SESSION_TRANSITIONS,
@@ -28,6 +27,8 @@ from bridle.server.tables import (
     Claim,
     EndedRun,
     FinalizeResult,
+    GroupOptions,
+    Reward,
     SessionState,
     TaskState,
     receiver_of,

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from bridle.errors import StateError
-from bridle.server.tables import CallbackState, EndedRun, SessionState, TaskState
+from bridle.server.schemas import CallbackState, EndedRun, SessionState, TaskState
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause
 

@@ -31,18 +31,19 @@ from sqlalchemy import (
 
 from bridle.capture.records import Outcome
 from bridle.errors import StoreError
-from bridle.server import tables as t
-from bridle.server.schemas import GroupOptions, GroupOrder
-from bridle.server.storage import Database, TrajectoryFiles
-from bridle.server.tables import (
+from bridle.server import schemas as t
+from bridle.server.schemas import (
     FINAL_TASKS,
     CallbackState,
+    GroupOptions,
+    GroupOrder,
     RetentionLevel,
     Row,
     SessionState,
     TaskState,
     run_id,
 )
+from bridle.server.storage import Database, TrajectoryFiles
 from bridle.trajectory import with_outcome
 from bridle.trajectory.result import packed_json, trajectory_json
 from bridle.trajectory.sample import Trajectory
@@ -73,7 +74,7 @@ class Queries:
     """Reads; each method raises `StateError` if the database cannot be used.
 
     Those of `of(owner)` read only that owner's rows, and `task_id` is a task's id as the owner
-    knows it; otherwise it is the task's key (`tables.task_key`). Every row of a task has its `key`.
+    knows it; otherwise it is the task's key (`task_key`). Every row of a task has its `key`.
     """
 
     def __init__(self, database: Database, owner: str | None = None) -> None:

@@ -48,15 +48,16 @@ from bridle.server.schemas import (
     PageQuery,
     ReplicaQuery,
     Reward,
+    Row,
     SamplesQuery,
     SessionsQuery,
     Submission,
     TaskBatch,
     TasksQuery,
     WaitQuery,
+    run_id,
 )
 from bridle.server.service import Service
-from bridle.server.tables import Row, run_id
 from bridle.trajectory.result import encode, packed_json, trajectory_json
 from bridle.types import JSON
 

@@ -42,9 +42,9 @@ from bridle.gateway.faults import trace_of
 from bridle.node.base import SessionRunner
 from bridle.node.results import SessionResult
 from bridle.server.finalize import without_run
+from bridle.server.schemas import Claim, EndedRun, FinalizeResult
 from bridle.server.storage import UnwritableError, until_done
 from bridle.server.store import ClaimLimits
-from bridle.server.tables import Claim, EndedRun, FinalizeResult
 from bridle.trajectory.sample import Trajectory
 from bridle.types import Cause, SessionStatus, without_user_info
 

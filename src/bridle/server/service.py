@@ -41,11 +41,18 @@ from bridle.node.local import plan
 from bridle.server.metrics import ServerMetrics
 from bridle.server.queries import Queries
 from bridle.server.scheduler import Scheduler
-from bridle.server.schemas import Reward, Submission
+from bridle.server.schemas import (
+    FinalizeResult,
+    RetentionLevel,
+    Reward,
+    Row,
+    Submission,
+    run_id,
+    task_key,
+)
 from bridle.server.settings import ServiceSettings
 from bridle.server.storage import Database, TrajectoryFiles, until_done
 from bridle.server.store import FairShares, TaskStore
-from bridle.server.tables import FinalizeResult, RetentionLevel, Row, run_id, task_key
 from bridle.types import JSON
 
 LONGEST_FAULT: Final = 2000

@@ -36,12 +36,10 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bridle.errors import BridleError, ConfigError
-from bridle.server import tables as t
+from bridle.server import schemas as t
 from bridle.server.finalize import ConflictError, Finalizer, failed_on
 from bridle.server.queries import is_due
-from bridle.server.schemas import Reward, Submission
-from bridle.server.storage import Database
-from bridle.server.tables import (
+from bridle.server.schemas import (
     CALLBACK_TRANSITIONS,
     TASK_TRANSITIONS,
     CallbackState,
@@ -49,12 +47,15 @@ from bridle.server.tables import (
     EndedRun,
     FinalizeResult,
     RetentionLevel,
+    Reward,
     SessionState,
+    Submission,
     TaskState,
     session_id,
     step,
     task_key,
 )
+from bridle.server.storage import Database
 
 
 class QuotaError(BridleError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from bridle.server.tables import metadata
+from bridle.server.schemas import metadata
 
 context.configure(
     connection=context.config.attributes["connection"],
