@@ -90,7 +90,7 @@ class HttpReply:
     def __init__(self, head: _Head | None = None) -> None:
         self.head = head
         """Head of an earlier reply; one that differs in its length alone need not be read."""
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes | memoryview] = []
         self._rest = bytearray()
         """Bytes of a chunked reply that are not yet a whole chunk."""
         self._chunks: list[bytes] = []
@@ -104,15 +104,15 @@ class HttpReply:
     def body(self) -> bytes:
         """Return the whole body, once `feed` or `ended` returned true."""
         pieces = self._pieces
-        return pieces[0] if pieces and not pieces[1:] else b"".join(pieces)
+        return bytes(pieces[0]) if pieces and not pieces[1:] else b"".join(pieces)
 
     def take(self) -> bytes:
         """Return the part of the body that arrived since the last call; needs the head."""
         if self._chunked:
-            taken, self._chunks = self._chunks, []
-        else:
-            taken, self._pieces = self._pieces, []
-        return b"".join(taken)
+            chunks, self._chunks = self._chunks, []
+            return b"".join(chunks)
+        pieces, self._pieces = self._pieces, []
+        return b"".join(pieces)
 
     def feed(self, data: bytes) -> bool:
         """Add bytes; return whether the reply is whole."""
@@ -125,9 +125,12 @@ class HttpReply:
                 self._length = int(length)
                 if self._length > MOST_BYTES:
                     self._bound(self._length)
-                body = data[end + behind :]
-                self._pieces, self._size = [body], len(body)
-                return self._length <= self._size
+                self._size = len(data) - end - behind
+                is_whole = self._length <= self._size
+                # A part is copied once, when all parts are joined.
+                rest = data if is_whole else memoryview(data)
+                self._pieces = [rest[end + behind :]]
+                return is_whole
         self._size += len(data)
         if self._size > MOST_BYTES:
             self._bound(self._size)
@@ -140,7 +143,7 @@ class HttpReply:
             if not self._read_head():
                 return False
         if self._chunked:
-            return self._read_chunks(self._pieces.pop())
+            return self._read_chunks(bytes(self._pieces.pop()))
         return 0 <= self._length <= self._size
 
     def ended(self) -> bool:
