@@ -249,10 +249,11 @@ def unenforced(
         found += extra["unenforced"]
     if extra.get("removed"):
         found += [f"tool: {kind}" for kind in extra["removed"].get(SERVER_TOOLS.name, ())]
-    values = zip(_SHAPING, _values(request.sampling), _values(effective), strict=True)
-    for name, asked, used in values:
-        if asked is not None and asked not in (_NEUTRAL.get(name), used):
-            found.append(name)
+    wanted = _values(request.sampling)
+    if wanted.count(None) < len(wanted):
+        for name, asked, used in zip(_SHAPING, wanted, _values(effective), strict=True):
+            if asked is not None and asked not in (_NEUTRAL.get(name), used):
+                found.append(name)
     if request.parallel_tool_calls is False and len(reply.tool_calls) > 1:
         found.append("parallel_tool_calls")
     calls = request.tool_choice not in ("auto", "none")

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from itertools import count, product
 from typing import TypeAlias
 
-import numpy as np
-
 from bridle.errors import RenderError, boundary
 from bridle.prompting.family import Family, Parsed, WholeRenderer
 from bridle.prompting.reply import PlainReplies
@@ -155,8 +153,10 @@ class Layouts:
         """Return the same by a layout that is known; `None` = none is. `tail`: of `END` ids."""
         if (end := self.end(tail)) is None:
             return None
-        if output_ids.size > 1 and np.maximum.reduce(output_ids[:-1]) < self._least:
-            output_ids = output_ids[-2:]  # words count as one
+        if output_ids.size > 1:
+            words = output_ids[:-1]
+            if words[words.argmax()] < self._least:  # in half the time of `max`
+                output_ids = output_ids[-2:]  # they count as one
         if (shape := self._shape(output_ids.tolist(), messages, tools=tools)) is None:
             return None
         layout = self._ends[end].get(shape)
