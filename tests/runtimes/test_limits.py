@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bridle.runtimes.limits import (
+from bridle.runtimes.confinement import (
     PREFIX,
     Cgroup,
     ResourceLimits,

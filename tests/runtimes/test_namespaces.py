@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridle.errors import RuntimeFailure
-from bridle.runtimes.namespaces import begin, enter, is_privileged, listen_inside
+from bridle.runtimes.confinement import begin, enter, is_privileged, listen_inside
 
 HOLD = "echo up; exec sleep 60"
 

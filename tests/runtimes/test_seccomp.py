@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bridle.runtimes.namespaces import MACHINES, filter_program, refused_calls
+from bridle.runtimes.confinement import MACHINES, filter_program, refused_calls
 
 ALLOWED, EPERM, ENOSYS, KILLED = "allowed", errno.EPERM, errno.ENOSYS, "killed"
 I386, ARM = 0x40000003, 0x40000028

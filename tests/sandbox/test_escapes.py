@@ -19,8 +19,8 @@ from tests.peaks import peak_kib
 from tests.sandbox.images import spec_of
 
 from bridle.errors import RuntimeFailure
+from bridle.runtimes.confinement import MOUNT, PREFIX, remove_empty
 from bridle.runtimes.docker import remove_left_behind
-from bridle.runtimes.limits import MOUNT, PREFIX, remove_empty
 
 SPARSE = "dd bs=1M count=0 status=none of="
 """Makes a file that is nothing but a hole of `seek` MiB."""

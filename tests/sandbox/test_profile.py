@@ -10,9 +10,8 @@ from tests.sandbox.ordinary import a_user
 
 from bridle.config import RuntimeSpec
 from bridle.runtimes import make_runtime
+from bridle.runtimes.confinement import MOUNT, PREFIX, refused_calls
 from bridle.runtimes.docker import docker
-from bridle.runtimes.limits import MOUNT, PREFIX
-from bridle.runtimes.namespaces import refused_calls
 from bridle.runtimes.process import owner_mark
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(180)]

@@ -43,7 +43,7 @@ from bridle.config import BuilderSpec
 from bridle.errors import BridleError, boundary
 from bridle.folders import private_file
 from bridle.node import results
-from bridle.runtimes.limits import available_cores
+from bridle.runtimes.confinement import available_cores
 from bridle.trajectory.fidelity import Facts, Recomputed
 from bridle.trajectory.result import (
     ARRAYS,

@@ -52,9 +52,9 @@ from bridle.node.base import Events, Installing
 from bridle.node.results import CAPTURE, SESSIONS, RunFolder, SessionResult, result_from
 from bridle.node.session import SessionPlan, SessionRun
 from bridle.runtimes import make_runtime, resolve_auto
+from bridle.runtimes.confinement import available_cores, remove_empty
 from bridle.runtimes.docker import remove_left_behind
 from bridle.runtimes.files import remove_folders
-from bridle.runtimes.limits import available_cores, remove_empty
 from bridle.runtimes.process import SESSION_MARK, Leaders, end_all, is_dead, members, owner_mark
 from bridle.trajectory import rebuild
 from bridle.types import JSON, Cause, SessionStatus

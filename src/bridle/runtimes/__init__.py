@@ -2,8 +2,8 @@
 
 `base` is the contract, `base_runtime` has the base classes, and each kind is one file: `local`,
 `bubblewrap`, `docker`, `apptainer`, `remote`. They share `process` (starting, finding and killing
-processes of this machine), `files` (copies and archives), `limits` (control groups and polling) and
-`namespaces` (entering a sandbox under its system call filter). `conformance` is the suite that
+processes of this machine), `files` (copies and archives) and `confinement` (control groups, polling
+of limits, and entering a sandbox under its system call filter). `conformance` is the suite that
 every runtime passes.
 
 The backend "auto" is the runtime that isolates, where possible: `docker` for a task with an image

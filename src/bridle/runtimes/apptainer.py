@@ -41,8 +41,7 @@ from bridle.runtimes.base_runtime import (
     prefix_names,
     with_signal,
 )
-from bridle.runtimes.limits import members_of, pid_namespace
-from bridle.runtimes.namespaces import listen_inside
+from bridle.runtimes.confinement import listen_inside, members_of, pid_namespace
 from bridle.runtimes.process import (
     SESSION_MARK,
     Command,

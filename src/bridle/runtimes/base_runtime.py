@@ -24,6 +24,7 @@ from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecOptions, ExecResult, Mount
+from bridle.runtimes.confinement import ResourceLimits, first_reached
 from bridle.runtimes.files import (
     CopyLimits,
     Keep,
@@ -40,7 +41,6 @@ from bridle.runtimes.files import (
     take_out,
     unpack,
 )
-from bridle.runtimes.limits import ResourceLimits, first_reached
 from bridle.runtimes.process import EXEC_MARK, KILL_S, PLACE_MARK, POLL_S, SESSION_MARK, Command
 
 PACK = """

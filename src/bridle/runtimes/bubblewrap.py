@@ -39,14 +39,18 @@ from bridle.runtimes.base_runtime import (
     check_spec,
     prefix_names,
 )
-from bridle.runtimes.limits import (
+from bridle.runtimes.confinement import (
+    MACHINES,
     PREFIX,
     Cgroup,
     ResourceLimits,
+    begin,
+    enter,
+    filter_program,
+    listen_inside,
     members_of,
     pid_namespace,
 )
-from bridle.runtimes.namespaces import MACHINES, begin, enter, filter_program, listen_inside
 from bridle.runtimes.process import SESSION_MARK, Command, owner_mark, run_process
 
 USER = "agent"

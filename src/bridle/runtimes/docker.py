@@ -49,8 +49,8 @@ from bridle.runtimes.base_runtime import (
     prefix_names,
     with_signal,
 )
+from bridle.runtimes.confinement import is_privileged, listen_inside
 from bridle.runtimes.files import Keep, Owner, pack_bytes, remove_folders
-from bridle.runtimes.namespaces import is_privileged, listen_inside
 from bridle.runtimes.process import (
     EXEC_MARK,
     SESSION_MARK,
