@@ -55,3 +55,23 @@ def session(name="s0", reward=1.0, *traces, status="COMPLETED", task="t", error=
 
 def group(*sessions, task_id="t"):
     return SessionGroup(task_id, sessions)
+
+
+class Player:
+    """Gives prepared sessions, and notes what it is asked for, its weights and their versions."""
+
+    def __init__(self, *sessions):
+        self.sessions = list(sessions)
+        self.asked = []
+        self.weights = []
+        self.versions = []
+
+    def play(self, tasks):
+        self.asked.append([task.task_id for task in tasks])
+        return [self.sessions.pop(0) for _ in tasks]
+
+    def update_weights(self, weights, version):
+        self.weights.append((weights, version))
+
+    def set_version(self, version):
+        self.versions.append(version)

@@ -2,25 +2,13 @@
 
 import numpy as np
 import pytest
-from tests.bridges.by_hand import CALLS, DONE, RESULT, group, session, trace
+from tests.bridges.by_hand import CALLS, DONE, RESULT, Player, group, session, trace
 
 from bridle.bridges.base import Shape, TaskTable, by_task, fit_trace, play, rows_of, turns_of
 from bridle.config import Task
 from bridle.errors import ConfigError
 
 TASKS = [Task(task_id=name, instruction="go") for name in "ab"]
-
-
-class Player:
-    """Gives prepared sessions, and notes what it is asked for."""
-
-    def __init__(self, *sessions):
-        self.sessions = list(sessions)
-        self.asked = []
-
-    def play(self, tasks):
-        self.asked.append([task.task_id for task in tasks])
-        return [self.sessions.pop(0) for _ in tasks]
 
 
 def test_every_trace_that_trains_is_a_row_and_a_session_weighs_1():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 from tests.bridges.absent import absent
-from tests.bridges.by_hand import group, rows, session, trace
+from tests.bridges.by_hand import Player, group, rows, session, trace
 
 from bridle.bridges.base import TaskTable
 from bridle.bridges.nemo import agent_class, items_of, response_of, train_batch, verify_response
@@ -122,16 +122,6 @@ def test_the_package_reads_the_items_as_those_for_training(tmp_path):
     assert read.output[3].generation_token_ids == [8, 9, 10]
 
 
-class Player:
-    def __init__(self, session):
-        self.session = session
-        self.asked = []
-
-    def play(self, tasks):
-        self.asked += [task.task_id for task in tasks]
-        return [self.session]
-
-
 @pytest.mark.train
 @pytest.mark.timeout(180)
 async def test_a_real_agent_server_of_gym_drives_sessions(tmp_path):
@@ -151,7 +141,7 @@ async def test_a_real_agent_server_of_gym_drives_sessions(tmp_path):
         answer = http.post("/run", json={"responses_create_params": PARAMS, "task_id": "a"})
     result = answer.json()
     assert answer.status_code == 200, result
-    assert player.asked == ["a"]
+    assert player.asked == [["a"]]
     assert result["reward"] == 1.0
     assert with_tokens(result["response"]["output"])[1]["generation_token_ids"] == [8, 9, 10]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from tests.bridges.by_hand import group, rows, session, trace
+from tests.bridges.by_hand import Player, group, rows, session, trace
 from tests.bridges.samples import Sample, Status
 
 from bridle.bridges import slime
@@ -39,18 +39,6 @@ def templates(*names):
         ]
         for place, name in enumerate(names)
     ]
-
-
-class Player:
-    def __init__(self, *sessions):
-        self.sessions = list(sessions)
-        self.versions = []
-
-    def play(self, tasks):
-        return [self.sessions.pop(0) for _ in tasks]
-
-    def set_version(self, version):
-        self.versions.append(version)
 
 
 def test_a_session_is_a_list_of_samples_that_share_their_rollout():

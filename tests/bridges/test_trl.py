@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.bridges.by_hand import Player
 from tests.training.made import session, trace
 
 from bridle.bridges.base import RowCounts
@@ -12,25 +13,6 @@ from bridle.bridges.trl import EveryTrace, TrlRollouts, async_rows, session_rewa
 from bridle.config import Task
 from bridle.errors import ConfigError, TrainingError
 from bridle.node.local import NodeSettings
-
-
-class Player:
-    """Gives prepared sessions, and notes what it is asked for."""
-
-    def __init__(self, *sessions):
-        self.sessions = list(sessions)
-        self.asked = []
-        self.weights = []
-
-    def play(self, tasks):
-        self.asked.append([task.task_id for task in tasks])
-        return [self.sessions.pop(0) for _ in tasks]
-
-    def update_weights(self, weights, version):
-        self.weights.append((weights, version))
-
-    def set_version(self, version):
-        pass
 
 
 class Trainer(EveryTrace):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.bridges.absent import absent, bare
-from tests.bridges.by_hand import rows, session, trace
+from tests.bridges.by_hand import Player, rows, session, trace
 
 from bridle.bridges.base import Shape
 from bridle.bridges.remote import open_server
@@ -21,21 +21,6 @@ class Settings(dict):
     """Settings with attributes, like OmegaConf's."""
 
     __getattr__ = dict.__getitem__
-
-
-class Player:
-    """Gives a session for every task, and notes what it is asked for."""
-
-    def __init__(self):
-        self.asked = []
-        self.versions = []
-
-    def play(self, tasks):
-        self.asked += [task.task_id for task in tasks]
-        return [session("s", 1.0, trace()) for _ in tasks]
-
-    def set_version(self, version):
-        self.versions.append(version)
 
 
 def config(**custom):
@@ -191,10 +176,10 @@ async def test_verls_registry_starts_the_agent_loop_which_plays_the_row_s_task(t
     loop = hydra.utils.instantiate(named, trainer_config=config(**custom), tokenizer=None)
     loop._sessions.__exit__()
     open_server.cache_clear()
-    loop._sessions = player = Player()
+    loop._sessions = player = Player(*[session("s", 1.0, trace())] * 3)
     for step in (1, 1, 2):
         (output,) = await loop.run({}, extra_info={"task_id": "a"}, global_steps=step, uid="x")
-    assert (player.asked, player.versions) == (["a"] * 3, [0, 1])
+    assert (player.asked, player.versions) == ([["a"]] * 3, [0, 1])
     assert output.extra_fields["min_global_steps"] == 3
     assert (output.reward_score, output.num_turns) == (1.0, 2)
     with pytest.raises(ConfigError, match="'c', which is not in the task file"):

@@ -1,27 +1,13 @@
 """scripts/check_layout finds each thing that it promises to find, in a small checkout."""
 
-import subprocess
+from functools import partial
 
 import pytest
 
 
 @pytest.fixture
-def check_layout(load_script):
-    return load_script("check_layout")
-
-
-@pytest.fixture
-def findings(check_layout, tmp_path):
-    """Writes the given files into a fresh checkout and checks it."""
-    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
-
-    def check(files):
-        for name, text in files.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-        return list(check_layout.findings(tmp_path))
-
-    return check
+def findings(findings_in):
+    return partial(findings_in, "check_layout")
 
 
 def test_a_source_folder_without_tests_is_found(findings):
@@ -105,7 +91,8 @@ def test_ignored_files_are_passed_over(findings):
     assert findings({".gitignore": "runs/\n", "runs/utils.py": ""}) == []
 
 
-def test_the_exit_status_tells_whether_anything_was_found(check_layout, monkeypatch, capsys):
+def test_the_exit_status_tells_whether_anything_was_found(load_script, monkeypatch, capsys):
+    check_layout = load_script("check_layout")
     monkeypatch.setattr(check_layout, "findings", lambda _: iter(["a finding"]))
     assert check_layout.main() == 1
     assert capsys.readouterr().out == "a finding\ncheck_layout: 1 findings\n"

@@ -1,21 +1,12 @@
 """scripts/check_links finds links that lead nowhere, and only those."""
 
-import subprocess
-
 import pytest
 
 
 @pytest.fixture
-def findings(load_script, tmp_path):
-    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
-
-    def check(text):
-        (tmp_path / "docs").mkdir()
-        (tmp_path / "docs" / "other.md").write_text("# The `other` page, here\n")
-        (tmp_path / "docs" / "page.md").write_text(text)
-        return list(load_script("check_links").findings(tmp_path))
-
-    return check
+def findings(findings_in):
+    other = {"docs/other.md": "# The `other` page, here\n"}
+    return lambda text: findings_in("check_links", {**other, "docs/page.md": text})
 
 
 @pytest.mark.parametrize(

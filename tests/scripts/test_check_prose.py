@@ -1,20 +1,13 @@
 """scripts/check_prose refuses private words, and docstrings that open with a question word."""
 
+from functools import partial
+
 import pytest
 
 
 @pytest.fixture
-def findings(load_script, tmp_path):
-    """Writes the given files into a fresh checkout and checks it."""
-    script = load_script("check_prose")
-
-    def check(files):
-        for name, text in files.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-        return list(script.findings(tmp_path))
-
-    return check
+def findings(findings_in):
+    return partial(findings_in, "check_prose")
 
 
 QUESTION = 'def names():\n    """What the folder says."""\n'

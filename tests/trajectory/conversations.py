@@ -16,6 +16,14 @@ KINDS = (Kind.AGENT,) * 5 + (Kind.SUBAGENT, Kind.COMPACTION, Kind.SIDE)
 MOVES = ("extend",) * 6 + ("root", "retry", "branch", "partial", "fork")
 
 
+def chain(turns, made=None, **fields):
+    """A `MadeSession` of calls that each extend the one before; all have these `fields`."""
+    made = made or MadeSession()
+    for turn in range(turns):
+        made.call(f"x{turn - 1}" if turn else None, **fields)
+    return made
+
+
 @st.composite
 def sessions(draw, max_calls=14, drift=False):
     """A `MadeSession` of up to `max_calls` exchanges, in order of capture.

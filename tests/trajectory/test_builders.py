@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from tests.capture.made import MadeSession
+from tests.trajectory.conversations import chain
 
 from bridle.trajectory import DEFAULT_TRAIN
 from bridle.trajectory.builders import (
@@ -35,13 +36,6 @@ def by_turn(trace):
             start -= 1
         found[exchange_id] = [MaskReason(r).key for r in dict.fromkeys(trace.reasons[start:end])]
     return found
-
-
-def chain(turns, **fields):
-    made = MadeSession()
-    for turn in range(turns):
-        made.call(f"x{turn - 1}" if turn else None, **fields)
-    return made
 
 
 def test_an_append_only_session_is_one_trace():

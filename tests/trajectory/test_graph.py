@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from tests.capture.made import MadeSession, digest_of
+from tests.trajectory.conversations import chain
 
 from bridle.capture.records import no_ids
 from bridle.trajectory.graph import Break, first_difference, first_ids, grow, pieces
@@ -22,15 +23,8 @@ def replace(made, number, **fields):
     made.exchanges[number] = dataclasses.replace(made.exchanges[number], **fields)
 
 
-def chain(turns=3):
-    made = MadeSession()
-    for turn in range(turns):
-        made.call(f"x{turn - 1}" if turn else None)
-    return made
-
-
 def test_a_chain_spells_what_was_given_and_sampled():
-    made = chain()
+    made = chain(3)
     graph = grown(made)
     assert not graph.lost
     assert not graph.breaks

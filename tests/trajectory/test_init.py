@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.capture.made import MadeSession
-from tests.trajectory.conversations import sessions
+from tests.trajectory.conversations import chain, sessions
 
 from bridle.capture.records import Damaged, SessionCapture
 from bridle.config import BuilderSpec
@@ -97,13 +97,6 @@ def test_all_builders_train_the_same_tokens(made):
 # ---- hand-made sessions
 
 
-def chain(turns, **fields):
-    made = MadeSession(**fields)
-    for turn in range(turns):
-        made.call(f"x{turn - 1}" if turn else None)
-    return made
-
-
 def built(made, config=None, strategy="prefix_merging"):
     return rebuild(made.capture(), builder=BuilderSpec(strategy=strategy, config=config or {}))
 
@@ -188,7 +181,9 @@ def test_a_trace_says_what_it_is():
 
 
 def test_the_sessions_own_settings_are_used_where_none_are_given():
-    made = chain(3, metadata={"builder": {"strategy": "per_request"}, "train": ["subagent"]})
+    made = chain(
+        3, MadeSession(metadata={"builder": {"strategy": "per_request"}, "train": ["subagent"]})
+    )
     assert rebuild(made.capture()).metadata["builder"]["strategy"] == "per_request"
     assert rebuild(made.capture()).traces == ()
     agents = rebuild(made.capture(), train=[Kind.AGENT])
@@ -223,7 +218,7 @@ def test_a_wrong_setting_is_named(spec, message):
 )
 def test_a_wrong_setting_in_a_sessions_metadata_is_named(metadata, message):
     with pytest.raises(ConfigError, match=message):
-        rebuild(chain(1, metadata=metadata).capture())
+        rebuild(chain(1, MadeSession(metadata=metadata)).capture())
 
 
 def test_a_builder_of_your_own_is_found_by_its_path():

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from tests.capture.made import MadeSession
+from tests.trajectory.conversations import chain
 
 from bridle.trajectory import rebuild
 from bridle.types import DeliveryState, Kind
@@ -12,13 +13,6 @@ from bridle.types import DeliveryState, Kind
 def numbers(made, **expected):
     found = rebuild(made.capture()).metadata["stats"]
     return found if not expected else {name: found[name] for name in expected}
-
-
-def chain(turns):
-    made = MadeSession()
-    for turn in range(turns):
-        made.call(f"x{turn - 1}" if turn else None)
-    return made
 
 
 def test_an_append_only_session():
