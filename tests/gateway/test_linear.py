@@ -159,6 +159,17 @@ async def test_the_records_are_those_of_the_general_path(steps, monkeypatch):
     assert taken >= 1
 
 
+async def test_turns_with_long_bodies_wait_for_fewer_others(monkeypatch):
+    async def work(talk: Talk) -> None:
+        await talk.turns(9)
+
+    general, _ = await rows(work, plain=False)
+    monkeypatch.setattr(linear_file, "MOST_BYTES", 1)
+    linear, taken = await rows(work, plain=True)
+    assert linear == general
+    assert taken == 4, "every other turn is settled with the one before it"
+
+
 @pytest.mark.parametrize("calls", [[CALL], [CALL, OTHER]])
 async def test_the_result_of_one_call_needs_no_search(calls):
     async def work(talk: Talk) -> None:

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 MOST_TURNS = 64
 """Turns that wait to be settled; more are settled at once."""
 
+MOST_BYTES = 1 << 24
+"""Their bodies together, about; `settle` reads all of them before anything else is served."""
+
 _COMMA = ord(",")
 
 _MESSAGES = frozenset({"messages", "message_spans", "span_digests", "span_lengths"})
@@ -185,7 +188,10 @@ class Tip:
         after = _link_after(turn.link, turn.shown, self.question.request)
         if after is None or turn.call.finish is FinishReason.ABORT:
             return False
-        if len(self.turns) >= MOST_TURNS or session.conversation.turns_at(after):
+        waiting = len(self.turns)
+        if waiting >= MOST_TURNS or waiting * len(self.body) >= MOST_BYTES:
+            return False
+        if session.conversation.turns_at(after):
             return False
         self.call, self.link, self.shown = turn.call, after, turn.shown
         return True
