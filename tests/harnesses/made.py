@@ -6,6 +6,8 @@ import zipfile
 
 from bridle.config import AgentSpec
 from bridle.harnesses.base import SCRIPTS, LaunchContext
+from bridle.harnesses.bundles import Builder
+from bridle.harnesses.packaged import NODE
 
 PI = """#!/usr/bin/env python3
 import json, os, sys
@@ -43,6 +45,16 @@ def maker(kind):
         return kind(AgentSpec(harness=kind.name, settings=settings, **given))
 
     return make
+
+
+async def set_up(kind, folder):
+    """Set a harness's packages up with a program in Node's place; return what that was given."""
+    program = folder / NODE
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\nenv > ran.txt; echo "$@" >> ran.txt\n')
+    program.chmod(0o755)
+    await kind.package.setup(Builder(folder, print, kind.name))
+    return (folder / "ran.txt").read_text()
 
 
 def context(**changes):

@@ -1,11 +1,9 @@
 import json
 
 import pytest
-from tests.harnesses.made import context, maker
+from tests.harnesses.made import context, maker, set_up
 
-from bridle.harnesses.bundles import Builder
 from bridle.harnesses.claude_code import ClaudeCode
-from bridle.harnesses.packaged import NODE
 from bridle.types import Cause
 
 PROGRAM = "/b/node_modules/@anthropic-ai/claude-code/bin/claude.exe"
@@ -92,12 +90,5 @@ def test_end_by_signal_is_a_crash():
 
 
 async def test_the_bundle_is_set_up_as_the_packages_own_install_step_does(tmp_path):
-    program = tmp_path / NODE
-    program.parent.mkdir(parents=True)
-    program.write_text('#!/bin/sh\nenv > ran.txt; echo "$@" >> ran.txt\n')
-    program.chmod(0o755)
-    setup = ClaudeCode.package.setup
-    assert setup is not None
-    await setup(Builder(tmp_path, print, "claude_code"))
-    ran = (tmp_path / "ran.txt").read_text()
+    ran = await set_up(ClaudeCode, tmp_path)
     assert f"{tmp_path}/node_modules/@anthropic-ai/claude-code/install.cjs" in ran

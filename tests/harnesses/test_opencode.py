@@ -1,11 +1,9 @@
 import json
 
 import pytest
-from tests.harnesses.made import SERVERS, context, maker
+from tests.harnesses.made import SERVERS, context, maker, set_up
 
-from bridle.harnesses.bundles import Builder
 from bridle.harnesses.opencode import Opencode
-from bridle.harnesses.packaged import NODE
 from bridle.types import Cause, Dialect
 
 opencode = maker(Opencode)
@@ -92,12 +90,5 @@ def test_an_error_as_its_last_event_is_the_models(code, stdout, cause):
 
 
 async def test_the_bundle_is_set_up_as_the_packages_own_install_step_does(tmp_path):
-    program = tmp_path / NODE
-    program.parent.mkdir(parents=True)
-    program.write_text('#!/bin/sh\nenv > ran.txt; echo "$@" >> ran.txt\n')
-    program.chmod(0o755)
-    setup = Opencode.package.setup
-    assert setup is not None
-    await setup(Builder(tmp_path, print, "opencode"))
-    ran = (tmp_path / "ran.txt").read_text()
+    ran = await set_up(Opencode, tmp_path)
     assert f"{tmp_path}/node_modules/opencode-ai/postinstall.mjs" in ran

@@ -21,6 +21,7 @@ from bridle.server.schemas import Submission
 from bridle.server.service import Service
 from bridle.server.settings import ServiceSettings, SubmissionPolicy
 from bridle.server.storage import Database, TrajectoryFiles
+from bridle.server.store import ClaimLimits, TaskStore
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import Cause, SessionStatus
 
@@ -31,6 +32,14 @@ PATIENCE_S = 45.0
 def database_of(tmp_path):
     """The database of a test: a file, or what the PostgreSQL suite names."""
     return os.environ.get("BRIDLE_TEST_DATABASE") or tmp_path / "server.sqlite"
+
+
+async def left_by_killed(tmp_path, *task_ids, owner):
+    """Leave what a server that was killed leaves: accepted tasks, whose sessions `owner` leases."""
+    async with await Database.open(database_of(tmp_path)) as database:
+        state = TaskStore(database)
+        await state.submit([submission(name) for name in task_ids], owner="o", now=1.0)
+        await state.claim(ClaimLimits(99), owner=owner, now=2.0, lease_s=1e12)
 
 
 def trace(length=4, version=3, session_id="s"):

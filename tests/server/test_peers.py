@@ -8,8 +8,8 @@ import pytest
 from tests.server.house import (
     FakeWorkers,
     a_service,
-    database_of,
     ended,
+    left_by_killed,
     result,
     submission,
     until,
@@ -17,8 +17,6 @@ from tests.server.house import (
 
 from bridle.config import Task
 from bridle.server.schemas import run_id
-from bridle.server.storage import Database
-from bridle.server.store import ClaimLimits, TaskStore
 
 
 class Clock:
@@ -43,14 +41,6 @@ async def two(tmp_path, first=None, second=None, **settings):
         yield one, other
 
 
-async def left_by_another(tmp_path, *names):
-    """Return what a server that was killed leaves, its lease far from its end."""
-    async with await Database.open(database_of(tmp_path)) as database:
-        state = TaskStore(database)
-        await state.submit([submission(name) for name in names], owner="o", now=1.0)
-        await state.claim(ClaimLimits(99), owner="dead", now=2.0, lease_s=1e12)
-
-
 async def test_each_session_of_a_batch_runs_once_on_one_of_two_servers(tmp_path):
     workers = FakeWorkers(capacity=2), FakeWorkers(capacity=2)
     async with two(tmp_path, *workers) as (one, other):
@@ -63,7 +53,7 @@ async def test_each_session_of_a_batch_runs_once_on_one_of_two_servers(tmp_path)
 
 
 async def test_runs_of_a_dead_server_are_taken_over_after_its_lease(tmp_path):
-    await left_by_another(tmp_path, "finished", "cut")
+    await left_by_killed(tmp_path, "finished", "cut", owner="dead")
     workers = FakeWorkers()
     workers.recallable["finished.0"] = result(
         "finished.0", Task(task_id="finished", instruction="x"), 0
@@ -81,7 +71,7 @@ async def test_runs_of_a_dead_server_are_taken_over_after_its_lease(tmp_path):
 
 
 async def test_server_that_renews_its_leases_is_alive_with_any_clock(tmp_path):
-    await left_by_another(tmp_path, "a")
+    await left_by_killed(tmp_path, "a", owner="dead")
     async with a_service(tmp_path, owner="me", lease_s=60) as service:
         clock = service.peers.clock = Clock()
         for until_ in (5.0, 1e15, -7.0, 1.0):  # its clock jumps; ours goes on

@@ -6,8 +6,8 @@ import pytest
 from tests.server.house import (
     FakeWorkers,
     a_service,
-    database_of,
     ended,
+    left_by_killed,
     result,
     submission,
     until,
@@ -17,8 +17,6 @@ from bridle.config import BuilderSpec, Task
 from bridle.errors import ConfigError
 from bridle.gateway.weights import SetPolicy
 from bridle.node.base import Installing, SessionChanged
-from bridle.server.storage import Database
-from bridle.server.store import ClaimLimits, TaskStore
 from bridle.types import SessionStatus
 
 
@@ -26,16 +24,8 @@ async def submit(service, *submissions):
     return await service.submit(submissions, owner="o")
 
 
-async def leave_running(tmp_path, *task_ids):
-    """Return what a server that was killed leaves: accepted tasks, leased sessions."""
-    async with await Database.open(database_of(tmp_path)) as database:
-        state = TaskStore(database)
-        await state.submit([submission(name) for name in task_ids], owner="o", now=1.0)
-        await state.claim(ClaimLimits(99), owner="me", now=2.0, lease_s=1e12)
-
-
 async def test_restart_stores_finished_runs_and_reruns_the_others(tmp_path):
-    await leave_running(tmp_path, "finished", "cut")
+    await left_by_killed(tmp_path, "finished", "cut", owner="me")
     workers = FakeWorkers()
     workers.recallable["finished.0"] = result(
         "finished.0", Task(task_id="finished", instruction="x"), 0, reward=0.25
@@ -49,7 +39,7 @@ async def test_restart_stores_finished_runs_and_reruns_the_others(tmp_path):
 
 
 async def test_live_lease_of_another_server_is_not_taken_over(tmp_path):
-    await leave_running(tmp_path, "a")
+    await left_by_killed(tmp_path, "a", owner="me")
     workers = FakeWorkers()
     async with a_service(tmp_path, workers, owner="other") as service:
         await submit(service, submission("b"))
