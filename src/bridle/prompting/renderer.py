@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import struct
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -355,9 +356,8 @@ class PromptRenderer:
 
 
 def _array(ids: list[int]) -> Ids:
-    made = np.array(ids, dtype=np.int32)
-    made.flags.writeable = False  # it is nobody else's, and need not be copied to be kept
-    return made
+    # A third of the time of `np.array`; read-only, so that it need not be copied to be kept.
+    return np.frombuffer(struct.pack(f"{len(ids)}i", *ids), np.int32)
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
