@@ -21,7 +21,6 @@ from bridle.gateway.recording import (
     exchange_record,
     issued_ids,
     new_bodies,
-    reasoning_restored,
 )
 from bridle.gateway.sampling import SampledReply, Sampler
 from bridle.prompting.canonical import canonical
@@ -202,7 +201,7 @@ def test_extra_facts_are_there_only_if_they_say_something():
 def test_reasoning_is_restored_where_the_harness_sent_none_back(reasoned, echoed, restored):
     parent = a_parent(reasoned=reasoned)
     done = finished(parent=parent, request=a_request(reasoning=echoed))
-    assert reasoning_restored(done) is restored
+    assert exchange_record(done, 0).extra.get("reasoning_restored", False) is restored
 
 
 def test_every_id_that_we_made_is_issued():

@@ -331,7 +331,7 @@ def exchange_row(
         bytearray(head),
         request.base,
         request.kept_spans,
-        bytearray().join(request.spans),
+        bytearray(b"".join(request.spans)),
         request.tools,
         exchange.started_at,
         exchange.first_token_s,

@@ -555,7 +555,7 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
         finish_reason=None if reason is None else vllm_schemas.FINISH[reason],
         stop_text=choice.stop_reason if type(choice.stop_reason) is str else None,
         versions=spans,
-        prompt_ids_json=_prompt_text(answer, choice) or prompt_text,
+        prompt_ids_json=_prompt_text(answer, choice) if prompt_text is None else prompt_text,
         cached_tokens=cached,
         extra={} if choice.routed_experts is None else {KEY: _experts(choice.routed_experts)},
     )

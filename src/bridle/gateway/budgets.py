@@ -5,8 +5,9 @@ between its calls: `TokenAccount` reserves them before each call and takes back 
 
 A schema for the answer, or a tool that must be called, becomes a grammar for an engine that can
 sample under one, unless the task wants free samples: a grammar shapes the distribution, so its
-tokens train only where their logprobs are of the constrained one (`trajectory.masks`). Whatever was
-asked and not enforced is sampled freely and stands in the exchange's `unenforced`, by these names:
+tokens train only where their logprobs are of the constrained one (`trajectory.builders`). Whatever
+was asked and not enforced is sampled freely and stands in the exchange's `unenforced`, by these
+names:
 
 - `response_format`: the answer may not meet its schema;
 - `tool_choice`: the tool that had to be called was not called;
@@ -203,6 +204,7 @@ class TokenAccount:
 _NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0}
 _SHAPING = (*_NEUTRAL, "logit_bias")
 _values = attrgetter(*_SHAPING)
+_UNASKED = (None,) * len(_SHAPING)
 
 
 def grammar_of(
@@ -250,7 +252,7 @@ def unenforced(
     if extra.get("removed"):
         found += [f"tool: {kind}" for kind in extra["removed"].get(SERVER_TOOLS.name, ())]
     wanted = _values(request.sampling)
-    if wanted.count(None) < len(wanted):
+    if wanted != _UNASKED:
         for name, asked, used in zip(_SHAPING, wanted, _values(effective), strict=True):
             if asked is not None and asked not in (_NEUTRAL.get(name), used):
                 found.append(name)

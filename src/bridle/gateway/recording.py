@@ -164,7 +164,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
     """Return further facts of the exchange; absent keys mean no, none or exact."""
     question, sample, reply = finished.question, finished.sample, finished.reply
     placement, request = question.placement, question.request
-    asked = finished.call.asked
+    asked, parent = finished.call.asked, finished.prompted.parent
     facts: JSON = {
         "placement": str(placement.kind),
         "model": request.model,
@@ -194,7 +194,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "unenforced": unenforced(
             request, reply, finished.effective, constrained=finished.constrained
         ),
-        "reasoning_restored": reasoning_restored(finished),
+        "reasoning_restored": parent is not None and parent.reasoned and _restored(finished),
         "removed": request.extra.get("removed"),
         "unknown": _unknown(finished),
         "media": [*finished.call.images],
@@ -268,11 +268,8 @@ def _break(sample: SampledReply) -> JSON:
     return {"position": sample.break_position, "reason": "engine_prompt"}
 
 
-def reasoning_restored(finished: Finished) -> bool:
-    """Return whether the prompt has reasoning of the parent that the harness did not send back."""
-    parent = finished.prompted.parent
-    if parent is None or not parent.reasoned:
-        return False
+def _restored(finished: Finished) -> bool:
+    """Return whether the harness left out the parent's reasoning, which the prompt has."""
     new_from = finished.question.placement.new_from
     echoed = finished.question.request.messages[max(0, new_from - 1) : new_from]
     return not any(message.reasoning for message in echoed)
