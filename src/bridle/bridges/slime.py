@@ -82,8 +82,9 @@ def _workers(router: str) -> list[str]:
             with urllib.request.urlopen(f"http://{router}/{route}", timeout=30) as answer:
                 found = json.load(answer)
         except urllib.error.HTTPError as refused:
-            if refused.code != 404:
-                raise
+            with refused:  # it is an open reply
+                if refused.code != 404:
+                    raise
             continue
         urls = found.get("urls") or [one["url"] for one in found.get("workers", ())]
         return list(dict.fromkeys(url.partition("@")[0] for url in urls))
