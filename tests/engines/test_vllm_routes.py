@@ -181,6 +181,15 @@ def test_a_server_that_repeats_the_request_still_tells_its_own_prompt(before):
     assert read.chunk.prompt_ids_json == b"[9,9]"
 
 
+def test_a_prompt_that_ends_as_the_one_sent_is_another_one():
+    sent, used = [1, *range(10, 30)], [2, *range(10, 30)]
+    whole = sampled(sent) | {"prompt_token_ids": used}
+    text = json.dumps(whole, separators=(",", ":")).encode()
+    chunk = read_answer(text, sent=ArrayIds(np.array(sent, np.int32)).json()).chunk
+    assert chunk is not None
+    assert chunk.prompt_ids_json == ArrayIds(np.array(used, np.int32)).json()
+
+
 def test_a_repeated_request_is_no_proof_where_the_server_tells_no_prompt():
     whole = {"kv_transfer_params": {"prompt_token_ids": PROMPT}} | sampled(PROMPT)
     whole["prompt_token_ids"] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,6 +83,13 @@ async def rewritten(talk: Talk) -> None:
     await talk.turns(4)
 
 
+async def altered(talk: Talk) -> None:
+    """The first message becomes another one of the same length."""
+    await talk.turns(4)
+    talk.messages[0] = user("Regin.")
+    await talk.turns(3)
+
+
 async def beside_another(talk: Talk) -> None:
     other = Talk(talk.caller, talk.engine)
     other.messages = [user("Begin elsewhere.")]
@@ -146,7 +154,16 @@ async def several_messages(talk: Talk) -> None:
 @pytest.mark.parametrize(
     "steps",
     [
-        *(repeated, rewound, rewritten, beside_another, interrupted, many, several_messages),
+        *(
+            repeated,
+            rewound,
+            rewritten,
+            altered,
+            beside_another,
+            interrupted,
+            many,
+            several_messages,
+        ),
         *(foretold, foretold_and_lost),
     ],
 )
@@ -207,3 +224,19 @@ async def test_a_result_that_no_call_asked_for_is_refused():
     linear, taken = await rows(work, plain=True)
     assert linear == general
     assert taken == 3
+
+
+async def test_a_reply_is_the_tip_of_its_own_request_only(monkeypatch):
+    monkeypatch.setattr(history_file, "SMALLEST", 1)
+    async with played({"content": "a"}, stream="live") as home:
+        gateway = home.gateway
+        caller = Caller(home, (await home.session("s")).handle)
+        await caller.stream([user("Begin.")])
+        session = caller._session
+        assert session.newest is not None, (
+            "no tip was wanted: its replies leave as they are sampled"
+        )
+        own, (known,) = session.newest[1].request, gateway.plain._known.values()
+        models = gateway.plain.exchanges.models
+        assert linear_file.tip_of(session, replace(own), known, models) is None
+        assert linear_file.tip_of(session, own, known, models) is not None
