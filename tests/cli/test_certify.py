@@ -12,6 +12,7 @@ from tests.trajectory.planted import PLANTED, run
 
 from bridle.bridges.parquet import read_logprobs, write_logprobs, write_trajectories
 from bridle.dashboard.folder import FolderSource
+from bridle.dashboard.source import CERTIFIED
 from bridle.embedded.model import load_tokenizer
 from bridle.node.results import sessions, trajectory_of
 from bridle.training.forward import recompute
@@ -91,7 +92,7 @@ def test_the_reference_trainer_computes_the_logprobs_of_a_run(say, played, tmp_p
     again = say("certify", played, tmp_path / "l.parquet", "--json").json
     assert again["tokens"] == sum(len(answer.positions) for answer in answers)
     with closing(FolderSource(played)) as source:
-        shown = source.certificate("")
+        shown = source.report(CERTIFIED, "")
     assert shown is not None
     assert shown.trainer == str(tmp_path / "l.parquet")
     reply = json.loads(json.dumps(asdict(shown)))

@@ -7,7 +7,7 @@ import pytest
 from tests.dashboard.house import HOSTILE, certified, client
 from tests.dashboard.test_app import Page, every_page
 
-from bridle.dashboard.source import certificate_of
+from bridle.dashboard.source import CERTIFIED
 
 
 def write(folder, **changes):
@@ -93,6 +93,6 @@ def test_hostile_text_of_a_trainer_is_text(run_folder):
 )
 def test_a_malformed_certificate_is_none(change):
     good = certified("x")
-    assert certificate_of(good) is not None
-    assert certificate_of(good | change) is None
-    assert certificate_of({}) is None
+    assert CERTIFIED.read(good) is not None
+    assert CERTIFIED.read(good | change) is None
+    assert CERTIFIED.read({}) is None

@@ -15,9 +15,9 @@ from bridle.dashboard.app import (
     number,
     seconds,
     segments,
-    share,
 )  # fmt: skip
 from bridle.dashboard.session import cut, parts, pretty, said
+from bridle.trajectory.scores import share
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -49,12 +49,19 @@ from bridle.dashboard.session import (
     said,
     token_page,
 )
-from bridle.dashboard.source import DataSource, SessionView
+from bridle.dashboard.source import (
+    CERTIFIED,
+    COMPARED_SCORERS,
+    DataSource,
+    RunReport,
+    SessionView,
+)
 from bridle.dashboard.summaries import SampleGroup, SessionFilter, SessionRow, most_different
 from bridle.errors import BridleError
 from bridle.gateway.faults import trace_of
 from bridle.trajectory.result import encode, trajectory_bytes
 from bridle.trajectory.sample import Trace
+from bridle.trajectory.scores import share
 from bridle.trajectory.transcript import script_of
 from bridle.types import JSON
 
@@ -214,8 +221,8 @@ def make_app(
         ("/task", pages.task),
         ("/compare", pages.compare),
         ("/compare-runs", pages.compare_runs),
-        ("/certificate", pages.certificate),
-        ("/scorers", pages.scorers),
+        ("/certificate", partial(pages.report, "certificate.html", CERTIFIED)),
+        ("/scorers", partial(pages.report, "scorers.html", COMPARED_SCORERS)),
         ("/session/{session_id}", pages.session),
         ("/session/{session_id}/exchange/{exchange_id}", pages.session),
         ("/session/{session_id}/exchange/{exchange_id}/{part}.json", pages.raw),
@@ -330,19 +337,12 @@ class _Pages:
             difference=compare(*conversations), lengths=[len(one) for one in conversations],
         )  # fmt: skip
 
-    def certificate(self, request: Request) -> Response:
-        """Render what `bridle certify` found in a run, with a page of its turns."""
+    def report(self, template: str, kind: RunReport[Any], request: Request) -> Response:
+        """Render a report on a run, with a page of its list."""
         run, at = request.query_params.get("run", ""), _number(request, "at")
-        missing = f"no certificate by `bridle certify` for the run {run[:200]!r}"
-        found = _known(self._source(request).certificate(run), missing)
-        return self._page(request, "certificate.html", found=found, run=run, at=at, step=LIST)
-
-    def scorers(self, request: Request) -> Response:
-        """Render the comparison of scorers on a run, with a page of its sessions."""
-        run, at = request.query_params.get("run", ""), _number(request, "at")
-        missing = f"no comparison of scorers on the run {run[:200]!r}"
-        found = _known(self._source(request).scorers(run), missing)
-        return self._page(request, "scorers.html", found=found, run=run, at=at, step=LIST)
+        missing = f"no {kind.title} the run {run[:200]!r}"
+        found = _known(self._source(request).report(kind, run), missing)
+        return self._page(request, template, found=found, run=run, at=at, step=LIST)
 
     def _group(self, request: Request) -> SampleGroup:
         query = request.query_params
@@ -579,17 +579,13 @@ def number(value: float | None, digits: int = 3) -> str:
     return NONE if value is None else f"{value:.{digits}g}"
 
 
-def share(part: float, whole: float) -> str:
-    return f"{100 * part / whole if whole else 0:.1f} %"
-
-
-def segments(values: Iterable[tuple[str, float]], width: float = 100.0) -> list[Segment]:
-    """Lay out the parts of a bar that is `width` wide: `(name, value, x, width)`."""
+def segments(values: Iterable[tuple[str, float]]) -> list[Segment]:
+    """Lay out the parts of a bar that is 100 wide: `(name, value, x, width)`."""
     listed = [(name, float(value)) for name, value in values if value]
     whole = sum(value for _, value in listed) or 1.0
     found, at = [], 0.0
     for name, value in listed:
-        wide = width * value / whole
+        wide = 100 * value / whole
         found.append((name, value, round(at, 3), round(wide, 3)))
         at += wide
     return found

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 
@@ -36,15 +37,15 @@ from bridle.capture.records import Outcome, SessionRecord, Totals
 from bridle.capture.texts import unpack
 from bridle.dashboard.session import CapturedSession
 from bridle.dashboard.source import (
+    CERTIFIED,
+    COMPARED_SCORERS,
     AttemptTree,
     Place,
-    RunCertificate,
+    RunReport,
     SessionPage,
     SessionView,
     attempts_of,
-    certificate_of,
     place_of,
-    scorers_of,
 )
 from bridle.dashboard.summaries import (
     Overview,
@@ -68,16 +69,15 @@ from bridle.dashboard.summaries import (
 from bridle.errors import BridleError, ConfigError
 from bridle.node.results import (
     CAPTURE,
-    CERTIFICATE,
     RUN,
-    SCORERS,
     SESSIONS,
     SUMMARY,
     result_of,
     trajectory_of,
 )
-from bridle.trajectory.scores import Disagreement
 from bridle.types import JSON
+
+T = TypeVar("T")
 
 SEARCHED_ROWS = 50
 """Calls that a search reads at once."""
@@ -212,21 +212,17 @@ class CapturedRun:
             for one in config.get("engines") or ()  # type: ignore[union-attr]  # a dict
         ]
         finished = (self.folder / SUMMARY).is_file()
-        certificate = self.certificate()
+        certificate = self.report(CERTIFIED)
         certified = None if certificate is None else certificate.faithful
-        found = self.scorers()
+        found = self.report(COMPARED_SCORERS)
         scored = None if found is None else (len(found.differing), len(found.sessions))
         return RunFacts(
             self.name, finished, expected, tuple(engines), self.fault(), certified, scored
         )
 
-    def certificate(self) -> RunCertificate | None:
-        """Return what `bridle certify` found last; `None` = nothing that can be read."""
-        return certificate_of(self._json(CERTIFICATE))
-
-    def scorers(self) -> Disagreement | None:
-        """Return the last comparison of scorers; `None` = nothing that can be read."""
-        return scorers_of(self._json(SCORERS))
+    def report(self, kind: RunReport[T]) -> T | None:
+        """Return the last report of a kind; `None` = nothing that can be read."""
+        return kind.read(self._json(kind.file))
 
     def fork_command(self, line: SessionRow) -> str | None:
         """See `SessionView.fork_command`: the run must hold the session's task."""
@@ -573,12 +569,8 @@ class FolderSource:
             replies = shown.session.fork_points.values()
         return attempts_of(place_of(shown.line), lines, _origins(runs, lines), replies)
 
-    def certificate(self, run: str) -> RunCertificate | None:
-        found = (one.certificate() for one in self._look() if run in ("", one.name))
-        return next((one for one in found if one is not None), None)
-
-    def scorers(self, run: str) -> Disagreement | None:
-        found = (one.scorers() for one in self._look() if run in ("", one.name))
+    def report(self, kind: RunReport[T], run: str) -> T | None:
+        found = (one.report(kind) for one in self._look() if run in ("", one.name))
         return next((one for one in found if one is not None), None)
 
     def known(self, session_ids: Iterable[str]) -> dict[str, SessionRow]:

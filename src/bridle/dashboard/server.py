@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from bridle.dashboard.folder import FolderSource
 from bridle.dashboard.source import (
     AttemptTree,
-    RunCertificate,
+    RunReport,
     SessionPage,
     SessionView,
     attempts_of,
@@ -44,7 +44,6 @@ from bridle.dashboard.summaries import (
 )
 from bridle.errors import ServerError
 from bridle.node.results import CAPTURE
-from bridle.trajectory.scores import Disagreement
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -191,10 +190,7 @@ class ServerSource:
                 replies += shown.session.fork_points.values()
         return attempts_of(place_of(shown.line), [*lines.values()], origins, replies)
 
-    def certificate(self, run: str) -> RunCertificate | None:  # noqa: ARG002 - it has no runs
-        return None
-
-    def scorers(self, run: str) -> Disagreement | None:  # noqa: ARG002 - it has no runs
+    def report(self, kind: RunReport[T], run: str) -> T | None:  # noqa: ARG002 - it has no runs
         return None
 
     def file(self, session_id: str, run: str, name: str) -> Path | bytes | None:

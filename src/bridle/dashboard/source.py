@@ -11,12 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from bridle.dashboard.session import CapturedSession
 from bridle.dashboard.summaries import Overview, SampleGroup, SessionFilter, SessionRow, SessionSet
+from bridle.node.results import CERTIFICATE, SCORERS
 from bridle.trajectory.causes import Suspect
 from bridle.trajectory.fidelity import TurnAgreement
 from bridle.trajectory.sample import Trajectory
@@ -63,26 +64,30 @@ class RunCertificate:
     turns: Sequence[TurnAgreement]
 
 
-_CERTIFICATE: Final = TypeAdapter(RunCertificate)
-_SCORERS: Final = TypeAdapter(Disagreement)
 T = TypeVar("T")
 
 
-def certificate_of(content: JSON) -> RunCertificate | None:
-    """Convert the content of a certificate; `None` = it is malformed."""
-    return _checked(_CERTIFICATE, content)
+@dataclass(frozen=True, slots=True)
+class RunReport(Generic[T]):
+    """A file that a command left in a run folder, and the type of its content."""
+
+    file: str
+    form: TypeAdapter[T]
+    title: str
+    """Words before the name of a run that has none."""
+
+    def read(self, content: JSON) -> T | None:
+        """Convert the content of the file; `None` = it is malformed."""
+        try:
+            return self.form.validate_python(content)
+        except ValidationError:
+            return None
 
 
-def scorers_of(content: JSON) -> Disagreement | None:
-    """Convert the content of a comparison of scorers; `None` = it is malformed."""
-    return _checked(_SCORERS, content)
-
-
-def _checked(form: TypeAdapter[T], content: JSON) -> T | None:
-    try:
-        return form.validate_python(content)
-    except ValidationError:
-        return None
+CERTIFIED: Final = RunReport(
+    CERTIFICATE, TypeAdapter(RunCertificate), "certificate by `bridle certify` for"
+)
+COMPARED_SCORERS: Final = RunReport(SCORERS, TypeAdapter(Disagreement), "comparison of scorers on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +154,8 @@ class DataSource(Protocol):
     def attempts(self, session_id: str, run: str) -> AttemptTree | None:
         """Return the tree of a session and its forks; an empty `run` = whichever run has it."""
 
-    def certificate(self, run: str) -> RunCertificate | None:
-        """Return the certificate of a run; an empty `run` = of the first that has one."""
-
-    def scorers(self, run: str) -> Disagreement | None:
-        """Return the last comparison of scorers on a run; an empty `run` = of the first that has
-        one.
-        """
+    def report(self, kind: RunReport[T], run: str) -> T | None:
+        """Return the last report of a kind on a run; an empty `run` = on the first that has one."""
 
     def file(self, session_id: str, run: str, name: str) -> Path | bytes | None:
         """Return a log or kept file of a session, by a name of `SessionView.logs`."""

@@ -306,18 +306,15 @@ class FailureCause:
     """The newest sessions."""
 
 
-def failures_of(lines: Iterable[SessionRow], latest: int = 3) -> list[FailureCause]:
+def failures_of(lines: Iterable[SessionRow]) -> list[FailureCause]:
     """Group the failed sessions by cause, the most frequent first."""
     found: defaultdict[str, list[SessionRow]] = defaultdict(list)
     for line in lines:
         if line.status in FAILED:
             found[line.cause or line.status.lower()].append(line)
-    counts = Counter({cause: len(own) for cause, own in found.items()})
     return [
-        FailureCause(
-            cause, count, sorted(found[cause], key=lambda one: -(one.ended_at or 0.0))[:latest]
-        )
-        for cause, count in counts.most_common()
+        FailureCause(cause, len(own), sorted(own, key=lambda one: -(one.ended_at or 0.0))[:3])
+        for cause, own in sorted(found.items(), key=lambda item: -len(item[1]))
     ]
 
 

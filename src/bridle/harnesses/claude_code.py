@@ -16,6 +16,7 @@ from bridle.harnesses.base import (
     PATIENCE_S,
     Launch,
     LaunchContext,
+    SettingsT,
     as_json,
     crash,
     events_backwards,
@@ -43,7 +44,29 @@ class ClaudeCodeSettings(Settings):
     """More arguments for its command line, e.g. `["--disallowed-tools", "WebSearch"]`."""
 
 
-class ClaudeCode(PackagedHarness[ClaudeCodeSettings]):
+class WritesEvents(PackagedHarness[SettingsT]):
+    """A harness that prints its run as Claude Code's stream of events."""
+
+    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
+        """Read from the last event, `result`, whether the run ended in an error, and in which.
+
+        Without that event the exit code decides.
+        """
+        result = next(
+            (e for e in events_backwards(stdout, '"result"') if e.get("type") == "result"), None
+        )
+        if result is not None and signal is None:
+            if result.get("subtype") == "error_max_turns":
+                return Cause.LIMIT
+            # Where the API refused, the answer is the refusal: `is_error` with subtype `success`.
+            if result.get("is_error") and result.get("subtype") == "success":
+                return Cause.HARNESS_MODEL_ERROR
+            if result.get("is_error"):
+                return Cause.HARNESS_CRASH
+        return crash(exit_code, signal)
+
+
+class ClaudeCode(WritesEvents[ClaudeCodeSettings]):
     """Claude Code; implements `base.Harness`."""
 
     name = "claude_code"
@@ -80,10 +103,6 @@ class ClaudeCode(PackagedHarness[ClaudeCodeSettings]):
         env = {**claude_env(context), "CLAUDE_CONFIG_DIR": folder}
         return self._with_stdin(context, folder, command, env, files)
 
-    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Read from the last event whether the run ended in an error, and in which."""
-        return claude_cause(exit_code, signal, stdout)
-
 
 def claude_env(context: LaunchContext) -> dict[str, str]:
     """Return the environment in which its runs are the same each time; also for its SDK."""
@@ -112,19 +131,3 @@ def claude_env(context: LaunchContext) -> dict[str, str]:
         "CLAUDE_STREAM_FIRST_BYTE_TIMEOUT_MS": str(LONGEST_STREAM_PAUSE_S * 1000),
         "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(LONGEST_STREAM_PAUSE_S * 1000),
     }
-
-
-def claude_cause(exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-    """Classify the exit by the event stream's `result` if there is one, else by the exit code."""
-    result = next(
-        (e for e in events_backwards(stdout, '"result"') if e.get("type") == "result"), None
-    )
-    if result is not None and signal is None:
-        if result.get("subtype") == "error_max_turns":
-            return Cause.LIMIT
-        # Where the API refused, the answer is the refusal: `is_error` with subtype `success`.
-        if result.get("is_error") and result.get("subtype") == "success":
-            return Cause.HARNESS_MODEL_ERROR
-        if result.get("is_error"):
-            return Cause.HARNESS_CRASH
-    return crash(exit_code, signal)

@@ -30,7 +30,7 @@ from bridle.harnesses.base import (
     events_backwards,
     output_budget,
 )
-from bridle.harnesses.claude_code import claude_cause
+from bridle.harnesses.claude_code import WritesEvents
 from bridle.harnesses.packaged import Npm, PackagedHarness
 from bridle.types import JSON, Cause, Dialect
 
@@ -137,7 +137,7 @@ class QwenCodeSettings(Settings):
     """More arguments for its command line."""
 
 
-class QwenCode(PackagedHarness[QwenCodeSettings]):
+class QwenCode(WritesEvents[QwenCodeSettings]):
     """Qwen Code; implements `base.Harness`."""
 
     name = "qwen_code"
@@ -193,7 +193,3 @@ class QwenCode(PackagedHarness[QwenCodeSettings]):
             "mcpServers": self._mcp(http_url="httpUrl", trust=True),
         }
         return merged(ours, self._settings.config)
-
-    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Read the last event, which has the same form as Claude Code's."""
-        return claude_cause(exit_code, signal, stdout)

@@ -405,13 +405,13 @@ class Report:
         yield ""
         yield from self._laws()
         yield ""
-        yield f"excluded  {_share(sum(self.excluded.values()), self.captured)} of sampled tokens"
+        yield f"excluded  {share(sum(self.excluded.values()), self.captured)} of sampled tokens"
         for reason, count in self.excluded.most_common():
-            yield f"  {reason:<14} {count:>10}  {_share(count, self.captured)}"
+            yield f"  {reason:<14} {count:>10}  {share(count, self.captured)}"
         for (harness, status), (passed_over, of) in sorted(self.rejected.items()):
             if passed_over:
-                share = _share(passed_over, of)
-                yield f"rejected  {share} of what {harness} sampled in {status} sessions"
+                part = share(passed_over, of)
+                yield f"rejected  {part} of what {harness} sampled in {status} sessions"
         for (harness, status), count in sorted(self.malformed.items()):
             yield f"malformed {count} tool calls of {harness} in {status} sessions"
         yield ""
@@ -432,7 +432,7 @@ class Report:
             bad = "! " if turns["verbatim"] < LOW_MERGE_RATIO * shown else ""
             yield (
                 f"{bad}turns     {shown} shown: {turns['verbatim']} verbatim"
-                f" ({_share(turns['verbatim'], shown)}), {turns['rerendered']} rerendered"
+                f" ({share(turns['verbatim'], shown)}), {turns['rerendered']} rerendered"
                 f" ({self.rerendered} tokens), {turns['foreign']} foreign"
                 f"; {turns['given']} given"
             )
@@ -498,5 +498,5 @@ def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "none"
 
 
-def _share(part: int, whole: int) -> str:
+def share(part: float, whole: float) -> str:
     return f"{100 * part / whole if whole else 0:.1f} %"
