@@ -9,7 +9,7 @@ import pytest
 from bridle.dialects import DIALECTS
 from bridle.dialects.fields import RULES as NOISE_RULES
 from bridle.errors import RequestError
-from bridle.harness_rules.table import KIND_RULES
+from bridle.harness_rules import KIND_RULES
 from bridle.types import Dialect
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "dialects.md").read_text()

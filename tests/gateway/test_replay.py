@@ -16,7 +16,7 @@ from bridle.capture.records import no_logprobs
 from bridle.errors import ConfigError, StoreError
 from bridle.gateway.replay import replay_of
 from bridle.gateway.weights import SetPolicy
-from bridle.harness_rules.table import Varying
+from bridle.harness_rules import Varying
 from bridle.scripted.engine import ScriptedEngine
 from bridle.scripted.script import make_script
 from bridle.trajectory import rebuild

@@ -3,7 +3,7 @@ import json
 import pytest
 from tests.dialects.exchange import parse
 
-from bridle.harness_rules.table import HARNESS_RULES, KIND_RULES, KindRule, kind_of
+from bridle.harness_rules import HARNESS_RULES, KIND_RULES, KindRule, kind_of
 from bridle.types import Dialect, Kind
 
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -1,6 +1,6 @@
 import pytest
 
-from bridle.harness_rules.table import VARYING, differing, likely_cause
+from bridle.harness_rules import VARYING, differing, likely_cause
 
 
 @pytest.mark.parametrize(

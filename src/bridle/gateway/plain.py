@@ -52,7 +52,7 @@ from bridle.gateway.retries import Deliveries
 from bridle.gateway.routing import asked
 from bridle.gateway.sampling import SampledReply
 from bridle.gateway.settings import GatewaySettings
-from bridle.harness_rules.table import decided_by_head
+from bridle.harness_rules import decided_by_head
 from bridle.prompting.conversation import PlacementKind
 from bridle.types import DeliveryState, Dialect, FinishReason, ModelRequest, Sampling
 

@@ -38,7 +38,7 @@ from bridle.gateway.call import Asked, Call, Question, Stage
 from bridle.gateway.keys import PREFIX, key_digest
 from bridle.gateway.replay import Replay
 from bridle.gateway.responses import Shelf
-from bridle.harness_rules.table import KindRule
+from bridle.harness_rules import KindRule
 from bridle.prompting.canonical import AtomMemo, Canonical
 from bridle.prompting.conversation import Conversation
 from bridle.prompting.turns import Lineage

@@ -20,7 +20,7 @@ from bridle.engines.base import GenerateChunk
 from bridle.errors import ConfigError, RequestError
 from bridle.experts import KEY, unpack
 from bridle.gateway.sampling import SampledReply
-from bridle.harness_rules.table import VARYING, differing, likely_cause
+from bridle.harness_rules import VARYING, differing, likely_cause
 from bridle.trajectory.graph import ExchangeNode, first_difference, first_ids, grow
 from bridle.trajectory.transcript import Transcript
 from bridle.types import JSON, DeliveryState, FinishReason, Kind, LogprobMode
@@ -28,7 +28,7 @@ from bridle.types import JSON, DeliveryState, FinishReason, Kind, LogprobMode
 if TYPE_CHECKING:
     from bridle.capture.records import Exchange, SessionCapture
     from bridle.gateway.recording import Prompted
-    from bridle.harness_rules.table import Varying
+    from bridle.harness_rules import Varying
     from bridle.prompting.prompt import PromptIds
     from bridle.types import Ids
 

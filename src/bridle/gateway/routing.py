@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from bridle.dialects.fields import unknown_betas
 from bridle.gateway.call import Asked
-from bridle.harness_rules.table import KindRule, kind_of
+from bridle.harness_rules import KindRule, kind_of
 from bridle.types import ModelRequest
 
 CONTROL_ROUTES: Final = frozenset(

@@ -11,7 +11,7 @@ import sys
 
 from bridle.config import AgentSpec
 from bridle.errors import ConfigError
-from bridle.harness_rules.table import HARNESS_RULES
+from bridle.harness_rules import HARNESS_RULES
 from bridle.harnesses.base import SCRIPTS, Harness
 from bridle.plugins import installed, load
 from bridle.types import Dialect

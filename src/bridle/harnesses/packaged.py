@@ -35,7 +35,7 @@ from typing import Any, ClassVar, Generic
 
 from bridle.config import AgentSpec
 from bridle.errors import ConfigError, HarnessError, RuntimeFailure
-from bridle.harness_rules.table import HARNESS_RULES
+from bridle.harness_rules import HARNESS_RULES
 from bridle.harnesses.base import (
     TRANSPORTS,
     Launch,

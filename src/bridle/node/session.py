@@ -46,7 +46,7 @@ from bridle.evaluators.base import (
 )
 from bridle.gateway.registry import SessionFacts
 from bridle.gateway.replay import Replay, replay_of
-from bridle.harness_rules.table import Varying
+from bridle.harness_rules import Varying
 from bridle.harnesses.base import Harness, Launch, LaunchContext, needs_model
 from bridle.node.base import SessionChanged, SessionEnded
 from bridle.node.results import (

@@ -34,7 +34,7 @@ from bridle.engines.base import (
 )
 from bridle.engines.ids import IdsError, check_vocabulary
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
-from bridle.harness_rules.table import HARNESS_RULES
+from bridle.harness_rules import HARNESS_RULES
 from bridle.scripted.script import (
     THINK,
     THINK_END,

@@ -1,9 +1,14 @@
-"""One row per harness: its adapter, its user agents, its kinds of call, its noise, its shell tool.
+"""Facts about harnesses that the gateway and the adapters share: one row per harness.
 
-The texts and headers are those of requests that were recorded in November 2026. A rule reads what
-the dialects' noise rules removed from `ModelRequest.extra["removed"]`.
+A row has the harness's adapter, its user agents, its kinds of call, its noise, its shell tool. The
+adapter, which installs and starts the program, is in `bridle.harnesses`. Adding a harness is its
+adapter and its row.
 
-A row and its rules are defined here too, with the comparison of a prompt with its capture.
+Rules classify a call as agent, sub-agent, compaction or side call. Their texts and headers are
+those of requests that were recorded in November 2026. A rule reads what the dialects' noise rules
+removed from `ModelRequest.extra["removed"]`.
+
+A prompt is compared with its capture here, too.
 """
 
 from __future__ import annotations
@@ -23,6 +28,9 @@ from bridle.types import Dialect, Kind, ModelRequest, Role
 Headers: TypeAlias = Mapping[str, str]
 """Request headers with lower-case names."""
 
+Applies: TypeAlias = Callable[[Headers, ModelRequest], bool]
+"""Test of a rule."""
+
 
 @dataclass(frozen=True, slots=True)
 class KindRule:
@@ -30,8 +38,7 @@ class KindRule:
 
     name: str
     kind: Kind
-    why: str
-    applies: Callable[[Headers, ModelRequest], bool]
+    applies: Applies
     universal: bool = False
     """True if it is tried for every harness, because it looks at a header or field that no other
     program sends. A rule that reads contents is tried for the harnesses whose rows name it only: a
@@ -58,7 +65,7 @@ class KindRule:
                 and (user_agent or "").lower() in headers.get("user-agent", "").lower()
             )
 
-        return cls(name, kind, "Declared for the session's harness.", applies)
+        return cls(name, kind, applies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +186,11 @@ def _schema_fields(request: ModelRequest) -> list[str]:
     return list(fields) if isinstance(fields, dict) and not request.tools else []
 
 
+def _rule(name: str, kind: Kind, *, universal: bool = False) -> Callable[[Applies], KindRule]:
+    """Return the decorator that makes a rule of its test."""
+    return lambda applies: KindRule(name, kind, applies, universal)
+
+
 # ---- compaction
 
 
@@ -192,7 +204,9 @@ def _codex_request_kind(headers: Headers) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def _is_codex_compaction(headers: Headers, request: ModelRequest) -> bool:
+@_rule("codex_compaction", Kind.COMPACTION, universal=True)
+def _codex_compaction(headers: Headers, request: ModelRequest) -> bool:
+    """Return whether Codex says so in its turn metadata, or asks for a compaction item."""
     if "x-codex-turn-metadata" in headers and _codex_request_kind(headers) == "compaction":
         return True
     if "x-openai-subagent" in headers and headers["x-openai-subagent"] == "compact":
@@ -200,8 +214,12 @@ def _is_codex_compaction(headers: Headers, request: ModelRequest) -> bool:
     return "dress" in request.extra and bool(getattr(request.extra["dress"], "compacts", False))
 
 
-def _is_summary(headers: Headers, request: ModelRequest) -> bool:
-    del headers
+@_rule("summary_request", Kind.COMPACTION)
+def _summary(_: Headers, request: ModelRequest) -> bool:
+    """Return whether it asks for the summary with which the conversation continues.
+
+    The last user message does, or the system message of a call without tools.
+    """
     text = last_user_text(request)
     if _contains(text, _SUMMARY_REQUESTS):
         return True
@@ -216,28 +234,32 @@ def _is_summary(headers: Headers, request: ModelRequest) -> bool:
 # ---- side calls
 
 
-def _is_title(headers: Headers, request: ModelRequest) -> bool:
-    del headers
+@_rule("title", Kind.SIDE)
+def _title(_: Headers, request: ModelRequest) -> bool:
+    """Return whether it asks for a title of the session."""
     if request.tools:
         return False
     starts = system_text(request).startswith("You are a title generator")
     return _schema_fields(request) == ["title"] or starts
 
 
-def _is_name(headers: Headers, request: ModelRequest) -> bool:
-    del headers
+@_rule("conversation_name", Kind.SIDE)
+def _name(_: Headers, request: ModelRequest) -> bool:
+    """Return whether it asks for a name of the conversation (gptme)."""
     asks = system_text(request) == "Generate concise conversation titles."
     return asks and not request.tools
 
 
-def _is_hello(headers: Headers, request: ModelRequest) -> bool:
-    del headers
+@_rule("summaries_probe", Kind.SIDE)
+def _hello(_: Headers, request: ModelRequest) -> bool:
+    """Return whether it is Inspect's greeting, which shows whether summaries are served."""
     says = last_user_text(request) == "Please say 'hello, world'"
     return says and len(request.messages) == 1 and not request.tools
 
 
-def _is_router(headers: Headers, request: ModelRequest) -> bool:
-    del headers
+@_rule("router", Kind.SIDE)
+def _router(_: Headers, request: ModelRequest) -> bool:
+    """Return whether its JSON reply chooses a model, or who speaks next."""
     return not {"model_choice", "next_speaker"}.isdisjoint(_schema_fields(request))
 
 
@@ -248,25 +270,29 @@ _MEMORY_AGENTS = (
 )
 
 
-def _is_memory(headers: Headers, request: ModelRequest) -> bool:
+@_rule("memory", Kind.SIDE)
+def _memory(_: Headers, request: ModelRequest) -> bool:
     """Return whether the system or the user speaks to an agent of its memory, which has tools."""
-    del headers
     texts = system_text(request), last_user_text(request)
     return any(_contains(text, _MEMORY_AGENTS) for text in texts)
 
 
-def _is_commit_message(headers: Headers, request: ModelRequest) -> bool:
-    del headers
+@_rule("commit_message", Kind.SIDE)
+def _commit(_: Headers, request: ModelRequest) -> bool:
+    """Return whether it asks for the message of a commit."""
     return not request.tools and "Git commit messages" in system_text(request)
 
 
-def _is_search(headers: Headers, request: ModelRequest) -> bool:
+@_rule("search", Kind.SIDE)
+def _search(headers: Headers, request: ModelRequest) -> bool:
+    """Return whether it is a search by itself: its only tool is one that the provider would run."""
     sender = headers.get("user-agent", "").startswith(("claude-cli/", "GeminiCLI"))
     return sender and not request.tools and bool(_removed(request, SERVER_TOOLS.name))
 
 
-def _is_probe(headers: Headers, request: ModelRequest) -> bool:
-    del headers
+@_rule("quota_probe", Kind.SIDE)
+def _probe(_: Headers, request: ModelRequest) -> bool:
+    """Return whether it asks for one token after one message, without tools."""
     return (
         request.dialect is Dialect.ANTHROPIC
         and request.sampling.max_tokens == 1
@@ -278,8 +304,9 @@ def _is_probe(headers: Headers, request: ModelRequest) -> bool:
 # ---- sub-agents
 
 
-def _is_subagent(headers: Headers, request: ModelRequest) -> bool:
-    del request
+@_rule("subagent_header", Kind.SUBAGENT, universal=True)
+def _subagent(headers: Headers, _: ModelRequest) -> bool:
+    """Return whether a header names the parent or the sub-agent."""
     return (
         "x-claude-code-agent-id" in headers
         or "x-codex-parent-thread-id" in headers
@@ -289,8 +316,9 @@ def _is_subagent(headers: Headers, request: ModelRequest) -> bool:
     )
 
 
-def _is_billed_subagent(headers: Headers, request: ModelRequest) -> bool:
-    del headers
+@_rule("billed_subagent", Kind.SUBAGENT, universal=True)
+def _billed(_: Headers, request: ModelRequest) -> bool:
+    """Return whether Claude Code's billing block marks it as a sub-agent's."""
     if not request.extra.get("removed"):
         return False
     removed = _removed(request, BILLING.name)
@@ -298,74 +326,22 @@ def _is_billed_subagent(headers: Headers, request: ModelRequest) -> bool:
     return "cc_is_subagent" in billed and "cc_is_subagent=false" not in billed
 
 
-# ---- rules
-
-_CODEX_COMPACTION = KindRule(
-    "codex_compaction",
-    Kind.COMPACTION,
-    "Codex says so in its turn metadata, or asks for a compaction item.",
-    _is_codex_compaction,
-    universal=True,
-)
-_SUMMARY = KindRule(
-    "summary_request",
-    Kind.COMPACTION,
-    "The last user message, or the system message of a call without tools, asks for the summary "
-    "with which the conversation continues.",
-    _is_summary,
-)
-_TITLE = KindRule("title", Kind.SIDE, "It asks for a title of the session.", _is_title)
-_NAME = KindRule("conversation_name", Kind.SIDE, "It asks for a name (gptme).", _is_name)
-_HELLO = KindRule(
-    "summaries_probe",
-    Kind.SIDE,
-    "One greeting asks whether reasoning summaries are served (Inspect).",
-    _is_hello,
-)
-_ROUTER = KindRule(
-    "router", Kind.SIDE, "A JSON reply chooses a model, or who speaks next.", _is_router
-)
-_MEMORY = KindRule("memory", Kind.SIDE, "A second agent keeps memories.", _is_memory)
-_COMMIT = KindRule(
-    "commit_message", Kind.SIDE, "It asks for the message of a commit.", _is_commit_message
-)
-_SEARCH = KindRule(
-    "search",
-    Kind.SIDE,
-    "The only tool is one that the provider would run: a search as a request of its own.",
-    _is_search,
-)
-_PROBE = KindRule("quota_probe", Kind.SIDE, "One token of one message without tools.", _is_probe)
-_SUBAGENT = KindRule(
-    "subagent_header",
-    Kind.SUBAGENT,
-    "A header names the parent or the sub-agent.",
-    _is_subagent,
-    universal=True,
-)
-_BILLED = KindRule(
-    "billed_subagent",
-    Kind.SUBAGENT,
-    "Claude Code's billing block marks its sub-agents.",
-    _is_billed_subagent,
-    universal=True,
-)
 KIND_RULES: Final = (
-    *(_CODEX_COMPACTION, _SUMMARY, _TITLE, _NAME, _HELLO, _ROUTER, _MEMORY, _COMMIT, _SEARCH),
-    *(_PROBE, _SUBAGENT, _BILLED),
+    *(_codex_compaction, _summary, _title, _name, _hello, _router, _memory, _commit, _search),
+    *(_probe, _subagent, _billed),
 )
 """All rules, in the order in which they are tried."""
 
 # ---- harnesses
 
-_CLAUDE_KINDS = (_SUMMARY, _TITLE, _SEARCH, _PROBE, _SUBAGENT, _BILLED)
+_CLAUDE_KINDS = (_summary, _title, _search, _probe, _subagent, _billed)
 _PI_SUMMARY = "a context summarization a"
 
 HARNESS_RULES: Final[dict[str, HarnessRules]] = {
     "aider": HarnessRules(
         adapter="bridle.harnesses.aider:Aider",
         user_agents=("aider",),
-        kinds=(_COMMIT,),
+        kinds=(_commit,),
     ),
     "claude_agent_sdk": HarnessRules(
         adapter="bridle.harnesses.sdk_agents:ClaudeAgentSdk",
@@ -384,14 +360,14 @@ HARNESS_RULES: Final[dict[str, HarnessRules]] = {
     "cline": HarnessRules(
         adapter="bridle.harnesses.cline:Cline",
         user_agents=("cline",),
-        kinds=(_SUMMARY,),
+        kinds=(_summary,),
         summary_prompts=("Summarize the provided coding session",),
         shell_tools=("run_commands", "execute_command"),
     ),
     "codex": HarnessRules(
         adapter="bridle.harnesses.codex:Codex",
         user_agents=("codex",),
-        kinds=(_CODEX_COMPACTION, _SUMMARY, _SUBAGENT),
+        kinds=(_codex_compaction, _summary, _subagent),
         summary_requests=("CONTEXT CHECKPOINT COMPACTION",),
         noise=(
             Varying("exec_result", re.compile(r"Chunk ID: [0-9a-f]{6}\nWall time: [\d.]+ seconds")),
@@ -402,7 +378,7 @@ HARNESS_RULES: Final[dict[str, HarnessRules]] = {
     "copilot": HarnessRules(
         adapter="bridle.harnesses.copilot:Copilot",
         user_agents=("copilot",),
-        kinds=(_SUMMARY, _SUBAGENT),
+        kinds=(_summary, _subagent),
         noise=(Varying("session_id", re.compile(r"/session-state/[0-9a-f-]{36}")),),
         shell_tools=("bash", "run_in_terminal"),
     ),
@@ -410,22 +386,22 @@ HARNESS_RULES: Final[dict[str, HarnessRules]] = {
     "gemini_cli": HarnessRules(
         adapter="bridle.harnesses.gemini_cli:GeminiCli",
         user_agents=("geminicli",),
-        kinds=(_SUMMARY, _ROUTER, _SEARCH),
+        kinds=(_summary, _router, _search),
         summary_prompts=("<state_snapshot>",),
         shell_tools=("run_shell_command",),
     ),
     "google_adk": HarnessRules(
         adapter="bridle.harnesses.sdk_agents:GoogleAdk", shell_tools=("bash",)
     ),
-    "gptme": HarnessRules(kinds=(_NAME,)),
+    "gptme": HarnessRules(kinds=(_name,)),
     "hermes": HarnessRules(
         adapter="bridle.harnesses.hermes:Hermes",
         user_agents=("hermes",),
-        kinds=(_SUMMARY,),
+        kinds=(_summary,),
         summary_requests=("a summarization agent creating a context checkpoint",),
         shell_tools=("terminal",),
     ),
-    "inspect_ai": HarnessRules(kinds=(_HELLO,)),
+    "inspect_ai": HarnessRules(kinds=(_hello,)),
     "mini_swe_agent": HarnessRules(
         adapter="bridle.harnesses.mini_swe_agent:MiniSweAgent", shell_tools=("bash",)
     ),
@@ -435,7 +411,7 @@ HARNESS_RULES: Final[dict[str, HarnessRules]] = {
     "openclaw": HarnessRules(
         adapter="bridle.harnesses.pi:Openclaw",
         user_agents=("openclaw",),
-        kinds=(_SUMMARY,),
+        kinds=(_summary,),
         summary_prompts=(_PI_SUMMARY,),
         noise=(
             Varying("clock", re.compile(r"\[\w{3} \d{4}-\d\d-\d\d \d\d:\d\d \w+\]")),
@@ -448,7 +424,7 @@ HARNESS_RULES: Final[dict[str, HarnessRules]] = {
     "opencode": HarnessRules(
         adapter="bridle.harnesses.opencode:Opencode",
         user_agents=("opencode",),
-        kinds=(_SUMMARY, _TITLE, _SUBAGENT),
+        kinds=(_summary, _title, _subagent),
         # The second is that of older versions.
         summary_prompts=(_PI_SUMMARY, "tasked with summarizing conversations"),
         shell_tools=("bash",),
@@ -456,13 +432,13 @@ HARNESS_RULES: Final[dict[str, HarnessRules]] = {
     "openhands": HarnessRules(
         adapter="bridle.harnesses.sdk_agents:Openhands",
         user_agents=("openhands",),
-        kinds=(_SUMMARY,),
+        kinds=(_summary,),
         summary_prompts=("context-aware state summary",),
         shell_tools=("terminal", "execute_bash"),
     ),
     "pi": HarnessRules(
         adapter="bridle.harnesses.pi:Pi",
-        kinds=(_SUMMARY,),
+        kinds=(_summary,),
         # The second is that of older versions.
         summary_prompts=(_PI_SUMMARY, "tasked with summarizing conversations"),
         shell_tools=("bash",),
@@ -470,7 +446,7 @@ HARNESS_RULES: Final[dict[str, HarnessRules]] = {
     "qwen_code": HarnessRules(
         adapter="bridle.harnesses.gemini_cli:QwenCode",
         user_agents=("claude-cli", "qwencode"),
-        kinds=(_SUMMARY, _ROUTER, _MEMORY),
+        kinds=(_summary, _router, _memory),
         summary_requests=("the component that summarizes",),
         shell_tools=("run_shell_command",),
     ),
