@@ -8,7 +8,7 @@ from tests.datasets.test_swe import GYM, SMITH
 from tests.server.house import an_app
 
 from bridle.evaluators import open_evaluator
-from bridle.runtimes.docker import refuse_what_docker_cannot
+from bridle.runtimes.docker import DockerRuntime
 from bridle.server.polar import PolarTask
 from bridle.server.settings import SubmissionPolicy
 
@@ -221,7 +221,7 @@ def test_polar_calculator_task_is_accepted_for_every_harness(tmp_path, harness):
     assert config["expected"] == {"test_calculator": "PASSED"}
     assert f".{harness}/**" in config["exclude"]
     assert (task.runtime.network, task.runtime.workdir) == ("open", WORK)
-    refuse_what_docker_cannot(task.runtime)
+    DockerRuntime.check(task.runtime)
     if harness == "codex":
         assert task.agent.version == "0.125.0"
         assert task.agent.settings == {"config": {"model_reasoning_effort": "xhigh"}}

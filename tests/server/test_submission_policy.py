@@ -11,7 +11,7 @@ from bridle.errors import ConfigError
 from bridle.evaluators import EVALUATORS
 from bridle.harnesses import CHECKS, HARNESSES
 from bridle.runtimes import RUNTIMES, apptainer, docker, remote
-from bridle.runtimes.bubblewrap import refuse_what_bubblewrap_cannot
+from bridle.runtimes.bubblewrap import BubblewrapRuntime
 from bridle.server.schemas import GroupOptions
 from bridle.server.settings import INSIDE, RULES, SETTINGS, SubmissionPolicy, names_files
 
@@ -291,7 +291,7 @@ def test_every_kwarg_of_a_runtime_is_listed():
     assert kwargs["apptainer"] == apptainer.KWARGS
     assert kwargs["remote"] == set(remote.RemoteSettings.model_fields)
     with pytest.raises(ConfigError) as refusal:
-        refuse_what_bubblewrap_cannot(RuntimeSpec(kwargs={"new": 1}))
+        BubblewrapRuntime.check(RuntimeSpec(kwargs={"new": 1}))
     assert set(re.findall(r"'(\w+)' \(a", str(refusal.value))) == kwargs["bubblewrap"]
 
 

@@ -25,12 +25,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import cached_property
 from typing import Literal
 
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure
-from bridle.runtimes.base import ExecResult, Mount, binds
+from bridle.runtimes.base import ExecResult, binds
 from bridle.runtimes.base_runtime import (
     ENTER,
     GATEWAY_PORT,
@@ -76,12 +76,15 @@ class ApptainerRuntime(Sandbox[_Instance]):
     start_s = START_S
     stop_s = STOP_S
 
-    def __init__(
-        self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
-    ) -> None:
-        refuse_what_apptainer_cannot(spec)
-        super().__init__(spec, session_id, scratch, mounts)
-        self._name = f"bridle-{os.getpid()}-{secrets.token_hex(6)}"
+    @classmethod
+    def check(cls, spec: RuntimeSpec) -> None:
+        if not spec.image:
+            message = "runtime 'apptainer' needs an image: a .sif file, a root folder, or"
+            raise ConfigError(f"{message} docker://NAME")
+        if spec.cpus is not None:
+            message = "runtime 'apptainer' gives no share of processors: the cluster's job has one"
+            raise ConfigError(message)
+        check_spec(spec, "apptainer", KWARGS)
 
     # ---- start and end
 
@@ -89,6 +92,10 @@ class ApptainerRuntime(Sandbox[_Instance]):
         """Implement `base.Runtime.start`. `RuntimeFailure` carries apptainer's message."""
         program()
         await super().start()
+
+    @cached_property
+    def _name(self) -> str:
+        return f"bridle-{os.getpid()}-{secrets.token_hex(6)}"
 
     async def _begin(self) -> _Instance:
         words = ["instance", "start", *self.options(), str(self._spec.image), self._name]
@@ -160,17 +167,6 @@ def client_environment() -> dict[str, str]:
     own = ("APPTAINER_", "SINGULARITY_")
     found = os.environ.items()
     return {name: value for name, value in found if name in CLIENT or name.startswith(own)}
-
-
-def refuse_what_apptainer_cannot(spec: RuntimeSpec) -> None:
-    """Raise `ConfigError` naming what `spec` lacks or asks for beyond what instances give."""
-    if not spec.image:
-        message = "runtime 'apptainer' needs an image: a .sif file, a root folder, or docker://NAME"
-        raise ConfigError(message)
-    if spec.cpus is not None:
-        message = "runtime 'apptainer' gives no share of processors: the cluster's job has one"
-        raise ConfigError(message)
-    check_spec(spec, "apptainer", KWARGS)
 
 
 async def _call(

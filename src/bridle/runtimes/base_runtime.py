@@ -26,9 +26,9 @@ from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecOptions, ExecResult, Mount
 from bridle.runtimes.confinement import ResourceLimits, first_reached
 from bridle.runtimes.files import (
+    ROOT,
     CopyLimits,
     Keep,
-    Owner,
     TooMuch,
     check_archive,
     copy_tree,
@@ -93,6 +93,7 @@ class BaseRuntime(ABC):
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
     ) -> None:
+        self.check(spec)
         self._spec = spec
         self._session_id = session_id
         self._scratch = scratch
@@ -102,6 +103,10 @@ class BaseRuntime(ABC):
         """Marks of all processes here, and of none in another runtime of the session."""
         self._usable = False
         """Between `start` and `stop`."""
+
+    @classmethod  # noqa: B027 - not every kind refuses something
+    def check(cls, spec: RuntimeSpec) -> None:
+        """Raise `ConfigError` naming what `spec` lacks, or asks for and this kind cannot give."""
 
     async def exec(
         self,
@@ -185,13 +190,9 @@ class OnThisMachine(BaseRuntime):
 class Archived(BaseRuntime):
     """A runtime whose files go in and out as archives of `tar`, which runs inside."""
 
-    def __init__(
-        self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
-    ) -> None:
-        super().__init__(spec, session_id, scratch, mounts)
-        self._download_room = DOWNLOAD_BYTES
-        """Bytes that may still be copied out."""
-        self._owner = Owner()
+    _download_room = DOWNLOAD_BYTES
+    """Bytes that may still be copied out."""
+    _owner = ROOT
 
     async def upload(self, source: Path, target: str) -> None:
         """Implement `base.Runtime.upload`. Modes and symbolic links are kept."""

@@ -196,13 +196,24 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
     kind = "sandbox"
     start_s = START_S
     stop_s = STOP_S
+    _cgroup: Cgroup | None = None
 
-    def __init__(
-        self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
-    ) -> None:
-        refuse_what_bubblewrap_cannot(spec)
-        super().__init__(spec, session_id, scratch, mounts)
-        self._cgroup: Cgroup | None = None
+    @classmethod
+    def check(cls, spec: RuntimeSpec) -> None:
+        if spec.gpus is not None:
+            raise ConfigError("runtime 'bubblewrap' gives no GPUs: use 'docker'")
+        if spec.image is not None and not Path(spec.image, "bin").exists():
+            message = f"image {spec.image!r} must be a root folder (with /bin)"
+            raise ConfigError(f"runtime 'bubblewrap': {message}")
+        if unknown := sorted(set(spec.kwargs) - KWARGS):
+            kwargs = "'binds' (a list of host paths) and 'folders' (a list of paths inside)"
+            raise ConfigError(f"runtime 'bubblewrap' takes the kwargs {kwargs}; given: {unknown}")
+        check_spec(spec, "bubblewrap", KWARGS)
+        for folder in spec.kwargs.get("folders", ()):
+            path = Path(folder if isinstance(folder, str) else "")
+            if not path.is_absolute() or ".." in path.parts:
+                message = f"folder {folder!r} must be an absolute path"
+                raise ConfigError(f"runtime 'bubblewrap': {message}")
 
     # ---- start and end
 
@@ -330,21 +341,3 @@ def _in_memory(content: bytes) -> int:
     os.write(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
-
-
-def refuse_what_bubblewrap_cannot(spec: RuntimeSpec) -> None:
-    """Raise `ConfigError` naming what `spec` asks for that these sandboxes do not give."""
-    if spec.gpus is not None:
-        raise ConfigError("runtime 'bubblewrap' gives no GPUs: use 'docker'")
-    if spec.image is not None and not Path(spec.image, "bin").exists():
-        message = f"runtime 'bubblewrap': image {spec.image!r} must be a root folder (with /bin)"
-        raise ConfigError(message)
-    if unknown := sorted(set(spec.kwargs) - KWARGS):
-        raise ConfigError(
-            "runtime 'bubblewrap' takes the kwargs 'binds' (a list of host paths) and 'folders' (a "
-            f"list of paths inside); given: {unknown}"
-        )
-    check_spec(spec, "bubblewrap", KWARGS)
-    for folder in spec.kwargs.get("folders", ()):
-        if not (isinstance(folder, str) and folder.startswith("/")) or ".." in folder.split("/"):
-            raise ConfigError(f"runtime 'bubblewrap': folder {folder!r} must be an absolute path")

@@ -37,7 +37,7 @@ import structlog
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
-from bridle.runtimes.base import ExecResult, Mount, binds
+from bridle.runtimes.base import ExecResult, binds
 from bridle.runtimes.base_runtime import (
     END,
     ENTER,
@@ -236,16 +236,16 @@ class DockerRuntime(Contained[RunningSandbox]):
     kind = "container"
     start_s = CALL_S
     stop_s = STOP_S
+    made_of: str | None = None
+    """An image of its own, to be removed with it."""
+    _container: str | None = None
+    _kills = 0
 
-    def __init__(
-        self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
-    ) -> None:
-        refuse_what_docker_cannot(spec)
-        super().__init__(spec, session_id, scratch, mounts)
-        self._container: str | None = None
-        self._kills = 0
-        self.made_of: str | None = None
-        """An image of its own, to be removed with it."""
+    @classmethod
+    def check(cls, spec: RuntimeSpec) -> None:
+        if not spec.image:
+            raise ConfigError("runtime 'docker' needs an image")
+        check_spec(spec, "docker", KWARGS)
 
     # ---- start and end
 
@@ -507,10 +507,3 @@ class DockerRuntime(Contained[RunningSandbox]):
         if self._container is None:
             raise RuntimeFailure(f"session {self._session_id} has no container")
         return self._container
-
-
-def refuse_what_docker_cannot(spec: RuntimeSpec) -> None:
-    """Raise `ConfigError` naming what `spec` lacks or asks for beyond what containers give."""
-    if not spec.image:
-        raise ConfigError("runtime 'docker' needs an image")
-    check_spec(spec, "docker", KWARGS)

@@ -38,12 +38,34 @@ class LocalRuntime(OnThisMachine):
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
     ) -> None:
-        refuse_what_local_cannot(spec)
         super().__init__(spec, session_id, scratch, mounts)
         self._home, self._tmp, self._work = scratch / "home", scratch / "tmp", scratch / "work"
         self.home = str(self._home)
         self.workdir = str(self._work / (spec.workdir or ""))
         self._leaders = Leaders()
+
+    @classmethod
+    def check(cls, spec: RuntimeSpec) -> None:
+        """Raise `ConfigError` naming what `spec` asks for that only a containing runtime gives."""
+        asked = [
+            name
+            for name in ("image", "cpus", "memory_mb", "storage_mb", "max_processes", "gpus")
+            if getattr(spec, name) is not None
+        ]
+        if spec.network == "none":
+            asked.append("network = 'none'")
+        if asked:
+            raise ConfigError(
+                f"runtime 'local' cannot give {', '.join(asked)}: it does not contain"
+            )
+        workdir = Path(spec.workdir or ".")
+        if workdir.is_absolute() or ".." in workdir.parts:
+            raise ConfigError(
+                f"runtime 'local': workdir {spec.workdir!r} must lie inside the session's own "
+                "folder: give a relative path"
+            )
+        if spec.kwargs:
+            raise ConfigError(f"runtime 'local' takes no kwargs; given: {sorted(spec.kwargs)}")
 
     async def start(self) -> None:
         """Make the folders. Raises `RuntimeFailure` (no bash, no disk space, no permission)."""
@@ -134,27 +156,6 @@ class LocalRuntime(OnThisMachine):
 
 def search_path() -> str:
     return os.environ.get("PATH", PATH)
-
-
-def refuse_what_local_cannot(spec: RuntimeSpec) -> None:
-    """Raise `ConfigError` naming what `spec` asks for that only a containing runtime gives."""
-    asked = [
-        name
-        for name in ("image", "cpus", "memory_mb", "storage_mb", "max_processes", "gpus")
-        if getattr(spec, name) is not None
-    ]
-    if spec.network == "none":
-        asked.append("network = 'none'")
-    if asked:
-        raise ConfigError(f"runtime 'local' cannot give {', '.join(asked)}: it does not contain")
-    workdir = Path(spec.workdir or ".")
-    if workdir.is_absolute() or ".." in workdir.parts:
-        raise ConfigError(
-            f"runtime 'local': workdir {spec.workdir!r} must lie inside the session's own folder: "
-            "give a relative path"
-        )
-    if spec.kwargs:
-        raise ConfigError(f"runtime 'local' takes no kwargs; given: {sorted(spec.kwargs)}")
 
 
 def _copy_in(source: Path, target: Path) -> None:
