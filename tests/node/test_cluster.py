@@ -130,7 +130,8 @@ async def test_a_node_that_answers_again_cancels_orphaned_runs_and_rejoins():
             await until(lambda: runner.free == 4)
             group.create_task(runner.run(task(), run_id="s0.r2"))
             await ended(runner, remotes, "s0.r2")
-        await until(lambda: "s0" not in remotes[0].host._runs)
+        await until(lambda: remotes[0].host.result("s0") is None)
+        assert "s0" in remotes[0].gateway.forgotten
 
 
 async def test_a_short_silence_costs_no_session():
@@ -256,7 +257,8 @@ async def test_runs_that_the_next_process_does_not_expect_are_cancelled():
         await ended(None, remotes, "s0")
         async with a_runner(*remotes, outlive=True):
             await until(lambda: not remotes[0].node.living)
-            await until(lambda: not remotes[0].host._runs)
+            await until(lambda: sorted(remotes[0].gateway.forgotten) == ["s0", "s1"])
+            assert [remotes[0].host.result(one) for one in ("s0", "s1")] == [None, None]
 
 
 async def test_two_owners_share_nodes_and_do_not_see_each_others_runs():
@@ -280,10 +282,10 @@ async def test_a_node_keeps_a_result_until_it_is_released():
         async with asyncio.TaskGroup() as group:
             group.create_task(runner.run(task(), run_id="s0"))
             await ended(runner, remotes, "s0")
-        assert "s0" in remotes[0].host._runs
+        assert remotes[0].host.result("s0") is not None
         runner.release("s0")
         runner.release("unknown")
-        await until(lambda: "s0" not in remotes[0].host._runs)
+        await until(lambda: remotes[0].host.result("s0") is None)
         assert remotes[0].gateway.forgotten == ["s0"]
 
 

@@ -265,7 +265,7 @@ async def an_app(
 ):
     """An HTTP client of an application in this process, which has `TOKEN` where there is no other.
 
-    `.service` is its service.
+    `.service` is its service, `.app` the application.
     """
     headers = headers or (KNOWN if TOKEN in tokens else None)
     async with a_service(tmp_path, workers, **settings) as service:
@@ -275,6 +275,7 @@ async def an_app(
             transport=transport, base_url="http://server", headers=headers
         ) as http:
             http.service = service  # type: ignore[attr-defined]  # for the tests
+            http.app = app  # type: ignore[attr-defined]
             yield http
 
 

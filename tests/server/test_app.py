@@ -39,13 +39,14 @@ async def test_a_taken_port_is_a_config_error(tmp_path):
 
 async def test_long_polls_end_when_the_server_stops(tmp_path):
     async with a_service(tmp_path) as service, httpx.AsyncClient(timeout=60) as http:
+        context = served(service)
         async with (
             asyncio.TaskGroup() as group,
-            serve_api(served(service), host="127.0.0.1", port=0) as url,
+            serve_api(context, host="127.0.0.1", port=0) as url,
         ):
             asked = http.get(f"{url}/v1/groups?wait_s=60", headers=KNOWN)
             waiting = group.create_task(asked)
-            await until(lambda: service.group_ended.ticket()._waiters)
+            await until(lambda: context.in_progress[TOKEN.name])
         assert waiting.result().json() == {"groups": [], "cursor": 0}
 
 

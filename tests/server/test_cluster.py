@@ -37,7 +37,9 @@ async def test_a_server_computes_on_many_nodes(tmp_path):
         row = await ended(service, "t")
         assert (row["state"], row["usable"]) == ("completed", 10)
         assert min(len(remote.node.ran) for remote in remotes) > 0
-        await until(lambda: all(not remote.host._runs for remote in remotes))
+        await until(
+            lambda: not any(one.host.result(run_id) for one in remotes for run_id in one.node.ran)
+        )
         assert (await service.status())["slots"] == 4
 
 
@@ -162,7 +164,7 @@ async def test_a_node_is_drained_by_either_of_its_names():
     async with remote_nodes("a", "b") as remotes, a_runner(*remotes) as runner:
         await runner.drain_node("a")
         await runner.drain_node("id-b")
-        await until(lambda: all(remote.host._draining for remote in remotes))
+        await until(lambda: all(one.host.connect("other").room.draining for one in remotes))
         assert runner.free == 0
         assert all(member.idle for member in runner.members())
 

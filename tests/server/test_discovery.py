@@ -6,6 +6,7 @@ import time
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 from tests.node.nodes import a_runner, remote_nodes
 from tests.server.house import FakeWorkers, until
@@ -131,30 +132,31 @@ class Late(FakeWorkers):
         await super().add_replica(engine)
 
 
-async def test_engines_join_and_leave_as_they_are_named(tmp_path, monkeypatch):
-    reads = []
+async def test_engines_join_and_leave_as_they_are_named():
+    workers, named, answered = Late(), "a:1 late:1", []
 
-    async def counted(source):
-        reads.append(found := await engines_named(source))
-        return found
+    async def engines(_):
+        answered.append(named)
+        return web.Response(text=named)
 
-    monkeypatch.setattr(scheduler, "engines_named", counted)
-    workers, source = Late(), tmp_path / "engines"
     workers.replicas.append("http://a:1")
-    source.write_text("a:1 late:1")
+    app = web.Application()
+    app.router.add_get("/engines", engines)
     with capture_logs() as logs:
-        task = asyncio.ensure_future(follow(str(source), workers, ["http://a:1"], every_s=0.01))  # noqa: TID251
-        try:
-            await until(lambda: "http://late:1" in workers.replicas)
-            source.write_text(json.dumps(["b:1", "late:1"]))
-            await until(lambda: workers.replicas == ["http://late:1", "http://b:1"])
-            source.write_text("none now")  # changes nothing
-            await until(lambda: reads[-2:] == [[], []])
-            assert len(workers.replicas) == 2
-            source.write_text("b:1")
-            await until(lambda: workers.replicas == ["http://b:1"])
-        finally:
-            task.cancel()
+        async with TestServer(app) as server:
+            source = str(server.make_url("/engines"))
+            task = asyncio.ensure_future(follow(source, workers, ["http://a:1"], every_s=0.01))  # noqa: TID251
+            try:
+                await until(lambda: "http://late:1" in workers.replicas)
+                named = json.dumps(["b:1", "late:1"])
+                await until(lambda: workers.replicas == ["http://late:1", "http://b:1"])
+                named = "none now"  # changes nothing
+                await until(lambda: answered.count(named) == 2)
+                assert len(workers.replicas) == 2
+                named = "b:1"
+                await until(lambda: workers.replicas == ["http://b:1"])
+            finally:
+                task.cancel()
     assert workers.tries == 2
     assert [one["engine"] for one in logs if one["event"] == "engine_cannot_join"] == [
         "http://late:1"

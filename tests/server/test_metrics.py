@@ -3,7 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.house import FakeWorkers, an_app, body, ended, failure, submission, until
 
-from bridle.errors import NodeLostError, StateError
+from bridle.errors import NodeLostError
 from bridle.server.http import ApiToken, TokenRole
 
 
@@ -84,13 +84,11 @@ async def test_metrics_report_queued_and_running_sessions_by_owner(tmp_path):
 
 
 async def test_scrape_reports_an_unreachable_database_as_a_gauge(tmp_path, monkeypatch):
+    monkeypatch.setenv("BRIDLE_TEST_DATABASE", str(tmp_path / "own.sqlite"))
     async with an_app(tmp_path) as http:
         assert (await numbers(http))["bridle_server_database_up",] == 1
-
-        async def counts():
-            raise StateError("the database is gone")
-
-        monkeypatch.setattr(http.service.queries, "counts", counts)
+        async with http.service.store.database.write() as connection:
+            await connection.exec_driver_sql("DROP TABLE callbacks")
         result = await numbers(http)
         assert result["bridle_server_database_up",] == 0
         assert result["bridle_server_slots",] == 4

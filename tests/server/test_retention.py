@@ -115,4 +115,3 @@ async def test_retention_bounds_disk_rows_and_memory_of_a_long_run(tmp_path):
         assert sorted(workers.released) == sorted(workers.ran)
         assert sorted(workers.removed) == sorted(workers.ran)
         assert service.scheduler.running == ()
-        assert service._stages == {}

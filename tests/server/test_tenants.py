@@ -1,6 +1,8 @@
 """Two tenants on one server: neither sees, ends or acknowledges anything of the other."""
 
+import gc
 import json
+import tracemalloc
 from contextlib import ExitStack, asynccontextmanager
 
 import httpx
@@ -17,6 +19,7 @@ from tests.server.house import (
     until,
 )
 
+from bridle.config import AgentSpec, Task
 from bridle.gateway.listener import most_connections
 from bridle.server.app import make_app
 from bridle.server.http import OWNERS, ApiToken, TokenRole
@@ -96,7 +99,9 @@ async def tenants(tmp_path, workers=None, **settings):
     async with an_app(tmp_path, workers, tokens=TOKENS, **settings) as http:
         clients = [
             httpx.AsyncClient(
-                transport=http._transport, base_url="http://server", headers=bearer(token)
+                transport=httpx.ASGITransport(app=http.app),
+                base_url="http://server",
+                headers=bearer(token),
             )
             for token in (ALICE, BOB, ADMIN)
         ]
@@ -343,9 +348,21 @@ async def test_a_task_that_would_fill_the_server_s_memory_is_refused_by_name(
 
 
 async def test_cached_task_checks_take_bounded_memory(tmp_path):
-    async with tenants(tmp_path) as (service, alice, *_rest):
-        await submit(alice, body("t", agent={"harness": "command", "command": "#" * 1_000_000}))
-        assert sum(map(len, service._plans)) < 1000
+    async with a_service(tmp_path) as service:
+
+        def check(n):
+            agent = AgentSpec(harness="command", command=f"#{n}" * 250_000)
+            service.check(Task(task_id=f"t{n}", instruction="Do it.", agent=agent))
+
+        check(0)  # loads what every check needs
+        tracemalloc.start()
+        try:
+            for n in range(1, 9):
+                check(n)
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < 100_000
+        finally:
+            tracemalloc.stop()
 
 
 async def test_one_owners_requests_leave_connections_to_others(tmp_path):
