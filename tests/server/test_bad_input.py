@@ -6,11 +6,11 @@ import re
 import sqlite3
 import string
 from contextlib import AsyncExitStack, contextmanager
-from weakref import WeakKeyDictionary
 
 import orjson
 import pytest
 from sqlalchemy import event
+from sqlalchemy.pool import Pool
 from structlog.testing import capture_logs
 from tests.server.house import FakeWorkers, an_app, body, ended, result, until
 
@@ -139,26 +139,31 @@ async def test_a_task_may_hold_any_text(tmp_path):
         assert (await http.get("/v1/tasks/t?wait_s=20")).json()["state"] == "completed"
 
 
-TOLD = WeakKeyDictionary()
-"""Pragmas for the connections of a pool."""
+PRAGMAS: list[str] = []
+"""Run on every connection before it is used."""
+
+
+def tell(connection, *_):
+    cursor = connection.cursor()
+    for pragma in PRAGMAS:
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pragma_listener():
+    """For all tests here: a listener cannot leave while a connection is on its way out."""
+    event.listen(Pool, "checkout", tell)
+    yield
+    event.remove(Pool, "checkout", tell)
 
 
 @contextmanager
-def pragmas_on_checkout(service, *pragmas):
-    """Run these pragmas on every connection of the service's database before it is used."""
-    pool = service.store.database._engine.sync_engine.pool
-
-    def tell(connection, *_):
-        cursor = connection.cursor()
-        for pragma in TOLD[pool]:
-            cursor.execute(f"PRAGMA {pragma}")
-        cursor.close()
-
-    if pool not in TOLD:  # listened to once: a connection may be on its way out at any time
-        event.listen(pool, "checkout", tell)
-    TOLD[pool] = pragmas
+def pragmas_on_checkout(*pragmas):
+    """Run these pragmas on every connection before it is used."""
+    PRAGMAS[:] = pragmas
     yield
-    TOLD[pool] = ()
+    PRAGMAS.clear()
 
 
 async def refused_for_now(http, task_id):
@@ -195,10 +200,10 @@ async def test_full_database_gives_503_and_loses_nothing(sqlite, tmp_path):
     async with an_app(tmp_path, FakeWorkers(held=True)) as http:
         await held_run(http)
         pages = await sqlite.pages(http.service)
-        with pragmas_on_checkout(http.service, f"max_page_count={pages}"):
+        with pragmas_on_checkout(f"max_page_count={pages}"):
             task = await refused_for_now(http, "b")
             assert (await http.get("/v1/status")).status_code == 200  # what is there is read
-        with pragmas_on_checkout(http.service, "max_page_count=1000000"):
+        with pragmas_on_checkout("max_page_count=1000000"):
             await all_is_there(http, task)
 
 
@@ -219,12 +224,12 @@ async def test_ended_run_waits_for_a_full_database_and_is_stored(sqlite, tmp_pat
     async with an_app(tmp_path, FakeWorkers(held=True)) as http:
         await held_run(http)
         pages = await sqlite.pages(http.service)
-        with pragmas_on_checkout(http.service, f"max_page_count={pages}"), capture_logs() as log:
+        with pragmas_on_checkout(f"max_page_count={pages}"), capture_logs() as log:
             await full_with_a_result_in_hand(http, log)
             assert (await http.get("/v1/tasks/a")).json()["state"] == "running"
             assert (await http.get("/v1/status")).json()["running"] == 1
             task = await refused_for_now(http, "b")
-        with pragmas_on_checkout(http.service, "max_page_count=1000000"):
+        with pragmas_on_checkout("max_page_count=1000000"):
             assert (await ended(http.service, "a"))["usable"] == 1
             (group,) = (await http.get("/v1/groups?include=trajectories")).json()["groups"]
             (one,) = group["results"]
@@ -239,7 +244,7 @@ async def test_stopping_server_leaves_an_unstored_result_to_the_next_one(sqlite,
         http = await stack.enter_async_context(an_app(tmp_path, FakeWorkers(held=True)))
         await held_run(http)
         pages = await sqlite.pages(http.service)
-        with pragmas_on_checkout(http.service, f"max_page_count={pages}"), capture_logs() as log:
+        with pragmas_on_checkout(f"max_page_count={pages}"), capture_logs() as log:
             await full_with_a_result_in_hand(http, log)
             await stack.aclose()
     workers = FakeWorkers()
@@ -256,7 +261,7 @@ async def test_locked_database_gives_503_and_loses_nothing(sqlite, tmp_path):
         other = sqlite3.connect(sqlite.path, isolation_level=None, check_same_thread=False)
         # In a thread: it may have to wait for a transaction that this loop is to end.
         await asyncio.to_thread(other.execute, "BEGIN IMMEDIATE")
-        with pragmas_on_checkout(http.service, "busy_timeout=20"):
+        with pragmas_on_checkout("busy_timeout=20"):
             task = await refused_for_now(http, "b")
             assert (await http.get("/v1/tasks/a")).json()["state"] == "running"
             other.execute("ROLLBACK")

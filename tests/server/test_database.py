@@ -10,7 +10,6 @@ from tests.server.house import database_of
 
 from bridle.errors import ConfigError, StateError
 from bridle.server import schemas as t
-from bridle.server import storage
 from bridle.server.storage import Database, database_url, until_done
 from bridle.server.store import TaskStore
 
@@ -195,23 +194,17 @@ async def test_client_retries_temporary_errors_and_no_others(tmp_path, state, ex
 
 
 async def test_connection_opened_for_a_cancelled_caller_is_closed(tmp_path, monkeypatch):
-    begun, go_on, closed = threading.Event(), threading.Event(), []
+    begun, go_on, threads, connect = threading.Event(), threading.Event(), [], sqlite3.connect
 
-    class Slow(storage._Connection):
-        """Opens when it is let."""
+    def slowly(*given, **named):
+        """Open when it is let."""
+        threads.append(threading.current_thread())
+        begun.set()
+        go_on.wait(20)
+        return connect(*given, **named)
 
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named)
-            begun.set()
-            go_on.wait(20)
-
-        def close(self) -> None:
-            super().close()
-            closed.append(self)
-
-    async with await Database.open(tmp_path / "a.sqlite") as database:
-        await database._engine.dispose()  # no idle connection is left to be taken
-        monkeypatch.setattr(storage, "_Connection", Slow)
+    async with await Database.open(tmp_path / "a.sqlite") as database, database.read():
+        monkeypatch.setattr(sqlite3, "connect", slowly)
 
         async def read():
             async with database.read():
@@ -223,5 +216,7 @@ async def test_connection_opened_for_a_cancelled_caller_is_closed(tmp_path, monk
             reading.cancel()
             await asyncio.sleep(0)
             go_on.set()
-    assert reading.cancelled()
-    assert len(closed) == 1
+        assert reading.cancelled()
+        [thread] = threads  # that of the connection, which ends when it is closed
+        await asyncio.to_thread(thread.join, 10)
+        assert not thread.is_alive()
