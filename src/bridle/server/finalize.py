@@ -169,7 +169,9 @@ class Finalizer:
     async def _end_without_run(
         self, session: RowMapping, task: RowMapping, error: str, cause: Cause = Cause.CANCELLED
     ) -> FinalizeResult:
-        return await self._finalize(session, task, without_run(_claim(session, task), error, cause))
+        return await self._finalize(
+            session, task, without_run(claim_of(session, task), error, cause)
+        )
 
     async def _mark(self, session: RowMapping, task: RowMapping, ended: EndedRun) -> None:
         """Store a session's end and its callback, and count it."""
@@ -221,7 +223,7 @@ class Finalizer:
             t.sessions.c.task_seq == task["seq"], t.sessions.c.state == SessionState.QUEUED
         )
         for row in (await self._connection.execute(waiting)).mappings().all():
-            await self._mark(row, task, without_run(_claim(row, task), reason))
+            await self._mark(row, task, without_run(claim_of(row, task), reason))
 
     async def _close(self, task: RowMapping, terms: GroupOptions) -> FinalizeResult:
         """Make a task final, and its sessions that never started CANCELLED."""
@@ -412,11 +414,6 @@ def without_run(claim: Claim, error: str, cause: Cause | None = Cause.CANCELLED)
     )
 
 
-def _claim(session: RowMapping, task: RowMapping) -> Claim:
-    place, attempt = session["sample_index"], session["attempt"]
-    return Claim(session["session_id"], task["task_id"], place, attempt, task["spec"])
-
-
 def delivery_id(task_id: str, session: str | None) -> str:
     """Return the id of a result's callback, the same in every attempt and after a restart."""
     return hashlib.sha256(f"{task_id}\n{session or ''}".encode()).hexdigest()[:32]
@@ -428,10 +425,18 @@ def _stopped(session: RowMapping, task: RowMapping) -> str | None:
     return reason
 
 
-def failed_on(session: RowMapping) -> frozenset[str]:
-    """Return the nodes on which earlier runs of a session failed by infrastructure."""
+def claim_of(session: RowMapping, task: RowMapping) -> Claim:
+    """Return the claim of a session; it avoids nodes on which infrastructure failed it."""
     nodes = (one.get("node_id") for one in _earlier(session) if one["why"] == "failed")
-    return frozenset(node for node in nodes if node is not None)
+    return Claim(
+        session["session_id"],
+        task["task_id"],
+        session["sample_index"],
+        session["attempt"],
+        task["spec"],
+        frozenset(node for node in nodes if node is not None),
+        session["owner"],
+    )
 
 
 def _earlier(session: RowMapping) -> list[JSON]:

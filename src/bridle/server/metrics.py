@@ -151,18 +151,17 @@ def _server(service: Service, status: JSON | None) -> Iterator[Metric]:
 
 
 def _nodes(nodes: Iterable[JSON]) -> Iterator[Metric]:
-    families = {
-        "up": GaugeMetricFamily(
-            "bridle_node_up", "Whether a node takes part: it is live or draining.", labels=("node",)
-        ),
-        "slots": GaugeMetricFamily("bridle_node_slots", "Runs it has room for.", labels=("node",)),
-        "free": GaugeMetricFamily("bridle_node_free", "Of those, free ones.", labels=("node",)),
+    texts = {
+        "up": "Whether a node takes part: it is live or draining.",
+        "slots": "Runs it has room for.",
+        "free": "Of those, free ones.",
     }
-    for node in nodes:
-        families["up"].add_metric([node["name"]], node["state"] in ("live", "draining"))
-        for name in ("slots", "free"):
-            families[name].add_metric([node["name"]], node[name])
-    return iter(families.values())
+    seen = [node | {"up": node["state"] in ("live", "draining")} for node in nodes]
+    for name, text in texts.items():
+        family = GaugeMetricFamily(f"bridle_node_{name}", text, labels=("node",))
+        for node in seen:
+            family.add_metric([node["name"]], node[name])
+        yield family
 
 
 def _with_nodes(texts: Mapping[str, str]) -> Iterable[Metric]:

@@ -448,28 +448,18 @@ def result_json(session: Row, trajectory: JSON | None, *, polar: bool) -> JSON:
 def session_json(session: Row, stage: str | None) -> JSON:
     """Return a session without its trajectory; `stage` is that of a running one."""
     result: JSON = {} if session["result"] is None else orjson.loads(session["result"])
+    own = ("session_id", "sample_index", "attempt", "started_at", "ended_at")
+    versions = ("version_started", "version_min", "version_max")
+    known = ("cause", "error", "reward", "harness", "harness_version", "runtime", "contains")
     return {
-        "session_id": session["session_id"],
-        "sample_index": session["sample_index"],
+        **{name: session[name] for name in (*own, *versions)},
+        **{name: result.get(name) for name in known},
         "status": stage or session["state"],
-        "attempt": session["attempt"],
         "usable": bool(session["usable"]),
-        "cause": result.get("cause"),
-        "error": result.get("error"),
-        "reward": result.get("reward"),
         "scores": result.get("scores", []),
         "fork": (result.get("metadata") or {}).get("fork"),
-        "harness": result.get("harness"),
-        "harness_version": result.get("harness_version"),
-        "runtime": result.get("runtime"),
-        "contains": result.get("contains"),
         "timing": result.get("timing") or {},
         "artifacts": [path.split("/", 2)[-1] for path in (result.get("logs") or {}).values()],
-        "started_at": session["started_at"],
-        "ended_at": session["ended_at"],
-        "version_started": session["version_started"],
-        "version_min": session["version_min"],
-        "version_max": session["version_max"],
         "has_trajectory": session["file"] is not None,
         "earlier": orjson.loads(session["earlier"]) if session["earlier"] else [],
     }
@@ -477,24 +467,18 @@ def session_json(session: Row, stage: str | None) -> JSON:
 
 def task_json(task: Row) -> JSON:
     terms = GroupOptions.model_validate_json(task["terms"])
+    names = (
+        *("task_id", "seq", "state", "stopped", "priority", "samples", "owner"),
+        *("submitted_at", "started_at", "ended_at", "acked_at"),
+    )
     return {
-        "task_id": task["task_id"],
-        "seq": task["seq"],
-        "state": task["state"],
-        "stopped": task["stopped"],
-        "priority": task["priority"],
-        "samples": task["samples"],
+        **{name: task[name] for name in names},
         "total_sessions": task["target"],
         "started_sessions": task["expanded"],
         "ended_sessions": task["ended"],
         "usable_sessions": task["usable"],
-        "owner": task["owner"],
         "version_submitted": task["version"],
-        "submitted_at": task["submitted_at"],
-        "started_at": task["started_at"],
-        "ended_at": task["ended_at"],
         "cursor": task["done_seq"],
-        "acked_at": task["acked_at"],
         "terms": terms.model_dump(mode="json"),
     }
 

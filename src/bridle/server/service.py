@@ -25,7 +25,7 @@ import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Final, NamedTuple, Self
 
@@ -445,24 +445,25 @@ class Retention:
         if settings.keep_rows_days is not None:
             before = now - settings.keep_rows_days * DAY_S
             removed += await self._files_before(before)
-            while groups := await self._service.queries.removable(
-                RetentionLevel.ROWS, before=before, limit=PAGE
-            ):
-                for group in groups:
-                    await self._service.store.forget_rows(group["seq"])
+            async for group in self._removable(RetentionLevel.ROWS, before):
+                await self._service.store.forget_rows(group["seq"])
         if settings.keep_gb is not None:
             removed += await self._files_beyond(settings.keep_gb * 1e9)
         return removed
 
     async def _files_before(self, before: float) -> int:
         removed = 0
-        while groups := await self._service.queries.removable(
-            RetentionLevel.ALL, before=before, limit=PAGE
-        ):
-            for group in groups:
-                await self._remove_files(group)
-            removed += len(groups)
+        async for group in self._removable(RetentionLevel.ALL, before):
+            await self._remove_files(group)
+            removed += 1
         return removed
+
+    async def _removable(self, kept: RetentionLevel, before: float) -> AsyncIterator[Row]:
+        """Yield the groups of a level until there are none; each is to be removed at once."""
+        removable = self._service.queries.removable
+        while groups := await removable(kept, before=before, limit=PAGE):
+            for group in groups:
+                yield group
 
     async def _files_beyond(self, limit: float) -> int:
         """Remove the oldest groups' files until all of them take at most `limit` bytes."""

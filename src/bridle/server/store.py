@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import (
     ColumnElement,
@@ -37,7 +37,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bridle.errors import BridleError, ConfigError
 from bridle.server import schemas as t
-from bridle.server.finalize import ConflictError, Finalizer, failed_on
+from bridle.server.finalize import ConflictError, Finalizer, claim_of
 from bridle.server.queries import is_due
 from bridle.server.schemas import (
     CALLBACK_TRANSITIONS,
@@ -181,16 +181,10 @@ class TaskStore:
     ) -> list[Claim]:
         """Lease the runs of the servers `dead` to `owner`, which may be one of them."""
         s = t.sessions.c
+        theirs = _SESSIONS.where(s.state == SessionState.RUNNING, s.leased_by.in_(dead))
+        lease = {"leased_by": owner, "leased_until": now + lease_s}
         async with self.database.write() as connection:
-            query = (
-                select(t.sessions, t.tasks.c.task_id, t.tasks.c.spec)
-                .join(t.tasks)
-                .where(s.state == SessionState.RUNNING, s.leased_by.in_(dead))
-                .with_for_update(skip_locked=True)
-            )
-            rows = (await connection.execute(query)).mappings().all()
-            await update_all(connection, rows, leased_by=owner, leased_until=now + lease_s)
-        return [claim_of(row) for row in rows]
+            return await _leased(connection, theirs, lease)
 
     # ---- ends
 
@@ -509,17 +503,9 @@ class _Claims:
         s = t.sessions.c
         # A last run in the future: the clock was set back, or is another server's.
         due = or_(s.not_before <= self._now, s.started_at > self._now)
-        query = (
-            select(t.sessions, t.tasks.c.task_id, t.tasks.c.spec)
-            .join(t.tasks)
-            .where(s.state == SessionState.QUEUED, s.owner == owner, due)
-            .order_by(s.priority.desc(), s.task_seq, s.sample_index)
-            .limit(slots)
-            .with_for_update(skip_locked=True)
-        )
-        rows = (await self._connection.execute(query)).mappings().all()
-        await update_all(self._connection, rows, **self._lease)
-        return [claim_of(row) for row in rows]
+        query = _SESSIONS.where(s.state == SessionState.QUEUED, s.owner == owner, due)
+        query = query.order_by(s.priority.desc(), s.task_seq, s.sample_index).limit(slots)
+        return await _leased(self._connection, query, self._lease)
 
     async def _claim_new(self, owner: str, limits: ClaimLimits) -> list[Claim]:
         """Lease sessions that have no row yet."""
@@ -596,22 +582,17 @@ def _owners(table: Table, condition: ColumnElement[bool], name: str) -> Select[s
     return select(chain.c.owner).where(chain.c.owner.is_not(None))
 
 
-async def update_all(
-    connection: AsyncConnection, rows: Sequence[RowMapping], **values: object
-) -> None:
-    ids = [row["session_id"] for row in rows]
-    if ids:
-        query = update(t.sessions).where(t.sessions.c.session_id.in_(ids))
-        await connection.execute(query.values(**values))
+_SESSIONS: Final = select(t.sessions, t.tasks.c.task_id, t.tasks.c.spec).join(t.tasks)
+"""Sessions with what a claim has of their task."""
 
 
-def claim_of(row: RowMapping) -> Claim:
-    return Claim(
-        row["session_id"],
-        row["task_id"],
-        row["sample_index"],
-        row["attempt"],
-        row["spec"],
-        failed_on(row),
-        row["owner"],
-    )
+async def _leased(
+    connection: AsyncConnection, query: Select[*tuple[Any, ...]], lease: Mapping[str, object]
+) -> list[Claim]:
+    """Write the values of a lease into the rows of a query of `_SESSIONS` that are not locked."""
+    locked = query.with_for_update(skip_locked=True)
+    rows = (await connection.execute(locked)).mappings().all()
+    if ids := [row["session_id"] for row in rows]:
+        sessions = update(t.sessions).where(t.sessions.c.session_id.in_(ids))
+        await connection.execute(sessions.values(**lease))
+    return [claim_of(row, row) for row in rows]
