@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -96,6 +96,16 @@ class Nursery:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+
+
+class Stacked:
+    """A context manager that closes what is on its stack when it is left, the last first."""
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
 
 
 class Checkup:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsFloat
 import structlog
 
 from bridle import telemetry as trackers
-from bridle.aio import run_shielded
+from bridle.aio import Stacked, run_shielded
 from bridle.bridges.parquet import TrajectoryWriter
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
@@ -91,7 +91,7 @@ def write_results(folder: RunFolder, store: SqliteStore) -> JSON:
     return folder.finish(store)
 
 
-class Gateway:
+class Gateway(Stacked):
     """A gateway, its engine and a run folder. Use it as an async context manager, once."""
 
     def __init__(
@@ -114,6 +114,7 @@ class Gateway:
             telemetry: A tracker or several, e.g. `["wandb"]`.
             facts: Added to the folder's `run.json`.
         """
+        super().__init__()
         if not isinstance(engine, FileConfig):
             engine = load_config(
                 None, engines=_listed(engine), tokenizer=tokenizer, gateway=settings
@@ -124,7 +125,6 @@ class Gateway:
         self._facts = facts or {}
         self.path = new_run_folder() if data is None else Path(data)
         """The run folder."""
-        self._stack = AsyncExitStack()
         self._started = False
         self._setup: EngineSetup | None = None
         self.summary: JSON = {}
@@ -166,10 +166,6 @@ class Gateway:
             self.app = await stack.enter_async_context(gateway)
             self._stack, self._started = stack.pop_all(), True
         return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """End open sessions and complete the run folder."""
-        await self._stack.aclose()
 
     @asynccontextmanager
     async def session(

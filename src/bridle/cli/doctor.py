@@ -406,15 +406,15 @@ def distinct(tasks: Sequence[Task]) -> list[Task]:
     return list(found.values())
 
 
-def prove(tasks: Sequence[Task], answer: str = "hello") -> list[Proof]:
-    """Run one session per task against a scripted model whose every reply is `answer`.
+def prove(tasks: Sequence[Task]) -> list[Proof]:
+    """Run one session per task against a scripted model whose every reply is "hello".
 
     `ConfigError` for a mistake in the tasks, before anything runs.
     """
     limited = [_limited(task) for task in tasks]
     with tempfile.TemporaryDirectory(prefix="bridle-proof-") as scratch:
         script, run = Path(scratch, "script.json"), Path(scratch, "run")
-        script.write_text(json_text.dumps({"conversations": [{"turns": [{"content": answer}]}]}))
+        script.write_text(json_text.dumps({"conversations": [{"turns": [{"content": "hello"}]}]}))
         lines = run_batch(BatchRun(limited, f"scripted:{script}", run, title="proofs"))
         return [_proof(line, run) for line in lines]
 

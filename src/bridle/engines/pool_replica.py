@@ -281,22 +281,17 @@ class Replica:
 
     def status(self, sessions: int) -> JSON:
         """Return a snapshot for operators; `sessions` = how many live there."""
+        names = (
+            *("name", "id", "version", "calls", "failures", "losses"),
+            *("prompt_tokens", "cached_tokens", "error", "released_by"),
+        )
         return {
-            "name": self.name,
-            "id": self.id,
+            **{name: getattr(self, name) for name in names},
             "state": self.state.value,
             "for_s": round(time.monotonic() - self.since, 3),
-            "version": self.version,
             "model": None if self.info is None else self.info.model,
             "calls_in_flight": self.load,
             "sessions": sessions,
-            "calls": self.calls,
-            "failures": self.failures,
-            "losses": self.losses,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "error": self.error,
-            "released_by": self.released_by,
         }
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import structlog
 from aiohttp import web
 
-from bridle.aio import Nursery
+from bridle.aio import Nursery, Stacked
 from bridle.capture.records import SessionRecord, Store
 from bridle.config import Limits, SamplingPolicy
 from bridle.engines.base import Engine, EngineInfo, PauseMode, Weights
@@ -76,7 +76,7 @@ REPLYING_S: Final = 1.0
 """Time that a seal waits for replies that are just being written."""
 
 
-class GatewayServer:
+class GatewayServer(Stacked):
     """The model API that harnesses call. Use it as an async context manager, once."""
 
     def __init__(
@@ -93,6 +93,7 @@ class GatewayServer:
         """`sockets` listen already: for the data routes and, with a `control_port`, the control
         routes. `prepare` is awaited before requests are served.
         """
+        super().__init__()
         check_models(models)
         self._sockets = sockets
         self._prepare = prepare
@@ -106,7 +107,6 @@ class GatewayServer:
         self._settings = settings
         self._registry = Registry()
         self._metrics = Metrics()
-        self._stack = AsyncExitStack()
         self.url = ""
         """`http://host:port` of the data routes, as harnesses reach it; known when entered."""
         self.control_url: str | None = None
@@ -140,10 +140,6 @@ class GatewayServer:
             stack.push_async_callback(self._end_sessions)
             self._stack = stack.pop_all()
         return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Stop; nothing is left behind."""
-        await self._stack.aclose()
 
     async def _start_engine(self) -> None:
         """Replicas whose weights are older than those of the last life get these first."""

@@ -32,7 +32,7 @@ from aiohttp import web
 from pydantic import ValidationError
 from yarl import URL
 
-from bridle.aio import Nursery, run_shielded
+from bridle.aio import Nursery, Stacked, run_shielded
 from bridle.capture.sqlite import SqliteReader
 from bridle.dialects import DIALECTS, recognise
 from bridle.dialects.base import caller
@@ -87,7 +87,7 @@ def check_folder(data: Path, workers: int) -> None:
         raise ConfigError(f"{data} holds the sessions of {before} workers: give --workers {before}")
 
 
-class Supervisor:
+class Supervisor(Stacked):
     """A gateway of several worker processes. Use it as an async context manager, once."""
 
     def __init__(
@@ -100,6 +100,7 @@ class Supervisor:
         spec: JSON,
     ) -> None:
         """`command` starts a worker, which reads `spec` and what is its own (`_spec_of`)."""
+        super().__init__()
         self._settings = settings
         self._data = data
         self._count = workers
@@ -111,7 +112,6 @@ class Supervisor:
         """`version`, `paused` and `hold` as they were set, for workers that are restarted."""
         self._replicas: list[tuple[str, str]] = []
         """Changes of the replicas ("add", engine) or ("remove", name), for the same."""
-        self._stack = AsyncExitStack()
         self.workers: list[Worker] = []
         self.url = ""
         """`http://host:port` of the settings' `port`, which serves the control routes, or only
@@ -152,9 +152,6 @@ class Supervisor:
                 self.control_url = await self._listen(stack, self._on_control, control)
             self._stack = stack.pop_all()
         return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
 
     async def _listen(
         self, stack: AsyncExitStack, handler: Handler, listening: socket.socket

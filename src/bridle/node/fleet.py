@@ -333,9 +333,10 @@ class Steered(Protocol):
 class Here:
     """A gateway of this process."""
 
-    def __init__(self, gateway: GatewayServer, name: str = "this gateway") -> None:
+    name = "this gateway"
+
+    def __init__(self, gateway: GatewayServer) -> None:
         self._gateway = gateway
-        self.name = name
 
     async def steer(self, wanted: SetPolicy) -> JSON:
         await self._gateway.set_policy(wanted)

@@ -253,23 +253,12 @@ class SessionResult:
             *("tokens_excluded", "turns_shown", "turns_verbatim", "tokens_rerendered", "habits"),
             *("merge_ratio", "unknown", "unenforced"),
         )
+        left = ("node_id", "metadata", "exit_code", "signal")
         return {
-            "session_id": self.session_id,
-            "task_id": self.task_id,
-            "sample_index": self.sample_index,
+            **{name: value for name, value in self.head().items() if name not in left},
             "task_set": self.metadata.get("task_set"),
-            "harness": self.harness,
-            "harness_version": self.harness_version,
-            "runtime": self.runtime,
-            "contains": self.contains,
-            "status": str(self.status),
-            "cause": self.cause and str(self.cause),
-            "error": self.error,
-            "reward": self.reward,
             **{name: stats.get(name) for name in numbers},
             "fork": self.metadata.get("fork"),
-            "timing": self.timing,
-            "logs": self.logs,
         }
 
 

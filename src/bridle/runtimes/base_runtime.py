@@ -383,7 +383,9 @@ class Contained(Archived, Generic[RunningT]):
             up = await self._begin()
             try:
                 if self._forwards():
-                    await self._forward(await self._listen(up), up.resources)
+                    forwarder = Forwarder(await self._listen(up))
+                    self._forwarder = await up.resources.enter_async_context(forwarder)
+                    self._forwarder.target = self._target
                 nursery = await up.resources.enter_async_context(Nursery(_ignored))
                 nursery.start(self._watch(up), name=f"{self.kind}-watch")
             except BaseException:
@@ -457,11 +459,6 @@ class Contained(Archived, Generic[RunningT]):
     def _forwards(self) -> bool:
         """Return whether this process forwards connections from the sandbox to the gateway."""
         return self._spec.network == "gateway_only"
-
-    async def _forward(self, listener: socket.socket, resources: AsyncExitStack) -> None:
-        """Forward connections of `listener` to the gateway, until `resources` are closed."""
-        self._forwarder = await resources.enter_async_context(Forwarder(listener))
-        self._forwarder.target = self._target
 
 
 class Sandbox(OnThisMachine, Contained[RunningT]):

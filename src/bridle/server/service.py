@@ -31,7 +31,7 @@ from typing import Final, NamedTuple, Self
 
 import structlog
 
-from bridle.aio import Checkup, Condition, Nursery
+from bridle.aio import Checkup, Condition, Nursery, Stacked
 from bridle.config import Task
 from bridle.errors import BridleError, ConfigError
 from bridle.gateway.faults import trace_of
@@ -61,7 +61,7 @@ LONGEST_FAULT: Final = 2000
 log = structlog.get_logger(__name__)
 
 
-class Service:
+class Service(Stacked):
     """One server's tasks, sessions and results. Use as an async context manager.
 
     Enter it inside the context managers of the database and of the workers.
@@ -76,6 +76,7 @@ class Service:
         settings: ServiceSettings | None = None,
         owner: str = "server",
     ) -> None:
+        super().__init__()
         self.settings = settings or ServiceSettings()
         weights = {name: one.weight for name, one in self.settings.owners.items()}
         self.store = TaskStore(database, FairShares(weights))
@@ -96,7 +97,6 @@ class Service:
         """Run id -> stage."""
         self._plans: dict[bytes, str | None] = {}
         """Digest of a task's parts -> why they are refused; `None` = they are accepted."""
-        self._stack = AsyncExitStack()
         self.stopping = asyncio.Event()
         """Set when the server is asked to stop; long polls and event streams end then."""
         self.check_stores = Checkup(self._check_stores)
@@ -116,9 +116,6 @@ class Service:
             nursery.start(self.retention.run(), name="retention")
             self._stack = stack.pop_all()
         return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
 
     async def _check_stores(self) -> None:
         await self.store.check()
@@ -299,18 +296,16 @@ class Service:
         else:
             self._stages[event.session_id] = status
         claim = self.scheduler.claim_of(event.session_id)
+        names = ("task_id", "sample_index", "at", "reward", "error")
+        published = {
+            "type": "session",
+            "run_id": event.session_id,
+            "status": status,
+            "cause": event.cause and str(event.cause),
+            **{name: getattr(event, name) for name in names},
+        }
         self.events.publish(
-            {
-                "type": "session",
-                "run_id": event.session_id,
-                "task_id": event.task_id,
-                "sample_index": event.sample_index,
-                "status": status,
-                "at": event.at,
-                "cause": event.cause and str(event.cause),
-                "reward": event.reward,
-                "error": event.error,
-            },
+            published,
             owner=claim.owner if claim else "",
             key=claim.task_id if claim else event.task_id,
         )

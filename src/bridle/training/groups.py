@@ -408,7 +408,8 @@ class ServerGroups(_Groups):
 
     async def adopt(self) -> None:
         """Find what an earlier life had begun; end what nobody will take."""
-        lost = await self._weights_are_lost()
+        # The server has had newer weights than those of the checkpoint.
+        lost = int((await self._client.policy())["version"] or 0) > self._version
         unwanted: list[str] = []
         async for task in self._client.tasks():
             if not str(task["task_id"]).startswith(f"{self._training}."):
@@ -431,10 +432,6 @@ class ServerGroups(_Groups):
         """Return whether to train on a group of an earlier process that was not acknowledged."""
         begun = name.index >= self._next or (name.index, name.task_id) in self._again
         return begun and name.task_id in self._draws and (ended or not lost)
-
-    async def _weights_are_lost(self) -> bool:
-        """Return whether the server has had newer weights than those of the checkpoint."""
-        return int((await self._client.policy())["version"] or 0) > self._version
 
     async def _drop(self, names: Sequence[str]) -> None:
         """End groups, and have none of them handed out."""

@@ -86,13 +86,9 @@ class HarnessScore:
         interval = None
         if self.mean is not None and self.half_width is not None:
             interval = [self.mean - self.half_width, self.mean + self.half_width]
+        names = ("task_set", "harness", "tasks", "sessions", "attempts", "scored")
         return {
-            "task_set": self.task_set,
-            "harness": self.harness,
-            "tasks": self.tasks,
-            "sessions": self.sessions,
-            "attempts": self.attempts,
-            "scored": self.scored,
+            **{name: getattr(self, name) for name in names},
             "reward_mean": self.mean,
             "interval": interval,
             "pass_at": {str(k): value for k, value in self.pass_at.items()},
