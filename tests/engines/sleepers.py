@@ -48,6 +48,10 @@ class Sleeper(EngineServer):
     asleep = dead = False
     running = 0
 
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.engine = engine
+
     def _app(self):
         app = super()._app()
         app.middlewares.append(self._guarded)
@@ -78,8 +82,7 @@ class Sleeper(EngineServer):
 
     async def wake(self, version):
         """Have new weights, loaded by the trainer, and serve again."""
-        assert isinstance(self._engine, Marked)
-        await self._engine.set_version(version)
+        await self.engine.set_version(version)
         self.asleep = False
 
 

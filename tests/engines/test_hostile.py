@@ -36,7 +36,7 @@ class Proxy:
     async def open_with(self):
         """This proxy and its address."""
         app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path:.*}", self._answer)
+        app.router.add_route("*", "/{path:.*}", self.answer)
         runner = web.AppRunner(
             app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
         )
@@ -48,7 +48,7 @@ class Proxy:
         finally:
             await runner.cleanup()
 
-    async def _answer(self, request):
+    async def answer(self, request):
         body = await request.read()
         samples = request.method == "POST" and request.path in SAMPLING
         if self.spoil is not None and samples:

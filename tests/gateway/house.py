@@ -16,7 +16,7 @@ from bridle.capture.records import Store
 from bridle.engines.base import EngineInfo
 from bridle.gateway.app import GatewayServer
 from bridle.gateway.models import OtherModel, Served, make_policy
-from bridle.gateway.registry import SessionHandle
+from bridle.gateway.registry import GatewaySession, SessionHandle
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import PromptRenderer, load_renderer
 from bridle.scripted.engine import ScriptedEngine
@@ -54,6 +54,12 @@ class House:
 
     async def session(self, session_id: str | None = None, **options: Any) -> Caller:
         return Caller(self, await self.gateway.open_session(session_id, **options))
+
+    def known(self, session_id: str) -> GatewaySession:
+        """The gateway's own record of a session: what it holds in memory shows nowhere else."""
+        session = self.gateway._registry.get(session_id)
+        assert session is not None
+        return session
 
     async def control(self, method: str, path: str, body: object = None, token: str = TOKEN):
         """Status and JSON of a control request."""
@@ -117,9 +123,7 @@ class Caller:
 
     @property
     def _session(self):
-        session = self.house.gateway._registry.get(self.session_id)
-        assert session is not None
-        return session
+        return self.house.known(self.session_id)
 
     async def unclaimed(self) -> None:
         """Wait until its calls have been made and no client waits for one."""

@@ -57,11 +57,9 @@ async def send(home: House, name: str, text: str) -> tuple[int, Any]:
     return status, orjson.loads(reply).get("error")
 
 
-def memos(home: House, session_id: str) -> tuple[int, int]:
-    """Return how many messages and beginnings a session remembers."""
-    session = home.gateway._registry.get(session_id)
-    assert session is not None
-    return len(session.messages), len(session.messages._begun)
+def remembered(home: House, session_id: str) -> RequestHistory:
+    """Return what a session remembers of its requests."""
+    return home.known(session_id).messages
 
 
 @pytest.mark.parametrize("name", list(ROUTES))
@@ -161,15 +159,14 @@ async def test_what_is_refused_leaves_nothing_in_its_session():
     async with house(engine=engine) as home:
         caller = await home.session()
         for number in range(3):
-            status, _ = await caller.post(
-                {"model": "m", "messages": [user(f"{number}" + "a" * 2 * LONG_BYTES)]}
-            )
-            assert status == 400
-        assert memos(home, caller.session_id) == (0, 0)
+            body = request_of(f"{number}" + "a" * 2 * LONG_BYTES)
+            assert (await caller.post(body))[0] == 400
+            known = remembered(home, caller.session_id)
+            assert (len(known), known.news(body)) == (0, len(body))
         text = "a" * (LONG_BYTES // 2)
         for number in range(REFUSED_BYTES // len(text) + 1):
             await caller.post({"model": "m", "n": 2, "messages": [user(f"{number}{text}")]})
-        assert memos(home, caller.session_id)[0] <= 1
+        assert len(remembered(home, caller.session_id)) <= 1
 
 
 async def test_a_history_that_was_long_once_is_read_once():
@@ -178,8 +175,7 @@ async def test_a_history_that_was_long_once_is_read_once():
         caller = await home.session()
         messages = [user("some words in a row, " * 15_000)]
         answer = await caller.ask(messages)
-        session = home.gateway._registry.get(caller.session_id)
-        assert session is not None
+        session = home.known(caller.session_id)
         again = orjson.dumps({"model": "m", "messages": [*messages, answer, user("on")]})
         assert session.messages.news(again) < 1000
 
@@ -212,10 +208,10 @@ async def test_all_that_capture_keeps_of_a_session_is_counted():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         await caller.ask([user("hi")], junk="x" * 5000)
-        once = caller._session.in_hand.captured
+        once = home.known(caller.session_id).in_hand.captured
         assert once > 5000
         await caller.ask([user("hi"), user("b" * 3000)], junk="x" * 5000)
-        assert caller._session.in_hand.captured > once + 8000
+        assert home.known(caller.session_id).in_hand.captured > once + 8000
 
 
 async def test_counting_tokens_fills_no_memory():
@@ -232,7 +228,7 @@ async def test_counting_tokens_fills_no_memory():
                 url, data=io.BytesIO(orjson.dumps(body)), headers=caller.headers
             ) as answer:
                 assert answer.status == 200, await answer.read()
-        assert len(caller._session.messages) < 5
+        assert len(home.known(caller.session_id).messages) < 5
 
 
 MANY: dict[str, dict[str, Any]] = {
@@ -250,11 +246,14 @@ MANY: dict[str, dict[str, Any]] = {
 async def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(name):
     async with house({"content": "a"}) as home:
         caller = await home.session()
-        raw = io.BytesIO(orjson.dumps({"model": "m", **MANY[name]}))
-        async with home.client.post(caller.url, data=raw, headers=caller.headers) as response:
+        raw = orjson.dumps({"model": "m", **MANY[name]})
+        async with home.client.post(
+            caller.url, data=io.BytesIO(raw), headers=caller.headers
+        ) as response:
             refused = await response.json()
         assert (response.status, refused["error"]["code"]) == (413, "request_too_large")
-        assert memos(home, caller.session_id) == (0, 0)
+        known = remembered(home, caller.session_id)
+        assert (len(known), known.news(raw)) == (0, len(raw))
 
 
 REFUSED_BODIES = {
@@ -313,8 +312,7 @@ async def test_what_a_request_took_is_given_back_when_it_is_over():
         caller = await home.session()
         await caller.ask([user("go")])
         await caller.post(b"no json")
-        session = home.gateway._registry.get(caller.session_id)
-        assert session is not None
+        session = home.known(caller.session_id)
         await caller.until(lambda: session.in_hand.requests == 0)
         assert session.in_hand.size == 0
 
@@ -340,8 +338,7 @@ async def test_a_bystander_is_served_while_a_body_drips():
 async def test_others_have_their_turn_between_the_pieces_of_a_bomb():
     async with house({"content": "a"}, max_body_bytes=1 << 23) as home:
         caller, seen = await home.session(), set[int]()
-        session = home.gateway._registry.get(caller.session_id)
-        assert session is not None
+        session = home.known(caller.session_id)
 
         async def others():
             while True:

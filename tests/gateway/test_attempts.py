@@ -42,6 +42,14 @@ def test_addresses_of_one_host_are_one_peer(one, another, same):
 
 def test_only_the_last_peers_are_remembered():
     wrong = WrongTokens(Clock())
-    for number in range(PEERS + 100):
-        wrong.wait_s(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
-    assert len(wrong._free_at) == PEERS
+
+    def others(count):
+        for number in range(count):
+            wrong.wait_s(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+
+    for _ in range(AT_ONCE):
+        wrong.wait_s("192.0.2.1")
+    others(PEERS - 1)
+    assert wrong.wait_s("192.0.2.1") > 0
+    others(PEERS)
+    assert wrong.wait_s("192.0.2.1") == 0

@@ -86,7 +86,7 @@ class Faulty(Proxy):
 
     others = 0
 
-    async def _answer(self, request):
+    async def answer(self, request):
         body = await request.read()
         if request.method == "POST" and request.path in SAMPLING:
             fields = orjson.loads(body)
@@ -94,9 +94,9 @@ class Faulty(Proxy):
             budget = fields.get("max_tokens") or fields.get("max_new_tokens")
             if budget in BUDGETS:
                 fault, _ = FAULTS[BUDGETS[budget]]
-                return await fault(request, (await super()._answer(request)).body)
+                return await fault(request, (await super().answer(request)).body)
             self.others += budget == GOOD_BUDGET
-        return await super()._answer(request)
+        return await super().answer(request)
 
 
 @asynccontextmanager

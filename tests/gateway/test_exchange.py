@@ -453,8 +453,7 @@ async def test_reasoning_tokens_are_those_that_were_sampled_between_the_marks():
 async def test_a_call_that_is_cancelled_before_its_first_step_is_over():
     async with house({"content": "a"}) as home:
         caller = await home.session()
-        session = home.gateway._registry.get(caller.handle.session_id)
-        assert session is not None
+        session = home.known(caller.session_id)
         wire, body = DIALECTS[Dialect.OPENAI_CHAT], {"model": "m", "messages": [user("go")]}
         route = Route(Dialect.OPENAI_CHAT, RouteKind.GENERATE)
         request = wire.parse(route, orjson.dumps(body), session.messages)

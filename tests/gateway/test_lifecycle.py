@@ -191,11 +191,11 @@ async def test_weights_for_a_released_engine_are_refused_and_those_it_missed_are
             message = await refused(home, first, **weights)
             assert "is released: it loads weights when it is resumed" in message
             status, _ = await home.control("POST", "/policy", weights)
-            assert (status, servers[1]._engine.weights) == (200, 4)
+            assert (status, servers[1].engine.weights) == (200, 4)
             await servers[0].wake(0)
             states = await put_state(home, first, state="resumed")
             assert states == {first: ("serving", 4), second: ("serving", 4)}
-            assert servers[0]._engine.weights == 4
+            assert servers[0].engine.weights == 4
             await put_state(home, first, state="released")
             states = await put_state(home, first, state="resumed", weights=str(tmp_path), version=5)
             assert states == {first: ("serving", 5), second: ("serving", 4)}

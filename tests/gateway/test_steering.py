@@ -96,7 +96,10 @@ def policies(homes):
 
 async def under_way(home):
     async with asyncio.timeout(15):
-        while not any(one["calls_in_flight"] for one in home.gateway._engine.replicas()):  # noqa: ASYNC110 - no event
+        while True:
+            _, reply = await home.control("GET", "/replicas")
+            if any(one["calls_in_flight"] for one in reply["replicas"]):
+                return
             await asyncio.sleep(0.005)
 
 
