@@ -143,13 +143,22 @@ def test_a_reply_says_whether_its_connection_is_kept_alive(head, keeps):
     assert reply.body == b""
 
 
+class Seen(list):
+    """Bytes that arrived on each connection."""
+
+    closed = 0
+    """Connections that have ended."""
+    answered = 0
+    """Requests whose reply was sent."""
+
+
 @asynccontextmanager
 async def serving(*replies, silent_s=15.0, keepalive_s=15.0):
     """A server whose each connection gives the next of `replies` per request; counts connections.
 
     `None` closes, a number is a silence in seconds, or until the client has gone.
     """
-    seen = []
+    seen = Seen()
     left = list(replies)
 
     async def serve(reader, writer):
@@ -169,10 +178,12 @@ async def serving(*replies, silent_s=15.0, keepalive_s=15.0):
                             async with asyncio.timeout(part):
                                 await reader.read(1)
                                 return
+                seen.answered += 1
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             writer.close()
+            seen.closed += 1
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -185,6 +196,14 @@ async def serving(*replies, silent_s=15.0, keepalive_s=15.0):
         await made.aclose()
         server.close()
         await server.wait_closed()
+
+
+async def until(condition):
+    """Wait until it holds, and for what the server has sent to arrive."""
+    async with asyncio.timeout(15):
+        while not condition():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
 
 
 def nothing(_reply):
@@ -217,7 +236,7 @@ async def test_a_connection_that_was_idle_for_long_is_not_used_again():
                 group.create_task(made.post("/", b"", nothing))
         await asyncio.sleep(0.45)
         await made.post("/", b"", nothing)
-        assert len(made._idle) == 1, "the others are closed"
+        await until(lambda: seen.closed == 2)
     assert len(seen) == 3
 
 
@@ -262,9 +281,7 @@ async def test_what_watches_a_call_can_end_it():
 async def test_bytes_that_nobody_asked_for_close_the_connection():
     async with serving([LENGTH, 0.01, b"more"], [LENGTH]) as (made, seen):
         await made.post("/", b"", nothing)
-        async with asyncio.timeout(15):
-            while not made._idle[0].transport.is_closing():  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.01)
+        await until(lambda: seen.closed)
         await made.post("/", b"", nothing)
     assert len(seen) == 2
 
@@ -276,9 +293,7 @@ async def test_closing_ends_calls_under_way():
 
     async with serving([30]) as (made, seen), asyncio.TaskGroup() as group:
         group.create_task(reply())
-        async with asyncio.timeout(15):
-            while not any(seen):  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.01)
+        await until(lambda: any(seen))
         await made.aclose()
 
 
@@ -321,9 +336,7 @@ async def test_a_stream_that_has_only_its_end_left_leaves_its_connection(ends):
             assert await more() == b"hello"
             assert not reply.is_whole
             reply.ends = ends
-        async with asyncio.timeout(9):
-            while ends and not made._idle:  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.01)
+        await until(lambda: not ends or seen.answered)
         assert (await made.post("/", b"", nothing)).body == b"hello"
     assert len(seen) == 2 - ends
 
@@ -331,13 +344,11 @@ async def test_a_stream_that_has_only_its_end_left_leaves_its_connection(ends):
 async def test_a_stream_that_never_ends_is_dropped_in_time(monkeypatch):
     monkeypatch.setattr(connection, "END_S", 0.02)
     head, body = CHUNKED.split(b"\r\n\r\n", 1)
-    async with serving([head + b"\r\n\r\n" + body[:-5], 30]) as (made, _):
+    async with serving([head + b"\r\n\r\n" + body[:-5], 30]) as (made, seen):
         async with made.stream("/", b"", nothing) as (reply, more):
             await more()
             reply.ends = True
-        async with asyncio.timeout(9):
-            while made._made:  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.01)
+        await until(lambda: seen.closed)
 
 
 async def parts_of(made, *, most=99):
@@ -373,12 +384,10 @@ async def test_a_stream_that_breaks_between_two_reads_says_so_at_the_next():
     head, _ = CHUNKED.split(b"\r\n\r\n", 1)
     begun = head + b"\r\n\r\n2\r\nhe\r\n"
     async with (
-        serving([begun, 0.01, None]) as (made, _),
+        serving([begun, 0.01, None]) as (made, seen),
         made.stream("/", b"", nothing) as (_, more),
     ):
         assert await more() == b"he"
-        async with asyncio.timeout(15):
-            while made._made:  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.01)
+        await until(lambda: seen.closed)
         with pytest.raises(CutReplyError):
             await more()

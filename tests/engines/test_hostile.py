@@ -4,6 +4,7 @@ A server is first well, so that the adapter starts on it, and then answers as ea
 """
 
 import asyncio
+import gc
 from contextlib import aclosing, asynccontextmanager
 
 import aiohttp
@@ -13,6 +14,7 @@ from tests.engines.shapes import SHAPES, collect, request
 from tests.engines.spoilers import editing
 
 from bridle.engines.base import CutError
+from bridle.engines.http import HttpCall
 from bridle.engines.openai import OpenAIEngine
 from bridle.errors import EngineError
 from bridle.scripted.server import EngineServer
@@ -124,7 +126,32 @@ async def test_a_server_that_refuses_is_an_error_of_its_kind(
         await collect(adapter, call(stream=stream))
     assert caught.value.retryable is retryable
     assert code == 200 or caught.value.retry_after_s == 999
-    assert not adapter._calls
+
+
+async def test_calls_leave_nothing_behind_however_they_end(reached):
+    adapter, proxy = reached
+    come = asyncio.Event()
+
+    async def silence(_request):
+        come.set()
+        await asyncio.sleep(30)
+
+    await collect(adapter, call())
+    chunks = adapter.generate(call(stream=True))
+    await anext(chunks)
+    await chunks.aclose()
+    proxy.spoil = status(503)
+    for stream in (False, True):
+        with pytest.raises(EngineError):
+            await collect(adapter, call(stream=stream))
+    proxy.spoil = silence
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(collect(adapter, call()))
+        await come.wait()
+        waiting.cancel()
+    del waiting, chunks
+    gc.collect()
+    assert [one for one in gc.get_objects() if type(one) is HttpCall] == []
 
 
 async def test_a_server_that_hangs_times_out():
@@ -218,7 +245,6 @@ async def test_ids_and_logprobs_that_do_not_belong_together_are_refused(reached,
     proxy.edit = edit
     with pytest.raises(EngineError):
         await collect(adapter, call(stream=stream))
-    assert not adapter._calls
 
 
 def aborting(value):

@@ -27,9 +27,7 @@ def test_short_forms_make_engines(script):
     assert isinstance(open_engine(f"scripted:{script}"), ScriptedEngine)
     assert isinstance(open_engine(f"scripted:{script}", tokenizer="builtin"), ScriptedEngine)
     assert isinstance(open_engine("http://127.0.0.1:8000/v1"), VllmEngine)
-    lenient = open_engine("https://engine.example", allow_untokenized=True)
-    assert isinstance(lenient, VllmEngine)
-    assert lenient._allow_untokenized
+    assert isinstance(open_engine("https://engine.example"), VllmEngine)
 
 
 def test_every_entry_of_the_table_can_be_loaded():

@@ -253,7 +253,6 @@ async def test_a_server_that_came_back_as_another_one_gets_no_calls():
     other = Fake(info=replace(INFO, model="another"))
     async with pooled(a, reopen=lambda _: other, patience_s=0.1) as pool:
         a.sick = lost()
-        await pool._look(pool.each()[0], failures=1)
         await until(lambda: pool.each()[0].gone)
         a.sick = None
         await until(lambda: "has model another" in pool.replicas()[0]["error"])
@@ -467,7 +466,6 @@ async def test_each_replica_is_vouched_for_before_it_serves_whenever_it_comes():
         strangers.remove(late)
         await until(lambda: state(pool, "late") == "live")
         a.sick = lost()
-        await pool._look(pool.each()[0], failures=1)
         await until(lambda: pool.each()[0].gone)
         a.sick = None
         await until(lambda: pool.replicas()[0]["error"] == "another tokenizer")

@@ -150,7 +150,7 @@ async def test_calls_of_a_released_replica_continue_elsewhere_and_it_gets_no_wei
         lambda pool: pool.template([], None, {}),
         lambda pool: pool.hold("abort"),
         lambda pool: pool.abort("r"),
-        lambda pool: pool._replicas["a"].abort("r"),
+        lambda pool: pool.each()[0].abort("r"),
     ],
     ids=["weights", "template", "hold", "abort", "move"],
 )
@@ -180,7 +180,7 @@ async def test_a_command_that_begins_during_the_last_health_check_delays_a_relea
     a = Sleeper()
     a.slow_s = 0.05
     async with pooled(a) as pool, asyncio.TaskGroup() as group:
-        replica = pool._replicas["a"]
+        replica = pool.each()[0]
         async with replica.checking:
             giving = group.create_task(pool.give_up())
             await until(lambda: state(pool, "a") == "draining")
@@ -274,7 +274,7 @@ async def test_a_dead_replica_that_was_released_is_probed_when_it_is_taken_back(
     a = Sleeper()
     async with pooled(a, reopen=lambda fake: fake) as pool:
         a.sick = EngineError("gone", retryable=True)
-        await until(lambda: state(pool, "a") == "down" and pool._replicas["a"].gone)
+        await until(lambda: state(pool, "a") == "down" and pool.each()[0].gone)
         await pool.give_up()
         a.awake, a.sick, before = False, None, a.started
         await asyncio.sleep(0.05)

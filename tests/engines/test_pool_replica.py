@@ -317,7 +317,6 @@ async def test_a_replica_that_was_down_gets_the_weights_before_it_serves_again(a
     a, b, late = Trained(), Trained(), Trained()
     async with pooled(a, b, patience_s=15) as pool:
         b.sick = lost()
-        await pool._look(pool.each()[1], failures=1)
         await until(lambda: pool.each()[1].gone)
         await pool.update_weights("folder", 5)
         assert ([one[:2] for one in a.loaded], b.loaded) == ([("folder", 5)], [])
@@ -337,7 +336,7 @@ async def test_a_replica_that_comes_back_in_the_middle_of_an_update_is_updated_t
     a, b = Trained(), Trained()
     async with pooled(a, b, patience_s=15) as pool:
         b.sick = lost()
-        await pool._look(pool.each()[1], failures=1)
+        await until(lambda: pool.replicas()[1]["state"] == "down")
         a.loading.clear()
         async with asyncio.TaskGroup() as group:
             updating = group.create_task(pool.update_weights("folder", 5, mode="wait"))
@@ -365,7 +364,7 @@ async def test_without_any_replica_up_there_is_no_update():
     a = Trained()
     async with pooled(a) as pool:
         a.sick = lost()
-        await pool._look(pool.each()[0], failures=1)
+        await until(lambda: pool.replicas()[0]["state"] == "down")
         with pytest.raises(EngineError, match="no live replica"):
             await pool.update_weights("folder", 5)
         assert pool.held is None

@@ -71,12 +71,17 @@ def lacking(engine):
     return [row["what"] for row in engine.report.rows() if not row["ok"]]
 
 
-async def test_the_short_form_names_the_server_and_its_key(monkeypatch):
+async def test_the_short_form_names_the_server_its_key_and_whether_text_will_do(
+    opened, monkeypatch
+):
     monkeypatch.setenv("BRIDLE_ENGINE_API_KEY", "k")
-    engine = open_engine("sglang:http://h:1", allow_untokenized=True)
+    reply = {"text": "hello", "meta_info": {"finish_reason": {"type": "stop", "matched": 5}}}
+    stub, _ = await opened(start=False, generate=reply)
+    engine = open_engine(f"sglang:{stub.url}", allow_untokenized=True)
     assert isinstance(engine, SglangEngine)
-    assert engine._client.base_url == "http://h:1"
-    assert engine._allow_untokenized
+    assert not (await engine.start()).token_in
+    await engine.aclose()
+    assert {one["Authorization"] for one in stub.headers} == {"Bearer k"}
 
 
 async def test_what_a_server_can_do_is_found_by_asking_it(opened):

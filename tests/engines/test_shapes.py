@@ -136,7 +136,6 @@ async def test_a_cancelled_call_ends_the_engines_call(shape, stream):
         async with asyncio.timeout(15):
             while not (inside.closed_early or inside.aborted):  # noqa: ASYNC110 - no event there
                 await asyncio.sleep(0.005)
-        assert not outside._calls
 
 
 async def test_closing_ends_all_calls(shape):

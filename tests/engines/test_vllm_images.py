@@ -152,8 +152,7 @@ async def test_any_other_answer_is_an_error(sees, answer, why):
 
 async def test_a_call_by_messages_always_takes_the_chat_route(stub, connected):
     server = await stub(**{"v1/completions": 404, CHAT: honest()})
-    engine = await connected(server.url, route=VllmRoute.CHAT)
-    engine._route = VllmRoute.GENERATE
+    engine = await connected(server.url, route=VllmRoute.GENERATE, start=False)
     server.bodies.clear()
     asked = GenerateRequest(
         "r",

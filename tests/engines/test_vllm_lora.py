@@ -130,7 +130,7 @@ async def test_a_version_alone_is_taken_once_the_models_own_weights_sample(takin
     pool = EnginePool([Replica("a", engine)])
     await pool.start()
     await pool.update_weights(tmp_path, 1)
-    await engine._adapters.unload_all()  # as `update_weights` of the engine does
+    engine.forget_adapters()
     await pool.set_version(2)
     (chunk,) = await collect(pool, request())
     assert chunk.versions == (VersionSpan(2, 0, 2),)

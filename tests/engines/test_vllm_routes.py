@@ -1,5 +1,6 @@
 import json
 import sys
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from tests.engines.fakes import Fake
 from tests.engines.stub import sampled
 
-from bridle.engines import vllm_routes
 from bridle.engines.base import GarbledError, GenerateRequest, Picture
 from bridle.engines.ids import ArrayIds
 from bridle.engines.pool_replica import Replica, RoutedCall
@@ -200,13 +200,17 @@ def test_a_repeated_request_is_no_proof_where_the_server_tells_no_prompt():
 
 
 def test_long_stop_texts_are_not_kept_for_later_calls():
-    sampling = Sampling(max_tokens=5, stop=("y" * 100_000,))
     prompt = ArrayIds(np.array(PROMPT, np.int32))
-    request = GenerateRequest("r", prompt, sampling)
-    kept = len(vllm_routes._SHARED_TEXTS)
-    parts = call_parts(VllmRoute.CHAT, request, "m", room=10, token_in=True)
-    assert json.loads(b"".join(parts))["stop"] == list(sampling.stop)
-    assert len(vllm_routes._SHARED_TEXTS) == kept
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            sampling = Sampling(max_tokens=5, stop=(f"{number}" * 50_000,))
+            request = GenerateRequest("r", prompt, sampling)
+            parts = call_parts(VllmRoute.CHAT, request, "m", room=10, token_in=True)
+            assert json.loads(b"".join(parts))["stop"] == list(sampling.stop)
+        assert tracemalloc.get_traced_memory()[0] < 600_000, "1.6 MB where each is kept"
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_token_routes_logprobs_name_ids_as_numbers():
