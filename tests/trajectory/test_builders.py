@@ -62,7 +62,7 @@ def test_per_request_gives_each_exchange_its_whole_prompt():
         assert trace.exchange_ids == (exchange_id,)
 
 
-def test_what_branches_share_trains_on_the_path_with_more_sampled_tokens():
+def test_shared_turns_of_branches_train_on_the_path_with_more_sampled_tokens():
     made = chain(2)
     made.call("x1", output=4)
     made.call("x1", output=6)
@@ -86,7 +86,7 @@ def test_equal_paths_are_ordered_by_the_digest_of_their_ids():
     assert owners == {"x1", "x2"}
 
 
-def test_three_branches_train_what_they_share_once():
+def test_shared_turns_of_three_branches_train_once():
     made = chain(1)
     made.call("x0")  # x1
     made.call("x1", output=9)  # x2: the longest path
@@ -100,7 +100,7 @@ def test_three_branches_train_what_they_share_once():
     }
 
 
-def test_a_branch_off_the_middle_of_a_reply_shares_what_it_kept():
+def test_a_branch_from_mid_reply_trains_the_kept_tokens_and_the_rest_stays_a_trace():
     made = MadeSession()
     made.call(output=6)
     made.call("x0", kept=12, output=20)  # keeps two of the six sampled ids
@@ -124,7 +124,7 @@ def test_a_path_whose_tokens_all_train_elsewhere_gives_no_trace():
     assert traces["x1"].loss_mask.sum() == 7
 
 
-def test_a_token_without_a_logprob_has_none_in_a_path_that_keeps_a_part_of_its_output():
+def test_a_token_without_a_logprob_is_masked_as_unpaired_in_a_branch_from_mid_reply():
     made = MadeSession()
     made.call(output=6, logprobs=np.array([-1, np.nan, -1, -1, -1, -1], np.float32))
     made.call("x0", kept=14, output=9)
@@ -133,7 +133,7 @@ def test_a_token_without_a_logprob_has_none_in_a_path_that_keeps_a_part_of_its_o
     assert trace.response_logprobs[:4].tolist() == [-1, 0, -1, -1]
 
 
-def test_a_lost_reply_leaves_no_trace_and_stands_as_a_reason():
+def test_a_superseded_reply_is_in_no_trace():
     made = chain(2)
     made.deliver("x1", DeliveryState.SUPERSEDED)
     made.call("x0", new=made.exchanges[1].suffix_ids, started_at=2000.0)
@@ -143,7 +143,7 @@ def test_a_lost_reply_leaves_no_trace_and_stands_as_a_reason():
     assert traces["x3"].exchange_ids == ("x0", "x2", "x3")
 
 
-def test_a_long_reply_that_nobody_received_takes_no_context_with_it():
+def test_an_abandoned_reply_is_in_no_trace_and_its_context_trains_on_another_path():
     made = chain(1)
     made.call("x0", output=100, state=DeliveryState.ABANDONED)
     made.call("x0")
@@ -152,7 +152,7 @@ def test_a_long_reply_that_nobody_received_takes_no_context_with_it():
     assert by_turn(traces["x2"]) == {"x0": ["trained"], "x2": ["trained"]}
 
 
-def test_what_follows_the_last_token_that_trains_is_not_part_of_a_trace():
+def test_a_trace_ends_at_its_last_trained_token():
     made = chain(2)
     made.call("x1", kind=Kind.SIDE)
     traces = built(made)
@@ -160,7 +160,7 @@ def test_what_follows_the_last_token_that_trains_is_not_part_of_a_trace():
     assert len(traces["x1"].response_ids) == 20
 
 
-def test_what_does_not_train_in_the_middle_is_masked_with_its_reason():
+def test_a_side_call_in_the_middle_of_a_trace_is_masked_with_reason_kind():
     made = chain(1)
     made.call("x0", kind=Kind.SIDE)
     made.call("x1")
@@ -169,7 +169,7 @@ def test_what_does_not_train_in_the_middle_is_masked_with_its_reason():
     assert not trace.response_logprobs[15:20].any()
 
 
-def test_sub_agents_and_what_follows_a_compaction_are_traces_of_their_own():
+def test_sub_agents_and_turns_after_a_compaction_are_separate_traces():
     made = chain(2)
     made.call(None, kind=Kind.SUBAGENT, continues=None)
     made.call("x1", kind=Kind.COMPACTION)
@@ -177,7 +177,7 @@ def test_sub_agents_and_what_follows_a_compaction_are_traces_of_their_own():
     assert sorted(built(made)) == ["x2", "x3", "x4"]
 
 
-def test_a_session_of_nothing_gives_no_trace():
+def test_a_session_without_tokens_that_train_gives_no_trace():
     assert built(MadeSession()) == {}
     assert built(chain(2, output=0)) == {}
     assert built(chain(2, state=None, kind=Kind.SIDE)) == {}
@@ -191,7 +191,7 @@ def test_a_turn_without_tokens_does_not_break_a_path():
     assert trace.exchange_ids == ("x0", "x2")
 
 
-def test_each_token_knows_the_policy_version_that_sampled_it():
+def test_each_token_has_the_policy_version_that_sampled_it():
     made = MadeSession()
     made.call(output=4, versions=(VersionSpan(3, 0, 2), VersionSpan(4, 2, 4)))
     made.call("x0", output=3, versions=(VersionSpan(9, -5, 1), VersionSpan(8, 2, 99)))
@@ -199,7 +199,7 @@ def test_each_token_knows_the_policy_version_that_sampled_it():
     assert trace.versions.tolist() == [3, 3, 4, 4, *[-1] * 10, 9, -1, 8]
 
 
-def test_a_trace_of_two_logprob_modes_says_so():
+def test_a_trace_of_raw_and_processed_logprobs_has_mode_mixed():
     made = chain(1)
     made.call("x0", logprob_mode=LogprobMode.RAW)
     (trace,) = built(made).values()
@@ -209,7 +209,7 @@ def test_a_trace_of_two_logprob_modes_says_so():
 @pytest.mark.parametrize(
     ("limit", "turns", "trained"), [(100, 3, 15), (45, 3, 15), (44, 2, 10), (30, 2, 10), (29, 1, 5)]
 )
-def test_shortening_takes_whole_turns_from_the_end(limit, turns, trained):
+def test_shortening_a_trace_removes_whole_turns_from_its_end(limit, turns, trained):
     trace = shorten(built(chain(3))["x2"], limit)
     assert trace is not None
     assert len(trace.prompt_ids) + len(trace.response_ids) <= limit
@@ -219,11 +219,11 @@ def test_shortening_takes_whole_turns_from_the_end(limit, turns, trained):
     assert trace.finish_reason == (FinishReason.STOP if turns == 3 else FinishReason.LENGTH)
 
 
-def test_shortening_to_less_than_a_turn_leaves_nothing():
+def test_shortening_a_trace_below_its_first_turn_gives_none():
     assert shorten(built(chain(3))["x2"], 14) is None
 
 
-def test_shortening_does_not_end_with_a_turn_that_does_not_train():
+def test_shortening_a_trace_also_removes_untrained_turns_at_its_end():
     made = chain(1)
     made.call("x0", kind=Kind.SIDE)
     made.call("x1")
@@ -233,7 +233,7 @@ def test_shortening_does_not_end_with_a_turn_that_does_not_train():
     assert short.exchange_ids == ("x0",)
 
 
-def test_masking_a_trace_leaves_its_tokens_and_nothing_to_train():
+def test_masking_a_trace_keeps_its_tokens_and_trains_none():
     trace = built(chain(2))["x1"]
     left = mask_all(trace, MaskReason.TRUNCATED)
     assert np.array_equal(left.response_ids, trace.response_ids)

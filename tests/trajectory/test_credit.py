@@ -26,7 +26,7 @@ def rloo_advantages(group):
 rewards = st.lists(st.one_of(st.floats(-5, 5), st.just(math.nan)), max_size=10)
 
 
-def test_grpo_by_hand():
+def test_grpo_advantages_equal_those_worked_by_hand():
     # mean 0.25, population deviation sqrt(3)/4
     expected = [3 / math.sqrt(3), -1 / math.sqrt(3), -1 / math.sqrt(3), -1 / math.sqrt(3)]
     assert grpo_advantages([1, 0, 0, 0]) == pytest.approx(expected)
@@ -35,24 +35,24 @@ def test_grpo_by_hand():
     )
 
 
-def test_rloo_by_hand():
+def test_rloo_advantages_equal_those_worked_by_hand():
     # 1 against the mean of (0, 0.5); 0 against (1, 0.5); 0.5 against (1, 0)
     assert rloo_advantages([1, 0, 0.5]) == pytest.approx([0.75, -0.75, 0.0])
 
 
 @pytest.mark.parametrize("advantages", [grpo_advantages, rloo_advantages])
-def test_a_group_that_does_not_vary_or_has_one_member_teaches_nothing(advantages):
+def test_advantages_are_zero_for_equal_rewards_and_for_a_group_of_one(advantages):
     assert advantages([0.3] * 4) == pytest.approx([0] * 4, abs=1e-12)
     assert advantages([0.7]).tolist() == [0.0]
     assert advantages([]).tolist() == []
 
 
-def test_a_deviation_near_zero_is_not_divided_by():
+def test_grpo_advantages_are_zero_when_rewards_differ_by_rounding_only():
     assert grpo_advantages([0.1 + 0.2, 0.3, 0.3]).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("advantages", [grpo_advantages, rloo_advantages])
-def test_a_session_without_a_reward_has_no_part_in_its_group(advantages):
+def test_a_session_without_a_reward_has_advantage_0_and_does_not_change_its_group(advantages):
     with_unknown = advantages([1, math.nan, 0, 0.5])
     assert with_unknown[1] == 0.0
     assert with_unknown[[0, 2, 3]] == pytest.approx(advantages([1, 0, 0.5]))
@@ -68,7 +68,7 @@ def test_advantages_sum_to_zero_and_are_finite(group):
 
 
 @given(rewards)
-def test_leave_one_out_is_the_centred_reward_scaled(group):
+def test_rloo_advantages_are_centred_rewards_scaled_by_n_over_n_minus_1(group):
     count = sum(not math.isnan(reward) for reward in group)
     if count >= 2:
         centred = np.nan_to_num(np.array(group) - np.nanmean(group))
@@ -76,7 +76,7 @@ def test_leave_one_out_is_the_centred_reward_scaled(group):
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=200))
-def test_traces_of_a_session_weigh_one_together_by_their_trained_tokens(sizes):
+def test_trace_weights_of_a_session_sum_to_one_in_proportion_to_trained_tokens(sizes):
     traces: list[Any] = [
         SimpleNamespace(loss_mask=np.ones(trained), reasons=np.zeros(trained + masked))
         for trained, masked in sizes
@@ -90,7 +90,7 @@ def test_traces_of_a_session_weigh_one_together_by_their_trained_tokens(sizes):
         assert weights == pytest.approx(1 / len(sizes))
 
 
-def test_each_is_held_against_the_mean_of_the_others():
+def test_rloo_baseline_is_the_mean_of_the_other_known_rewards():
     assert rloo_advantages([1.0, math.nan]).tolist() == [0.0, 0.0]
     assert rloo_advantages([1.0, 0.0, math.nan, 0.5]).tolist() == [0.75, -0.75, 0.0, 0.0]
 
@@ -103,7 +103,7 @@ def test_equal_rewards_within_a_session_give_the_sessions_advantage(group, kind)
         assert own == pytest.approx([expected] * len(own), abs=1e-3)
 
 
-def test_several_rewards_of_a_session_have_one_vote_together():
+def test_a_session_with_several_rewards_counts_once_in_its_group():
     # means 0.5 and 0: mean 0.25; squares (0.75**2 + 0.25**2) / 2 and 0.25**2
     deviation = math.sqrt((0.3125 + 0.0625) / 2)
     assert shared_advantages([[1, 0], [0]], "dr_grpo") == [[0.75, -0.25], [-0.25]]
@@ -129,7 +129,7 @@ def exchanges(name):
     return [f"{name}-{turn}" for turn in range(TURNS)]
 
 
-def test_a_branch_point_compares_what_was_done_from_it():
+def test_tree_advantages_compare_a_session_with_its_fork_from_the_branch_point_on():
     """`a` is worth (1 + 0) / 2 before its second turn, and 1 against its fork's 0 after it."""
     group = [played("a", 1.0), played("b", 0.0), played("a1", 0.0, of="a", at=2)]
     ((a,), (b,), (fork,)) = tree_advantages(group, "dr_grpo")
@@ -139,7 +139,7 @@ def test_a_branch_point_compares_what_was_done_from_it():
     assert roots_of(group) == [0, 1, 0]
 
 
-def test_a_fork_of_a_fork_counts_for_each_turn_that_led_to_it():
+def test_tree_advantages_count_a_fork_of_a_fork_in_the_value_of_earlier_turns():
     """`a1` is worth (0 + 1) / 2 after its own second turn, so `a` is worth (0 + 1 / 2) / 2."""
     group = [
         played("a", 0.0),
@@ -154,14 +154,14 @@ def test_a_fork_of_a_fork_counts_for_each_turn_that_led_to_it():
     assert roots_of(group) == [0, 0, 0, 3]
 
 
-def test_a_fork_without_a_reward_is_no_sibling():
+def test_a_fork_without_a_reward_does_not_change_tree_advantages():
     group = [played("a", 1.0), played("b", 0.0), played("a1", None, of="a", at=1)]
     ((a,), _, (fork,)) = tree_advantages(group, "dr_grpo")
     assert a.tolist() == [0.5] * 2 + [0.0] * 4
     assert not fork.any()
 
 
-def test_forks_of_a_session_elsewhere_are_a_group_of_their_own():
+def test_forks_of_a_session_outside_the_group_are_their_own_roots():
     group = [played(name, reward, of="gone", at=1) for name, reward in (("x", 1.0), ("y", 0.0))]
     assert roots_of(group) == [0, 1]
 
@@ -171,7 +171,7 @@ def test_forks_of_a_session_elsewhere_are_a_group_of_their_own():
     forks=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 2), st.sampled_from([0.0, 1.0]))),
     kind=st.sampled_from(["grpo", "dr_grpo"]),
 )
-def test_siblings_of_a_tree_weigh_each_other_out(values, forks, kind):
+def test_tree_advantages_of_siblings_sum_to_zero(values, forks, kind):
     group = [played(f"r{place}", value) for place, value in enumerate(values)]
     for number, (of, at, value) in enumerate(forks):
         origin = group[of % len(group)]

@@ -12,7 +12,7 @@ SESSIONS = [
 ]
 
 
-def test_the_most_different_sessions_and_pairs_come_first():
+def test_sessions_and_scorer_pairs_are_sorted_by_disagreement():
     found = disagreement_of(["a", "b", "c"], SESSIONS, 1.0)
 
     assert [one.session_id for one in found.sessions] == ["far", "near", "same", "alone"]
@@ -22,7 +22,7 @@ def test_the_most_different_sessions_and_pairs_come_first():
     assert [pair.difference for pair in found.pairs] == pytest.approx([1.25 / 3, 0.125, 0.0])
 
 
-def test_scorers_without_a_session_in_common_have_no_difference():
+def test_scorers_without_a_common_session_have_difference_none():
     found = disagreement_of(["a", "c"], SESSIONS[3:], 1.0)
 
     assert [(pair.compared, pair.difference) for pair in found.pairs] == [(0, None)]

@@ -43,7 +43,7 @@ def joined(made, **config):
 
 
 @pytest.mark.parametrize("mode", ["fork", "splice"])
-def test_a_prompt_with_every_id_extends_by_any_renderer(mode):
+def test_a_prompt_that_repeats_every_sampled_id_extends_the_trace(mode):
     trajectory = built(session([10, 11, END], [10, 11, END]), on_drift=mode)
     (trace,) = trajectory.traces
     assert trace.loss_mask.tolist() == [1, 1, 1, 0, 0, 1, 1]
@@ -53,14 +53,14 @@ def test_a_prompt_with_every_id_extends_by_any_renderer(mode):
 
 
 @pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.STOP])
-def test_a_reply_without_a_close_token_gets_the_templates(finish):
+def test_a_reply_without_a_close_token_continues_with_the_template_s_close_token(finish):
     made = session([10, 11], [10, 11, END], finish_reason=finish)
     ids, spans, kind = joined(made)
     assert (ids, spans, kind) == ([1, 2, 3, 10, 11, END, 50, 51, 60, END], [], "exact")
 
 
 @pytest.mark.parametrize("close", [(), (END, RETURN)])
-def test_a_sampled_stop_that_the_history_writes_otherwise_is_a_span_of_one(close):
+def test_a_stop_token_that_the_template_replaces_is_spliced_as_a_span_of_one(close):
     made = session([10, 11, RETURN], [10, 11, END])
     ids, spans, kind = joined(made, close_token_ids=close)
     assert ids == [1, 2, 3, 10, 11, RETURN, 50, 51, 60, END]
@@ -70,7 +70,7 @@ def test_a_sampled_stop_that_the_history_writes_otherwise_is_a_span_of_one(close
     assert forked.metadata["stats"]["drift"] == {"exact": 1}
 
 
-def test_a_stop_that_opens_the_next_turn_stays_before_what_the_template_writes():
+def test_a_sampled_stop_token_that_the_template_omits_is_spliced_in():
     made = session([10, 11, CALL], [10, 11], after=[50, 51])
     ids, spans, kind = joined(made, close_token_ids=(CALL,))
     assert ids == [1, 2, 3, 10, 11, CALL, 50, 51, 60, END]
@@ -93,7 +93,7 @@ def test_retokenized_text_forks_by_default_and_is_spliced_on_demand():
     assert [b["exchange"] for b in spliced["breaks"]] == ["x1"]
 
 
-def test_retokenized_text_without_its_close_token_keeps_the_templates():
+def test_spliced_retokenized_text_keeps_the_template_s_close_token():
     made = session([10, 11, 12], [10, 77, END], finish_reason=FinishReason.LENGTH)
     ids, spans, kind = joined(made, end_of_turn_token_id=END)
     assert ids == [1, 2, 3, 10, 11, 12, END, 50, 51, 60, END]
@@ -109,14 +109,14 @@ def test_retokenized_text_without_its_close_token_keeps_the_templates():
     ],
     ids=["harness", "no close token", "only a beginning"],
 )
-def test_rewritten_turns_fork_even_where_splicing_is_asked_for(made, close):
+def test_rewritten_turns_fork_also_with_on_drift_splice(made, close):
     trajectory = built(made, on_drift="splice", close_token_ids=close)
     stats = trajectory.metadata["stats"]
     assert (stats["roots"], stats["drift"]) == (2, {"rewritten": 1})
     assert stats["spliced"] == {"spans": 0, "tokens": 0}
 
 
-def test_a_changed_prompt_before_the_turn_is_rewritten():
+def test_a_prompt_changed_before_the_sampled_turn_is_classified_as_rewritten():
     made = MadeSession()
     made.call(new=[1, 2, 3], output=[10, END])
     made.call(None, continues="x0", root_reason="engine_prompt", new=[1, 9, 3, 10, END, 50])
@@ -137,7 +137,7 @@ def long_session(turns, *, retokenize):
 
 
 @pytest.mark.parametrize("retokenize", [False, True])
-def test_a_long_session_through_a_template_is_one_trace(retokenize):
+def test_a_session_of_30_templated_turns_is_spliced_into_one_trace(retokenize):
     trajectory = built(long_session(30, retokenize=retokenize), on_drift="splice")
     (trace,) = trajectory.traces
     assert len(trace.exchange_ids) == 30
@@ -153,7 +153,7 @@ def test_a_long_session_through_a_template_is_one_trace(retokenize):
     assert all(sampled[s["start"] : s["end"]].tolist() == [10, 11, END] for s in spans)
 
 
-def test_what_extends_a_spliced_turn_moves_with_it():
+def test_a_turn_that_extends_a_spliced_turn_joins_its_trace():
     made = session([10, 11, END], [77, END])
     made.call("x1", new=[70], output=[71])
     ids, spans, _ = joined(made)
@@ -161,20 +161,20 @@ def test_what_extends_a_spliced_turn_moves_with_it():
     assert spans == [[10, 11, END]]
 
 
-def test_a_turn_whose_prompt_a_child_keeps_in_part_is_not_moved():
+def test_a_turn_is_not_spliced_when_a_child_keeps_only_a_part_of_its_prompt():
     made = session([10, 11, END], [77, END])
     made.call("x1", kept=2, new=[70], output=[71])
     assert built(made, on_drift="splice").metadata["stats"]["roots"] == 2
 
 
-def test_a_turn_that_continues_what_is_not_there_stays_a_root():
+def test_a_turn_that_continues_a_missing_exchange_stays_a_root():
     made = MadeSession()
     made.call(None, continues="gone", root_reason="template", new=[1, 2], output=[3])
     stats = built(made, on_drift="splice").metadata["stats"]
     assert (stats["roots"], stats["drift"]) == (1, {"exact": 1})
 
 
-def test_a_root_is_not_joined_to_what_extends_it():
+def test_a_root_is_not_spliced_onto_its_own_descendant():
     made = MadeSession()
     made.call(new=[1, 2], output=[3, END], continues="x1", root_reason="template")
     made.call("x0", new=[], output=[])
@@ -196,14 +196,14 @@ def test_turns_that_continue_each_other_stay_roots():
     assert built(made).metadata["stats"]["tokens_captured"] == 2
 
 
-def test_per_request_keeps_what_each_call_was_sampled_under():
+def test_per_request_traces_keep_the_engine_s_prompts_with_on_drift_splice():
     made = session([10, 11, END], [77, END])
     traces = built(made, "per_request", on_drift="splice").traces
     assert [t.prompt_ids.tolist() for t in traces] == [[1, 2, 3], [1, 2, 3, 77, END, 50, 51]]
 
 
 @given(made=sessions(drift=True))
-def test_laws_1_and_2_hold_over_templates_and_only_spliced_spans_differ(made):
+def test_token_identity_and_token_counts_hold_with_and_without_splicing(made):
     captured = sum(len(e.output_ids) for e in made.exchanges)
     trained = set()
     for mode in ("fork", "splice"):

@@ -59,7 +59,9 @@ STRATEGIES = st.sampled_from(["prefix_merging", "per_request"])
 
 
 @given(sessions(), STRATEGIES, st.integers(2, 40))
-def test_every_token_but_the_last_has_the_experts_it_was_computed_by(made, strategy, longest):
+def test_every_token_but_the_last_has_its_routed_experts_also_in_cut_traces(
+    made, strategy, longest
+):
     session = built(
         made, rows_with(made, by_prefix), strategy, max_tokens=longest, overlong="truncate"
     )
@@ -78,7 +80,9 @@ def test_every_token_but_the_last_has_the_experts_it_was_computed_by(made, strat
 
 
 @given(sessions(), STRATEGIES, st.sets(st.integers(0, 13)))
-def test_what_an_engine_did_not_tell_is_not_known_and_nothing_else_moves(made, strategy, silent):
+def test_experts_that_the_engine_did_not_report_are_minus_1_and_others_stay_aligned(
+    made, strategy, silent
+):
     exchanges = rows_with(made, by_prefix, silent)
     for trace in built(made, exchanges, strategy).traces:
         if trace.routed_experts is None:
@@ -89,7 +93,7 @@ def test_what_an_engine_did_not_tell_is_not_known_and_nothing_else_moves(made, s
 
 
 @given(sessions(drift=True))
-def test_a_spliced_turn_keeps_its_own_experts(made):
+def test_a_spliced_turn_keeps_its_routed_experts(made):
     exchanges = rows_with(made, by_id)
     for trace in built(made, exchanges, on_drift="splice").traces:
         known = is_known(trace.routed_experts)
@@ -100,7 +104,7 @@ def test_a_spliced_turn_keeps_its_own_experts(made):
 
 
 @given(sessions(max_calls=6), st.sampled_from(["json", "packed", "parquet"]))
-def test_all_forms_give_the_same_rows_back(made, form):
+def test_routed_experts_survive_a_round_trip_in_every_format(made, form):
     session = built(made, rows_with(made, by_prefix))
     again = {
         "json": lambda: trajectory_of(trajectory_json(session)),
@@ -115,7 +119,7 @@ def test_all_forms_give_the_same_rows_back(made, form):
 
 
 @given(sessions())
-def test_a_tree_has_the_rows_of_its_traces(made):
+def test_a_packed_tree_has_the_routed_experts_of_its_traces(made):
     session = built(made, rows_with(made, by_prefix))
     tree = tree_of([session])
     rows: Any = tree.routed_experts()
@@ -127,7 +131,7 @@ def test_a_tree_has_the_rows_of_its_traces(made):
         assert np.array_equal(own[known], by_prefix(ids_of(trace))[known])
 
 
-def test_without_experts_there_is_no_column():
+def test_a_trajectory_without_experts_has_no_routed_experts_field():
     made = MadeSession()
     made.call()
     session = built(made, made.exchanges)
@@ -137,7 +141,7 @@ def test_without_experts_there_is_no_column():
     assert tree_of([session]).routed_experts() is None
 
 
-def test_damaged_rows_and_those_of_another_model_are_not_known():
+def test_damaged_experts_and_those_of_another_shape_are_marked_unknown():
     made = MadeSession()
     made.call()
     made.call("x0")
@@ -151,7 +155,7 @@ def test_damaged_rows_and_those_of_another_model_are_not_known():
         assert known.tolist() == [*range(14, 29), 44]
 
 
-def test_a_trace_refuses_rows_of_other_tokens():
+def test_a_trace_refuses_expert_rows_of_another_length():
     made = MadeSession()
     made.call()
     (trace,) = built(made, rows_with(made, by_prefix)).traces

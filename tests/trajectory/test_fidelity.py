@@ -44,7 +44,7 @@ def stripped(made):
 
 
 @pytest.mark.parametrize("cause", PLANTED)
-def test_a_planted_cause_is_named_first_with_and_without_facts(cause):
+def test_a_planted_mismatch_cause_is_named_first_with_and_without_facts(cause):
     made = PLANTED[cause](0)
     for facts in (True, False):
         found = made.certificate(facts=facts)
@@ -56,7 +56,7 @@ def test_a_planted_cause_is_named_first_with_and_without_facts(cause):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_clean_run_is_not_accused(seed):
+def test_a_run_without_a_mismatch_is_certified_as_faithful(seed):
     found = clean(seed).certificate(facts=True)
     assert found.faithful, found.summary()
     assert 0 < found.rms < found.tolerance
@@ -66,7 +66,7 @@ def test_a_clean_run_is_not_accused(seed):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("facts", [True, False])
-def test_at_least_nine_of_eleven_causes_are_named_over_five_seeds(facts):
+def test_at_least_nine_of_eleven_planted_causes_are_named_over_five_seeds(facts):
     named = Counter()
     for cause, plant in PLANTED.items():
         for seed in range(5):
@@ -76,18 +76,18 @@ def test_at_least_nine_of_eleven_causes_are_named_over_five_seeds(facts):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_none_of_a_hundred_clean_runs_is_accused():
+def test_a_hundred_runs_without_a_mismatch_are_certified_as_faithful():
     for seed in range(100):
         found = clean(seed).certificate(facts=True)
         assert found.faithful, (seed, found.summary())
 
 
-def test_two_causes_in_one_run_are_two_mismatches():
+def test_two_planted_causes_in_one_run_are_two_mismatches():
     made = run(0, show=retokenized, trainer=lambda how: replace(how, temperature=0.8))
     assert first_names(made.certificate(facts=False)) == ["ids", "temperature"]
 
 
-def test_tokens_of_an_older_version_are_stale_and_others_are_judged_alone():
+def test_tokens_of_an_older_policy_version_are_a_mismatch_of_weights_alone():
     made = run(0, updated_by="trainer")
     traces = [
         replace(trace, versions=np.where(trace.loss_mask == 1, 2, -1).astype(np.int32))
@@ -99,34 +99,34 @@ def test_tokens_of_an_older_version_are_stale_and_others_are_judged_alone():
     assert "version 2 sampled these tokens" in found.mismatches[0].causes[0].evidence
 
 
-def test_padding_shows_by_lengths_where_the_trainer_does_not_tell_it():
+def test_padding_is_found_from_trace_lengths_when_the_trainer_reports_none():
     made = stripped(PLANTED["padding"](1))
     assert first_names(made.certificate(facts=False)) == ["padding"]
 
 
-def test_a_stale_cache_shows_by_clean_later_turns_where_hits_are_not_reported():
+def test_a_stale_prefix_cache_is_named_first_when_the_engine_reports_no_cache_hits():
     names = stripped(PLANTED["cache"](1)).certificate(facts=False).mismatches[0].names
     assert names == ["cache", "positions"]
 
 
-def test_restarted_positions_and_a_stale_cache_are_both_named_where_hits_are_not_reported():
+def test_restarted_positions_are_named_before_a_stale_cache_when_no_cache_hits_are_reported():
     names = stripped(PLANTED["positions"](1)).certificate(facts=False).mismatches[0].names
     assert names == ["positions", "cache"]
 
 
-def test_other_ids_are_suspected_where_they_are_not_sent():
+def test_different_token_ids_are_suspected_when_the_trainer_sends_no_ids():
     made = stripped(run(1, show=retokenized))
     assert first_names(made.certificate(facts=False)) == ["ids"]
     everywhere = stripped(run(1, show=rerendered)).certificate(facts=False)
     assert {"weights", "ids", "template"} <= set(everywhere.mismatches[0].names)
 
 
-def test_a_template_of_the_same_digest_makes_other_given_ids_the_cause():
+def test_different_prompt_ids_are_the_cause_when_template_digests_agree():
     made = run(0, show=rerendered)
     assert made.certificate(facts=True).mismatches[0].names[0] == "ids"
 
 
-def test_a_row_that_ends_before_a_sampled_token_is_one_of_other_ids():
+def test_a_recomputed_row_that_ends_before_a_sampled_token_is_a_mismatch_of_ids():
     made = run(0)
     short = made.answers[0].ids
     assert short is not None
@@ -135,12 +135,12 @@ def test_a_row_that_ends_before_a_sampled_token_is_one_of_other_ids():
     assert "the end at the trainer" in found.mismatches[0].causes[0].evidence
 
 
-def test_a_temperature_shows_roughly_without_entropies():
+def test_a_temperature_mismatch_is_found_without_entropies():
     made = run(2, trainer=lambda how: replace(how, temperature=0.8))
     assert first_names(stripped(made).certificate(facts=False)) == ["temperature"]
 
 
-def test_a_temperature_is_estimated_from_entropies():
+def test_the_trainer_s_temperature_is_estimated_from_entropies():
     made = run(2, trainer=lambda how: replace(how, temperature=0.9))
     evidence = made.certificate(facts=False).mismatches[0].causes[0].evidence
     assert "temperature is 0.9 times" in evidence
@@ -155,31 +155,31 @@ def test_a_temperature_is_estimated_from_entropies():
         ({"rollout": lambda how: replace(how, bias=1.0)}, "id alone explains"),
     ],
 )
-def test_each_kind_of_processor_leaves_its_own_evidence(changes, said):
+def test_each_logits_processor_mismatch_is_named_with_its_own_evidence(changes, said):
     suspect = run(3, **changes).certificate(facts=False).mismatches[0].causes[0]
     assert suspect.cause == "processor"
     assert said in suspect.evidence
 
 
-def test_differences_that_grow_with_the_position_are_of_position_ids():
+def test_differences_that_grow_with_the_position_name_position_ids_first():
     made = run(1, trainer=lambda how: replace(how, theta=9000.0))
     assert made.certificate(facts=False).mismatches[0].names == ["positions", "attention"]
 
 
-def test_declared_facts_decide_what_the_data_cannot():
+def test_declared_facts_decide_between_causes_that_the_logprobs_leave_open():
     made = run(1, trainer=lambda how: replace(how, theta=1e5), trainer_facts={"positions": "1e5"})
     assert made.certificate(facts=False).mismatches[0].names == ["weights", "positions"]
     assert made.certificate(facts=True).mismatches[0].names == ["positions"]
 
 
-def test_what_facts_exclude_is_unknown():
+def test_a_mismatch_whose_causes_all_facts_exclude_is_unknown():
     made = run(1, trainer=lambda how: replace(how, theta=1e5))
     (suspect,) = made.certificate(facts=True).mismatches[0].causes
     assert suspect.cause == "unknown"
     assert "the facts exclude" in suspect.evidence
 
 
-def test_a_fact_that_differs_without_effect_accuses_nobody():
+def test_facts_that_differ_without_an_effect_on_logprobs_are_no_mismatch():
     made = run(1, trainer_facts={"attention": "flash", "weights": "other"})
     found = made.certificate(facts=True)
     assert found.faithful
@@ -193,7 +193,7 @@ def test_half_precision_is_no_mismatch_unless_float32_is_declared():
     assert declared.mismatches[0].names == ["dtype", "attention", "weights"]
 
 
-def test_experts_are_no_cause_in_a_dense_model():
+def test_routed_experts_are_no_cause_in_a_dense_model():
     made = PLANTED["experts"](1)
     assert "of the tokens hold" in made.certificate(facts=False).mismatches[0].causes[0].evidence
     dense_fact = replace(SHARED, dtype="bfloat16")
@@ -201,7 +201,7 @@ def test_experts_are_no_cause_in_a_dense_model():
     assert "experts" not in found.mismatches[0].names
 
 
-def test_turns_have_their_share_of_tokens_and_divergence():
+def test_token_shares_and_kl_shares_of_turns_sum_to_one():
     found = PLANTED["cache"](0).certificate(facts=True)
     assert sum(turn.tokens for turn in found.turns) == found.tokens
     assert sum(turn.token_share for turn in found.turns) == pytest.approx(1)
@@ -213,7 +213,7 @@ def test_turns_have_their_share_of_tokens_and_divergence():
     assert found.json()["mismatches"][0]["causes"][0]["cause"] == "cache"
 
 
-def test_facts_of_the_traces_stand_beside_those_of_the_engine():
+def test_rollout_facts_are_read_from_the_traces():
     made = run(1, rollout=lambda how: replace(how, top_k=20, temperature=0.7))
     found = certify(made.traces, made.answers, Facts(), Facts(dtype="float32"))
     assert found.rollout.processors == "top_k=20"
@@ -227,13 +227,13 @@ def test_facts_of_the_traces_stand_beside_those_of_the_engine():
     )
 
 
-def test_tokens_without_an_answer_are_missing():
+def test_trained_tokens_without_a_recomputed_logprob_are_counted_as_missing():
     made = run(1)
     found = certify(made.traces, made.answers[:-1], Facts(), Facts())
     assert found.missing == int(made.traces[-1].loss_mask.sum())
 
 
-def test_an_answer_is_made_from_a_logprob_for_each_id_of_a_response():
+def test_recomputed_logprobs_need_one_value_per_response_id():
     trace = run(1).traces[0]
     answer = Recomputed.of(trace, trace.response_logprobs, padding=0)
     assert certify([trace], [answer], Facts()).rms == 0
@@ -241,7 +241,7 @@ def test_an_answer_is_made_from_a_logprob_for_each_id_of_a_response():
         Recomputed.of(trace, trace.response_logprobs[:3])
 
 
-def test_bad_answers_are_refused_with_what_is_wrong():
+def test_invalid_recomputed_logprobs_are_refused_with_the_reason():
     model = dense(0)
     sessions = play(model, 0, Computing(model))
     answer = recomputed(sessions, Computing(model))[0]
@@ -260,7 +260,7 @@ def test_bad_answers_are_refused_with_what_is_wrong():
         certify(traces, [], Facts())
 
 
-def test_unknown_facts_are_refused_with_the_known_ones():
+def test_unknown_facts_are_refused_with_a_list_of_the_known_ones():
     assert Facts.of({"dtype": "float16"}, "here").json() == {"dtype": "float16"}
     with pytest.raises(ConfigError, match=r"here: unknown fact 'colour'; known: weights, version"):
         Facts.of({"colour": "red"}, "here")

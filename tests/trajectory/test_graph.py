@@ -23,7 +23,7 @@ def replace(made, number, **fields):
     made.exchanges[number] = dataclasses.replace(made.exchanges[number], **fields)
 
 
-def test_a_chain_spells_what_was_given_and_sampled():
+def test_a_chain_of_exchanges_yields_the_prompt_and_sampled_ids_of_each():
     made = chain(3)
     graph = grown(made)
     assert not graph.lost
@@ -36,7 +36,7 @@ def test_a_chain_spells_what_was_given_and_sampled():
             assert np.array_equal(first_ids(node, take), made.full(exchange_id)[:take])
 
 
-def test_pieces_say_whose_ids_they_are():
+def test_pieces_name_the_exchange_of_their_ids_and_whether_they_were_sampled():
     graph = grown(chain(2))
     found = [
         (p.node.exchange.exchange_id, p.is_output, len(p.ids))
@@ -46,7 +46,7 @@ def test_pieces_say_whose_ids_they_are():
 
 
 @pytest.mark.parametrize("kept", [14, 10, 7, 15])
-def test_a_child_may_keep_its_parent_in_part(kept):
+def test_a_child_that_keeps_a_part_of_its_parent_is_sound_and_reported_as_a_break(kept):
     made = chain(1)
     made.call("x0", kept=kept)
     graph = grown(made)
@@ -58,7 +58,7 @@ def test_a_child_may_keep_its_parent_in_part(kept):
     assert graph.breaks == expected
 
 
-def test_a_child_that_keeps_none_of_its_parents_own_ids_hangs_higher():
+def test_a_child_that_keeps_only_its_grandparent_s_ids_gets_that_parent():
     made = chain(3)
     made.call("x2", kept=12)
     graph = grown(made)
@@ -67,7 +67,7 @@ def test_a_child_that_keeps_none_of_its_parents_own_ids_hangs_higher():
     assert np.array_equal(first_ids(graph.nodes["x3"], 22), made.prompts["x3"])
 
 
-def test_a_prompt_that_is_not_what_the_engine_was_given_is_unsound_and_the_rest_stands():
+def test_an_exchange_whose_prompt_digest_differs_is_unsound_and_the_others_are_sound():
     made = chain(3)
     replace(made, 1, prompt_digest=digest_of([1, 2, 3]))
     graph = grown(made)
@@ -75,14 +75,14 @@ def test_a_prompt_that_is_not_what_the_engine_was_given_is_unsound_and_the_rest_
     assert graph.breaks == (Break("x1", 0, "digest_mismatch"),)
 
 
-def test_changed_ids_make_all_that_follows_unsound():
+def test_changed_prompt_ids_make_all_descendants_unsound():
     made = chain(3)
     replace(made, 1, suffix_ids=made.exchanges[1].suffix_ids + 1)
     graph = grown(made)
     assert [node.sound for node in graph.nodes.values()] == [True, False, False]
 
 
-def test_an_unknown_parent_is_named_and_so_is_what_hangs_on_it():
+def test_an_exchange_with_an_unknown_parent_is_lost_with_its_descendants():
     made = chain(3)
     del made.exchanges[0]
     graph = grown(made)
@@ -91,7 +91,7 @@ def test_an_unknown_parent_is_named_and_so_is_what_hangs_on_it():
     assert not graph.nodes
 
 
-def test_a_cycle_is_named_and_so_is_what_hangs_on_it():
+def test_exchanges_in_a_parent_cycle_are_lost_with_their_descendants():
     made = chain(4)
     replace(made, 0, parent_id="x1", kept=4, suffix_ids=made.exchanges[0].suffix_ids[4:])
     assert lost(grown(made)) == {
@@ -108,19 +108,19 @@ def test_an_exchange_that_is_its_own_parent_is_a_cycle():
     assert lost(grown(made)) == {"x0": "cycle"}
 
 
-def test_ids_kept_from_nobody_are_named():
+def test_an_exchange_that_keeps_ids_without_a_parent_is_lost():
     made = chain(1)
     replace(made, 0, kept=4, suffix_ids=made.exchanges[0].suffix_ids[4:])
     assert lost(grown(made)) == {"x0": "no_parent"}
 
 
-def test_more_kept_than_there_was_is_named():
+def test_an_exchange_that_keeps_more_ids_than_its_parent_has_is_lost():
     made = chain(3)
     replace(made, 1, kept=16, suffix_ids=made.exchanges[1].suffix_ids[1:])
     assert lost(grown(made)) == {"x1": "kept_beyond_parent", "x2": "parent_lost"}
 
 
-def test_a_parent_of_which_nothing_is_kept_makes_a_root():
+def test_an_exchange_that_keeps_no_ids_of_its_parent_is_a_root():
     made = chain(1)
     made.call("x0", kept=0)
     graph = grown(made)
@@ -130,7 +130,7 @@ def test_a_parent_of_which_nothing_is_kept_makes_a_root():
     assert list(grown(made).nodes) == ["x1"]
 
 
-def test_the_same_id_twice_counts_once_in_any_order():
+def test_a_duplicate_exchange_id_counts_once_whatever_the_order():
     made = chain(2)
     twin = dataclasses.replace(made.exchanges[1], output_ids=made.exchanges[1].output_ids + 1)
     for exchanges in ([*made.exchanges, twin], [twin, *made.exchanges]):
@@ -168,7 +168,7 @@ def test_a_fork_is_reported_with_the_first_position_that_differs():
     )
 
 
-def test_a_prompt_that_the_engine_changed_is_reported_as_captured():
+def test_a_break_by_an_engine_prompt_has_the_captured_position():
     made = chain(1)
     result = {"position": 3, "reason": "engine_prompt"}
     made.call(None, continues="x0", root_reason="engine_prompt", extra={"break": result})
@@ -191,7 +191,7 @@ def test_an_exchange_without_any_id_is_sound():
     assert np.array_equal(first_ids(graph.nodes["x0"], 0), no_ids())
 
 
-def test_the_first_difference_of_arrays():
+def test_first_difference_is_the_first_unequal_position_or_the_shorter_length():
     one = np.array([1, 2, 3], np.int32)
     assert first_difference(one, np.array([1, 9, 3], np.int32)) == 1
     assert first_difference(one, one) == 3
@@ -199,7 +199,7 @@ def test_the_first_difference_of_arrays():
     assert first_difference(one, no_ids()) == 0
 
 
-def test_ids_in_another_form_have_the_same_digest():
+def test_non_contiguous_id_arrays_have_the_same_digest():
     made = MadeSession()
     made.call(new=[5, 6, 7])
     wide = np.array([5, 0, 6, 0, 7, 0], dtype=np.int32)[::2]

@@ -11,7 +11,7 @@ from bridle.trajectory.sample import images_of, refuse_images
 SEEN = next(one for group in trainer_sessions() for one in group.sessions if one.traces[0].media)
 
 
-def test_the_files_have_the_order_of_the_placeholders():
+def test_image_files_of_a_trace_have_the_order_of_its_placeholders():
     (trace,) = SEEN.traces
     (image,) = trace.media
     twice = dataclasses.replace(trace, media=[image, image | {"start": 2}])
@@ -31,6 +31,6 @@ def test_an_image_whose_bytes_are_not_in_the_messages_is_an_error(url):
         images_of(other)
 
 
-def test_a_session_with_images_is_refused_by_name():
+def test_a_session_with_images_is_refused_for_a_trainer_without_image_support():
     with pytest.raises(TrainingError, match=r"session images has images, .* slime would not get"):
         refuse_images("slime", SEEN)

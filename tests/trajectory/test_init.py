@@ -26,7 +26,7 @@ def stats(trajectory):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(made=sessions())
-def test_law_1_a_trace_is_what_the_engine_was_given_and_sampled(strategy, made):
+def test_a_trace_equals_the_prompt_and_sampled_ids_of_its_exchanges(strategy, made):
     trajectory = rebuild(made.capture(), builder=BuilderSpec(strategy=strategy))
     for trace in trajectory.traces:
         last = trace.exchange_ids[-1]
@@ -44,7 +44,7 @@ def test_law_1_a_trace_is_what_the_engine_was_given_and_sampled(strategy, made):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(made=sessions())
-def test_law_2_every_sampled_token_trains_once_or_has_one_reason(strategy, made):
+def test_every_sampled_token_trains_once_or_is_excluded_for_one_reason(strategy, made):
     trajectory = rebuild(made.capture(), builder=BuilderSpec(strategy=strategy))
     numbers = stats(trajectory)
     captured = sum(len(e.output_ids) for e in made.exchanges)
@@ -71,7 +71,7 @@ def test_law_2_every_sampled_token_trains_once_or_has_one_reason(strategy, made)
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(made=sessions(), data=st.data())
-def test_the_order_of_capture_does_not_matter(strategy, made, data):
+def test_a_trajectory_does_not_depend_on_the_order_of_captured_exchanges(strategy, made, data):
     capture = made.capture()
     shuffled = data.draw(st.permutations(capture.exchanges))
     other = SessionCapture(
@@ -127,7 +127,7 @@ def a_hard_session(turns=200):
     return made, lost
 
 
-def test_a_hard_session_loses_nothing():
+def test_a_session_with_sub_agents_compactions_and_retries_accounts_for_every_token():
     made, lost = a_hard_session()
     trajectory = built(made)
     numbers = stats(trajectory)
@@ -141,7 +141,7 @@ def test_a_hard_session_loses_nothing():
     assert [b["reason"] for b in numbers["breaks"]] == ["history_changed"] * 2
 
 
-def test_traces_come_in_order_of_their_conversations():
+def test_traces_are_ordered_by_conversation_start():
     made = MadeSession()
     made.call(started_at=5.0, output=50)
     made.call(None, continues=None, started_at=3.0)
@@ -152,7 +152,7 @@ def test_traces_come_in_order_of_their_conversations():
     assert [trace.trace_id for trace in traces] == [f"s1/prefix_merging/{n}" for n in range(3)]
 
 
-def test_a_trace_says_what_it_is():
+def test_trace_metadata_has_kind_agent_policy_versions_and_sampling_parameters():
     made = chain(1)
     made.call("x0", versions=(VersionSpan(9, 0, 5),))
     made.call(None, kind=Kind.SUBAGENT, continues=None, versions=())
@@ -180,7 +180,7 @@ def test_a_trace_says_what_it_is():
     assert (two.metadata["kind"], two.metadata["policy_versions"]) == ("subagent", None)
 
 
-def test_the_sessions_own_settings_are_used_where_none_are_given():
+def test_rebuild_uses_the_session_s_builder_settings_unless_others_are_given():
     made = chain(
         3, MadeSession(metadata={"builder": {"strategy": "per_request"}, "train": ["subagent"]})
     )
@@ -204,7 +204,7 @@ def test_the_sessions_own_settings_are_used_where_none_are_given():
         (BuilderSpec(config={"max_tokens": 0}), "max_tokens"),
     ],
 )
-def test_a_wrong_setting_is_named(spec, message):
+def test_a_wrong_builder_setting_is_refused_by_name(spec, message):
     with pytest.raises(ConfigError, match=message):
         rebuild(chain(1).capture(), builder=spec)
 
@@ -216,24 +216,24 @@ def test_a_wrong_setting_is_named(spec, message):
         ({"train": ["agents"]}, "session s1: train: 'agents'"),
     ],
 )
-def test_a_wrong_setting_in_a_sessions_metadata_is_named(metadata, message):
+def test_a_wrong_builder_setting_in_session_metadata_is_refused_by_name(metadata, message):
     with pytest.raises(ConfigError, match=message):
         rebuild(chain(1, MadeSession(metadata=metadata)).capture())
 
 
-def test_a_builder_of_your_own_is_found_by_its_path():
+def test_a_custom_builder_is_loaded_by_its_import_path():
     trajectory = built(chain(2), strategy="bridle.trajectory.builders:per_request")
     assert len(trajectory.traces) == 2
 
 
-def test_polars_builder_setting_is_taken():
+def test_polar_s_end_of_turn_token_setting_is_accepted():
     assert len(built(chain(2), {"end_of_turn_token_id": 151645}).traces) == 1
 
 
 @pytest.mark.parametrize(
     ("overlong", "traces", "trained"), [("truncate", 1, 10), ("mask", 1, 0), ("drop", 0, 0)]
 )
-def test_what_a_length_limit_costs_is_counted(overlong, traces, trained):
+def test_tokens_beyond_max_tokens_are_counted_as_truncated(overlong, traces, trained):
     trajectory = built(chain(3), {"max_tokens": 30, "overlong": overlong})
     numbers = stats(trajectory)
     assert len(trajectory.traces) == traces
@@ -243,7 +243,7 @@ def test_what_a_length_limit_costs_is_counted(overlong, traces, trained):
         assert trace.metadata["tokens_trained"] == trained
 
 
-def test_an_overlong_trace_can_stay_and_is_counted():
+def test_an_overlong_trace_trains_in_full_and_is_counted_with_overlong_keep():
     trajectory = built(chain(3), {"max_tokens": 30, "overlong": "keep"})
     numbers = stats(trajectory)
     assert (numbers["tokens_trained"], numbers["overlong"]) == (15, 1)
@@ -264,7 +264,9 @@ def cut_sessions():
 @pytest.mark.parametrize(
     ("setting", "traces", "trained"), [("keep", 1, 10), ("mask", 1, 0), ("drop", 0, 0)]
 )
-def test_what_becomes_of_a_session_that_was_cut_is_a_setting(made, why, setting, traces, trained):
+def test_a_truncated_session_is_kept_masked_or_dropped_as_the_setting_says(
+    made, why, setting, traces, trained
+):
     trajectory = built(made, {"truncated": setting})
     numbers = stats(trajectory)
     assert (len(trajectory.traces), numbers["traces"]) == (traces, traces)
@@ -279,7 +281,7 @@ def test_what_becomes_of_a_session_that_was_cut_is_a_setting(made, why, setting,
     assert trajectory_bytes(with_outcome(without, made.outcome)) == trajectory_bytes(trajectory)
 
 
-def test_a_session_that_ended_by_itself_is_not_truncated():
+def test_a_session_whose_side_call_hit_the_length_limit_is_not_truncated():
     made = chain(2)
     made.call("x1", kind=Kind.SIDE, finish_reason=FinishReason.LENGTH)
     made.end()
@@ -287,7 +289,7 @@ def test_a_session_that_ended_by_itself_is_not_truncated():
     assert (numbers["truncated"], numbers["tokens_trained"]) == (None, 10)
 
 
-def test_each_token_gets_its_own_reward_where_they_fit():
+def test_token_rewards_are_attached_only_when_their_length_matches_the_trace():
     made = chain(2)
     made.end(0.5, metadata={"token_rewards": [[0.25] * 20]})
     trajectory = built(made)
@@ -300,7 +302,7 @@ def test_each_token_gets_its_own_reward_where_they_fit():
     assert "token_rewards_ignored" in trajectory.metadata
 
 
-def test_a_damaged_row_is_an_exclusion_and_the_rest_is_built():
+def test_a_damaged_exchange_excludes_its_descendants_and_the_rest_is_built():
     made = chain(2)
     made.call(None, continues=None)
     made.call("x2")
@@ -337,7 +339,7 @@ def an_image_session():
     return made
 
 
-def test_images_stand_in_order_with_their_placeholders():
+def test_a_trace_lists_its_images_with_their_placeholder_positions():
     made = an_image_session()
     (plain,) = built(made).traces
     (part,) = plain.media
@@ -353,7 +355,7 @@ def test_images_stand_in_order_with_their_placeholders():
     assert trace.media == [{"digest": digest, "media_type": "image/png"}]
 
 
-def test_a_block_of_unknown_type_that_is_shown_as_text_is_no_image():
+def test_a_content_block_of_unknown_type_is_not_listed_as_an_image():
     made = MadeSession()
     block = {"type": "searched", "query": "q"}
     made.call(first_message={"role": "user", "content": [{"type": "text", "text": "see"}, block]})
@@ -362,7 +364,7 @@ def test_a_block_of_unknown_type_that_is_shown_as_text_is_no_image():
     assert [*trace.media] == []
 
 
-def test_a_session_without_an_outcome_runs():
+def test_a_session_without_an_outcome_has_status_running():
     trajectory = built(chain(1))
     assert (trajectory.status, trajectory.reward, trajectory.error) == ("RUNNING", None, None)
 
@@ -377,7 +379,7 @@ def test_adding_the_outcome_later_is_the_same_as_building_with_it(made):
     )
 
 
-def test_each_trace_gets_its_own_reward_or_the_sessions():
+def test_a_trace_has_its_own_reward_or_else_the_session_s():
     made = chain(1)
     made.call(None, continues=None)
     made.end(0.5, trace_rewards=(0.25, 1.0))
@@ -386,7 +388,7 @@ def test_each_trace_gets_its_own_reward_or_the_sessions():
     assert [trace.reward for trace in built(made).traces] == [0.5, 0.5]
 
 
-def test_rewards_that_fit_no_trace_are_not_guessed():
+def test_trace_rewards_of_another_count_than_the_traces_are_ignored():
     made = chain(1)
     made.end(0.5, trace_rewards=(0.25, 1.0))
     trajectory = built(made)
@@ -394,7 +396,7 @@ def test_rewards_that_fit_no_trace_are_not_guessed():
     assert trajectory.metadata["trace_rewards_ignored"] == "2 rewards for 1 traces"
 
 
-def test_a_body_that_is_missing_costs_the_messages_not_the_tokens():
+def test_a_missing_request_body_loses_the_messages_and_no_token():
     made = chain(2)
     made.bodies.clear()
     (trace,) = built(made).traces
@@ -403,7 +405,7 @@ def test_a_body_that_is_missing_costs_the_messages_not_the_tokens():
     assert "exchange x0: cannot read its request" in trace_metadata(trace)["messages_missing"]
 
 
-def test_a_session_whose_only_conversation_a_rule_took_for_a_side_call_trains():
+def test_the_only_conversation_of_a_session_trains_although_a_rule_marks_it_as_a_side_call():
     made = MadeSession()
     made.call(kind=Kind.SIDE, extra={"kind_rule": "title"})
     assert built(made).metadata["stats"]["tokens_trained"] == 5

@@ -47,11 +47,11 @@ def test_a_delivered_reply_trains():
         ({"kind": Kind.SIDE, "finish_reason": FinishReason.ABORT}, "kind"),
     ],
 )
-def test_each_fact_has_its_reason(fields, reason):
+def test_an_untrained_reply_has_the_mask_reason_of_its_state_or_kind(fields, reason):
     assert one(**fields) == reason
 
 
-def test_the_task_says_which_kinds_train():
+def test_the_train_setting_selects_the_kinds_of_calls_that_train():
     made = MadeSession()
     for kind in Kind:
         made.call(None, kind=kind)
@@ -60,7 +60,7 @@ def test_the_task_says_which_kinds_train():
 
 
 @pytest.mark.parametrize("state", [*DeliveryState, None])
-def test_a_reply_that_a_later_request_shows_was_delivered(state):
+def test_a_reply_contained_in_a_later_request_trains_whatever_its_delivery_record(state):
     made = MadeSession()
     made.call(state=state)
     made.call("x0")
@@ -68,7 +68,7 @@ def test_a_reply_that_a_later_request_shows_was_delivered(state):
 
 
 @pytest.mark.parametrize("state", [DeliveryState.CUT, None])
-def test_a_reply_whose_messages_continue_without_its_ids_was_delivered(state):
+def test_a_cut_reply_trains_when_a_later_request_continues_its_messages(state):
     made = MadeSession()
     made.call(state=state)
     made.call(None, continues="x0", root_reason="tools_changed")
@@ -76,14 +76,14 @@ def test_a_reply_whose_messages_continue_without_its_ids_was_delivered(state):
 
 
 @pytest.mark.parametrize("fields", [{"root_reason": "partial"}, {"extra": {"drift": "partial"}}])
-def test_a_request_that_shows_a_part_of_a_reply_proves_no_delivery(fields):
+def test_a_cut_reply_stays_masked_when_a_later_request_shows_only_a_part_of_it(fields):
     made = MadeSession()
     made.call(state=DeliveryState.CUT)
     made.call(None, continues="x0", **fields)
     assert reasons(made)["x0"] == "cut"
 
 
-def test_a_child_that_keeps_a_part_of_the_ids_proves_no_delivery():
+def test_an_abandoned_reply_stays_masked_when_a_child_keeps_only_a_part_of_its_ids():
     made = MadeSession()
     made.call(state=DeliveryState.ABANDONED)
     made.call("x0", kept=12, continues=None)
@@ -97,35 +97,35 @@ def retried(*, started_at, **second):
     return made
 
 
-def test_a_delivered_reply_that_was_asked_for_again_trains():
+def test_a_delivered_reply_trains_also_when_its_request_is_repeated():
     assert reasons(retried(started_at=1002.0)) == {"x0": "trained", "x1": "trained"}
 
 
-def test_identical_requests_that_wait_together_are_separate_samples():
+def test_replies_to_identical_concurrent_requests_all_train():
     assert reasons(retried(started_at=1001.2)) == {"x0": "trained", "x1": "trained"}
 
 
-def test_of_two_replies_to_one_question_the_continued_one_is_the_turn():
+def test_two_replies_to_one_request_both_train_when_one_is_continued():
     made = retried(started_at=1002.0)
     made.call("x0")
     assert reasons(made) == {"x0": "trained", "x1": "trained", "x2": "trained"}
 
 
-def test_the_record_of_a_superseded_reply_yields_to_a_request_that_shows_it():
+def test_a_superseded_reply_trains_when_a_later_request_contains_it():
     made = MadeSession()
     made.call(state=DeliveryState.SUPERSEDED)
     made.call("x0")
     assert reasons(made)["x0"] == "trained"
 
 
-def test_an_undelivered_first_try_is_abandoned_not_superseded():
+def test_an_undelivered_reply_whose_request_is_repeated_is_abandoned():
     made = retried(started_at=1002.0)
     made.deliver("x0", DeliveryState.ABANDONED)
     assert reasons(made)["x0"] == "abandoned"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
-def test_a_token_without_a_usable_logprob_is_masked_alone(value):
+def test_only_the_token_without_a_valid_logprob_is_masked_as_unpaired(value):
     made = MadeSession()
     logprobs = np.array([-1, value, 0, -0.5, 1e-7], np.float32)
     made.call(logprobs=logprobs)

@@ -33,13 +33,13 @@ def traces(rewarded):
 
 
 @given(st.booleans().flatmap(lambda rewarded: st.lists(traces(rewarded), max_size=3)))
-def test_a_packed_trajectory_is_the_same_one(made):
+def test_a_trajectory_survives_a_round_trip_through_msgpack(made):
     whole = Trajectory("s", "COMPLETED", tuple(made), 1.0, None, {"stats": {}})
     sent = msgspec.msgpack.encode(packed_json(whole))
     assert trajectory_bytes(from_packed(msgspec.msgpack.decode(sent))) == trajectory_bytes(whole)
 
 
-def test_an_array_is_as_many_bytes_as_its_values():
+def test_packed_arrays_are_their_raw_little_endian_bytes():
     count = 1000
     one = Trace(
         "t",
@@ -76,7 +76,7 @@ def test_an_array_is_as_many_bytes_as_its_values():
         {"prompt_ids": [1, 2]},
     ],
 )
-def test_arrays_of_another_kind_or_length_make_no_trajectory(wrong):
+def test_packed_arrays_of_another_dtype_or_length_are_refused(wrong):
     ids, mask = np.zeros(0, np.int32), np.zeros(0, np.uint8)
     one = Trace("t", ids, ids, mask, np.zeros(0, np.float32), ids, mask, (), (), "stop", "raw")
     packed = packed_json(Trajectory("s", "COMPLETED", (one,), None, None, {}))

@@ -78,11 +78,11 @@ def assert_whole(packed):
 
 @settings(max_examples=max(15, settings().max_examples // 4))
 @given(st.lists(sessions(max_calls=8), min_size=0, max_size=3))
-def test_every_path_is_whole_and_every_token_trains_once(made):
+def test_a_packed_tree_has_every_path_whole_and_trains_every_token_once(made):
     assert_whole(pack([built(session) for session in made]))
 
 
-def test_each_token_of_a_session_stands_once():
+def test_a_packed_session_stores_each_shared_token_once():
     trajectory = built(a_branching_session())
     packed = pack([trajectory])
     assert_whole(packed)
@@ -91,14 +91,14 @@ def test_each_token_of_a_session_stands_once():
     assert len(packed.ids) == len(paths) < tokens_of([trajectory])
 
 
-def test_a_group_shares_its_prompt():
+def test_a_packed_group_stores_its_common_prompt_once():
     group = a_group()
     packed = pack(group)
     assert_whole(packed)
     assert len(packed.ids) == tokens_of(group) - 7 * 40
 
 
-def test_what_two_sessions_sampled_alike_trains_in_both():
+def test_tokens_that_two_sessions_sampled_alike_are_packed_for_each():
     made = [MadeSession("a"), MadeSession("b", seed=1)]
     for number, session in enumerate(made):
         session.call(new=[1, 2, 3], output=[7, 8])
@@ -109,7 +109,7 @@ def test_what_two_sessions_sampled_alike_trains_in_both():
     assert packed.segment_parents.tolist() == [-1, 0, 0]
 
 
-def test_a_trace_that_is_the_beginning_of_another_ends_inside_it():
+def test_a_trace_that_is_a_prefix_of_another_adds_no_tokens_to_the_pack():
     whole_one = built(a_branching_session())
     first = whole_one.traces[0]
     short = dataclasses.replace(
@@ -124,14 +124,14 @@ def test_a_trace_that_is_the_beginning_of_another_ends_inside_it():
         assert_whole(packed)
 
 
-def test_nothing_packs_to_nothing():
+def test_a_session_without_traces_packs_to_zero_tokens():
     packed = pack([built(MadeSession())])
     assert len(packed.ids) == 0
     assert block_mask(packed).shape == (0, 0)
     assert packed.last == ()
 
 
-def test_the_mask_shows_a_token_its_path_and_nothing_beside_it():
+def test_the_block_mask_lets_a_token_attend_to_its_own_path_only():
     packed = pack([built(a_branching_session())])
     mask = block_mask(packed)
     for token in range(len(packed.ids)):
@@ -142,7 +142,7 @@ def test_the_mask_shows_a_token_its_path_and_nothing_beside_it():
         assert set(np.flatnonzero(mask[token]).tolist()) == sees
 
 
-def test_the_builder_named_tree_gives_paths_and_says_what_packing_saves():
+def test_builder_tree_builds_the_prefix_merging_traces_and_reports_packed_tokens():
     made = a_branching_session()
     tree, paths = built(made), built(made, "prefix_merging")
     assert [whole(t).tolist() for t in tree.traces] == [whole(t).tolist() for t in paths.traces]
@@ -200,7 +200,7 @@ def differences(model, packed, table):
     return found
 
 
-def test_a_models_logprobs_on_the_tree_are_those_on_the_separate_paths(model):
+def test_model_logprobs_on_the_packed_tree_equal_those_on_separate_paths(model):
     packed = pack([built(a_branching_session(seed, vocabulary=64)) for seed in range(3)])
     assert len(packed.ids) < sum(len(whole(trace)) for trace in packed.traces)
     table = logprob_table(model, packed, block_mask(packed))

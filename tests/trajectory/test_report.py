@@ -19,7 +19,7 @@ def a_session(number):
     return f"s{number}", "pi", "COMPLETED", rebuild(made.capture()).metadata["stats"]
 
 
-def test_a_batch_that_is_right_says_so():
+def test_the_report_of_a_correct_batch_shows_its_counts_and_that_both_laws_hold():
     lines = list(report_of(a_session(number) for number in range(4)).lines())
     text = "\n".join(lines)
     assert "sessions  4 (4 COMPLETED)" in text
@@ -34,7 +34,7 @@ def test_a_batch_that_is_right_says_so():
     assert len(lines) < 40
 
 
-def test_the_same_numbers_are_json():
+def test_the_report_as_json_has_every_count():
     assert report_of([a_session(0)]).as_json() == {
         "sessions": 1,
         "statuses": {"COMPLETED": 1},
@@ -66,7 +66,7 @@ def test_the_same_numbers_are_json():
     }
 
 
-def test_rejected_replies_are_shared_out_by_harness_and_status():
+def test_rejected_replies_are_reported_by_harness_and_status():
     name, _, _, stats = a_session(0)
     stats = stats | {"rejected": {"exchanges": 1, "tokens": 5}}
     report = report_of([(name, "pi", "ERROR", stats), a_session(1)])
@@ -77,7 +77,7 @@ def test_rejected_replies_are_shared_out_by_harness_and_status():
     ]
 
 
-def test_parts_of_requests_without_effect_are_named_with_their_counts():
+def test_unknown_and_unenforced_request_fields_are_reported_with_counts():
     name, _, _, stats = a_session(0)
     without = {"unknown": {"mood": 1}, "unenforced": {"logit_bias": 2, "min_p": 1}}
     report = report_of([(name, "pi", "COMPLETED", stats | without), a_session(1)])
@@ -86,14 +86,14 @@ def test_parts_of_requests_without_effect_are_named_with_their_counts():
     assert report.as_json()["unenforced"] == without["unenforced"]
 
 
-def test_malformed_calls_are_counted_by_harness_and_status():
+def test_malformed_tool_calls_are_counted_by_harness_and_status():
     name, _, _, stats = a_session(0)
     report = report_of([(name, "pi", "ERROR", stats | {"malformed_calls": 3}), a_session(1)])
     assert "malformed 3 tool calls of pi in ERROR sessions" in list(report.lines())
     assert report.as_json()["malformed_calls"] == [{"harness": "pi", "status": "ERROR", "calls": 3}]
 
 
-def test_what_is_wrong_is_marked():
+def test_faults_of_a_batch_are_marked_with_an_exclamation_mark():
     _, harness, status, stats = a_session(0)
     stats |= {
         "tokens_trained": 0,
@@ -117,7 +117,7 @@ def test_what_is_wrong_is_marked():
     assert "cut       4 sessions (4 timeout)" in text
 
 
-def test_statistics_of_version_1_show_a_dash_for_what_they_lack():
+def test_statistics_of_version_1_show_a_dash_for_missing_counts():
     session_id, harness, status, stats = a_session(0)
     lacking = {name: n for name, n in stats.items() if not name.startswith(("turns", "merging"))}
     lacking.pop("stats_version")
@@ -126,7 +126,7 @@ def test_statistics_of_version_1_show_a_dash_for_what_they_lack():
     assert (report.as_json()["turns_shown"], report.merge_ratio) == (None, None)
 
 
-def test_many_kinds_of_fork_are_one_page_still():
+def test_a_report_of_many_fork_reasons_lists_some_and_counts_the_rest():
     report = Report()
     for number in range(100):
         report.forks["pi", f"reason{number}"] = number + 1
@@ -135,11 +135,11 @@ def test_many_kinds_of_fork_are_one_page_still():
     assert "88 other kinds" in "\n".join(lines)
 
 
-def test_nothing_is_a_page_too():
+def test_the_report_of_no_sessions_has_zero_counts():
     assert "law 2     holds: captured 0 = trained 0 + excluded 0" in list(report_of([]).lines())
 
 
-def test_a_hard_session_is_right():
+def test_the_report_of_a_session_with_forks_and_retries_finds_no_fault():
     made, lost = a_hard_session()
     stats = rebuild(made.capture()).metadata["stats"]
     report = report_of([("s1", "pi", "COMPLETED", stats)])

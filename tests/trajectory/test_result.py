@@ -48,7 +48,7 @@ def test_a_trace_has_the_names_and_types_that_trainers_read():
     assert [m["role"] for m in trace["response_messages"]] == ["assistant", "user", "assistant"]
 
 
-def test_a_trajectory_has_polars_names_and_its_numbers():
+def test_trajectory_json_has_polar_s_field_names_and_counts():
     value = trajectory_json(trajectory(reward=0.5))
     assert list(value)[:4] == ["status", "metadata", "traces", "error"]
     assert (value["status"], value["reward"], value["error"]) == ("COMPLETED", 0.5, None)
@@ -82,7 +82,7 @@ def test_a_trajectory_is_read_back_from_its_json(made):
     assert trajectory_bytes(trajectory_of(json.loads(written))) == written
 
 
-def test_a_trajectory_with_polars_names_alone_is_read():
+def test_a_trajectory_with_only_polar_s_fields_is_read():
     whole = json.loads(trajectory_bytes(trajectory(reward=1.0)))
     for name in ("session_id", "reward", "mask_reasons"):
         del whole[name]
@@ -97,7 +97,7 @@ def test_a_trajectory_with_polars_names_alone_is_read():
     assert set(trace.versions.tolist()) == {-1}
 
 
-def test_what_is_no_trajectory_is_refused():
+def test_json_without_the_fields_of_a_trajectory_is_refused():
     with pytest.raises(KeyError):
         trajectory_of({"status": "COMPLETED"})
 
@@ -110,7 +110,7 @@ def test_text_that_utf8_cannot_hold_is_escaped():
     }
 
 
-def test_a_trajectory_is_one_line_also_for_readers_that_split_at_line_separators():
+def test_trajectory_json_is_one_line_although_its_text_has_unicode_line_separators():
     made = MadeSession()
     made.call(output=2)
     trajectory = replace(rebuild(made.capture()), error=BREAKS)

@@ -11,7 +11,7 @@ from bridle.trajectory.sample import MaskReason
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "response_logprobs", "versions", "reasons"])
-def test_arrays_of_different_lengths_are_refused(name):
+def test_a_trace_with_arrays_of_different_lengths_is_refused(name):
     made = MadeSession()
     made.call()
     (trace,) = rebuild(made.capture()).traces
@@ -20,7 +20,7 @@ def test_arrays_of_different_lengths_are_refused(name):
         dataclasses.replace(trace, **shorter)
 
 
-def test_reasons_fit_a_byte_and_have_names():
+def test_mask_reasons_fit_a_byte_and_have_names():
     assert max(MaskReason) < np.iinfo(np.uint8).max
     assert [reason.key for reason in MaskReason][:3] == ["trained", "prompt", "context"]
     assert list(MaskReason) == list(range(len(MaskReason)))

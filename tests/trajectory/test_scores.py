@@ -14,7 +14,7 @@ def attempted(reward=None, *, task="t", cause=None, status="COMPLETED", harness=
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
-def test_pass_at_k_is_the_share_of_draws_with_a_success(outcomes, data):
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_success(outcomes, data):
     k = data.draw(st.integers(1, len(outcomes)))
     draws = list(combinations(outcomes, k))
     share = sum(any(draw) for draw in draws) / len(draws)
@@ -58,20 +58,20 @@ def test_sessions_are_scored_by_harness_and_task_set():
         (Cause.CANCELLED, "CANCELLED", False),
     ],
 )
-def test_only_what_the_agent_did_counts_against_it(cause, status, counts):
+def test_only_failures_caused_by_the_agent_count_as_attempts(cause, status, counts):
     (score,) = scores_of([attempted(1.0), attempted(cause=cause, status=status)])
     assert score.attempts == 1 + counts
     assert score.pass_at[1] == (0.5 if counts else 1.0)
     assert (score.mean, score.scored, score.causes) == (1.0, 1, {str(cause): 1})
 
 
-def test_without_an_attempt_there_is_no_rate():
+def test_scores_without_an_attempt_have_no_pass_rate_and_no_mean():
     (score,) = scores_of([attempted(cause=Cause.EVALUATOR, status="ERROR")])
     assert (score.pass_at, score.mean) == ({}, None)
     assert score.as_json()["interval"] is None
 
 
-def test_the_interval_is_over_tasks_not_over_samples():
+def test_the_confidence_interval_clusters_samples_by_task():
     mean, width = clustered_mean([[1.0] * 50, [0.0] * 50])
     assert mean == 0.5
     assert width == pytest.approx(1.96 * 0.5, rel=1e-3)
@@ -80,14 +80,14 @@ def test_the_interval_is_over_tasks_not_over_samples():
 
 
 @given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=1), min_size=2, max_size=30))
-def test_with_one_sample_a_task_it_is_the_plain_standard_error(clusters):
+def test_the_clustered_interval_with_one_sample_per_task_is_the_plain_standard_error(clusters):
     values = [value for (value,) in clusters]
     mean, width = clustered_mean(clusters)
     spread = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
     assert width == pytest.approx(1.959964 * spread / math.sqrt(len(values)), rel=1e-6, abs=1e-9)
 
 
-def test_a_run_s_summary_is_enough():
+def test_scores_are_computed_from_a_run_s_summary_lines():
     line = {"harness": "pi", "task_id": "a", "status": "COMPLETED", "cause": None, "reward": 1.0}
     (score,) = scores_of(from_summaries([line, {**line, "reward": 0.0}]))
     assert score.as_json() == {

@@ -22,14 +22,14 @@ def found(made):
     return rejected(made.exchanges, made.deliveries, shown_whole(made.exchanges))
 
 
-def test_an_answer_that_was_asked_for_again_is_rejected_and_the_last_one_stands():
+def test_repeated_requests_reject_all_replies_but_the_last():
     made = MadeSession()
     for _ in range(3):
         asked(made)
     assert found(made) == {"x0": "x2", "x1": "x2"}
 
 
-def test_the_answer_that_is_continued_stands_whenever_it_was_asked():
+def test_repeated_requests_reject_all_replies_but_the_continued_one():
     made = MadeSession()
     for _ in range(3):
         asked(made)
@@ -37,7 +37,7 @@ def test_the_answer_that_is_continued_stands_whenever_it_was_asked():
     assert found(made) == {"x0": "x1", "x2": "x1"}
 
 
-def test_parallel_answers_are_rejected_as_sequential_ones_are():
+def test_parallel_and_sequential_repeats_reject_the_same_number_of_replies():
     parallel, sequential = MadeSession(), MadeSession()
     for _ in range(4):
         asked(parallel, started_at=1001.0)
@@ -45,7 +45,7 @@ def test_parallel_answers_are_rejected_as_sequential_ones_are():
     assert len(found(parallel)) == len(found(sequential)) == 3
 
 
-def test_the_same_question_later_in_the_conversation_is_another_prompt():
+def test_a_question_repeated_after_its_reply_rejects_nothing():
     made = MadeSession()
     asked(made)
     made.call("x0")
@@ -53,7 +53,7 @@ def test_the_same_question_later_in_the_conversation_is_another_prompt():
     assert found(made) == {}
 
 
-def test_another_question_under_the_same_messages_has_no_siblings():
+def test_requests_with_equal_messages_and_different_questions_are_no_siblings():
     made = MadeSession()
     first = made.call(None, extra={"question": "router"})
     made.call(None, new=first.suffix_ids, extra={"question": "agent"})
@@ -61,7 +61,7 @@ def test_another_question_under_the_same_messages_has_no_siblings():
     assert found(made) == {}
 
 
-def test_a_capture_without_questions_is_compared_by_its_prompts():
+def test_siblings_are_found_by_prompt_ids_when_the_capture_has_no_questions():
     made = MadeSession()
     first = made.call(None)
     made.call(None, new=first.suffix_ids)
@@ -81,7 +81,7 @@ def test_a_capture_without_questions_is_compared_by_its_prompts():
     ],
     ids=lambda fields: str(next(iter(fields.values()))),
 )
-def test_a_reply_that_was_cut_or_lost_is_not_rejected(fields):
+def test_a_reply_that_was_cut_or_lost_is_not_counted_as_rejected(fields):
     made = MadeSession()
     asked(made, **fields)
     asked(made)
@@ -106,14 +106,14 @@ def by_leaf(made):
     return {trace.exchange_ids[-1]: trace for trace in rebuild(made.capture()).traces}
 
 
-def test_a_rejected_reply_trains_alone_in_its_trace_which_says_so():
+def test_a_rejected_reply_trains_alone_in_a_trace_marked_as_rejected():
     traces = by_leaf(a_rejection())
     assert {leaf: int(one.loss_mask.sum()) for leaf, one in traces.items()} == {"x1": 50, "x3": 15}
     assert traces["x1"].metadata["rejected"] is True
     assert "rejected" not in traces["x3"].metadata
 
 
-def test_turns_before_a_rejected_reply_train_elsewhere_even_if_nothing_continues():
+def test_turns_before_a_rejected_reply_train_in_their_own_trace():
     made = MadeSession()
     made.call(output=4)
     asked(made, "x0", output=50)
@@ -131,7 +131,7 @@ def test_rejected_replies_are_counted_and_the_task_may_mask_them():
     assert (stats["tokens_trained"], stats["tokens_excluded"]) == (15, {"rejected": 50})
 
 
-def test_an_unknown_setting_is_refused_by_its_name():
+def test_an_unknown_value_of_setting_rejected_is_refused_by_name():
     with pytest.raises(ConfigError, match="rejected: 'drop'; known: train, mask"):
         rebuild(a_rejection(rejected="drop").capture())
 
@@ -145,20 +145,20 @@ def test_a_rejected_reply_has_the_session_s_reward_unless_the_task_gives_another
     assert {leaf: one.reward for leaf, one in own.items()} == {"x1": -0.5, "x3": 1.0}
 
 
-def test_the_reward_of_a_rejected_reply_is_unknown_where_the_session_s_is():
+def test_a_rejected_reply_has_no_reward_when_the_session_has_none():
     made = a_rejection(rejected_reward=-0.5)
     made.end(reward=None)
     assert [one.reward for one in by_leaf(made).values()] == [None, None]
 
 
-def test_an_evaluator_s_reward_for_each_trace_counts_before_the_task_s():
+def test_trace_rewards_of_an_evaluator_override_the_task_s_rejected_reward():
     made = a_rejection(rejected_reward=-0.5)
     made.end(trace_rewards=(0.25, 0.75))
     assert sorted(one.reward for one in by_leaf(made).values()) == [0.25, 0.75]
 
 
 @given(outputs=st.lists(st.integers(1, 20), max_size=6), parallel=st.booleans())
-def test_any_number_of_rejected_replies_leaves_a_session_s_weight_at_one(outputs, parallel):
+def test_every_token_of_any_number_of_rejected_replies_trains_once(outputs, parallel):
     made = MadeSession()
     made.call(output=3)
     for output in outputs:

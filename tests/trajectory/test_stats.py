@@ -48,7 +48,7 @@ NOTHING = {
 """The numbers of a session without a call."""
 
 
-def test_an_append_only_session():
+def test_stats_of_an_append_only_session_show_one_trace_and_merge_ratio_1():
     counted = {
         "exchanges": 4,
         "roots": 1,
@@ -64,11 +64,11 @@ def test_an_append_only_session():
     assert numbers(chain(4)) == NOTHING | counted
 
 
-def test_an_empty_session():
+def test_stats_of_an_empty_session_are_zero():
     assert numbers(MadeSession()) == NOTHING
 
 
-def test_each_reason_counts_its_tokens():
+def test_excluded_tokens_are_counted_by_reason():
     made = chain(2)
     made.call("x1", kind=Kind.SIDE, output=3)
     made.call("x1", state=DeliveryState.ABANDONED, output=7)
@@ -81,7 +81,7 @@ def test_each_reason_counts_its_tokens():
     }
 
 
-def test_what_has_no_place_is_counted_too():
+def test_tokens_of_exchanges_without_a_parent_are_counted_as_broken():
     made = chain(3)
     del made.exchanges[0]
     expected = {
@@ -95,7 +95,7 @@ def test_what_has_no_place_is_counted_too():
     assert numbers(made, **expected) == expected
 
 
-def test_reasons_without_tokens_are_left_out():
+def test_mask_reasons_without_tokens_are_left_out_of_the_stats():
     made = chain(1)
     made.call("x0", kind=Kind.SIDE, output=0)
     made.call("x1", output=0)
@@ -118,7 +118,7 @@ def turns(verbatim=0, rerendered=0, foreign=0, given=0, tokens=0):
                       "given": given, "tokens_rerendered": tokens}}  # fmt: skip
 
 
-def test_turns_are_added_up_over_the_exchanges():
+def test_counts_of_shown_turns_are_summed_over_the_exchanges():
     made = MadeSession()
     made.call(extra=turns(given=1))
     made.call("x0", extra=turns(verbatim=1, given=1))
@@ -139,7 +139,7 @@ def test_only_agent_calls_that_show_a_sampled_turn_are_in_the_merge_ratio():
     assert numbers(made)["merging"] == {"extending": 1, "showing": 1}
 
 
-def test_a_capture_without_lineage_says_that_it_does_not_know():
+def test_a_capture_without_lineage_has_null_turn_counts():
     made = chain(3)
     made.exchanges = [dataclasses.replace(one, extra={}) for one in made.exchanges]
     unknown = dict.fromkeys(
@@ -151,7 +151,7 @@ def test_a_capture_without_lineage_says_that_it_does_not_know():
 
 
 @pytest.mark.parametrize(("forks", "ratio"), [(0, 1.0), (1, 0.75), (2, 0.6)])
-def test_the_merge_ratio_is_extended_of_those_that_show_a_sampled_turn(forks, ratio):
+def test_the_merge_ratio_is_the_share_of_calls_that_extend_a_sampled_turn(forks, ratio):
     made = chain(4)
     for _ in range(forks):
         made.call(None, continues="x3", root_reason="tools_changed")
@@ -166,7 +166,7 @@ def test_drift_is_counted_by_class():
     assert numbers(made)["drift"] == {"exact": 2, "rewritten_args": 2}
 
 
-def test_breaks_are_reported_in_order():
+def test_breaks_are_reported_in_order_with_ids_and_decoded_texts():
     made = chain(2)
     made.call(None, continues="x1", root_reason="tools_changed", new=made.full("x1")[:4])
     made.call("x1", prompt_digest=b"wrong")

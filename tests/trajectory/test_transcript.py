@@ -77,7 +77,7 @@ def a_chat():
     return chat
 
 
-def test_the_prompt_is_the_first_request():
+def test_prompt_messages_are_those_of_the_first_request():
     chat = a_chat()
     assert chat.transcript().prompt_messages(chat.exchanges[0]) == [
         {"role": "system", "content": "Be brief."},
@@ -85,7 +85,7 @@ def test_the_prompt_is_the_first_request():
     ]
 
 
-def test_the_response_is_what_was_sampled_and_what_the_harness_added():
+def test_response_messages_are_the_replies_and_the_messages_that_the_harness_added():
     chat = a_chat()
     messages = chat.transcript().response_messages(chat.exchanges)
     assert [m["role"] for m in messages] == ["assistant", "tool", "user", "assistant"]
@@ -93,14 +93,14 @@ def test_the_response_is_what_was_sampled_and_what_the_harness_added():
     assert (messages[2]["content"], messages[3]["content"]) == ("go on", "done")
 
 
-def test_what_is_new_with_a_request_leaves_our_reply_out():
+def test_added_messages_of_a_request_leave_out_the_sampled_reply():
     chat = a_chat()
     transcript = chat.transcript()
     assert [str(m.role) for m in transcript.added(chat.exchanges[0])] == ["system", "user"]
     assert [str(m.role) for m in transcript.added(chat.exchanges[1])] == ["tool", "user"]
 
 
-def test_an_assistant_message_that_the_harness_wrote_stays():
+def test_an_assistant_message_written_by_the_harness_is_kept_in_the_response():
     chat = a_chat()
     chat.call(
         [
@@ -114,21 +114,21 @@ def test_an_assistant_message_that_the_harness_wrote_stays():
     assert contents[-4:] == ["done", "(the harness notes)", "and?", "yes"]
 
 
-def test_a_request_may_keep_its_base_in_part():
+def test_prompt_messages_of_a_request_that_keeps_a_part_of_its_base_are_complete():
     chat = a_chat()
     chat.call([{"role": "user", "content": "again"}], None, kept=1)
     last = chat.exchanges[-1]
     assert [m["content"] for m in chat.transcript().prompt_messages(last)] == ["Be brief.", "again"]
 
 
-def test_a_reply_of_which_nothing_was_kept_has_no_message():
+def test_an_exchange_without_a_stored_reply_has_no_reply_message():
     chat = a_chat()
     last = chat.call([], None)
     assert chat.transcript().reply(last) == ()
     assert chat.transcript().response_messages([last]) == []
 
 
-def test_anthropic_reads_as_chat():
+def test_anthropic_messages_are_converted_to_chat_messages():
     tools = [{"name": "bash", "description": "Run.", "input_schema": {"type": "object"}}]
     recorded = Recorded(
         Dialect.ANTHROPIC, {"model": "m", "max_tokens": 9, "system": "Be brief."}, tools
@@ -161,7 +161,7 @@ def test_anthropic_reads_as_chat():
     }
 
 
-def test_responses_items_read_as_chat():
+def test_responses_items_are_converted_to_chat_messages():
     recorded = Recorded(Dialect.OPENAI_RESPONSES, {"model": "m", "instructions": "Be brief."})
     call = {"type": "function_call", "call_id": "c1", "name": "bash", "arguments": "{}"}
     said = {"type": "output_text", "text": "Looking."}
@@ -180,7 +180,7 @@ def test_responses_items_read_as_chat():
     assert recorded.transcript().tools(recorded.exchanges[0]) is None
 
 
-def test_google_contents_read_as_chat():
+def test_google_contents_are_converted_to_chat_messages():
     recorded = Recorded(Dialect.GOOGLE, {"systemInstruction": {"parts": [{"text": "Be brief."}]}})
     parts = [{"functionCall": {"name": "bash", "args": {"a": 1}}}]
     reply = {"candidates": [{"content": {"role": "model", "parts": parts}}]}
@@ -195,7 +195,7 @@ def test_google_contents_read_as_chat():
 
 
 @pytest.mark.parametrize("fault", ["body", "tools", "base", "json", "reply"])
-def test_what_cannot_be_read_is_named(fault):
+def test_an_unreadable_request_or_reply_raises_an_error_with_its_exchange_id(fault):
     chat = a_chat()
     chat.tools = chat.keep([])
     chat.call([{"role": "user", "content": "last"}], {"choices": 5} if fault == "reply" else None)
@@ -213,7 +213,7 @@ def test_what_cannot_be_read_is_named(fault):
         chat.transcript().response_messages([last, last])
 
 
-def test_bases_that_form_a_ring_end():
+def test_reading_messages_terminates_when_request_bases_form_a_cycle():
     chat = a_chat()
     first = chat.exchanges[0].request
     ring = RequestRecord(first.head, "x1", 5, first.spans, None)
@@ -225,7 +225,7 @@ def test_bases_that_form_a_ring_end():
 # ---- read when used
 
 
-def test_messages_are_read_when_the_first_is_asked_for_and_once():
+def test_messages_are_read_lazily_and_once():
     read = []
 
     def reading():
@@ -243,7 +243,7 @@ def test_messages_are_read_when_the_first_is_asked_for_and_once():
     assert (len(messages), messages.missing, read) == (2, None, [True])
 
 
-def test_messages_that_cannot_be_read_are_none_and_say_why():
+def test_unreadable_messages_are_an_empty_list_with_the_error():
     def reading():
         raise StoreError("x0: gone")
 
@@ -251,7 +251,7 @@ def test_messages_that_cannot_be_read_are_none_and_say_why():
     assert (len(messages), messages.missing) == (0, "x0: gone")
 
 
-def test_tools_are_none_only_where_none_were_sent():
+def test_tools_are_none_when_absent_and_an_empty_list_when_sent_empty():
     chat = a_chat()
     assert chat.transcript().trace(chat.exchanges)["tools"] is None
     chat = Recorded(Dialect.OPENAI_CHAT, {"model": "m"}, tools=[])
@@ -259,7 +259,7 @@ def test_tools_are_none_only_where_none_were_sent():
     assert chat.transcript().trace(chat.exchanges)["tools"] == []
 
 
-def test_each_turn_s_reply_is_found_among_the_messages_of_a_trace():
+def test_turn_messages_index_each_reply_in_the_response_messages():
     chat = a_chat()
     path = chat.exchanges
     texts = chat.transcript().trace(path)

@@ -21,7 +21,7 @@ def heads(made):
     return [(depth, text.split()[0]) for depth, text in drawn(made)]
 
 
-def test_a_chain_is_flat_and_each_line_tells_the_turn():
+def test_a_linear_conversation_is_drawn_flat_with_one_line_per_turn():
     made = MadeSession()
     made.call()
     made.call("x0")
@@ -48,7 +48,7 @@ def test_the_longest_branch_stays_at_its_depth_and_others_are_indented():
     assert drawn(made)[5][1] == "root: tools_changed, continues x3"
 
 
-def test_a_line_says_why_nothing_trains_and_how_an_echo_drifted():
+def test_a_drawn_turn_shows_its_mask_reason_and_its_drift():
     made = MadeSession()
     made.call(state=DeliveryState.ABANDONED)
     made.call(None, kind=Kind.SIDE, extra={"drift": "whitespace"})
@@ -57,7 +57,7 @@ def test_a_line_says_why_nothing_trains_and_how_an_echo_drifted():
     assert "| masked: kind | drift: whitespace |" in texts[3]
 
 
-def test_what_has_no_place_is_listed():
+def test_exchanges_without_a_parent_are_listed_as_left_out():
     made = MadeSession()
     made.call()
     made.call("x0")
@@ -65,7 +65,7 @@ def test_what_has_no_place_is_listed():
     assert drawn(made) == [(0, "x1: left out: unknown_parent, 5 sampled")]
 
 
-def test_replies_are_cut_to_a_line():
+def test_drawn_replies_are_cut_to_one_line():
     made = MadeSession()
     made.call(output=300)
     _, text = drawn(made)[1]
@@ -74,7 +74,7 @@ def test_replies_are_cut_to_a_line():
     assert len(text) < 160
 
 
-def test_what_cannot_be_read_is_left_blank():
+def test_unreadable_messages_are_drawn_as_blank():
     made = MadeSession()
     made.call(reply=b"not json")
     made.bodies.clear()
@@ -95,7 +95,7 @@ def test_the_tree_shows_tool_calls_with_their_arguments():
     assert drawn(made)[1][1].endswith("| Let me see. bash({}) bash({})")
 
 
-def test_a_hard_session_is_readable():
+def test_a_session_of_200_turns_is_drawn_in_short_lines_of_depth_2():
     """200 turns, 3 sub-agents, 2 compactions, a retry every tenth turn."""
     made, lost = a_hard_session()
     lines = drawn(made)
@@ -127,7 +127,7 @@ def test_a_fork_is_explained_by_its_first_differing_position():
     assert "x1 around it: [1, 2, 3, 4, 9, 9] '123499'" in decoded
 
 
-def test_a_fork_inside_the_prompt_says_so():
+def test_a_fork_inside_the_prompt_is_explained_as_such():
     made = MadeSession()
     made.call(new=[1, 2, 3])
     made.call(None, new=[1, 7, 3], continues=None)
@@ -143,7 +143,7 @@ def test_an_extension_and_a_prompt_that_ends_early_are_reported():
     assert "x2's prompt ends at position 12, inside x0's sampled ids" in explained(made, "x0", "x2")
 
 
-def test_an_exchange_without_a_place_is_named():
+def test_explaining_a_fork_of_an_unknown_or_lost_exchange_raises_an_error():
     made = MadeSession()
     made.call()
     made.call("x0")
