@@ -61,7 +61,7 @@ def odd():
     )
 
 
-def test_a_step_of_the_model_has_its_exact_tokens_and_its_results(tmp_path):
+def test_atif_agent_steps_have_exact_token_ids_metrics_and_tool_results(tmp_path):
     parsed = document(tmp_path, trace())
     assert (parsed["schema_version"], parsed["session_id"], parsed["trajectory_id"]) == (
         *(SCHEMA, "s0", "t0"),
@@ -91,7 +91,7 @@ def test_a_step_of_the_model_has_its_exact_tokens_and_its_results(tmp_path):
     assert parsed["extra"]["reward"] == 1.0
 
 
-def test_other_conversations_stand_inside_and_odd_content_is_kept(tmp_path):
+def test_atif_has_other_traces_as_subagent_trajectories_and_keeps_unknown_content(tmp_path):
     parsed = document(tmp_path, trace(), odd())
     (other,) = parsed["subagent_trajectories"]
     user, given, _, calls, done = other["steps"][1:]
@@ -109,13 +109,13 @@ def test_other_conversations_stand_inside_and_odd_content_is_kept(tmp_path):
     assert done["metrics"]["extra"] == {"loss_mask": [0, 0, 0]}
 
 
-def test_messages_without_known_turns_have_no_metrics(tmp_path):
+def test_atif_steps_of_messages_without_turns_have_no_metrics(tmp_path):
     parsed = document(tmp_path, trace(response_messages=[DONE, RESULT, DONE, RESULT, DONE]))
     assert not any("metrics" in step for step in parsed["steps"])
     assert parsed["final_metrics"] == {"total_steps": 5}
 
 
-def test_a_session_of_text_has_no_tokens(tmp_path):
+def test_a_session_without_token_ids_is_written_as_atif_text_steps(tmp_path):
     made = MadeSession()
     made.call(output=0, logprob_mode=LogprobMode.NONE)
     made.end(1.0)
@@ -131,7 +131,7 @@ def test_a_session_of_text_has_no_tokens(tmp_path):
 
 @pytest.mark.train
 @pytest.mark.timeout(180)
-def test_the_package_atif_takes_every_document(tmp_path):
+def test_the_atif_package_validates_every_document(tmp_path):
     from atif import Trajectory
 
     read = Trajectory.model_validate(document(tmp_path, trace(), odd()))

@@ -11,7 +11,7 @@ from bridle.errors import ConfigError
 TASKS = [Task(task_id=name, instruction="go") for name in "ab"]
 
 
-def test_every_trace_that_trains_is_a_row_and_a_session_weighs_1():
+def test_every_trained_trace_is_a_row_and_row_weights_of_a_session_sum_to_1():
     nothing = trace("t2", loss_mask=trace().loss_mask * 0)
     groups = [group(session("a", 1.0, trace(), trace("t1"), nothing), session("b", 0.0, trace()))]
     rows, counts = rows_of(groups)
@@ -23,7 +23,7 @@ def test_every_trace_that_trains_is_a_row_and_a_session_weighs_1():
     assert counts.json("x") == {"x/sessions": 2, "x/rows": 3, "x/tokens_trained": 15}
 
 
-def test_an_agent_s_own_tiny_calls_take_little_of_its_session_s_weight():
+def test_row_weights_are_proportional_to_trained_tokens():
     tiny = np.array([1, 0, 0, 0, 0, 0, 0], np.uint8)
     calls = [trace(f"own{number}", loss_mask=tiny) for number in range(100)]
     (work, *own), _ = rows_of([group(session("a", 1.0, trace("work"), *calls))])
@@ -32,14 +32,14 @@ def test_an_agent_s_own_tiny_calls_take_little_of_its_session_s_weight():
     assert sum(row.weight for row in (work, *own)) == pytest.approx(1.0)
 
 
-def test_a_row_has_its_trace_s_own_reward_where_there_is_one():
+def test_a_row_has_the_reward_of_its_trace_or_else_of_its_session():
     tokens = np.array([1, 1, 0, 0, 0, 0, 0.5], np.float32)
     traces = trace(), trace("t1", reward=0.25), trace("t2", token_rewards=tokens)
     rows, _ = rows_of([group(session("a", 1.0, *traces))])
     assert [row.reward for row in rows] == [1.0, 0.25, 2.5]
 
 
-def test_an_unknown_reward_trains_nothing_and_leaves_the_groups_mean():
+def test_a_session_without_a_reward_is_masked_and_gets_the_mean_of_its_group():
     (good, bad, unknown), counts = rows_of(
         [group(session("a", 1.0, trace()), session("b", 0.0, trace()), session("c", None, trace()))]
     )
@@ -50,7 +50,7 @@ def test_an_unknown_reward_trains_nothing_and_leaves_the_groups_mean():
     assert counts.left_out == {"unknown": 1}
 
 
-def test_a_session_of_which_nothing_trains_is_a_blank_row_where_one_is_wanted():
+def test_a_session_without_trained_tokens_is_a_blank_row_when_blanks_are_on():
     groups = [group(session("a", 1.0, trace()), session("b", 0.0))]
     rows, counts = rows_of(groups, Shape(blanks=True))
     assert [row.trace.trace_id for row in rows] == ["t0", "b/blank"]
@@ -64,7 +64,7 @@ def test_a_session_of_which_nothing_trains_is_a_blank_row_where_one_is_wanted():
     ("policy", "ids", "trained"),
     [("mask", [4, 5, 6, 7, 8], 0), ("truncate", [4, 5, 6, 7, 8], 3), ("drop", None, 0)],
 )
-def test_what_is_too_long_is_masked_cut_or_left_out(policy, ids, trained):
+def test_an_overlong_response_is_masked_cut_or_dropped_as_the_setting_says(policy, ids, trained):
     cut = fit_trace(
         trace(token_rewards=np.ones(7, np.float32)), Shape(max_response=5, overlong=policy)
     )
@@ -76,21 +76,21 @@ def test_what_is_too_long_is_masked_cut_or_left_out(policy, ids, trained):
         assert len(cut.token_rewards) == 5
 
 
-def test_a_prompt_that_is_too_long_is_cut_at_its_beginning_and_never_trains():
+def test_an_overlong_prompt_is_cut_at_its_beginning_and_its_row_is_masked():
     cut = fit_trace(trace(), Shape(max_prompt=2, overlong="truncate"))
     assert cut is not None
     assert cut.prompt_ids.tolist() == [2, 3]
     assert not cut.loss_mask.any()
 
 
-def test_a_session_of_which_nothing_fits_is_still_a_row_where_one_is_wanted():
+def test_a_session_with_only_overlong_traces_is_a_blank_row_when_blanks_are_on():
     groups = [group(session("a", 1.0, trace()))]
     rows, counts = rows_of(groups, Shape(max_response=2, overlong="drop", blanks=True))
     assert [row.trace.trace_id for row in rows] == ["a/blank"]
     assert counts.left_out == {"overlong": 1}
 
 
-def test_every_token_has_the_temperature_of_its_call():
+def test_each_token_of_a_row_has_the_temperature_of_its_call():
     result = trace(metadata={"temperatures": [0.5, None]})
     rows, _ = rows_of([group(session("s", 1.0, result, trace()))])
     assert rows[0].temperatures.tolist() == [0.5, 0.5, 1, 1, 1, 1, 1]
@@ -110,12 +110,12 @@ def test_tasks_are_played_as_groups_in_order():
     ]  # fmt: skip
 
 
-def test_a_runs_trajectories_are_grouped_by_their_task():
+def test_trajectories_are_grouped_by_task_id():
     groups = by_task([session("x", task="u"), session("y"), session("z", task="u")])
     assert [(g.task_id, len(g.sessions)) for g in groups] == [("u", 2), ("t", 1)]
 
 
-def test_a_table_knows_its_tasks_and_refuses_others():
+def test_a_task_table_refuses_unknown_and_duplicate_task_ids():
     table = TaskTable(TASKS)
     assert table["a"] is TASKS[0]
     assert [*table] == TASKS
@@ -125,13 +125,13 @@ def test_a_table_knows_its_tasks_and_refuses_others():
         TaskTable([*TASKS, *TASKS])
 
 
-def test_turns_have_their_span_and_their_messages():
+def test_turns_of_a_trace_have_their_token_span_and_messages():
     first, second = turns_of(trace())
     assert (first.start, first.end, first.given, first.said) == (0, 2, (), (CALLS,))
     assert (second.start, second.end, second.given, second.said) == (4, 7, (RESULT,), (DONE,))
     assert second.exchange_id == "e1"
 
 
-def test_messages_without_known_turns_are_none():
+def test_turns_have_no_messages_when_messages_and_turns_do_not_match():
     turns = turns_of(trace(response_messages=[DONE, RESULT, DONE, RESULT, DONE]))
     assert [turn.said for turn in turns] == [(), ()]

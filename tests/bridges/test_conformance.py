@@ -43,7 +43,7 @@ def our_rows(groups):
         )  # fmt: skip
 
 
-def test_rows_train_every_token_and_a_session_weighs_1():
+def test_rows_train_every_token_once_and_account_for_excluded_tokens():
     groups = trainer_sessions()
     result = trainer_conformance(groups, our_rows(groups))
     result.check()
@@ -64,7 +64,7 @@ def test_rows_train_every_token_and_a_session_weighs_1():
         ({"weight": 0.5}, "wrong"),
     ],
 )
-def test_a_row_that_is_wrong_in_one_thing_is_found(changes, fault):
+def test_trainer_conformance_finds_a_row_with_one_wrong_field(changes, fault):
     groups = trainer_sessions()
     first, *others = our_rows(groups)
     result = trainer_conformance(groups, [dataclasses.replace(first, **changes), *others])
@@ -73,7 +73,7 @@ def test_a_row_that_is_wrong_in_one_thing_is_found(changes, fault):
         result.check()
 
 
-def test_a_token_that_trains_twice_is_found():
+def test_trainer_conformance_finds_tokens_that_train_twice():
     groups = trainer_sessions()
     rows = [*our_rows(groups)]
     result = trainer_conformance(groups, [*rows, dataclasses.replace(rows[0], weight=None)])
@@ -142,7 +142,7 @@ class Noting(EveryTrace):
 @pytest.mark.train
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("loss_type", "steps"), [("grpo", 1), ("grpo", 3), ("dapo", 1)])
-def test_trls_loss_sees_every_token_of_every_trace(tmp_path, loss_type, steps):
+def test_trl_s_loss_includes_every_token_of_every_trace(tmp_path, loss_type, steps):
     from tests.training.made import tiny_model
     from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
@@ -241,7 +241,7 @@ def test_nemo_gyms_response_trains_every_call_of_the_largest_trace():
 
 @pytest.mark.train
 @pytest.mark.timeout(180)
-def test_verifiers_branches_train_every_token():
+def test_branches_of_the_verifiers_package_train_every_token():
     groups = trainer_sessions()
     rows = []
     with absent("prime_sandboxes", "tomli_w", "math_verify"):

@@ -54,7 +54,7 @@ def test_each_conversation_of_text_is_an_example_without_ids():
     assert examples_of(rebuild(capture)) == []
 
 
-def test_a_session_with_tokens_gives_no_texts_beside_them():
+def test_a_session_with_token_ids_gives_no_text_examples():
     made = MadeSession()
     made.call()
     made.call(**TEXT)
@@ -65,7 +65,7 @@ def test_a_session_with_tokens_gives_no_texts_beside_them():
 
 
 @pytest.mark.parametrize("texts", [False, True])
-def test_two_examples_are_the_same_where_the_model_did_the_same(texts):
+def test_example_digests_are_equal_when_the_sampled_replies_are_equal(texts):
     def one(seed, ids=(1, 2, 3), said="done", new=4):
         made = MadeSession(f"s{seed}", seed=seed)
         reply = {"choices": [{"message": {"role": "assistant", "content": said}}]}
@@ -79,7 +79,7 @@ def test_two_examples_are_the_same_where_the_model_did_the_same(texts):
     assert one(0) != one(1, ids=(1, 2, 4), said="else")
 
 
-def test_repetition_is_the_share_of_runs_that_came_before():
+def test_repetition_is_the_share_of_token_n_grams_seen_before():
     def of(ids):
         made = MadeSession()
         made.call(output=ids)
@@ -91,7 +91,7 @@ def test_repetition_is_the_share_of_runs_that_came_before():
     assert of([1, 2, 3]) == 0
 
 
-def test_words_repeat_where_there_are_no_ids():
+def test_repetition_is_counted_over_words_in_examples_without_token_ids():
     made = MadeSession()
     function = {"name": "bash", "arguments": "ls " * 30}
     call = {"id": "c", "type": "function", "function": function}

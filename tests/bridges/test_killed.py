@@ -42,7 +42,7 @@ class Shapes(FakeWorkers):
         return dataclasses.replace(made, trajectory=trajectory, **fields)
 
 
-async def test_a_trainer_of_ones_own_trains_every_token_of_every_trace(tmp_path):
+async def test_a_custom_trainer_over_http_trains_every_token_of_every_trace(tmp_path):
     async with (
         a_service(tmp_path, Shapes()) as service,
         serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
@@ -107,7 +107,7 @@ async def run(*arguments, killed_after=None, killer=None):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_trainer_that_is_killed_twice_trains_every_group_once(tmp_path, seed, monkeypatch):
+async def test_a_custom_trainer_killed_twice_trains_every_group_once(tmp_path, seed, monkeypatch):
     drawn = random.Random(seed)
     monkeypatch.setenv("BRIDLE_SERVER_TOKEN", TOKEN.token)
     tasks = [body(f"task-{n}", 2) for n in range(8)]
@@ -164,9 +164,7 @@ async def killed_twice(tmp_path, monkeypatch, trainer, seed, *, unacked):
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", range(2))
-async def test_slimes_loop_that_is_killed_twice_trains_every_group_once(
-    tmp_path, seed, monkeypatch
-):
+async def test_slime_s_async_loop_killed_twice_trains_every_group_once(tmp_path, seed, monkeypatch):
     state, ran = await killed_twice(tmp_path, monkeypatch, "slime-async", seed, unacked=12)
     given, metadata = state["data"]
     kept = {of[0]["group_index"] for _, of in metadata["bridle"]}
@@ -186,7 +184,7 @@ async def test_slimes_loop_that_is_killed_twice_trains_every_group_once(
         pytest.param("verl", 5, marks=pytest.mark.train),
     ],
 )
-async def test_a_trainers_loop_that_is_killed_twice_trains_every_group_once(
+async def test_each_trainer_s_loop_killed_twice_trains_every_group_once(
     tmp_path, trainer, seed, monkeypatch
 ):
     state, _ = await killed_twice(tmp_path, monkeypatch, trainer, seed, unacked=4)
@@ -211,7 +209,7 @@ def prepared(folder, monkeypatch, number, **changes):
 
 @pytest.mark.train
 @pytest.mark.timeout(300)  # 25 s of a core of one's own
-async def test_trls_trainer_that_is_killed_twice_trains_every_group_once(tmp_path, monkeypatch):
+async def test_trl_s_trainer_killed_twice_trains_every_group_once(tmp_path, monkeypatch):
     steps = 3
     tasks = prepared(tmp_path, monkeypatch, 2 * steps)
     arguments = [str(Path(__file__).with_name("trl_loop.py")), str(tmp_path), str(steps)]
@@ -225,9 +223,7 @@ async def test_trls_trainer_that_is_killed_twice_trains_every_group_once(tmp_pat
 
 @pytest.mark.train
 @pytest.mark.timeout(600)  # 40 s of a core of one's own
-async def test_trls_asynchronous_trainer_that_is_killed_twice_trains_every_row_once(
-    tmp_path, monkeypatch
-):
+async def test_trl_s_asynchronous_trainer_killed_twice_trains_every_row_once(tmp_path, monkeypatch):
     steps = 4
     toss = {"command": "test $(( $(od -An -N1 -tu1 /dev/urandom) % 2 )) = 0"}
     evaluator = EvaluatorSpec(strategy="command", config=toss)

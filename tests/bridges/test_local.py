@@ -27,7 +27,7 @@ def script(tmp_path):
     return f"scripted:{path}"
 
 
-def test_sessions_come_in_the_order_that_was_asked_for(script, tmp_path):
+def test_local_sessions_are_returned_in_task_order_with_the_set_version(script, tmp_path):
     one, other = (lookup_task(task, tmp_path / "files") for task in lookups(2, seed=3))
 
     with LocalSessions(script, tmp_path / "run", tokenizer="builtin") as sessions:
@@ -43,14 +43,14 @@ def test_sessions_come_in_the_order_that_was_asked_for(script, tmp_path):
     assert summary["totals"]["sessions"] == 4
 
 
-def test_what_keeps_it_from_starting_is_raised_and_nothing_stays(tmp_path):
+def test_local_sessions_with_a_missing_script_raise_and_leave_no_capture_file(tmp_path):
     sessions = LocalSessions(f"scripted:{tmp_path / 'gone'}", tmp_path / "run", tokenizer="builtin")
     with pytest.raises(ConfigError, match="gone"):
         sessions.__enter__()
     assert not (tmp_path / "run" / "capture.sqlite").exists()
 
 
-def test_a_mistake_in_a_task_reaches_the_caller(script, tmp_path):
+def test_playing_a_task_with_an_unknown_harness_raises_a_config_error(script, tmp_path):
     [task] = (lookup_task(one, tmp_path / "files") for one in lookups(1, seed=3))
     wrong = task.model_copy(update={"agent": task.agent.model_copy(update={"harness": "nobody"})})
     with (
@@ -60,7 +60,7 @@ def test_a_mistake_in_a_task_reaches_the_caller(script, tmp_path):
         sessions.play([wrong])
 
 
-def test_trees_are_refused(script, tmp_path):
+def test_a_task_with_branching_is_refused_by_local_sessions(script, tmp_path):
     [task] = (lookup_task(one, tmp_path / "files") for one in lookups(1, seed=3))
     with (
         LocalSessions(script, tmp_path / "run", tokenizer="builtin") as sessions,

@@ -18,7 +18,7 @@ def floats(*values):
     return np.array(values, dtype=np.float32)
 
 
-def test_answers_and_facts_come_back_with_what_was_not_sent_as_none(tmp_path):
+def test_recomputed_logprobs_and_facts_survive_a_round_trip_with_missing_ones_none(tmp_path):
     whole = Recomputed(
         "a", ints(3, 4), floats(-1, -2), ints(1, 2, 3, 4, 5), floats(0.5, 0.25), padding=7
     )
@@ -34,7 +34,7 @@ def test_answers_and_facts_come_back_with_what_was_not_sent_as_none(tmp_path):
     assert [str(first.positions.dtype), str(first.logprobs.dtype)] == ["int32", "float32"]
 
 
-def test_a_file_of_another_writer_needs_three_columns_and_no_facts(tmp_path):
+def test_a_logprobs_file_needs_only_trace_id_positions_and_logprobs(tmp_path):
     table = pa.table({"trace_id": ["a"], "positions": [[4, 5]], "logprobs": [[-1.0, -0.5]]})
     pq.write_table(table, tmp_path / "l.parquet")
     (answer,), facts = read_logprobs(tmp_path / "l.parquet")
@@ -42,7 +42,7 @@ def test_a_file_of_another_writer_needs_three_columns_and_no_facts(tmp_path):
     assert facts == Facts()
 
 
-def test_what_is_no_such_file_is_refused(tmp_path):
+def test_a_file_without_valid_logprobs_or_facts_is_refused(tmp_path):
     (tmp_path / "text").write_text("no")
     with pytest.raises(BridleError, match="cannot read logprobs"):
         read_logprobs(tmp_path / "text")

@@ -22,7 +22,7 @@ def with_tokens(items):
     return [item for item in items if "prompt_token_ids" in item]
 
 
-def test_the_last_item_of_each_call_has_its_tokens_and_calls_are_contiguous():
+def test_the_last_item_of_each_call_has_its_token_ids_and_calls_are_contiguous():
     items = items_of(trace())
     assert [item["type"] for item in items] == [
         "reasoning", "function_call", "function_call_output", "message",
@@ -34,7 +34,7 @@ def test_the_last_item_of_each_call_has_its_tokens_and_calls_are_contiguous():
     assert (items[1]["call_id"], items[2]["call_id"], items[2]["output"]) == ("c1", "c1", "ok")
 
 
-def test_each_call_has_the_experts_of_its_prompt_and_its_output():
+def test_each_nemo_gym_call_has_the_routed_experts_of_its_prompt_and_output():
     first, second = with_tokens(items_of(trace(routed_experts=rows())))
     for item, tokens in ((first, 5), (second, 10)):
         magic, dtype, shape, text = item["routed_experts"].split(":")
@@ -43,20 +43,20 @@ def test_each_call_has_the_experts_of_its_prompt_and_its_output():
     assert "routed_experts" not in with_tokens(items_of(trace()))[0]
 
 
-def test_a_call_that_does_not_train_is_context_of_the_next():
+def test_an_untrained_call_is_in_the_prompt_of_the_next_nemo_gym_call():
     mask = trace().loss_mask.copy()
     mask[:2] = 0
     (only,) = with_tokens(items_of(trace(loss_mask=mask)))
     assert only["prompt_token_ids"] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_messages_without_known_turns_are_empty_texts_with_tokens():
+def test_nemo_gym_items_of_unmatched_messages_are_empty_texts_with_token_ids():
     result = items_of(trace(response_messages=[]))
     assert [item["content"][0]["text"] for item in result] == ["", ""]
     assert len(with_tokens(result)) == 2
 
 
-def test_a_session_is_its_largest_trace_and_the_reply_counts_the_tokens_of_the_others():
+def test_a_nemo_gym_response_is_the_largest_trace_and_counts_the_other_tokens():
     small = trace("small", loss_mask=np.array([1, 1, 0, 0, 0, 0, 0], np.uint8))
     result = response_of(session("s", 1.0, small, trace()))
     assert len(with_tokens(result["output"])) == 2
@@ -64,7 +64,7 @@ def test_a_session_is_its_largest_trace_and_the_reply_counts_the_tokens_of_the_o
 
 
 @pytest.mark.parametrize("traces", [(), (trace(loss_mask=np.eye(7, dtype=np.uint8)[1]),)])
-def test_a_session_of_which_no_call_trains_is_a_masked_sample_with_a_token(traces):
+def test_a_session_without_a_fully_trained_call_is_a_masked_nemo_gym_sample(traces):
     # NeMo RL ends with an error at a response without any token fields.
     made = verify_response(session("s", 0.0, *traces), PARAMS)
     (item,) = with_tokens(made["response"]["output"])
@@ -74,20 +74,20 @@ def test_a_session_of_which_no_call_trains_is_a_masked_sample_with_a_token(trace
     assert not made["failure_reason"]
 
 
-def test_tokens_of_a_call_that_trains_in_part_are_counted_as_left_out():
+def test_nemo_gym_counts_the_tokens_of_partly_trained_calls_as_left_out():
     mask = trace().loss_mask.copy()
     mask[-1] = 0
     assert verify_response(session("s", 1.0, trace(loss_mask=mask)), PARAMS)["tokens_left_out"] == 2
 
 
-def test_images_are_refused_because_nemo_rl_takes_pixels():
+def test_a_session_with_images_is_refused_for_nemo_rl_and_nemo_gym():
     seen = session("s", 1.0, trace(media=[{"digest": "d"}]))
     for bring in (response_of, lambda one: train_batch([group(one)], pad_id=0)):
         with pytest.raises(TrainingError, match="session s has images"):
             bring(seen)
 
 
-def test_an_unknown_reward_is_a_masked_sample_with_its_cause():
+def test_a_session_without_a_reward_is_a_masked_nemo_gym_sample_with_its_cause():
     result = verify_response(session("s", None, status="TIMEOUT", error="late"), PARAMS)
     assert (result["reward"], result["mask_sample"]) == (0.0, True)
     assert result["failure_reason"] == "TIMEOUT: late"
@@ -100,7 +100,7 @@ def test_an_unknown_reward_is_a_masked_sample_with_its_cause():
 
 @pytest.mark.train
 @pytest.mark.timeout(180)
-def test_the_package_reads_the_items_as_those_for_training(tmp_path):
+def test_the_nemo_gym_package_reads_response_items_as_training_items(tmp_path):
     # nemo-gym makes `cache/`, also for the package datasets, in the folder where it is imported.
     with absent("wandb"), chdir(tmp_path):
         from nemo_gym.openai_utils import NeMoGymResponse
@@ -124,7 +124,7 @@ def test_the_package_reads_the_items_as_those_for_training(tmp_path):
 
 @pytest.mark.train
 @pytest.mark.timeout(180)
-async def test_a_real_agent_server_of_gym_drives_sessions(tmp_path):
+async def test_nemo_gym_s_agent_server_plays_a_session_per_run_request(tmp_path):
     with absent("wandb"), chdir(tmp_path):
         from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig
         from nemo_gym.server_utils import ServerClient
@@ -146,7 +146,7 @@ async def test_a_real_agent_server_of_gym_drives_sessions(tmp_path):
     assert with_tokens(result["response"]["output"])[1]["generation_token_ids"] == [8, 9, 10]
 
 
-def test_a_session_whose_traces_have_rewards_of_their_own_is_named_in_a_warning():
+def test_nemo_gym_warns_about_sessions_whose_traces_have_their_own_rewards():
     rewarded = session("s", 1.0, trace(), trace("t1", reward=0.5))
     with capture_logs() as logs:
         verify_response(rewarded, PARAMS)
@@ -174,7 +174,7 @@ def two_sessions():
     ]
 
 
-def test_a_batch_of_nemo_rl_has_every_trace_with_its_logprobs_advantage_and_experts():
+def test_a_nemo_rl_batch_has_every_trace_with_logprobs_advantages_and_routed_experts():
     batch, own = train_batch(two_sessions(), pad_id=99, rows_multiple=4, length_multiple=8)
     assert batch.keys() == FIELDS | {"routed_experts"}
     assert [row.trace.trace_id for row in own] == ["s0", "s1", "u0"]
@@ -192,7 +192,7 @@ def test_a_batch_of_nemo_rl_has_every_trace_with_its_logprobs_advantage_and_expe
 
 
 @pytest.mark.parametrize("token_level", [True, False])
-def test_each_session_counts_once_in_nemo_rls_loss(token_level):
+def test_each_session_has_weight_1_in_nemo_rl_s_loss(token_level):
     batch, own = train_batch(two_sessions(), pad_id=0, token_level_loss=token_level)
     tokens, samples = batch["token_mask"][:, 1:], batch["sample_mask"]
     # Its `masked_mean` is over the batch's tokens, or over each sequence's and then over sequences.
@@ -205,7 +205,7 @@ def test_each_session_counts_once_in_nemo_rls_loss(token_level):
     assert weights == pytest.approx({"s": 1.0, "u": 1.0})
 
 
-def test_what_cannot_be_a_batch_is_refused():
+def test_a_nemo_rl_batch_without_trained_tokens_or_of_mixed_experts_is_refused():
     with pytest.raises(TrainingError, match="no token of these groups trains"):
         train_batch([group(session("v", None, trace()))], pad_id=0)
     other = trace("u0", routed_experts=rows()[:, :1])

@@ -16,7 +16,7 @@ def forked():
     return session("s", 1.0, trace(), other)
 
 
-def test_a_call_is_a_turn_with_its_whole_prompt_and_stands_once():
+def test_each_call_is_one_openenv_turn_with_its_whole_prompt():
     result = training_trace(forked())
     assert [turn["node_id"] for turn in result["turns"]] == ["e0", "e1", "e2"]
     first, second, third = result["turns"]
@@ -27,7 +27,7 @@ def test_a_call_is_a_turn_with_its_whole_prompt_and_stands_once():
     assert third["per_token_logps"] == [-0.25] * 3
 
 
-def test_a_call_that_trains_in_a_later_trace_is_taken_from_there():
+def test_a_call_masked_in_one_trace_is_taken_from_the_trace_that_trains_it():
     masked = trace("t0", loss_mask=trace().loss_mask * 0)
     result = training_trace(session("s", 1.0, masked, trace("t1")))
     assert [turn["metadata"]["trace_id"] for turn in result["turns"]] == ["t1", "t1"]
@@ -36,7 +36,7 @@ def test_a_call_that_trains_in_a_later_trace_is_taken_from_there():
 @pytest.mark.train
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
-def test_the_package_takes_every_turn():
+def test_the_openenv_package_reads_every_turn():
     harness = "openenv.core.harness"
     with bare("openenv", "openenv.core", harness, f"{harness}.capture"):
         read = openenv_trace(forked())

@@ -32,7 +32,7 @@ def written(tmp_path, examples, **settings):
     return counts, lines
 
 
-def test_a_pair_is_the_best_and_the_worst_after_the_same_prompt(tmp_path):
+def test_a_preference_pair_has_the_best_and_worst_session_of_one_prompt(tmp_path):
     good, bad = example("good", 1.0), example("bad", 0.0)
     _, (line,) = written(tmp_path, [example("mid", 0.5), bad, good])
     assert (line["chosen_session"], line["rejected_session"]) == ("good", "bad")
@@ -45,14 +45,14 @@ def test_a_pair_is_the_best_and_the_worst_after_the_same_prompt(tmp_path):
     assert (line["chosen_reward"], line["rejected_reward"], line["task_id"]) == (1.0, 0.0, "t")
 
 
-def test_more_pairs_go_inwards_as_long_as_rewards_differ_enough(tmp_path):
+def test_further_pairs_need_a_reward_difference_of_the_margin(tmp_path):
     group = [example(f"s{n}", reward) for n, reward in enumerate([1.0, 0.9, 0.5, 0.4, 0.0])]
     _, lines = written(tmp_path, group, per_task=5, margin=0.4)
     rewards = [(line["chosen_reward"], line["rejected_reward"]) for line in lines]
     assert rewards == [(1.0, 0.0), (0.9, 0.4)]
 
 
-def test_flat_groups_other_prompts_and_unknown_rewards_give_no_pair(tmp_path):
+def test_equal_rewards_different_prompts_and_unknown_rewards_give_no_pair(tmp_path):
     other = {"role": "user", "content": "Fix that."}
     counts, lines = written(
         tmp_path,
@@ -67,14 +67,14 @@ def test_flat_groups_other_prompts_and_unknown_rewards_give_no_pair(tmp_path):
 
 
 @pytest.mark.parametrize("text", [False, True])
-def test_a_session_stands_for_itself_by_its_largest_conversation(tmp_path, text):
+def test_a_pair_uses_the_longest_conversation_of_a_session(tmp_path, text):
     small, large = example("s", 1.0, text=text), example("s", 1.0, turns=3, text=text)
     _, (line,) = written(tmp_path, [small, large, example("bad", 0.0, text=text)])
     assert line["chosen"] == [*large.response_messages]
     assert ("prompt_ids" in line) == (not text)
 
 
-def test_a_continued_answer_is_better_than_a_rejected_one_to_the_same_question(tmp_path):
+def test_a_continued_reply_is_chosen_over_a_rejected_reply_to_the_same_request(tmp_path):
     made = MadeSession("s")
     first = made.call(None)
     made.call(None, new=first.suffix_ids)
@@ -88,7 +88,7 @@ def test_a_continued_answer_is_better_than_a_rejected_one_to_the_same_question(t
     assert line["chosen_session"] == line["rejected_session"] == "s"
 
 
-def test_answers_of_which_none_is_continued_give_no_pair():
+def test_repeated_replies_of_which_none_is_continued_give_no_pair():
     made = MadeSession("s")
     first = made.call(None)
     made.call(None, new=first.suffix_ids)

@@ -35,7 +35,7 @@ def made_trajectory(session_id="s1", turns=3, **fields):
     return rebuild(made.capture())
 
 
-def test_a_plain_reader_finds_one_row_per_trace_with_the_names_of_the_json(tmp_path):
+def test_a_parquet_file_has_one_row_per_trace_with_the_json_field_names(tmp_path):
     trajectory = made_trajectory()
     write_trajectories(tmp_path / "t.parquet", [trajectory, made_trajectory("s2")])
     table = pq.read_table(tmp_path / "t.parquet")
@@ -52,7 +52,7 @@ def test_a_plain_reader_finds_one_row_per_trace_with_the_names_of_the_json(tmp_p
 
 
 @pytest.mark.train
-def test_the_package_datasets_loads_it_with_every_number(tmp_path):
+def test_the_datasets_package_loads_a_parquet_file_with_every_value(tmp_path):
     from datasets import load_dataset
 
     trajectory = made_trajectory()
@@ -69,7 +69,7 @@ def test_the_package_datasets_loads_it_with_every_number(tmp_path):
     assert np.array_equal(np.float32(rows[0]["response_logprobs"]), trace.response_logprobs)
 
 
-def test_the_file_says_what_its_mask_reasons_are(tmp_path):
+def test_parquet_metadata_names_the_mask_reasons(tmp_path):
     write_trajectories(tmp_path / "t.parquet", [made_trajectory()])
     about = pq.read_metadata(tmp_path / "t.parquet").metadata
     assert json.loads(about[b"mask_reasons"])[MaskReason.SUPERSEDED] == "superseded"
@@ -77,7 +77,7 @@ def test_the_file_says_what_its_mask_reasons_are(tmp_path):
 
 @settings(max_examples=20)
 @given(made=sessions())
-def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, made):
+def test_trajectories_survive_a_parquet_round_trip_bit_for_bit(tmp_path_factory, made):
     path = tmp_path_factory.mktemp("p") / "t.parquet"
     trajectory = rebuild(made.capture())
     write_trajectories(path, [trajectory])
@@ -85,7 +85,7 @@ def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, made):
     assert trajectory_bytes(read) == trajectory_bytes(trajectory)
 
 
-def test_sessions_without_a_trace_and_without_messages_are_kept(tmp_path):
+def test_parquet_keeps_sessions_without_traces_or_messages(tmp_path):
     empty = made_trajectory("empty", turns=0)
     without = rebuild(MadeSession("other").capture())
     path = tmp_path / "t.parquet"
@@ -98,7 +98,7 @@ def test_sessions_without_a_trace_and_without_messages_are_kept(tmp_path):
     assert pq.read_table(path).num_rows == 0
 
 
-def test_row_groups_bound_what_a_writer_holds(tmp_path):
+def test_a_parquet_row_group_ends_at_its_token_limit(tmp_path):
     made = MadeSession(texts=False)
     made.call(None, new=GROUP_TOKENS // 2, output=10)
     made.end()
@@ -109,7 +109,7 @@ def test_row_groups_bound_what_a_writer_holds(tmp_path):
     assert pq.ParquetFile(tmp_path / "t.parquet").num_row_groups == 2
 
 
-def test_undecodable_text_of_a_harness_is_escaped(tmp_path):
+def test_undecodable_text_is_escaped_in_parquet(tmp_path):
     made = MadeSession()
     made.call()
     made.end(None, status="ERROR", error="bad byte \udcff")
@@ -118,7 +118,7 @@ def test_undecodable_text_of_a_harness_is_escaped(tmp_path):
     assert read.error == "bad byte \\udcff"
 
 
-def test_a_failed_writing_leaves_no_file(tmp_path):
+def test_a_failed_parquet_write_leaves_no_file(tmp_path):
     path = tmp_path / "t.parquet"
 
     def one_and_no_more():
@@ -130,7 +130,7 @@ def test_a_failed_writing_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_written_or_read_is_named(tmp_path):
+def test_an_unwritable_or_unreadable_parquet_file_raises_an_error_with_its_path(tmp_path):
     missing = tmp_path / "no" / "t.parquet"
     with pytest.raises(BridleError, match=f"{missing}: cannot write"):
         write_trajectories(missing, [])
@@ -145,7 +145,7 @@ def test_what_cannot_be_written_or_read_is_named(tmp_path):
         read_trajectories(other)
 
 
-def test_token_rewards_and_media_are_read_back(tmp_path):
+def test_token_rewards_and_media_survive_a_parquet_round_trip(tmp_path):
     made = MadeSession()
     made.call(output=3)
     made.call(None, continues=None, output=2)
@@ -161,7 +161,7 @@ def test_token_rewards_and_media_are_read_back(tmp_path):
     assert read.traces[0].media == [{"digest": "d", "start": 2, "length": 4}]
 
 
-def test_a_file_without_the_columns_of_today_is_read(tmp_path):
+def test_a_parquet_file_without_the_newer_columns_is_read(tmp_path):
     made = MadeSession()
     made.call()
     write_trajectories(tmp_path / "t.parquet", [rebuild(made.capture())])
@@ -173,12 +173,12 @@ def test_a_file_without_the_columns_of_today_is_read(tmp_path):
     assert (trace.token_rewards, trace.media) == (None, ())
 
 
-def test_one_trajectory_packed_as_bytes_is_the_same_one():
+def test_a_trajectory_packed_as_parquet_bytes_is_unpacked_unchanged():
     for whole in (made_trajectory(), Trajectory("s", "ERROR", (), None, "it broke", {})):
         assert trajectory_bytes(unpack(pack(whole))) == trajectory_bytes(whole)
 
 
-def test_what_is_no_packed_trajectory_is_refused():
+def test_bytes_that_are_no_packed_trajectory_are_refused():
     with pytest.raises(BridleError, match="a packed trajectory: cannot read"):
         unpack(b"something else")
 

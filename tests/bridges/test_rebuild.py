@@ -41,18 +41,18 @@ def written(folder, path, spec, workers):
     return lines, (folder / f"{workers}.parquet").read_bytes()
 
 
-def test_any_number_of_processes_gives_the_same_bytes(capture, tmp_path):
+def test_rebuilding_with_one_or_two_processes_gives_the_same_bytes(capture, tmp_path):
     spec = BuilderSpec(strategy="per_request")
     assert written(tmp_path, capture, spec, 1) == written(tmp_path, capture, spec, 2)
 
 
-def test_sessions_come_in_the_order_given(capture):
+def test_rebuilt_sessions_are_returned_in_the_requested_order(capture):
     wanted = SESSIONS[::-1]
     found = [r.line.count(b"exchange_ids") for r in rebuild_all(capture, wanted, None)]
     assert found == [int(int(name[1:]) % 4 > 0) for name in wanted]
 
 
-def test_a_session_that_cannot_be_built_is_reported(capture):
+def test_rebuilding_with_an_unknown_builder_raises_a_config_error(capture):
     with pytest.raises(ConfigError, match="unknown builder 'best'"):
         list(rebuild_all(capture, SESSIONS, BuilderSpec(strategy="best"), workers=1))
 
@@ -61,7 +61,7 @@ def kill(_graph, _marks):
     os._exit(9)
 
 
-def test_a_killed_process_is_reported(capture):
+def test_a_killed_rebuild_process_raises_an_error(capture):
     spec = BuilderSpec(strategy="tests.bridges.test_rebuild:kill")
     with pytest.raises(BridleError, match="a process that rebuilt it ended"):
         list(rebuild_all(capture, SESSIONS, spec, workers=2))

@@ -23,7 +23,7 @@ def task(task_id):
     )
 
 
-async def test_sessions_come_in_the_order_of_the_tasks_and_groups_are_acknowledged(tmp_path):
+async def test_server_sessions_are_returned_in_task_order(tmp_path):
     async with (
         a_service(tmp_path, FakeWorkers()) as service,
         serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
@@ -42,7 +42,7 @@ async def test_sessions_come_in_the_order_of_the_tasks_and_groups_are_acknowledg
         assert all(one.traces for one in first)
 
 
-async def test_a_failed_session_is_returned_and_a_refusal_raises(tmp_path):
+async def test_a_failed_session_is_an_error_trajectory_and_a_wrong_token_raises(tmp_path):
     async with (
         a_service(tmp_path, FakeWorkers()) as service,
         serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
@@ -63,7 +63,7 @@ async def test_a_failed_session_is_returned_and_a_refusal_raises(tmp_path):
             await asyncio.to_thread(refused)
 
 
-def test_a_sample_that_was_never_begun_is_an_error_without_traces():
+def test_a_sample_that_never_started_is_a_trajectory_without_traces():
     lost = ServerSessions("http://127.0.0.1:1")._trajectory("a", None)
     assert (lost.session_id, lost.metadata) == ("", {"task_id": "a"})
 

@@ -21,7 +21,7 @@ def made(session_id, reward=1.0, *, turns=1, status="COMPLETED", task="t", ids=N
     return capture, rebuild(capture)
 
 
-def test_only_what_the_rules_allow_is_taken_and_the_rest_is_counted_by_reason():
+def test_sessions_rejected_by_selection_rules_are_counted_by_reason():
     sessions = [
         made("good"),
         made("weak", 0.2),
@@ -50,11 +50,11 @@ def test_only_what_the_rules_allow_is_taken_and_the_rest_is_counted_by_reason():
         ({"max_reward": 0.5}, "reward"),
     ],
 )
-def test_each_rule_has_its_reason(rules, reason):
+def test_each_selection_rule_rejects_with_its_own_reason(rules, reason):
     assert survey([made("s")], Rules.model_validate(rules)).rejected == {reason: 1}
 
 
-def test_of_a_tasks_sessions_the_best_are_kept_then_the_shortest():
+def test_rule_keep_takes_a_task_s_best_sessions_and_the_shortest_of_equals():
     sessions = [
         made("poor", 0.5), made("long", 1.0, turns=3), made("short", 1.0), made("b", task="u"),
     ]  # fmt: skip
@@ -64,7 +64,7 @@ def test_of_a_tasks_sessions_the_best_are_kept_then_the_shortest():
     assert two.rejected == {"surplus": 1}
 
 
-def test_what_says_the_same_is_taken_once_per_task():
+def test_rule_unique_takes_equal_examples_once_per_task():
     sessions = [made("a", ids=[1, 2]), made("b", ids=[1, 2]), made("c", ids=[1, 2], task="u")]
     found = survey(sessions, Rules(unique=True))
     assert set(found.accepted) == {"a", "c"}
@@ -72,7 +72,7 @@ def test_what_says_the_same_is_taken_once_per_task():
     assert len(survey(sessions, Rules()).accepted) == 3
 
 
-def test_statistics_are_of_attempts_per_source_with_turns_tokens_and_hours():
+def test_selection_statistics_have_attempts_turns_tokens_and_hours_per_source():
     sessions = [made("a", turns=2), made("b", 0.0), made("c", source="other")]
     result = survey(sessions, Rules(min_reward=1)).json()
     assert (result["attempted"], result["accepted"]) == (3, 2)
@@ -85,7 +85,7 @@ def test_statistics_are_of_attempts_per_source_with_turns_tokens_and_hours():
     assert survey([], Rules()).json()["acceptance"] is None
 
 
-def test_repositories_are_counted_apart_where_tasks_have_one():
+def test_selection_sources_are_split_by_the_repository_or_package_of_a_task():
     sessions = []
     for name, facts in (("a", {"repo": "org/a"}), ("b", {"package": "b"}), ("c", {})):
         capture, trajectory = made(name)
@@ -96,7 +96,7 @@ def test_repositories_are_counted_apart_where_tasks_have_one():
     assert list(survey(sessions, Rules()).sources) == ["b / pi", "org/a / pi", "set / pi"]
 
 
-def test_a_pause_between_sessions_is_not_in_the_wall_hours():
+def test_wall_hours_exclude_pauses_between_sessions():
     sessions = []
     for name, start in (("a", 0), ("b", 5), ("c", 1000)):
         capture, trajectory = made(name)
@@ -108,7 +108,7 @@ def test_a_pause_between_sessions_is_not_in_the_wall_hours():
     assert survey(sessions, Rules()).wall_hours == pytest.approx(25 / 3600)
 
 
-def test_a_session_that_has_not_ended_is_an_attempt_without_hours():
+def test_a_running_session_counts_as_an_attempt_with_zero_hours():
     capture, _ = made("s")
     capture = dataclasses.replace(capture, outcome=None)
     found = survey([(capture, rebuild(capture))], Rules())
@@ -116,7 +116,7 @@ def test_a_session_that_has_not_ended_is_an_attempt_without_hours():
     assert found.sources["set / pi"].hours == 0
 
 
-def test_the_chosen_come_back_with_their_examples():
+def test_selected_sessions_are_returned_with_their_examples():
     sessions = [made("a"), made("b", 0.0)]
     found = survey(sessions, Rules(min_reward=1))
     ((capture, trajectory, examples),) = select_examples(sessions, found.accepted)
@@ -125,7 +125,7 @@ def test_the_chosen_come_back_with_their_examples():
 
 
 @pytest.mark.parametrize("text", [False, True], ids=["ids", "text"])
-def test_a_rejected_reply_is_left_out_unless_it_is_asked_for(text):
+def test_a_rejected_reply_is_selected_only_with_rule_rejected(text):
     one = MadeSession("s")
     fields = {"output": 0, "logprob_mode": LogprobMode.NONE} if text else {}
     first = one.call(None, **fields)

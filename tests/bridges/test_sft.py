@@ -22,7 +22,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_line_holds_the_exact_tokens_and_where_they_train(tmp_path):
+def test_an_sft_line_has_exact_token_ids_a_loss_mask_and_messages(tmp_path):
     made = MadeSession()
     made.call()
     made.call("x0")
@@ -42,7 +42,7 @@ def test_a_line_holds_the_exact_tokens_and_where_they_train(tmp_path):
     assert counts == SftCounts(examples=1, tokens=10)
 
 
-def test_an_example_of_text_has_no_ids(tmp_path):
+def test_an_sft_example_of_a_text_session_has_no_token_ids(tmp_path):
     made = MadeSession()
     made.call(output=0, logprob_mode=LogprobMode.NONE)
     counts = write_sft(tmp_path / "sft.jsonl", [example(made)])
@@ -51,14 +51,14 @@ def test_an_example_of_text_has_no_ids(tmp_path):
     assert counts == SftCounts(examples=1, tokens=0, texts=1)
 
 
-def test_line_separators_in_text_do_not_part_a_line(tmp_path):
+def test_unicode_line_separators_do_not_split_an_sft_line(tmp_path):
     count = write_lines(tmp_path / "sft.jsonl", [{"text": "a\u2028b\u2029c\u0085d"}])
     text = (tmp_path / "sft.jsonl").read_text()
     assert len(text.splitlines()) == count == 1
     assert json.loads(text)["text"] == "a\u2028b\u2029c\u0085d"
 
 
-def test_reasoning_and_calls_stand_as_openai_chat_has_them(tmp_path):
+def test_sft_messages_have_reasoning_and_tool_calls_in_openai_chat_form(tmp_path):
     made = MadeSession()
     function = {"name": "bash", "arguments": '{"command": "ls"}'}
     call = {"id": "call_1", "type": "function", "function": function}
@@ -77,7 +77,7 @@ def test_reasoning_and_calls_stand_as_openai_chat_has_them(tmp_path):
     assert json.loads(line["tools"]) == tools
 
 
-def test_content_parts_stay_parts(tmp_path):
+def test_sft_messages_keep_content_parts(tmp_path):
     made = MadeSession()
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     message = {"role": "user", "content": [{"type": "text", "text": "see"}, image]}
@@ -87,7 +87,7 @@ def test_content_parts_stay_parts(tmp_path):
     assert line["messages"][1] == message
 
 
-def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path):
+def test_a_failed_sft_write_names_the_file_and_leaves_none(tmp_path):
     path = tmp_path / "no" / "sft.jsonl"
     with pytest.raises(BridleError, match=f"{path}: cannot write examples"):
         write_sft(path, [])

@@ -41,7 +41,7 @@ def templates(*names):
     ]
 
 
-def test_a_session_is_a_list_of_samples_that_share_their_rollout():
+def test_traces_of_a_session_are_slime_samples_with_one_rollout_id():
     groups = [group(session("s", 1.0, trace(), trace("t1")), session("u", 0.0, trace()))]
     ((two, one),), _ = samples_of(groups, templates("a"))
     first, second = two
@@ -58,7 +58,7 @@ def test_a_session_is_a_list_of_samples_that_share_their_rollout():
         sample.validate()
 
 
-def test_experts_are_those_of_all_tokens_but_the_last_or_none():
+def test_slime_samples_have_routed_experts_of_all_tokens_but_the_last_or_none():
     result = [trace(routed_experts=rows()), trace("t1", routed_experts=rows(known=8)), trace("t2")]
     groups = [group(session("s", 1.0, *result), session("u", None, status="ERROR"))]
     (((first, second, third), (failed,)),) = samples_of(groups, templates("a"))[0]
@@ -69,7 +69,7 @@ def test_experts_are_those_of_all_tokens_but_the_last_or_none():
         assert sample is first or sample.rollout_routed_experts is None
 
 
-def test_what_must_not_train_is_removed_and_keeps_its_place():
+def test_a_session_without_a_reward_is_a_removed_slime_sample_in_its_place():
     sessions = session("s", 1.0, trace(), status="TIMEOUT"), session("u", None, status="ERROR")
     (((late,), (failed,)),) = samples_of([group(*sessions)], templates("a"))[0]
     assert (late.status, late.remove_sample) == (Status.ABORTED, False)
@@ -79,7 +79,7 @@ def test_what_must_not_train_is_removed_and_keeps_its_place():
     assert samples_of(cut, templates("a"))[0][0][0][0].status is Status.TRUNCATED
 
 
-def test_samples_of_traces_with_rewards_of_their_own_are_compared_within_their_role():
+def test_slime_advantages_of_trace_rewards_are_computed_within_a_role():
     def played(name, agent, helper):
         sub = trace("t1", reward=helper, metadata={"kind": "subagent", "agent": "helper"})
         return session(name, agent, trace(metadata={"kind": "agent"}), sub)
@@ -92,7 +92,7 @@ def test_samples_of_traces_with_rewards_of_their_own_are_compared_within_their_r
     assert advantages == [0.0, -1.0, 0.0, 1.0]
 
 
-def test_advantages_count_a_session_once_and_the_unknown_not_at_all():
+def test_slime_advantages_count_a_session_once_and_ignore_unknown_rewards():
     unknown = session("x", None, trace())
     groups = [
         group(session("s", 1.0, trace(), trace("t1"), trace("t2")), session("u", 0.0, trace())),
@@ -105,7 +105,7 @@ def test_advantages_count_a_session_once_and_the_unknown_not_at_all():
     assert advantages == [1, 1, 1, -1, 0, 0]
 
 
-def test_groups_are_played_as_their_rows_name_tasks():
+def test_slime_groups_play_the_tasks_that_their_samples_name():
     player = Player(*(session(name, 1.0, trace()) for name in "wxyz"))
     wanted = templates("a", "b")
     wanted[1] = [Sample(group_index=1, index=at, prompt="b", metadata={}) for at in (2, 3)]
@@ -128,7 +128,7 @@ def opened(tmp_path):
     open_server.cache_clear()
 
 
-def test_the_rollout_function_takes_groups_from_the_data_source(opened):
+def test_slime_s_rollout_function_takes_groups_from_the_data_source(opened):
     args, sessions = opened
     player = Player(session("s", 1.0, trace()), session("u", 0.0, trace()))
     sessions.play, sessions.set_version = player.play, player.set_version
@@ -139,7 +139,7 @@ def test_the_rollout_function_takes_groups_from_the_data_source(opened):
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
-def test_colocated_engines_are_released_when_the_rollout_function_returns(opened, evaluation):
+def test_colocated_engines_serve_only_while_slime_s_rollout_function_runs(opened, evaluation):
     args, sessions = opened
     args.colocate = True
     player, states = Player(session("s", 1.0, trace()), session("u", 0.0, trace())), []
@@ -156,7 +156,7 @@ def test_colocated_engines_are_released_when_the_rollout_function_returns(opened
     assert states == ["serving", "played", "released"]
 
 
-def test_the_asynchronous_function_refuses_engines_that_share_the_trainers_gpus(opened):
+def test_slime_s_asynchronous_rollout_function_refuses_colocated_engines(opened):
     args, _ = opened
     args.colocate = True
     with pytest.raises(ConfigError, match="GPUs of their own"):
@@ -164,7 +164,7 @@ def test_the_asynchronous_function_refuses_engines_that_share_the_trainers_gpus(
 
 
 @pytest.mark.parametrize("function", [generate_rollout, generate_rollout_async])
-def test_an_evaluation_gives_rewards(opened, function):
+def test_a_slime_evaluation_returns_the_known_rewards(opened, function):
     args, sessions = opened
     sessions.play = Player(session("s", 1.0, trace()), session("u", None)).play
     result = function(args, 5, None, evaluation=True)
@@ -181,7 +181,7 @@ def test_an_evaluation_gives_rewards(opened, function):
         ("/list_workers", {"urls": ["http://127.0.0.1:1", "http://h:2"]}),
     ],
 )
-async def test_the_engines_at_the_trainers_router_are_named_in_a_file(tmp_path, path, answer):
+async def test_engines_of_slime_s_router_are_written_to_the_engines_file(tmp_path, path, answer):
     async def workers(request):
         return web.json_response(answer)
 
@@ -195,7 +195,7 @@ async def test_the_engines_at_the_trainers_router_are_named_in_a_file(tmp_path, 
     assert named == ["sglang:http://127.0.0.1:1", "sglang:http://h:2"]
 
 
-def test_settings_come_from_the_arguments_or_the_environment(monkeypatch):
+def test_slime_settings_are_read_from_arguments_or_environment(monkeypatch):
     with pytest.raises(ConfigError, match="BRIDLE_SERVER"):
         slime._setting(SimpleNamespace(), "bridle_server")
     monkeypatch.setenv("BRIDLE_SERVER", "http://127.0.0.1:2")
@@ -279,6 +279,6 @@ def lost_share(ahead):
     return 1 - (slots.busy - busy) / (64 * (slots.now - start))
 
 
-def test_a_slow_session_in_every_batch_costs_the_engines_less_than_a_tenth():
+def test_a_slow_session_per_batch_idles_engines_under_a_tenth_with_async_rollouts():
     assert lost_share(0) > 0.7  # whole batches: all wait for the slow one
     assert lost_share(16) < 0.1

@@ -28,7 +28,7 @@ class Trainer(EveryTrace):
 TASKS = [Task(task_id=name, instruction="go") for name in "ab"]
 
 
-def test_every_trace_is_a_row_the_first_of_each_session_before_the_others():
+def test_every_trace_is_a_trl_row_and_first_traces_of_sessions_precede_others():
     first, second = trace([1, 2], [3, 4, 5], [1, 0, 1], logprobs=[-1, 0, -2]), trace([1], [9])
     other = session(0.0, trace([1], [7]))
     rollouts = TrlRollouts(Player(session(1.0, first, second), other), TASKS)
@@ -47,7 +47,7 @@ def test_every_trace_is_a_row_the_first_of_each_session_before_the_others():
     assert rollouts.counts == RowCounts(sessions=2, rows=3, tokens=4)
 
 
-def test_the_rows_of_a_batch_fill_trls_steps():
+def test_masked_rows_pad_a_batch_to_trl_s_steps_per_generation():
     session_of_three = session(1.0, trace([1], [2]), trace([1], [3]), trace([1], [4]))
     rollouts = TrlRollouts(Player(session_of_three), TASKS)
     rows = rollouts(["a"], Trainer(steps_per_generation=2))
@@ -55,7 +55,7 @@ def test_the_rows_of_a_batch_fill_trls_steps():
     assert rollouts.weights[-1] == 0
 
 
-def test_a_session_that_cannot_train_is_a_row_that_does_not():
+def test_a_session_without_a_reward_or_traces_is_a_masked_trl_row():
     unknown, nothing = session(None, trace([1], [2, 3])), session(0.0)
     rollouts = TrlRollouts(Player(unknown, nothing), TASKS)
 
@@ -67,7 +67,7 @@ def test_a_session_that_cannot_train_is_a_row_that_does_not():
     assert rollouts.counts.left_out == {"unknown": 1, "empty": 1}
 
 
-def test_a_trainer_of_one_row_per_prompt_and_images_are_refused():
+def test_a_trl_trainer_of_one_row_per_prompt_and_images_are_refused():
     seen = session(1.0, trace([1], [2], media=({"digest": "0" * 64},)))
     other = session(0.0, trace([1], [2]))
     rollouts = TrlRollouts(Player(seen), TASKS)
@@ -81,7 +81,7 @@ def test_a_trainer_of_one_row_per_prompt_and_images_are_refused():
             bring()
 
 
-def test_rows_come_in_the_order_of_the_prompts_one_for_each():
+def test_trl_rows_have_the_order_of_the_prompts():
     sessions = [session(float(n), trace([1], [n])) for n in range(3)]
     player = Player(*sessions)
     rows = TrlRollouts(player, TASKS)(["b", "a", "b"], Trainer())
@@ -89,7 +89,7 @@ def test_rows_come_in_the_order_of_the_prompts_one_for_each():
     assert rows["completion_ids"] == [[0], [1], [2]]
 
 
-def test_weights_are_published_when_they_have_changed():
+def test_weights_are_published_to_engines_once_per_trl_step():
     player = Player(*[session(1.0, trace([1], [2]))] * 3)
     rollouts = TrlRollouts(player, TASKS)
     for step in (0, 0, 1):
@@ -97,11 +97,11 @@ def test_weights_are_published_when_they_have_changed():
     assert player.weights == [({"of": 0}, 0), ({"of": 1}, 1)]
 
 
-def test_a_reward_function_repeats_what_the_evaluator_said():
+def test_the_trl_reward_function_returns_the_evaluator_s_rewards():
     assert session_reward(["a"], ["b"], session_reward=[np.float32(0.5), None]) == [0.5, None]
 
 
-def test_the_data_set_names_tasks_and_two_of_one_id_are_refused():
+def test_the_trl_data_set_lists_task_ids_and_refuses_duplicates():
     assert TrlRollouts(Player(), TASKS).rows() == [{"prompt": "a"}, {"prompt": "b"}]
     with pytest.raises(ConfigError, match="one task_id"):
         TrlRollouts(Player(), [*TASKS, *TASKS])

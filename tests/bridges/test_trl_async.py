@@ -65,7 +65,7 @@ def until(condition):
         time.sleep(0.005)
 
 
-def test_every_trace_of_a_session_is_a_row_with_its_sessions_advantage():
+def test_every_trained_trace_is_an_async_row_with_its_session_s_advantage():
     many = session(
         1.0,
         trace([1, 2], [3, 4, 5], [1, 0, 1], logprobs=[-1, 0, -2], version=[4, 0, 3]),
@@ -86,7 +86,7 @@ def test_every_trace_of_a_session_is_a_row_with_its_sessions_advantage():
     assert first.enqueued_at is not None
 
 
-def test_traces_with_rewards_of_their_own_have_advantages_of_their_own():
+def test_async_rows_of_traces_with_their_own_rewards_have_their_own_advantages():
     def played(helper):
         own = trace([1], [3], reward=helper, metadata={"kind": "subagent", "agent": "helper"})
         return session(1.0, trace([1], [2], metadata={"kind": "agent"}), own)
@@ -96,7 +96,7 @@ def test_traces_with_rewards_of_their_own_have_advantages_of_their_own():
     assert [row.metrics["reward"] for row in rows] == [1.0, 0.0, 1.0, 1.0]
 
 
-def test_a_group_that_does_not_vary_has_no_rows_and_tokens_without_a_version_have_the_groups():
+def test_a_flat_group_has_no_rows_and_unknown_token_versions_default_to_the_group_s():
     one = session(1.0, trace([1], [2], version=-1))
     assert async_rows(0, [one, one], version=3) == []
     [row, _] = async_rows(0, [one, session(0.0, trace([1], [2], version=-1))], version=3)
@@ -105,7 +105,7 @@ def test_a_group_that_does_not_vary_has_no_rows_and_tokens_without_a_version_hav
     assert [row.advantage for row in half] == [0.25, 0.25, 0.25, -0.75]
 
 
-def test_groups_are_played_while_the_trainer_takes_rows_each_task_once_per_epoch():
+def test_rollouts_run_while_the_trainer_reads_rows_with_each_task_once_per_epoch():
     players = Players()
     with playing(players, groups_at_once=1) as rollouts:
         rows = [rollouts.rollout_buffer.get(timeout=10) for _ in range(12)]
@@ -118,7 +118,7 @@ def test_groups_are_played_while_the_trainer_takes_rows_each_task_once_per_epoch
     assert rollouts.rows() == [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
 
 
-def test_a_full_queue_holds_the_play_and_stop_ends_it():
+def test_a_full_row_queue_pauses_rollouts_and_stop_ends_their_threads():
     players = Players()
     with playing(players, groups_at_once=2, queue_rows=3) as rollouts:
         until(rollouts.rollout_buffer.full)
@@ -128,7 +128,7 @@ def test_a_full_queue_holds_the_play_and_stop_ends_it():
     assert rollouts.rollout_buffer.qsize() == 3
 
 
-def test_weights_are_of_the_version_that_the_trainer_names_next():
+def test_transferred_weights_get_the_version_that_the_trainer_sets_next():
     players = Players()
     rollouts = TrlAsyncRollouts(players, TASKS)
     rollouts.init_weight_transfer()
@@ -142,14 +142,14 @@ def test_weights_are_of_the_version_that_the_trainer_names_next():
     assert (players.versions, rollouts.version) == ([], 2)
 
 
-def test_the_version_is_set_where_another_backend_moves_the_weights():
+def test_the_policy_version_is_set_when_another_backend_transfers_the_weights():
     players = Players()
     rollouts = TrlAsyncRollouts(players, TASKS)
     rollouts.update_model_version(1)
     assert (players.versions, rollouts.version) == ([1], 1)
 
 
-def test_a_failure_of_the_rollout_is_raised_when_the_trainer_fetches():
+def test_a_rollout_failure_is_raised_by_the_trainer_s_health_check():
     players = Players()
     players.fault = EngineError("the engine is gone")
     with playing(players) as rollouts:
@@ -165,7 +165,7 @@ def test_a_failure_of_the_rollout_is_raised_when_the_trainer_fetches():
         (session(0.0), "COMPLETED"),
     ],
 )
-def test_groups_that_give_nothing_end_the_training_saying_what_became_of_them(one, result):
+def test_groups_without_rows_end_the_training_with_the_session_outcomes(one, result):
     players = Players(one, one)
     with playing(players) as rollouts:
         until(lambda: rollouts.counts.groups >= GIVE_UP)
@@ -175,7 +175,7 @@ def test_groups_that_give_nothing_end_the_training_saying_what_became_of_them(on
         rollouts.rollout_buffer.get_nowait()
 
 
-def test_a_solved_task_set_is_no_failure():
+def test_groups_of_equal_full_reward_do_not_fail_the_health_check():
     players = Players(session(1.0, trace([1], [2])), session(1.0, trace([1], [2])))
     with playing(players) as rollouts:
         until(lambda: rollouts.counts.groups >= GIVE_UP + 4)
@@ -183,7 +183,7 @@ def test_a_solved_task_set_is_no_failure():
         assert rollouts.counts.flat == rollouts.counts.groups
 
 
-def test_two_tasks_of_one_id_are_refused():
+def test_async_rollouts_refuse_two_tasks_of_one_id():
     with pytest.raises(ConfigError, match="one task_id"):
         TrlAsyncRollouts(Players(), [*TASKS, *TASKS])
 
@@ -232,7 +232,7 @@ def without_a_gpu():
 
 @pytest.mark.train
 @pytest.mark.filterwarnings("default")  # trl and accelerate warn about this and that
-def test_rows_have_the_fields_of_trls_own_samples_and_go_through_its_data_path():
+def test_async_rows_have_the_fields_of_trl_s_samples_and_pass_its_collator():
     import accelerate
     from trl.experimental.async_grpo.async_grpo_trainer import (
         DataCollatorForRollout,

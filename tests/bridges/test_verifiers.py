@@ -35,14 +35,14 @@ def check(record, traces):
             assert len(node.get("logprobs", [])) == sum(node["mask"])
 
 
-def test_a_branch_has_the_ids_and_the_mask_of_its_trace():
+def test_a_verifiers_branch_has_the_token_ids_and_mask_of_its_trace():
     partly = trace("t1", loss_mask=np.array([1, 0, 0, 0, 1, 1, 1], np.uint8))
     odd = trace("t2", response_messages=[DONE, RESULT, DONE, RESULT, DONE])
     traces = [trace(), partly, odd]
     check(trace_record(session("s", 1.0, *traces)), traces)
 
 
-def test_messages_and_tools_are_in_their_form():
+def test_a_verifiers_record_has_messages_and_tools_in_verifiers_form():
     record = trace_record(session("s", 1.0, trace()))
     roles = [node["message"]["role"] for node in record["nodes"]]
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
@@ -53,7 +53,7 @@ def test_messages_and_tools_are_in_their_form():
     assert record["rewards"] == {"bridle": {"score": 1.0}}
 
 
-def test_nodes_have_the_experts_of_their_ids():
+def test_verifiers_nodes_have_the_routed_experts_of_their_tokens():
     routed = trace(routed_experts=rows())
     record = trace_record(session("s", 1.0, routed, trace("t1")), experts=True)
     branch, other = (path_of(record, leaf) for leaf in leaves(record))
@@ -69,7 +69,7 @@ def test_nodes_have_the_experts_of_their_ids():
     assert wide["nodes"][-1]["routed_experts"].dtype == np.uint16
 
 
-def test_a_failed_session_says_so_and_odd_messages_are_read():
+def test_a_verifiers_record_of_a_failed_session_has_its_error():
     parts = {"role": "assistant", "content": [{"type": "text", "text": "So."}]}
     one = trace(
         prompt_messages=[{"role": "developer", "content": "Hm."}],
@@ -91,7 +91,7 @@ def test_a_failed_session_says_so_and_odd_messages_are_read():
 @pytest.mark.train
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
-def test_the_package_gives_the_same_branches():
+def test_the_verifiers_package_reads_branches_equal_to_the_traces():
     with absent("prime_sandboxes", "tomli_w", "math_verify"):
         read = verifiers_trace(session("s", 0.5, trace(routed_experts=rows()), trace("t1")))
     assert np.array_equal(read.branches[0].routed_experts[:9], rows()[:9])
@@ -104,7 +104,7 @@ def test_the_package_gives_the_same_branches():
         assert branch.logprobs[3:] == one.response_logprobs.tolist()
 
 
-def test_a_session_whose_traces_have_rewards_of_their_own_is_named_in_a_warning():
+def test_verifiers_records_warn_about_traces_with_their_own_rewards():
     rewarded = session("s", 1.0, trace(), trace("t1", reward=0.5))
     with capture_logs() as logs:
         trace_record(rewarded)

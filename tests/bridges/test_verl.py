@@ -29,7 +29,7 @@ def config(**custom):
     return SimpleNamespace(config=SimpleNamespace(actor_rollout_ref=actor))
 
 
-def test_missing_settings_are_named():
+def test_missing_agent_loop_settings_are_named():
     with pytest.raises(ConfigError, match=r"custom\.bridle_server"):
         BridleAgentLoop(config(bridle_server="http://127.0.0.1:1"))
 
@@ -116,7 +116,7 @@ def red():
 
 @pytest.mark.train
 @pytest.mark.timeout(180)
-async def test_verls_queue_has_the_experts_of_each_token(queue):
+async def test_verl_s_queue_has_the_routed_experts_of_each_token(queue):
     worker, put, _ = queue
     result = session("s", 1.0, trace(routed_experts=rows()), trace("t1"))
     outputs = outputs_of(result, SHAPE)
@@ -167,7 +167,7 @@ async def test_verls_grpo_counts_a_session_once_and_its_loss_reaches_every_trace
 
 @pytest.mark.train
 @pytest.mark.timeout(180)
-async def test_verls_registry_starts_the_agent_loop_which_plays_the_row_s_task(tmp_path):
+async def test_verl_s_registry_starts_the_agent_loop_that_plays_the_row_s_task(tmp_path):
     import hydra
 
     (tmp_path / "tasks.jsonl").write_text('{"task_id": "a", "instruction": "go"}\n')
@@ -188,7 +188,7 @@ async def test_verls_registry_starts_the_agent_loop_which_plays_the_row_s_task(t
 
 @pytest.mark.train
 @pytest.mark.timeout(180)
-def test_a_trace_too_long_for_verl_is_left_out_and_a_session_without_any_moves_its_groups_mean():
+def test_an_overlong_trace_is_a_masked_verl_row_and_an_unknown_reward_gives_none():
     (row,) = outputs_of(
         session("s", 1.0, trace(), trace("t1")), Shape(16, 5, overlong="drop", blanks=True)
     )
