@@ -25,7 +25,7 @@ def loaded(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def test_a_learner_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
+def test_a_learner_restored_from_a_checkpoint_continues_bit_for_bit(tmp_path):
     learner = Learner(tiny_model(), SETTINGS)
     batch = a_batch(learner.model, SETTINGS)
     learner.update(batch)
@@ -45,7 +45,7 @@ def test_a_learner_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
     assert (other.version, other.steps) == (2, 2)
 
 
-def test_only_the_newest_are_kept_and_none_is_there_in_part(tmp_path):
+def test_only_the_newest_checkpoints_are_kept_and_partial_ones_are_not_listed(tmp_path):
     learner = Learner(tiny_model(), SETTINGS)
     (tmp_path / "step-000009.part").mkdir()
     for step in (1, 2, 10):
@@ -56,7 +56,7 @@ def test_only_the_newest_are_kept_and_none_is_there_in_part(tmp_path):
     assert len(load_tokenizer(checkpoints(tmp_path)[0])) == len(TOKENIZER)
 
 
-def test_weights_that_are_not_numbers_are_not_kept(tmp_path):
+def test_weights_with_nan_are_not_saved_as_a_checkpoint(tmp_path):
     learner = Learner(tiny_model(), SETTINGS)
     with torch.no_grad():
         learner.model.lm_head.weight[0, 0] = torch.nan
@@ -66,7 +66,7 @@ def test_weights_that_are_not_numbers_are_not_kept(tmp_path):
     assert checkpoints(tmp_path) == []
 
 
-def test_what_is_no_checkpoint_or_of_another_model_is_refused(tmp_path):
+def test_a_folder_without_a_checkpoint_and_one_of_another_model_are_refused(tmp_path):
     with pytest.raises(TrainingError, match="is no checkpoint"):
         read_state(tmp_path)
 

@@ -53,7 +53,7 @@ def update_alone(**settings):
 
 
 @pytest.mark.timeout(300)
-def test_recomputed_layers_take_less_than_a_quarter_of_the_memory():
+def test_gradient_checkpointing_takes_less_than_a_quarter_of_the_memory():
     """Measured: 97 MiB against 671."""
     plain, again = (update_alone(gradient_checkpointing=one) for one in (False, True))
     assert again["mib"] < plain["mib"] / 4
@@ -62,7 +62,7 @@ def test_recomputed_layers_take_less_than_a_quarter_of_the_memory():
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("settings", [{}, {"kl": 0.1, "updates_per_batch": 3}])
-def test_recomputed_layers_give_the_same_gradients(packing, settings):
+def test_gradient_checkpointing_gives_the_same_gradients(packing, settings):
     plain, report = updated(packing=packing, **settings)
     again, other = updated(packing=packing, gradient_checkpointing=True, **settings)
 
@@ -71,7 +71,7 @@ def test_recomputed_layers_give_the_same_gradients(packing, settings):
     assert not again.model.training
 
 
-def test_packed_traces_give_the_gradients_of_padded_ones():
+def test_packed_and_padded_traces_give_the_same_gradients():
     plain, report = updated(kl=0.1, updates_per_batch=3)
     again, other = updated(packing="sequence", kl=0.1, updates_per_batch=3)
 
@@ -82,7 +82,7 @@ def test_packed_traces_give_the_gradients_of_padded_ones():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_bfloat16_is_near_float32_and_its_weights_stay_float32(packing, checkpointing):
+def test_bfloat16_gradients_are_near_float32_and_weights_stay_float32(packing, checkpointing):
     plain, report = updated(packing=packing)
     rough, other = updated(packing=packing, dtype="bfloat16", gradient_checkpointing=checkpointing)
 
@@ -95,7 +95,7 @@ def test_bfloat16_is_near_float32_and_its_weights_stay_float32(packing, checkpoi
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mistral", "mixture"])
-def test_each_packed_trace_is_computed_as_if_alone(name):
+def test_logprobs_of_a_packed_trace_equal_those_of_the_trace_alone(name):
     model = made(name)
     torch.manual_seed(1)
     samples = []
@@ -124,7 +124,7 @@ def test_a_model_that_cannot_compute_packed_traces_is_refused(name):
         Learner(made(name), GrpoSettings(packing="sequence"))
 
 
-def test_packing_computes_a_seventh_less_where_lengths_differ():
+def test_packing_computes_a_seventh_fewer_tokens_than_padding_when_lengths_differ():
     """64 traces of 24 to 1,169 tokens (log-normal), without a common beginning."""
     drawn = np.random.default_rng(0)
     lengths = np.exp(drawn.normal(5.3, 0.9, 64)).astype(int)
@@ -136,13 +136,13 @@ def test_packing_computes_a_seventh_less_where_lengths_differ():
     assert (packed, padded) == (18_847, 21_849)
 
 
-def test_a_model_without_known_layers_is_refused():
+def test_gradient_checkpointing_refuses_a_model_without_known_layers():
     model = transformers.PreTrainedModel(transformers.PreTrainedConfig())
     with pytest.raises(ConfigError, match="gradient_checkpointing: the layers of PreTrainedModel"):
         recompute_layers(model)
 
 
-def test_packing_fills_pieces_without_padding():
+def test_packed_pieces_have_no_padding():
     model = tiny_model()
     batch = [
         Sample(sampled_under(model, [2, 3], [5] * (n - 2), name=f"t{n}"), 0, 1.0, 1.0)
@@ -157,7 +157,7 @@ def test_packing_fills_pieces_without_padding():
     assert not any(sum(one.padding()) for one in pieces)
 
 
-def test_a_reference_and_a_teacher_are_packed_too():
+def test_reference_and_teacher_give_the_same_divergence_with_packing():
     model, teacher = tiny_model(), tiny_model(2)
     settings = GrpoSettings(packing="sequence", kl=0.1, teacher="elsewhere")
     packed = Learner(copy.deepcopy(model), settings, teacher=copy.deepcopy(teacher))

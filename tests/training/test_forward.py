@@ -67,7 +67,7 @@ def computed(pieces, model=MODEL):
     return sorted(found)
 
 
-def test_an_advantage_per_token_stays_with_its_token_in_all_layouts():
+def test_per_token_advantages_stay_with_their_tokens_in_all_batch_layouts():
     samples = [
         Sample(trace([2, 3], [4, 5, n], [1, 0, 1]), 0, np.array([n, n + 0.5, -n]), 1.0)
         for n in (7, 8)
@@ -79,7 +79,7 @@ def test_an_advantage_per_token_stays_with_its_token_in_all_layouts():
 
 
 @given(many_samples(), st.integers(1, 40), st.booleans())
-def test_rows_give_each_token_its_own_logprob(samples, batch_tokens, share):
+def test_logprobs_in_padded_rows_equal_those_of_a_plain_forward_pass(samples, batch_tokens, share):
     pieces = list(rows_of(samples, batch_tokens, share=share))
 
     assert np.allclose(computed(pieces), expected(samples), atol=1e-5)
@@ -87,7 +87,7 @@ def test_rows_give_each_token_its_own_logprob(samples, batch_tokens, share):
 
 
 @given(many_samples(), st.integers(1, 40))
-def test_lines_give_each_token_its_own_logprob(samples, batch_tokens):
+def test_logprobs_in_packed_sequences_equal_those_of_a_plain_forward_pass(samples, batch_tokens):
     pieces = list(packed_of(samples, batch_tokens))
 
     assert np.allclose(computed(pieces, PACKED), expected(samples), atol=1e-5)
@@ -98,7 +98,7 @@ def test_lines_give_each_token_its_own_logprob(samples, batch_tokens):
 
 
 @given(many_samples(), st.integers(1, 40))
-def test_trees_give_each_token_its_own_logprob(samples, batch_tokens):
+def test_logprobs_in_packed_trees_equal_those_of_a_plain_forward_pass(samples, batch_tokens):
     pieces = list(trees_of(samples, batch_tokens))
 
     assert np.allclose(computed(pieces), expected(samples), atol=1e-5)
@@ -106,7 +106,7 @@ def test_trees_give_each_token_its_own_logprob(samples, batch_tokens):
     assert all(len({sample.group for sample in piece.samples}) == 1 for piece in pieces)
 
 
-def test_logits_are_computed_at_the_selected_places_only():
+def test_logits_are_computed_at_the_selected_positions_only():
     ids, places = torch.tensor([[2, 3, 4], [5, 6, 7]]), torch.tensor([[0, 1, 0], [1, 0, 1]]) != 0
     heads = []
     hook = MODEL.lm_head.register_forward_hook(lambda _, __, out: heads.append(out.shape))
@@ -118,7 +118,7 @@ def test_logits_are_computed_at_the_selected_places_only():
     assert heads == [(3, VOCABULARY), (2, 3, VOCABULARY)]
 
 
-def test_logits_are_selected_without_an_argument_of_the_models():
+def test_logits_are_selected_also_for_models_without_logits_to_keep():
     """Before transformers 5.23, `logits_to_keep` does not take a mask."""
     refused = tiny_model()
     forward = refused.forward
@@ -133,7 +133,7 @@ def test_logits_are_selected_without_an_argument_of_the_models():
         assert torch.allclose(found, MODEL(input_ids=ids).logits[places], atol=1e-6)
 
 
-def test_a_model_for_packed_traces_refuses_another_layout():
+def test_a_model_set_up_for_sequence_packing_refuses_rows_and_trees():
     sample = Sample(trace([2, 3], [4, 5]), 0, 1.0, 1.0)
     [tree] = trees_of([sample], 100)
     [rows] = rows_of([sample, sample], 100, share=True)
@@ -142,7 +142,7 @@ def test_a_model_for_packed_traces_refuses_another_layout():
             chosen(*piece.logits(PACKED), 1.0)
 
 
-def test_rows_compute_what_all_begin_with_once_and_trees_every_token():
+def test_rows_compute_a_shared_prefix_once():
     samples = [Sample(trace([2, 3, 4, 5], [n, 6]), 0, 1.0, 1.0) for n in (7, 8, 9)]
 
     [shared] = rows_of(samples, 100, share=True)
@@ -152,7 +152,7 @@ def test_rows_compute_what_all_begin_with_once_and_trees_every_token():
     assert (apart.computed, shared.computed, tree.computed) == (18, 3 + 3 * 3, 4 + 3 * 2)
 
 
-def test_a_short_beginning_of_long_rows_is_not_shared():
+def test_a_short_prefix_of_long_rows_is_not_shared():
     """Measured on a model of width 128: 2,800 tokens of which 19 are common take half the time."""
     assert not sharing_saves([2800] * 8, 19, 128)
     assert sharing_saves([250] * 64, 100, 128)
@@ -164,7 +164,7 @@ def test_a_short_beginning_of_long_rows_is_not_shared():
     assert apart.prefix == 0
 
 
-def test_rows_of_unlike_lengths_are_not_padded_to_the_longest():
+def test_rows_of_different_lengths_are_split_into_batches_by_length():
     lengths = [10, 20, 900, 950, 1000]
     samples = [Sample(trace([2], [3] * (n - 1)), 0, 1.0, 1.0) for n in lengths]
 
@@ -187,7 +187,7 @@ def test_the_temperature_divides_the_logits():
 
 
 @pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
-def test_gradients_are_those_of_separate_passes(packing):
+def test_gradients_in_each_batch_layout_equal_those_of_separate_passes(packing):
     model = tiny_model()
     samples = [Sample(trace([2, 3, 4], [n, 6, n]), 0, 1.0, 1.0) for n in (7, 8, 9)]
     if packing == "sequence":
@@ -211,7 +211,7 @@ def test_gradients_are_those_of_separate_passes(packing):
         assert torch.allclose(parameter.grad, found, atol=1e-4)
 
 
-def test_an_id_of_another_tokenizer_is_named():
+def test_a_token_id_beyond_the_vocabulary_is_refused_with_its_position():
     [sample] = [Sample(t, 0, 1.0, 1.0) for t in session(1.0, trace([2], [VOCABULARY])).traces]
     with pytest.raises(TrainingError, match=f"id {VOCABULARY} at position 1 .* another tokenizer"):
         check_ids([sample], MODEL)

@@ -66,7 +66,7 @@ async def begun(players, count):
     return players.begun
 
 
-async def test_no_more_groups_begin_than_are_allowed():
+async def test_local_groups_start_no_more_groups_than_allowed():
     players = Players()
     async with local_groups(players, draws()) as source:
         source.allow(2)
@@ -76,7 +76,7 @@ async def test_no_more_groups_begin_than_are_allowed():
     assert sorted(players.ended) == sorted(ORDER[:3])
 
 
-async def test_a_group_has_its_sessions_in_the_order_of_their_samples():
+async def test_sessions_of_a_group_are_in_sample_order():
     players = Players()
     players.gate.set()
     async with local_groups(players, draws()) as source:
@@ -88,7 +88,7 @@ async def test_a_group_has_its_sessions_in_the_order_of_their_samples():
     assert group.rewards[:2] == [0.0, 1.0]
 
 
-async def test_what_was_begun_and_not_taken_is_begun_again_after_a_resume():
+async def test_groups_started_and_not_taken_start_again_after_a_resume():
     players = Players()
     async with local_groups(players, draws()) as source:
         source.allow(3)
@@ -109,7 +109,7 @@ async def test_what_was_begun_and_not_taken_is_begun_again_after_a_resume():
     assert {group.index for group in taken} == {*[index for index, _ in cursor["open"]], 3}
 
 
-async def test_an_evaluation_is_the_mean_of_what_is_known():
+async def test_an_evaluation_is_the_mean_of_the_known_rewards():
     players = Players()
     players.gate.set()
     held_out = [Task(task_id=name, instruction="go", num_samples=3) for name in "ab"]
@@ -123,7 +123,7 @@ async def test_an_evaluation_is_the_mean_of_what_is_known():
         assert await source.evaluate() is None
 
 
-def test_other_harnesses_have_numbers_of_their_own():
+def test_evaluation_rewards_are_reported_separately_for_other_harnesses():
     own = [Task(task_id=name, instruction="go") for name in "ab"]
     other = [Task(task_id=f"x:{name}", instruction="go", metadata={LABEL: "x"}) for name in "ab"]
     rewards: dict[str, list[float | None]]
@@ -147,7 +147,7 @@ def test_other_harnesses_have_numbers_of_their_own():
     assert found.others["x"].rewards == {"x:a": [0.0, 1.0], "x:b": [1.0, 1.0]}
 
 
-async def test_what_breaks_the_executor_is_raised_where_groups_are_taken():
+async def test_an_error_of_the_executor_is_raised_when_a_group_is_taken():
     players = Players(fault=StoreError("disk full"))
     players.gate.set()
 

@@ -31,7 +31,7 @@ def tokens(old, advantages, weights):
     )
 
 
-def test_the_loss_of_five_tokens_worked_by_hand():
+def test_the_grpo_loss_of_five_tokens_equals_the_one_worked_by_hand():
     """Ratios 1.5, 0.5, 1.5, 0.5, 1.0; importance 1, 1, 1, 1, 4 under a cap of 2."""
     start = torch.log(torch.tensor([0.2, 0.2, 0.2, 0.2, 0.8]))
     now = torch.log(torch.tensor([0.3, 0.1, 0.3, 0.1, 0.8])).requires_grad_()
@@ -48,7 +48,7 @@ def test_the_loss_of_five_tokens_worked_by_hand():
     assert now.grad.tolist() == pytest.approx([0, -0.1, 0.45, 0, -1.0], abs=1e-6)
 
 
-def test_the_divergence_is_k3_weighted_and_pulls_to_the_reference():
+def test_the_kl_term_is_the_weighted_k3_estimate_with_its_gradient():
     now = torch.log(torch.tensor([0.5])).requires_grad_()
     reference = torch.log(torch.tensor([0.25]))
     settings = GrpoSettings(kl=2.0)
@@ -86,7 +86,7 @@ logprob = st.floats(-4, 0, width=32)
     ),
     st.sampled_from([GrpoSettings(kl=0.1), GrpoSettings(kl=0.5, clip_high=0.4, importance_cap=5)]),
 )
-def test_it_is_what_a_plain_implementation_gives(rows, settings):
+def test_the_grpo_loss_equals_that_of_a_plain_implementation(rows, settings):
     now, start, sampled, reference, advantages = zip(*rows, strict=True)
     weights = [1 / (n + 1) for n in range(len(rows))]
 
@@ -121,7 +121,7 @@ def a_batch(model, settings, version=0):
 
 @pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
 @pytest.mark.parametrize("batch_tokens", [1, 1000])
-def test_an_updates_gradient_is_that_of_the_plain_policy_gradient(packing, batch_tokens):
+def test_the_gradient_of_the_first_update_is_the_plain_policy_gradient(packing, batch_tokens):
     """At the start of a batch the objective's gradient is -sum(weight * A * grad logprob)."""
     settings = GrpoSettings(packing=packing, batch_tokens=batch_tokens, clip_norm=1e9)
     learner, other = Learner(tiny_model(), settings), tiny_model()
@@ -147,7 +147,7 @@ def test_an_updates_gradient_is_that_of_the_plain_policy_gradient(packing, batch
     )
 
 
-def test_an_update_makes_what_was_worth_more_likelier_and_counts():
+def test_an_update_raises_the_probability_of_better_replies_and_counts_its_tokens():
     settings = GrpoSettings(learning_rate=1e-2, threads=1)
     learner = Learner(tiny_model(), settings)
     batch = a_batch(learner.model, settings)
@@ -166,7 +166,7 @@ def test_an_update_makes_what_was_worth_more_likelier_and_counts():
     assert (update.clipped, update.capped) == (0, 0)
 
 
-def test_trainer_and_rollout_agree_on_tokens_of_these_weights_and_no_others():
+def test_logprob_error_is_near_zero_for_current_weights_and_none_for_stale_tokens():
     settings = GrpoSettings()
     model = tiny_model()
     learner = Learner(model, settings, version=3)
@@ -178,7 +178,7 @@ def test_trainer_and_rollout_agree_on_tokens_of_these_weights_and_no_others():
     assert stale.logprob_error is None
 
 
-def test_a_logprob_that_is_not_the_models_shows():
+def test_logprob_error_shows_a_rollout_logprob_that_differs_from_the_model_s():
     settings = GrpoSettings(threads=1)
     model = tiny_model()
     wrong = trace([2, 3], [7], logprobs=[plain_logprobs(model, trace([2, 3], [7]))[0] - 0.25])
@@ -188,7 +188,7 @@ def test_a_logprob_that_is_not_the_models_shows():
     assert Learner(model, settings).update(batch).logprob_error == pytest.approx(0.25, abs=1e-4)
 
 
-def test_several_updates_of_one_batch_are_held_by_the_clip():
+def test_several_updates_of_one_batch_are_clipped():
     settings = GrpoSettings(learning_rate=0.05, updates_per_batch=6, clip_low=0.1, clip_high=0.1)
     learner = Learner(tiny_model(), settings)
 
@@ -199,7 +199,7 @@ def test_several_updates_of_one_batch_are_held_by_the_clip():
     assert 0 < update.clipped < 1
 
 
-def test_a_reference_holds_the_policy_back():
+def test_a_kl_term_keeps_the_policy_nearer_to_its_reference():
     far = []
     for kl in (0.0, 5.0):
         settings = GrpoSettings(learning_rate=1e-2, kl=kl, updates_per_batch=5, threads=1)
@@ -212,7 +212,7 @@ def test_a_reference_holds_the_policy_back():
     assert far[1] < far[0]
 
 
-def test_the_learning_rate_grows_over_the_warm_up():
+def test_the_grpo_learning_rate_rises_linearly_during_warm_up():
     settings = GrpoSettings(learning_rate=1.0, warmup_steps=3)
     learner = Learner(tiny_model(), settings)
     rates = []
@@ -224,7 +224,7 @@ def test_the_learning_rate_grows_over_the_warm_up():
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
-def test_what_is_not_a_number_ends_it_with_the_weights_as_they_were(kind):
+def test_a_nan_loss_or_gradient_raises_and_leaves_the_weights_unchanged(kind):
     settings = GrpoSettings(threads=1)
     model = tiny_model()
     learner = Learner(model, settings)
@@ -242,14 +242,14 @@ def test_what_is_not_a_number_ends_it_with_the_weights_as_they_were(kind):
     assert learner.version == 0
 
 
-def test_a_batch_with_nothing_to_train_says_why():
+def test_a_batch_without_samples_raises_with_the_reasons_for_leaving_them_out():
     settings = GrpoSettings()
     flat = make_batch([group(session(1.0, trace([2], [3])))], settings, version=0)
     with pytest.raises(TrainingError, match=r"nothing to train on; left out: \{'flat': 1\}"):
         Learner(tiny_model(), settings).update(flat)
 
 
-def test_threads_are_as_before_afterwards():
+def test_an_update_restores_the_number_of_torch_threads():
     settings = GrpoSettings(threads=2)
     learner = Learner(tiny_model(), settings)
     before = torch.get_num_threads()
@@ -261,7 +261,7 @@ def test_threads_are_as_before_afterwards():
         torch.set_num_threads(before)
 
 
-def test_a_folder_is_loaded_with_its_reference(tmp_path):
+def test_a_learner_is_loaded_from_folders_with_a_frozen_reference(tmp_path):
     save_checkpoint(tmp_path, Learner(tiny_model(), GrpoSettings()), TOKENIZER, {"step": 1}, keep=1)
     [folder] = tmp_path.iterdir()
 
@@ -274,7 +274,7 @@ def test_a_folder_is_loaded_with_its_reference(tmp_path):
         Learner.load(tmp_path / "gone", GrpoSettings())
 
 
-def test_a_teachers_divergence_is_added_to_each_tokens_loss():
+def test_the_teacher_s_divergence_is_added_to_the_loss_of_each_token():
     """Of two tokens with the advantages 1 and 1, the second was sampled from half its chance."""
     now = torch.tensor([-3.0, -1.0]).requires_grad_()
     apart = torch.tensor([0.4, 0.2]).requires_grad_()
@@ -289,7 +289,7 @@ def test_a_teachers_divergence_is_added_to_each_tokens_loss():
     assert apart.grad.tolist() == pytest.approx([0.25, 0.5])
 
 
-def test_the_divergence_is_that_of_whole_distributions_with_its_gradient():
+def test_the_teacher_divergence_is_the_exact_kl_of_both_distributions_with_its_gradient():
     """Also in pieces, and where the other vocabulary has padding behind it."""
     generator = torch.Generator().manual_seed(1)
     ours = torch.randn(DIVERGENCE_ROWS + 3, 11, generator=generator, dtype=torch.double)
@@ -308,7 +308,7 @@ def test_the_divergence_is_that_of_whole_distributions_with_its_gradient():
 
 
 @pytest.mark.timeout(60)
-def test_a_policy_comes_nearer_to_its_teacher_without_any_reward():
+def test_distillation_moves_the_policy_to_its_teacher_without_rewards():
     policy, teacher = tiny_model(1), tiny_model(2)
     settings = GrpoSettings(flat_groups="keep", learning_rate=3e-2, teacher="elsewhere")
     learner = Learner(policy, settings, teacher=teacher)
@@ -336,7 +336,7 @@ def test_a_policy_comes_nearer_to_its_teacher_without_any_reward():
     assert apart() < before / 2
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
+def test_a_teacher_with_a_different_tokenizer_is_refused(tmp_path):
     learner = Learner(tiny_model(), GrpoSettings())
     for name in ("policy", "teacher"):
         save_checkpoint(tmp_path / name, learner, TOKENIZER, {"step": 1}, keep=1)

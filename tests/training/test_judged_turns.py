@@ -10,7 +10,7 @@ from bridle.training.samples import Group, advantages_of
 from bridle.trajectory import rebuild
 
 
-async def test_a_judge_of_turns_makes_grpo_tell_the_turns_of_a_session_apart(tmp_path):
+async def test_a_judge_s_turn_scores_give_each_turn_of_a_session_its_own_advantage(tmp_path):
     config: Any = JUDGE["config"]
     of_turns = JUDGE | {"config": {**config, "mode": "turns"}}
     results: list[SessionResult] = []

@@ -112,7 +112,7 @@ def weights(one):
     return torch.cat([p.detach().flatten() for p in one.model.parameters()])
 
 
-async def test_a_policy_learns_and_its_progress_is_reported(tmp_path):
+async def test_the_training_loop_improves_a_policy_and_reports_each_step(tmp_path):
     policy = learner()
     answer = []
     made = loop(tmp_path, policy, Player(policy.model, size=12), steps=12, evaluate_every=5)
@@ -141,7 +141,7 @@ class Watched(Learner):
         return super().update(batch)
 
 
-async def test_all_updates_are_computed_in_one_thread_which_has_their_memory(tmp_path):
+async def test_all_updates_run_in_one_thread_outside_the_event_loop(tmp_path):
     policy = Watched(tiny_model(3), GrpoSettings(learning_rate=2e-2))
     made = loop(tmp_path, policy, Player(policy.model, size=12))
     made.tell = lambda _: asyncio.get_running_loop().run_in_executor(None, time.sleep, 0.1)
@@ -157,7 +157,7 @@ ON_GPU = {"packing": "sequence", "dtype": "bfloat16", "gradient_checkpointing": 
 
 
 @pytest.mark.parametrize("settings", [{}, ON_GPU], ids=["plain", "as on a GPU"])
-async def test_interrupted_and_resumed_is_uninterrupted(tmp_path, settings):
+async def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path, settings):
     whole = learner(**settings)
     await loop(tmp_path / "whole", whole, Player(whole.model)).run()
 
@@ -185,7 +185,7 @@ async def test_interrupted_and_resumed_is_uninterrupted(tmp_path, settings):
     assert ends[0] == ends[1]
 
 
-async def test_sessions_of_unknown_version_end_the_training_and_the_error_says_so(tmp_path):
+async def test_sessions_of_unknown_policy_version_end_the_training_with_an_error(tmp_path):
     policy = learner()
     source = Player(policy.model)
     source.version = -1
@@ -194,7 +194,7 @@ async def test_sessions_of_unknown_version_end_the_training_and_the_error_says_s
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
-async def test_rollouts_run_ahead_by_the_lag_and_no_further(tmp_path, lag):
+async def test_rollouts_run_ahead_of_training_by_at_most_max_lag(tmp_path, lag):
     policy = learner(flat_groups="keep")
     source = Player(policy.model)
     course = await loop(tmp_path, policy, source, max_lag=lag, steps=8, checkpoint_every=0).run()
@@ -205,7 +205,7 @@ async def test_rollouts_run_ahead_by_the_lag_and_no_further(tmp_path, lag):
     assert source.most == (1 + lag) * 4
 
 
-async def test_flat_groups_are_replaced_where_that_is_asked_for(tmp_path):
+async def test_flat_groups_are_replaced_with_setting_refill(tmp_path):
     policy = learner(flat_groups="refill")
     source = Player(policy.model, size=3)
     course = await loop(tmp_path, policy, source, steps=2).run()
@@ -230,7 +230,7 @@ class Fixed(Player):
 FAILED = session(None, status="ERROR", error="the harness could not start")
 
 
-async def test_sessions_that_all_fail_end_it_with_what_became_of_them(tmp_path):
+async def test_training_whose_sessions_all_fail_ends_with_their_errors(tmp_path):
     policy = learner()
     source = Fixed(policy.model, [FAILED, FAILED])
     with pytest.raises(
@@ -241,7 +241,9 @@ async def test_sessions_that_all_fail_end_it_with_what_became_of_them(tmp_path):
 
 
 @pytest.mark.parametrize("flat_groups", ["drop", "refill"])
-async def test_a_solved_task_set_is_no_failure(tmp_path, flat_groups):
+async def test_training_on_solved_tasks_ends_without_an_error_and_without_updates(
+    tmp_path, flat_groups
+):
     policy = learner(flat_groups=flat_groups)
     before = weights(policy)
     solved = session(1.0, trace([2], [3]))
@@ -254,7 +256,7 @@ async def test_a_solved_task_set_is_no_failure(tmp_path, flat_groups):
     assert source.next == 4 * (4 if flat_groups == "drop" else 4 + 2 * 4)
 
 
-async def test_a_loss_that_is_not_a_number_keeps_a_checkpoint_and_the_weights(tmp_path):
+async def test_a_nan_loss_ends_the_training_with_a_checkpoint_of_the_last_good_weights(tmp_path):
     policy = learner()
     before = weights(policy)
     broken = trace([2], [3], logprobs=[math.nan])
@@ -268,7 +270,7 @@ async def test_a_loss_that_is_not_a_number_keeps_a_checkpoint_and_the_weights(tm
     assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), before)
 
 
-async def test_weights_that_the_engine_refuses_end_it_with_the_update_in_a_checkpoint(tmp_path):
+async def test_weights_that_the_engine_refuses_are_in_a_checkpoint_that_resumes(tmp_path):
     policy = learner(flat_groups="keep")
     source = Player(policy.model)
     made = loop(tmp_path, policy, source, checkpoint_every=0)
@@ -296,7 +298,7 @@ async def test_weights_that_the_engine_refuses_end_it_with_the_update_in_a_check
     assert course.steps[-1]["update"]["logprob_error"] < 1e-4
 
 
-async def test_groups_without_a_session_train_nothing_and_end_it_in_the_end(tmp_path):
+async def test_groups_without_sessions_end_the_training_after_the_patience(tmp_path):
     policy = learner()
     source = Fixed(policy.model, [])
     with pytest.raises(TrainingError, match=r"16 groups in a row .*of 0 sessions"):
@@ -305,7 +307,7 @@ async def test_groups_without_a_session_train_nothing_and_end_it_in_the_end(tmp_
     assert [one["reward"] for one in read_state(saved)["course"]["steps"]] == [None] * 3
 
 
-async def test_a_batch_is_in_the_order_in_which_its_groups_began(tmp_path):
+async def test_a_batch_has_its_groups_in_start_order(tmp_path):
     policy = learner()
 
     class Shuffled(Player):
@@ -342,7 +344,9 @@ class Rejected(Player):
 
 
 @pytest.mark.parametrize(("rejected", "warns"), [(25, False), (26, True)])
-async def test_many_rejected_replies_are_warned_of_once(tmp_path, rejected, warns):
+async def test_a_share_of_rejected_replies_above_a_quarter_is_warned_of_once(
+    tmp_path, rejected, warns
+):
     policy = learner()
     player = Rejected(policy.model)
     player.rejected = rejected

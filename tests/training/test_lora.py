@@ -43,7 +43,7 @@ def split(model):
 
 
 @pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
-def test_an_update_changes_the_adapter_and_nothing_else(base, packing):
+def test_a_lora_update_changes_the_adapter_weights_only(base, packing):
     policy = learner(base, packing=packing)
     ours, models = split(policy.model)
     batch = a_batch(policy.model, policy.settings)
@@ -59,7 +59,7 @@ def test_an_update_changes_the_adapter_and_nothing_else(base, packing):
     assert all(not torch.equal(split(policy.model)[0][name], one) for name, one in ours.items())
 
 
-def test_a_new_adapter_changes_nothing_and_is_the_same_for_one_seed(base):
+def test_a_new_lora_adapter_leaves_the_model_unchanged_and_is_deterministic(base):
     policy, noise = learner(base), torch.get_rng_state()
     other = learner(base)
     assert torch.equal(torch.get_rng_state(), noise)
@@ -70,7 +70,7 @@ def test_a_new_adapter_changes_nothing_and_is_the_same_for_one_seed(base):
     assert all(torch.equal(one, again[name]) for name, one in split(policy.model)[0].items())
 
 
-def test_a_checkpoint_holds_the_adapter_alone_and_engines_load_it_merged(base, tmp_path):
+def test_a_lora_checkpoint_has_only_the_adapter_and_engines_load_it_merged(base, tmp_path):
     policy = learner(base)
     for version in range(3):
         policy.update(a_batch(policy.model, policy.settings, version=version))
@@ -91,7 +91,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_engines_load_it_merged(base, t
         torch.testing.assert_close(tensor, merged[name], rtol=0, atol=1e-6)
 
 
-async def test_an_adapter_learns_and_interrupted_and_resumed_is_uninterrupted(base, tmp_path):
+async def test_a_resumed_lora_training_equals_an_uninterrupted_one(base, tmp_path):
     fast = {"learning_rate": 1e-1}
     whole = learner(base, **fast)
     source = Player(whole.model, size=12)
@@ -117,12 +117,12 @@ async def test_an_adapter_learns_and_interrupted_and_resumed_is_uninterrupted(ba
     ("targets", "message"),
     [(("nose",), "nose"), (("lm_head",), "output layer"), (("embed_tokens",), "embeddings")],
 )
-def test_modules_that_cannot_be_adapted_are_named(base, targets, message):
+def test_lora_targets_that_cannot_be_adapted_are_refused_by_name(base, targets, message):
     with pytest.raises(ConfigError, match=message):
         learner(base, lora=LoraSettings(targets=targets))
 
 
-def test_an_adapter_of_another_form_is_not_resumed(base, tmp_path):
+def test_an_adapter_of_another_rank_or_target_is_not_resumed(base, tmp_path):
     policy = learner(base, lora=LoraSettings(rank=2, targets=("q_proj",)))
     saved = save_checkpoint(tmp_path / "saved", policy, TOKENIZER, {"step": 1}, keep=1)
     with pytest.raises(ConfigError, match=r"'rank': 2.*'rank': 4"):
@@ -131,7 +131,7 @@ def test_an_adapter_of_another_form_is_not_resumed(base, tmp_path):
         learner(base, saved, lora=LoraSettings(rank=2, targets=("v_proj",)))
 
 
-def test_an_adapter_without_its_model_is_refused(base, tmp_path):
+def test_an_adapter_without_its_base_model_is_refused(base, tmp_path):
     saved = save_checkpoint(tmp_path / "saved", learner(base), TOKENIZER, {"step": 1}, keep=1)
     config = json.loads((saved / ADAPTER).read_text())
     (saved / ADAPTER).write_text(json.dumps({**config, "base_model_name_or_path": None}))

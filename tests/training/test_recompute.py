@@ -35,7 +35,7 @@ def batch_of(traces, settings, version=0):
     return make_batch([group(*sessions)], settings, version=version)
 
 
-def test_recomputed_logprobs_and_entropies_are_those_of_a_plain_forward_pass():
+def test_recomputed_logprobs_equal_those_of_a_plain_forward_pass():
     model = tiny_model()
     traces = traces_of(model)
     answers = list(recompute(model, traces, batch_tokens=60))
@@ -49,7 +49,7 @@ def test_recomputed_logprobs_and_entropies_are_those_of_a_plain_forward_pass():
     assert certify(traces, answers, facts_of(model, Facts())).faithful
 
 
-def test_facts_of_a_model_give_way_to_those_that_are_known():
+def test_given_facts_override_those_read_from_a_model():
     facts = facts_of(tiny_model(), Facts(version=4, padding="none"))
     assert (facts.dtype, facts.experts) == ("float32", "dense")
     assert (facts.version, facts.padding) == (4, "none")
@@ -58,7 +58,7 @@ def test_facts_of_a_model_give_way_to_those_that_are_known():
 
 
 @pytest.mark.parametrize("packing", ["rows", "tree"])
-def test_an_update_is_refused_with_the_cause_and_leaves_the_weights(packing):
+def test_an_update_over_the_mismatch_limit_is_refused_and_leaves_the_weights(packing):
     model = tiny_model()
     settings = GrpoSettings(most_mismatch=1e-3, packing=packing, temperature=1.0)
     other = traces_of(tiny_model(1))
@@ -70,7 +70,7 @@ def test_an_update_is_refused_with_the_cause_and_leaves_the_weights(packing):
     assert learner.update(batch_of(traces_of(model), settings)).version == 1
 
 
-def test_a_mismatch_below_the_limit_or_of_older_weights_refuses_nothing():
+def test_a_mismatch_below_the_limit_or_of_older_weights_is_accepted():
     other = traces_of(tiny_model(1))
     lenient = GrpoSettings(most_mismatch=1e3)
     assert Learner(tiny_model(), lenient).update(batch_of(other, lenient)).version == 1
@@ -80,7 +80,7 @@ def test_a_mismatch_below_the_limit_or_of_older_weights_refuses_nothing():
     assert learner.update(batch_of(stale, strict, version=1)).version == 2
 
 
-def test_an_update_computes_nothing_more_when_the_gate_is_off(monkeypatch):
+def test_an_update_takes_the_same_forward_passes_with_and_without_a_mismatch_limit(monkeypatch):
     model = tiny_model()
     passes = 0
     forward = model.forward

@@ -35,7 +35,7 @@ def rolled(folder):
     return [trace for one in found for trace in one.traces]
 
 
-def test_a_conversation_knows_the_experts_of_all_its_tokens(rolled):
+def test_a_trace_over_cached_turns_has_the_routed_experts_of_all_its_tokens(rolled):
     for trace in rolled:
         assert len(trace.exchange_ids) == 3
         assert trace.metadata["cached_tokens"][1] > 0
@@ -47,7 +47,7 @@ def test_a_conversation_knows_the_experts_of_all_its_tokens(rolled):
     ("setting", "with_replay"),
     [({}, 1e-11), ({"noise": 3e-6}, 1e-9), ({"dtype": torch.bfloat16}, 1e-4)],
 )
-def test_the_kl_is_that_of_the_arithmetic_alone_with_replay_and_far_larger_without(
+def test_replaying_routed_experts_lowers_the_kl_to_that_of_rounding(
     folder, rolled, setting, with_replay
 ):
     model = off(folder, **setting)
@@ -63,7 +63,7 @@ def test_the_kl_is_that_of_the_arithmetic_alone_with_replay_and_far_larger_witho
 
 
 @pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
-def test_an_update_replays_in_every_layout(folder, rolled, packing):
+def test_an_update_replays_routed_experts_in_every_batch_layout(folder, rolled, packing):
     errors: Any = {}
     for name in ("replayed", "alone"):
         traces = [
@@ -79,9 +79,7 @@ def test_an_update_replays_in_every_layout(folder, rolled, packing):
 
 
 @pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
-def test_the_setting_replay_experts_has_the_trainer_replay_or_choose_by_itself(
-    folder, rolled, packing
-):
+def test_setting_replay_experts_turns_the_replay_of_experts_on_and_off(folder, rolled, packing):
     batch = [group(*(session(float(n), one, name=f"s{n}") for n, one in enumerate(rolled)))]
     errors: Any = {}
     for replay in (True, False):
@@ -93,7 +91,7 @@ def test_the_setting_replay_experts_has_the_trainer_replay_or_choose_by_itself(
     assert errors[False] > 0.1
 
 
-def test_the_gate_compares_what_trains_with_the_experts_of_the_setting(folder, rolled):
+def test_the_mismatch_limit_is_checked_with_experts_replayed_as_the_setting_says(folder, rolled):
     batch = [group(*(session(float(n), one, name=f"s{n}") for n, one in enumerate(rolled)))]
     for replay in (True, False):
         settings = GrpoSettings(most_mismatch=1e-4, replay_experts=replay)
@@ -107,7 +105,7 @@ def test_the_gate_compares_what_trains_with_the_experts_of_the_setting(folder, r
 
 
 @pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
-def test_a_trace_without_experts_beside_others_is_routed_by_the_model_alone(
+def test_a_trace_without_recorded_experts_is_routed_by_the_model_in_a_mixed_batch(
     folder, rolled, packing
 ):
     whole, without = rolled[0], dataclasses.replace(rolled[1], routed_experts=None)
@@ -130,7 +128,7 @@ def test_a_trace_without_experts_beside_others_is_routed_by_the_model_alone(
 
 
 @pytest.mark.parametrize("packing", ["rows", "sequence", "tree"])
-def test_layers_that_are_computed_again_replay_the_same_experts(folder, rolled, packing):
+def test_gradient_checkpointing_replays_the_same_experts(folder, rolled, packing):
     found = []
     for again in (False, True):
         settings = GrpoSettings(packing=packing, gradient_checkpointing=again, clip_norm=1e9)
@@ -142,7 +140,7 @@ def test_layers_that_are_computed_again_replay_the_same_experts(folder, rolled, 
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-4
 
 
-def test_a_shared_beginning_is_replayed_once(folder, rolled):
+def test_a_shared_prefix_replays_its_routed_experts(folder, rolled):
     model = off(folder, noise=3e-6)
     first = rolled[0]
     shorter = first.cut(first.turn_ends[1])
@@ -154,7 +152,7 @@ def test_a_shared_beginning_is_replayed_once(folder, rolled):
     assert np.abs(ours - piece.tokens().old).max() < 1e-2
 
 
-def test_the_facts_say_that_experts_were_replayed_where_all_are_known(folder, rolled):
+def test_facts_name_experts_as_replayed_when_all_traces_have_them(folder, rolled):
     model = off(folder)
     assert facts_of(model, Facts()).experts == "routed"
     assert facts_of(model, Facts(), rolled).experts == "replayed"
@@ -162,7 +160,7 @@ def test_the_facts_say_that_experts_were_replayed_where_all_are_known(folder, ro
     assert facts_of(model, Facts(), [rolled[1], unknown]).experts == "routed"
 
 
-def test_traces_of_several_models_are_not_computed_together(folder, rolled):
+def test_traces_with_experts_of_several_models_are_refused_in_one_batch(folder, rolled):
     other = dataclasses.replace(rolled[1], routed_experts=rolled[1].routed_experts[:, :2])
     samples = [Sample(one, 0, 1.0, 1.0) for one in (rolled[0], other)]
     (piece,) = rows_of(samples, 1 << 20, share=False)

@@ -35,7 +35,7 @@ PAIR = group(
         ("batch", [1 / 7, 1 / 7, 1 / 7]),
     ],
 )
-def test_a_tokens_weight_is_its_share_of_its_session_its_trace_or_the_batch(normalise, weights):
+def test_token_weights_are_normalised_by_session_trace_or_batch(normalise, weights):
     batch = of([PAIR], normalise=normalise)
 
     assert [sample.weight for sample in batch.samples] == pytest.approx(weights)
@@ -43,7 +43,7 @@ def test_a_tokens_weight_is_its_share_of_its_session_its_trace_or_the_batch(norm
     assert (batch.sessions, batch.tokens) == (2, 7)
 
 
-def test_dr_grpo_is_the_papers_formula():
+def test_dr_grpo_equals_the_paper_s_formula():
     """Eq. 3 of arXiv 2503.20783: sum over sessions and tokens of (R - mean R), over G.
 
     Divided by one constant; neither by a session's length nor by the deviation.
@@ -62,12 +62,12 @@ def test_dr_grpo_is_the_papers_formula():
     assert [one * DR_GRPO_TOKENS for one in found] == pytest.approx(of_paper)
 
 
-def test_dr_grpo_takes_no_second_normaliser():
+def test_dr_grpo_refuses_setting_normalise():
     with pytest.raises(ValidationError, match="dr_grpo divides by a constant: remove normalise"):
         GrpoSettings(advantage="dr_grpo", normalise="token")
 
 
-def test_rewards_of_traces_are_compared_within_a_role():
+def test_trace_rewards_are_compared_within_a_role():
     def played(name, planner, worker):
         return session(
             0.5,
@@ -83,7 +83,7 @@ def test_rewards_of_traces_are_compared_within_a_role():
     assert group(played("a", 1.0, 0.0), played("b", 0.0, 0.5)).varies
 
 
-def test_agents_of_different_names_are_different_roles():
+def test_trace_rewards_of_agents_with_different_names_are_not_compared():
     made = [
         session(
             reward,
@@ -100,7 +100,7 @@ def test_agents_of_different_names_are_different_roles():
     assert batch.alone == 1
 
 
-def test_rewards_of_tokens_make_an_advantage_of_each_turn():
+def test_token_rewards_give_each_turn_its_own_advantage():
     def played(first, second):
         return session(
             1.0,
@@ -124,7 +124,7 @@ def test_rewards_of_tokens_make_an_advantage_of_each_turn():
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=2, max_size=5),
     st.sampled_from(["grpo", "dr_grpo", "rloo"]),
 )
-def test_a_reward_on_the_last_token_is_the_sessions_reward(played, kind):
+def test_a_token_reward_on_the_last_token_gives_the_session_reward_s_advantage(played, kind):
     """If all traces have equal turns, rewards per token and per session are the same."""
 
     def made(*, per_token):
@@ -165,7 +165,7 @@ def test_a_reward_on_the_last_token_is_the_sessions_reward(played, kind):
         ("min_p", 0.05, "0"),
     ],
 )
-def test_sessions_sampled_from_another_distribution_are_refused(field, value, allowed):
+def test_sessions_sampled_with_other_sampling_parameters_are_refused(field, value, allowed):
     other = trace([1], [2], metadata={"sampling": {field: [None, value]}})
     said = (
         rf"session odd \(trace t\) samples at {field} {value:g}, and training is for {allowed}: "
@@ -177,7 +177,7 @@ def test_sessions_sampled_from_another_distribution_are_refused(field, value, al
     assert of([group(session(1.0, unused, trace([1], [2])), PAIR.sessions[1])]).tokens == 2
 
 
-def test_a_session_with_images_is_refused_because_the_model_would_not_see_them():
+def test_a_batch_refuses_sessions_with_images():
     seen = replace(trace([1], [2, 3]), media=[{"digest": "d", "media_type": "image/png"}])
     with pytest.raises(TrainingError, match="has images, whose pixels `bridle train` would not"):
         of([group(session(1.0, seen), session(0.0, trace([1], [8])))])
@@ -201,7 +201,7 @@ def captured(name, *, reward, trace_rewards, top_p=1.0, kind=Kind.SUBAGENT):
     return rebuild(made.capture())
 
 
-def test_an_evaluators_trace_rewards_train_though_the_sessions_came_to_the_same():
+def test_trace_rewards_give_advantages_when_session_rewards_are_equal():
     sessions = [
         captured("a", reward=1.0, trace_rewards=(1.0, 0.0)),
         captured("b", reward=1.0, trace_rewards=(0.0, 1.0)),
@@ -210,7 +210,7 @@ def test_an_evaluators_trace_rewards_train_though_the_sessions_came_to_the_same(
     assert [s.advantage for s in batch.samples] == [1, -1, -1, 1]
 
 
-def test_a_captured_session_is_refused_for_the_turns_that_train_only():
+def test_sampling_parameters_of_untrained_turns_are_not_checked():
     fine = captured("fine", reward=0.0, trace_rewards=None)
     side = captured("side", reward=1.0, trace_rewards=None, top_p=0.5, kind=Kind.SIDE)
     assert of([group(fine, side)], version=7).sessions == 2
@@ -221,7 +221,7 @@ def test_a_captured_session_is_refused_for_the_turns_that_train_only():
 
 
 @pytest.mark.parametrize(("advantage", "first"), [("grpo", 1.0), ("dr_grpo", 0.5), ("rloo", 1.0)])
-def test_advantages_are_of_the_named_kind(advantage, first):
+def test_the_advantage_setting_selects_grpo_dr_grpo_or_rloo(advantage, first):
     batch = of([PAIR], advantage=advantage)
     assert [sample.advantage for sample in batch.samples] == [first, first, -first]
 
@@ -234,7 +234,7 @@ def test_advantages_are_of_the_named_kind(advantage, first):
     ),
     st.sampled_from(["token", "sequence", "batch"]),
 )
-def test_the_weights_of_all_tokens_sum_to_one(lengths, normalise):
+def test_the_token_weights_of_a_batch_sum_to_one(lengths, normalise):
     groups = [
         group(
             *(session(float(i == 0), *(trace([1], range(n)) for n in s)) for i, s in enumerate(g))
@@ -246,7 +246,7 @@ def test_the_weights_of_all_tokens_sum_to_one(lengths, normalise):
     assert total == pytest.approx(1)
 
 
-def test_a_group_that_does_not_vary_is_left_out_or_kept_without_advantage():
+def test_a_flat_group_is_left_out_or_kept_with_advantage_0():
     flat = group(*(session(1.0, trace([1], [2])) for _ in range(2)))
 
     assert of([flat, PAIR]).left_out == {"flat": 2}
@@ -256,7 +256,7 @@ def test_a_group_that_does_not_vary_is_left_out_or_kept_without_advantage():
     assert kept.sessions == 4
 
 
-def test_sessions_without_reward_or_tokens_are_counted_and_do_not_dilute():
+def test_sessions_without_a_reward_or_tokens_do_not_change_advantages():
     mixed = group(
         *PAIR.sessions, session(None, trace([1], [2])), session(0.5, trace([1], [2], [0]))
     )
@@ -267,7 +267,7 @@ def test_sessions_without_reward_or_tokens_are_counted_and_do_not_dilute():
     assert [sample.advantage for sample in batch.samples] == [0.5, 0.5, -0.5]
 
 
-def test_a_session_older_than_the_bound_is_left_out_and_lags_are_counted():
+def test_a_session_older_than_max_lag_is_left_out_as_stale():
     old = session(1.0, trace([1], [2, 3], version=[3, 5]))
     new = session(0.0, trace([1], [2, 3], version=[4, 5]))
 
@@ -275,7 +275,7 @@ def test_a_session_older_than_the_bound_is_left_out_and_lags_are_counted():
     assert of([group(old, new)], version=5, max_lag=2).lags == {0: 2, 1: 1, 2: 1}
 
 
-def test_an_unknown_version_is_not_stale():
+def test_a_session_of_unknown_policy_version_is_left_out_as_unversioned():
     unknown, other = session(1.0, trace([1], [2], version=-1)), PAIR.sessions[1]
 
     batch = of([group(unknown, other)], version=9, max_lag=9)
@@ -295,7 +295,9 @@ def test_an_unknown_version_is_not_stale():
         ("truncate", [[2], [4, 5]], 1 / 6),
     ],
 )
-def test_a_trace_over_the_limit_goes_by_the_named_policy(overlong, responses, weight):
+def test_an_overlong_trace_is_masked_dropped_or_truncated_as_the_setting_says(
+    overlong, responses, weight
+):
     long = session(1.0, trace([1], [2, 3], [1, 0]), trace([1], [4, 5, 6, 7, 8]))
     batch = of([group(long, session(0.0, trace([1], [9])))], max_length=3, overlong=overlong)
     trained = [s.trace.response_ids[s.trace.loss_mask == 1].tolist() for s in batch.samples[:-1]]
@@ -305,7 +307,7 @@ def test_a_trace_over_the_limit_goes_by_the_named_policy(overlong, responses, we
     assert batch.samples[0].weight == pytest.approx(weight)
 
 
-def test_a_trace_over_the_limit_can_be_refused():
+def test_an_overlong_trace_raises_with_setting_refuse():
     with pytest.raises(TrainingError, match="6 tokens, over the limit of 3"):
         of(
             [group(session(1.0, trace([1], range(5))))],
@@ -315,13 +317,13 @@ def test_a_trace_over_the_limit_can_be_refused():
         )
 
 
-def test_a_limit_within_the_prompt_leaves_nothing_of_the_trace():
+def test_a_trace_whose_prompt_exceeds_max_length_is_left_out():
     long = session(1.0, trace([1, 2, 3, 4], [5]), trace([1], [2]))
     batch = of([group(long, PAIR.sessions[1])], max_length=3, overlong="truncate")
     assert [len(sample.trace.response_ids) for sample in batch.samples] == [1, 1]
 
 
-def test_logprobs_from_before_the_temperature_are_refused_at_another_temperature():
+def test_raw_logprobs_are_refused_when_training_at_a_temperature_other_than_1():
     raw = group(session(1.0, trace([1], [2], mode="raw")), PAIR.sessions[1])
 
     assert of([raw]).tokens == 2
@@ -329,14 +331,14 @@ def test_logprobs_from_before_the_temperature_are_refused_at_another_temperature
         of([raw], temperature=0.7)
 
 
-def test_the_first_id_of_a_sequence_does_not_train():
+def test_the_first_token_of_a_trace_without_a_prompt_does_not_train():
     bare = group(session(1.0, trace([], [2, 3])), session(0.0, trace([], [4])))
     batch = of([bare])
     assert batch.left_out == {"empty": 1}
     assert [sample.weight for sample in batch.samples] == [1.0]
 
 
-def test_a_group_says_whether_it_trains_and_varies():
+def test_a_group_without_known_rewards_neither_trains_nor_varies():
     assert PAIR.trains
     assert PAIR.varies
     failed = group(session(None), session(None, status="ERROR"))
@@ -345,7 +347,7 @@ def test_a_group_says_whether_it_trains_and_varies():
     assert np.isnan(failed.rewards).all()
 
 
-def test_a_tree_of_forks_counts_once():
+def test_a_session_and_its_forks_count_once_in_advantages_and_weights():
     fork = {"fork": {"session": "a", "replayed": ["a-0"]}}
     first = trace([1], [2, 3], exchange_ids=("a-0", "a-1"), turn_ends=(1, 2))
     again = trace([1], [2, 4], [0, 1], exchange_ids=("c-0", "c-1"), turn_ends=(1, 2))

@@ -24,7 +24,7 @@ async def taken(source, count):
         return [await source.take() for _ in range(count)]
 
 
-async def test_groups_come_with_their_numbers_and_sessions(tmp_path):
+async def test_groups_of_a_server_have_their_index_task_and_sessions(tmp_path):
     async with a_server(tmp_path) as client, server_groups(client, draws(), training="x") as source:
         source.allow(3)
         groups = await taken(source, 3)
@@ -36,7 +36,7 @@ async def test_groups_come_with_their_numbers_and_sessions(tmp_path):
     }
 
 
-async def test_no_more_groups_begin_than_are_allowed(tmp_path):
+async def test_server_groups_start_no_more_groups_than_allowed_and_end_with_the_training(tmp_path):
     workers = Workers(capacity=64, held=True)
     async with a_server(tmp_path, workers) as client:
         async with server_groups(client, draws(), training="x") as source:
@@ -72,7 +72,7 @@ async def life(client, cursor, *, version=0, allow=8, take=0, keep=0, publish=No
         return found, saved
 
 
-async def test_a_trainer_that_dies_loses_no_group_and_gets_none_twice(tmp_path):
+async def test_a_restarted_trainer_gets_every_group_not_in_its_checkpoint_once(tmp_path):
     """A group in a checkpoint is not given out again; every other one is."""
     async with a_server(tmp_path) as client:
         first, cursor = await life(client, {}, take=5, keep=3, publish=0)
@@ -86,7 +86,7 @@ async def test_a_trainer_that_dies_loses_no_group_and_gets_none_twice(tmp_path):
     assert len(client.workers.ran) == len(set(client.workers.ran)) == 20
 
 
-async def test_without_a_checkpoint_all_begins_at_the_first_group_and_nothing_runs_again(tmp_path):
+async def test_a_trainer_restarted_without_a_checkpoint_gets_finished_groups_again(tmp_path):
     async with a_server(tmp_path) as client:
         first, _ = await life(client, {}, take=2, allow=4)
         second, _ = await life(client, {}, take=4, allow=4)
@@ -94,7 +94,7 @@ async def test_without_a_checkpoint_all_begins_at_the_first_group_and_nothing_ru
         assert Counter(client.workers.ran).most_common(1)[0][1] == 1
 
 
-async def test_what_was_sampled_from_weights_that_are_lost_is_begun_again(tmp_path):
+async def test_groups_sampled_from_weights_without_a_checkpoint_run_again(tmp_path):
     """Groups 2 and 3 end under version 1, of which there is no checkpoint."""
     async with a_server(tmp_path) as client:
         workers = client.workers
@@ -118,7 +118,7 @@ async def test_what_was_sampled_from_weights_that_are_lost_is_begun_again(tmp_pa
     assert again.isdisjoint({f"x.{n:06d}.0.{ORDER[n]}.0" for n in (2, 3)})
 
 
-async def test_groups_from_before_the_lost_weights_are_taken_as_they_are(tmp_path):
+async def test_finished_groups_of_a_checkpointed_version_do_not_run_again(tmp_path):
     async with a_server(tmp_path) as client:
         _, cursor = await life(client, {}, take=4, keep=2, allow=4, publish=0)
         await client.set_policy(version=3)
@@ -128,7 +128,7 @@ async def test_groups_from_before_the_lost_weights_are_taken_as_they_are(tmp_pat
     assert len(found) == 2
 
 
-async def test_evaluations_are_played_first_and_those_of_a_dead_trainer_are_ended(tmp_path):
+async def test_an_evaluation_of_a_dead_trainer_is_cancelled_by_its_successor(tmp_path):
     workers = Workers(capacity=64)
     async with a_server(tmp_path, workers) as client:
         async with server_groups(
@@ -166,7 +166,7 @@ async def test_evaluations_are_played_first_and_those_of_a_dead_trainer_are_ende
             await until(lambda: not workers.living)
 
 
-async def test_groups_of_others_are_left_alone(tmp_path):
+async def test_a_trainer_takes_and_acknowledges_only_its_own_groups(tmp_path):
     async with a_server(tmp_path) as client:
         await client.submit(tasks()[0])
         await life(client, {}, allow=1, take=1, keep=1)
@@ -178,7 +178,7 @@ async def test_groups_of_others_are_left_alone(tmp_path):
         assert states["t0"] is None
 
 
-async def test_a_servers_refusal_is_raised_where_groups_are_taken(tmp_path):
+async def test_a_task_refused_by_the_server_raises_when_a_group_is_taken(tmp_path):
     async def taking(client):
         wrong = TaskDraws(
             [
@@ -197,7 +197,7 @@ async def test_a_servers_refusal_is_raised_where_groups_are_taken(tmp_path):
             await taking(client)
 
 
-def test_names_say_all_of_a_group_and_others_are_none():
+def test_a_group_name_is_parsed_back_and_foreign_names_give_none():
     name = Name("x", 12, 3, "a.b:c")
     assert str(name) == "x.000012.3.a.b:c"
     assert Name.of(str(name), "x") == name

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from bridle.training.settings import GrpoSettings, LoopSettings
 
 
-def test_a_field_that_there_is_not_is_refused():
+def test_an_unknown_training_setting_is_refused_by_name():
     with pytest.raises(ValidationError, match="learningrate"):
         GrpoSettings.model_validate({"learningrate": 1e-3})
 
@@ -22,11 +22,11 @@ def test_a_field_that_there_is_not_is_refused():
         (LoopSettings, "max_lag", -1),
     ],
 )
-def test_values_that_make_no_sense_are_refused(kind, field, value):
+def test_training_settings_out_of_range_are_refused_by_name(kind, field, value):
     with pytest.raises(ValidationError, match=field):
         kind.model_validate({field: value})
 
 
-def test_the_defaults_alternate_by_one_step_and_do_not_reuse_a_batch():
+def test_default_settings_allow_a_lag_of_1_and_one_update_per_batch():
     assert LoopSettings().max_lag == 1
     assert GrpoSettings().updates_per_batch == 1

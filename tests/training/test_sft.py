@@ -45,7 +45,7 @@ FAST = SftSettings(
 )
 
 
-def test_it_learns_what_trains_and_nothing_else():
+def test_sft_learns_the_tokens_of_the_loss_mask():
     learner = model()
     examples = [example([2, 3, 4, 5], [0, 0, 1, 1]), example([2, 9, 10, 11], [0, 0, 1, 1])]
 
@@ -58,7 +58,7 @@ def test_it_learns_what_trains_and_nothing_else():
     assert not learner.training
 
 
-def test_any_value_of_a_mask_but_zero_trains():
+def test_any_nonzero_loss_mask_value_trains():
     few = FAST.model_copy(update={"max_steps": 3})
     ours, theirs = (
         train(model(), [example([2, 3, 4, 5], mask)], few).losses
@@ -67,7 +67,7 @@ def test_any_value_of_a_mask_but_zero_trains():
     assert ours == theirs
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_one_others():
+def test_sft_weights_are_determined_by_the_seed():
     examples = [example([2, 3, 4]), example([5, 6, 7, 8, 9, 10])]
     few = FAST.model_copy(update={"max_steps": 5, "batch_tokens": 6})
     one, two, apart = model(), model(), model()
@@ -91,12 +91,12 @@ def test_the_same_seed_gives_the_same_weights_and_another_one_others():
         ([example([1, 99])], "id 99 at position 1 is beyond"),
     ],
 )
-def test_what_cannot_be_trained_on_is_named_before_the_first_step(examples, message):
+def test_sft_refuses_invalid_examples_before_the_first_step(examples, message):
     with pytest.raises(TrainingError, match=message):
         train(model(), examples, FAST)
 
 
-def test_what_all_examples_begin_with_is_computed_once_with_the_same_gradients():
+def test_sft_with_share_prefix_gives_the_same_losses_and_weights():
     examples = [example([2, 3, 4, 5, i, i + 1], [0, 0, 0, 0, 0, 1]) for i in range(10, 40)]
     steps = {"max_steps": 4, "batch_tokens": 64, "learning_rate": 1e-3}
     plain, shared = model(), model()
@@ -113,7 +113,7 @@ def test_what_all_examples_begin_with_is_computed_once_with_the_same_gradients()
     assert max((a - b).abs().max().item() for a, b in pairs) < 1e-4
 
 
-def test_examples_with_nothing_in_common_share_nothing():
+def test_sft_examples_without_a_common_prefix_train_alike_with_share_prefix():
     examples = [example([i, i + 1, i + 2]) for i in range(5, 15)]
     one = train(model(), examples, FAST.model_copy(update={"max_steps": 3}))
     other = train(model(), examples, FAST.model_copy(update={"max_steps": 3, "share_prefix": True}))
@@ -126,7 +126,7 @@ def test_examples_with_nothing_in_common_share_nothing():
     st.integers(1, 3),
     st.integers(0, 5),
 )
-def test_every_epoch_sees_each_example_once_in_batches_that_fit(
+def test_every_sft_epoch_has_each_example_once_in_batches_within_batch_tokens(
     lengths, batch_tokens, epochs, seed
 ):
     ones: list[Any] = [SimpleNamespace(trace=SimpleNamespace(size=length)) for length in lengths]
@@ -140,7 +140,7 @@ def test_every_epoch_sees_each_example_once_in_batches_that_fit(
         assert len(batch) * max(lengths[i] for i in batch) <= batch_tokens or len(batch) == 1
 
 
-def test_every_trained_token_counts_the_same_in_whatever_batch_it_is():
+def test_sft_weighs_every_trained_token_equally_across_batches():
     """One short answer against two long ones: what is learned is one in three, not one in two."""
     short = [example([2, 3], [0, 1])] * 32
     long = [example([2, 4, *[5] * 20], [0, 1, *[1] * 20])] * 64
@@ -154,7 +154,7 @@ def test_every_trained_token_counts_the_same_in_whatever_batch_it_is():
     assert 0.2 < chance < 0.45
 
 
-def test_a_long_example_is_cut_and_one_that_loses_all_its_targets_is_left_out():
+def test_sft_cuts_long_examples_and_leaves_out_those_without_targets():
     examples = [
         example([2, 3, 4, 5, 99], [0, 1, 0, 0, 1]),
         example([2, 3, 4, 5, 99], [0, 0, 0, 0, 1]),
@@ -167,7 +167,7 @@ def test_a_long_example_is_cut_and_one_that_loses_all_its_targets_is_left_out():
     ("schedule", "middle", "last"),
     [("constant", 1.0, 1.0), ("linear", 0.5, 0.01), ("cosine", 0.5, 0.0)],
 )
-def test_the_learning_rate_grows_and_then_follows_its_schedule(schedule, middle, last):
+def test_the_sft_learning_rate_warms_up_and_then_follows_its_schedule(schedule, middle, last):
     settings = SftSettings(schedule=schedule, warmup_steps=4)
     rates = [_rate(step, 104, settings) for step in range(104)]
     assert rates[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
@@ -175,7 +175,7 @@ def test_the_learning_rate_grows_and_then_follows_its_schedule(schedule, middle,
     assert rates[-1] == pytest.approx(last, abs=0.01)
 
 
-def test_training_leaves_torch_as_it_was_and_tells_every_step():
+def test_sft_restores_torch_s_random_state_and_reports_every_step():
     learner, reply = model(), []
     before = torch.get_rng_state()
 
@@ -188,7 +188,7 @@ def test_training_leaves_torch_as_it_was_and_tells_every_step():
 
 
 @pytest.mark.parametrize(("asked", "used"), [(None, 1), (2, 2)])
-def test_a_very_small_model_trains_on_one_thread_unless_others_are_asked_for(asked, used):
+def test_sft_of_a_very_small_model_uses_one_thread_by_default(asked, used):
     settings = FAST.model_copy(update={"max_steps": 1, "threads": asked})
     seen, before = [], torch.get_num_threads()
     torch.set_num_threads(3)
@@ -203,14 +203,14 @@ def test_a_very_small_model_trains_on_one_thread_unless_others_are_asked_for(ask
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mamba"])
-def test_other_architectures_train_too(name):
+def test_sft_lowers_the_loss_of_other_architectures(name):
     torch.manual_seed(0)
     learner = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
     result = train(learner, [example([2, 3, 4, 5])], FAST.model_copy(update={"max_steps": 20}))
     assert result.losses[-1] < result.losses[0] / 2
 
 
-def test_a_loss_that_is_not_a_number_ends_it_with_the_last_good_weights():
+def test_a_nan_sft_loss_raises_and_leaves_finite_weights():
     learner = model()
     wild = FAST.model_copy(update={"learning_rate": 1e30, "clip": 1e30, "warmup_steps": 0})
 
@@ -222,7 +222,7 @@ def test_a_loss_that_is_not_a_number_ends_it_with_the_last_good_weights():
     assert all(torch.isfinite(p).all() for p in learner.parameters())
 
 
-def test_examples_are_read_from_lines_and_a_bad_one_is_named(tmp_path):
+def test_sft_examples_are_read_from_json_lines_and_a_bad_line_is_named(tmp_path):
     path = tmp_path / "e.jsonl"
     path.write_text(json.dumps({"input_ids": [1, 2], "loss_mask": [0, 1], "more": 1}) + "\n")
     [read] = read_examples(path)
@@ -237,7 +237,7 @@ def test_examples_are_read_from_lines_and_a_bad_one_is_named(tmp_path):
         read_examples(tmp_path / "gone.jsonl")
 
 
-def test_traces_of_a_run_are_examples_too(tmp_path):
+def test_sft_examples_are_read_from_parquet_traces(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -251,7 +251,7 @@ def test_traces_of_a_run_are_examples_too(tmp_path):
     assert read.loss_mask.tolist() == [0, 0, 1, 0]
 
 
-def test_a_folder_is_trained_into_another_with_its_tokenizer(tmp_path):
+def test_sft_of_a_model_folder_writes_another_folder_with_the_tokenizer(tmp_path):
     before, after = tmp_path / "before", tmp_path / "after"
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(builtin_tokenizer_dir())
     model().save_pretrained(before)
@@ -267,7 +267,7 @@ def test_a_folder_is_trained_into_another_with_its_tokenizer(tmp_path):
         train_folder(tmp_path / "gone", [example([2, 3])], after, FAST)
 
 
-def test_what_went_wrong_late_still_leaves_the_last_good_weights_in_the_folder(tmp_path):
+def test_a_failed_sft_of_a_folder_writes_the_last_good_weights(tmp_path):
     before, after = tmp_path / "before", tmp_path / "after"
     model().save_pretrained(before)
     transformers.PreTrainedTokenizerFast.from_pretrained(builtin_tokenizer_dir()).save_pretrained(

@@ -14,7 +14,7 @@ def tasks(count):
     return [Task(task_id=f"t{n}", instruction="go") for n in range(count)]
 
 
-def test_every_task_comes_once_per_epoch_in_an_order_of_the_seeds():
+def test_every_task_is_drawn_once_per_epoch_in_an_order_set_by_the_seed():
     draws = TaskDraws(tasks(7), History(), seed=3)
     ids = [draws.draw(n).task_id for n in range(14)]
 
@@ -24,7 +24,7 @@ def test_every_task_comes_once_per_epoch_in_an_order_of_the_seeds():
     assert [TaskDraws(tasks(7), History(), seed=4).draw(n).task_id for n in range(14)] != ids
 
 
-def test_learnable_tasks_come_more_often_and_none_never():
+def test_curriculum_learnable_draws_learnable_tasks_more_often_and_all_sometimes():
     history = History(
         {
             "t0": Record(sessions=20, reward=20),
@@ -40,7 +40,7 @@ def test_learnable_tasks_come_more_often_and_none_never():
     assert draws.draw(5) == draws.draw(5)
 
 
-def test_a_history_counts_what_groups_came_to_and_survives_json():
+def test_a_task_history_counts_group_outcomes_and_survives_a_json_round_trip():
     history = History()
     history.add(group(session(1.0, trace([1], [2])), session(0.0, trace([1], [2])), task_id="a"))
     history.add(group(session(1.0, trace([1], [2])), session(None), task_id="a"))
@@ -50,14 +50,14 @@ def test_a_history_counts_what_groups_came_to_and_survives_json():
     assert record.success == pytest.approx(2.5 / 4)
 
 
-def test_a_set_without_tasks_or_with_one_id_twice_is_refused():
+def test_an_empty_task_set_and_duplicate_task_ids_are_refused():
     with pytest.raises(ConfigError, match="no tasks"):
         TaskDraws([], History(), seed=0)
     with pytest.raises(ConfigError, match="two tasks"):
         TaskDraws([*tasks(1), *tasks(1)], History(), seed=0)
 
 
-def test_a_task_of_a_checkpoint_that_is_gone_is_named():
+def test_a_checkpoint_s_task_that_is_missing_is_named():
     draws = TaskDraws(tasks(1), History(), seed=0)
     assert draws.named("t0").task_id == "t0"
     with pytest.raises(ConfigError, match="'gone', which is not there"):
