@@ -58,7 +58,7 @@ async def running(engine, count=1):
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-async def test_a_pause_that_aborts_ends_calls_and_holds_new_ones(served):
+async def test_pause_with_mode_abort_aborts_running_calls_and_holds_new_ones(served):
     engine = RecordingEngine(
         scripted_engine(
             [{"content": "late", "delay_s": 60}],
@@ -81,7 +81,7 @@ async def test_a_pause_that_aborts_ends_calls_and_holds_new_ones(served):
     assert await ask("/is_paused", method="GET") == (200, {"is_paused": False})
 
 
-async def test_a_pause_that_waits_returns_when_all_calls_have_ended(served):
+async def test_pause_with_mode_wait_returns_when_all_calls_have_ended(served):
     engine = RecordingEngine(scripted_engine([{"content": "x", "delay_s": 0.1}]))
     server, ask = await served(engine)
     async with asyncio.TaskGroup() as group:
@@ -92,7 +92,7 @@ async def test_a_pause_that_waits_returns_when_all_calls_have_ended(served):
     assert call.result()[1]["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_a_pause_that_keeps_holds_a_call_where_it_is():
+async def test_pause_with_mode_keep_stops_a_stream_between_chunks():
     engine = scripted_engine([{"content": "word " * 40}])
     control = Control(engine)
     chunks = control.chunks(request(stream=True))
@@ -120,7 +120,7 @@ class Waiting:
             yield chunk
 
 
-async def test_keep_then_resume_loses_nothing(served):
+async def test_a_call_completes_after_pause_with_mode_keep_and_resume(served):
     inside = Waiting()
     engine = RecordingEngine(inside)
     _, ask = await served(engine)
@@ -136,7 +136,7 @@ async def test_keep_then_resume_loses_nothing(served):
 
 
 @pytest.mark.parametrize("ids", [["mine"], ["chatcmpl-mine"], None])
-async def test_calls_are_aborted_by_the_callers_id_or_all_at_once(served, ids):
+async def test_abort_requests_aborts_calls_by_request_id_or_all(served, ids):
     engine = RecordingEngine(scripted_engine([{"delay_s": 60}]))
     _, ask = await served(engine)
     async with asyncio.TaskGroup() as group:
@@ -150,7 +150,7 @@ async def test_calls_are_aborted_by_the_callers_id_or_all_at_once(served, ids):
     assert reply["choices"][0]["finish_reason"] == "abort"
 
 
-async def test_two_calls_with_one_id_stay_apart(served):
+async def test_two_calls_with_one_request_id_get_different_engine_ids(served):
     inside = Waiting()
     engine = RecordingEngine(inside)
     _, ask = await served(engine)
@@ -163,7 +163,7 @@ async def test_two_calls_with_one_id_stay_apart(served):
     assert len({one.request_id for one in engine.requests}) == 2
 
 
-async def test_the_weight_version_is_read_and_set(served):
+async def test_the_weight_version_is_read_and_set_over_http(served):
     _, ask = await served(scripted_engine([{"content": "x"}]))
     assert await ask("/weight_info", method="GET") == (200, {"weight_version": "0"})
     assert (await ask("/update_weight_version", {"new_version": "5"}))[0] == 200
@@ -173,7 +173,7 @@ async def test_the_weight_version_is_read_and_set(served):
     assert reply["choices"][0]["weight_versions"][0]["version"] == "5"
 
 
-async def test_an_engine_without_a_version_of_ours_says_so(served):
+async def test_setting_the_version_of_an_unversioned_engine_gives_501(served):
     _, ask = await served(InstantEngine())
     assert (await ask("/update_weight_version", {"new_version": 1}))[0] == 501
 
@@ -195,7 +195,7 @@ class Trained:
         self.loaded.append((source, version))
 
 
-async def test_weights_come_from_a_folder_by_vllm_s_own_command(served, tmp_path):
+async def test_weights_are_loaded_from_a_folder_by_vllm_s_reload_weights_rpc(served, tmp_path):
     engine = Trained()
     server, ask = await served(engine)
     load = {"method": "reload_weights", "kwargs": {"weights_path": "folder"}}
@@ -219,7 +219,7 @@ async def test_weights_come_from_a_folder_by_vllm_s_own_command(served, tmp_path
         await adapter.aclose()
 
 
-async def test_an_engine_that_takes_no_weights_says_so(served):
+async def test_loading_weights_into_an_engine_without_weights_gives_501(served):
     server, ask = await served(scripted_engine([{"content": "x"}]))
     load = {"method": "reload_weights", "kwargs": {"weights_path": "folder"}}
     assert (await ask("/collective_rpc", load))[0] == 501
@@ -231,7 +231,7 @@ async def test_an_engine_that_takes_no_weights_says_so(served):
         await adapter.aclose()
 
 
-async def test_leaving_a_call_early_closes_the_engines_iterator():
+async def test_closing_a_call_s_stream_early_closes_the_engine_s_iterator():
     engine = RecordingEngine(scripted_engine([{"content": "word " * 40}]))
     control = Control(engine)
     chunks = control.chunks(request("r", stream=True))
@@ -244,13 +244,13 @@ async def test_leaving_a_call_early_closes_the_engines_iterator():
     assert chunk.finish_reason is FinishReason.STOP
 
 
-def test_versions_are_numbers():
+def test_a_weight_version_that_is_no_number_is_refused():
     assert (as_version("12"), as_version(3)) == (12, 3)
     with pytest.raises(EngineError, match="'v2' is no number"):
         as_version("v2")
 
 
-def test_weights_that_nobody_numbered_count_as_what_the_reader_knows():
+def test_vllm_s_version_default_is_read_as_the_caller_s_known_version():
     """vLLM calls its weights `default` until it gets a version (seen on 0.32.0)."""
     assert as_version("default", unnamed=4) == 4
     assert as_version("5", unnamed=4) == 5

@@ -56,7 +56,7 @@ async def text_of(engine, request):
     return TOKENIZER.decode(np.concatenate([chunk.output_ids for chunk in chunks]))
 
 
-async def test_a_turn_comes_as_the_family_spells_it_with_its_end_token():
+async def test_a_scripted_turn_is_sampled_in_the_model_family_s_format_with_its_end_token():
     engine = scripted_engine(
         [
             {
@@ -78,7 +78,7 @@ async def test_a_turn_comes_as_the_family_spells_it_with_its_end_token():
 
 
 @pytest.mark.parametrize("bare", [True, False])
-async def test_ids_and_messages_get_the_same_turn(bare):
+async def test_prompts_with_and_without_messages_select_the_same_scripted_turn(bare):
     engine = scripted_engine(
         [{"content": "first"}, {"shell": ["ls", "pwd"]}, {"content": "end"}],
         conversations=[{"when": {"user_contains": "title", "system_contains": "kind",
@@ -98,7 +98,7 @@ async def test_ids_and_messages_get_the_same_turn(bare):
         assert await text_of(engine, call(messages, tools, bare=bare)) == expected
 
 
-async def test_the_model_that_is_asked_for_can_choose():
+async def test_a_conversation_is_selected_by_the_requested_model():
     engine = scripted_engine(
         [{"content": "a"}], conversations=[{"when": {"model": "x"}, "turns": [{"content": "b"}]}]
     )
@@ -106,13 +106,13 @@ async def test_the_model_that_is_asked_for_can_choose():
     assert await text_of(engine, call()) == "a<|im_end|>"
 
 
-async def test_a_shell_turn_without_a_shell_tool_says_what_there_is():
+async def test_a_shell_turn_without_a_shell_tool_fails_with_the_request_s_tools():
     edit = {"type": "function", "function": {"name": "edit", "parameters": {}}}
     with pytest.raises(EngineError, match=r"none of the request's tools.*\['edit'\]"):
         await play(scripted_engine([{"shell": ["ls"]}]), call(tools=[edit]))
 
 
-async def test_raw_text_and_exact_ids_are_sampled_as_they_are():
+async def test_raw_text_and_scripted_token_ids_are_sampled_unchanged():
     engine = scripted_engine([{"raw": "<tool_call>\n{broken"}])
     assert await text_of(engine, call()) == "<tool_call>\n{broken<|im_end|>"
     forced = letters("the end")
@@ -124,7 +124,7 @@ async def test_raw_text_and_exact_ids_are_sampled_as_they_are():
     assert chunk.output_ids.tolist() == ended
 
 
-async def test_a_reply_that_ends_by_length_has_no_end_token():
+async def test_a_scripted_reply_with_finish_length_has_no_end_token():
     (chunk,) = await play(scripted_engine([{"content": "half", "finish": "length"}]), call())
     assert (TOKENIZER.decode(chunk.output_ids), chunk.finish_reason) == (
         "half",
@@ -132,7 +132,7 @@ async def test_a_reply_that_ends_by_length_has_no_end_token():
     )
 
 
-async def test_a_turn_that_says_nothing_is_an_end_token():
+async def test_an_empty_scripted_turn_is_an_end_token():
     (chunk,) = await play(scripted_engine([{}]), call())
     assert chunk.output_ids.tolist() == [TOKENIZER.end_id]
     (chunk,) = await play(scripted_engine([{"finish": "length"}]), call())
@@ -140,7 +140,7 @@ async def test_a_turn_that_says_nothing_is_an_end_token():
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=50))
-def test_logprobs_are_a_negative_function_of_each_id_alone(ids):
+def test_scripted_logprobs_are_negative_and_depend_on_the_token_id_only(ids):
     whole = scripted_logprobs(np.array(ids, dtype=np.int32))
     assert whole.dtype == np.float32
     assert (whole < 0).all()
@@ -150,7 +150,7 @@ def test_logprobs_are_a_negative_function_of_each_id_alone(ids):
         assert value == np.float32(-(1 / 64 + 4 * ((one * 2_654_435_761 % 2**32) / 2**32)))
 
 
-async def test_pieces_of_a_stream_join_to_the_whole_reply():
+async def test_chunks_of_a_stream_join_to_the_whole_reply():
     engine = scripted_engine([{"content": "one two three four five six seven eight nine ten"}])
     (whole,) = await play(engine, call())
     pieces = await play(engine, call(stream=True))
@@ -165,7 +165,7 @@ async def test_pieces_of_a_stream_join_to_the_whole_reply():
 # ---- limits
 
 
-async def test_a_turn_with_a_pace_comes_token_by_token():
+async def test_a_turn_with_pace_s_streams_one_token_per_chunk():
     engine = scripted_engine([{"content": "one two", "pace_s": 0.001}])
     pieces = await play(engine, call(stream=True))
     assert {len(piece.output_ids) for piece in pieces} == {1}
@@ -173,7 +173,7 @@ async def test_a_turn_with_a_pace_comes_token_by_token():
     assert np.array_equal(np.concatenate([p.output_ids for p in pieces]), whole.output_ids)
 
 
-async def test_the_output_budget_cuts():
+async def test_max_tokens_ends_a_scripted_reply_with_finish_reason_length():
     engine = scripted_engine([{"content": "one two three"}])
     (chunk,) = await play(engine, call(sampling=Sampling(max_tokens=2)))
     assert (len(chunk.output_ids), chunk.finish_reason) == (2, FinishReason.LENGTH)
@@ -182,7 +182,7 @@ async def test_the_output_budget_cuts():
     assert chunk.finish_reason is FinishReason.STOP
 
 
-async def test_the_context_cuts_and_overflows():
+async def test_the_context_length_cuts_a_reply_and_refuses_a_longer_prompt():
     prompt = len(call().prompt)
     engine = scripted_engine([{"content": "one two three"}], context_length=prompt + 16)
     long = call([{"role": "user", "content": "x" * 3000}])
@@ -208,7 +208,7 @@ async def test_a_stop_string_ends_the_reply_at_the_token_that_completes_it(stop)
         assert stop not in TOKENIZER.decode(chunk.output_ids[:-1])
 
 
-async def test_a_stop_token_ends_the_reply():
+async def test_a_stop_token_ends_a_scripted_reply():
     ids = TOKENIZER.encode("one two three").tolist()
     (chunk,) = await play(
         scripted_engine([{"content": "one two three"}]),
@@ -225,7 +225,7 @@ async def test_a_stop_token_ends_the_reply():
     {"reasoning": "think hard", "content": "Answer."}, {"raw": "exact text here"},
     {"content": "to the end", "finish": "length"}, {"token_ids": [5, 6, 7, 8, 9]},
 ])  # fmt: skip
-async def test_a_resumed_reply_continues_where_it_was(turn):
+async def test_a_prompt_with_sampled_tokens_continues_the_scripted_reply_at_that_token(turn):
     engine = scripted_engine([turn])
     (whole,) = await play(engine, call())
     for count in range(len(whole.output_ids)):
@@ -235,25 +235,25 @@ async def test_a_resumed_reply_continues_where_it_was(turn):
         assert rest.output_ids.tolist() == whole.output_ids[count:].tolist()
 
 
-async def test_a_prefix_that_was_tokenised_otherwise_is_continued_as_text():
+async def test_a_reply_prefix_tokenised_differently_is_continued_by_its_text():
     engine = scripted_engine([{"content": "the end"}])
     begun = np.append(call().prompt.array(), letters("the"))
     (rest,) = await play(engine, GenerateRequest("r", ArrayIds(begun), Sampling()))
     assert TOKENIZER.decode(rest.output_ids) == " end<|im_end|>"
 
 
-async def test_a_foreign_prefix_is_not_continued():
+async def test_a_prefix_that_is_not_in_the_script_restarts_the_reply():
     engine = scripted_engine([{"content": "abcd"}])
     assert await text_of(engine, call(held="zzz")) == "abcd<|im_end|>"
 
 
-async def test_with_thinking_off_reasoning_is_not_played():
+async def test_scripted_reasoning_is_left_out_with_enable_thinking_false():
     engine = scripted_engine([{"reasoning": "hm", "content": "Hi."}])
     off = call(arguments={"enable_thinking": False})
     assert await text_of(engine, off) == "Hi.<|im_end|>"
 
 
-async def test_a_block_that_the_prompt_opened_is_continued_and_closed():
+async def test_a_think_block_opened_by_the_prompt_is_continued_and_closed():
     thinking = scripted_engine([{"reasoning": "hm", "content": "Hi."}])
     assert await text_of(thinking, call(held="<think>\n")) == "hm\n</think>\n\nHi.<|im_end|>"
     plain = scripted_engine([{"content": "Hi."}])
@@ -264,13 +264,13 @@ async def test_a_block_that_the_prompt_opened_is_continued_and_closed():
 
 
 @pytest.mark.parametrize(("fault", "retryable"), [(500, True), (429, True), (400, False)])
-async def test_a_fault_has_its_status(fault, retryable):
+async def test_a_scripted_fault_has_its_http_status_and_retryability(fault, retryable):
     with pytest.raises(EngineError) as caught:
         await play(scripted_engine([{"fault": fault}]), call())
     assert (caught.value.status, caught.value.retryable) == (fault, retryable)
 
 
-async def test_a_cut_gives_half_of_the_reply():
+async def test_a_scripted_cut_streams_a_part_of_the_reply_and_raises():
     engine = scripted_engine([{"content": "one two three four", "fault": "cut"}])
     for stream in (False, True):
         got, error = [], None
@@ -285,7 +285,7 @@ async def test_a_cut_gives_half_of_the_reply():
 
 
 @pytest.mark.parametrize("fault", ["cut", 500])
-async def test_a_fault_may_come_after_some_tokens(fault):
+async def test_a_scripted_fault_is_raised_after_fault_after_tokens(fault):
     engine = scripted_engine([{"content": "word " * 20, "fault": fault, "fault_after": 12}])
     for stream, sizes in ((False, [12]), (True, [8, 4])):
         got = []
@@ -296,7 +296,7 @@ async def test_a_fault_may_come_after_some_tokens(fault):
         assert all(chunk.finish_reason is None for chunk in got)
 
 
-async def test_the_wait_before_a_late_fault_comes_after_its_tokens_and_an_abort_ends_it():
+async def test_an_abort_ends_the_delay_before_a_late_fault():
     engine = scripted_engine(
         [{"content": "word " * 20, "fault": 500, "fault_after": 8, "delay_s": 60}]
     )
@@ -310,7 +310,7 @@ async def test_the_wait_before_a_late_fault_comes_after_its_tokens_and_an_abort_
     assert got[-1].versions == (VersionSpan(0, 0, 8),)
 
 
-async def test_a_fault_with_a_number_ends_for_each_prompt_on_its_own():
+async def test_a_fault_with_fault_times_is_counted_per_prompt():
     engine = scripted_engine([{"content": "ok", "fault": 500, "fault_times": 2}])
     other = call([{"role": "user", "content": "other"}])
     for request in (call(), call(), other):
@@ -322,14 +322,14 @@ async def test_a_fault_with_a_number_ends_for_each_prompt_on_its_own():
     assert await text_of(engine, other) == "ok<|im_end|>"
 
 
-async def test_a_delay_comes_before_the_first_token():
+async def test_delay_s_delays_the_first_token():
     engine = scripted_engine([{"content": "ok", "delay_s": 0.05}])
     began = time.monotonic()
     await play(engine, call())
     assert time.monotonic() - began >= 0.05
 
 
-async def test_an_abort_ends_a_waiting_call_at_once():
+async def test_an_abort_ends_a_delayed_call_without_tokens():
     engine = scripted_engine([{"content": "ok", "delay_s": 60, "fault": 500}])
     async with asyncio.timeout(15), asyncio.TaskGroup() as group:
         task = group.create_task(play(engine, call(request_id="x")))
@@ -340,7 +340,7 @@ async def test_an_abort_ends_a_waiting_call_at_once():
     assert (chunk.finish_reason, len(chunk.output_ids)) == (FinishReason.ABORT, 0)
 
 
-async def test_an_abort_in_mid_stream_keeps_what_was_sampled():
+async def test_an_abort_in_mid_stream_keeps_the_sampled_tokens():
     engine = scripted_engine([{"content": "word " * 50}])
     got = []
     async for chunk in engine.generate(call(request_id="x", stream=True)):
@@ -351,7 +351,7 @@ async def test_an_abort_in_mid_stream_keeps_what_was_sampled():
     assert got[-1].versions == (VersionSpan(0, 0, 8),)
 
 
-async def test_closing_the_engine_ends_its_calls():
+async def test_closing_the_scripted_engine_aborts_its_calls():
     engine = scripted_engine([{"delay_s": 60}])
     async with asyncio.timeout(15), asyncio.TaskGroup() as group:
         task = group.create_task(play(engine, call()))
@@ -360,7 +360,7 @@ async def test_closing_the_engine_ends_its_calls():
     assert task.result()[-1].finish_reason is FinishReason.ABORT
 
 
-async def test_each_token_knows_the_version_it_was_sampled_under():
+async def test_version_spans_show_a_version_change_in_mid_stream():
     engine = scripted_engine([{"content": "word " * 8}])
     await engine.set_version(3)
     spans: tuple[VersionSpan, ...] = ()
@@ -374,14 +374,14 @@ async def test_each_token_knows_the_version_it_was_sampled_under():
 # ---- what it says of itself
 
 
-async def test_a_probe_is_answered_with_every_script():
+async def test_an_engine_probe_is_answered_also_by_a_script_of_faults():
     engine = scripted_engine([{"fault": 500}])
     request = call(request_id="probe-1", sampling=Sampling(max_tokens=2))
     (chunk,) = await play(engine, request)
     assert len(chunk.output_ids) == 2
 
 
-async def test_the_scripted_engine_is_versioned():
+async def test_the_scripted_engine_reports_its_info_and_supports_versions():
     engine: Engine = scripted_engine([{}], model="m", context_length=99)
     info = await engine.start()
     assert (info.model, info.context_length, info.token_in) == ("m", 99, True)
@@ -391,7 +391,7 @@ async def test_the_scripted_engine_is_versioned():
     await engine.aclose()
 
 
-async def test_ids_outside_the_vocabulary_are_refused():
+async def test_prompt_ids_outside_the_vocabulary_are_refused():
     engine = scripted_engine([{}])
     for text, says in ((b"[5,99999]", r"prompt\[1\]: 99999"), (b"[-5]", "no token id")):
         with pytest.raises(EngineError, match=says) as caught:
@@ -399,14 +399,14 @@ async def test_ids_outside_the_vocabulary_are_refused():
         assert caught.value.status == 400
 
 
-def test_a_script_file_is_checked_against_the_tokenizer(tmp_path):
+def test_scripted_token_ids_beyond_the_vocabulary_are_refused_at_start(tmp_path):
     path = tmp_path / "script.json"
     path.write_text('{"conversations": [{"turns": [{}, {"token_ids": [1, 999999]}]}]}')
     with pytest.raises(ConfigError, match=r"turns\.1\.token_ids\.1: 999999 is not below"):
         ScriptedEngine.open(str(path))
 
 
-def test_what_it_remembers_is_bounded():
+def test_the_engine_s_cache_of_encoded_texts_is_bounded():
     engine = scripted_engine([{}])
     for number in range(1_100):
         engine._encode(f"text {number}")
@@ -480,12 +480,12 @@ READ = tool("read_file", {"path": TEXT}, ["path"])
           "mode": "sync", "level": 7, "box": {"on": False}}),
     ],
 )  # fmt: skip
-def test_a_harnesss_own_shell_tool_gets_arguments_of_its_schema(shell, expected):
+def test_a_shell_turn_calls_the_harness_s_shell_tool_with_arguments_of_its_schema(shell, expected):
     assert find_shell([READ, shell]) == shell["function"]
     assert arguments(shell) == expected
 
 
-def test_an_exact_name_wins_over_a_telling_one_and_that_over_a_schema():
+def test_a_shell_tool_is_found_by_exact_name_then_similar_name_then_schema():
     by_schema = tool("do_it", {"command": TEXT}, ["command"])
     telling = tool("my_shell_thing", {"command": TEXT})
     exact = tool("Bash", {"command": TEXT})
@@ -494,7 +494,7 @@ def test_an_exact_name_wins_over_a_telling_one_and_that_over_a_schema():
     assert find_shell([by_schema]) == by_schema["function"]
 
 
-def test_a_tool_without_a_command_is_no_shell():
+def test_a_tool_without_a_command_parameter_is_no_shell_tool():
     output = tool("BashOutput", {"bash_id": TEXT}, ["bash_id"])
     kill = tool("shell", {"command": {"type": "integer"}})
     optional = tool("deploy", {"command": TEXT})
@@ -504,12 +504,12 @@ def test_a_tool_without_a_command_is_no_shell():
     assert find_shell([{"name": "bash", "parameters": "none"}]) is None
 
 
-def test_tools_may_come_without_their_wrapper():
+def test_a_shell_tool_is_found_without_the_function_wrapper():
     flat = {"name": "bash", "input_schema": {"properties": {"command": TEXT}}}
     assert arguments(flat) == {"command": "ls -l"}
 
 
-def test_a_reference_to_nothing_is_a_text():
+def test_a_schema_reference_that_does_not_resolve_is_treated_as_a_string():
     assert arguments(tool("bash", {"command": {"$ref": "#/$defs/Gone"}}, ["command"])) == {
         "command": "ls -l"
     }

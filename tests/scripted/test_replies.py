@@ -50,7 +50,7 @@ def read(event):
 @given(
     st.lists(st.integers(0, TOKENIZER.vocab_size - 1), min_size=1, max_size=30), st.integers(1, 9)
 )
-def test_on_every_route_pieces_tell_what_the_whole_tells(ids, size):
+def test_streamed_and_whole_replies_have_equal_ids_and_logprobs_on_every_route(ids, size):
     for kind in KINDS:
         whole = json.loads(answer(kind).whole(chunks(ids, len(ids))))["choices"][0]
         streamed = answer(kind)
@@ -69,7 +69,7 @@ def test_on_every_route_pieces_tell_what_the_whole_tells(ids, size):
 
 
 @given(st.lists(st.floats(-9998, 0, width=32), min_size=1, max_size=9))
-def test_logprobs_survive_as_float32(values):
+def test_reply_logprobs_survive_json_as_float32(values):
     logprobs = np.array(values, dtype=np.float32)
     chunk = GenerateChunk(np.arange(len(values), dtype=np.int32), logprobs, FinishReason.STOP)
     for kind in (ChatReplyWriter, TokenReplyWriter):
@@ -77,7 +77,7 @@ def test_logprobs_survive_as_float32(values):
         assert np.array_equal(np.array([e["logprob"] for e in entries], np.float32), logprobs)
 
 
-def test_minus_infinity_is_said_as_vllm_says_it():
+def test_a_logprob_of_minus_infinity_is_written_as_vllm_s_minus_9999():
     chunk = GenerateChunk(
         np.array([5], np.int32), np.array([-np.inf], np.float32), FinishReason.STOP
     )
@@ -86,7 +86,7 @@ def test_minus_infinity_is_said_as_vllm_says_it():
         assert entries[0]["logprob"] == -9999.0
 
 
-def test_tokens_are_named_by_text_unless_ids_are_asked_for():
+def test_logprob_entries_name_tokens_by_text_by_default():
     ids = TOKENIZER.encode("hé").tolist()
     made = answer(ChatReplyWriter, Wants(logprobs=True, top_logprobs=1))
     entries = json.loads(made.whole(chunks(ids, 9)))["choices"][0]["logprobs"]["content"]
@@ -96,7 +96,7 @@ def test_tokens_are_named_by_text_unless_ids_are_asked_for():
     assert (top["token"], top["logprob"]) == ("h", entries[0]["logprob"])
 
 
-def test_versions_and_usage_come_at_the_end():
+def test_weight_versions_and_usage_are_at_the_end_of_a_stream():
     last = {"versions": (VersionSpan(3, 0, 2),), "cached_tokens": 2}
     made = answer(ChatReplyWriter)
     pieces = [read(made.piece(chunk)) for chunk in chunks([5, 6], 1, **last)]
@@ -111,13 +111,13 @@ def test_versions_and_usage_come_at_the_end():
     assert answer(ChatReplyWriter, Wants()).closing() == [done]
 
 
-def test_an_event_is_one_line_also_for_clients_that_split_at_line_separators():
+def test_an_sse_event_is_one_line_although_its_text_has_unicode_line_separators():
     data = event({"text": "a\u2028b\u2029c\u0085d"})
     assert len(data.decode().splitlines()) == 2
     assert json.loads(data.removeprefix(b"data: ")) == {"text": "a\u2028b\u2029c\u0085d"}
 
 
-def test_a_reply_of_no_tokens_is_a_reply():
+def test_a_reply_without_tokens_is_written_with_empty_token_ids():
     empty = GenerateChunk(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.ABORT)
     for kind in KINDS:
         choice = json.loads(answer(kind).whole([empty]))["choices"][0]
@@ -150,7 +150,9 @@ def in_pieces(text, size, **options):
 
 
 @given(st.none() | free, free, calls, st.integers(1, 7))
-def test_a_spelled_turn_is_read_back_letter_for_letter(reasoning, content, made, size):
+def test_a_turn_written_in_the_family_s_format_is_parsed_back_exactly(
+    reasoning, content, made, size
+):
     if any("tool_call>" in value for _, arguments in made for value in arguments.values()):
         return
     if reasoning is None and not content.strip("\n"):
@@ -164,7 +166,9 @@ def test_a_spelled_turn_is_read_back_letter_for_letter(reasoning, content, made,
 
 
 @given(words, st.integers(1, 5), st.booleans(), st.booleans())
-def test_pieces_never_change_what_is_read(text, size, tools, thinking):
+def test_parsing_a_reply_in_pieces_gives_the_same_result_as_parsing_it_whole(
+    text, size, tools, thinking
+):
     whole = read_reply(text, tools=tools, thinking=thinking)
     assert in_pieces(text, size, tools=tools, thinking=thinking) == whole
 
@@ -180,30 +184,30 @@ def test_pieces_never_change_what_is_read(text, size, tools, thinking):
         ("<thi", "<thi"),
     ],
 )
-def test_text_that_only_looks_like_a_call_stays_content(text, content):
+def test_malformed_tool_calls_stay_content(text, content):
     assert read_reply(text, tools=True) == ParsedDelta(content=content)
 
 
-def test_without_tools_calls_are_text():
+def test_tool_calls_are_parsed_as_content_when_the_request_has_no_tools():
     text = spell_call("f", {})
     assert read_reply(text, tools=False) == ParsedDelta(content=text)
 
 
-def test_text_after_a_call_is_kept():
+def test_text_after_a_tool_call_is_kept_as_content():
     delta = read_reply(spell_call("f", {}) + "junk", tools=True)
     assert (delta.content, delta.calls) == ("junk", [("f", "{}")])
 
 
-def test_arguments_that_are_a_text_are_given_as_they_are():
+def test_tool_call_arguments_that_are_a_string_are_passed_unchanged():
     assert read_reply(spell_call("f", '"raw"'), tools=True).calls == [("f", "raw")]
 
 
-def test_reasoning_may_begin_in_the_prompt_and_may_not_end():
+def test_reasoning_opened_by_the_prompt_or_left_open_is_parsed_as_reasoning():
     assert read_reply("hm\n</think>\n\nhi", tools=True, thinking=True) == ParsedDelta("hm", "hi")
     assert read_reply("<think>\nhm", tools=True) == ParsedDelta("hm")
 
 
-def test_content_is_given_out_as_soon_as_it_is_certain():
+def test_streamed_content_is_emitted_as_soon_as_it_cannot_be_a_tool_call():
     reader = ReplyReader(tools=True)
     assert reader.feed("Hello <") == ParsedDelta(content="Hello ")
     assert reader.feed("b> and\n") == ParsedDelta(content="<b> and")

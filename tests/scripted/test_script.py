@@ -58,7 +58,7 @@ USER = ("user", "please fix the bug")
         ({"system_contains": "kind", "user_contains": "never"}, False),
     ],
 )
-def test_every_field_of_when_must_hold(when, fits):
+def test_a_conversation_is_selected_only_when_every_field_of_when_matches(when, fits):
     request = view(
         ("system", "be kind"), ("developer", "be brief"), USER, ("assistant", "done"),
         ("tool", "a result"), ("user", "thanks"), tools=["bash", "edit"],
@@ -67,14 +67,14 @@ def test_every_field_of_when_must_hold(when, fits):
     assert choose(two, request, "m")[0] == (0 if fits else 1)
 
 
-def test_the_first_conversation_that_fits_wins():
+def test_the_first_matching_conversation_is_selected():
     many = script(
         turns("a", when={"user_contains": "fix"}), turns("b", when={"user_contains": "bug"})
     )
     assert choose(many, view(USER), None) == (0, 0)
 
 
-def test_the_turn_is_the_number_of_assistant_messages_less_skip_and_the_last_repeats():
+def test_the_turn_number_counts_assistant_messages_and_the_last_turn_repeats():
     plain = script(turns("0", "1"))
     skipping = script(turns("0", "1", skip=2))
     found = []
@@ -84,12 +84,12 @@ def test_the_turn_is_the_number_of_assistant_messages_less_skip_and_the_last_rep
     assert found == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 1)]
 
 
-def test_last_contains_needs_a_user_message():
+def test_last_contains_does_not_match_without_a_user_message():
     with pytest.raises(EngineError):
         choose(script(turns("a", when={"last_contains": "x"})), view(("system", "x")), None)
 
 
-def test_a_request_that_nothing_fits_is_shown():
+def test_a_request_without_a_matching_conversation_is_refused_with_its_contents():
     with pytest.raises(EngineError, match="no conversation") as caught:
         choose(
             script(turns("a", when={"model": "m"})),
@@ -122,7 +122,7 @@ def test_a_request_that_nothing_fits_is_shown():
         ({"fault": 500, "fault_after": 0}, "conversations.0.turns.0.fault_after"),
     ],
 )
-def test_a_mistake_in_a_turn_is_named_by_file_and_field(tmp_path, turn, says):
+def test_a_mistake_in_a_scripted_turn_is_reported_with_file_and_field(tmp_path, turn, says):
     path = tmp_path / "script.json"
     path.write_text(json.dumps({"conversations": [{"turns": [turn]}]}))
     with pytest.raises(ConfigError) as caught:
@@ -146,7 +146,7 @@ def test_a_mistake_in_a_turn_is_named_by_file_and_field(tmp_path, turn, says):
         ),
     ],
 )
-def test_a_mistake_in_a_file_is_named(tmp_path, text, says):
+def test_a_mistake_in_a_script_file_is_reported_with_its_position(tmp_path, text, says):
     path = tmp_path / "script.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -154,7 +154,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path, text, says):
     assert says in str(caught.value)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
+def test_script_files_that_cannot_be_read_are_reported(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load_script(tmp_path / "nowhere.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
@@ -164,7 +164,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         load_script(tmp_path)
 
 
-def test_a_file_with_every_field_is_read(tmp_path):
+def test_a_script_file_with_every_field_is_read(tmp_path):
     path = tmp_path / "script.json"
     turn = {
         "reasoning": "r", "content": "c", "tool_calls": [{"name": "f", "arguments": {"a": 1}}],
@@ -203,7 +203,7 @@ def prompt_view(messages, tools=None, **arguments):
     return PromptView(TOKENIZER.encode(text), TOKENIZER)
 
 
-def test_a_prompt_shows_what_its_messages_show():
+def test_a_rendered_prompt_and_its_messages_give_the_same_view():
     plain = [dict(message) for message in MESSAGES]
     plain[1]["content"] = "First question"
     bare = prompt_view(plain, TOOLS)
@@ -217,45 +217,45 @@ def test_a_prompt_shows_what_its_messages_show():
     assert list(given.tools) == TOOLS
 
 
-def test_a_prompt_without_system_or_tools_shows_none():
+def test_the_view_of_a_prompt_without_system_or_tools_has_none():
     view = prompt_view([{"role": "user", "content": "hi"}])
     assert (view.system, list(view.tools), view.assistants) == ("", [], 0)
 
 
-def test_text_without_markers_is_one_user_message():
+def test_a_prompt_without_role_markers_is_one_user_message():
     view = PromptView(TOKENIZER.encode("once upon a time"), TOKENIZER)
     assert list(view.users) == ["once upon a time"]
     assert view.assistants == 0
     assert not len(opening_of(TOKENIZER.encode("once upon a time"), TOKENIZER))
 
 
-def test_system_text_that_speaks_of_tools_is_kept():
+def test_system_text_with_a_tools_tag_that_is_no_json_is_kept():
     text = "See <tools>\nnot json\n</tools>"
     view = prompt_view([{"role": "system", "content": text}, {"role": "user", "content": "x"}])
     assert view.system == text
     assert list(view.tools) == []
 
 
-def test_an_assistant_turn_without_a_prompt_after_it_counts():
+def test_an_assistant_turn_at_the_end_of_a_prompt_is_counted():
     ids = TOKENIZER.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n")
     assert PromptView(ids, TOKENIZER).assistants == 1
     assert not len(opening_of(ids, TOKENIZER))
 
 
 @pytest.mark.parametrize("held", ["", "<think>\n", "<think>\n\n</think>\n\n", "Half an ans"])
-def test_the_opening_is_what_stands_after_the_last_header(held):
+def test_the_reply_opening_is_the_text_after_the_last_assistant_header(held):
     ids = TOKENIZER.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n" + held)
     assert TOKENIZER.decode(opening_of(ids, TOKENIZER)) == held
     assert PromptView(ids, TOKENIZER).assistants == 0
 
 
-def test_an_open_turn_of_another_role_is_no_opening():
+def test_an_open_user_turn_gives_no_reply_opening():
     ids = TOKENIZER.encode("<|im_start|>user\nhi")
     assert not len(opening_of(ids, TOKENIZER))
     assert not len(opening_of(np.empty(0, np.int32), TOKENIZER))
 
 
-def test_a_turn_is_spelled_as_the_template_spells_it():
+def test_a_turn_is_written_as_the_chat_template_renders_it():
     call = spell_call("bash", {"command": "\N{PARTY POPPER}"})
     assert call == (
         '<tool_call>\n{"name": "bash", "arguments": {"command": "\N{PARTY POPPER}"}}\n</tool_call>'
@@ -273,13 +273,13 @@ def test_a_turn_is_spelled_as_the_template_spells_it():
     )
 
 
-def test_arguments_given_as_text_stand_as_they_are():
+def test_tool_call_arguments_given_as_text_are_written_unchanged():
     assert (
         spell_call("f", '{"a":') == '<tool_call>\n{"name": "f", "arguments": {"a":}\n</tool_call>'
     )
 
 
-def test_parts_that_are_not_there_leave_no_trace():
+def test_missing_parts_of_a_turn_are_not_written():
     assert spell_turn(None, "hi", []) == "hi"
     assert spell_turn(None, "", ["C"]) == "C"
     assert spell_turn("", "", []) == "<think>\n\n</think>\n\n"

@@ -19,7 +19,7 @@ from bridle.types import FinishReason
 
 
 @pytest.mark.parametrize("spaces", [False, True])
-async def test_ids_of_a_chat_call_replace_its_messages_and_come_back(api, spaces):
+async def test_prompt_token_ids_of_a_chat_call_replace_its_messages_and_are_returned(api, spaces):
     engine = RecordingEngine(scripted_engine([{"content": "Hello."}]))
     one = await api(engine)
     body = {"messages": [{"role": "user", "content": "other"}], **IDS,
@@ -37,7 +37,7 @@ async def test_ids_of_a_chat_call_replace_its_messages_and_come_back(api, spaces
     assert np.array_equal(result, scripted_logprobs(np.array(choice["token_ids"], dtype=np.int32)))
 
 
-async def test_messages_are_rendered_and_reach_the_engine_too(api):
+async def test_messages_are_rendered_to_ids_and_also_passed_to_the_engine(api):
     engine = RecordingEngine(scripted_engine([{"content": "Hello."}]))
     one = await api(engine)
     reply = await one.json(
@@ -54,7 +54,7 @@ async def test_messages_are_rendered_and_reach_the_engine_too(api):
     assert request.grammar == {"json_schema": {"a": 1}}
 
 
-async def test_echo_ignores_the_ids_as_vllm_does(api):
+async def test_a_chat_call_with_echo_ignores_prompt_token_ids_as_vllm_does(api):
     one = await api(scripted_engine([{"content": "x"}]))
     body = {"messages": USER, "echo": True, "return_token_ids": True,
             "kv_transfer_params": {"prompt_token_ids": [1, 2, 3]}}  # fmt: skip
@@ -62,7 +62,7 @@ async def test_echo_ignores_the_ids_as_vllm_does(api):
     assert reply["prompt_token_ids"] == PROMPT
 
 
-async def test_fields_nobody_asked_for_are_not_sent(api):
+async def test_a_chat_reply_has_no_ids_logprobs_or_versions_unless_requested(api):
     one = await api(scripted_engine([{"content": "x"}]))
     reply = await one.json("/v1/chat/completions", {"messages": USER})
     choice = reply["choices"][0]
@@ -71,7 +71,7 @@ async def test_fields_nobody_asked_for_are_not_sent(api):
     assert "weight_versions" not in choice
 
 
-async def test_hidden_reasoning_hides_ids_and_logprobs_with_it(api):
+async def test_include_reasoning_false_also_leaves_out_ids_and_logprobs(api):
     one = await api(scripted_engine([{"reasoning": "secret", "content": "x"}]))
     body = {"messages": USER, "include_reasoning": False, **IDS}
     choice = (await one.json("/v1/chat/completions", body))["choices"][0]
@@ -79,7 +79,7 @@ async def test_hidden_reasoning_hides_ids_and_logprobs_with_it(api):
     assert (choice["message"]["reasoning"], choice["token_ids"], choice["logprobs"]) == (None,) * 3
 
 
-async def test_a_chat_stream_tells_the_prompt_once_and_every_id(api):
+async def test_a_chat_stream_has_the_prompt_ids_once_and_every_output_id(api):
     one = await api(scripted_engine([{"reasoning": "some thought", "content": "Hello, world."}]))
     body: dict[str, Any] = {"messages": USER, **IDS, "stream_options": {"include_usage": True}}
     whole = (await one.json("/v1/chat/completions", body | {"stream": False}))["choices"][0]
@@ -94,7 +94,7 @@ async def test_a_chat_stream_tells_the_prompt_once_and_every_id(api):
     assert events[-1]["usage"]["completion_tokens"] == len(whole["token_ids"])
 
 
-async def test_the_token_route_gives_ids_logprobs_and_versions(api):
+async def test_the_generate_route_returns_ids_logprobs_and_weight_versions(api):
     engine = scripted_engine([{"content": "Hello."}])
     await engine.set_version(7)
     one = await api(engine)
@@ -116,7 +116,7 @@ async def test_the_token_route_gives_ids_logprobs_and_versions(api):
 
 
 @pytest.mark.parametrize("stop", ["lo, w", "d.", "never"])
-async def test_a_stop_string_is_not_in_the_text_but_in_the_ids(api, stop):
+async def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_token_ids(api, stop):
     one = await api(scripted_engine([{"content": "Hello, world."}]))
     body = {"messages": USER, "stop": [stop], "return_token_ids": True}
     shown = "Hello, world.".partition(stop)[0]
@@ -128,7 +128,7 @@ async def test_a_stop_string_is_not_in_the_text_but_in_the_ids(api, stop):
     assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == shown
 
 
-async def test_a_stop_token_other_than_the_end_is_reported(api):
+async def test_a_stop_token_other_than_the_end_token_is_the_stop_reason(api):
     one = await api(scripted_engine([{"content": "Hello, world."}]))
     third = TOKENIZER.encode("Hello, world.").tolist()[2]
     body = {"messages": USER, "stop_token_ids": [third]}
@@ -143,7 +143,7 @@ async def test_a_prompt_that_leaves_thinking_open_is_read_as_reasoning(api):
     assert (message["reasoning"], message["content"]) == ("hm", "Hi.")
 
 
-async def test_named_tool_choice_ends_with_stop_and_none_parses_nothing(api):
+async def test_a_named_tool_choice_finishes_with_stop_and_none_leaves_calls_as_content(api):
     one = await api(scripted_engine([{"shell": ["ls"]}]))
     body = {"messages": USER, "tools": [BASH]}
     named = {"type": "function", "function": {"name": "bash"}}
@@ -179,7 +179,7 @@ async def test_named_tool_choice_ends_with_stop_and_none_parses_nothing(api):
         ("/abort_requests", {"request_ids": 3}, "request_ids"),
     ],
 )  # fmt: skip
-async def test_bad_input_is_refused_by_name(api, path, body, says):
+async def test_invalid_request_bodies_get_400_with_the_field(api, path, body, says):
     one = await api(scripted_engine([{"content": "x"}]))
     status, message = await one.error(path, body)
     assert status == 400
@@ -220,7 +220,7 @@ class FailingEngine(RecordingEngine):
         (ZeroDivisionError("bug"), 500),
     ],
 )
-async def test_an_engines_failure_has_a_status(api, error, status):
+async def test_an_engine_error_gives_its_http_status(api, error, status):
     one = await api(FailingEngine(error))
     for stream in (False, True):
         body = {"messages": USER, "stream": stream}
@@ -229,7 +229,7 @@ async def test_an_engines_failure_has_a_status(api, error, status):
         assert str(error) in message
 
 
-async def test_health_asks_the_engine(api):
+async def test_the_health_route_returns_503_when_the_engine_is_unhealthy(api):
     one = await api(FailingEngine(EngineError("dead")))
     async with one.session.get(one.url + "/health") as response:
         assert response.status == 503
@@ -238,7 +238,7 @@ async def test_health_asks_the_engine(api):
         assert response.status == 200
 
 
-async def test_a_late_failure_comes_in_the_stream(api):
+async def test_an_engine_error_in_mid_stream_is_an_error_event(api):
     one = await api(FailingEngine(EngineError("late", status=503), before=2))
     events = await one.events("/v1/chat/completions", {"messages": USER})
     assert events[-1]["error"]["message"] == "late"
@@ -246,7 +246,7 @@ async def test_a_late_failure_comes_in_the_stream(api):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_cut_reply_breaks_the_connection(api, stream):
+async def test_a_cut_reply_closes_the_connection_without_an_end(api, stream):
     one = await api(scripted_engine([{"content": "one two three", "fault": "cut"}]))
     with pytest.raises(aiohttp.ClientError):
         await one.post("/v1/chat/completions", {"messages": USER, "stream": stream})
@@ -256,7 +256,7 @@ async def test_a_cut_reply_breaks_the_connection(api, stream):
 # ---- life
 
 
-async def test_a_client_that_goes_away_ends_its_call(api):
+async def test_a_client_that_disconnects_ends_its_engine_call(api):
     engine = RecordingEngine(scripted_engine([{"delay_s": 60}]))
     one = await api(engine)
     async with asyncio.timeout(15), asyncio.TaskGroup() as group:
@@ -270,7 +270,7 @@ async def test_a_client_that_goes_away_ends_its_call(api):
     assert engine.closed_early == [engine.requests[0].request_id]
 
 
-async def test_leaving_ends_calls_that_are_under_way():
+async def test_closing_the_engine_server_aborts_running_calls():
     engine = scripted_engine([{"delay_s": 60}])
 
     async def ask(url, session):
@@ -289,7 +289,7 @@ async def test_leaving_ends_calls_that_are_under_way():
     assert task.result()["choices"][0]["finish_reason"] == "abort"
 
 
-async def test_a_port_in_use_is_named(api):
+async def test_a_port_in_use_raises_an_error_with_its_address(api):
     one = await api(InstantEngine())
     port = int(one.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*in use"):
@@ -297,7 +297,7 @@ async def test_a_port_in_use_is_named(api):
             pass
 
 
-async def test_long_prompts_pass_unparsed(api):
+async def test_long_prompt_id_lists_are_passed_to_the_engine_unparsed(api):
     engine = RecordingEngine(InstantEngine(tokens=4))
     one = await api(engine)
     ids = np.resize(np.array(PROMPT), 300_000).tolist()
@@ -312,7 +312,7 @@ async def test_long_prompts_pass_unparsed(api):
 # ---- looking things up
 
 
-async def test_tokenize_gives_the_tokenizers_ids(api):
+async def test_the_tokenize_route_returns_the_tokenizer_s_ids(api):
     one = await api(InstantEngine())
     body = await one.json("/tokenize", {"prompt": "hi there"})
     assert body["tokens"] == TOKENIZER.encode("hi there").tolist()
@@ -321,7 +321,7 @@ async def test_tokenize_gives_the_tokenizers_ids(api):
     assert rendered["tokens"] == TOKENIZER.encode(TOKENIZER.render(USER, [BASH])).tolist()
 
 
-async def test_the_model_list_has_context_and_tokenizer_and_the_version_is_bridles(api):
+async def test_the_model_list_has_the_context_length_and_the_tokenizer_folder(api):
     one = await api(scripted_engine([{}], model="m", context_length=500))
     (model,) = (await one.json("/v1/models"))["data"]
     assert (await one.json("/version"))["version"].startswith("bridle-")
@@ -337,7 +337,7 @@ class AbortedEngine(RecordingEngine):
         yield GenerateChunk(np.array([5], np.int32), nothing, FinishReason.ABORT)
 
 
-async def test_an_abort_is_a_finish_reason(api):
+async def test_an_aborted_chat_call_has_finish_reason_abort(api):
     one = await api(AbortedEngine(scripted_engine([{}])))
     choice = (await one.json("/v1/chat/completions", {"messages": USER, **IDS}))["choices"][0]
     assert choice["finish_reason"] == "abort"

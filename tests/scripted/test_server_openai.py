@@ -43,7 +43,7 @@ def sdk():
 
 
 @pytest.mark.parametrize("turn", SCRIPTS.values(), ids=SCRIPTS)
-async def test_openais_client_reads_what_the_script_says(api, sdk, turn):
+async def test_openai_s_client_reads_the_scripted_reply(api, sdk, turn):
     async with sdk(await api(scripted_engine([turn]))) as client:
         reply = await client.chat.completions.create(model="m", messages=USER, tools=[BASH])
     choice = reply.choices[0]
@@ -60,7 +60,7 @@ async def test_openais_client_reads_what_the_script_says(api, sdk, turn):
 
 
 @pytest.mark.parametrize("turn", SCRIPTS.values(), ids=SCRIPTS)
-async def test_openais_client_streams_what_the_script_says(api, sdk, turn):
+async def test_openai_s_client_streams_the_scripted_reply(api, sdk, turn):
     async with (
         sdk(await api(scripted_engine([turn]))) as client,
         client.chat.completions.stream(
@@ -82,7 +82,7 @@ async def test_openais_client_streams_what_the_script_says(api, sdk, turn):
         assert made == calls
 
 
-async def test_openais_client_gets_the_servers_errors(api, sdk):
+async def test_openai_s_client_raises_the_server_s_errors(api, sdk):
     one = await api(scripted_engine([{"fault": 429}]))
     async with sdk(one) as client:
         with pytest.raises(openai.RateLimitError, match="scripted fault"):

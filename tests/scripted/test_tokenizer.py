@@ -22,17 +22,17 @@ def folder(tmp_path):
 
 
 @given(printable)
-def test_text_survives_its_ids(text):
+def test_text_survives_encoding_and_decoding(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
-def test_none_and_builtin_are_the_shipped_tokenizer():
+def test_tokenizer_none_and_builtin_load_the_shipped_tokenizer():
     assert (
         load_tokenizer(None).folder == load_tokenizer("builtin").folder == builtin_tokenizer_dir()
     )
 
 
-def test_special_tokens_are_one_id_and_the_end_is_known():
+def test_each_special_token_is_encoded_as_one_id():
     assert TOKENIZER.encode("<|im_end|>").tolist() == [TOKENIZER.end_id]
     assert TOKENIZER.id_of("<think>") is not None
     assert TOKENIZER.id_of("no such token") is None
@@ -44,7 +44,7 @@ def test_visible_text_has_no_special_tokens_but_the_familys_markers():
     assert TOKENIZER.visible(ids) == "<think>\nhm\n</think>\n\nhi"
 
 
-def test_markers_stay_visible_where_a_tokenizer_calls_them_special(folder):
+def test_think_markers_stay_visible_when_the_tokenizer_marks_them_as_special(folder):
     path = folder / "tokenizer.json"
     read = json.loads(path.read_text())
     for token in read["added_tokens"]:
@@ -55,21 +55,21 @@ def test_markers_stay_visible_where_a_tokenizer_calls_them_special(folder):
 
 
 @given(printable, st.integers(1, 4))
-def test_a_stream_gives_whole_characters_and_all_of_them(text, size):
+def test_a_text_stream_emits_whole_characters_and_loses_none(text, size):
     ids = TOKENIZER.encode(text)
     stream = TextStream(TOKENIZER)
     pieces = [stream.feed(ids[i : i + size]) for i in range(0, len(ids), size)]
     assert "".join([*pieces, stream.finish()]) == TOKENIZER.visible(ids)
 
 
-def test_a_stream_that_ends_inside_a_character_says_so():
+def test_a_text_stream_that_ends_inside_a_character_emits_a_replacement_character():
     ids = TOKENIZER.encode("\N{PARTY POPPER}")
     stream = TextStream(TOKENIZER)
     assert stream.feed(ids[:-1]) == ""
     assert set(stream.finish()) == {"\ufffd"}
 
 
-def test_messages_are_rendered_by_the_folders_template():
+def test_messages_are_rendered_by_the_tokenizer_folder_s_chat_template():
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
     text = TOKENIZER.render(
         [
@@ -87,37 +87,37 @@ def test_messages_are_rendered_by_the_folders_template():
     assert text.endswith("<|im_start|>assistant\n")
 
 
-def test_template_arguments_reach_the_template():
+def test_chat_template_arguments_are_passed_to_the_template():
     text = TOKENIZER.render(
         [{"role": "user", "content": "hi"}], None, arguments={"enable_thinking": False}
     )
     assert text.endswith("<think>\n\n</think>\n\n")
 
 
-def test_malformed_arguments_reach_the_template_as_they_are():
+def test_malformed_tool_call_arguments_are_passed_to_the_template_unchanged():
     call = {"function": {"name": "f", "arguments": '{"a":'}}
     text = TOKENIZER.render([{"role": "assistant", "content": "", "tool_calls": [call]}], None)
     assert '"arguments": {"a":}' in text
 
 
-def test_what_the_template_refuses_is_a_render_error():
+def test_an_error_raised_by_the_chat_template_is_a_render_error():
     with pytest.raises(RenderError, match="knows no role judge"):
         TOKENIZER.render([{"role": "judge", "content": "x"}], None)
 
 
-def test_a_folder_without_a_template_renders_nothing(folder):
+def test_rendering_without_a_chat_template_raises_a_render_error(folder):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(RenderError, match="no chat template"):
         load_tokenizer(str(folder)).render([{"role": "user", "content": "x"}], None)
 
 
-def test_json_in_a_template_takes_the_arguments_that_transformers_has(folder):
+def test_tojson_in_a_chat_template_takes_the_arguments_of_transformers(folder):
     (folder / "chat_template.jinja").write_text("{{ tools | tojson(true, indent=1) }}")
     text = load_tokenizer(folder).render([], [{"type": "é"}])
     assert text == json.dumps([{"type": "é"}], indent=1)
 
 
-def test_the_template_may_stand_in_the_config(folder):
+def test_a_chat_template_is_read_from_tokenizer_config_json(folder):
     (folder / "chat_template.jinja").unlink()
     config = {"eos_token": {"content": "<|im_end|>"}, "chat_template": "{{ strftime_now('%Y') }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -132,13 +132,15 @@ def test_the_template_may_stand_in_the_config(folder):
         ("chat_template.jinja", "{% if", "chat template"),
     ],
 )
-def test_a_broken_folder_is_named(folder, name, content, says):
+def test_a_tokenizer_folder_with_a_broken_file_is_refused_with_its_name(
+    folder, name, content, says
+):
     (folder / name).write_text(content)
     with pytest.raises(ConfigError, match=says):
         load_tokenizer(str(folder))
 
 
-def test_missing_folders_and_files_are_named(folder, tmp_path):
+def test_missing_tokenizer_folders_and_files_are_reported(folder, tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
     (folder / "tokenizer.json").unlink()
@@ -146,7 +148,7 @@ def test_missing_folders_and_files_are_named(folder, tmp_path):
         load_tokenizer(str(folder))
 
 
-def test_without_a_config_the_familys_end_token_is_taken(folder):
+def test_the_family_s_end_token_is_used_without_a_tokenizer_config(folder):
     (folder / "tokenizer_config.json").unlink()
     assert load_tokenizer(str(folder)).end_id == TOKENIZER.end_id
 
@@ -158,17 +160,17 @@ def test_a_vocabulary_without_an_end_token_is_refused(folder):
         load_tokenizer(str(folder))
 
 
-def test_text_of_content_is_its_text_parts():
+def test_the_text_of_message_content_joins_its_text_parts():
     assert text_of("a") == "a"
     assert text_of([{"type": "text", "text": "a"}, {"type": "image"}, {"text": "b"}]) == "ab"
     assert text_of(None) == ""
 
 
-def test_ids_are_int32():
+def test_encoded_token_ids_are_int32():
     assert TOKENIZER.encode("abc").dtype == np.int32
 
 
-def test_engines_of_one_process_read_a_folder_once_until_it_changes(folder):
+def test_a_loaded_tokenizer_is_cached_until_its_folder_changes(folder):
     first, second = load_tokenizer(str(folder)), load_tokenizer(str(folder))
     assert first._template is second._template
     assert first._tokenizer is second._tokenizer
@@ -179,7 +181,7 @@ def test_engines_of_one_process_read_a_folder_once_until_it_changes(folder):
         load_tokenizer(str(folder))
 
 
-def test_messages_that_a_template_refuses_are_an_error_of_the_request(folder):
+def test_messages_that_the_chat_template_refuses_give_400(folder):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     with pytest.raises(EngineError, match="refuses these messages") as failed:
         load_tokenizer(str(folder)).prompt_ids([], None, {})
