@@ -136,7 +136,7 @@ async def reply_of(call: Any) -> tuple[list[int], FinishReason]:
             return tokens, message.finish_reason
 
 
-async def test_every_caller_gets_its_own_tokens():
+async def test_each_call_of_a_batch_gets_its_own_tokens():
     async with Running(CountingDecoder()) as running:
         calls = [running.submit(f"c{i}", 2 + i, first=3 * i) for i in range(7)]
         for i, call in enumerate(calls):
@@ -146,7 +146,7 @@ async def test_every_caller_gets_its_own_tokens():
             assert finish is FinishReason.LENGTH
 
 
-async def test_a_long_prompt_comes_in_pieces_between_which_others_decode():
+async def test_prefill_of_a_long_prompt_is_chunked_while_other_calls_decode():
     decoder = CountingDecoder()
     async with Running(decoder) as running:
         go = running.hold()
@@ -164,7 +164,7 @@ async def test_a_long_prompt_comes_in_pieces_between_which_others_decode():
     ]
 
 
-async def test_a_prompt_that_must_not_be_cut_comes_whole():
+async def test_prefill_is_not_chunked_for_a_decoder_without_support():
     decoder = CountingDecoder()
     decoder.pieces = False
     async with Running(decoder) as running:
@@ -172,7 +172,7 @@ async def test_a_prompt_that_must_not_be_cut_comes_whole():
     assert decoder.work == [[("long", 20)]]
 
 
-async def test_no_more_calls_run_at_once_than_allowed():
+async def test_a_batch_runs_at_most_max_batch_calls():
     decoder = CountingDecoder()
     async with Running(decoder, max_batch=2) as running:
         go = running.hold()
@@ -183,7 +183,7 @@ async def test_no_more_calls_run_at_once_than_allowed():
     assert max(len(step) for step in decoder.work) == 2
 
 
-async def test_calls_with_one_prompt_wait_for_the_first_to_compute_it():
+async def test_calls_with_equal_prompts_wait_for_the_first_s_prefill():
     decoder = CountingDecoder()
     async with Running(decoder, step_tokens=64) as running:
         go = running.hold()
@@ -194,7 +194,7 @@ async def test_calls_with_one_prompt_wait_for_the_first_to_compute_it():
     assert decoder.work[0] == [("g0", 40)]
 
 
-async def test_memory_that_runs_out_puts_the_newest_back_and_loses_nothing():
+async def test_the_newest_call_is_preempted_when_memory_runs_out_and_no_token_is_lost():
     decoder = CountingDecoder(room=14)
     async with Running(decoder) as running:
         go = running.hold()
@@ -206,7 +206,7 @@ async def test_memory_that_runs_out_puts_the_newest_back_and_loses_nothing():
     assert running.batch.counters.put_back > 0
 
 
-async def test_out_of_memory_drops_what_is_remembered_then_puts_back_then_fails_the_only_call():
+async def test_out_of_memory_drops_the_prefix_cache_then_preempts_then_fails_the_last_call():
     decoder = CountingDecoder()
     decoder.prefixes.add(np.zeros(16, dtype=np.int32), None, 1)
     oom = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"
@@ -223,7 +223,7 @@ async def test_out_of_memory_drops_what_is_remembered_then_puts_back_then_fails_
     assert running.batch.counters.put_back == 1
 
 
-async def test_a_fault_of_the_model_reaches_every_caller():
+async def test_a_model_error_fails_every_running_and_waiting_call():
     decoder = CountingDecoder()
     decoder.gate = threading.Event()
     async with Running(decoder, max_batch=1) as running:
@@ -239,7 +239,7 @@ async def test_a_fault_of_the_model_reaches_every_caller():
             late.result(1)
 
 
-async def test_a_call_that_was_posted_while_the_thread_broke_is_answered():
+async def test_a_call_submitted_while_the_thread_fails_gets_the_error():
     decoder = CountingDecoder()
     decoder.gate = threading.Event()
     decoder.faults = [RuntimeError("broken")]
@@ -259,7 +259,7 @@ async def test_a_call_that_was_posted_while_the_thread_broke_is_answered():
         assert "also" in str(asked.exception(1))
 
 
-async def test_an_aborted_call_gets_a_last_chunk_and_a_silent_one_nothing():
+async def test_an_aborted_call_gets_a_last_chunk_unless_aborted_silently():
     decoder = CountingDecoder()
     decoder.gate = threading.Event()
     async with Running(decoder, max_batch=2) as running:
@@ -278,7 +278,7 @@ async def test_an_aborted_call_gets_a_last_chunk_and_a_silent_one_nothing():
     assert waiting.mailbox.messages.empty()
 
 
-async def test_new_weights_come_between_two_steps_and_forget_what_was_remembered():
+async def test_a_weight_update_takes_effect_between_steps_and_clears_the_prefix_cache():
     decoder = CountingDecoder()
     decoder.gate = threading.Event()
     decoder.prefixes.add(np.zeros(16, dtype=np.int32), None, 1)
@@ -299,7 +299,7 @@ async def test_new_weights_come_between_two_steps_and_forget_what_was_remembered
     assert len(decoder.prefixes) == 0
 
 
-def test_a_caller_whose_loop_is_closed_is_no_trouble():
+def test_a_caller_with_a_closed_event_loop_does_not_block_the_thread():
     async def leave() -> tuple[Running, Any]:
         running = Running(CountingDecoder())
         running.thread.start()

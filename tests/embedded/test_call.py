@@ -50,7 +50,7 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(text, stop, cuts)
     assert expected
 
 
-def test_a_real_tokenizer_shows_a_stop_string_that_spans_tokens(decode):
+def test_a_stop_string_that_spans_tokens_is_found_with_a_byte_level_tokenizer(decode):
     tokenizer = AutoTokenizer.from_pretrained(builtin_tokenizer_dir())
     ids = tokenizer.encode("Observation: the end of it", add_special_tokens=False)
     stops = StopStrings(("end of", "never"), decode)
@@ -59,7 +59,7 @@ def test_a_real_tokenizer_shows_a_stop_string_that_spans_tokens(decode):
     assert decode(ids[: hits[0][0]]).count("end of") == 0
 
 
-def test_the_earliest_of_several_stop_strings_is_the_one():
+def test_the_earliest_of_several_stop_strings_in_the_text_is_reported():
     stops = StopStrings(("cd", "bc"), lambda ids: "abcd"[: len(ids)] if ids else "")
     assert [stops.push(0) for _ in range(1)] == [None]
     whole = StopStrings(("cd", "bc"), lambda ids: "abcde" if ids == [1] else "")
@@ -73,7 +73,7 @@ def test_special_tokens_can_be_stop_strings(decode):
     assert [stops.push(i) for i in ids][-1] == "<|im_start|>"
 
 
-def test_uniforms_depend_on_the_seed_alone():
+def test_random_draws_of_a_call_depend_on_its_seed_only():
     one, same, other = Uniforms(7), Uniforms(7), Uniforms(8)
     drawn = [one.next() for _ in range(200)]
     assert drawn == [same.next() for _ in range(200)]
@@ -83,7 +83,7 @@ def test_uniforms_depend_on_the_seed_alone():
     Uniforms(-3).next()
 
 
-def test_a_call_ends_at_a_stop_id_and_keeps_it():
+def test_a_stop_token_ends_a_call_and_is_in_its_output():
     c = call(stop_ids=[9])
     c.append(8, -1.0, 0)
     assert c.finish is None
@@ -92,14 +92,14 @@ def test_a_call_ends_at_a_stop_id_and_keeps_it():
     assert c.chunk().output_ids.tolist() == [8, 9]
 
 
-def test_a_call_ends_at_its_limit():
+def test_a_call_ends_at_its_token_limit_with_finish_reason_length():
     c = call(limit=2)
     c.append(1, 0.0, 0)
     c.append(1, 0.0, 0)
     assert c.finish is FinishReason.LENGTH
 
 
-def test_before_min_tokens_nothing_ends_a_call():
+def test_stop_tokens_and_strings_do_not_end_a_call_before_min_tokens():
     c = call(limit=4, stop_ids=[65], stop=("B",), min_tokens=3)
     assert c.suppressed == {65}
     c.append(66, 0.0, 0)
@@ -111,7 +111,7 @@ def test_before_min_tokens_nothing_ends_a_call():
     assert c.suppressed == frozenset()
 
 
-def test_chunks_hold_every_token_once_and_spans_have_no_gap():
+def test_chunks_have_every_token_once_and_version_spans_have_no_gap():
     c = call(limit=700)
     got, logprobs = [], []
     for i in range(700):
@@ -134,7 +134,7 @@ def test_chunks_hold_every_token_once_and_spans_have_no_gap():
     )
 
 
-def test_penalties_count_what_was_sampled():
+def test_penalties_count_the_sampled_tokens():
     c = call(frequency_penalty=0.5)
     for token in (3, 4, 3):
         c.append(token, 0.0, 0)

@@ -47,9 +47,7 @@ moves = st.lists(
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(moves)
-def test_any_order_of_joining_stepping_and_leaving_gives_the_models_own_logits(
-    model, oracles, moves
-):
+def test_batched_logits_equal_a_plain_forward_pass_as_calls_join_and_leave(model, oracles, moves):
     name, made = model
     oracle = oracles[name]
     decoder = SlotDecoder(made, max_batch=4, prefix_bytes=40_000)
@@ -74,7 +72,7 @@ def test_any_order_of_joining_stepping_and_leaving_gives_the_models_own_logits(
                 c.append(texts[i][c.length], 0.0, 0)
 
 
-def test_a_call_under_other_weights_lends_nothing(model):
+def test_a_kv_cache_of_another_weight_version_is_not_shared(model):
     _, made = model
     decoder = SlotDecoder(made, max_batch=4, prefix_bytes=0)
     old, new, beside = call(prompt_of(20)), call(prompt_of(20)), call(prompt_of(20))
@@ -87,7 +85,7 @@ def test_a_call_under_other_weights_lends_nothing(model):
     assert (new.computed, beside.computed) == (0, 19)
 
 
-def test_slots_grow_for_more_and_longer_calls_within_their_budget(model):
+def test_kv_cache_slots_grow_in_number_and_length_within_their_budget(model):
     _, made = model
     decoder = SlotDecoder(made, max_batch=8, prefix_bytes=0)
     with torch.inference_mode():
@@ -107,7 +105,7 @@ def test_slots_grow_for_more_and_longer_calls_within_their_budget(model):
         assert not decoder.reserve([(calls[0], 257)])
 
 
-def test_a_model_that_ignores_the_mask_is_computed_call_by_call(folders):
+def test_a_model_that_ignores_the_attention_mask_is_not_batched(folders):
     made = load_model(folders["llama"], dtype="auto", device=torch.device("cpu"))
     forward = made.forward
 
@@ -166,7 +164,7 @@ class Summing:
         (Feeding.ANEW, [20, 21, 20, 24]),
     ],
 )
-def test_each_way_of_feeding_gives_the_same_logits(feeding, fed):
+def test_the_single_decoder_gives_the_same_logits_in_each_feeding_mode(feeding, fed):
     model = Summing(pieces=feeding is Feeding.PIECES)
     decoder = SingleDecoder(model, feeding, prefix_bytes=100)
     first, second = call(range(20)), call(range(1, 21))
@@ -189,7 +187,7 @@ def test_each_way_of_feeding_gives_the_same_logits(feeding, fed):
     assert model.fed == fed
 
 
-def test_a_remembered_cache_serves_one_call_and_counts_its_bytes():
+def test_a_stored_kv_cache_is_reused_by_one_call_and_its_bytes_are_counted():
     decoder = SingleDecoder(Summing(pieces=True), Feeding.PIECES, prefix_bytes=100)
     first = call(range(20))
     decoder.admit(first, 0)
@@ -217,7 +215,7 @@ def ids_of(parts: list[int], tail: int = 0) -> np.ndarray:
 
 
 @given(st.lists(st.tuples(parts, st.integers(0, 3)), max_size=8), parts, st.integers(0, 3))
-def test_the_longest_common_beginning_is_found(kept, wanted, tail):
+def test_the_prefix_store_finds_the_longest_common_prefix(kept, wanted, tail):
     store = PrefixStore(10**9)
     for given_parts, more in kept:
         store.add(ids_of(given_parts, more), None, 1)
@@ -235,7 +233,7 @@ def test_the_longest_common_beginning_is_found(kept, wanted, tail):
 
 
 @given(st.lists(st.tuples(parts, st.integers(1, 40)), max_size=20), st.integers(1, 100))
-def test_the_budget_is_never_exceeded(adds, budget):
+def test_the_prefix_store_never_exceeds_its_byte_budget(adds, budget):
     store = PrefixStore(budget)
     for given_parts, size in adds:
         store.add(ids_of(given_parts), None, size)
@@ -245,7 +243,7 @@ def test_the_budget_is_never_exceeded(adds, budget):
     assert (len(store), store.size_bytes) == (0, 0)
 
 
-def test_the_least_recently_used_is_dropped_first():
+def test_the_prefix_store_evicts_the_least_recently_used_entry():
     store = PrefixStore(2)
     a, b, c = ids_of([0]), ids_of([1]), ids_of([0, 1])[SHORTEST // 2 :]
     store.add(a, "a", 1)
@@ -258,7 +256,7 @@ def test_the_least_recently_used_is_dropped_first():
     assert store.find(b)[0] is None
 
 
-def test_the_next_turn_replaces_the_one_before():
+def test_a_longer_prefix_replaces_its_own_beginning_in_the_prefix_store():
     store = PrefixStore(10)
     store.add(ids_of([0]), "turn 1", 1)
     store.add(ids_of([0, 1], 3), "turn 2", 2)
@@ -268,7 +266,7 @@ def test_the_next_turn_replaces_the_one_before():
     assert not store.covers(ids_of([]))
 
 
-def test_removing_twice_changes_nothing():
+def test_removing_a_prefix_twice_counts_its_bytes_once():
     store = PrefixStore(10)
     store.add(ids_of([0]), None, 1)
     entry, _ = store.find(ids_of([0]))

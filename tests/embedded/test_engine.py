@@ -38,7 +38,9 @@ async def together(engine, requests):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-async def test_a_batch_gives_what_each_prompt_gives_alone(name, folders, oracles, opened):
+async def test_greedy_tokens_of_a_batch_equal_those_of_each_prompt_alone(
+    name, folders, oracles, opened
+):
     """Prompts of many lengths, more than fit at once, cut into pieces, joining as others leave."""
     lengths = [1, 2, 5, 17, 18, 33, 40]
     async with opened(folders[name], max_batch=4, step_tokens=16) as engine:
@@ -53,7 +55,9 @@ async def test_a_batch_gives_what_each_prompt_gives_alone(name, folders, oracles
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-async def test_logprobs_are_of_the_distribution_that_was_sampled(name, folders, oracles, opened):
+async def test_logprobs_are_those_of_the_sampled_distribution_in_each_architecture(
+    name, folders, oracles, opened
+):
     async with opened(folders[name]) as engine:
         prompts = [prompt_of(n) for n in (3, 20, 31)]
         answers = await together(
@@ -71,7 +75,7 @@ async def test_logprobs_are_of_the_distribution_that_was_sampled(name, folders, 
         assert len(set(got.ids)) > 1
 
 
-async def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(folder, opened):
+async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(folder, opened):
     asked = [request(prompt_of(9 + i), temperature=1.0, seed=i) for i in range(12)]
     async with opened(folder) as engine:
         crowd = await together(engine, asked)
@@ -118,7 +122,7 @@ async def test_the_end_token_ends_a_call_and_is_kept(folder, oracle, opened):
         assert third not in more.ids[:5]
 
 
-async def test_the_models_own_end_token_comes_from_its_generation_config(tmp_path, oracle, opened):
+async def test_end_tokens_are_read_from_the_generation_config(tmp_path, oracle, opened):
     prompt = prompt_of(12)
     save_model(tmp_path)
     end = oracle.greedy(prompt, 2)[1]
@@ -129,7 +133,7 @@ async def test_the_models_own_end_token_comes_from_its_generation_config(tmp_pat
     assert got.ids == oracle.greedy(prompt, 2)
 
 
-async def test_a_stop_string_ends_a_call_with_all_its_ids(folder, oracle, opened):
+async def test_a_stop_string_ends_a_call_and_its_token_ids_are_kept(folder, oracle, opened):
     prompt = prompt_of(12)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     texts = [tokenizer.decode([i]) for i in oracle.greedy(prompt, 10)]
@@ -144,7 +148,7 @@ async def test_a_stop_string_ends_a_call_with_all_its_ids(folder, oracle, opened
     assert stop not in tokenizer.decode(got.ids[:-1])
 
 
-async def test_the_output_budget_and_the_context_end_a_call(folder, opened):
+async def test_max_tokens_and_the_context_length_end_a_call(folder, opened):
     async with opened(folder, max_context=40) as engine:
         assert engine.info.context_length == 40
         got = await answer(engine, request(prompt_of(30), max_tokens=4))
@@ -156,7 +160,7 @@ async def test_the_output_budget_and_the_context_end_a_call(folder, opened):
         assert (overflow.value.prompt_tokens, overflow.value.context_length) == (40, 40)
 
 
-async def test_chunks_stream_and_the_first_token_does_not_wait(folder, opened):
+async def test_a_stream_has_several_chunks_and_the_first_has_at_most_3_tokens(folder, opened):
     async with opened(folder) as engine:
         got = await answer(engine, request(prompt_of(9), max_tokens=200, min_tokens=200))
     assert len(got.chunks) > 2
@@ -185,7 +189,7 @@ async def test_an_aborted_call_keeps_its_tokens_and_the_others_continue(folder, 
         assert other.result().ids == oracle.greedy(prompt_of(7), len(other.result().ids))
 
 
-async def test_closing_the_iterator_ends_the_call(folder, opened):
+async def test_closing_the_stream_ends_the_call_and_frees_its_request_id(folder, opened):
     async with opened(folder) as engine:
         stream = engine.generate(request(prompt_of(9), "left", max_tokens=200, min_tokens=200))
         await anext(stream)
@@ -201,7 +205,7 @@ async def test_closing_the_iterator_ends_the_call(folder, opened):
 # ---- what is remembered
 
 
-async def test_the_next_turn_computes_only_its_new_tokens(folder, oracle, opened):
+async def test_the_next_turn_of_a_conversation_computes_only_its_new_tokens(folder, oracle, opened):
     async with opened(folder) as engine:
         prompt = prompt_of(50)
         first = await answer(engine, request(prompt, max_tokens=8))
@@ -216,7 +220,7 @@ async def test_the_next_turn_computes_only_its_new_tokens(folder, oracle, opened
     assert np.abs(np.array(second.logprobs) - expected).max() < 1e-4
 
 
-async def test_a_branch_reuses_the_part_that_it_shares(folder, oracle, opened):
+async def test_a_prompt_that_shares_a_prefix_reuses_its_kv_cache(folder, oracle, opened):
     async with opened(folder) as engine:
         base = prompt_of(48)
         await answer(engine, request(base + prompt_of(9, seed=1)))
@@ -226,7 +230,7 @@ async def test_a_branch_reuses_the_part_that_it_shares(folder, oracle, opened):
     assert got.ids == oracle.greedy(branch, len(got.ids))
 
 
-async def test_a_prompt_that_was_seen_whole_still_samples_its_first_token(folder, oracle, opened):
+async def test_a_fully_cached_prompt_still_samples_its_first_token(folder, oracle, opened):
     async with opened(folder) as engine:
         prompt = prompt_of(40)
         await answer(engine, request(prompt))
@@ -247,7 +251,9 @@ async def test_a_group_of_equal_prompts_is_computed_once(folder, oracle, opened)
         assert np.abs(np.array(got.logprobs) - expected).max() < 1e-4
 
 
-async def test_a_model_computed_call_by_call_continues_where_a_turn_ended(folders, oracles, opened):
+async def test_a_model_that_is_not_batched_reuses_the_cache_of_the_last_turn(
+    folders, oracles, opened
+):
     async with opened(folders["mamba"]) as engine:
         prompt = prompt_of(20)
         first = await answer(engine, request(prompt, max_tokens=8))
@@ -257,7 +263,7 @@ async def test_a_model_computed_call_by_call_continues_where_a_turn_ended(folder
     assert second.ids == oracles["mamba"].greedy(second_prompt, len(second.ids))
 
 
-async def test_little_memory_costs_time_and_nothing_else(folder, oracle, opened):
+async def test_a_small_kv_cache_preempts_calls_and_changes_no_token(folder, oracle, opened):
     """2 layers, 2 heads of 8 numbers: 256 bytes a token; room for 384 tokens in all slots."""
     async with opened(folder, cache_bytes=128 << 10, max_context=250) as engine:
         assert engine.info.context_length == 250
@@ -277,7 +283,9 @@ async def test_little_memory_costs_time_and_nothing_else(folder, oracle, opened)
 # ---- weights
 
 
-async def test_a_weight_update_is_in_force_between_two_tokens(folder, opened, tmp_path):
+async def test_a_weight_update_in_mid_reply_splits_the_reply_s_version_spans(
+    folder, opened, tmp_path
+):
     new = Oracle(save_model(tmp_path, seed=1))
     async with opened(folder) as engine:
         flying = request(prompt_of(20), "flying", temperature=1.0, max_tokens=150, min_tokens=150)
@@ -299,7 +307,7 @@ async def test_a_weight_update_is_in_force_between_two_tokens(folder, opened, tm
     assert np.abs(np.array(after.logprobs) - expected).max() < 1e-4
 
 
-async def test_nothing_computed_under_old_weights_serves_a_later_call(folder, opened, tmp_path):
+async def test_kv_caches_of_old_weights_are_not_reused_after_an_update(folder, opened, tmp_path):
     """Neither what was remembered, nor a call in flight, nor one that ends after the update."""
     new = Oracle(save_model(tmp_path, seed=1))
     prompt = prompt_of(40)
@@ -317,7 +325,7 @@ async def test_nothing_computed_under_old_weights_serves_a_later_call(folder, op
 
 
 @pytest.mark.timeout(120)  # peft is slow where it is imported for the first time
-async def test_an_adapter_is_sampled_with_as_if_it_were_merged(folder, opened, tmp_path):
+async def test_a_lora_adapter_folder_is_loaded_as_merged_weights(folder, opened, tmp_path):
     adapt(folder, tmp_path, rank=4)
     new = Oracle(tmp_path)
     async with opened(folder) as engine:
@@ -332,7 +340,7 @@ async def test_an_adapter_is_sampled_with_as_if_it_were_merged(folder, opened, t
     assert np.abs(np.array(after.logprobs) - expected).max() < 1e-4
 
 
-async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(folder, oracle, opened):
+async def test_weights_of_another_model_are_refused_and_the_old_ones_stay(folder, oracle, opened):
     weights = oracle.model.state_dict()
     name = "model.layers.0.mlp.up_proj.weight"
     async with opened(folder) as engine:
@@ -350,7 +358,9 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(folder,
     assert got.ids == oracle.greedy(prompt_of(5), len(got.ids))
 
 
-async def test_broken_weights_fail_their_calls_and_good_ones_mend_it(folder, oracle, opened):
+async def test_calls_fail_under_nan_weights_and_succeed_after_the_next_update(
+    folder, oracle, opened
+):
     weights = oracle.model.state_dict()
     broken = {k: v * torch.nan if "layers.0" in k else v for k, v in weights.items()}
     async with opened(folder) as engine:
@@ -362,7 +372,7 @@ async def test_broken_weights_fail_their_calls_and_good_ones_mend_it(folder, ora
     assert got.ids == oracle.greedy(prompt_of(5), len(got.ids))
 
 
-async def test_a_version_can_be_set_without_weights(folder, oracle, opened):
+async def test_the_weight_version_is_set_without_new_weights(folder, oracle, opened):
     async with opened(folder) as engine:
         versioned: Versioned = engine
         await versioned.set_version(9)
@@ -410,7 +420,7 @@ async def test_a_call_that_cannot_be_sampled_is_refused(folder, opened, prompt, 
     assert refusal.value.status == 400
 
 
-async def test_a_grammar_is_refused_and_so_is_an_id_in_flight(folder, opened):
+async def test_a_grammar_and_a_request_id_in_flight_are_refused(folder, opened):
     async with opened(folder) as engine:
         constrained = GenerateRequest("g", Ids([1]), Sampling(), grammar={"json_schema": {}})
         with pytest.raises(EngineError, match="grammar"):
@@ -425,7 +435,7 @@ async def test_a_grammar_is_refused_and_so_is_an_id_in_flight(folder, opened):
 # ---- life and death
 
 
-async def test_start_says_what_the_engine_can_do_and_may_be_called_again(folder):
+async def test_start_returns_the_engine_s_info_and_is_idempotent(folder):
     engine = EmbeddedEngine(folder, version=4)
     with pytest.raises(EngineError, match="not started"):
         await engine.health()
@@ -444,7 +454,7 @@ async def test_start_says_what_the_engine_can_do_and_may_be_called_again(folder)
         await engine.health()
 
 
-async def test_a_start_that_failed_says_why_to_all_who_ask(tmp_path):
+async def test_a_failed_start_raises_its_cause_on_every_later_call(tmp_path):
     engine = EmbeddedEngine(tmp_path / "nowhere")
     for ask in (engine.start, engine.start, engine.health):
         with pytest.raises(EngineError, match="nowhere does not exist"):
@@ -452,7 +462,7 @@ async def test_a_start_that_failed_says_why_to_all_who_ask(tmp_path):
     await engine.aclose()
 
 
-async def test_closing_answers_the_calls_in_flight(folder):
+async def test_closing_the_engine_fails_the_calls_in_flight(folder):
     engine = EmbeddedEngine(folder)
     await engine.start()
     stop = Stop(engine)
@@ -472,7 +482,7 @@ async def test_an_engine_never_started_can_be_closed(folder):
     await engine.abort("nothing")
 
 
-async def test_a_fault_in_the_thread_fails_all_calls_and_health(folder):
+async def test_an_error_in_the_engine_thread_fails_all_calls_and_the_health_check(folder):
     engine = EmbeddedEngine(folder)
     await engine.start()
 
@@ -508,6 +518,6 @@ async def _started(engine: EmbeddedEngine) -> None:
     await engine.start()
 
 
-def test_importing_the_package_does_not_import_torch():
+def test_importing_bridle_embedded_does_not_import_torch():
     code = "import sys, bridle.embedded; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -38,24 +38,24 @@ def loaded(folder, **options):
         ("mamba", "single, pieces"),
     ],
 )
-def test_each_architecture_is_computed_the_best_way_that_is_right(name, way, folders):
+def test_each_architecture_gets_the_fastest_decoder_with_correct_logits(name, way, folders):
     assert set(CONFIGS) == {"qwen3", "llama", "mixture", "gpt2", "mistral", "gemma2", "mamba"}
     assert loaded(folders[name]).decoder.name == way
 
 
-def test_a_model_without_a_cache_is_computed_anew(tmp_path):
+def test_a_model_without_a_kv_cache_recomputes_the_whole_prompt(tmp_path):
     config = transformers.OpenAIGPTConfig(vocab_size=2048, n_embd=32, n_layer=1, n_head=2)
     folder = save_model(tmp_path)
     transformers.OpenAIGPTLMHeadModel(config).save_pretrained(folder)
     assert loaded(folder).decoder.name == "single, anew"
 
 
-def test_half_precision_is_kept_when_asked_for(folders):
+def test_setting_dtype_bfloat16_loads_the_model_in_bfloat16(folders):
     assert loaded(folders["qwen3"], dtype="bfloat16").model.dtype == torch.bfloat16
     assert loaded(folders["qwen3"]).model.dtype == torch.float32
 
 
-def test_a_small_cache_limits_the_context(folders):
+def test_a_small_kv_cache_limits_the_context_length(folders):
     # 256 bytes a token, a quarter of the memory kept for what is remembered
     assert loaded(folders["qwen3"], cache_bytes=44 << 10).context_length == 128
     with pytest.raises(EngineError, match="too small for one call"):
@@ -72,25 +72,25 @@ def test_a_small_model_runs_on_one_thread(folders):
         torch.set_num_threads(before)
 
 
-def test_a_missing_folder_is_named(tmp_path):
+def test_a_missing_model_folder_is_refused_by_name(tmp_path):
     with pytest.raises(EngineError, match="nowhere does not exist"):
         loaded(tmp_path / "nowhere")
 
 
-def test_a_folder_without_tokenizer_says_what_was_looked_for(tmp_path):
+def test_a_model_folder_without_a_tokenizer_is_refused_with_the_expected_files(tmp_path):
     transformers.Qwen3Config(**SMALL).save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=r"has no tokenizer \(none of tokenizer.json"):
         loaded(tmp_path)
 
 
-def test_a_broken_tokenizer_is_named(tmp_path, folder):
+def test_a_broken_tokenizer_is_refused_with_its_folder(tmp_path, folder):
     shutil.copytree(folder, tmp_path / "m")
     (tmp_path / "m" / "tokenizer.json").write_text("{")
     with pytest.raises(EngineError, match=r"tokenizer of .* cannot be loaded"):
         loaded(tmp_path / "m")
 
 
-def test_a_folder_without_model_is_named(tmp_path, folder):
+def test_a_folder_without_config_or_weights_is_refused(tmp_path, folder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / name, tmp_path)
     with pytest.raises(EngineError, match=r"no config\.json"):
@@ -100,7 +100,7 @@ def test_a_folder_without_model_is_named(tmp_path, folder):
         loaded(tmp_path)
 
 
-def test_what_is_no_causal_language_model_is_refused(tmp_path, folder):
+def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path, folder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / name, tmp_path)
     transformers.T5Config(d_model=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
@@ -112,7 +112,7 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path, folder):
         loaded(tmp_path)
 
 
-def test_missing_weights_are_named(tmp_path, folder):
+def test_missing_model_weights_are_refused_by_name(tmp_path, folder):
     shutil.copytree(folder, tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     config["num_hidden_layers"] = 3
@@ -122,7 +122,7 @@ def test_missing_weights_are_named(tmp_path, folder):
         loaded(tmp_path / "m")
 
 
-def test_an_unknown_device_is_named(folder):
+def test_an_unknown_device_is_refused_by_name(folder):
     with pytest.raises(EngineError, match="unknown device 'abacus'"):
         loaded(folder, device="abacus")
 
@@ -145,6 +145,6 @@ async def test_sampled_logprobs_equal_those_of_a_plain_forward_pass(opened, fold
     assert finding.ok, finding
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path):
+def test_a_plain_model_of_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(EngineError):
         PlainModel(tmp_path)

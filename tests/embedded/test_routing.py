@@ -57,12 +57,12 @@ def check(model, prompt, result, *, start=0):
     assert not any(chunk.extra for chunk in result.chunks[:-1])
 
 
-async def test_a_reply_tells_the_experts_of_its_prompt_and_its_tokens(engine, model):
+async def test_a_reply_has_the_routed_experts_of_its_prompt_and_output_tokens(engine, model):
     result = await answer(engine, request(TEXT, temperature=1.0))
     check(model, TEXT, result)
 
 
-async def test_calls_that_share_a_batch_a_prefix_and_a_cache_tell_their_own(engine, model):
+async def test_calls_that_share_a_batch_or_prefix_have_their_own_routed_experts(engine, model):
     prompts = [TEXT, [*TEXT, 7], [*TEXT[:30], 9, 9], [3, 4, 5]]
     async with asyncio.TaskGroup() as group:
         calls = [
@@ -78,14 +78,14 @@ async def test_calls_that_share_a_batch_a_prefix_and_a_cache_tell_their_own(engi
     check(model, longer, cached)
 
 
-async def test_only_the_experts_of_new_tokens_are_sent_where_others_are_known(engine, model):
+async def test_only_the_experts_after_the_known_prefix_are_sent(engine, model):
     asked = request(TEXT, temperature=1.0)
     prompt: Any = asked.prompt
     prompt.kept = 21
     check(model, TEXT, await answer(engine, asked), start=20)
 
 
-async def test_an_aborted_call_tells_what_it_has(engine, model):
+async def test_an_aborted_call_has_the_routed_experts_of_its_sampled_tokens(engine, model):
     asked = request(TEXT, temperature=1.0, max_tokens=150, min_tokens=150)
     ids: list[int] = []
     last: Any = None
@@ -101,7 +101,7 @@ async def test_an_aborted_call_tells_what_it_has(engine, model):
 
 
 @pytest.mark.parametrize("feeding", Feeding)
-async def test_a_model_that_is_computed_alone_records_too(feeding, folder, model):
+async def test_routed_experts_are_recorded_without_batching_too(feeding, folder, model):
     engine: Any = EmbeddedEngine(folder, device="cpu")
     await engine.start()
     engine._batch._decoder = SingleDecoder(engine._loaded.model, feeding, prefix_bytes=1 << 20)
@@ -112,7 +112,7 @@ async def test_a_model_that_is_computed_alone_records_too(feeding, folder, model
     await engine.aclose()
 
 
-def test_recorded_experts_replace_the_routers_choice(model):
+def test_replayed_experts_replace_the_router_s_choice(model):
     rows = plain_rows(model, TEXT)
     ids, routing = torch.tensor([TEXT]), hooks(model)
     with torch.no_grad():
@@ -137,14 +137,14 @@ def test_recorded_experts_replace_the_routers_choice(model):
         (lambda rows: rows + 8, "expert 15 of 8"),
     ],
 )
-def test_experts_of_another_model_are_refused(model, change, fault):
+def test_replayed_experts_of_another_shape_are_refused(model, change, fault):
     rows = change(plain_rows(model, TEXT))
     with pytest.raises(TrainingError, match=fault), hooks(model).replaying(rows):
         model(input_ids=torch.tensor([TEXT]))
     model(input_ids=torch.tensor([TEXT]))
 
 
-def test_rows_of_all_layers_are_taken_where_some_have_no_experts():
+def test_replayed_experts_may_have_rows_for_dense_layers_too():
     """SGLang tells a row for each layer, with experts or without."""
     shape = {**SMALL, "num_hidden_layers": 3}
     config = transformers.Qwen3MoeConfig(
@@ -161,7 +161,7 @@ def test_rows_of_all_layers_are_taken_where_some_have_no_experts():
     assert np.array_equal(hooks(model).rows(result), (rows + 1) % 8)
 
 
-def test_with_gradient_checkpointing_backward_replays_too(model):
+def test_the_backward_pass_replays_experts_with_gradient_checkpointing(model):
     rows = (plain_rows(model, TEXT) + 1) % 8
     routing, ids = hooks(model), torch.tensor([TEXT])
     model.train()
@@ -183,12 +183,12 @@ def test_with_gradient_checkpointing_backward_replays_too(model):
     assert torch.allclose(plain, again, atol=1e-6)
 
 
-def test_a_dense_model_has_no_routing():
+def test_a_dense_model_has_no_routing_hooks():
     config = transformers.Qwen3Config(**SMALL, num_attention_heads=4, num_key_value_heads=2)
     assert routing_of(transformers.Qwen3ForCausalLM(config)) is None
 
 
-async def test_a_dense_model_tells_no_experts(tmp_path):
+async def test_replies_of_a_dense_model_have_no_routed_experts(tmp_path):
     engine = EmbeddedEngine(save_model(tmp_path), device="cpu")
     await engine.start()
     result = await answer(engine, request(TEXT))

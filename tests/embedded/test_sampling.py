@@ -72,7 +72,7 @@ samplings = st.builds(
 
 
 @given(st.lists(samplings, min_size=1, max_size=4), st.integers(0, 99))
-def test_logprobs_are_those_of_the_defined_distribution(asked, seed):
+def test_logprobs_equal_a_reference_for_all_sampling_parameters(asked, seed):
     logits = np.random.default_rng(seed).normal(0, 2, (len(asked), VOCAB)).astype(np.float32)
     names = [one.name for one in dataclasses.fields(Sampling)]
     fields = [{name: getattr(a, name) for name in names} for a in asked]
@@ -85,7 +85,7 @@ def test_logprobs_are_those_of_the_defined_distribution(asked, seed):
         assert abs(math.log(expected[token]) - logprob) < 1e-4
 
 
-def test_tokens_come_as_often_as_their_probability_says():
+def test_tokens_are_sampled_in_proportion_to_their_probability():
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125, 0.0]]))
     one = call(seed=0, temperature=1.0)
     tokens = [sample(logits.clone(), [one])[0][0] for _ in range(4000)]
@@ -95,7 +95,7 @@ def test_tokens_come_as_often_as_their_probability_says():
 
 
 @given(st.integers(0, 99), st.integers(0, 3))
-def test_a_draw_depends_on_its_own_row_and_seed_alone(seed, at):
+def test_a_sampled_token_depends_on_its_own_logits_and_seed_only(seed, at):
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed))
     calls = [call(seed=i, temperature=0.9) for i in range(4)]
     together = sample(logits.clone(), calls)
@@ -104,14 +104,14 @@ def test_a_draw_depends_on_its_own_row_and_seed_alone(seed, at):
     assert abs(together[1][at] - alone[1][0]) < 1e-6
 
 
-def test_temperature_zero_is_the_most_likely_token_with_logprob_zero():
+def test_temperature_zero_picks_the_most_likely_token_with_logprob_zero():
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
     tokens, logprobs = sample(logits, [call(temperature=0.0), call(temperature=1.0, top_k=1)])
     assert tokens == [1, 0]
     assert logprobs == [0.0, 0.0]
 
 
-def test_the_uniform_of_a_call_is_not_used_up_by_greedy_rows():
+def test_greedy_sampling_consumes_no_random_number_of_a_call():
     greedy = call(temperature=0.0, seed=1)
     sample(torch.zeros(1, VOCAB), [greedy])
     assert greedy.uniforms.next() == call(seed=1).uniforms.next()
