@@ -10,7 +10,7 @@ def findings(findings_in):
     return partial(findings_in, "check_layout")
 
 
-def test_a_source_folder_without_tests_is_found(findings):
+def test_a_source_folder_without_tests_is_reported(findings):
     found = findings({"src/bridle/gateway/app.py": "", "tests/gateway/conftest.py": ""})
     assert found == ["src/bridle/gateway: has no tests in tests/gateway"]
 
@@ -20,7 +20,7 @@ def test_tests_of_a_folder_may_have_any_name(findings):
     assert findings(files) == []
 
 
-def test_a_long_file_is_found_unless_it_says_why(findings):
+def test_a_long_file_is_reported_unless_its_docstring_gives_a_reason(findings):
     found = findings(
         {"tests/a.py": "x = 1\n" * 701, "tests/b.py": '"""Longer than most: a table."""\n' * 701}
     )
@@ -28,7 +28,7 @@ def test_a_long_file_is_found_unless_it_says_why(findings):
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_long_function_is_found_unless_it_says_why(findings, kind):
+def test_a_long_function_is_reported_unless_its_docstring_gives_a_reason(findings, kind):
     body = "    x = 1\n" * 60
     found = findings(
         {
@@ -40,7 +40,7 @@ def test_a_long_function_is_found_unless_it_says_why(findings, kind):
     assert found == ["tests/a.py:1: f has 61 lines, over 60"]
 
 
-def test_a_public_class_name_in_two_source_files_is_found(findings):
+def test_a_public_class_name_in_two_source_files_is_reported(findings):
     text = "class Node: ...\nclass _Part: ...\n"
     found = findings(
         {
@@ -53,16 +53,16 @@ def test_a_public_class_name_in_two_source_files_is_found(findings):
     assert found == ["class Node is defined in src/bridle/a.py, src/bridle/b.py"]
 
 
-def test_scripts_without_suffix_are_checked(findings):
+def test_scripts_without_a_file_suffix_are_checked(findings):
     found = findings({"scripts/it": "#!/usr/bin/env python3\n" + "x = 1\n" * 700})
     assert found == ["scripts/it: 701 lines, over 700 without a reason"]
 
 
-def test_material_is_no_code(findings):
+def test_files_of_examples_and_golden_folders_are_not_checked_as_code(findings):
     assert findings({"examples/a/files/a.py": "birch py", "tests/golden/a.py": "no python"}) == []
 
 
-def test_utils_is_no_name(findings):
+def test_a_file_named_utils_is_reported(findings):
     assert findings({"tests/utils.py": ""}) == ["tests/utils.py: name it by its subject"]
 
 
@@ -77,21 +77,21 @@ def test_utils_is_no_name(findings):
         "/op" + "t/wheels",
     ],
 )
-def test_registries_and_machine_paths_are_found(findings, text):
+def test_package_registries_and_machine_paths_in_files_are_reported(findings, text):
     (found,) = findings({"docs/setup.md": f"First\n{text}\n"})
     assert found.startswith("docs/setup.md:2: names ")
 
 
-def test_other_paths_and_binary_files_are_no_finding(findings, tmp_path):
+def test_other_paths_and_binary_files_are_not_reported(findings, tmp_path):
     (tmp_path / "a.bin").write_bytes(b"\xff\xfe/wor" + b"k/main")
     assert findings({"a.md": "/workspace/main /work/repo /optional"}) == []
 
 
-def test_ignored_files_are_passed_over(findings):
+def test_files_ignored_by_git_are_not_checked(findings):
     assert findings({".gitignore": "runs/\n", "runs/utils.py": ""}) == []
 
 
-def test_the_exit_status_tells_whether_anything_was_found(load_script, monkeypatch, capsys):
+def test_check_layout_exits_with_1_when_it_has_findings(load_script, monkeypatch, capsys):
     check_layout = load_script("check_layout")
     monkeypatch.setattr(check_layout, "findings", lambda _: iter(["a finding"]))
     assert check_layout.main() == 1

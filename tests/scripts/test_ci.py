@@ -33,7 +33,7 @@ def ran(tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_a_suite_that_fails_fails_ci_after_all_others_ran_and_says_how_to_repeat_it(ran):
+def test_ci_runs_all_suites_and_fails_with_the_command_to_repeat_a_failed_one(ran):
     status, summary = ran("lint:\n\tfalse\n%:\n\t@echo '==== 2 passed in 1s ===='\n", commits=2)
 
     assert status == 1
@@ -44,14 +44,14 @@ def test_a_suite_that_fails_fails_ci_after_all_others_ran_and_says_how_to_repeat
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("commits", "suite"), [(2, "vllm"), (3, "sglang"), (4, "vllm")])
-def test_one_commit_in_four_runs_sglang_in_the_place_of_vllm(ran, commits, suite):
+def test_ci_runs_the_sglang_suite_in_place_of_vllm_on_some_commits(ran, commits, suite):
     status, summary = ran("%:\n\t@echo $@ $$BRIDLE_TEST_DRAW\n", commits)
 
     assert status == 0
     assert re.findall(r"^test-(vllm|sglang)", summary, re.MULTILINE) == [suite]
 
 
-def test_each_day_of_first_day_is_drawn_within_three_commits():
+def test_each_part_of_the_first_day_suite_is_drawn_within_three_commits():
     """The salt of the script gives each of the three days a part of its own."""
     text = (ROOT / "scripts" / "first-day").read_text()
     [days] = re.findall(r"days=\(([a-z -]+)\)", text)

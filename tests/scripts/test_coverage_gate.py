@@ -33,14 +33,14 @@ def report_of(**covered_of_100):
     }
 
 
-def test_lines_and_branches_count_alike(gate):
+def test_coverage_of_a_package_counts_lines_and_branches_alike(gate):
     assert gate.room_percents(report_of(dialects=97, capture=100)) == {
         "dialects": 97.0,
         "capture": 100.0,
     }
 
 
-def test_a_room_below_the_bound_fails_and_names_its_files(gate, monkeypatch, capsys):
+def test_a_package_below_the_coverage_bound_fails_with_its_files(gate, monkeypatch, capsys):
     monkeypatch.setattr(gate, "read_report", lambda: report_of(dialects=97, capture=98))
     assert gate.main() == 1
     lines = capsys.readouterr().out.splitlines()
@@ -49,18 +49,18 @@ def test_a_room_below_the_bound_fails_and_names_its_files(gate, monkeypatch, cap
     assert lines[-1] == "coverage: bridle/capture 98.0 % ok"
 
 
-def test_a_room_that_does_not_exist_yet_is_passed_over(gate, monkeypatch, capsys):
+def test_a_missing_package_does_not_fail_the_coverage_gate(gate, monkeypatch, capsys):
     monkeypatch.setattr(gate, "read_report", lambda: report_of(dialects=100, capture=100))
     assert gate.main() == 0
     assert "coverage: bridle/trajectory does not exist yet" in capsys.readouterr().out
 
 
-def test_a_room_that_exists_and_was_not_measured_fails(gate, monkeypatch, capsys):
+def test_a_package_without_measured_coverage_fails(gate, monkeypatch, capsys):
     monkeypatch.setattr(gate, "read_report", lambda: report_of(dialects=100))
     assert gate.main() == 1
     assert "coverage: bridle/capture 0.0 % below 98 %" in capsys.readouterr().out
 
 
-def test_no_measurement_at_all_is_an_empty_report(gate, tmp_path):
+def test_a_missing_coverage_data_file_is_an_empty_report(gate, tmp_path):
     (tmp_path / "pyproject.toml").write_text("[tool.coverage.run]\ndata_file = 'none'\n")
     assert gate.read_report() == {"files": {}}

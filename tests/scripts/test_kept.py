@@ -40,7 +40,7 @@ def use(tmp_path):
     return call
 
 
-def test_two_checkouts_of_one_lock_share_what_was_installed_once(use):
+def test_two_checkouts_with_equal_locks_share_one_cached_install(use):
     said, first = use("one", "a==1")
     assert "filled" in said
     said, second = use("two", "a==1")
@@ -48,7 +48,7 @@ def test_two_checkouts_of_one_lock_share_what_was_installed_once(use):
     assert first.resolve() == second.resolve()
 
 
-def test_another_lock_is_installed_beside_the_first(use):
+def test_a_different_lock_gets_its_own_cached_install(use):
     _, link = use("one", "a==1")
     old = link.resolve()
     said, link = use("one", "a==2")
@@ -57,7 +57,7 @@ def test_another_lock_is_installed_beside_the_first(use):
     assert (old / "made").read_text() == "a==1"
 
 
-def test_an_install_that_failed_is_made_anew(use, tmp_path):
+def test_a_failed_cached_install_is_repeated(use, tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "one/fail").touch()
     said, link = use("one", "a==1")
@@ -70,7 +70,7 @@ def test_an_install_that_failed_is_made_anew(use, tmp_path):
     assert (link / "made").read_text() == "a==1"
 
 
-def test_a_folder_of_an_earlier_version_in_the_checkout_gives_way(use, tmp_path):
+def test_a_cache_folder_of_an_earlier_version_is_replaced_by_a_link(use, tmp_path):
     (tmp_path / "one/.cache/things").mkdir(parents=True)
     _, link = use("one", "a==1")
     assert link.is_symlink()

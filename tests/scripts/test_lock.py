@@ -36,20 +36,20 @@ def test_every_declared_dependency_is_pinned_within_its_bounds(lock):
 
 
 @pytest.mark.parametrize("lock", DECLARED)
-def test_every_pin_has_a_hash(lock):
+def test_every_locked_dependency_has_a_hash(lock):
     found = PIN.findall((ROOT / "requirements" / lock).read_text())
     assert found
     assert [name for name, _, hashes in found if not hashes] == []
 
 
-def test_the_locks_agree_with_each_other():
+def test_the_core_and_embedded_locks_pin_the_versions_of_the_dev_lock():
     dev = pins("dev.txt")
     for lock in ("core.txt", "embedded.txt"):
         for name, versions in pins(lock).items():
             assert dev.get(name, versions) == versions
 
 
-def test_extras_have_no_exact_pins():
+def test_optional_dependencies_have_no_exact_pins():
     extras = PROJECT["project"]["optional-dependencies"]
     requirements = [Requirement(one) for of in extras.values() for one in of]
 

@@ -25,7 +25,9 @@ async def rewards(tmp_path, harness, backend, *, every=1):
 
 
 @pytest.mark.parametrize(("harness", "reward"), [("oracle", 1.0), ("empty", 0.0)])
-async def test_one_task_of_each_kind_is_worth_its_harness(script, tmp_path, harness, reward):
+async def test_a_harbor_task_of_each_kind_rewards_the_solution_1_and_no_work_0(
+    script, tmp_path, harness, reward
+):
     found = await rewards(tmp_path, harness, "local", every=3)
     assert found == [("COMPLETED", reward)] * len(script.MAKERS)
 
@@ -33,19 +35,21 @@ async def test_one_task_of_each_kind_is_worth_its_harness(script, tmp_path, harn
 @pytest.mark.sandbox
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("harness", "reward"), [("oracle", 1.0), ("empty", 0.0)])
-async def test_every_task_is_worth_its_harness_in_a_sandbox(script, tmp_path, harness, reward):
+async def test_every_harbor_task_rewards_the_solution_1_and_no_work_0_in_a_sandbox(
+    script, tmp_path, harness, reward
+):
     found = await rewards(tmp_path, harness, "bubblewrap")
     assert found == [("COMPLETED", reward)] * len(script.harbor_examples())
 
 
-def test_the_set_is_large_and_the_same_for_the_same_seed(script):
+def test_generated_harbor_tasks_are_20_or_more_and_determined_by_the_seed(script):
     examples = script.harbor_examples()
     assert len({(example.kind, example.name) for example in examples}) == len(examples) >= 20
     assert examples == script.harbor_examples()
     assert examples != script.harbor_examples(seed=1)
 
 
-def test_the_shipped_set_is_what_the_generator_makes(script, tmp_path):
+def test_the_shipped_harbor_tasks_equal_the_generated_ones(script, tmp_path):
     for example in script.harbor_examples():
         script.write_example(example, tmp_path)
     made = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}

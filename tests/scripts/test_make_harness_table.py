@@ -24,7 +24,7 @@ def full(table, path):
     return path
 
 
-def test_every_packaged_harness_has_a_row_for_each_dialect_that_it_speaks(table):
+def test_every_packaged_harness_has_a_table_row_for_each_of_its_dialects(table):
     rows = table.rows()
 
     assert ("claude_code", "anthropic") in rows
@@ -35,7 +35,7 @@ def test_every_packaged_harness_has_a_row_for_each_dialect_that_it_speaks(table)
     assert {name for name, _ in rows} == set(table.HARNESSES) - set(table.ROWLESS)
 
 
-def test_some_columns_are_of_some_programs_with_each_dialect_among_them(table, full):
+def test_some_columns_are_tried_with_a_few_harnesses_that_cover_every_dialect(table, full):
     assert table.rows_of("plain") == table.rows()
     some = table.rows_of("404")
     assert set(some) == table.SOME
@@ -47,14 +47,14 @@ def test_some_columns_are_of_some_programs_with_each_dialect_among_them(table, f
         table.record("aider", "openai_chat", "404", path=full)
 
 
-def test_the_last_record_of_a_cell_counts(table, path):
+def test_the_last_record_of_a_table_cell_counts(table, path):
     table.record("codex", "openai_responses", "plain", "broken", path=path)
     table.record("codex", "openai_responses", "plain", path=path)
 
     assert table.recorded(path)["codex", "openai_responses", "plain"].outcome == "ok"
 
 
-def test_a_record_of_another_version_is_no_result(table, path):
+def test_a_record_of_another_harness_version_is_ignored(table, path):
     table.record("codex", "openai_responses", "plain", path=path)
     line = json.loads(path.read_text())
     path.write_text(json.dumps({**line, "version": "0.1"}) + "\n")
@@ -72,12 +72,12 @@ def test_a_record_of_another_version_is_no_result(table, path):
         ("codex", "openai_responses", "plain", "n/a"),
     ],
 )
-def test_what_is_no_cell_or_lacks_its_reason_is_refused(table, path, cell):
+def test_a_record_of_an_unknown_cell_or_without_its_reason_is_refused(table, path, cell):
     with pytest.raises(ValueError, match="codex"):
         table.record(*cell, path=path)
 
 
-def test_a_cell_without_a_result_and_a_broken_one_are_missing(table, full):
+def test_table_cells_that_are_broken_or_without_a_result_are_missing(table, full):
     table.record("codex", "openai_responses", "slow", "broken", path=full)
     cells = table.recorded(full)
     del cells["aider", "openai_chat", "plain"]
@@ -89,7 +89,7 @@ def test_a_cell_without_a_result_and_a_broken_one_are_missing(table, full):
     assert table.missing(cells, ["pi", "aider"]) == [("aider", "openai_chat", "plain")]
 
 
-def test_the_page_says_what_was_recorded_and_a_note_once(table, full):
+def test_the_harness_page_has_every_recorded_cell_and_each_note_once(table, full):
     for column in ("cut_before", "cut_after"):
         table.record("openhands", "anthropic", column, "n/a", "It never streams.", path=full)
     cells = table.recorded(full)
@@ -103,7 +103,7 @@ def test_the_page_says_what_was_recorded_and_a_note_once(table, full):
     assert table.differences(cells, page) == []
 
 
-def test_a_cell_that_differs_from_the_page_is_named(table, full):
+def test_a_cell_that_differs_from_the_harness_page_is_reported(table, full):
     page = table.page(table.recorded(full))
     table.record("pi", "openai_chat", "slow", "fails", "It sleeps.", path=full)
 
@@ -112,5 +112,5 @@ def test_a_cell_that_differs_from_the_page_is_named(table, full):
     assert line.startswith("pi, openai_chat, slow: the run says fails (It sleeps.); the page ok")
 
 
-def test_the_page_has_the_rows_of_the_agent_loops(table):
+def test_the_harness_page_has_the_rows_of_the_agent_loops(table):
     assert table.agent_loops() in table.PAGE.read_text(encoding="utf-8")

@@ -14,19 +14,19 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(builtin_tokenizer_dir())
 
 
-def test_the_shipped_files_are_what_the_script_makes(load_script):
+def test_the_shipped_tokenizer_files_equal_the_generated_ones(load_script):
     for name, text in load_script("make_tokenizer").make_files().items():
         assert (builtin_tokenizer_dir() / name).read_text(encoding="utf-8") == text, name
 
 
-def test_the_script_writes_into_the_folder_it_is_given(load_script, tmp_path, capsys):
+def test_make_tokenizer_writes_into_the_given_folder(load_script, tmp_path, capsys):
     load_script("make_tokenizer").main([str(tmp_path / "made")])
     shipped = (builtin_tokenizer_dir() / "tokenizer.json").read_bytes()
     assert (tmp_path / "made" / "tokenizer.json").read_bytes() == shipped
     assert "tokenizer.json" in capsys.readouterr().out
 
 
-def test_it_has_2048_entries_and_qwen3s_added_tokens_last(tokenizer):
+def test_the_tokenizer_has_2048_entries_with_qwen3_s_added_tokens_last(tokenizer):
     assert len(tokenizer) == 2048
     added = tokenizer.added_tokens_encoder
     assert list(added)[:3] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -37,11 +37,11 @@ def test_it_has_2048_entries_and_qwen3s_added_tokens_last(tokenizer):
     assert "<|vision_pad|>" not in tokenizer.decode([added["<|vision_pad|>"]], True)
 
 
-def test_digits_are_single(tokenizer):
+def test_the_tokenizer_encodes_each_digit_as_one_token(tokenizer):
     assert len(tokenizer.encode("20481024", add_special_tokens=False)) == 8
 
 
 @given(st.text())
-def test_any_text_comes_back_as_it_went_in(tokenizer, text):
+def test_the_tokenizer_decodes_any_encoded_text_to_itself(tokenizer, text):
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text

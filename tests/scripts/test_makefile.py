@@ -13,19 +13,19 @@ CI = (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_each_target_has_a_script(target):
+def test_each_make_target_has_an_executable_script(target):
     script = ROOT / "scripts" / target
     assert os.access(script, os.X_OK)
     assert script.read_text().startswith("#!/usr/bin/env bash\n")
 
 
-def test_ci_runs_the_readmes_commands():
+def test_ci_suites_are_make_targets_and_start_with_test_and_lint():
     steps = re.findall(r"^ *suite +\d+ +\d+ +(\S+)", CI, re.MULTILINE)
     assert steps[:2] == ["test", "lint"]
     assert set(steps) <= set(TARGETS)
 
 
-def test_the_budgets_of_ci_are_at_most_an_hour():
+def test_the_time_budgets_of_ci_sum_to_at_most_an_hour():
     budgets = {
         target: int(minutes)
         for minutes, target in re.findall(r"^ *suite +(\d+) +\d+ +(\S+)", CI, re.MULTILINE)

@@ -41,13 +41,13 @@ def installed(tmp_path):
     return call
 
 
-def test_uv_installs_what_pip_would(installed):
+def test_packages_are_installed_with_uv_by_default(installed):
     command = installed(PIP_CONFIG_FILE=os.devnull)
     assert command[:3] == ["uv", "pip", "install"]
     assert command[-2:] == ["--no-deps", "six"]
 
 
-def test_pip_installs_where_it_has_an_index_of_its_own(installed):
+def test_packages_are_installed_with_pip_when_pip_has_its_own_index(installed):
     command = installed(PIP_INDEX_URL="http://127.0.0.1:9/simple")
     assert command[:4] == ["pip", "-m", "pip", "install"]
     assert command[-2:] == ["--no-deps", "six"]

@@ -23,14 +23,14 @@ def shell(line):
     return done.stdout.split(), done.stderr, done.returncode
 
 
-def test_the_declared_pythons_are_those_of_the_classifiers():
+def test_declared_pythons_are_those_of_the_pyproject_classifiers():
     named = [one.rpartition(" ")[2] for one in PROJECT["classifiers"] if " :: 3." in one]
 
     assert shell("declared_pythons")[0] == [f"python{version}" for version in named]
     assert len(named) >= 3
 
 
-def test_a_python_is_found_by_its_name_and_a_missing_one_is_named():
+def test_a_python_is_found_by_name_and_a_missing_python_is_reported():
     own = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
     assert shell(f"find_python {own}")[0] == [str(Path(sys.executable).parent / own)]

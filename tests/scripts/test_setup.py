@@ -47,9 +47,7 @@ def set_up(checkout, python=None):
     return ran.stdout.splitlines()
 
 
-def test_another_interpreter_makes_the_environment_anew_and_the_same_one_keeps_it(
-    checkout, tmp_path
-):
+def test_setup_recreates_the_venv_only_for_another_interpreter(checkout, tmp_path):
     old, new = a_python(tmp_path, "3.11"), a_python(tmp_path, "3.13")
     of_a_suite = checkout / ".cache/some-venv"
     assert set_up(checkout, old) == ["setup: installing core into .venv"]
