@@ -66,7 +66,9 @@ def remembered(home: House, session_id: str) -> RequestHistory:
 @pytest.mark.parametrize(
     ("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
 )
-async def test_a_bomb_is_decoded_up_to_the_limit_and_refused(name, encoding, compress):
+async def test_a_decompression_bomb_is_decoded_up_to_the_body_limit_and_gets_413(
+    name, encoding, compress
+):
     path, body = ROUTES[name]
     bomb = compress(orjson.dumps({"model": "m", **body("a" * (12 << 20))}))
     async with house({"content": "a"}, max_body_bytes=1 << 20) as home:
@@ -106,7 +108,7 @@ async def test_more_characters_than_the_context_holds_are_refused_before_tokenis
 
 
 @pytest.mark.parametrize("name", list(ROUTES))
-async def test_a_prompt_that_is_too_long_by_its_tokens_is_given_up_on_the_way(name):
+async def test_a_prompt_of_more_tokens_than_the_context_is_refused_as_too_long(name):
     engine = scripted({"content": "a"}, context_length=20_000)
     async with house(engine=engine) as home:
         text = "some words in a row, " * 15_000
@@ -115,7 +117,7 @@ async def test_a_prompt_that_is_too_long_by_its_tokens_is_given_up_on_the_way(na
     assert any(words in error["message"] for words in TOO_LONG), error
 
 
-async def test_a_word_without_end_is_refused_as_what_it_is():
+async def test_a_very_long_text_without_word_breaks_is_refused_with_that_reason():
     engine = scripted({"content": "a"}, context_length=1_000_000)
     async with house(engine=engine) as home:
         status, error = await send(home, "chat", "a" * 700_000)
@@ -123,7 +125,7 @@ async def test_a_word_without_end_is_refused_as_what_it_is():
     assert "without a break between words" in error["message"]
 
 
-async def test_a_long_prompt_is_sampled_under_the_ids_of_the_whole():
+async def test_a_long_prompt_has_the_same_token_ids_as_one_rendered_in_one_piece():
     text = "def f(x):\n    return we're {x: 'é'} 12345\n" * 9000
     async with house(
         {"content": "a"}, engine=scripted({"content": "a"}, context_length=1 << 20)
@@ -154,7 +156,7 @@ async def test_others_are_answered_while_a_long_prompt_is_made():
     assert answered > 2
 
 
-async def test_what_is_refused_leaves_nothing_in_its_session():
+async def test_refused_requests_leave_nothing_in_the_session_s_message_cache():
     engine = scripted({"content": "a"}, context_length=1000)
     async with house(engine=engine) as home:
         caller = await home.session()
@@ -169,7 +171,7 @@ async def test_what_is_refused_leaves_nothing_in_its_session():
         assert len(remembered(home, caller.session_id)) <= 1
 
 
-async def test_a_history_that_was_long_once_is_read_once():
+async def test_a_long_history_is_not_parsed_again_by_the_next_request():
     engine = scripted({"content": "a"}, context_length=1 << 20)
     async with house(engine=engine) as home:
         caller = await home.session()
@@ -184,7 +186,7 @@ def taking(settings: GatewaySettings) -> tuple[Admission, Any]:
     return Admission(settings, lambda _: None), SimpleNamespace(in_hand=InHand())
 
 
-def test_a_session_has_a_share_of_requests():
+def test_requests_at_once_beyond_a_session_s_share_get_429():
     admission, session = taking(GatewaySettings())
     taken = [admission.of(session).__enter__() for _ in range(REQUESTS)]
     with pytest.raises(RequestError) as refused, admission.of(session):
@@ -204,7 +206,7 @@ def test_a_session_s_capture_is_bounded():
     assert (refused.value.status, refused.value.code) == (413, "request_too_large")
 
 
-async def test_all_that_capture_keeps_of_a_session_is_counted():
+async def test_unknown_fields_and_messages_count_towards_a_session_s_capture_limit():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         await caller.ask([user("hi")], junk="x" * 5000)
@@ -214,7 +216,7 @@ async def test_all_that_capture_keeps_of_a_session_is_counted():
         assert home.known(caller.session_id).in_hand.captured > once + 8000
 
 
-async def test_counting_tokens_fills_no_memory():
+async def test_token_counting_requests_do_not_fill_the_session_s_message_cache():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         url = f"{caller.handle.base_urls['anthropic']}/v1/messages/count_tokens"
@@ -291,7 +293,7 @@ async def test_a_refused_body_is_freed_without_the_garbage_collector(name):
             gc.enable()
 
 
-def test_a_session_has_a_share_of_bytes_and_all_have_one():
+def test_body_bytes_at_once_are_limited_per_session_by_429_and_per_gateway_by_503():
     admission, session = taking(GatewaySettings(max_body_bytes=100))
     with admission.of(session) as taken:
         taken.grow(100 * SESSION_BODIES)
@@ -307,7 +309,7 @@ def test_a_session_has_a_share_of_bytes_and_all_have_one():
     assert (refused.value.status, refused.value.code) == (503, "overloaded")
 
 
-async def test_what_a_request_took_is_given_back_when_it_is_over():
+async def test_a_finished_or_refused_request_releases_its_share_of_requests_and_bytes():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         await caller.ask([user("go")])
@@ -317,7 +319,7 @@ async def test_what_a_request_took_is_given_back_when_it_is_over():
         assert session.in_hand.size == 0
 
 
-async def test_a_bystander_is_served_while_a_body_drips():
+async def test_another_session_is_served_while_a_slow_body_arrives():
     async with house({"content": "a"}, body_timeout_s=30) as home:
         slow, other = await home.session(), await home.session()
 
@@ -335,7 +337,7 @@ async def test_a_bystander_is_served_while_a_body_drips():
             sending.cancel()
 
 
-async def test_others_have_their_turn_between_the_pieces_of_a_bomb():
+async def test_decompression_of_a_large_body_yields_to_other_tasks_every_mebibyte():
     async with house({"content": "a"}, max_body_bytes=1 << 23) as home:
         caller, seen = await home.session(), set[int]()
         session = home.known(caller.session_id)
@@ -356,7 +358,7 @@ async def test_others_have_their_turn_between_the_pieces_of_a_bomb():
     assert sizes[-1] >= 1 << 22
 
 
-async def test_a_client_that_goes_leaves_its_place_when_its_body_is_parsed():
+async def test_a_disconnected_client_holds_its_parsing_slot_until_its_body_is_parsed():
     """Clients that sent long bodies and left had any number of them parsed at once."""
     begun, go_on = threading.Event(), threading.Event()
 

@@ -21,7 +21,7 @@ from bridle.gateway.weights import SetPolicy
 from bridle.types import DeliveryState, LogprobMode
 
 
-async def test_base_urls_lead_each_family_of_clients_to_its_session():
+async def test_an_opened_session_has_a_base_url_for_openai_anthropic_and_google_clients():
     async with house({"content": "a"}) as home:
         handle = await home.gateway.open_session("one", task_id="t", metadata={"n": 1})
         base = f"{home.gateway.url}/s/one"
@@ -32,14 +32,14 @@ async def test_base_urls_lead_each_family_of_clients_to_its_session():
         assert handle.key not in str(record)
 
 
-async def test_harnesses_get_the_public_address():
+async def test_base_urls_of_a_session_begin_with_the_configured_public_url():
     async with house({"content": "a"}, public_url="http://gateway.internal:99/") as home:
         handle = await home.gateway.open_session("one")
         assert handle.base_urls["google"] == "http://gateway.internal:99/s/one"
         assert home.gateway.control_url != home.gateway.url
 
 
-async def test_an_id_is_made_where_none_is_given_and_never_taken_twice():
+async def test_session_ids_are_generated_when_missing_and_refused_when_taken():
     async with house({"content": "a"}) as home:
         first = await home.gateway.open_session()
         second = await home.gateway.open_session()
@@ -51,7 +51,7 @@ async def test_an_id_is_made_where_none_is_given_and_never_taken_twice():
         assert home.gateway.session_ids() == [first.session_id, second.session_id]
 
 
-async def test_facts_count_what_came_of_the_calls():
+async def test_session_facts_count_calls_turns_tokens_and_deliveries():
     async with house({"content": "a"}) as home:
         caller = await home.session(limits=Limits(max_turns=5))
         assert (caller.facts.calls, caller.facts.turns, caller.facts.delivered) == (0, 0, 0)
@@ -82,7 +82,7 @@ async def test_a_session_that_cannot_be_recorded_does_not_exist():
 # ---- sealing
 
 
-async def test_a_seal_cancels_calls_and_tells_their_clients():
+async def test_sealing_a_session_cancels_its_calls_with_401():
     engine = late()
     async with house(engine=engine) as home:
         caller = await home.session()
@@ -109,7 +109,7 @@ async def test_an_ended_session_can_be_dropped_from_memory_and_stays_in_the_stor
         assert len(home.store.exchanges(caller.session_id)) == 1
 
 
-async def test_a_seal_waits_for_commits_and_settles_what_was_not_delivered():
+async def test_sealing_a_session_marks_its_undelivered_reply_as_abandoned():
     engine = late()
     async with house(engine=engine) as home:
         caller = await home.session()
@@ -121,7 +121,7 @@ async def test_a_seal_waits_for_commits_and_settles_what_was_not_delivered():
         assert caller.delivery(0) is DeliveryState.ABANDONED
 
 
-async def test_a_seal_right_after_a_reply_finds_it_delivered():
+async def test_a_reply_counts_as_delivered_if_the_session_is_sealed_right_after_it():
     async with house({"content": "a"}) as home:
         for _ in range(10):
             caller = await home.session()
@@ -130,7 +130,7 @@ async def test_a_seal_right_after_a_reply_finds_it_delivered():
             assert caller.delivery(0) is DeliveryState.DELIVERED
 
 
-async def test_whoever_seals_a_session_again_waits_for_the_same_end():
+async def test_concurrent_seals_of_a_session_wait_for_its_commit_and_return_the_same_facts():
     store = GatedStore()
     async with house({"content": "a"}, store=store) as home:
         caller = await home.session()
@@ -154,7 +154,7 @@ async def test_an_unknown_session_cannot_be_sealed():
 # ---- ending
 
 
-async def test_leaving_the_gateway_ends_calls_and_closes_the_port():
+async def test_closing_the_gateway_ends_calls_with_503_and_closes_its_port():
     engine = late()
     async with house(engine=engine) as home:
         caller = await home.session()
@@ -169,7 +169,7 @@ async def test_leaving_the_gateway_ends_calls_and_closes_the_port():
         await asyncio.open_connection(host, int(port))
 
 
-async def test_leaving_the_gateway_settles_every_reply():
+async def test_closing_the_gateway_marks_an_undelivered_reply_as_abandoned():
     store = MemoryStore()
     engine = late()
     async with house(engine=engine, store=store) as home:
@@ -228,7 +228,7 @@ class Lacking:
     ("info", "missing"),
     [({"token_in": False}, "token ids"), ({"logprob_mode": LogprobMode.NONE}, "no logprobs")],
 )
-async def test_an_engine_that_cannot_be_trained_on_is_refused_and_closed(info, missing):
+async def test_an_engine_without_token_ids_or_logprobs_is_refused_and_closed(info, missing):
     engine = Lacking(**info)
     with pytest.raises(EngineError, match=missing) as refused:
         async with gateway(engine):
@@ -260,12 +260,12 @@ async def test_an_engine_with_another_tokenizer_is_refused_and_closed():
 
 
 @pytest.mark.parametrize("tokenizer", [np.array, lambda _: None])
-async def test_an_engine_with_our_tokenizer_or_a_silent_one_is_served(tokenizer):
+async def test_an_engine_with_the_same_or_an_unreported_tokenizer_is_accepted(tokenizer):
     async with gateway(Tokenizes(tokenizer)) as served:
         assert served.info.token_in
 
 
-async def test_text_only_capture_is_an_explicit_choice():
+async def test_an_engine_without_tokens_and_logprobs_needs_allow_untokenized():
     info = await scripted({"content": "a"}).start()
     check_engine(info, allow_untokenized=False)
     lacking = EngineInfo("m", 100, LogprobMode.NONE, token_in=False, version=0)
@@ -274,7 +274,7 @@ async def test_text_only_capture_is_an_explicit_choice():
         check_engine(lacking, allow_untokenized=False)
 
 
-async def test_control_and_data_routes_are_separate_listeners_where_a_port_is_given():
+async def test_a_control_port_separates_control_routes_from_model_routes():
     async with house({"content": "a"}, control_port=0) as home:
         caller = await home.session()
         await caller.ask([user("go")])
@@ -290,7 +290,7 @@ async def test_control_and_data_routes_are_separate_listeners_where_a_port_is_gi
             assert response.status == 401
 
 
-async def test_given_sockets_are_served_when_the_gateway_is_prepared():
+async def test_sockets_passed_to_the_gateway_are_served_after_its_prepare_hook():
     prepared = []
 
     async def prepare(gateway: GatewayServer) -> None:

@@ -33,14 +33,14 @@ def test_a_peer_that_sends_many_wrong_tokens_waits_and_others_do_not():
         (None, "", True),
     ],
 )
-def test_addresses_of_one_host_are_one_peer(one, another, same):
+def test_wrong_tokens_are_counted_per_ipv4_address_or_ipv6_64_prefix(one, another, same):
     wrong = WrongTokens(Clock())
     for _ in range(AT_ONCE):
         wrong.wait_s(one)
     assert (wrong.wait_s(another) > 0) is same
 
 
-def test_only_the_last_peers_are_remembered():
+def test_the_number_of_peers_remembered_for_wrong_tokens_is_bounded():
     wrong = WrongTokens(Clock())
 
     def others(count):

@@ -27,7 +27,7 @@ ROUNDS = 40
 
 
 @pytest.mark.parametrize("name", list(ROUTES))
-async def test_odd_bodies_are_answered_or_refused_in_shape(name):
+async def test_mutated_request_bodies_get_200_or_a_4xx_with_an_error_message(name):
     random = Random(name)
     path, body = ROUTES[name]
     async with house({"content": "a"}) as home:
@@ -50,7 +50,7 @@ async def test_odd_bodies_are_answered_or_refused_in_shape(name):
 
 
 @pytest.mark.parametrize("name", ["chat", "responses", "messages", "google"])
-async def test_what_a_client_adds_to_a_request_is_no_error(name):
+async def test_unknown_request_fields_are_accepted(name):
     path, body = ROUTES[name]
     async with house({"content": "a"}) as home:
         caller = await home.session()
@@ -75,7 +75,7 @@ async def test_what_a_client_adds_to_a_request_is_no_error(name):
         ("/v1beta/models/m:countTokens", {"generationConfig": 1}, "generationConfig"),
     ],
 )
-async def test_a_wrong_type_is_named_by_its_path(path, change, where):
+async def test_a_field_of_a_wrong_type_is_a_400_that_names_its_path(path, change, where):
     body = next(body for route, body in ROUTES.values() if route == path)
     async with house({"content": "a"}) as home:
         caller = await home.session()
@@ -138,7 +138,7 @@ OTHER = (
 
 
 @pytest.mark.parametrize(("method", "path"), OTHER)
-async def test_what_openai_serves_and_we_do_not_is_a_404_in_its_shape(method, path):
+async def test_unserved_openai_routes_are_a_404_in_openai_s_error_shape(method, path):
     async with house({"content": "a"}) as home:
         caller = await home.session()
         status, _, raw = await request(home, method, path, key=caller.handle.key, body={})
@@ -158,7 +158,9 @@ async def test_what_openai_serves_and_we_do_not_is_a_404_in_its_shape(method, pa
         ("GET", "/v1beta/files", {"x-goog-api-key": "k"}, Dialect.GOOGLE),
     ],
 )
-async def test_what_the_others_serve_and_we_do_not_is_a_404_in_theirs(method, path, headers, shape):
+async def test_unserved_anthropic_and_google_routes_are_a_404_in_their_error_shape(
+    method, path, headers, shape
+):
     async with house({"content": "a"}) as home:
         status, _, raw = await request(home, method, path, headers=headers, body={})
         error = orjson.loads(raw)["error"]
@@ -223,7 +225,7 @@ async def test_a_body_over_the_limit_is_a_413_in_every_dialect():
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions", "/v1/realtime"])
-async def test_a_websocket_is_refused_with_an_upgrade_or_as_unknown(path):
+async def test_a_websocket_upgrade_gets_426_on_the_responses_route_and_404_elsewhere(path):
     headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
     async with house({"content": "a"}) as home:
         status, _, _ = await request(home, "GET", path, headers=headers)

@@ -23,7 +23,7 @@ def effective(policy, asked, budget=100):
     return SamplingPlan(policy).effective(asked, budget=budget, stop_token_ids=(7,), salt="s:1")
 
 
-def test_the_default_policy_gives_the_full_support_whatever_is_asked():
+def test_the_default_sampling_policy_ignores_requested_truncation_and_penalties():
     asked = Sampling(temperature=0.0, top_p=0.5, top_k=3, presence_penalty=1.0, seed=5)
     used = effective(SamplingPolicy(), asked)
     assert (used.temperature, used.top_p, used.top_k) == (1.0, 1.0, -1)
@@ -36,7 +36,7 @@ def test_stop_strings_are_respected_and_the_models_own_stop_tokens_added():
     assert used.stop_token_ids == (7, 9)
 
 
-def test_a_default_is_ours_unless_asked_and_respect_is_as_asked():
+def test_policy_mode_default_fills_missing_fields_and_respect_keeps_requested_ones():
     policy = SamplingPolicy(
         temperature=FieldPolicy(mode="default", value=0.7), top_p=FieldPolicy(mode="respect")
     )
@@ -46,7 +46,7 @@ def test_a_default_is_ours_unless_asked_and_respect_is_as_asked():
     assert effective(policy, Sampling()).top_p is None
 
 
-def test_a_seed_of_ours_differs_per_call_and_one_asked_for_stays():
+def test_an_overridden_seed_is_derived_per_call_and_a_respected_seed_is_kept():
     ours = SamplingPlan(SamplingPolicy(seed=FieldPolicy(mode="override", value=3)))
     seeds = {
         ours.effective(Sampling(), budget=1, stop_token_ids=(), salt=f"s:{call}").seed
@@ -67,7 +67,7 @@ amounts = st.none() | st.integers(1, 10_000)
 
 
 @given(prompt=st.integers(0, 9_000), asked=amounts, task=amounts)
-def test_the_output_budget_is_the_least_that_anyone_allows(prompt, asked, task):
+def test_the_output_budget_is_the_least_of_request_task_and_context_room(prompt, asked, task):
     room = 8_192 - prompt
     allowed = [amount for amount in (asked, task) if amount is not None]
 
@@ -89,7 +89,7 @@ def test_the_output_budget_is_the_least_that_anyone_allows(prompt, asked, task):
         assert budget() == min([room, *allowed])
 
 
-async def test_calls_at_once_never_sample_more_than_the_session_has():
+async def test_concurrent_calls_never_sample_more_than_the_session_s_token_budget():
     account, spent = TokenAccount(100), 0
 
     async def call(most: int, used: int) -> None:
@@ -106,7 +106,7 @@ async def test_calls_at_once_never_sample_more_than_the_session_has():
     assert (spent, account.reserved) == (95, 0)
 
 
-async def test_the_last_call_gets_what_is_left_and_the_next_one_is_refused():
+async def test_the_last_call_gets_the_remaining_tokens_and_the_next_call_is_refused():
     account = TokenAccount(100)
     assert await account.reserve(500, lambda: 97) == 3
     account.release(3)
@@ -115,7 +115,7 @@ async def test_the_last_call_gets_what_is_left_and_the_next_one_is_refused():
     assert refused.value.code == "budget_exhausted"
 
 
-async def test_a_session_without_a_limit_waits_for_nothing():
+async def test_token_reservations_of_a_session_without_a_limit_never_wait():
     account = TokenAccount(None)
     assert await account.reserve(10**9, lambda: 10**9) == 10**9
     assert await account.reserve(5, lambda: 0) == 5
@@ -130,7 +130,7 @@ def test_a_limit_is_named_when_it_is_reached():
     assert reached_limit(Limits(), turns=10**6, tokens=10**9, seconds=10**9) is None
 
 
-def test_too_many_calls_in_flight_pass_by_themselves():
+def test_too_many_calls_in_flight_are_a_429_with_retry_after():
     assert too_many_in_flight(Limits(), 99) is None
     assert too_many_in_flight(Limits(max_calls_in_flight=2), 1) is None
     refusal = too_many_in_flight(Limits(max_calls_in_flight=2), 2)

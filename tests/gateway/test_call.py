@@ -14,7 +14,7 @@ def a_call() -> Call:
     return Call("e1", "s1", started_at=0.0, clock_start=0.0, question_key=b"")
 
 
-def test_a_call_goes_along_its_stages_and_its_end_wakes_who_waits():
+def test_a_call_enters_its_stages_in_order_and_sets_its_events_at_the_end():
     call = a_call()
     for stage in (Stage.SAMPLING, Stage.COMMITTING):
         call.enter(stage)
@@ -52,7 +52,7 @@ digest_lists = st.lists(st.binary(min_size=1, max_size=1), max_size=6).map(tuple
 
 
 @given(left=digest_lists, right=digest_lists)
-def test_a_common_prefix_is_what_both_begin_with(left, right):
+def test_the_common_prefix_of_two_sequences_is_the_longest_one(left, right):
     length = common_prefix(left, right)
     assert left[:length] == right[:length]
     assert left[length : length + 1] != right[length : length + 1] or length == len(left) == len(
@@ -61,7 +61,7 @@ def test_a_common_prefix_is_what_both_begin_with(left, right):
 
 
 @given(data=st.data())
-def test_a_request_kept_as_deltas_is_the_request_whatever_branches_there_are(data):
+def test_a_message_list_stored_as_deltas_is_restored_whole_for_every_branch(data):
     made: list[tuple[SpanList, tuple[bytes, ...]]] = []
     for _ in range(data.draw(st.integers(1, 8))):
         base = data.draw(st.sampled_from([None, *made]))
@@ -89,7 +89,7 @@ def test_only_the_tip_of_a_conversation_holds_its_whole_list():
     assert (len(spans), len(tip.whole())) == (1000, 1000)
 
 
-def test_a_record_names_its_base_only_if_it_keeps_something_of_it():
+def test_a_delta_record_names_its_base_only_if_it_shares_messages_with_it():
     base = SpanList(None, (b"a", b"b"))
     record = SpanList(base, (b"a", b"c")).record(b"{}", "e1", None)
     assert (record.base, record.kept_spans, record.spans) == ("e1", 1, (b"c",))

@@ -46,7 +46,7 @@ async def stats_of(home, caller):
     return trajectory["metadata"]["stats"]
 
 
-async def test_a_schema_is_the_grammar_of_an_engine_that_can_and_its_tokens_do_not_train():
+async def test_a_schema_constrains_a_capable_engine_and_the_tokens_are_excluded_from_training():
     engine = Constraining({"content": "{}"})
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -61,7 +61,7 @@ async def test_a_schema_is_the_grammar_of_an_engine_that_can_and_its_tokens_do_n
         assert stats["tokens_excluded"] == {"constrained": len(caller.exchanges[0].output_ids)}
 
 
-async def test_with_logprobs_of_the_constrained_distribution_they_train():
+async def test_constrained_tokens_train_if_logprobs_are_of_the_constrained_distribution():
     async with house(engine=Processed({"content": "{}"})) as home:
         caller = await home.session()
         await caller.ask([user("go")], response_format=ANY_OBJECT)
@@ -82,7 +82,7 @@ async def test_a_schema_that_is_not_enforced_is_recorded_and_the_tokens_train(ma
         assert (await stats_of(home, caller))["tokens_excluded"] == {}
 
 
-async def test_a_format_that_the_engine_refuses_is_the_harness_s_400():
+async def test_a_response_format_that_the_engine_refuses_is_a_400_naming_the_field():
     async with house(engine=Constraining({"content": "a", "fault": 400})) as home:
         caller = await home.session()
         body = {"model": "m", "messages": [user("go")], "response_format": ANY_OBJECT}
@@ -115,7 +115,7 @@ NO_CALLS = [{"tools": [SHELL_TOOL], "tool_choice": "none"}, {}]
 
 @pytest.mark.parametrize("asked", NO_CALLS, ids=["choice none", "no tools"])
 @pytest.mark.parametrize("streams", ["live", "whole", None])
-async def test_where_no_call_is_wanted_a_sampled_one_is_text_and_the_next_turn_extends_it(
+async def test_an_unwanted_tool_call_is_sent_as_text_and_the_next_turn_extends_its_tokens(
     asked, streams
 ):
     """Nothing of it is lost, none of it is sampled under another distribution, and it trains."""
@@ -147,7 +147,7 @@ async def test_where_no_call_is_wanted_a_sampled_one_is_text_and_the_next_turn_e
         assert (await stats_of(home, caller))["tokens_excluded"] == {}
 
 
-async def test_tools_that_may_not_be_called_are_shown_all_the_same():
+async def test_tools_stay_in_the_prompt_with_tool_choice_none():
     async with house({"content": "no"}) as home:
         caller = await home.session()
         await caller.ask([user("go")], tools=[SHELL_TOOL], tool_choice="none")
@@ -157,7 +157,7 @@ async def test_tools_that_may_not_be_called_are_shown_all_the_same():
         assert '"bash"' in shown[0]
 
 
-def test_calls_that_an_engine_parsed_where_none_was_wanted_are_lines_of_text():
+def test_unwanted_calls_that_the_engine_parsed_become_lines_of_text():
     call = ToolCall("call_1", "bash", '{"command": "ls"}')
     line = '{"name": "bash", "arguments": {"command": "ls"}}'
     for content, text in (("I look.", f"I look.\n{line}"), ("", line)):
@@ -167,7 +167,7 @@ def test_calls_that_an_engine_parsed_where_none_was_wanted_are_lines_of_text():
     assert without_calls(plain) == plain
 
 
-async def test_a_tool_that_must_be_called_is_a_grammar_in_the_template_s_own_form():
+async def test_a_required_tool_call_is_a_grammar_in_the_chat_template_s_call_syntax():
     engine = Constraining(CALL)
     async with house(engine=engine) as home:
         caller = await home.session()
@@ -181,7 +181,7 @@ async def test_a_tool_that_must_be_called_is_a_grammar_in_the_template_s_own_for
         assert set((await stats_of(home, caller))["tokens_excluded"]) == {"constrained"}
 
 
-async def test_a_grammar_for_calls_that_the_engine_refuses_leaves_the_samples_free():
+async def test_a_call_grammar_that_the_engine_refuses_is_dropped_and_recorded_as_unenforced():
     engine = Constraining({"content": "no", "fault": 400, "fault_times": 1})
     async with house(engine=engine) as home:
         caller = await home.session()
@@ -191,7 +191,7 @@ async def test_a_grammar_for_calls_that_the_engine_refuses_leaves_the_samples_fr
         assert (exchange.constrained, exchange.extra["unenforced"]) == (False, ["tool_choice"])
 
 
-async def test_a_task_may_leave_tool_choices_free():
+async def test_a_sampling_policy_can_leave_a_required_tool_choice_unconstrained():
     engine = Constraining(CALL)
     async with house(engine=engine) as home:
         caller = await home.session(sampling=FREE)
@@ -201,7 +201,7 @@ async def test_a_task_may_leave_tool_choices_free():
 
 
 @pytest.mark.parametrize(("make", "left"), [(Constraining, "whole"), (scripted, "live")])
-async def test_what_a_grammar_constrains_leaves_whole_and_all_else_live(make, left):
+async def test_grammar_constrained_replies_are_sent_whole_and_others_streamed_live(make, left):
     async with house(engine=make({"content": "{}"}), stream="live") as home:
         caller = await home.session()
         await caller.stream([user("go")], response_format=ANY_OBJECT)

@@ -174,7 +174,7 @@ async def test_the_last_reward_given_to_a_session_counts_once_it_has_ended():
         ({"reward": 1, "score": 2}, "score"),
     ],
 )
-async def test_a_reward_that_is_none_is_refused_by_its_field(body, field):
+async def test_an_invalid_reward_is_a_400_that_names_its_field(body, field):
     async with house({"content": "hello"}) as home:
         await home.session("one")
         status, answer = await home.control("POST", "/sessions/one/reward", body)
@@ -203,7 +203,7 @@ async def test_a_deleted_session_leaves_no_object_and_is_still_known_by_its_id()
         assert (status, "has ended" in refused["error"]["message"]) == (401, True)
 
 
-async def test_opening_a_session_looks_at_no_other():
+async def test_opening_a_session_does_not_iterate_over_other_sessions():
     async with house({"content": "hello"}) as home:
         looked = 0
 
@@ -247,7 +247,9 @@ async def test_sessions_are_listed_in_pages():
         ([], 400, "the request's body"),
     ],
 )
-async def test_a_wrong_session_request_says_what_is_wrong(body, status, message):
+async def test_an_invalid_request_to_open_a_session_is_refused_with_its_reason(
+    body, status, message
+):
     async with house({"content": "a"}) as home:
         await home.session("taken")
         reported, reply = await home.control("POST", "/sessions", body)
@@ -275,7 +277,7 @@ async def test_an_empty_body_opens_a_session():
         ("GET", "/sessions/one/trajectory?builder=none", 400),
     ],
 )
-async def test_what_does_not_exist_is_a_clear_error(method, path, status):
+async def test_unknown_sessions_and_control_routes_are_refused_with_a_message(method, path, status):
     async with house({"content": "a"}) as home:
         await home.session("one")
         reported, reply = await home.control(method, path)
@@ -289,7 +291,7 @@ async def test_a_body_that_is_too_large_is_refused():
         assert status == 413
 
 
-async def test_engines_are_released_and_taken_back_under_the_version_that_is_named():
+async def test_engines_are_released_and_resumed_with_a_version_through_the_policy_route():
     async with house({"content": "a"}) as home:
 
         async def states():
@@ -324,7 +326,7 @@ async def test_the_policy_can_be_read_and_set():
         assert (policy["version"], policy["paused"]) == (3, False)
 
 
-async def test_metrics_count_what_happened():
+async def test_metrics_count_requests_calls_deliveries_and_open_sessions():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         await caller.ask([user("go")])
@@ -369,7 +371,7 @@ class Sick:
         raise EngineError("secret address")
 
 
-async def test_health_is_that_of_the_engine_and_says_no_more():
+async def test_health_is_503_without_details_when_the_engine_is_unhealthy():
     async with house(engine=Sick()) as home:
         status, reply = await home.control("GET", "/health", token="")
         assert status == 503
@@ -442,7 +444,7 @@ def shown(made):
     return orjson.loads(encode(exchanges_json(capture.exchanges, capture.deliveries)))
 
 
-def test_a_child_shows_its_whole_prompt(made):
+def test_an_exchange_that_extends_another_is_shown_with_its_whole_prompt(made):
     made.call(exchange_id="first", new=6, output=4)
     made.call("first", exchange_id="second", new=3, output=2)
     made.call("first", exchange_id="branch", new=5, output=1)
@@ -486,7 +488,7 @@ def test_only_a_delivered_reply_counts_as_delivered(made):
         assert seen["delivery"] == (None if state is None else state.value)
 
 
-def test_prompts_that_extend_an_unreadable_exchange_are_none(made):
+def test_prompts_of_exchanges_that_extend_an_unreadable_one_are_null(made):
     made.call(exchange_id="lost")
     made.call("lost", exchange_id="child")
     made.call("child", exchange_id="grandchild")

@@ -112,7 +112,7 @@ async def posted(home, caller, path, body):
 
 
 @pytest.mark.parametrize("dialect", list(COUNTED))
-async def test_tools_turns_and_thinking_are_counted(dialect):
+async def test_the_token_count_with_tools_and_thinking_equals_the_sampled_prompt_s_length(dialect):
     generate, count, make = COUNTED[dialect]
     async with house({"content": "a"}) as home:
         caller = await home.session()
@@ -126,7 +126,7 @@ async def test_tools_turns_and_thinking_are_counted(dialect):
         assert number(fewer) < number(counted)
 
 
-async def test_google_counts_a_whole_request_in_its_own_envelope():
+async def test_google_s_count_tokens_accepts_a_whole_generate_content_request():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         path = COUNTED[Dialect.GOOGLE][1]
@@ -147,7 +147,7 @@ async def test_an_image_that_the_model_cannot_take_is_refused_by_counting_too(di
         assert caller.exchanges == []
 
 
-async def test_chat_reports_the_tokens_that_it_was_sampled_under():
+async def test_chat_usage_reports_the_sampled_prompt_s_length():
     """Chat Completions has no route that counts: its usage does."""
     async with house({"content": "a"}) as home:
         caller = await home.session()

@@ -74,7 +74,7 @@ async def test_an_unknown_key_is_a_401_and_never_a_new_session(key):
         assert home.gateway.session_ids() == ["one"]
 
 
-async def test_no_path_from_one_session_leads_to_another():
+async def test_a_session_key_gives_401_on_the_path_of_another_session():
     async with house({"content": "a"}) as home:
         one, other = await home.session("one"), await home.session("other")
         status, _, _ = await request(
@@ -260,7 +260,7 @@ async def test_a_key_that_its_connection_used_before_is_dead_after_the_session_s
 @pytest.mark.parametrize(
     "how", [{"version": "1.0"}, {"headers": ["Connection: close"]}], ids=["http-1.0", "close"]
 )
-async def test_a_client_that_keeps_no_connection_gets_a_whole_reply_and_its_end(how):
+async def test_a_client_without_keepalive_gets_its_whole_reply_and_a_closed_connection(how):
     async with house({"content": "a"}) as home:
         caller = await home.session()
         reader, writer = await connected(home)
@@ -282,7 +282,7 @@ class LosesDeliveries(MemoryStore):
         raise RuntimeError(delivery.exchange_id)
 
 
-async def test_a_failure_behind_a_whole_reply_sends_no_second_one():
+async def test_a_failed_delivery_record_after_a_whole_reply_sends_no_second_reply():
     async with house({"content": "a"}, store=LosesDeliveries()) as home:
         caller = await home.session()
         reader, writer = await connected(home)
@@ -306,7 +306,7 @@ async def test_half_a_body_is_a_408_after_its_time():
         writer.close()
 
 
-async def test_a_client_that_goes_in_the_middle_of_its_body_leaves_no_call():
+async def test_a_client_that_disconnects_within_its_body_leaves_no_exchange():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         _, writer = await connected(home)
@@ -341,7 +341,7 @@ async def test_a_body_that_is_not_what_its_encoding_says_is_a_400():
         ("HEAD", "/api/hello", 200),
     ],
 )
-async def test_other_paths_are_answered_without_a_session(method, path, status):
+async def test_head_probes_get_200_and_other_keyless_requests_404_or_401(method, path, status):
     async with house({"content": "a"}) as home:
         found, _, _ = await request(home, method, path)
         assert found == status
@@ -378,7 +378,7 @@ async def test_an_unknown_earlier_response_is_a_404():
         ({}, ("code", "not_found")),
     ],
 )
-async def test_an_unknown_route_is_refused_in_the_shape_of_who_asks(headers, kind):
+async def test_an_unknown_route_is_a_404_in_the_error_shape_of_the_client_s_headers(headers, kind):
     async with house({"content": "a"}) as home:
         status, _, reply = await request(home, "GET", "/v1/nowhere", headers=headers)
         assert status == 404
@@ -423,7 +423,7 @@ async def test_tokens_are_counted_exactly_and_never_sampled(dialect, path, field
         assert caller.exchanges[0].prompt_length == counted
 
 
-async def test_counting_a_continuation_counts_the_tokens_that_were_sampled():
+async def test_counting_a_continuation_includes_the_sampled_reasoning_tokens():
     async with house({"reasoning": "a long thought " * 5, "content": "a"}) as home:
         caller = await home.session()
         key = caller.handle.key
@@ -475,7 +475,7 @@ async def test_256_streams_at_once_are_served():
         assert sum(caller.facts.delivered for caller in callers) == 256
 
 
-async def test_events_of_a_test_stream_are_read():
+async def test_the_test_helper_parses_server_sent_events():
     assert events(b'data: {"a":1}\n\n: comment\n\ndata: [DONE]\n\n') == [{"a": 1}, "[DONE]"]
 
 
@@ -495,7 +495,7 @@ def mangled(random: Random, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("dialect", list(Dialect))
-async def test_odd_bodies_are_answered_or_refused_in_shape_and_never_a_500(dialect):
+async def test_mutated_bodies_of_every_dialect_get_200_or_a_4xx_error(dialect):
     random = Random(dialect.value)
     path, body, _ = REQUESTS[dialect]
     async with house({"content": "a"}) as home:

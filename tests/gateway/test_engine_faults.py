@@ -174,7 +174,7 @@ async def shown(home, budget, path):
         return response.status, orjson.loads(await response.read())["error"], caller
 
 
-async def test_every_dialect_tells_the_kind_of_a_fault_and_so_does_the_session():
+async def test_the_kind_of_an_engine_fault_is_in_every_dialect_s_error_and_in_session_facts():
     async with behind(SHAPES["sglang"]) as (home, _):
         kinds = [
             (path, budget, FAULTS[name][1])

@@ -115,7 +115,7 @@ def random_model(tmp_path):
 
 
 @pytest.mark.timeout(180)  # 4 s of a core of one's own, most of it to load the model twice
-async def test_what_the_embedded_engine_says_by_itself_trains_as_a_forward_pass_has_it(
+async def test_logprobs_of_the_embedded_engine_match_a_forward_pass_on_trained_tokens(
     random_model,
 ):
     kept = Kept(EmbeddedEngine(random_model, device="cpu"))

@@ -54,7 +54,7 @@ async def test_a_conversation_extends_the_exact_ids_that_were_sampled():
     assert text.endswith("<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\n")
 
 
-async def test_reasoning_that_the_harness_dropped_is_said_to_be_restored():
+async def test_reasoning_that_the_harness_dropped_is_restored_and_recorded():
     async with house({"reasoning": "hm", "content": "a"}, {"content": "b"}) as home:
         caller = await home.session()
         reply = await caller.ask([user("go")])
@@ -65,7 +65,7 @@ async def test_reasoning_that_the_harness_dropped_is_said_to_be_restored():
         assert "reasoning_restored" not in caller.exchanges[0].extra
 
 
-async def test_another_tool_list_starts_a_root_that_says_what_it_continues():
+async def test_a_changed_tool_list_starts_a_new_root_with_its_reason_and_predecessor():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         reply = await caller.ask([user("go")], tools=[SHELL_TOOL])
@@ -175,7 +175,7 @@ async def test_an_exchange_is_stored_under_the_ids_that_the_engine_says_it_used(
     assert second.root_reason == "engine_prompt"
 
 
-async def test_kinds_are_known_by_headers_and_shapes():
+async def test_a_parent_session_header_marks_an_exchange_as_a_subagent_s():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         await caller.ask([user("go")], {"x-parent-session-id": "p"})
@@ -235,7 +235,7 @@ async def test_a_child_that_comes_while_its_parent_is_committed_waits_for_it():
     assert second.parent_id == first.exchange_id
 
 
-async def test_a_child_whose_parent_could_not_be_committed_is_placed_again():
+async def test_a_next_turn_starts_a_root_if_the_turn_it_extends_failed_to_commit():
     store = GatedStore()
     async with house({"content": "a"}, {"content": "b"}, store=store) as home:
         caller = await home.session()
@@ -311,7 +311,7 @@ async def test_rejected_replies_use_up_the_session_s_calls_and_tokens(limit):
         assert stats["rejected"] == {"exchanges": 1, "tokens": measured.facts.tokens}
 
 
-async def test_calls_in_flight_beyond_the_limit_are_asked_to_come_back():
+async def test_calls_in_flight_beyond_the_limit_get_429_rate_limit_exceeded():
     engine = Gated({"content": "a"}, gate=0)
     async with house(engine=engine) as home:
         caller = await home.session(limits=Limits(max_calls_in_flight=1))
@@ -344,7 +344,9 @@ async def test_an_engines_failure_is_an_error_of_the_dialect_without_its_details
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fault", [429, 500, 503])
-async def test_a_first_token_that_the_engine_refused_is_tried_again_inside(fault, stream):
+async def test_the_gateway_retries_a_call_that_the_engine_refused_before_its_first_token(
+    fault, stream
+):
     async with house({"content": "ok", "fault": fault, "fault_times": 2}) as home:
         caller = await home.session()
         if stream:
@@ -369,7 +371,7 @@ async def test_a_longer_retry_after_of_the_engine_reaches_the_client():
     assert engine.asked == 1
 
 
-async def test_a_reply_that_the_engine_cut_is_resumed_inside():
+async def test_the_gateway_resumes_a_reply_that_the_engine_cut():
     turn = {"content": "a long answer of words", "fault": "cut", "fault_times": 1}
     async with house(turn) as home:
         caller = await home.session()
@@ -380,7 +382,7 @@ async def test_a_reply_that_the_engine_cut_is_resumed_inside():
         assert caller.delivery(0) is DeliveryState.DELIVERED
 
 
-async def test_a_bug_behind_the_gateway_is_a_500_in_shape():
+async def test_an_unexpected_exception_of_the_engine_is_a_500_without_details():
     class Broken(AnotherPrompt):
         async def generate(self, request):
             raise KeyError("internal name")
@@ -393,7 +395,7 @@ async def test_a_bug_behind_the_gateway_is_a_500_in_shape():
         assert "internal name" not in str(reply)
 
 
-async def test_messages_that_cannot_be_shown_are_a_400():
+async def test_an_image_for_a_text_model_is_a_400():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -413,7 +415,7 @@ async def test_calls_are_refused_while_paused():
         await caller.ask([user("go")])
 
 
-async def test_policy_versions_follow_the_engine():
+async def test_exchanges_record_the_policy_version_set_over_the_control_route():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         await caller.ask([user("go")])
@@ -450,7 +452,7 @@ async def test_reasoning_tokens_are_those_that_were_sampled_between_the_marks():
         assert caller.exchanges[0].extra["reasoning_tokens"] == reported
 
 
-async def test_a_call_that_is_cancelled_before_its_first_step_is_over():
+async def test_a_call_cancelled_before_its_task_ran_is_marked_as_failed_and_removed():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         session = home.known(caller.session_id)

@@ -9,7 +9,7 @@ TRIES = st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=4), st.booleans(
 
 
 @given(TRIES)
-def test_every_entry_stands_at_its_own_token_whichever_chunk_brought_it(tries):
+def test_per_token_engine_data_is_aligned_to_tokens_across_chunks_and_retries(tries):
     """One engine tells each piece's own entries, another all of a try's at its end."""
     extras, at, expected = Extras(), 0, []
     for number, (sizes, by_piece) in enumerate(tries):
@@ -36,7 +36,7 @@ def test_tokens_without_reported_data_have_none():
     assert extras.whole(6) == {"mask": [None, [1], None, None, [4], None]}
 
 
-def test_what_is_of_no_token_is_the_last_try_s_and_the_others_are_kept():
+def test_engine_data_not_per_token_is_kept_for_the_last_try_and_earlier_ones():
     extras = Extras()
     for at, value in ((2, "AA"), (5, "BB")):
         extras.add({"routed_experts": value}, begun=at - 2, at=at - 2, size=2)
@@ -47,7 +47,7 @@ def test_what_is_of_no_token_is_the_last_try_s_and_the_others_are_kept():
     assert len(extras.before(7)) == 2
 
 
-def test_a_call_that_begins_again_has_nothing_left_of_its_first_try():
+def test_clearing_engine_data_of_a_restarted_call_leaves_none_of_its_first_try():
     extras = Extras()
     extras.add({"mask": [1, 2], "experts": "AA"}, begun=0, at=0, size=2)
     extras.end_try(2)
@@ -55,6 +55,6 @@ def test_a_call_that_begins_again_has_nothing_left_of_its_first_try():
     assert (extras.whole(2), extras.before(3)) == ({}, [])
 
 
-def test_a_cut_leaves_the_entries_of_the_tokens_that_stand():
+def test_cutting_a_reply_cuts_its_per_token_engine_data():
     extra = {"mask": [1, 2, 3], "experts": "AA", "other": [1]}
     assert first_of(extra, 3, 2) == {"mask": [1, 2], "experts": "AA", "other": [1]}

@@ -225,7 +225,7 @@ async def test_over_an_update_and_a_kill_in_mid_reply_every_dialect_reads_one_cl
         assert [one["state"] for one in pool.replicas()] == ["down", "live"]
 
 
-async def test_a_replica_that_hangs_is_found_and_left(processes):
+async def test_a_hanging_replica_is_marked_down_and_its_calls_move_to_another(processes):
     engines = processes.start()
     looks = {"health_every_s": 0.3, "health_timeout_s": 2, "health_failures": 2}
     async with gateway(engines, **looks) as (home, pool):

@@ -36,7 +36,7 @@ def test_an_error_behind_the_gateway_is_mapped_and_not_leaked(error, status, cod
     assert "secret" not in str(answer)
 
 
-def test_what_passes_by_itself_says_when_to_come_back():
+def test_transient_errors_have_retry_after_and_permanent_ones_do_not():
     for error in (EngineError("x", retryable=True), EngineError("x", status=429)):
         assert faults.request_error(error).retry_after_s == faults.RETRY_AFTER_S
     assert faults.request_error(EngineError("x")).retry_after_s is None
@@ -48,13 +48,13 @@ def test_a_refusal_by_the_gateway_is_passed_on_unchanged():
     assert faults.request_error(error) is error
 
 
-def test_messages_that_a_model_cannot_be_shown_are_the_harness_s_to_mend():
+def test_messages_that_cannot_be_rendered_are_a_400_with_the_reason():
     answer = faults.request_error(RenderError("two systems"))
     assert answer.status == 400
     assert "two systems" in str(answer)
 
 
-def test_an_overflow_names_both_numbers():
+def test_a_context_overflow_error_names_prompt_tokens_and_context_length():
     answer = faults.overflow(9_000, 8_192)
     assert "9000" in str(answer)
     assert "8192" in str(answer)
@@ -66,7 +66,7 @@ def test_a_dead_key_and_an_unknown_one_are_both_unauthorised():
         assert (error.status, error.code) == (401, "authentication_error")
 
 
-def test_a_trace_shows_where_and_no_values():
+def test_a_logged_stack_trace_names_files_and_no_exception_values():
     secret = "bk-0123456789abcdef"
     with pytest.raises(KeyError) as raised:
         raise KeyError(secret)

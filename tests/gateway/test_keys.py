@@ -9,7 +9,7 @@ def test_a_key_has_its_prefix_and_256_bits():
     assert all(key.startswith("bk-") and len(key) == 3 + 43 for key in keys)
 
 
-def test_a_key_is_kept_only_as_a_hash():
+def test_a_key_s_digest_is_32_bytes_and_differs_per_key():
     key = mint_key()
     assert len(key_digest(key)) == 32
     assert key_digest(key) == key_digest(key) != key_digest(key + "x")

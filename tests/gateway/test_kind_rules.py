@@ -44,7 +44,7 @@ async def test_a_declared_rule_makes_a_call_a_side_call_that_does_not_train():
         assert stats["tokens_excluded"] == {"kind": len(title.output_ids)}
 
 
-async def test_a_declared_rule_never_takes_the_only_conversation():
+async def test_a_declared_kind_rule_does_not_exclude_the_only_conversation():
     async with house({"content": "A title"}) as home:
         caller = await home.session(metadata={"kind_rules": declared()})
         await caller.ask(TITLE)
@@ -62,7 +62,7 @@ async def test_a_declared_rule_never_takes_the_only_conversation():
         ("names", "given: 'names'"),
     ],
 )
-async def test_a_rule_that_is_none_is_refused_by_its_field(rules, message):
+async def test_an_invalid_kind_rule_is_a_400_that_names_its_field(rules, message):
     async with house({"content": "a"}) as home:
         body = {"metadata": {"kind_rules": rules}}
         status, answer = await home.control("POST", "/sessions", body)

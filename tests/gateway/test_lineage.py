@@ -27,7 +27,7 @@ def counts(stats):
     return {name: stats[f"turns_{name}"] for name in ("verbatim", "rerendered", "foreign", "given")}
 
 
-async def test_a_clock_in_the_system_prompt_is_ten_roots_and_says_so():
+async def test_a_clock_in_the_system_prompt_makes_each_turn_a_root_with_that_reason():
     async with house(*({"content": f"turn {n}"} for n in range(10))) as home:
         caller = await home.session()
         history = [user("go")]
@@ -43,7 +43,7 @@ async def test_a_clock_in_the_system_prompt_is_ten_roots_and_says_so():
     assert [found["reason"] for found in stats["breaks"]] == ["history_changed"] * 9
 
 
-async def test_a_sliding_window_is_seen():
+async def test_a_sliding_window_of_history_is_counted_as_rerendered_turns():
     async with house(*({"content": f"turn {n}"} for n in range(8))) as home:
         caller = await home.session()
         history = [user("go")]
@@ -55,7 +55,7 @@ async def test_a_sliding_window_is_seen():
     assert counts(stats) == {"verbatim": 1, "rerendered": 6, "foreign": 0, "given": 0}
 
 
-async def test_masked_observations_are_seen():
+async def test_masked_observations_are_counted_as_rerendered_turns():
     turns = [{"content": f"LOOK {n}"} for n in range(5)]
     async with house(*turns) as home:
         caller = await home.session()
@@ -75,7 +75,7 @@ async def test_masked_observations_are_seen():
     assert stats["turns_verbatim"] < 10
 
 
-async def test_an_append_only_harness_is_verbatim_with_its_examples_apart():
+async def test_turns_of_an_append_only_harness_are_verbatim_and_its_examples_given():
     shell = {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}
     async with house(
         {"content": "unused"}, shell, {"content": "one file"}, {"content": "x"}
@@ -91,7 +91,7 @@ async def test_an_append_only_harness_is_verbatim_with_its_examples_apart():
     assert (stats["turns_shown"], stats["merge_ratio"], stats["roots"]) == (3, 1.0, 1)
 
 
-async def test_a_turn_that_the_harness_wrote_on_is_rerendered_not_foreign():
+async def test_a_turn_that_the_harness_appended_text_to_counts_as_rerendered():
     async with house({"content": "I run <f>ls"}, {"content": "done"}) as home:
         caller = await home.session()
         turn = await caller.ask([user("go")])
@@ -101,7 +101,7 @@ async def test_a_turn_that_the_harness_wrote_on_is_rerendered_not_foreign():
     assert stats["merge_ratio"] == 0.0
 
 
-async def test_counts_go_on_after_a_restart(tmp_path):
+async def test_counts_of_verbatim_turns_continue_after_a_restart(tmp_path):
     turns = ({"content": "one"}, {"content": "two"}, {"content": "three"})
     async with on_disk(tmp_path / "c.sqlite", *turns) as home:
         caller = await home.session("s")
@@ -114,7 +114,7 @@ async def test_counts_go_on_after_a_restart(tmp_path):
     assert stats["merge_ratio"] == 1.0
 
 
-async def test_examples_of_the_harness_stay_apart_after_a_restart(tmp_path):
+async def test_few_shot_examples_still_count_as_given_after_a_restart(tmp_path):
     examples = [user("2+2?"), {"role": "assistant", "content": "4"}]
     turns = [{"content": f"turn {n}"} for n in range(3)]
     async with on_disk(tmp_path / "c.sqlite", *turns) as home:
@@ -127,7 +127,9 @@ async def test_examples_of_the_harness_stay_apart_after_a_restart(tmp_path):
     assert counts(stats) == {"verbatim": 0, "rerendered": 0, "foreign": 0, "given": 3}
 
 
-async def test_examples_stay_apart_after_a_restart_whatever_the_clock_did(tmp_path, monkeypatch):
+async def test_few_shot_examples_still_count_as_given_after_a_clock_jump_and_a_restart(
+    tmp_path, monkeypatch
+):
     """The clock goes back an hour before the second call, whose foreign turn no example is."""
     example, foreign = ({"role": "assistant", "content": text} for text in ("4", "by hand"))
     turns = [{"content": f"turn {n}"} for n in range(5)]
@@ -145,7 +147,7 @@ async def test_examples_stay_apart_after_a_restart_whatever_the_clock_did(tmp_pa
     assert counts(stats) == {"verbatim": 0, "rerendered": 0, "foreign": 2, "given": 3}
 
 
-async def test_a_prompt_that_the_engine_made_is_known_by_the_ids_that_it_begins_with():
+async def test_an_engine_made_prompt_extends_the_turn_whose_token_ids_it_begins_with():
     async with house({"content": "a"}, {"content": "b"}) as home:
         caller = await home.session()
         await caller.ask([user("go")])
@@ -157,7 +159,7 @@ async def test_a_prompt_that_the_engine_made_is_known_by_the_ids_that_it_begins_
         assert lineage.standing(PromptIds.root(whole), None) is None
 
 
-async def test_a_policy_may_have_rewritten_turns_fork():
+async def test_on_rewrite_fork_starts_a_root_at_a_turn_with_dropped_text():
     for policy, roots in ((SamplingPolicy(), 1), (SamplingPolicy(on_rewrite="fork"), 2)):
         turn = {"content": "I look.", "tool_calls": [{"name": "bash", "arguments": {}}]}
         async with house(turn, {"content": "done"}) as home:
@@ -172,7 +174,7 @@ async def test_a_policy_may_have_rewritten_turns_fork():
         assert stats["turns_verbatim" if roots == 1 else "turns_rerendered"] == 1
 
 
-async def test_twins_get_one_continuation_each_also_after_a_restart(tmp_path):
+async def test_identical_replies_get_one_continuation_each_also_after_a_restart(tmp_path):
     turns = ({"content": "same"}, {"content": "next"})
     path = tmp_path / "c.sqlite"
     async with on_disk(path, *turns) as home:

@@ -167,7 +167,9 @@ async def several_messages(talk: Talk) -> None:
         *(foretold, foretold_and_lost),
     ],
 )
-async def test_the_records_are_those_of_the_general_path(steps, monkeypatch):
+async def test_the_fast_path_for_linear_turns_records_the_same_rows_as_the_general_path(
+    steps, monkeypatch
+):
     monkeypatch.setattr(linear_file, "MOST_TURNS", 4)
     general, none = await rows(steps, plain=False)
     linear, taken = await rows(steps, plain=True)
@@ -176,7 +178,7 @@ async def test_the_records_are_those_of_the_general_path(steps, monkeypatch):
     assert taken >= 1
 
 
-async def test_turns_with_long_bodies_wait_for_fewer_others(monkeypatch):
+async def test_a_byte_limit_makes_long_linear_turns_settle_in_smaller_batches(monkeypatch):
     async def work(talk: Talk) -> None:
         await talk.turns(9)
 
@@ -188,7 +190,7 @@ async def test_turns_with_long_bodies_wait_for_fewer_others(monkeypatch):
 
 
 @pytest.mark.parametrize("calls", [[CALL], [CALL, OTHER]])
-async def test_the_result_of_one_call_needs_no_search(calls):
+async def test_the_linear_path_serves_turns_with_one_tool_result_and_no_parallel_ones(calls):
     async def work(talk: Talk) -> None:
         await talk.turns(6)
 
@@ -199,7 +201,7 @@ async def test_the_result_of_one_call_needs_no_search(calls):
     assert taken == (5 if len(calls) == 1 else 0)
 
 
-async def test_a_call_that_gets_no_result_is_counted():
+async def test_a_tool_call_without_a_result_is_recorded_alike_on_both_paths():
     async def work(talk: Talk) -> None:
         await talk.turns(3)
         talk.messages[-1] = user("Never mind.")
@@ -226,7 +228,7 @@ async def test_a_result_that_no_call_asked_for_is_refused():
     assert taken == 3
 
 
-async def test_a_reply_is_the_tip_of_its_own_request_only(monkeypatch):
+async def test_a_reply_is_the_conversation_tip_for_its_own_request_object_only(monkeypatch):
     monkeypatch.setattr(history_file, "SMALLEST", 1)
     async with played({"content": "a"}, stream="live") as home:
         gateway = home.gateway

@@ -70,7 +70,7 @@ async def test_a_closed_listener_accepts_nobody():
         await asyncio.open_connection(host, port)
 
 
-async def test_half_a_head_is_closed_after_its_time():
+async def test_a_connection_with_half_a_request_head_is_closed_after_the_head_timeout():
     async with listening(head_timeout_s=0.1) as listener:
         reader, writer = await asyncio.open_connection(*address(listener))
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\n")
@@ -108,7 +108,7 @@ async def test_half_requests_cannot_keep_others_out():
             one.close()
 
 
-async def test_peers_without_a_key_close_each_other_and_never_a_connection_with_one():
+async def test_a_full_listener_closes_unauthenticated_connections_and_never_authenticated_ones():
     """They send whole requests and stay, or half heads, as many as they like."""
 
     async def known(http: web.BaseRequest) -> web.StreamResponse:
@@ -153,7 +153,7 @@ async def test_unfinished_heads_have_a_bounded_memory(monkeypatch):
             one.close()
 
 
-async def test_a_request_that_is_served_keeps_its_place():
+async def test_a_request_in_progress_is_not_closed_by_new_idle_connections():
     arrived, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait(_: web.BaseRequest) -> web.StreamResponse:
@@ -257,7 +257,7 @@ async def test_a_client_whose_body_is_refused_gets_an_error_and_frees_its_place(
             writer.close()
 
 
-async def test_what_is_not_http_is_refused():
+async def test_bytes_that_are_not_http_get_400():
     async with listening() as listener:
         reader, writer = await asyncio.open_connection(*address(listener))
         writer.write(b"\x16\x03\x01 not http\r\n\r\n")
@@ -350,7 +350,7 @@ async def test_a_request_with_two_user_agents_is_served_under_the_first(pieces):
     assert answer.count(rb'"body": "\r\nUser-Agent: x\r\nuser-agent: y\r\n\r\n"') == 2
 
 
-async def test_a_body_that_comes_in_pieces_is_not_taken_for_a_head():
+async def test_body_bytes_arriving_in_pieces_do_not_count_as_an_unfinished_head():
     """The first piece may come between the request's arrival and its handler's start."""
     seen: list[Connection] = []
     came = asyncio.Event()

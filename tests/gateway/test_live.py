@@ -44,7 +44,7 @@ def reported(live):
 # ---- what leaves
 
 
-def test_pieces_come_from_the_ids():
+def test_live_pieces_are_parsed_from_token_ids_into_reasoning_and_text():
     live = reply()
     live.feed(chunk("<think>\nhm"))
     live.feed(chunk("\n</think>\n\nHello"))
@@ -52,7 +52,7 @@ def test_pieces_come_from_the_ids():
     assert live.is_live
 
 
-def test_pieces_come_from_the_engines_own_parser_where_it_streams():
+def test_live_pieces_come_from_the_engine_s_own_parser_if_it_streams_deltas():
     live = reply(by_ids=False)
     assert not live.is_live
     live.feed(chunk("x", delta=TextDelta("hm")))
@@ -64,7 +64,7 @@ def test_pieces_come_from_the_engines_own_parser_where_it_streams():
     assert reported(live) == "r:hm;t: as it is ;"
 
 
-def test_what_an_engine_parsed_is_not_mixed_with_what_we_parse():
+def test_live_pieces_stop_when_the_engine_alternates_parsed_and_unparsed_chunks():
     live = reply()
     live.feed(chunk("x", delta=TextDelta(text="one")))
     live.feed(chunk("two"))
@@ -72,7 +72,7 @@ def test_what_an_engine_parsed_is_not_mixed_with_what_we_parse():
     assert reported(live) == "t:one;"
 
 
-def test_nothing_leaves_that_was_sampled_under_another_prompt():
+def test_nothing_is_streamed_if_the_engine_reports_another_prompt():
     live = reply()
     live.feed(chunk("Hello", reported=b"[1,3]"))
     assert reported(live) == ""
@@ -92,7 +92,7 @@ def test_a_client_that_reads_slowly_gets_many_pieces_as_one():
     assert live.after(end, encoder) == (b"", end)
 
 
-def test_the_furthest_client_counts():
+def test_the_delivered_part_of_a_stream_is_that_of_the_furthest_client():
     live = reply()
     live.feed(chunk("one two three"))
     assert not live.partly_sent
@@ -102,13 +102,13 @@ def test_the_furthest_client_counts():
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 99))
-def test_a_mark_is_read_back_from_its_text(reasoning, text, calls):
+def test_a_stream_position_is_parsed_back_from_its_text_form(reasoning, text, calls):
     mark = Mark(reasoning, text, calls)
     assert Mark.read(str(mark)) == mark
     assert Mark.read(f"shown by {mark}") is None
 
 
-def test_the_beginning_of_a_reply_ends_at_the_mark():
+def test_a_stream_position_cuts_a_reply_s_reasoning_text_and_calls():
     calls = (ToolCall("a", "f", "{}"), ToolCall("b", "f", "{}"))
     whole = Reply("text", "hm", calls, FinishReason.STOP)
     part = Mark(2, 3, 1).within(whole)
@@ -174,7 +174,7 @@ class Late(Gated):
             yield chunk
 
 
-async def test_a_first_piece_behind_the_opening_counts_as_a_part_of_the_reply():
+async def test_a_reply_whose_first_piece_follows_a_keepalive_counts_as_partly_written():
     engine = Late(TURN)
     engine.first = asyncio.Event()
     async with house(engine=engine, stream="live", headers_after_s=0.01) as home:
@@ -190,7 +190,7 @@ async def test_a_first_piece_behind_the_opening_counts_as_a_part_of_the_reply():
         engine.sign.set()
 
 
-async def test_a_whole_reply_is_recorded_as_such_and_leaves_at_its_end():
+async def test_a_whole_mode_stream_sends_its_text_at_the_end_and_is_recorded_as_whole():
     engine = Gated(TURN)
     async with house(engine=engine, headers_after_s=0.01) as home:
         caller = await home.session()
@@ -204,14 +204,14 @@ async def test_a_whole_reply_is_recorded_as_such_and_leaves_at_its_end():
         assert [e.extra.get("stream") for e in caller.exchanges] == ["whole", None]
 
 
-async def test_a_reply_whose_logprobs_are_asked_for_leaves_whole(living):
+async def test_a_stream_with_requested_logprobs_is_sent_whole(living):
     engine, caller = living
     engine.sign.set()
     await caller.stream([user("go")], logprobs=True)
     assert caller.exchanges[0].extra["stream"] == "whole"
 
 
-async def test_a_turn_read_live_is_extended_like_any_other(living):
+async def test_a_live_streamed_turn_is_extended_by_the_next_turn(living):
     engine, caller = living
     engine.sign.set()
     chunks = await caller.stream([user("go")], tools=[SHELL_TOOL])
@@ -259,7 +259,9 @@ LATE: Any = [
 
 
 @pytest.mark.parametrize(("path", "body", "error_text"), LATE)
-async def test_what_left_before_a_failure_is_recorded_and_does_not_train(path, body, error_text):
+async def test_tokens_streamed_before_an_engine_failure_are_recorded_and_do_not_train(
+    path, body, error_text
+):
     engine = Gated({"content": WORDS}, gate=6, error=EngineError("secret"))
     async with house(engine=engine, stream="live") as home, asyncio.timeout(15):
         caller = await home.session()
@@ -291,7 +293,7 @@ def _live(caller):
     return call.live or LiveReply(None, PROMPT)
 
 
-async def test_a_failure_before_anything_left_captures_nothing():
+async def test_an_engine_failure_before_the_first_token_is_a_500_and_captures_nothing():
     engine = Gated({"content": WORDS}, gate=0, error=EngineError("secret"))
     engine.sign.set()
     async with house(engine=engine, stream="live") as home:
@@ -301,7 +303,7 @@ async def test_a_failure_before_anything_left_captures_nothing():
         assert caller.exchanges == []
 
 
-async def test_a_failure_that_passes_is_repaired_inside():
+async def test_a_live_stream_is_resumed_after_a_retryable_engine_failure():
     engine = Gated({"content": WORDS}, gate=6, error=EngineError("busy", retryable=True))
     async with house(engine=engine, stream="live") as home, asyncio.timeout(15):
         caller = await home.session()
@@ -359,7 +361,7 @@ async def test_a_json_retry_of_a_stream_that_broke_gets_it_whole(wordy):
     assert caller.facts.turns == 1
 
 
-async def test_an_unclaimed_stream_is_cut_and_what_left_is_known_again():
+async def test_an_abandoned_stream_is_cut_and_a_turn_with_its_sent_text_continues_it():
     engine = Gated({"content": WORDS}, {"content": "Resumed."}, gate=8)
     async with house(engine=engine, stream="live", retry_grace_s=0) as home, asyncio.timeout(15):
         caller = await home.session()
@@ -393,7 +395,7 @@ async def stats_of(caller):
     return trajectory["metadata"]["stats"]
 
 
-async def test_what_left_is_known_again_after_a_restart(tmp_path):
+async def test_a_turn_with_the_sent_text_of_a_cut_stream_continues_it_after_a_restart(tmp_path):
     path = tmp_path / "c.sqlite"
     engine = Gated({"content": WORDS}, {"content": "Resumed."}, gate=8)
     live: Any = {"stream": "live", "retry_grace_s": 0}
@@ -411,7 +413,7 @@ async def test_what_left_is_known_again_after_a_restart(tmp_path):
         assert engine.asked == 3
 
 
-async def test_a_harness_that_goes_on_at_once_ends_the_sampling_of_the_rest(wordy):
+async def test_a_next_turn_with_the_sent_text_of_a_running_stream_ends_its_sampling(wordy):
     engine, caller = wordy
     chunks, call = await begun(caller)
     text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
@@ -420,7 +422,7 @@ async def test_a_harness_that_goes_on_at_once_ends_the_sampling_of_the_rest(word
     assert engine.asked == 2
 
 
-async def test_one_that_kept_less_than_was_written_is_known_too(wordy):
+async def test_a_next_turn_with_less_text_than_was_streamed_continues_the_stream(wordy):
     _, caller = wordy
     await begun(caller, b"four")
     await goes_on_from(caller, "one two")
@@ -429,7 +431,7 @@ async def test_one_that_kept_less_than_was_written_is_known_too(wordy):
     assert resumed.continues == cut.exchange_id
 
 
-async def test_a_stream_that_was_sampled_to_its_end_unclaimed_is_cut_but_can_be_asked_for():
+async def test_an_abandoned_stream_sampled_to_its_end_is_cut_and_a_later_retry_gets_it():
     engine = Gated({"content": WORDS}, gate=8)
     async with house(engine=engine, stream="live") as home:
         caller = await home.session()
@@ -443,7 +445,7 @@ async def test_a_stream_that_was_sampled_to_its_end_unclaimed_is_cut_but_can_be_
         assert (caller.delivery(0), engine.asked) == (DeliveryState.DELIVERED, 1)
 
 
-async def test_a_sealed_session_keeps_what_had_left(wordy):
+async def test_sealing_a_session_during_a_live_stream_records_the_sent_part_as_cut(wordy):
     engine, caller = wordy
     reader, writer = await opened_stream(caller)
     await read_until(reader, b"two")
@@ -478,7 +480,7 @@ async def test_wherever_a_client_goes_its_retry_gets_the_whole_turn(living, numb
 # ---- many, and slow ones
 
 
-async def test_a_client_that_reads_slowly_holds_up_nobody_and_costs_its_reply_only():
+async def test_a_client_that_does_not_read_its_live_stream_blocks_no_other_session():
     long = " ".join(f"word{i}" for i in range(2000))
     async with house({"content": long}, stream="live") as home:
         caller = await home.session()
@@ -491,7 +493,7 @@ async def test_a_client_that_reads_slowly_holds_up_nobody_and_costs_its_reply_on
         transport.abort()
 
 
-async def test_256_streams_at_once_are_each_their_own():
+async def test_256_concurrent_live_streams_of_a_session_are_all_whole_and_recorded():
     async with house({"content": WORDS}, stream="live") as home:
         caller = await home.session()
         body = request_of([user("go")])

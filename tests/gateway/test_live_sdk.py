@@ -67,7 +67,7 @@ def command_of(arguments: str) -> str:
     return command
 
 
-async def test_openai_chat(living):
+async def test_the_openai_sdk_streams_a_live_chat_completion_with_reasoning_and_calls(living):
     caller, seen = living
     async with (
         client_of(caller) as client,
@@ -93,7 +93,7 @@ async def test_openai_chat(living):
     assert done.usage.completion_tokens == len(caller.exchanges[0].output_ids)
 
 
-async def test_openai_responses(living):
+async def test_the_openai_sdk_streams_a_live_response_with_reasoning_and_calls(living):
     caller, seen = living
     tool = {"type": "function", "name": "bash", "parameters": PARAMETERS, "strict": False}
     async with (
@@ -116,7 +116,7 @@ async def test_openai_responses(living):
     assert done.usage.output_tokens == len(caller.exchanges[0].output_ids)
 
 
-async def test_anthropic(living):
+async def test_the_anthropic_sdk_streams_a_live_message_with_thinking_and_calls(living):
     caller, seen = living
     client = anthropic.AsyncAnthropic(
         base_url=caller.handle.base_urls["anthropic"], api_key=caller.handle.key
@@ -146,7 +146,7 @@ async def test_anthropic(living):
     assert done.usage.output_tokens == len(caller.exchanges[0].output_ids)
 
 
-async def test_words_behind_a_call_come_behind_it_and_the_turn_is_extended():
+async def test_text_after_a_tool_call_is_a_later_block_and_the_turn_is_extended():
     broken = "<tool_call>\n{'name'}\n</tool_call>"
     raw = "I look." + spell_call("bash", {"command": "ls"}) + broken
     async with house({"raw": raw}, {"content": "Done."}, stream="live") as home:
@@ -172,7 +172,7 @@ async def test_words_behind_a_call_come_behind_it_and_the_turn_is_extended():
         assert second.parent_id == first.exchange_id
 
 
-async def test_google(living):
+async def test_the_google_sdk_streams_a_live_reply_with_thoughts_and_calls(living):
     caller, seen = living
     seen.live_commands = []  # parallel calls leave in one event, so at the end
     http = httpx2.AsyncClient()

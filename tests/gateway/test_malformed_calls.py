@@ -69,7 +69,7 @@ async def test_the_openai_sdk_reads_the_raw_arguments_in_chat(streamed, stream):
 
 
 @pytest.mark.parametrize("repaired", ["{}", '{"path": "say hi"}', '{"_malformed_tool_call": "x"}'])
-async def test_malformed_arguments_that_the_harness_repaired_extend(repaired):
+async def test_a_turn_with_arguments_that_the_harness_repaired_extends_the_sampled_tokens(repaired):
     raw = RAW["raw"].replace('"look"', '"bash"')
     async with house({"raw": raw}, END) as home:
         caller = await home.session()

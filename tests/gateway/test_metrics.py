@@ -101,7 +101,7 @@ class One(Collector):
         yield self.tally.family()
 
 
-def test_spread_reads_as_the_library_s_own_histogram():
+def test_spread_renders_like_prometheus_client_s_histogram():
     bounds, seconds = (0.005, 0.5, 1, 30), (0.005, 0.0051, 0.5, 29, 30, 31, 4000, 0)
     libraries = CollectorRegistry()
     library = Histogram("bridle_s", "Seconds.", buckets=bounds, registry=libraries)

@@ -66,7 +66,7 @@ def test_many_names_are_not_remembered_for_ever():
         tracemalloc.stop()
 
 
-def test_an_engine_of_its_own_samples_as_asked_and_the_policy_s_as_the_entry_says():
+def test_another_model_samples_as_requested_and_a_policy_alias_as_configured():
     models = table(judge(), OtherModel("greedy", ModelSpec(sampling=GREEDY)))
     other, greedy = models.find("judge", Kind.AGENT), models.find("greedy", Kind.AGENT)
     asked = Sampling(temperature=0.3, top_p=0.5, seed=4)
@@ -81,7 +81,7 @@ def test_an_engine_of_its_own_samples_as_asked_and_the_policy_s_as_the_entry_say
     assert models.policy.plan is None
 
 
-def test_engines_are_found_again_by_name_as_long_as_they_are_there():
+def test_a_recorded_model_name_finds_its_engine_or_else_the_policy():
     models = table(judge())
     assert models.of("judge").other == "judge"
     assert models.of(None) is models.policy
@@ -101,7 +101,7 @@ def test_only_exact_names_are_listed_and_each_once():
         ([judge("policy")], "models.policy: is the policy's own name"),
     ],
 )
-def test_a_table_that_means_nothing_is_refused(models, named):
+def test_a_model_table_with_a_duplicate_idle_or_reserved_entry_is_a_config_error(models, named):
     with pytest.raises(ConfigError, match=named):
         check_models(models)
     check_models([judge("a"), judge("b")])
@@ -179,7 +179,7 @@ async def test_the_same_messages_to_another_engine_are_no_retry():
         assert caller.delivery(0) is DeliveryState.DELIVERED
 
 
-async def test_a_kind_of_call_has_an_engine_of_its_own():
+async def test_side_calls_are_routed_to_the_model_configured_for_their_kind():
     async with house(
         {"content": "policy"}, models=[other_says("side", "sides", kinds=("side",))]
     ) as home:
@@ -194,7 +194,7 @@ async def test_a_kind_of_call_has_an_engine_of_its_own():
         assert exchange.extra["other_model"] == "sides"
 
 
-async def test_an_entry_of_the_policy_samples_in_its_own_way_and_goes_on():
+async def test_a_policy_alias_samples_with_its_own_settings_and_extends_the_policy_s_tokens():
     greedy = OtherModel("greedy", ModelSpec(sampling=GREEDY))
     async with house({"content": "policy"}, models=[greedy]) as home:
         caller = await home.session()
@@ -227,7 +227,7 @@ async def test_models_are_listed_and_have_their_own_metrics():
         assert 'bridle_replica_up{model="judge",replica="engine"} 1.0' in text
 
 
-async def test_a_session_goes_on_after_a_restart_also_without_the_other_engine(tmp_path):
+async def test_a_session_continues_after_a_restart_with_or_without_its_second_model(tmp_path):
     async with await SqliteStore.open(tmp_path / "c.sqlite") as store:
         async with house({"content": "p"}, store=store, models=[other_says("o")]) as home:
             caller = await home.session("s1")

@@ -60,7 +60,7 @@ async def send(caller, path, body):
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-async def test_an_orphan_is_refused_and_the_session_stays_usable(path, body):
+async def test_a_tool_result_without_a_call_is_a_400_and_the_session_stays_usable(path, body):
     async with house({"content": "a"}) as home:
         caller = await home.session()
         status, answer = await send(caller, path, body)
@@ -72,7 +72,7 @@ async def test_an_orphan_is_refused_and_the_session_stays_usable(path, body):
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-async def test_an_orphan_is_served_where_the_session_says_so(path, body):
+async def test_a_tool_result_without_a_call_is_served_and_counted_if_the_policy_allows(path, body):
     async with house({"content": "a"}) as home:
         caller = await home.session(sampling=SERVE)
         status, answer = await send(caller, path, body)

@@ -167,7 +167,7 @@ async def play(seed: int, name: str, reply: str, *, plain: bool) -> tuple[Any, i
 @pytest.mark.parametrize("reply", ["json", "whole", "live"])
 @pytest.mark.parametrize("name", SPEECHES)
 @pytest.mark.parametrize("seed", range(6))
-async def test_both_paths_store_count_and_answer_alike(seed, name, reply):
+async def test_the_plain_and_the_general_path_store_count_and_answer_alike(seed, name, reply):
     general, none = await play(seed, name, reply, plain=False)
     plain, begun = await play(seed, name, reply, plain=True)
     for one, other in zip(plain, general, strict=True):
@@ -177,7 +177,7 @@ async def test_both_paths_store_count_and_answer_alike(seed, name, reply):
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-async def test_what_the_sdks_send_takes_the_plain_path(client):
+async def test_requests_of_the_sdks_take_the_plain_path_after_the_first_turn(client):
     async with played(server=scripted(**reading())) as home:
         await client((await home.session("s")).handle, TURNS_OF_SDK)
         assert home.gateway.plain.served == TURNS_OF_SDK - 1, "all but the root"
@@ -334,7 +334,7 @@ async def test_a_call_that_nobody_claims_is_cancelled(grace_s, linear):
         assert (await caller.ask(messages))["content"] == "a"
 
 
-async def test_a_session_that_ends_ends_its_call(linear):
+async def test_sealing_a_session_cancels_its_plain_call_with_401(linear):
     async with linear() as (home, engine, caller, messages, start):
         engine.held = True
         call = start(caller.post({"model": "m", "messages": messages}))
@@ -378,7 +378,7 @@ async def test_a_reply_under_another_prompt_is_stored_under_the_engines_ids(monk
         assert last.extra["break"]["reason"] == "engine_prompt"
 
 
-async def test_a_gateway_that_closes_tells_the_client(linear):
+async def test_a_gateway_that_closes_answers_its_plain_call_with_503(linear):
     async with linear() as (home, engine, caller, messages, start):
         engine.held = True
         call = start(caller.post({"model": "m", "messages": messages}))
@@ -387,7 +387,7 @@ async def test_a_gateway_that_closes_tells_the_client(linear):
         assert (await call)[0] == 503
 
 
-async def test_a_weight_update_in_the_middle_is_one_reply(linear):
+async def test_a_plain_call_across_a_weight_update_is_one_resumed_reply(linear):
     async with linear() as (home, engine, caller, messages, start):
         engine.held = True
         call = start(caller.ask(messages))
@@ -402,7 +402,7 @@ async def test_a_weight_update_in_the_middle_is_one_reply(linear):
         assert len(caller.exchanges) == 3
 
 
-async def test_a_paused_policy_and_a_full_budget_give_the_general_paths_errors(linear):
+async def test_a_paused_policy_gives_503_on_the_plain_path_and_samples_nothing(linear):
     async with linear() as (home, engine, caller, messages, _):
         before = engine.asked
         await home.control("POST", "/policy", {"paused": True})
@@ -422,7 +422,7 @@ async def test_a_call_that_the_engine_refuses_is_tried_again(error, linear):
 
 
 @pytest.mark.parametrize("by_alarm", [True, False])
-async def test_the_head_of_a_stream_leaves_in_time(by_alarm):
+async def test_headers_and_keepalives_of_a_waiting_plain_stream_are_sent_in_time(by_alarm):
     patience = {"headers_after_s": 0.05, "keepalive_s": 0.05} if by_alarm else {}
     async with linear_turns(Streaming, **patience) as (home, engine, caller, messages, start):
         engine.held, before = True, engine.asked
@@ -449,7 +449,7 @@ async def test_the_head_of_a_stream_leaves_in_time(by_alarm):
         assert len(caller.exchanges) == 3
 
 
-async def test_a_stream_that_has_left_is_not_handed_over_later():
+async def test_the_keepalive_alarm_of_a_plain_stream_is_cancelled_once_it_is_sent():
     async with linear_turns(Streaming) as (home, engine, caller, messages, start):
         engine.held = True
         asking = start(caller.ask(messages))
@@ -461,7 +461,7 @@ async def test_a_stream_that_has_left_is_not_handed_over_later():
         assert flight.alarm.cancelled()
 
 
-async def test_an_engine_s_connection_that_was_idle_for_long_costs_no_task(linear):
+async def test_a_plain_call_after_an_expired_engine_connection_stays_on_the_plain_path(linear):
     async with linear() as (home, _, caller, messages, _):
         (replica,) = home.gateway._engine._replicas.values()
         replica.engine._client._connections._keepalive_s = 0
@@ -469,7 +469,7 @@ async def test_an_engine_s_connection_that_was_idle_for_long_costs_no_task(linea
         assert home.gateway.plain.served == 2
 
 
-async def test_a_lost_engine_gives_the_general_paths_error(linear):
+async def test_a_lost_engine_gives_503_on_the_plain_path(linear):
     async with linear() as (home, _, caller, messages, _):
         (replica,) = home.gateway._engine._replicas.values()
         connections = replica.engine._client._connections
@@ -481,7 +481,7 @@ async def test_a_lost_engine_gives_the_general_paths_error(linear):
         assert len(caller.exchanges) == 2
 
 
-async def test_a_stream_that_leaves_as_it_is_sampled_is_answered_by_the_general_path():
+async def test_live_streams_are_answered_by_the_general_path():
     async with played({"content": "a"}, stream="live") as home:
         caller = Streaming(home, (await home.session("s")).handle)
         messages: list[Any] = [user("go")]
@@ -491,7 +491,7 @@ async def test_a_stream_that_leaves_as_it_is_sampled_is_answered_by_the_general_
         assert [one.extra["stream"] for one in caller.exchanges] == ["live"] * 3
 
 
-async def test_a_stream_whose_tokens_another_engine_could_go_on_with_is_streamed_by_its_engine():
+async def test_streams_take_the_general_path_once_a_second_replica_could_resume_them():
     async with EngineServer(scripted({"content": "a"})) as spare, played({"content": "a"}) as home:
         caller = Streaming(home, (await home.session("s")).handle)
         messages: list[Any] = [user("go")]
@@ -566,7 +566,7 @@ async def test_a_body_may_come_in_pieces():
             assert home.gateway.plain.served == 2
 
 
-async def test_a_head_that_is_known_is_known_to_every_connection():
+async def test_a_request_head_seen_once_takes_the_plain_path_on_every_connection():
     async with played({"content": "a"}) as home:
         caller, other = await home.session("s"), await home.session("t")
         messages: list[Any] = [user("go")]
@@ -584,7 +584,7 @@ async def test_a_head_that_is_known_is_known_to_every_connection():
         assert (len(caller.exchanges), len(other.exchanges)) == (3, 2)
 
 
-async def test_heads_may_change_from_request_to_request():
+async def test_the_plain_path_serves_two_sessions_that_alternate_on_one_connection():
     async with played({"content": "a"}) as home:
         callers = [await home.session("s"), await home.session("t")]
         talks: list[list[Any]] = [[user("go")], [user("go on")]]
@@ -597,7 +597,7 @@ async def test_heads_may_change_from_request_to_request():
             assert parents == [None, *[one.exchange_id for one in caller.exchanges[:-1]]]
 
 
-async def test_a_connection_with_plain_turns_only_is_closed_after_the_keepalive_time():
+async def test_an_idle_connection_after_plain_turns_is_closed_by_the_keepalive_timeout():
     async with linear_turns(Caller) as (home, engine, caller, messages, _):
         async with raw(home, caller) as (send, receive, _):
             await send(messages)
@@ -619,7 +619,7 @@ async def test_a_connection_with_plain_turns_only_is_closed_after_the_keepalive_
             assert connection.transport is None
 
 
-async def test_requests_may_come_before_the_reply(linear):
+async def test_a_pipelined_request_is_answered_after_the_plain_reply(linear):
     async with linear() as (home, engine, caller, messages, _):
         async with raw(home, caller) as (send, receive, _):
             await send(messages)
@@ -634,7 +634,7 @@ async def test_requests_may_come_before_the_reply(linear):
         assert [caller.delivery(at) for at in range(5)] == [DeliveryState.DELIVERED] * 5
 
 
-async def test_a_body_that_stays_away_is_the_general_path_s(monkeypatch, linear):
+async def test_a_body_that_arrives_slowly_is_handed_to_the_general_path(monkeypatch, linear):
     monkeypatch.setattr(plain_file, "GATHER_S", 0.05)
     async with linear() as (home, _, caller, messages, _):
         async with raw(home, caller) as (send, receive, _):
@@ -647,7 +647,7 @@ async def test_a_body_that_stays_away_is_the_general_path_s(monkeypatch, linear)
         await caller.until(lambda: caller.delivery(3) is DeliveryState.DELIVERED)
 
 
-async def test_a_client_that_goes_in_the_middle_of_a_body_asked_nothing(linear):
+async def test_a_client_that_disconnects_within_its_body_on_the_plain_path_samples_nothing(linear):
     async with linear() as (home, engine, caller, messages, start):
         async with raw(home, caller) as (send, receive, writer):
             await send(messages)
@@ -664,7 +664,7 @@ async def test_a_client_that_goes_in_the_middle_of_a_body_asked_nothing(linear):
         assert (session.in_hand.requests, session.in_hand.size) == (0, 0)
 
 
-async def test_many_sessions_at_a_time_are_served_alike():
+async def test_the_plain_path_serves_12_concurrent_sessions_correctly():
     async with played({"content": "a"}, {"content": "b"}, {"content": "c"}) as home:
         callers = [await home.session(f"s{number}") for number in range(12)]
 

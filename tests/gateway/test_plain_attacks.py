@@ -173,7 +173,9 @@ async def test_a_client_that_leaves_is_treated_alike_by_both_paths(monkeypatch, 
 
 @pytest.mark.parametrize("connected", [True, False])
 @pytest.mark.parametrize("way", WAYS)
-async def test_an_update_may_begin_between_placing_and_sampling(monkeypatch, way, connected):
+async def test_a_weight_update_between_placing_and_sampling_loses_no_plain_call(
+    monkeypatch, way, connected
+):
     async with played(TURN, stream=WAYS[way][1]) as home, asyncio.TaskGroup() as group:
         caller, messages = await turns(home, way, 2)
         pool = home.gateway._engine

@@ -20,7 +20,7 @@ from bridle.types import DeliveryState
 either = pytest.mark.parametrize("harness", [Caller, Streaming])
 
 
-async def test_a_store_that_writes_in_its_thread_is_waited_for_without_a_task(tmp_path):
+async def test_plain_calls_need_no_task_while_the_store_s_thread_writes(tmp_path):
     async with await SqliteStore.open(tmp_path / "capture.sqlite", fsync="group") as store:
         engine = Watched({"content": "a"})
         async with played(server=engine, store=store) as home:
@@ -113,7 +113,7 @@ async def test_a_client_that_goes_while_the_store_writes_leaves_its_reply_to_a_r
 
 
 @either
-async def test_a_session_that_ends_waits_for_what_the_store_writes(harness):
+async def test_sealing_a_session_waits_for_its_pending_store_write(harness):
     async with linear_turns(harness, store=Thread()) as (home, _, caller, messages, start):
         home.store.holds = True
         reply = start(caller.ask(messages))
@@ -205,7 +205,7 @@ async def test_a_client_that_goes_before_its_reply_is_written_leaves_it_to_a_ret
 
 
 @either
-async def test_a_session_that_ends_has_its_waiting_reply_written(harness):
+async def test_sealing_a_session_writes_its_batched_reply(harness):
     async with unwritten(harness) as (home, _, callers, sent, _):
         await home.gateway.seal("t")
         assert home.store.sizes == [3]
@@ -213,7 +213,7 @@ async def test_a_session_that_ends_has_its_waiting_reply_written(harness):
         assert callers[1].delivery(2) is DeliveryState.DELIVERED
 
 
-async def test_so_many_replies_are_written_at_once_and_the_others_by_themselves():
+async def test_a_write_batch_of_plain_replies_has_a_largest_size():
     count = WRITTEN_TOGETHER + 1
     store, engine = Together(), Watched({"content": "a"})
     async with played(server=engine, store=store) as home, asyncio.TaskGroup() as group:

@@ -28,7 +28,7 @@ def begun(text):
     return {"role": "assistant", "content": text}
 
 
-async def test_a_reply_goes_on_from_the_answer_that_the_client_began():
+async def test_a_reply_continues_a_prefilled_answer_and_records_the_prefill():
     async with house({"raw": " is 4.<|im_end|>"}) as home:
         caller = await home.session()
         status, reply = await said(caller, [user("2+2?"), begun("The answer")])
@@ -39,7 +39,7 @@ async def test_a_reply_goes_on_from_the_answer_that_the_client_began():
         assert exchange.extra["prefill"] == "The answer"
 
 
-async def test_a_begun_answer_extends_the_turns_before_it():
+async def test_a_prefilled_answer_extends_the_tokens_of_earlier_turns():
     async with house({"content": "hi"}, {"raw": "ee<|im_end|>"}) as home:
         caller = await home.session()
         _, first = await said(caller, [user("go")])
@@ -50,7 +50,7 @@ async def test_a_begun_answer_extends_the_turns_before_it():
         assert renderer().decode(two.suffix_ids).endswith("assistant\nthr")
 
 
-async def test_a_turn_that_comes_back_in_one_piece_with_its_beginning_extends_its_ids():
+async def test_a_turn_sent_back_as_prefill_plus_reply_extends_the_sampled_tokens():
     async with house({"raw": " is 4.<|im_end|>"}, {"content": "5"}) as home:
         caller = await home.session()
         await said(caller, [user("2+2?"), begun("The answer")])
@@ -85,7 +85,7 @@ async def test_a_reply_that_was_cut_by_its_length_continues_from_its_sampled_ids
         assert (two.parent_id, len(two.suffix_ids)) == (one.exchange_id, 0)
 
 
-async def test_a_whole_reply_that_is_sent_back_is_begun_anew():
+async def test_a_complete_reply_sent_back_as_a_prefill_starts_a_root():
     async with house({"content": "one"}, {"raw": " two"}) as home:
         caller = await home.session()
         _, first = await said(caller, [user("count")])
@@ -95,7 +95,7 @@ async def test_a_whole_reply_that_is_sent_back_is_begun_anew():
         assert (two.parent_id, two.root_reason) == (None, "prefill")
 
 
-async def test_a_begun_answer_is_counted():
+async def test_token_counting_includes_a_prefilled_answer():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         messages = [user("2+2?"), begun("The answer")]
@@ -107,7 +107,7 @@ async def test_a_begun_answer_is_counted():
 
 
 @pytest.mark.parametrize("text", ["<think>so", "<tool_call>{"])
-async def test_what_is_no_beginning_of_a_text_is_text_all_the_same_or_refused(text):
+async def test_a_prefill_of_markup_is_served_or_a_400(text):
     async with house({"content": "a"}) as home:
         caller = await home.session()
         status, reply = await said(caller, [user("go"), begun(text)])
@@ -145,7 +145,7 @@ def called(blocks):
 
 
 @pytest.mark.parametrize(("between", "text"), [(" look.\n", [" look."]), ("\n", [])])
-async def test_a_call_behind_a_begun_answer_is_a_call(between, text):
+async def test_a_tool_call_after_a_prefill_is_parsed_and_the_next_turn_extends_it(between, text):
     async with house({"raw": between + CALL}, {"content": "a.txt"}) as home:
         caller = await home.session()
         asked = [user("list it"), begun("Let me")]
@@ -163,7 +163,7 @@ async def test_a_call_behind_a_begun_answer_is_a_call(between, text):
         assert (status, two.parent_id) == (200, one.exchange_id)
 
 
-async def test_a_call_behind_a_begun_answer_stays_text_where_no_call_is_wanted():
+async def test_a_tool_call_after_a_prefill_stays_text_without_tools_or_with_tool_choice_none():
     async with house({"raw": " look.\n" + CALL}) as home:
         caller = await home.session()
         asked = [user("list it"), begun("Let me")]
@@ -175,7 +175,7 @@ async def test_a_call_behind_a_begun_answer_stays_text_where_no_call_is_wanted()
             assert reply["stop_reason"] == "end_turn"
 
 
-async def test_a_call_behind_a_begun_answer_streams_as_one():
+async def test_a_tool_call_after_a_prefill_is_streamed_as_a_tool_use_block():
     async with house({"raw": " look.\n" + CALL}) as home:
         caller = await home.session()
         async with (
@@ -206,7 +206,7 @@ class Thinking:
         return Reply("", renderer().decode(ids), (), FinishReason.LENGTH)
 
 
-async def test_a_turn_that_does_not_begin_with_text_cannot_be_begun_by_the_client():
+async def test_a_prefill_is_a_400_if_the_template_opens_a_turn_with_reasoning():
     turns = [user("2+2?"), begun("It is")]
     request_ = parse(Dialect.ANTHROPIC, {"model": "m", "max_tokens": 9, "messages": turns})
     question: Any = SimpleNamespace(request=request_, placement=Placement(PlacementKind.ROOT))

@@ -55,7 +55,7 @@ def run(folder, block):
     return "written"
 
 
-async def test_bash_and_the_editor_of_anthropic_are_one_agent_s_conversation(tmp_path):
+async def test_a_run_with_anthropic_s_bash_and_editor_tools_is_one_agent_conversation(tmp_path):
     async with house(*WORK) as home:
         caller = await home.session()
         messages: list[Any] = [user("write one")]
@@ -115,7 +115,7 @@ def browse(action, **arguments):
     return {"name": "browser", "arguments": {"action": action, **arguments}}
 
 
-async def test_the_sdk_s_own_loop_runs_the_actions_of_its_browser_toolset():
+async def test_anthropic_s_browser_toolset_runs_in_the_sdk_s_tool_runner():
     turns = (
         {"tool_calls": [browse("navigate", url="https://a.example/")]},
         {"content": "Look.", "tool_calls": [browse("find", query="search"), browse("fly")]},
@@ -158,7 +158,7 @@ async def test_a_tool_that_only_the_provider_runs_is_removed_and_named_and_the_c
         assert stats["tokens_trained"] == stats["tokens_captured"] > 0
 
 
-async def test_a_computer_call_leaves_as_the_item_of_its_tool():
+async def test_a_computer_use_call_is_sent_as_a_computer_call_item():
     click = {"type": "click", "x": 3, "y": 4, "button": "left"}
     async with house({"tool_calls": [{"name": "computer", "arguments": click}]}) as home:
         caller = await home.session()

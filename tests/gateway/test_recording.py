@@ -134,7 +134,7 @@ def test_a_root_keeps_its_whole_prompt():
     assert exchange.kind is Kind.SUBAGENT
 
 
-def test_a_child_keeps_only_what_is_new():
+def test_an_exchange_that_extends_another_stores_only_new_tokens_and_messages():
     parent = a_parent()
     call = a_call(base=parent.spans, base_id="e1", continues="e1")
     exchange = exchange_record(finished(call, parent=parent), 1)
@@ -144,7 +144,7 @@ def test_a_child_keeps_only_what_is_new():
     assert exchange.request.spans == DIGESTS[1:]
 
 
-def test_the_engine_s_own_prompt_makes_a_root_and_a_break():
+def test_another_prompt_reported_by_the_engine_makes_the_exchange_a_root_with_a_break():
     parent = a_parent()
     call = a_call(continues="e1")
     done = finished(call, parent=parent, engine_prompt=PromptIds.root(ids(1, 8)))
@@ -155,7 +155,7 @@ def test_the_engine_s_own_prompt_makes_a_root_and_a_break():
     assert exchange.extra["break"] == {"position": 1, "reason": "engine_prompt"}
 
 
-def test_bodies_are_those_that_the_store_lacks():
+def test_only_message_bodies_that_the_store_lacks_are_written():
     tools = b'[{"type":"function"}]'
     done = finished(request=a_request(tools=tools))
     assert set(new_bodies(done, set()).values()) == {*SPANS, tools}
@@ -163,7 +163,7 @@ def test_bodies_are_those_that_the_store_lacks():
     assert exchange_record(done, 0).request.tools == content_digest(tools)
 
 
-def test_extra_facts_are_there_only_if_they_say_something():
+def test_an_exchange_record_has_extra_facts_only_if_they_are_set():
     assert exchange_record(finished(), 0).extra == {
         "placement": "root",
         "model": "m",
@@ -204,7 +204,7 @@ def test_reasoning_is_restored_where_the_harness_sent_none_back(reasoned, echoed
     assert exchange_record(done, 0).extra.get("reasoning_restored", False) is restored
 
 
-def test_every_id_that_we_made_is_issued():
+def test_issued_ids_are_the_tool_call_ids_and_signatures_of_messages():
     calls = (ToolCall("call_1", "bash", "{}"), ToolCall(None, "bash", "{}"))
     message = Message(Role.ASSISTANT, tool_calls=calls, issued_ids=("sig",))
     assert issued_ids((message, message)) == ["call_1", "sig"] * 2
@@ -252,7 +252,7 @@ TRIES = st.lists(st.tuples(st.integers(1, 4), FATES), max_size=3)
 
 
 @given(TRIES, st.integers(1, 4), st.booleans())
-async def test_experts_stand_at_their_tokens_over_any_seams(tries, last, extends):
+async def test_routed_experts_stay_aligned_to_tokens_across_resumed_calls(tries, last, extends):
     parent = a_parent() if extends else None
     done = finished(parent=parent)
     prompt = done.prompted.prompt

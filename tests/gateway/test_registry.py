@@ -76,7 +76,7 @@ def test_an_id_that_cannot_stand_in_a_path_is_refused(registry, session_id):
         registry.check_new_id(session_id)
 
 
-def test_an_id_is_given_once(registry):
+def test_a_session_id_in_use_is_refused(registry):
     registry.check_new_id("a")
     opened(registry, "a")
     with pytest.raises(ConfigError, match="'a' exists already"):
@@ -85,7 +85,7 @@ def test_an_id_is_given_once(registry):
     assert len(registry) == 1
 
 
-def test_what_is_stored_of_a_session_does_not_hold_its_key():
+def test_stored_session_settings_do_not_contain_the_key():
     key = mint_key()
     kept = stored_settings(key_digest(key), SamplingPolicy(), Limits(max_turns=3))
     assert key not in str(kept)
@@ -93,7 +93,7 @@ def test_what_is_stored_of_a_session_does_not_hold_its_key():
     assert SamplingPolicy.model_validate(kept["sampling"]) == SamplingPolicy()
 
 
-def test_the_last_word_may_be_an_error():
+def test_session_facts_report_the_last_error():
     session, _ = opened(Registry(), "a")
     assert not session.facts().failed_last
     session.note_error("busy")

@@ -52,7 +52,7 @@ async def sent(caller, body, headers=()):
     return reader, writer
 
 
-async def test_a_stream_says_what_was_sampled_and_ends_with_its_last_event():
+async def test_a_stream_has_the_sampled_reasoning_text_and_calls_and_ends_with_done():
     call = {"name": "bash", "arguments": {"command": "ls"}}
     async with house({"reasoning": "hm", "content": "text", "tool_calls": [call]}) as home:
         caller = await home.session()
@@ -66,7 +66,7 @@ async def test_a_stream_says_what_was_sampled_and_ends_with_its_last_event():
         assert caller.delivery(0) is DeliveryState.DELIVERED
 
 
-async def test_usage_in_a_stream_is_what_was_used():
+async def test_usage_in_a_stream_equals_the_recorded_token_counts():
     async with house({"content": "text"}) as home:
         caller = await home.session()
         chunks = await caller.stream([user("go")], stream_options={"include_usage": True})
@@ -97,7 +97,7 @@ async def test_headers_leave_before_the_first_token_and_keepalives_fill_the_sile
         assert b"[DONE]" in rest
 
 
-async def test_a_json_reply_waits_without_a_byte():
+async def test_a_waiting_json_reply_sends_no_byte_before_it_is_sampled():
     engine = late()
     async with house(engine=engine, headers_after_s=0.01, keepalive_s=0.01) as home:
         caller = await home.session()
@@ -181,7 +181,7 @@ async def test_a_failure_in_mid_stream_is_the_dialects_error_event(path, body):
         ("/v1beta/models/m:streamGenerateContent?alt=sse", CONTENTS),
     ],
 )
-async def test_where_the_client_retries_on_a_cut_a_late_failure_cuts_the_stream(path, body):
+async def test_a_late_engine_failure_ends_a_stream_by_a_cut_or_error_and_never_by_done(path, body):
     engine = Failing(EngineError("secret"))
     async with house(engine=engine) as home:
         raw = await late_failure(home, engine, path, body)
@@ -190,7 +190,7 @@ async def test_where_the_client_retries_on_a_cut_a_late_failure_cuts_the_stream(
     assert b"secret" not in raw
 
 
-async def test_codex_hears_of_an_overflow_in_a_started_stream():
+async def test_a_context_overflow_in_a_responses_stream_is_a_response_failed_event():
     async with house(engine=scripted({"content": "a"}, context_length=100)) as home:
         caller = await home.session()
         body = {"model": "m", "input": "word " * 100, "stream": True}
@@ -377,11 +377,11 @@ async def test_streamed_events_are_those_of_the_json_reply():
         assert text == whole["content"] == "same words"
 
 
-def test_no_reply_is_an_event_stream_without_data():
+def test_an_empty_body_parses_to_no_events():
     assert events(b"") == []
 
 
-async def test_what_an_engine_sampled_before_it_cut_for_good_is_kept_up_to_the_budget():
+async def test_a_reply_cut_at_its_token_budget_ends_with_finish_reason_length():
     engine = Failing(CutError("cut"))
     engine.sign.set()
     async with house(engine=engine) as home:

@@ -79,7 +79,7 @@ async def played(home, caller, calls=2):
 RUNS = {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}], "content": "I look."}
 
 
-async def test_a_harness_gets_the_ids_of_captured_calls_and_no_version_of_the_past():
+async def test_replay_returns_captured_call_ids_and_versions_and_keeps_the_policy_version():
     async with house(RUNS) as home:
         first = await home.session()
         said = await played(home, first)
@@ -229,7 +229,7 @@ async def noisy(caller, ids, more=""):
         messages.append(await caller.ask(messages))
 
 
-async def test_prompts_that_differ_in_named_texts_only_are_the_captured_ones():
+async def test_replay_accepts_prompts_that_differ_only_by_declared_noise():
     async with house(RUNS) as home:
         first = await home.session()
         await noisy(first, ["00000a", "00000b", "00000c"])
@@ -250,7 +250,7 @@ async def test_prompts_that_differ_in_named_texts_only_are_the_captured_ones():
 
 
 @pytest.mark.parametrize("rules", [[CHUNK], []], ids=["more differs", "no rule"])
-async def test_a_prompt_that_differs_in_more_than_named_texts_is_refused(rules):
+async def test_replay_refuses_a_prompt_that_differs_beyond_declared_noise(rules):
     async with house(RUNS) as home:
         first = await home.session()
         await noisy(first, ["00000a", "00000b"])
@@ -263,7 +263,7 @@ async def test_a_prompt_that_differs_in_more_than_named_texts_is_refused(rules):
         assert (replay.facts()["replayed"], replay.facts()["verdict"]) == (0, "refused")
 
 
-async def test_a_session_folder_in_the_prompt_is_a_named_text():
+async def test_replay_treats_session_folder_paths_in_prompts_as_noise():
     async with house(RUNS) as home:
         first = await home.session()
         await first.ask([user("You work in /tmp/bridle-abcdefgh/0a1b2c3d/work.")])

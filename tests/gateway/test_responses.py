@@ -56,7 +56,7 @@ async def three_turns(caller):
     return first, second, third
 
 
-async def test_a_run_that_goes_on_by_ids_is_one_path_of_exact_tokens():
+async def test_turns_chained_by_previous_response_id_extend_the_sampled_tokens():
     async with house(*TURNS) as home:
         caller = await home.session()
         replies = await three_turns(caller)
@@ -68,7 +68,7 @@ async def test_a_run_that_goes_on_by_ids_is_one_path_of_exact_tokens():
         assert b'"previous_response_id"' in two.request.head
 
 
-async def test_a_run_that_goes_on_by_ids_survives_its_gateway(tmp_path):
+async def test_a_previous_response_id_still_works_after_a_gateway_restart(tmp_path):
     path = tmp_path / "c.sqlite"
     async with on_disk(path, *TURNS) as home:
         caller = await home.session("one")
@@ -117,7 +117,7 @@ async def test_another_session_s_reply_is_not_found():
         assert other.exchanges == []
 
 
-async def test_what_the_client_does_not_want_stored_cannot_be_named():
+async def test_a_response_with_store_false_is_a_404_and_still_captured():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         _, first = await respond(caller, input="go", store=False)
@@ -158,7 +158,7 @@ async def test_the_items_of_a_request_are_listed_in_pages():
         assert (status, shown["error"]["param"]) == (400, "limit")
 
 
-async def test_what_cannot_be_done_with_a_kept_reply_is_said():
+async def test_cancelling_or_streaming_a_stored_response_is_a_400_with_the_reason():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         _, first = await respond(caller, input="go")
@@ -168,7 +168,7 @@ async def test_what_cannot_be_done_with_a_kept_reply_is_said():
         assert (status, shown["error"]["param"]) == (400, "stream")
 
 
-async def test_tokens_of_a_request_that_goes_on_are_counted_with_its_history():
+async def test_input_token_counts_include_the_history_of_previous_response_id():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         _, first = await respond(caller, input="go")
@@ -192,7 +192,7 @@ async def test_a_request_after_a_compaction_has_no_message_that_the_summary_repl
         assert caller.exchanges[1].kind == "compaction"
 
 
-async def test_the_openai_sdk_reads_what_is_kept():
+async def test_the_openai_sdk_retrieves_lists_compacts_and_deletes_stored_responses():
     engine = scripted({"reasoning": "hm", "content": "the answer"})
     async with house(engine=engine) as home:
         caller = await home.session()
@@ -263,7 +263,7 @@ async def test_a_reply_asked_for_again_after_a_restart_keeps_its_id(tmp_path):
 KEPT = StoredReply((b"1",), b"2", b"{}")
 
 
-def test_a_shelf_keeps_only_the_newest_at_hand():
+def test_the_shelf_keeps_only_the_newest_responses_in_memory():
     shelf = Shelf()
     for number in range(NEWEST + 2):
         shelf.keep(f"resp_{number}", f"e{number}", KEPT)

@@ -55,7 +55,7 @@ def again(home: House, caller: Caller) -> Caller:
     return moved
 
 
-async def test_an_old_session_goes_on_where_it_was(tmp_path):
+async def test_a_session_continues_with_its_facts_tokens_and_limits_after_a_restart(tmp_path):
     path = tmp_path / "capture.sqlite"
     messages = [user("list")]
     async with on_disk(path, *TURNS) as home:
@@ -82,7 +82,7 @@ async def test_an_old_session_goes_on_where_it_was(tmp_path):
         assert trajectory["metadata"]["stats"]["merge_ratio"] == 1.0
 
 
-async def test_a_turn_with_a_beginning_of_the_client_s_goes_on_after_a_restart(tmp_path):
+async def test_a_turn_with_a_prefill_is_extended_after_a_restart(tmp_path):
     asked = [user("2+2?"), {"role": "assistant", "content": "The answer"}]
     whole = [asked[0], {"role": "assistant", "content": "The answer is 4."}, user("on")]
     async with on_disk(tmp_path / "c.sqlite", {"raw": " is 4.<|im_end|>"}) as home:
@@ -283,7 +283,7 @@ async def ask_until_killed(url, key, kill) -> set[str]:
     return replies
 
 
-def test_the_server_of_this_file_is_a_program():
+def test_the_server_program_of_the_kill_test_compiles():
     compile(SERVER.format(root="x"), "server", "exec")
     assert scripted({"content": "a"}).script.model == "scripted"
 

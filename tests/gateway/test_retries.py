@@ -94,7 +94,7 @@ async def a_room(grace_s=10.0):
     assert errors == []
 
 
-async def test_a_whole_reply_is_delivered_and_its_question_forgotten():
+async def test_a_received_reply_is_recorded_as_delivered_and_no_longer_joinable():
     async with a_room() as room:
         call = room.add(a_call(stage=Stage.COMMITTED), FRESH)
         room.session.failed_last = True
@@ -205,7 +205,7 @@ async def test_a_delivery_names_the_requests_that_joined_its_call():
         assert answer == [("retry_count", 1), ("retry_count", 2), ("client_gone", 0)]
 
 
-async def test_a_refused_client_hears_the_last_word():
+async def test_a_refused_call_has_no_client_and_its_error_is_in_the_session_s_facts():
     async with a_room() as room:
         call = room.add(a_call(), FRESH)
         error = RequestError("try later", status=503, code="overloaded")
@@ -234,7 +234,7 @@ MOVES = ("ask", "retry", "leave", "commit", "receive", "fail")
 
 
 @given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 9)), max_size=30))
-async def test_any_interleaving_of_retries_keeps_every_call_s_books(moves):
+async def test_any_interleaving_of_retries_keeps_client_counts_and_deliveries_consistent(moves):
     async with a_room(grace_s=0) as room:
         calls: list[Call] = []
         for move, choice in moves:

@@ -25,7 +25,7 @@ from bridle.types import Dialect, Kind, Message, ModelRequest, Role, Sampling, T
         ("*", Target(None, "/*", "")),
     ],
 )
-def test_a_target_is_taken_apart(raw, target):
+def test_a_request_target_is_split_into_session_path_and_query(raw, target):
     assert split_target(raw) == target
 
 

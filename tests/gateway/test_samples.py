@@ -113,7 +113,7 @@ async def test_a_retry_after_a_failure_of_the_engine_is_a_new_sample(ask):
 
 
 @SDKS
-async def test_a_reply_that_was_read_and_asked_again_trains_and_says_so(ask):
+async def test_replies_resampled_after_delivery_train_and_are_marked_as_rejected(ask):
     async with house(ANSWER) as home:
         caller = await home.session()
         replies = [await ask(caller.handle) for _ in range(4)]
@@ -125,7 +125,7 @@ async def test_a_reply_that_was_read_and_asked_again_trains_and_says_so(ask):
     assert [trace["metadata"].get("rejected") for trace in built["traces"]] == [True] * 3 + [None]
 
 
-async def test_the_same_messages_under_another_schema_are_another_question():
+async def test_the_same_messages_with_another_schema_do_not_reject_the_first_reply():
     """A router asks for a decision first, then for the answer, on one history."""
     async with house(ANSWER) as home:
         caller = await home.session()

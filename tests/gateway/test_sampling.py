@@ -69,7 +69,7 @@ async def sampled(
     return await sampler.sample(request, PROMPT, on_chunk=on_chunk, retry_until=retry_until)
 
 
-async def test_pieces_become_one_sample():
+async def test_streamed_chunks_become_one_sample():
     chunks = []
     engine = Pieces([chunk([1, 2]), chunk([]), chunk([3], STOP, stop_text="x", cached_tokens=4)])
     sample = await sampled(engine, on_chunk=chunks.append)
@@ -80,7 +80,7 @@ async def test_pieces_become_one_sample():
     assert (sample.resumed, chunks[-1]) == (0, sample.last)
 
 
-async def test_an_engine_that_tells_versions_is_believed():
+async def test_version_spans_that_the_engine_reports_are_recorded():
     spans = (VersionSpan(1, 0, 1), VersionSpan(2, 1, 2))
     assert (await sampled(Pieces([chunk([1, 2], STOP, versions=spans)]))).versions == spans
 
@@ -102,7 +102,7 @@ async def test_a_call_that_the_engine_gave_up_is_resumed_from_the_tokens_so_far(
 
 
 @pytest.mark.parametrize(("least", "left"), [(5, 2), (3, 0), (1, 0), (None, None)])
-async def test_a_resumed_call_owes_only_the_rest_of_its_least_tokens(least, left):
+async def test_min_tokens_of_a_resumed_call_is_reduced_by_tokens_already_sampled(least, left):
     engine: Any = Pieces([chunk([1, 2, 3], ABORT)], [chunk([4, 5], LENGTH)])
     sampler = Sampler(engine, mode=LogprobMode.RAW, version=lambda: 7, decode=letters)
     asked = GenerateRequest("r", PROMPT, Sampling(max_tokens=5, min_tokens=least))
@@ -118,7 +118,7 @@ async def sampled_as(engine, **fields):
     return await sampler.sample(request, PROMPT, on_chunk=lambda _: None)
 
 
-async def test_a_stop_string_over_the_seam_ends_the_reply_where_it_ends():
+async def test_a_stop_string_across_a_resume_ends_the_reply_at_its_last_token():
     engine: Any = Pieces(
         [chunk(b"ab[ST", ABORT)],
         [chunk(b"OP"), chunk(b"] more"), chunk(b"", ABORT, versions=(VersionSpan(3, 0, 8),))],
@@ -130,7 +130,7 @@ async def test_a_stop_string_over_the_seam_ends_the_reply_where_it_ends():
     assert engine.aborted == [engine.requests[1].request_id]
 
 
-async def test_masks_and_experts_are_carried_over_pieces_and_seams():
+async def test_per_token_masks_and_experts_are_kept_across_chunks_and_resumes():
     engine: Any = Pieces(
         [
             chunk([1, 2], extra={"mask": [[1], [2]]}),
@@ -146,7 +146,7 @@ async def test_masks_and_experts_are_carried_over_pieces_and_seams():
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-async def test_a_stop_string_over_the_seam_cuts_masks_too(at_once):
+async def test_a_stop_string_across_a_resume_cuts_per_token_masks(at_once):
     more = [chunk(b"b!!", extra={"mask": [1, 2, 3]} if at_once else {})]
     end = {} if at_once else {"mask": [1, 2, 3, 4]}
     engine: Any = Pieces([chunk(b"a", ABORT)], [*more, chunk(b"?", ABORT, extra=end)])
@@ -155,7 +155,7 @@ async def test_a_stop_string_over_the_seam_cuts_masks_too(at_once):
     assert sample.extra == {"mask": [None, 1]}
 
 
-async def test_a_constrained_call_begins_again_and_says_what_it_threw_away():
+async def test_an_aborted_constrained_call_restarts_and_reports_discarded_tokens():
     engine: Any = Pieces([chunk(b'{"a', ABORT)], [chunk(b'{"b":1}', STOP)])
     sample = await sampled_as(engine, grammar={"json_schema": {}}, stream=True)
     assert letters(sample.output_ids) == '{"b":1}'
@@ -173,7 +173,7 @@ async def test_a_cut_connection_is_resumed_too():
     assert engine.closed == 3
 
 
-async def test_a_seam_between_equal_versions_leaves_no_trace_in_the_spans():
+async def test_a_resume_under_the_same_version_has_one_version_span():
     sample = await sampled(Pieces([chunk([1, 2]), CutError("cut")], [chunk([3], STOP)]))
     assert sample.versions == (VersionSpan(7, 0, 3),)
 
@@ -197,7 +197,7 @@ async def test_an_engine_that_never_ends_a_call_fails_after_many_tries():
 
 
 @pytest.mark.parametrize("pieces", [[], [chunk([1])]])
-async def test_a_reply_without_an_end_is_no_reply(pieces):
+async def test_a_reply_without_a_finish_reason_is_an_engine_error(pieces):
     with pytest.raises(EngineError, match="has no end"):
         await sampled(Pieces(pieces))
 
@@ -232,14 +232,14 @@ def request_for(ids):
 
 
 @pytest.mark.parametrize("answer", [None, b"[1,2,3]", b"[1, 2, 3]"])
-def test_the_prompt_that_was_sent_is_no_break_however_it_is_spelled(answer):
+def test_the_sent_prompt_echoed_in_any_json_spelling_is_no_break(answer):
     assert another_prompt(request_for([1, 2, 3]), answer) == (None, None)
 
 
 @pytest.mark.parametrize(
     ("answer", "position"), [(b"[1,9,3]", 1), (b"[1,2,3,4]", 3), (b"[1,2]", 2), (b"[]", 0)]
 )
-def test_another_prompt_is_a_break_at_the_first_difference(answer, position):
+def test_another_prompt_reported_by_the_engine_is_a_break_at_the_first_difference(answer, position):
     prompt, found = another_prompt(request_for([1, 2, 3]), answer)
     assert found == position
     assert prompt is not None
@@ -299,7 +299,7 @@ async def test_no_token_of_a_reply_that_turns_out_garbled_is_in_a_sample():
     assert sample.finish is ABORT
 
 
-async def test_a_garbled_reply_that_came_whole_is_tried_again():
+async def test_a_garbled_reply_before_any_token_is_retried():
     engine = Pieces([GarbledError("id -1")], [chunk([1], STOP)])
     assert (await sampled(engine)).output_ids.tolist() == [1]
 

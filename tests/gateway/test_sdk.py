@@ -60,7 +60,7 @@ async def test_a_tool_run_with_the_openai_sdk_is_one_trace(tmp_path):
         assert stats["tokens_captured"] == stats["tokens_trained"] > 0
 
 
-async def test_the_openai_sdk_streams_the_same_turn():
+async def test_the_openai_sdk_streams_text_parallel_calls_and_usage():
     async with house(CALLS) as home:
         caller = await home.session()
         async with (
@@ -80,7 +80,7 @@ async def test_the_openai_sdk_streams_the_same_turn():
         assert caller.delivery(0) is DeliveryState.DELIVERED
 
 
-async def test_the_openai_sdk_s_own_retries_survive_faults_and_join_nothing():
+async def test_retries_of_the_openai_sdk_after_503s_are_new_calls_and_one_sample():
     turn = {"content": "ok", "fault": 503, "fault_times": 6}  # three for each try of the SDK
     async with house(turn) as home:
         caller = await home.session()

@@ -383,7 +383,7 @@ async def test_parallel_calls_and_their_results_are_one_conversation(sdk, stream
 
 
 @every_sdk
-async def test_a_structured_answer_is_read_and_what_is_not_enforced_is_recorded(sdk):
+async def test_every_sdk_reads_a_structured_answer_and_its_schema_is_recorded_as_unenforced(sdk):
     async with asked(sdk) as (speaker, caller):
         facts = await speaker.ask("json", stream=False, shaped=True)
         exchange = check(facts, SHAPED, speaker.api, by_id(caller.exchanges))
@@ -423,7 +423,7 @@ async def read(error_of: Any) -> Any:
 
 @every_sdk
 @both_ways
-async def test_an_image_is_read_in_its_place_and_refused_by_a_model_without_eyes(sdk, stream):
+async def test_every_sdk_gets_400_for_an_image_to_a_text_model(sdk, stream):
     async with asked(sdk) as (speaker, _):
         status, error = await read(speaker.ask(speaker.image(), stream=stream))
         assert status == 400
@@ -453,7 +453,7 @@ async def test_errors_have_the_status_that_the_sdk_acts_on(sdk, stream):
         if (sdk, stream) != (Responses, True)
     ],
 )
-async def test_a_prompt_that_is_too_long_is_the_request_s_fault(sdk, stream):
+async def test_every_sdk_gets_400_for_a_prompt_beyond_the_context(sdk, stream):
     async with asked(sdk) as (speaker, caller):
         assert (await read(speaker.ask(LONG, stream=stream)))[0] == 400
         assert caller.exchanges == []

@@ -107,7 +107,7 @@ async def test_the_google_sdk_reads_thoughts_text_and_parallel_calls(streamed):
         assert usage.total_token_count == exchange.prompt_length + len(exchange.output_ids)
 
 
-async def test_the_google_sdk_counts_what_it_is_then_sampled_under():
+async def test_the_google_sdk_s_token_count_equals_the_sampled_prompt_s_length():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         async with google_client(caller) as client:

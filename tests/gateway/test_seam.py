@@ -57,7 +57,9 @@ async def seamed(before, after, stops, *, least=0, size=3, versions=()):
 
 
 @given(st.text("abc", max_size=24), st.data(), STOPS, st.integers(1, 5))
-async def test_wherever_the_seam_is_the_reply_ends_at_the_same_stop_string(text, data, stops, size):
+async def test_a_resumed_reply_ends_at_the_same_stop_string_wherever_it_was_interrupted(
+    text, data, stops, size
+):
     whole = stopped(text, stops)
     cut = data.draw(st.integers(0, max(0, len(whole) - 1)))
     # What an engine gives that knows nothing of the text before the seam.
@@ -68,14 +70,14 @@ async def test_wherever_the_seam_is_the_reply_ends_at_the_same_stop_string(text,
     assert all(len(chunk.output_ids) == len(chunk.logprobs) for chunk in chunks)
 
 
-async def test_a_stop_string_counts_only_behind_the_least_number_of_tokens():
+async def test_a_stop_string_across_a_resume_is_ignored_before_min_tokens():
     chunks, _ = await seamed("xa", "bxab", ["ab"], least=3)
     assert "".join(text_of(chunk.output_ids) for chunk in chunks) == "bxab"
     chunks, _ = await seamed("xa", "bxab", ["ab"], least=2)
     assert [text_of(chunk.output_ids) for chunk in chunks] == ["b"]
 
 
-async def test_the_engine_s_call_is_ended_and_its_versions_are_cut_to_what_stands():
+async def test_a_stop_string_across_a_resume_aborts_the_engine_call_and_cuts_its_version_spans():
     spans = (VersionSpan(1, 0, 1), VersionSpan(2, 1, 6), VersionSpan(3, 6, 9))
     chunks, aborted = await seamed("xa", "bcdefghij", ["abc"], versions=spans)
     assert aborted == [1]
@@ -83,7 +85,7 @@ async def test_the_engine_s_call_is_ended_and_its_versions_are_cut_to_what_stand
     assert chunks[-1].stop_text == "abc"
 
 
-async def test_a_whole_reply_needs_no_abort():
+async def test_a_stop_string_across_a_resume_in_a_finished_reply_sends_no_abort():
     chunks, aborted = await seamed("xa", "bc", ["ab"], size=9)
     assert [text_of(chunk.output_ids) for chunk in chunks] == ["b"]
     assert aborted == []
@@ -93,12 +95,12 @@ def request(**sampling):
     return GenerateRequest("r", PROMPT, Sampling(**sampling), stream=True)
 
 
-def test_the_first_try_is_the_call_itself():
+def test_the_first_try_sends_the_request_unchanged():
     asked = request(seed=3)
     assert rest(asked, PROMPT, ids_of(""), 0) is asked
 
 
-def test_a_resumed_call_draws_other_numbers_than_it_began_with():
+def test_a_resumed_call_has_a_seed_derived_from_its_sampled_length():
     seeds = {rest(request(seed=3), PROMPT, ids_of("a" * n), n).sampling.seed for n in range(4)}
     assert len(seeds) == 4
     again = rest(request(seed=3), PROMPT, ids_of("aa"), 2).sampling.seed
@@ -106,7 +108,7 @@ def test_a_resumed_call_draws_other_numbers_than_it_began_with():
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_a_try_that_gave_nothing_is_repeated_as_it_was(seed):
+def test_a_try_without_tokens_is_repeated_with_the_same_sampling(seed):
     again = rest(request(seed=seed, max_tokens=9, min_tokens=2), PROMPT, ids_of(""), 1)
     assert again.sampling == request(seed=seed, max_tokens=9, min_tokens=2).sampling
     assert again.prompt is PROMPT

@@ -125,7 +125,7 @@ async def test_all_gateways_are_held_while_a_trainer_loads_and_go_on_under_the_n
             assert exchange.versions[-1].end == len(exchange.output_ids)
 
 
-async def test_engines_load_a_folder_once_each_whoever_names_them():
+async def test_each_engine_loads_a_weight_folder_once_if_several_gateways_share_it():
     async with two(LONG) as (homes, gateways, engines):
         await update(gateways, "folder", 3, mode="wait")
         assert [engine.loaded for engine in engines] == [[("folder", 3)]] * 3
@@ -174,7 +174,7 @@ async def test_a_trainer_that_is_cancelled_leaves_nobody_held():
         assert policies(homes) == [(0, None), (0, None)]
 
 
-async def test_a_gateway_elsewhere_tells_what_is_wrong():
+async def test_steering_a_remote_gateway_reports_a_wrong_token_or_no_answer():
     async with house({"content": "a"}) as home:
         async with There(home.gateway.url, "wrong") as there:
             with pytest.raises(EngineError, match="control token"):

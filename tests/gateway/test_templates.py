@@ -55,7 +55,9 @@ async def ruled_house(shape, folder, *turns, script=None, **settings):
 
 
 @pytest.mark.parametrize("shape", ["vllm chat", "vllm generate", "sglang"])
-async def test_the_engine_renders_the_root_and_we_what_extends_it(ruled, shape):
+async def test_the_engine_s_template_renders_the_first_prompt_and_bridle_the_next_turns(
+    ruled, shape
+):
     async with ruled_house(shape, ruled, CALL, {"content": "done"}) as home:
         caller = await home.session()
         asked = [user("list it")]
@@ -71,7 +73,7 @@ async def test_the_engine_renders_the_root_and_we_what_extends_it(ruled, shape):
         assert "break" not in two.extra
 
 
-async def test_our_renderer_is_what_nobody_asked_to_change(ruled):
+async def test_prompt_renderer_uses_bridle_s_template_and_not_the_engine_s(ruled):
     async with ruled_house("vllm chat", ruled, {"content": "a"}, prompt="renderer") as home:
         caller = await home.session()
         await caller.ask([user("hi")])
@@ -101,7 +103,7 @@ async def test_markers_in_a_users_text_are_no_control_tokens(ruled):
         assert one.extra["markers_parted"] == 1
 
 
-async def test_what_the_template_refuses_is_rendered_here(ruled):
+async def test_messages_that_the_engine_s_template_refuses_are_rendered_by_bridle(ruled):
     async with ruled_house("vllm chat", ruled, {"content": "a"}) as home:
         caller = await home.session()
         await caller.ask([user("hi"), {"role": "system", "content": "Stop."}, user("on")])
@@ -143,7 +145,7 @@ async def test_a_prompt_that_leaves_no_room_is_the_dialects_overflow(ruled):
         assert not caller.exchanges
 
 
-async def test_an_answer_that_the_client_began_stands_behind_the_engines_prompt(ruled):
+async def test_a_prefilled_answer_follows_the_engine_rendered_prompt(ruled):
     async with ruled_house("vllm chat", ruled, {"raw": " is 4.<|im_end|>"}) as home:
         caller = await home.session()
         turns = [user("2+2?"), {"role": "assistant", "content": "The answer"}]
@@ -163,7 +165,7 @@ async def test_an_embedded_engine_renders_by_its_folders_template(ruled):
     assert renderer().decode(ids).startswith(RULES)
 
 
-async def test_a_scripted_engine_in_this_process_renders_too():
+async def test_the_scripted_engine_renders_prompts_like_bridle_s_renderer():
     async with house({"content": "a"}, prompt="engine") as home:
         caller = await home.session()
         await caller.ask([user("hi")])
@@ -198,7 +200,7 @@ class OtherSglang(Otherwise, SglangEngine):
 @pytest.mark.parametrize(
     ("server", "adapter"), [(EngineServer, OtherVllm), (SglangServer, OtherSglang)]
 )
-async def test_a_server_that_samples_under_other_prompts_than_it_tells_is_refused(
+async def test_an_engine_whose_rendered_and_sampled_prompts_differ_is_refused_at_start(
     server, adapter, ruled
 ):
     async with server(scripted({"content": "a"}), tokenizer=ruled) as served:

@@ -38,7 +38,7 @@ def key_of(request, template_args=None):
     return question_key(request, canonical(request, {}), template_args)
 
 
-def test_the_way_of_a_reply_is_no_part_of_the_question():
+def test_streaming_options_do_not_change_a_request_s_retry_key():
     assert key_of(replace(REQUEST, stream=True, include_usage=True)) == ASKED_FOR
 
 
@@ -61,15 +61,15 @@ SAMPLING = REQUEST.sampling
     ],
     ids="-".join,
 )
-def test_what_must_be_answered_otherwise_is_another_question(change):
+def test_fields_that_change_the_reply_change_a_request_s_retry_key(change):
     assert key_of(replace(REQUEST, **change)) != ASKED_FOR
 
 
-def test_other_template_arguments_are_another_question():
+def test_template_arguments_change_a_request_s_retry_key():
     assert key_of(REQUEST, ("thinking", True)) != ASKED_FOR
 
 
-def test_the_order_of_a_schema_s_keys_is_no_part_of_the_question():
+def test_the_key_order_of_a_schema_does_not_change_a_request_s_retry_key():
     one, other = {"type": "object", "title": "t"}, {"title": "t", "type": "object"}
     assert key_of(replace(REQUEST, response_schema=one)) == key_of(
         replace(REQUEST, response_schema=other)
@@ -109,7 +109,7 @@ def test_a_call_of_another_user_agent_is_not_joined():
     assert joined([call], Asked(user_agent="one", retry_count=1)) == "e1"
 
 
-def test_a_call_of_another_question_is_not_joined():
+def test_a_retry_does_not_join_a_call_with_other_messages():
     assert tries_of(a_call()).find(b"another", RETRY) is None
 
 
@@ -218,5 +218,5 @@ async def test_every_retry_takes_one_earlier_try_and_a_lost_one_first(fates):
     assert joins == [True] * lost + [False] * (len(fates) - lost)
 
 
-def test_the_key_of_a_request_is_that_of_its_calls():
+def test_a_call_s_retry_key_equals_its_request_s_retry_key():
     assert a_call().question_key == question_key(REQUEST, KEY, None)

@@ -118,7 +118,7 @@ async def test_unknown_fields_inside_new_messages_are_counted():
         ),
     ],
 )
-async def test_what_a_provider_s_tool_did_is_shown_to_the_model(path, body, shown):
+async def test_results_of_provider_run_tools_are_shown_to_the_model(path, body, shown):
     async with house({"content": "a"}) as home:
         caller = await home.session()
         status, answer = await send(caller, path, body)

@@ -52,7 +52,7 @@ async def replicas(home):
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
-async def test_a_trainer_holds_loads_publishes_and_no_harness_hears_of_it(mode):
+async def test_calls_across_a_hold_and_a_version_change_complete_without_errors(mode):
     engine = Waiting(LONG)
     engine.gate.clear()
     async with house(engine=engine) as home:
@@ -124,7 +124,7 @@ async def test_weights_without_a_version_are_refused(body):
         assert "needs `version`" in answer["error"]["message"]
 
 
-async def test_a_hold_in_vain_is_an_error_and_no_hold():
+async def test_a_hold_that_times_out_is_a_500_and_leaves_no_hold():
     engine = Waiting({"content": "a"})
     engine.gate.clear()
     async with house(engine=engine) as home:
@@ -187,7 +187,7 @@ async def test_only_servers_join_over_http(engine):
         assert (await home.control("POST", "/replicas", {"engine": engine}))[0] == 400
 
 
-async def test_metrics_tell_each_replica():
+async def test_metrics_have_labels_for_each_replica():
     async with house({"content": "a"}) as home:
         caller = await home.session()
         await caller.ask([user("go")])
@@ -231,7 +231,7 @@ async def test_an_engine_that_says_that_it_has_newer_weights_keeps_them(tmp_path
         assert (await home.control("GET", "/policy"))[1]["version"] == 6
 
 
-async def test_weights_that_a_trainer_loads_by_itself_are_not_loaded_again(tmp_path):
+async def test_a_version_published_without_weights_clears_the_weights_to_reload(tmp_path):
     async with house(engine=Trained({"content": "a"}), data_dir=tmp_path) as home:
         await home.control("POST", "/policy", {"weights": "dir", "version": 4})
         await home.control("POST", "/policy", {"version": 4})
@@ -240,7 +240,7 @@ async def test_weights_that_a_trainer_loads_by_itself_are_not_loaded_again(tmp_p
         assert kept(tmp_path) is None
 
 
-async def test_last_weights_that_are_gone_end_the_start_with_the_way_out(tmp_path):
+async def test_missing_weights_to_reload_stop_the_start_with_advice(tmp_path):
     (tmp_path / WEIGHTS_FILE).write_text('{"weights": "nowhere", "version": 4}')
     with pytest.raises(EngineError, match=r"version 4, of nowhere; .* remove .*weights\.json"):
         async with house(engine=Trained({"content": "a"}), data_dir=tmp_path):
@@ -268,7 +268,7 @@ async def test_weights_that_cannot_be_written_down_may_be_published_again(
         assert kept(tmp_path) == body
 
 
-async def test_who_comes_late_loads_weights_only_where_they_are_older():
+async def test_only_older_loads_weights_on_engines_with_an_older_version():
     old, new = Trained({"content": "a"}), Trained({"content": "a"})
     await new.set_version(5)
     async with house(engine=EnginePool([Replica("old", old), Replica("new", new)])) as home:

@@ -88,7 +88,7 @@ async def stand(folder: Path, own: dict | None = None, **settings):
         yield Stand(gateway, client)
 
 
-async def test_a_session_is_opened_where_the_fewest_live_and_its_requests_follow_it(tmp_path):
+async def test_a_session_opens_on_the_least_loaded_worker_and_its_requests_go_there(tmp_path):
     async with stand(tmp_path) as it:
         assert [await it.open(f"n-{number}") for number in range(3)] == [
             "worker-0",
@@ -129,7 +129,7 @@ async def test_a_name_that_is_taken_is_answered_by_its_worker(tmp_path):
         assert await it.open("again") == "worker-0", "a refused name is free"
 
 
-async def test_a_session_whose_worker_dies_while_it_is_opened_is_asked_for_there_again(tmp_path):
+async def test_opening_a_session_on_a_dying_worker_is_a_503_and_stays_on_that_worker(tmp_path):
     async with stand(tmp_path, {"worker-0": {"dies": "unlucky"}}) as it:
         status, answer = await it.ask("POST", "/sessions", {"session_id": "unlucky"})
         assert (status, answer["error"]["message"]) == (
@@ -169,7 +169,7 @@ async def test_a_model_call_to_the_control_port_is_refused_as_misdirected(tmp_pa
         assert "bk-" not in message
 
 
-async def test_a_policy_is_set_on_all_workers_and_a_hold_that_one_refuses_ends(tmp_path):
+async def test_a_policy_is_set_on_all_workers_and_a_hold_refused_by_one_is_undone(tmp_path):
     async with stand(tmp_path, {"worker-1": {"refuse": "paused"}}) as it:
         assert (await it.ask("POST", "/policy", {"version": 4}))[1]["version"] == 4
         status, said = await it.ask("POST", "/policy", {"paused": True, "hold": "wait"})
@@ -310,7 +310,7 @@ def test_a_data_folder_refuses_another_number_of_workers(tmp_path, made, workers
     check_folder(tmp_path / "fresh", workers)
 
 
-def test_merged_replicas_add_up_counts_and_keep_the_trouble_of_one():
+def test_merged_replica_states_add_counts_and_keep_any_worker_s_down_state():
     counted = ("calls_in_flight", "sessions", "calls", "failures", "losses")
     tokens = ("prompt_tokens", "cached_tokens")
     live = {"name": "a", "state": "live", "error": None, "version": 3}
