@@ -14,7 +14,7 @@ pytestmark = pytest.mark.sandbox
 
 
 @pytest.mark.timeout(600)
-def test_containers_of_an_ordinary_user_contain_what_root_s_do():
+def test_the_docker_escape_suite_passes_as_an_unprivileged_container_user():
     suite = [Path(__file__).with_name(name) for name in ("test_escapes.py", "test_profile.py")]
     done = subprocess.run(
         [sys.executable, *PYTEST, *suite],

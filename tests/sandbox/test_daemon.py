@@ -87,7 +87,7 @@ async def answers():
     return None
 
 
-async def test_a_daemon_that_is_killed_is_no_crash_of_the_harness(daemon, tmp_path):
+async def test_a_killed_docker_daemon_ends_the_session_with_cause_infrastructure(daemon, tmp_path):
     image = await asyncio.to_thread(bring_image)
     spec = RuntimeSpec(backend="docker", image=image)
     async with a_node(tmp_path) as node, asyncio.TaskGroup() as group:

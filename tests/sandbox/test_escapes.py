@@ -54,7 +54,7 @@ async def reaches(runtime, host, port, *, within_s=3):
 # ---- processes
 
 
-async def test_a_daemon_that_hides_its_origin_is_ended(place, tmp_path):
+async def test_killing_a_sandbox_ends_a_daemonised_process(place, tmp_path):
     runtime = await place()
     hidden = "env -i setsid bash -c '(while :; do echo x >> /work/beat; sleep 0.02; done) &' "
     started = await runtime.exec(
@@ -67,7 +67,7 @@ async def test_a_daemon_that_hides_its_origin_is_ended(place, tmp_path):
     assert first == second
 
 
-async def test_processes_of_the_machine_and_of_other_sessions_are_not_seen(place):
+async def test_processes_of_the_host_and_of_other_sessions_are_invisible_in_a_sandbox(place):
     first, second = await place(), await place()
     async with asyncio.TaskGroup() as group:
         running = group.create_task(first.exec(["sleep", "3.21"]))
@@ -77,7 +77,7 @@ async def test_processes_of_the_machine_and_of_other_sessions_are_not_seen(place
     assert running.result().ok
 
 
-async def test_a_fork_bomb_is_bounded_and_the_machine_stays_usable(place):
+async def test_a_fork_bomb_is_bounded_and_the_sandbox_stays_usable(place):
     runtime = await place(max_processes=64)
     bomb = "f() { sleep 5 & f; }; f"
     result = await runtime.exec(bomb, timeout_s=8)
@@ -89,7 +89,7 @@ async def test_a_fork_bomb_is_bounded_and_the_machine_stays_usable(place):
 # ---- amounts
 
 
-async def test_a_gigabyte_of_output_costs_its_limit(place, tmp_path):
+async def test_a_gigabyte_of_output_is_truncated_and_takes_bounded_memory_and_disk(place, tmp_path):
     runtime = await place()
     before = peak_kib(reset=True)
     log = tmp_path / "log"
@@ -101,7 +101,7 @@ async def test_a_gigabyte_of_output_costs_its_limit(place, tmp_path):
     assert grown_mb < 100
 
 
-async def test_ten_thousand_open_files_are_refused(place):
+async def test_opening_ten_thousand_files_fails_in_a_sandbox(place):
     runtime = await place()
     script = "for ((i = 0; i < 10000; i++)); do exec {fd}</dev/null || exit 9; done"
     result = await runtime.exec(script, timeout_s=30)
@@ -109,7 +109,7 @@ async def test_ten_thousand_open_files_are_refused(place):
     assert (await runtime.exec("true")).ok
 
 
-async def test_too_much_memory_ends_it_and_is_named(place):
+async def test_a_command_over_the_memory_limit_is_ended_with_limit_memory(place):
     runtime = await place(memory_mb=64)
     # More than the limit, less than the twice as much at which an allocation of it fails.
     result = await runtime.exec("(head -c 100000000 /dev/zero; sleep 3) | tail", timeout_s=30)
@@ -118,7 +118,7 @@ async def test_too_much_memory_ends_it_and_is_named(place):
     assert (await runtime.exec("echo alive")).stdout == b"alive\n"
 
 
-async def test_a_full_disk_ends_it_and_is_named(place):
+async def test_a_command_over_the_storage_limit_is_ended_with_limit_storage(place):
     runtime = await place(storage_mb=20)
     fill = "for ((i = 0; ; i++)); do head -c 4000000 /dev/zero > file$i || exit 3; sleep 0.02; done"
     result = await runtime.exec(fill, timeout_s=30)
@@ -126,13 +126,13 @@ async def test_a_full_disk_ends_it_and_is_named(place):
     assert result.limit == "storage"
 
 
-async def test_one_file_larger_than_the_disk_is_cut_at_once(place):
+async def test_a_file_larger_than_the_storage_limit_is_cut_off(place):
     runtime = await place(storage_mb=10)
     result = await runtime.exec("head -c 500000000 /dev/zero > file; stat -c %s file")
     assert int(result.stdout) <= 10 << 20
 
 
-async def test_a_sparse_file_is_not_copied_out_and_costs_no_room(place, tmp_path):
+async def test_downloading_a_sparse_file_over_the_limit_fails_and_leaves_no_file(place, tmp_path):
     runtime = await place()
     await runtime.exec(f"{SPARSE}sparse seek=3072; echo 42 > answer.txt")
     taken = tmp_path / "taken"
@@ -143,7 +143,7 @@ async def test_a_sparse_file_is_not_copied_out_and_costs_no_room(place, tmp_path
     assert taken.read_text() == "42\n"
 
 
-async def test_a_session_hands_out_so_much_in_all(place, tmp_path):
+async def test_the_downloads_of_a_session_are_limited_to_256_mib_in_total(place, tmp_path):
     runtime = await place()
     await runtime.exec(f"{SPARSE}big seek=200; {SPARSE}small seek=50")
     await runtime.download("big", tmp_path / "big")
@@ -155,7 +155,7 @@ async def test_a_session_hands_out_so_much_in_all(place, tmp_path):
 # ---- files
 
 
-async def test_nothing_of_the_machine_can_be_read_or_written(place, tmp_path):
+async def test_host_files_can_neither_be_read_nor_written_from_a_sandbox(place, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("s3cret")
     runtime = await place()
@@ -177,7 +177,7 @@ def was_written(folder):
     return False
 
 
-async def test_a_task_s_variables_reach_no_program_of_the_machine(place, tmp_path):
+async def test_a_task_s_environment_variables_do_not_affect_host_programs(place, tmp_path):
     spy = tmp_path / "spy.so"
     spy.write_text("no library")
     own = {"LD_PRELOAD": str(spy), "DOCKER_HOST": "unix:///nowhere", "BASH_ENV": "/nowhere"}
@@ -188,14 +188,14 @@ async def test_a_task_s_variables_reach_no_program_of_the_machine(place, tmp_pat
     assert result.stderr.decode().count("cannot be preloaded") <= 1
 
 
-async def test_another_session_s_files_are_not_seen(place):
+async def test_files_of_another_session_are_invisible_in_a_sandbox(place):
     first, second = await place(), await place()
     await first.exec("echo theirs > /tmp/mine; echo theirs > $HOME/mine; echo theirs > mine")
     seen = await second.exec("cat /tmp/mine $HOME/mine mine; find / -name mine 2>/dev/null")
     assert seen.stdout == b""
 
 
-async def test_powers_over_the_system_are_refused(place):
+async def test_mounts_namespaces_devices_and_kernel_settings_are_refused_in_a_sandbox(place):
     runtime = await place()
     tries = [
         "mount -t tmpfs none /mnt",
@@ -216,7 +216,7 @@ async def test_powers_over_the_system_are_refused(place):
     assert (await runtime.exec(f"{switches} 2>/dev/null")).stdout == b""
 
 
-async def test_a_folder_that_became_a_link_is_not_written_through(place, tmp_path):
+async def test_uploads_do_not_follow_symbolic_links_out_of_a_sandbox(place, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     runtime = await place()
@@ -233,7 +233,7 @@ async def test_a_folder_that_became_a_link_is_not_written_through(place, tmp_pat
 # ---- network
 
 
-async def test_the_machine_s_network_is_not_reached(place):
+async def test_the_host_s_network_is_unreachable_from_a_sandbox(place):
     runtime = await place()
     with listening() as port:
         assert not await reaches(runtime, "127.0.0.1", port)
@@ -243,7 +243,7 @@ async def test_the_machine_s_network_is_not_reached(place):
     assert not await reaches(runtime, "10.0.2.2", 22)
 
 
-async def test_the_way_to_the_gateway_leads_to_it_alone(place):
+async def test_a_sandbox_reaches_the_gateway_and_no_other_host_port(place):
     runtime = await place()
     with listening() as gateway, listening() as engine:
         url = runtime.gateway_url(f"http://127.0.0.1:{gateway}/s/x")
@@ -253,7 +253,7 @@ async def test_the_way_to_the_gateway_leads_to_it_alone(place):
         assert not await reaches(runtime, host, engine)
 
 
-async def test_without_a_network_not_even_the_gateway_is_reached(place):
+async def test_a_sandbox_without_a_network_cannot_reach_the_gateway(place):
     runtime = await place(network="none")
     with listening() as gateway:
         runtime.gateway_url(f"http://127.0.0.1:{gateway}/s/x")
@@ -293,7 +293,7 @@ def until(condition, what):
         time.sleep(0.02)
 
 
-def test_what_loses_its_owner_ends_with_it_or_at_the_next_start(backend, tmp_path):
+def test_a_sandbox_of_a_killed_owner_is_removed_at_once_or_at_the_next_start(backend, tmp_path):
     spec = json.dumps(asyncio.run(spec_of(backend)))
     scratch = tmp_path / secrets.token_hex(8)
     scratch.mkdir()

@@ -14,7 +14,7 @@ NAMES = sorted({name for name, _ in CASES})
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.drawn_with(name)) for name in NAMES]
 )
-async def test_it_does_its_work_in_a_sandbox(name, tmp_path):
+async def test_every_packaged_harness_completes_a_task_in_a_sandbox(name, tmp_path):
     turns = TURNS
     if name == "mini_swe_agent":
         turns = [*TURNS[:-1], {**TURNS[-1], "shell": [MINI_ENDS]}]

@@ -109,7 +109,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("backend", "way"), list(cases()))
-async def test_a_forgery_gets_no_reward(backend, way, tmp_path):
+async def test_a_forged_test_result_gets_no_reward(backend, way, tmp_path):
     shown, reward = await tried(backend, way, tmp_path / "apart", trusted=False)
     assert reward == 0.0
     if way.shown is not None:
@@ -123,7 +123,7 @@ async def test_a_forgery_gets_no_reward(backend, way, tmp_path):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.drawn_with(name)) for name in sorted(CHECKERS)]
 )
-async def test_each_checker_rewards_the_work(backend, name, tmp_path):
+async def test_each_checker_rewards_a_correct_solution(backend, name, tmp_path):
     checker = CHECKERS[name]
     scene = Scene(backend, checker, tmp_path, trusted=False)
     async with AsyncExitStack() as resources:
@@ -141,5 +141,5 @@ async def test_each_checker_rewards_the_work(backend, name, tmp_path):
 
 
 @pytest.mark.core
-def test_there_are_enough_ways():
+def test_at_least_40_distinct_forgeries_are_tried():
     assert len({way.name for way in WAYS}) == len(WAYS) >= 40

@@ -45,7 +45,7 @@ def killed_on_a_full_disk(path, seed):
     return result
 
 
-async def test_kill_9_on_a_full_disk_takes_nothing_that_was_acknowledged(tmp_path):
+async def test_kill_9_on_a_full_disk_loses_no_acknowledged_exchange(tmp_path):
     with small_disk(tmp_path / "disk", f"{KILLS + 1}m") as disk:
         for kill in range(KILLS):
             (disk / f"ballast-{kill}").write_bytes(bytes(1 << 20))
@@ -64,7 +64,7 @@ async def test_kill_9_on_a_full_disk_takes_nothing_that_was_acknowledged(tmp_pat
             assert expected.items() <= found.items()
 
 
-async def test_a_full_file_system_is_named_and_room_on_it_is_found_again(tmp_path):
+async def test_the_store_check_fails_on_a_full_disk_and_passes_once_space_is_freed(tmp_path):
     with small_disk(tmp_path / "disk", "2m") as disk:
         made = MadeSession()
         async with await SqliteStore.open(disk / "capture.sqlite") as store:

@@ -35,7 +35,7 @@ async def ran(tmp_path, tasks):
 
 
 @pytest.mark.parametrize(("harness", "reward"), [("oracle", 1.0), ("empty", 0.0)])
-async def test_every_task_is_built_and_tells_a_solution_from_nothing(
+async def test_every_harbor_task_is_built_and_rewards_the_solution_1_and_no_work_0(
     examples, tmp_path, harness, reward
 ):
     overrides = {"agent": {"harness": harness}, "runtime": {"backend": "docker"}}
@@ -45,7 +45,7 @@ async def test_every_task_is_built_and_tells_a_solution_from_nothing(
     assert (len(results), wrong) == (24, [])
 
 
-async def test_a_dockerfile_that_cannot_be_built_is_infrastructure(examples, tmp_path):
+async def test_a_dockerfile_that_cannot_be_built_gives_cause_infrastructure(examples, tmp_path):
     folder = tmp_path / "broken"
     shutil.copytree(next(examples.glob("count-*")), folder)
     dockerfile = folder / "environment" / "Dockerfile"

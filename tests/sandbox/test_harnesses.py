@@ -20,7 +20,9 @@ BARE = "! type -P python3 node && ! ls /usr/lib/*/libstdc++* /lib/*/libstdc++* 2
 
 
 @pytest.mark.parametrize("name", ["mini_swe_agent", "pi"])
-async def test_it_brings_its_interpreter_along(name, backend, tmp_path):
+async def test_a_harness_runs_with_its_own_interpreter_in_an_image_without_one(
+    name, backend, tmp_path
+):
     spec = RuntimeSpec(**await asyncio.to_thread(bare_spec_of, backend, tmp_path))
     made = task(
         budgets={"init_s": 60, "agent_s": 300},
@@ -35,7 +37,9 @@ async def test_it_brings_its_interpreter_along(name, backend, tmp_path):
     assert result.trajectory.metadata["stats"]["exchanges"] == 3
 
 
-def test_a_program_that_the_image_brings_is_checked_in_it(backend, tmp_path, monkeypatch):
+def test_check_harness_runs_the_harness_version_installed_in_the_image(
+    backend, tmp_path, monkeypatch
+):
     monkeypatch.setenv("BRIDLE_RUNTIME", "bubblewrap")
     root = make_rootfs(tmp_path / "rootfs", large=True)
     write_pi(root / "usr/local/bin")
@@ -48,7 +52,7 @@ def test_a_program_that_the_image_brings_is_checked_in_it(backend, tmp_path, mon
     assert report["unknown to the gateway"] == {"pi_says": 3}
 
 
-async def test_a_function_is_run_by_the_python_that_runs_bridle(tmp_path):
+async def test_a_function_agent_runs_in_a_sandbox_with_bridle_s_python(tmp_path):
     made = task(runtime=RuntimeSpec(backend="bubblewrap"), evaluator=checked())
     made = made.model_copy(update={"agent": default_agent("function")})
     async with a_node(tmp_path) as node:

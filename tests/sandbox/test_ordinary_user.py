@@ -10,7 +10,7 @@ pytestmark = pytest.mark.sandbox
 
 
 @pytest.mark.timeout(600)
-def test_sandboxes_of_an_ordinary_user_contain_what_root_s_do():
+def test_the_bubblewrap_escape_suite_passes_as_an_unprivileged_user():
     if os.geteuid() != 0:
         return  # all tests here run as one
     with a_user() as (python, place):

@@ -159,7 +159,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("strategy", "way", "is_open"), list(cases()))
-async def test_a_way_in_the_checker_s_process_is_as_the_table_says(
+async def test_each_attack_in_the_checker_s_process_succeeds_only_where_the_docs_say_so(
     strategy, way, is_open, tmp_path
 ):
     found = await reward("bubblewrap", strategy, way, PLAIN, WAYS[way], tmp_path)
@@ -167,7 +167,7 @@ async def test_a_way_in_the_checker_s_process_is_as_the_table_says(
 
 
 @pytest.mark.parametrize(("strategy", "way", "is_open"), list(cases()))
-async def test_two_processes_close_each_way(strategy, way, is_open, tmp_path):
+async def test_a_checker_in_its_own_process_defeats_each_attack(strategy, way, is_open, tmp_path):
     backend, user = ("docker", SETPRIV) if way in ANOTHER_USER else ("bubblewrap", ())
     test = TWO.format(user=user)
     found = await reward(backend, strategy, way, test, WAYS[way], tmp_path / "forged")
@@ -176,7 +176,7 @@ async def test_two_processes_close_each_way(strategy, way, is_open, tmp_path):
 
 
 @pytest.mark.core
-def test_every_row_of_the_table_is_tried_here_or_with_the_summaries_and_forgeries():
+def test_every_attack_in_the_docs_table_is_tried_by_a_test():
     others = {
         "prints a second, better summary after the runner's",
         "prints a summary before the runner's",

@@ -67,7 +67,7 @@ def perl(calls):
     return f"perl -e '{CALLS}' {words}"
 
 
-def test_every_refused_system_call_fails_and_threads_still_start(inside):
+def test_every_refused_system_call_fails_in_a_sandbox_and_threads_still_start(inside):
     kinds = [(f"namespace{bit}", 56, 1 << bit | 17, 0, 0, 0, 0) for bit in (17, 28)]
     calls = [(name, number, 0, 0, 0, 0, 0) for name, number in refused_calls("x86_64").items()]
     others = [("vsock", 41, 40, 1, 0), ("newer", 500), ("getpid", 39), ("clone3", 435, 0, 0)]
@@ -78,7 +78,7 @@ def test_every_refused_system_call_fails_and_threads_still_start(inside):
     assert (seen["newer"], seen["clone3"], seen["getpid"]) == ("38", "38", "0")
 
 
-def test_no_command_has_powers_or_gets_new_ones(inside):
+def test_sandbox_commands_have_no_capabilities_and_cannot_gain_any(inside):
     said, _ = inside(f"{STATUS}; cat /proc/1/status | {STATUS.removesuffix(' /proc/self/status')}")
     lines = said.splitlines()
     nothing = "0" * 16
@@ -87,11 +87,11 @@ def test_no_command_has_powers_or_gets_new_ones(inside):
     assert lines == expected * 2  # of a command, and of process 1
 
 
-def test_no_key_of_the_host_is_seen(inside):
+def test_kernel_keys_of_the_host_are_invisible_in_a_sandbox(inside):
     assert inside(f"cat /proc/keys 2>/dev/null; {NO_KEYS} && echo none") == ("none\n", 0)
 
 
-def test_programs_of_another_architecture_are_ended(inside, tmp_path):
+def test_i386_programs_are_killed_in_a_sandbox(inside, tmp_path):
     program = bytes.fromhex(  # ELF for i386 that calls exit(0)
         "7f454c46010101000000000000000000020003000100000054800408340000000000000000000000"
         "34002000010000000000000001000000000000000080040800800408600000006000000005000000"
@@ -128,7 +128,7 @@ async def test_a_task_without_limits_gets_4_gib_512_processes_and_10_gib_of_disk
     assert str(4 << 30) in {kept.get("memory.max"), kept.get("memory.limit_in_bytes")}
 
 
-async def test_containers_keep_docker_s_filter_and_get_no_new_powers(place, backend):
+async def test_containers_keep_docker_s_seccomp_filter_and_no_new_privileges(place, backend):
     runtime = await place()
     said = (await runtime.exec(STATUS)).stdout.decode()
     assert "NoNewPrivs:\t1\nSeccomp:\t2\n" in said
@@ -147,7 +147,7 @@ async def test_a_checker_s_runtime_shares_no_namespace_with_the_agent_s(place, b
 
 
 @pytest.mark.parametrize("workdir", ["/srv/new/folder", "/usr"])
-async def test_a_container_s_ordinary_user_owns_its_home_its_uploads_and_a_new_work_folder(
+async def test_an_unprivileged_container_user_owns_its_home_uploads_and_new_work_folder(
     tmp_path, workdir
 ):
     spec = {**await spec_of("docker"), "workdir": workdir, "kwargs": {"user": "1234:1235"}}

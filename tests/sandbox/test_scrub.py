@@ -19,7 +19,7 @@ SEARCH = (
 
 
 @pytest.mark.parametrize("scrub", [True, False])
-async def test_an_agent_finds_the_future_only_where_nothing_was_scrubbed(tmp_path, backend, scrub):
+async def test_scrub_git_removes_the_reference_patch_from_a_repository(tmp_path, backend, scrub):
     steps = [{"type": "exec", "command": MAKE}]
     steps += [{"type": "scrub_git", "target": "repo"}] if scrub else []
     runtime = {**await spec_of(backend, large=True), "prepare": steps}

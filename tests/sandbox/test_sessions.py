@@ -63,13 +63,15 @@ async def played(tmp_path, backend, script, *, another=None, env=None, **options
         ('ask GET /metrics "$OPENAI_API_KEY" ""', "40[134]"),
     ],
 )
-async def test_its_key_opens_its_own_model_and_nothing_else(tmp_path, backend, attempt, status):
+async def test_a_session_key_gives_access_to_its_own_model_route_only(
+    tmp_path, backend, attempt, status
+):
     script = f'said=$({attempt}); [[ $said =~ ^{status}$ ]] || {{ echo "$said" >&2; exit 71; }}'
     result = await played(tmp_path, backend, script, another="other")
     assert (result.status, result.error) == ("COMPLETED", None)
 
 
-async def test_it_cannot_leave_its_own_reward(tmp_path, backend):
+async def test_a_reward_file_written_by_the_agent_gives_no_reward(tmp_path, backend):
     evaluator = checked("true", config={"command": "true", "reward_file": "reward.txt"})
     script = "echo 1 > reward.txt; (setsid bash -c 'while :; do echo 1 > reward.txt; done' &) "
     result = await played(tmp_path, backend, script, evaluator=evaluator)
@@ -77,7 +79,7 @@ async def test_it_cannot_leave_its_own_reward(tmp_path, backend):
     assert result.reward is None
 
 
-async def test_the_evaluator_finds_what_was_left_and_nothing_that_runs(tmp_path, backend):
+async def test_the_evaluator_finds_the_agent_s_files_and_none_of_its_processes(tmp_path, backend):
     check = "test -s out.txt && ! ps ax -o comm= | grep -q tail"
     script = "echo x > out.txt; (setsid tail -f /dev/null </dev/null >/dev/null 2>&1 &)"
     result = await played(tmp_path, backend, script, evaluator=checked(check))
@@ -97,7 +99,7 @@ def process_1():
     return min(holds, default=None)
 
 
-async def test_a_sandbox_that_is_killed_is_no_crash_of_the_harness(tmp_path, backend):
+async def test_a_killed_sandbox_ends_the_session_with_cause_infrastructure(tmp_path, backend):
     async with asyncio.TaskGroup() as group:
         running = group.create_task(played(tmp_path, backend, "sleep 54.5"))
         async with asyncio.timeout(30):
@@ -154,7 +156,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_what_a_harness_does_is_named_in_its_result(tmp_path, backend, fault):
+async def test_each_misbehaviour_of_a_harness_gives_its_own_status_and_cause(
+    tmp_path, backend, fault
+):
     script, options, (status, cause, words) = FAULTS[fault]
     result = await played(tmp_path, backend, script, **{"budgets": {"agent_s": 50}, **options})
     assert (result.status, result.cause) == (status, cause), result.error
@@ -169,7 +173,7 @@ async def test_what_a_harness_does_is_named_in_its_result(tmp_path, backend, fau
         assert "link" in result.metadata["left_out"]
 
 
-async def test_an_image_that_is_nowhere_is_no_crash_of_the_harness(tmp_path):
+async def test_a_missing_image_ends_the_session_with_cause_infrastructure(tmp_path):
     image = "bridle-no-such-image:1"
     async with a_node(tmp_path) as node:
         made = task("true", runtime=RuntimeSpec(backend="docker", image=image))
@@ -178,7 +182,7 @@ async def test_an_image_that_is_nowhere_is_no_crash_of_the_harness(tmp_path):
     assert f"image {image!r} is not here" in result.error
 
 
-async def test_the_engine_and_the_machine_s_network_are_refused_to_a_session(tmp_path, backend):
+async def test_a_session_cannot_connect_to_the_engine_or_the_host_s_network(tmp_path, backend):
     script = """
     for at in 127.0.0.1/$PORT $ADDRESS/$PORT 192.0.2.1/80; do
       timeout 3 bash -c "exec 4<>/dev/tcp/$at" && exit 71
