@@ -18,12 +18,12 @@ def compose():
     return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
 
-def test_it_has_the_fields_of_the_compose_specification(compose):
+def test_the_compose_file_has_only_fields_of_the_compose_specification(compose):
     own = {name: value for name, value in compose.items() if not name.startswith("x-")}
     assert list(faults(own, COMPOSE)) == []
 
 
-def test_what_services_name_of_each_other_exists(compose):
+def test_services_volumes_and_ports_that_compose_services_refer_to_exist(compose):
     services = compose["services"]
     for name, service in services.items():
         for other, how in service.get("depends_on", {}).items():
@@ -46,14 +46,14 @@ def test_what_services_name_of_each_other_exists(compose):
     assert f"data:{config.server.data}" in services["server"]["volumes"]
 
 
-def test_secrets_have_no_default(compose):
+def test_secrets_of_the_compose_file_have_no_default(compose):
     text = (DEPLOY / "compose.yaml").read_text()
     for name in ("POSTGRES_PASSWORD", "BRIDLE_SERVER_TOKEN"):
         assert f"{name}: ${{{name}:?}}" in text
     assert not re.search(r"(PASSWORD|TOKEN)\b[^\n]*:-", text)
 
 
-def test_the_engine_is_started_as_the_probe_wants_it(compose):
+def test_the_compose_engine_is_started_with_the_documented_vllm_flags(compose):
     command = compose["services"]["engine"]["command"]
     page = (DEPLOY.parent / "docs" / "guides" / "engines.md").read_text()
     [line] = re.findall(r"DEV_MODE=1 vllm serve MODEL (.*)", page)
@@ -61,7 +61,7 @@ def test_the_engine_is_started_as_the_probe_wants_it(compose):
     assert {word for word in asked if word.startswith("--")} <= {*command}
 
 
-def test_the_image_copies_what_there_is_and_installs_what_is_locked():
+def test_the_dockerfile_copies_existing_files_and_installs_from_locks():
     text = (DEPLOY / "Dockerfile").read_text()
     for sources in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
         for source in sources.split():
@@ -71,7 +71,7 @@ def test_the_image_copies_what_there_is_and_installs_what_is_locked():
     assert "bubblewrap" in text
 
 
-def test_the_image_preloads_what_it_installs():
+def test_the_dockerfile_preloads_a_library_that_it_installs():
     text = (DEPLOY / "Dockerfile").read_text()
     [name, version] = re.findall(r"^ENV LD_PRELOAD=(lib\w+)\.so\.(\d+)$", text, re.MULTILINE)[0]
     assert f" {name}{version} " in text.split("ENV", 1)[0]

@@ -75,7 +75,7 @@ def published(container):
     return "http://" + docker("port", container, "8080").split()[0]
 
 
-def test_the_image_has_the_command_and_a_user_without_rights():
+def test_the_image_has_the_bridle_command_and_an_unprivileged_user():
     said = docker("run", "--rm", BRIDLE, "bridle", "--version")
     assert re.fullmatch(r"bridle \d\S+\n", said)
     assert docker("run", "--rm", BRIDLE, "id", "-un") == "bridle\n"
@@ -83,7 +83,7 @@ def test_the_image_has_the_command_and_a_user_without_rights():
     assert (config["User"], list(config["Volumes"])) == ("bridle", ["/var/lib/bridle"])
 
 
-def test_sandboxes_contain_in_a_container_as_the_file_says():
+def test_doctor_passes_for_bubblewrap_in_a_container_with_the_compose_options():
     node = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["node"]
     options = [f"--security-opt={each}" for each in node["security_opt"]]
     done = subprocess.run(
@@ -122,7 +122,7 @@ def as_the_page_says(script):
     docker("volume", "rm", "bridle-test-data")
 
 
-async def test_one_container_serves_tasks_and_its_volume_keeps_them(as_the_page_says):
+async def test_a_server_container_keeps_its_tasks_in_its_volume_over_a_restart(as_the_page_says):
     container = as_the_page_says()
     url = published(container)
     async with AsyncClient(url, token=TOKEN, patience_s=60) as client:
@@ -165,7 +165,7 @@ def trial():
     run(*TRIAL[:2], END)
 
 
-def test_the_trial_with_compose_ends_with_a_task_in_postgresql(trial):
+def test_the_compose_trial_completes_a_task_stored_in_postgresql(trial):
     said = trial(*TRIAL)
     assert 'bridle_server_sessions{state="COMPLETED"} 1.0' in said
     url = published(f"{PROJECT}-server-1")

@@ -27,7 +27,7 @@ def containers(cluster):
     return {name: (pod["containers"][0], pod) for name, pod in pods.items()}
 
 
-def test_every_object_has_the_fields_of_its_kind(objects):
+def test_every_kuberay_object_has_only_fields_of_its_kind(objects):
     for each in objects.values():
         assert list(faults(each["metadata"], METADATA, each["kind"])) == []
         if each["kind"] == "ConfigMap":
@@ -37,13 +37,13 @@ def test_every_object_has_the_fields_of_its_kind(objects):
             assert list(faults(each["spec"], shape, each["kind"])) == []
 
 
-def test_the_config_is_the_one_of_all_deployments(objects, tmp_path):
+def test_the_kuberay_config_map_equals_deploy_bridle_toml(objects, tmp_path):
     file = tmp_path / "bridle.toml"
     file.write_text(objects["ConfigMap"]["data"]["bridle.toml"])
     assert load_config(file) == load_config(DEPLOY / "bridle.toml")
 
 
-def test_sandbox_hosts_offer_the_resource_that_the_server_looks_for(objects):
+def test_kuberay_workers_offer_the_ray_resource_of_the_config_and_the_head_does_not(objects):
     wanted = load_config(DEPLOY / "bridle.toml").executor.ray.resource
     [group] = objects["RayCluster"]["spec"]["workerGroupSpecs"]
     # KubeRay puts it on a command line of `ray start` as it is.
@@ -54,7 +54,7 @@ def test_sandbox_hosts_offer_the_resource_that_the_server_looks_for(objects):
     assert head["num-cpus"] == "0"
 
 
-def test_what_is_mounted_is_there_and_data_lies_where_the_config_says(objects):
+def test_kuberay_mounts_have_volumes_and_the_data_path_of_the_config(objects):
     config = load_config(DEPLOY / "bridle.toml")
     for container, pod in containers(objects["RayCluster"]).values():
         volumes = {volume["name"] for volume in pod["volumes"]}
@@ -64,7 +64,7 @@ def test_what_is_mounted_is_there_and_data_lies_where_the_config_says(objects):
         assert str(config.executor.ray.folder).startswith(f"{mounted['data']}/")
 
 
-def test_what_objects_name_of_each_other_exists(objects):
+def test_labels_ports_and_claims_that_kuberay_objects_refer_to_exist(objects):
     head, pod = containers(objects["RayCluster"])["head"]
     labels = objects["RayCluster"]["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
     assert objects["Service"]["spec"]["selector"].items() <= labels.items()
@@ -78,11 +78,11 @@ def test_what_objects_name_of_each_other_exists(objects):
     assert claim == objects["PersistentVolumeClaim"]["metadata"]["name"]
 
 
-def test_requests_are_limits_so_that_a_pod_is_the_last_to_be_evicted(objects):
+def test_kuberay_resource_requests_equal_limits(objects):
     for container, _ in containers(objects["RayCluster"]).values():
         assert container["resources"]["requests"] == container["resources"]["limits"]
 
 
-def test_the_version_of_ray_is_the_one_that_is_installed(objects):
+def test_the_kuberay_ray_version_is_the_locked_one(objects):
     pins = (DEPLOY.parent / "requirements" / "ray.txt").read_text()
     assert f"ray=={objects['RayCluster']['spec']['rayVersion']} " in pins

@@ -65,7 +65,7 @@ def a_server_of(tmp_path):
 
 
 @pytest.mark.timeout(60)
-async def test_a_server_exports_the_metrics_of_alerts_and_panels(tmp_path):
+async def test_a_server_exports_every_metric_that_alerts_and_panels_use(tmp_path):
     async with a_server_of(tmp_path) as served, httpx.AsyncClient() as http:
         known = {"authorization": f"Bearer {served.token_file.read_text().strip()}"}
         result = names_in((await http.get(f"{served.url}/metrics", headers=known)).text)
@@ -75,7 +75,7 @@ async def test_a_server_exports_the_metrics_of_alerts_and_panels(tmp_path):
     assert len(named) > 25
 
 
-def test_every_alert_says_what_happened_and_what_to_do():
+def test_every_alert_has_a_severity_a_summary_and_an_action():
     groups = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
     for rule in (rule for group in groups for rule in group["rules"]):
         assert rule["labels"]["severity"] in ("page", "ticket")
@@ -83,7 +83,7 @@ def test_every_alert_says_what_happened_and_what_to_do():
 
 
 @pytest.mark.browser
-def test_each_alert_rings_when_it_should_and_only_then(tmp_path):
+def test_each_alert_passes_its_promtool_tests(tmp_path):
     text = (HERE / "alerts.test.yaml").read_text()
     assert all(f'alertname="{name}"' in text for name in alerts())
     rules = tmp_path / "test.yaml"
@@ -96,7 +96,7 @@ def test_each_alert_rings_when_it_should_and_only_then(tmp_path):
 
 @pytest.mark.browser
 @pytest.mark.timeout(240)
-async def test_a_prometheus_that_scrapes_a_server_can_draw_every_panel(tmp_path):
+async def test_every_panel_has_data_in_a_prometheus_that_scrapes_a_server(tmp_path):
     async with a_server_of(tmp_path) as served, AsyncClient(served.url) as client:
         with scraping(tmp_path, served) as prometheus:
             await until_scraped(prometheus, "up == 1")

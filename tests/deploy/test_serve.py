@@ -33,7 +33,7 @@ def end_when_up(process, up):
     process.send_signal(signal.SIGTERM)
 
 
-def test_a_server_that_dies_is_started_again(serve, tmp_path):
+def test_the_serve_script_restarts_a_killed_server(serve, tmp_path):
     process = serve(f"{COUNT}; [ $n = 3 ] && exit 0; kill -9 $$")
     _, err = process.communicate(timeout=45)
     assert process.returncode == 0
@@ -41,20 +41,22 @@ def test_a_server_that_dies_is_started_again(serve, tmp_path):
     assert err.count("ended with code 137; it is started again") == 2
 
 
-def test_after_sigterm_it_restarts_no_server(serve, tmp_path):
+def test_the_serve_script_restarts_no_server_after_sigterm(serve, tmp_path):
     process = serve(f"trap '' TERM; {COUNT}; [ $n = 2 ] && exit 0; kill -TERM $PPID; exit 1")
     process.communicate(timeout=45)
     assert (process.returncode, (tmp_path / "runs").read_text()) == (1, "x\n")
 
 
-def test_a_server_that_drains_before_it_is_waited_for_again_ends_well(serve, tmp_path, ended_first):
+def test_the_serve_script_exits_with_0_when_the_server_drains_before_the_next_wait(
+    serve, tmp_path, ended_first
+):
     process = serve(DRAINS, **ended_first("server"))
     end_when_up(process, tmp_path / "up")
     out, _ = process.communicate(timeout=45)
     assert (process.returncode, out) == (0, "drained\n")
 
 
-def test_signals_at_any_moment_leave_the_script_whole(serve, often_signalled):
+def test_the_serve_script_survives_signals_at_any_moment(serve, often_signalled):
     bridle, sleep, signal_often = often_signalled
     process = serve(bridle, programs=sleep)
     signal_often(process)
@@ -62,20 +64,20 @@ def test_signals_at_any_moment_leave_the_script_whole(serve, often_signalled):
     assert (process.returncode, out, err) == (3, "", "")
 
 
-def test_a_signal_while_it_waits_for_ray_ends_it(serve, tmp_path):
+def test_sigterm_ends_the_serve_script_while_waiting_for_ray(serve, tmp_path):
     process = serve("exit 0", ray='touch "$AT/up"; exit 1')
     end_when_up(process, tmp_path / "up")
     out, err = process.communicate(timeout=45)
     assert (process.returncode, out, err) == (0, "", "")
 
 
-def test_a_wrong_configuration_is_not_tried_again(serve, tmp_path):
+def test_the_serve_script_does_not_restart_a_server_that_exits_with_code_2(serve, tmp_path):
     process = serve(f"{COUNT}; exit 2")
     process.communicate(timeout=45)
     assert (process.returncode, (tmp_path / "runs").read_text()) == (2, "x\n")
 
 
-def test_it_waits_for_ray_and_says_where_things_are(serve, tmp_path):
+def test_the_serve_script_waits_for_ray_and_passes_config_database_and_tokenizer(serve, tmp_path):
     ray = '[ -e "$AT/asked" ] && exit 0; touch "$AT/asked"; exit 1'
     env = {
         "BRIDLE_CONFIG": "b.toml",
@@ -88,7 +90,7 @@ def test_it_waits_for_ray_and_says_where_things_are(serve, tmp_path):
     assert out == f"0 127.0.0.1:6379 {result}\n"
 
 
-def test_after_sigterm_it_lets_the_server_drain(serve, tmp_path):
+def test_the_serve_script_lets_the_server_drain_after_sigterm(serve, tmp_path):
     process = serve(DRAINS)
     end_when_up(process, tmp_path / "up")
     out, _ = process.communicate(timeout=45)

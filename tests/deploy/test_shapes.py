@@ -10,7 +10,7 @@ POD = {
 HEAD = {"headGroupSpec": {"template": POD}}
 
 
-def test_a_small_cluster_is_right():
+def test_a_valid_cluster_spec_has_no_faults():
     assert list(faults(HEAD, CLUSTER)) == []
 
 
@@ -27,12 +27,12 @@ def test_a_small_cluster_is_right():
         ({"headGroupSpec": []}, "no object"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place(spec, said):
+def test_a_fault_of_a_deployment_file_is_reported_with_its_path(spec, said):
     found = list(faults(spec, CLUSTER, "spec"))
     assert any(said in fault for fault in found), found
     assert all(fault.startswith("spec") for fault in found)
 
 
-def test_a_flag_is_no_number():
+def test_a_boolean_in_place_of_an_integer_is_reported():
     spec = {"services": {"a": {"deploy": {"replicas": True}}}}
     assert list(faults(spec, COMPOSE)) == [".services.a.deploy.replicas: True is no int"]

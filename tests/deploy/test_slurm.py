@@ -48,7 +48,7 @@ def said(process):
     return process.returncode, out, err
 
 
-def test_it_is_bash_and_its_options_are_slurm_s():
+def test_the_slurm_script_is_valid_bash_with_the_expected_sbatch_options():
     assert subprocess.run(["bash", "-n", SCRIPT], check=False).returncode == 0
     lines = [line for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH ")]
     options = {line.split("--")[1].partition("=")[0] for line in lines}
@@ -61,7 +61,7 @@ def words_of(lines, first):
     return found
 
 
-def test_a_dry_run_prints_what_a_run_runs(job, tmp_path):
+def test_a_slurm_dry_run_prints_the_commands_that_a_run_executes(job, tmp_path):
     env = {"BRIDLE_CONFIG": "my bridle.toml", "BRIDLE_DATABASE": "postgresql://db/x"}
     code, dry, _ = said(job(BRIDLE_DRY_RUN="1", **env))
     assert code == 0
@@ -77,7 +77,7 @@ def test_a_dry_run_prints_what_a_run_runs(job, tmp_path):
     assert words_of(ran, "scancel") == ["scancel", "--signal=TERM", "5.0"]
 
 
-def test_every_machine_joins_the_ray_of_the_first_one_where_the_server_is(job):
+def test_every_slurm_node_joins_the_ray_head_of_the_first_node_which_runs_the_server(job):
     _, dry, _ = said(job(BRIDLE_DRY_RUN="1", BRIDLE_CONFIG="b.toml"))
     head, others, server = (words_of(dry, name) for name in ("ray", "srun", "env"))
     at = others.index("ray")
@@ -96,7 +96,7 @@ def test_every_machine_joins_the_ray_of_the_first_one_where_the_server_is(job):
     assert CliRunner().invoke(app, [*server[3:], "--help"]).exit_code == 0
 
 
-def test_a_job_of_one_machine_has_no_others(job, tmp_path):
+def test_a_slurm_job_of_one_node_runs_no_srun(job, tmp_path):
     env = {"BRIDLE_CONFIG": "b.toml", "SLURM_JOB_NUM_NODES": "1"}
     _, dry, _ = said(job(BRIDLE_DRY_RUN="1", **env))
     assert "srun" not in dry
@@ -104,13 +104,13 @@ def test_a_job_of_one_machine_has_no_others(job, tmp_path):
     assert "srun" not in (tmp_path / "ran").read_text()
 
 
-def test_without_a_config_it_says_so(job):
+def test_the_slurm_script_fails_without_bridle_config(job):
     code, _, err = said(job())
     assert code != 0
     assert "BRIDLE_CONFIG" in err
 
 
-def test_the_end_that_slurm_announces_reaches_the_server_which_may_finish(job, tmp_path):
+def test_sigterm_from_slurm_reaches_the_server_which_drains(job, tmp_path):
     bridle = f"trap 'sleep 0.1; echo drained; kill $!; exit' TERM; {SLEEP} touch $AT/up; wait"
     process = job(bridle, BRIDLE_CONFIG="b.toml")
     while not (tmp_path / "up").exists():
@@ -120,34 +120,34 @@ def test_the_end_that_slurm_announces_reaches_the_server_which_may_finish(job, t
     assert (code, out) == (0, "drained\n")
 
 
-def test_a_server_that_fails_fails_the_job(job):
+def test_a_slurm_job_exits_with_the_code_of_its_failed_server(job):
     assert said(job("exit 3", BRIDLE_CONFIG="b.toml"))[0] == 3
 
 
-def test_a_server_that_fails_before_it_is_waited_for_fails_the_job(job, ended_first):
+def test_a_slurm_job_exits_with_the_code_of_a_server_that_fails_before_the_wait(job, ended_first):
     code, _, _ = said(job("exit 3", BRIDLE_CONFIG="b.toml", **ended_first("serving")))
     assert code == 3
 
 
-def test_a_server_that_fails_at_once_fails_the_job_each_time(job):
+def test_a_slurm_job_exits_with_the_code_of_a_server_that_fails_at_once_in_50_runs(job):
     jobs = [job("exit 3", BRIDLE_CONFIG="b.toml") for _ in range(50)]
     assert [said(one)[0] for one in jobs] == [3] * 50
 
 
-def test_signals_at_any_moment_leave_the_script_whole(job, often_signalled):
+def test_the_slurm_script_survives_signals_at_any_moment(job, often_signalled):
     bridle, sleep, signal_often = often_signalled
     process = job(bridle, sleep, BRIDLE_CONFIG="b.toml")
     signal_often(process)
     assert said(process) == (3, "", "")
 
 
-def test_a_server_that_ends_with_the_job_keeps_its_status(job):
+def test_a_slurm_job_keeps_the_exit_code_of_a_server_that_ends_during_sigterm(job):
     bridle = "trap '' TERM; kill -TERM $PPID; exit 3"
     jobs = [job(bridle, BRIDLE_CONFIG="b.toml") for _ in range(50)]
     assert [said(one)[0] for one in jobs] == [3] * 50
 
 
-def test_a_server_that_fails_at_its_end_fails_the_job(job, tmp_path):
+def test_a_slurm_job_exits_with_the_code_of_a_server_that_fails_to_drain(job, tmp_path):
     bridle = f"trap 'kill $!; exit 4' TERM; {SLEEP} touch $AT/up; wait"
     process = job(bridle, BRIDLE_CONFIG="b.toml")
     while not (tmp_path / "up").exists():
@@ -156,7 +156,7 @@ def test_a_server_that_fails_at_its_end_fails_the_job(job, tmp_path):
     assert said(process)[0] == 4
 
 
-def test_a_server_that_drains_is_waited_for_through_a_second_signal(job, tmp_path):
+def test_a_slurm_job_waits_for_a_draining_server_after_a_second_sigterm(job, tmp_path):
     drain = (
         f"touch {tmp_path}/signalled$((++n)); [ $n = 2 ] && kill $child && echo drained && exit 5"
     )
@@ -172,13 +172,13 @@ def test_a_server_that_drains_is_waited_for_through_a_second_signal(job, tmp_pat
     assert (code, out) == (5, "drained\n")
 
 
-def test_a_ray_that_does_not_start_fails_the_job(job):
+def test_a_slurm_job_fails_when_ray_does_not_start(job):
     ray = "sleep 0.2; exit 1"
     code, _, err = said(job(programs={"ray": ray}, BRIDLE_CONFIG="b.toml"))
     assert (code, err) == (1, "bridle.sbatch: Ray did not start on node07\n")
 
 
-def test_a_signal_before_ray_is_up_it_starts_no_server(job, tmp_path):
+def test_sigterm_before_ray_is_up_ends_the_slurm_job_without_a_server(job, tmp_path):
     ray = f'[ "$1" = start ] || {{ touch $AT/up; exit 1; }}; {UNTIL_SIGNAL}'
     process = job("touch $AT/served", programs={"ray": ray}, BRIDLE_CONFIG="b.toml")
     while not (tmp_path / "up").exists():

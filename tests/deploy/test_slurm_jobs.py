@@ -62,7 +62,7 @@ def of_ray_or_bridle():
     return [line for line in lines if re.search(rb"raylet|gcs_server|bridle serve", line)]
 
 
-async def test_a_job_serves_tasks_on_all_its_machines_until_slurm_announces_its_end(slurm, config):
+async def test_a_slurm_job_serves_tasks_on_all_its_nodes_until_sigterm(slurm, config):
     job = submitted(slurm, config)
     task = {
         "task_id": "t",
@@ -86,7 +86,7 @@ async def test_a_job_serves_tasks_on_all_its_machines_until_slurm_announces_its_
     assert of_ray_or_bridle() == []
 
 
-def test_a_job_whose_server_refuses_its_config_fails_with_its_exit_code(slurm, config):
+def test_a_slurm_job_fails_with_code_2_when_the_server_refuses_its_config(slurm, config):
     config.write_text("nonsense = 1\n")
     answer = slurm.ended(job := submitted(slurm, config), within_s=100)
     assert (answer["JobState"], answer["ExitCode"]) == ("FAILED", "2:0"), slurm.output(job)
@@ -94,7 +94,7 @@ def test_a_job_whose_server_refuses_its_config_fails_with_its_exit_code(slurm, c
     assert of_ray_or_bridle() == []
 
 
-def test_a_job_whose_ray_does_not_start_fails(slurm, config):
+def test_a_real_slurm_job_fails_when_ray_does_not_start(slurm, config):
     job = submitted(slurm, config, "--nodes=1", BRIDLE_RAY_PORT=str(SLURMD_PORT))
     answer = slurm.ended(job, within_s=100)
     assert (answer["JobState"], answer["ExitCode"]) == ("FAILED", "1:0"), slurm.output(job)
