@@ -73,7 +73,7 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
-def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
+def test_the_shell_commands_of_each_docs_page_succeed_in_order(page, tmp_path):
     words = {MODEL: str(builtin_tokenizer_dir())}
     prepare(page, tmp_path)
     with ExitStack() as engines:
@@ -108,7 +108,7 @@ def run(words: list[str], folder: Path, **env: str) -> None:
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
 
 
-def test_every_command_of_the_readme_is_run():
+def test_every_bridle_command_in_the_readme_is_run_by_a_test():
     text = (ROOT / "README.md").read_text()
     shown = re.findall(r"^bridle .*$", text, re.MULTILINE)
 

@@ -59,7 +59,7 @@ def bash(command, clone, env):
 
 
 @pytest.mark.timeout(120)
-def test_the_first_pull_request_of_the_page_is_made(clone):
+def test_the_first_pull_request_guide_works_with_make_replaced_by_pytest(clone):
     env = os.environ | AUTHOR | {"PYTHONPATH": str(clone / "src"), "PYTEST_ADDOPTS": ""}
 
     def run(command):
@@ -76,7 +76,7 @@ def test_the_first_pull_request_of_the_page_is_made(clone):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_every_command_of_the_page_works_as_it_is_printed(clone, tmp_path):
+def test_every_command_of_the_first_pull_request_guide_succeeds(clone, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     env = os.environ | AUTHOR | {"HOME": str(home)}

@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GITHUB = ROOT / ".github"
 
 
-def test_the_workflow_runs_the_scripts_that_any_other_ci_runs():
+def test_the_github_workflow_runs_only_scripts_of_the_repository():
     jobs = yaml.safe_load((GITHUB / "workflows/ci.yml").read_text())["jobs"]
     lines = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
 
@@ -19,7 +19,7 @@ def test_the_workflow_runs_the_scripts_that_any_other_ci_runs():
     assert jobs["ci"]["timeout-minutes"] == 90
 
 
-def test_issue_forms_name_each_field_once():
+def test_issue_forms_have_unique_field_ids_and_labels():
     forms = sorted((GITHUB / "ISSUE_TEMPLATE").glob("[!c]*.yml"))
 
     assert [form.stem for form in forms] == ["bug", "feature"]

@@ -13,12 +13,12 @@ TERMS = [
 ]
 
 
-def test_each_term_is_there_once():
+def test_the_glossary_has_each_term_once():
     assert len(TERMS) > 50
     assert [term for term, count in Counter(TERMS).items() if count > 1] == []
 
 
-def test_each_term_is_used():
+def test_each_glossary_term_is_used_in_code_or_docs():
     pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "glossary.md"]
     files = [*pages, *(ROOT / "src").rglob("*.py")]
     text = " ".join(path.read_text() for path in files).lower()

@@ -8,7 +8,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "mistakes.md
 
 
 @pytest.mark.timeout(120)
-def test_every_mistake_has_the_message_and_the_code_of_the_page(load_script):
+def test_the_mistakes_page_has_the_message_and_exit_code_of_every_mistake(load_script):
     script = load_script("make_mistakes")
 
     assert len(script.MISTAKES) == 40

@@ -21,7 +21,7 @@ def printed(notebook):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_prints_what_it_shows(path, tmp_path, monkeypatch):
+def test_a_notebook_runs_and_prints_its_stored_output(path, tmp_path, monkeypatch):
     import nbformat
     from nbclient import NotebookClient
 

@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", ROOT / "docs/guides/python.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-async def test_the_program_of_a_page_prints_rewards(page, tmp_path):
+async def test_the_python_program_of_a_docs_page_prints_rewards(page, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     async with EngineServer(scripted_engine([{"content": "4"}])) as server:
         program = "\n".join(blocks).replace("http://127.0.0.1:8000", server.url)

@@ -21,7 +21,7 @@ def _rows() -> list[str]:
     return [row for row in rows if not row.startswith(("| promise |", "|---"))]
 
 
-def test_every_promise_on_the_security_page_names_a_test():
+def test_every_row_of_the_security_page_names_a_test():
     assert [row for row in _rows() if not NAMED.search(row.rpartition(" | ")[2])] == []
 
 

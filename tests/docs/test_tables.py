@@ -40,7 +40,7 @@ def page(name: str) -> str:
         ([reason.key for reason in MaskReason], "reference/trajectory.md"),
     ],
 )
-def test_every_name_that_can_be_chosen_is_on_its_page(names, where):
+def test_every_evaluator_runtime_tracker_and_builder_name_is_documented(names, where):
     text = page(where)
 
     missing = [name for name in names if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
@@ -48,20 +48,20 @@ def test_every_name_that_can_be_chosen_is_on_its_page(names, where):
     assert missing == []
 
 
-def test_the_command_lines_help_in_the_docs_is_its_own(load_script):
+def test_the_cli_reference_page_equals_the_generated_one(load_script):
     made = load_script("make_cli_docs").page()
 
     assert made == page("reference/cli.md")
 
 
 @pytest.mark.parametrize("name", ["config.md", "http.md", "python.md"])
-def test_a_page_of_the_reference_is_what_the_code_says(load_script, name):
+def test_each_reference_page_equals_the_generated_one(load_script, name):
     made = load_script("make_reference").PAGES[name]()
 
     assert made == page(f"reference/{name}"), "run scripts/make_reference"
 
 
-def test_every_key_of_the_config_file_has_a_variable_that_sets_it():
+def test_every_documented_environment_variable_sets_its_config_key():
     from bridle.cli.config import from_environment
 
     shown = re.findall(r"^\| `\w+` \| `(BRIDLE_\w+)` ", page("reference/config.md"), re.MULTILINE)
@@ -77,7 +77,7 @@ BETWEEN_PROCESSES = {
 """Variables that Bridle sets for programs that it starts."""
 
 
-def test_every_variable_that_the_code_reads_is_on_the_page_of_configuration():
+def test_every_environment_variable_read_by_the_code_is_documented():
     sources = "".join(path.read_text() for path in (ROOT / "src" / "bridle").rglob("*.py"))
     read = set(re.findall(r"[\"'](BRIDLE_[A-Z_]+)[\"']", sources)) - BETWEEN_PROCESSES
 
@@ -96,7 +96,7 @@ def test_every_make_target_that_the_readme_names_exists():
         assert re.search(rf"^{target}:", targets, re.MULTILINE), target
 
 
-def test_every_toml_and_json_example_of_the_docs_is_read_as_the_thing_it_shows(tmp_path):
+def test_every_toml_and_json_example_of_the_docs_is_valid(tmp_path):
     import json
     import tomllib
 
@@ -115,7 +115,7 @@ def test_every_toml_and_json_example_of_the_docs_is_read_as_the_thing_it_shows(t
         make_script(json.loads(text), "engines.md")
 
 
-def test_bridle_runs_as_a_module():
+def test_python_m_bridle_cli_runs_the_command_line():
     done = subprocess.run(
         [sys.executable, "-m", "bridle.cli", "--version"],
         capture_output=True, check=True, text=True,
@@ -124,7 +124,7 @@ def test_bridle_runs_as_a_module():
     assert done.stdout.startswith("bridle ")
 
 
-def test_every_harness_has_a_result_in_every_dialect_and_column(load_script):
+def test_the_harness_page_has_a_result_for_every_harness_dialect_and_column(load_script):
     table = load_script("make_harness_table")
     said = table.read(page("harnesses.md"))
 

@@ -35,7 +35,7 @@ def parquet_file(tmp_path):
     return path
 
 
-def test_every_recipe_gives_what_its_trainer_takes(parquet_file):
+def test_each_docs_recipe_builds_rows_in_the_form_of_its_trainer(parquet_file):
     made = {"parquet_file": parquet_file}
     exec(blocks("recipes.md"), made)  # noqa: S102 - our own page
 
@@ -69,7 +69,7 @@ def skyrl_of(tmp_path, *trajectories):
     return made["skyrl"]
 
 
-def test_skyrl_gets_the_experts_of_each_id_in_the_order_of_its_sequences(tmp_path):
+def test_the_skyrl_recipe_passes_the_routed_experts_of_each_sequence(tmp_path):
     other, cut = rows()[:, ::-1], trace("b0", routed_experts=rows()).cut(4)
     made = skyrl_of(
         tmp_path,
@@ -89,14 +89,14 @@ def test_skyrl_gets_the_experts_of_each_id_in_the_order_of_its_sequences(tmp_pat
     assert made["is_last_step"] == [False, True, True]
 
 
-def test_skyrl_gets_no_experts_where_one_sequence_lacks_some(tmp_path):
+def test_the_skyrl_recipe_passes_no_routed_experts_when_a_sequence_lacks_some(tmp_path):
     whole = session("a", 1.0, trace("a0", routed_experts=rows()))
     for other in (trace("b0"), trace("b0", routed_experts=rows(known=5))):
         made = skyrl_of(tmp_path, whole, session("b", 0.0, other))
         assert made["rollout_expert_indices"] is None
 
 
-def test_rows_come_as_the_page_says(parquet_file, capsys):
+def test_the_trainers_page_example_reads_rows_of_a_parquet_file(parquet_file, capsys):
     seen = []
     page = blocks("trainers.md").split("from bridle.bridges.base import play")[0]
     exec(page, {"parquet_file": parquet_file, "train": lambda *row: seen.append(row)})  # noqa: S102
@@ -105,7 +105,7 @@ def test_rows_come_as_the_page_says(parquet_file, capsys):
     assert "bridle/left_out/unknown" in capsys.readouterr().out
 
 
-def test_traces_and_responses_come_as_their_pages_say():
+def test_the_examples_of_the_traces_and_nemo_pages_run():
     made = {"trajectory": session("a", 1.0, trace())}
     exec(blocks("traces.md"), made)  # noqa: S102
     assert (len(made["turns"]), len(made["nodes"])) == (2, 5)
@@ -132,7 +132,7 @@ class Policy:
         return loss_fn, data, gbs
 
 
-def test_a_step_of_nemo_rl_is_taken_as_its_page_says():
+def test_the_nemo_rl_training_step_of_the_docs_runs():
     made: dict = {"BatchedDataDict": dict}
     exec(blocks("nemo.md").split("run_webserver()")[1], made)  # noqa: S102
     groups = [group(session("a", 1.0, trace("a0")), session("b", 0.0, trace("b0")))]
@@ -144,7 +144,7 @@ def test_a_step_of_nemo_rl_is_taken_as_its_page_says():
 
 @pytest.mark.train
 @pytest.mark.filterwarnings("default")
-def test_a_model_learns_from_a_set_as_the_page_says(tmp_path):
+def test_the_sft_example_of_the_data_page_changes_the_weights(tmp_path):
     rows = [{"input_ids": [5, 6, 7, 8, n], "loss_mask": [0, 0, 0, 1, 1]} for n in (9, 10)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = untrained(tmp_path / "model")
@@ -168,7 +168,7 @@ def test_every_cell_of_the_table_of_trainers_names_a_test():
     assert {number for cell in cells for number in re.findall(r"\[(\d+)\]", cell)} == tests.keys()
 
 
-def test_the_page_of_trainers_shows_how_to_test_a_bridge():
+def test_the_bridge_test_example_of_the_trainers_page_passes():
     made = {}
     exec(blocks("../trainers.md"), made)  # noqa: S102 - our own page
     assert made["report"].trained == 64

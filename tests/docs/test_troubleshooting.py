@@ -31,10 +31,10 @@ def strings():
     return {text for node in nodes if (text := said(node))}
 
 
-def test_the_page_has_error_texts():
+def test_the_troubleshooting_page_has_more_than_20_error_texts():
     assert len(TEXTS) > 20
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_code_can_say_an_error_text_of_the_page(text, strings):
+def test_each_error_text_of_the_troubleshooting_page_is_in_the_code(text, strings):
     assert any(text in one for one in strings)

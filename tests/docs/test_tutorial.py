@@ -57,7 +57,7 @@ def environment(home: Path) -> dict[str, str]:
 
 @pytest.mark.train
 @pytest.mark.timeout(900)
-def test_an_agent_on_the_openai_sdk_learns_as_the_tutorial_says(tmp_path):
+def test_an_openai_sdk_agent_improves_when_the_tutorial_is_followed(tmp_path):
     env = environment(tmp_path / "home")
     folder, record = tmp_path, []
     for command in COMMANDS:
