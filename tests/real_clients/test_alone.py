@@ -71,11 +71,11 @@ async def a_runtime(tmp_path, *ports):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_it_is_a_runtime(check, tmp_path):
+async def test_the_isolated_runtime_passes_every_runtime_check(check, tmp_path):
     await run_check(check, Alone, tmp_path)
 
 
-async def test_the_gateway_and_a_given_door_are_reached(tmp_path):
+async def test_an_isolated_program_reaches_the_gateway_and_the_given_port(tmp_path):
     with greeting(b"a door") as (_, door), greeting(b"the gateway") as (_, port):
         async with a_runtime(tmp_path, door, port) as reach:
             for number, said in ((door, b"a door\n"), (port, b"the gateway\n")):
@@ -83,7 +83,7 @@ async def test_the_gateway_and_a_given_door_are_reached(tmp_path):
                 assert (result.stdout, result.exit_code) == (said, 0), result
 
 
-async def test_nothing_else_of_this_machine_is_reached(tmp_path):
+async def test_an_isolated_program_reaches_no_other_port_or_socket_of_the_host(tmp_path):
     hidden = "\0bridle-test-alone"
     with (
         greeting(b"open") as (_, door),
@@ -100,21 +100,21 @@ async def test_nothing_else_of_this_machine_is_reached(tmp_path):
 @pytest.mark.parametrize(
     "address", [("AF_INET", ("192.0.2.1", 80)), ("AF_INET6", ("2001:db8::1", 80))]
 )
-async def test_no_address_of_the_net_has_a_route(tmp_path, address):
+async def test_an_isolated_program_has_no_route_to_external_addresses(tmp_path, address):
     async with a_runtime(tmp_path, 1) as reach:
         result = await reach(*address)
     assert (result.stdout, result.exit_code) == (b"", 1)
     assert b"unreachable" in result.stderr
 
 
-async def test_no_name_is_found(tmp_path):
+async def test_an_isolated_program_cannot_resolve_host_names(tmp_path):
     async with a_runtime(tmp_path, 1) as reach:
         result = await reach("AF_INET", ("example.com", 80))
     assert (result.stdout, result.exit_code) == (b"", 1)
     assert b"gaierror" in result.stderr
 
 
-async def test_the_forwarder_ends_with_its_command(tmp_path):
+async def test_the_port_forwarder_of_an_isolated_program_ends_with_its_command(tmp_path):
     async with a_runtime(tmp_path, 1) as reach:
         result = await reach("AF_INET", ("127.0.0.1", 1))
         assert (result.stdout, result.exit_code) == (b"\n", 0), result

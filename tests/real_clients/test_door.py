@@ -36,7 +36,7 @@ REPLIES = {
 
 
 @pytest.mark.parametrize("path", REPLIES)
-def test_a_stream_breaks_before_its_first_block_is_complete_or_right_after(path):
+def test_the_fault_proxy_cuts_a_stream_before_or_after_its_first_complete_block(path):
     begun, complete, rest = REPLIES[path]
     whole = SSE + begun + complete + rest
     assert whole[: cut_position(whole, path, "before")] == SSE + begun
@@ -45,7 +45,7 @@ def test_a_stream_breaks_before_its_first_block_is_complete_or_right_after(path)
         assert cut_position(early, path, "before") is None
 
 
-def test_a_reply_that_is_not_streamed_breaks_in_half():
+def test_the_fault_proxy_cuts_a_reply_without_streaming_in_half():
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n"
     assert cut_position(head + b"abc", "messages", "before") is None
     assert cut_position(head + b"abcd", "messages", "before") == len(head) + 2
@@ -68,7 +68,7 @@ async def behind(door, *replies):
         writer.close()
 
 
-async def test_the_request_that_shows_the_text_is_cut_once_and_no_other():
+async def test_the_fault_proxy_cuts_only_the_reply_to_the_matching_request_and_only_once():
     door = Door(Cut(b"here", "after"))
     begun, complete, rest = MESSAGES
     whole = SSE + begun + complete + rest
@@ -81,7 +81,7 @@ async def test_the_request_that_shows_the_text_is_cut_once_and_no_other():
     assert door.made == [Cut(b"here", "after")]
 
 
-async def test_the_wait_of_a_client_after_a_429_is_recorded():
+async def test_the_fault_proxy_records_a_client_s_wait_after_a_429():
     door = Door()
     busy = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n"
     request = b"POST /v1/chat/completions HTTP/1.1\r\n\r\n{}"

@@ -112,7 +112,7 @@ def ran(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("work", list(works()), ids=str)
-def test_it_works_through_the_gateway_and_nothing_is_lost(ran, tried, work):
+def test_each_harness_completes_a_task_through_the_gateway_in_each_dialect(ran, tried, work):
     with ExitStack() as cells:
         if (work.harness, work.dialect) in ROWS:
             for column in work.columns:
@@ -125,14 +125,14 @@ def test_it_works_through_the_gateway_and_nothing_is_lost(ran, tried, work):
 
 
 @pytest.mark.core
-def test_what_never_streams_is_never_live(cell):
+def test_harnesses_without_streaming_have_no_live_result_in_the_table(cell):
     for case in cases():
         if not case.streams:
             cell(*case.row, "live", "n/a", HAS_NO_STREAM)
 
 
 @pytest.mark.drawn_with("openhands")
-async def test_openhands_text_protocol_forks_where_it_completes_what_was_sampled(tmp_path):
+async def test_openhands_text_protocol_forks_where_it_appends_to_the_sampled_text(tmp_path):
     """It stops the model before `</function>` and sends the turn back with it: not what was
     sampled, so the next call starts anew and says which call it continues and why."""
     call = "<function=terminal>\n<parameter=command>echo hello > made.txt</parameter>\n</function>"
@@ -154,7 +154,7 @@ async def test_openhands_text_protocol_forks_where_it_completes_what_was_sampled
 
 @pytest.mark.drawn_with("aider")
 @pytest.mark.parametrize("git", [False, True])
-async def test_aider_writes_files_from_text_and_leaves_the_work_folder_as_it_found_it(
+async def test_aider_writes_files_from_text_and_adds_no_git_files_to_the_work_folder(
     tmp_path, git, cell
 ):
     """In the repository its replies come live."""

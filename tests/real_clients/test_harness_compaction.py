@@ -162,7 +162,7 @@ def summed_up(harness, summed, mark):
     return {"user_contains": summed}, []
 
 
-async def test_a_compaction_is_a_call_that_trains_and_what_follows_is_linked_to_it(
+async def test_a_harness_s_compaction_call_trains_and_later_calls_are_linked_to_it(
     tmp_path, subtests, tried
 ):
     runs = [
@@ -206,7 +206,7 @@ def compacted(ran):
     assert [t[0] for t in trees if t not in (before, after, *later)] == own, ran.table()
 
 
-def test_the_other_programs_never_compact(cell):
+def test_harnesses_that_never_compact_have_a_noted_table_cell(cell):
     others = [case for case in cases() if case.harness in NEVER]
     assert {case.harness for case in others} == NEVER.keys()
     for case in others:
@@ -253,7 +253,7 @@ def overflowing(harness):
     return conversations
 
 
-async def test_the_gateway_s_overflow_error_makes_programs_compact(tmp_path, subtests):
+async def test_harnesses_compact_on_the_gateway_s_context_overflow_error(tmp_path, subtests):
     """Check it against the provider's own error. opencode continues with the error's exit code;
     Codex compacts by numbers alone and ends."""
     runs = [

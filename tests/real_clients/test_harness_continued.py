@@ -35,7 +35,7 @@ class Continued(ClaudeCode):
         return replace(first, command=("bash", "-c", both))
 
 
-async def test_claude_code_that_continues_extends_what_it_said(tmp_path):
+async def test_a_continued_claude_code_session_extends_the_earlier_trace(tmp_path):
     """The second process has the history from a file; its turns extend the first one's ids."""
     result, exchanges = await run(
         tmp_path,

@@ -37,7 +37,9 @@ class Served:
 
 
 @pytest.mark.parametrize("shape", ["sglang", "sglang incremental"])
-async def test_real_harnesses_of_all_dialects_train_on_what_the_server_sampled(shape, tmp_path):
+async def test_harnesses_of_all_dialects_train_on_the_exact_tokens_of_sglang_servers(
+    shape, tmp_path
+):
     def play(conversations):
         return Served(SHAPES[shape], conversations)
 

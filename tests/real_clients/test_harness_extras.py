@@ -111,7 +111,7 @@ def sessions(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("caller", sorted(PREFIXES))
-def test_tools_of_mcp_servers_are_called_over_stdio_and_http(sessions, caller):
+def test_harnesses_call_tools_of_mcp_servers_over_stdio_and_http(sessions, caller):
     result, exchanges, stamps = sessions[stamped, caller].result()
     assert (result.status, result.error) == ("COMPLETED", None)
     assert stamps.split("\n")[:2] == ["by stdio", "by http"]
@@ -120,7 +120,7 @@ def test_tools_of_mcp_servers_are_called_over_stdio_and_http(sessions, caller):
 
 
 @pytest.mark.parametrize("reader", sorted({*PREFIXES, "pi"} - {"openai_agents"}))
-def test_skills_reach_the_model(sessions, reader):
+def test_a_task_s_skills_are_in_the_prompt_of_each_harness(sessions, reader):
     result, exchanges = sessions[skilled, reader].result()
     assert (result.status, result.error) == ("COMPLETED", None)
     # Cline tells only their names.

@@ -39,7 +39,7 @@ def script(harness: str) -> Script:
 
 
 @pytest.mark.core
-async def test_ten_turns_are_one_conversation(tmp_path, subtests):
+async def test_ten_turns_of_a_harness_are_one_trace_without_forks(tmp_path, subtests):
     runs = [
         Run(harness, dialect, script(harness), the_files_are_right(), settings)
         for harness, dialect, settings in CASES
@@ -53,7 +53,7 @@ async def test_ten_turns_are_one_conversation(tmp_path, subtests):
 
 
 @pytest.mark.drawn_with("aider")
-async def test_aider_that_is_sent_back_by_a_test_starts_a_root_of_which_nothing_is_lost(
+async def test_aider_s_retry_after_a_failed_test_starts_a_root_and_excludes_no_token(
     tmp_path,
 ):
     """It shows the files anew before its history, so no earlier prompt is a prefix."""
@@ -73,7 +73,7 @@ async def test_aider_that_is_sent_back_by_a_test_starts_a_root_of_which_nothing_
 
 
 @pytest.mark.drawn_with("gemini_cli")
-async def test_old_outputs_that_gemini_cli_takes_away_start_a_root_and_nothing_is_lost(tmp_path):
+async def test_gemini_cli_s_output_masking_starts_a_root_and_excludes_no_token(tmp_path):
     """Beyond some 50k tokens of outputs it puts stubs in the place of the oldest, now and then."""
     words = "an old output that nobody needs and that fills the context with its words"
 

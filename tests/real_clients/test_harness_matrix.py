@@ -128,7 +128,7 @@ def of_rows(cell):
     return note
 
 
-async def test_faults_are_survived_or_reported_and_no_sample_is_lost(tmp_path, cell):
+async def test_each_harness_survives_or_reports_model_faults_without_losing_tokens(tmp_path, cell):
     note = of_rows(cell)
     working, sleeping = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(ASLEEP)
     failures = []

@@ -112,7 +112,7 @@ def played(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("work", [(h, w) for h, w in WORKS if w == "mistakes"], ids="-".join)
-def test_a_mistake_of_the_model_is_reported_to_it_and_it_continues(played, tried, work):
+def test_harnesses_report_malformed_tool_calls_to_the_model_and_continue(played, tried, work):
     harness, _ = work
     habit = HABITS[harness]
     result, capture, _ = played[work].result()
@@ -137,7 +137,9 @@ def test_a_mistake_of_the_model_is_reported_to_it_and_it_continues(played, tried
 
 
 @pytest.mark.parametrize("work", [(h, w) for h, w in WORKS if w != "mistakes"], ids="-".join)
-def test_a_call_that_is_refused_for_good_ends_the_session_as_an_error(played, cell, work):
+def test_a_model_call_refused_with_a_permanent_status_ends_the_session_with_an_error(
+    played, cell, work
+):
     harness, status = work
     habit = HABITS[harness]
     result, capture, asked = played[work].result()

@@ -101,9 +101,7 @@ def _part(tools, harness, part, mark, folder):
     return {"when": {"user_contains": f"{mark} {part}"}, "turns": turns}
 
 
-async def test_agents_that_an_agent_starts_are_conversations_of_their_own(
-    tmp_path, subtests, tried
-):
+async def test_sub_agents_of_a_harness_are_separate_traces(tmp_path, subtests, tried):
     made = " && ".join(f'test "$(cat {part}.txt)" = é' for part in PARTS)
     runs = [
         Run(
@@ -128,7 +126,7 @@ async def test_agents_that_an_agent_starts_are_conversations_of_their_own(
             assert lengths == [3, 3, TEN + 2], ran.table()
 
 
-def test_the_other_programs_start_no_agents(cell):
+def test_harnesses_without_sub_agents_have_a_noted_table_cell(cell):
     others = [case for case in cases() if case.harness in NO_AGENTS]
     assert {case.harness for case in others} == NO_AGENTS.keys()
     for case in others:

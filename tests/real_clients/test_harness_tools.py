@@ -22,7 +22,7 @@ SCRIPT = "text(await tools.exec_command({cmd: 'echo hello > made.txt'}))"
     ("model", "tool", "given"),
     [("gpt-5.5", "apply_patch", PATCH), ("gpt-6-sol", "functions__exec", SCRIPT)],
 )
-async def test_freeform_tools_of_codex_are_called_in_their_own_type(tmp_path, model, tool, given):
+async def test_codex_s_freeform_tools_are_called_as_custom_tool_calls(tmp_path, model, tool, given):
     result, exchanges = await run(
         tmp_path,
         "codex",

@@ -88,7 +88,7 @@ READ += [("openai", f"responses_{case}", turn) for case, turn in SINGLE]
 
 
 @pytest.mark.parametrize(("sdk", "case", "turn"), READ)
-def test_a_reply_is_read_as_it_was_scripted(outcomes, leaves, sdk, case, turn):
+def test_npm_sdks_read_the_scripted_reply(outcomes, leaves, sdk, case, turn):
     facts, exchanges = outcomes[sdk]
     exchange = check(facts[case], turn, api_of(sdk, case), exchanges)
     assert exchange.extra.get("stream") == (leaves if case.endswith("stream") else None)
@@ -101,7 +101,7 @@ RUNS.append(("google", "chat"))
 
 
 @pytest.mark.parametrize(("sdk", "case"), RUNS)
-def test_parallel_calls_and_their_results_are_one_conversation(outcomes, sdk, case):
+def test_parallel_tool_calls_of_npm_sdks_are_one_conversation(outcomes, sdk, case):
     facts, exchanges = outcomes[sdk]
     first, second = facts[case]
     check_run(first, second, api_of(sdk, case), exchanges)
@@ -110,9 +110,7 @@ def test_parallel_calls_and_their_results_are_one_conversation(outcomes, sdk, ca
 @pytest.mark.parametrize(
     ("sdk", "case"), [*((sdk, "structured") for sdk in SDKS), ("openai", "responses_structured")]
 )
-def test_a_structured_answer_is_read_and_a_schema_that_no_engine_enforced_is_recorded(
-    outcomes, sdk, case
-):
+def test_an_unenforced_response_format_of_npm_sdks_is_recorded(outcomes, sdk, case):
     facts, exchanges = outcomes[sdk]
     exchange = check(facts[case], SHAPED, api_of(sdk, case), exchanges)
     assert (exchange.constrained, exchange.extra["unenforced"]) == (False, ["response_format"])
@@ -121,7 +119,7 @@ def test_a_structured_answer_is_read_and_a_schema_that_no_engine_enforced_is_rec
 @pytest.mark.parametrize(
     ("sdk", "case"), [*((sdk, "image") for sdk in SDKS), ("openai", "responses_image")]
 )
-def test_an_image_is_read_in_its_place_and_refused_by_a_model_without_eyes(outcomes, sdk, case):
+def test_an_image_from_npm_sdks_is_refused_by_a_text_only_model(outcomes, sdk, case):
     facts, _ = outcomes[sdk]
     assert facts[case]["status"] == 400
     assert IMAGE_REFUSED in facts[case]["message"]
@@ -130,7 +128,7 @@ def test_an_image_is_read_in_its_place_and_refused_by_a_model_without_eyes(outco
 @pytest.mark.parametrize(
     ("sdk", "count"), [("openai", "responses_count"), ("anthropic", "count"), ("google", "count")]
 )
-def test_tokens_are_counted_as_they_are_used_and_nothing_is_sampled_for_it(outcomes, sdk, count):
+def test_token_counts_of_npm_sdks_equal_the_prompt_usage_and_sample_nothing(outcomes, sdk, count):
     facts, exchanges = outcomes[sdk]
     assert facts[count] == facts["create"]["prompt"]
     ids = {one["id"] for case in facts.values() for one in answers(case)}
@@ -144,7 +142,7 @@ def answers(value):
     return [one for v in value for one in answers(v)] if isinstance(value, list) else []
 
 
-def test_models_are_listed_and_named_in_each_provider_s_shape(outcomes):
+def test_npm_sdks_list_models_in_each_provider_s_format(outcomes):
     assert (outcomes["openai"][0]["models"], outcomes["openai"][0]["model"]) == (
         ["scripted"],
         "my-model",
@@ -155,7 +153,7 @@ def test_models_are_listed_and_named_in_each_provider_s_shape(outcomes):
     assert outcomes["google"][0]["model"] == "models/my-model"
 
 
-def test_a_kept_response_is_read_again_listed_and_deleted(outcomes):
+def test_a_stored_response_is_read_listed_and_deleted_by_the_openai_sdk(outcomes):
     kept = outcomes["openai"][0]["responses_kept"]
     check(kept["made"], HELLO, "responses", outcomes["openai"][1])
     assert kept["again"] == kept["made"]
@@ -177,7 +175,7 @@ ONLY_RESPONSES = {"previous_unknown": OPENAI_ERRORS["not_found"]}
 
 
 @pytest.mark.parametrize("prefix", ["", "responses_"])
-def test_errors_are_the_openai_sdk_s_own(outcomes, prefix):
+def test_gateway_errors_are_the_openai_npm_sdk_s_own_error_classes(outcomes, prefix):
     facts, _ = outcomes["openai"]
     expected = {**OPENAI_ERRORS, **(ONLY_RESPONSES if prefix else ONLY_CHAT)}
     read = {case: facts[prefix + case] for case in expected}
@@ -185,7 +183,7 @@ def test_errors_are_the_openai_sdk_s_own(outcomes, prefix):
     assert kinds == expected
 
 
-def test_errors_are_the_anthropic_sdk_s_own(outcomes):
+def test_gateway_errors_are_the_anthropic_npm_sdk_s_own_error_classes(outcomes):
     facts, _ = outcomes["anthropic"]
     expected = {
         "auth": ("AuthenticationError", 401, "authentication_error", None),
@@ -203,7 +201,7 @@ def test_errors_are_the_anthropic_sdk_s_own(outcomes):
     assert "prompt is too long: 6010 tokens > 4000 maximum" in facts["overflow"]["message"]
 
 
-def test_errors_are_the_google_sdk_s_own(outcomes):
+def test_gateway_errors_are_the_google_npm_sdk_s_own_error_statuses(outcomes):
     facts, _ = outcomes["google"]
     expected = {
         "auth": (401, "UNAUTHENTICATED", None),
