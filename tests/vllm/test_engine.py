@@ -46,7 +46,9 @@ async def opened(server):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_the_probe_finds_all_that_training_needs_on_every_route(opened, server, route):
+async def test_the_probe_finds_everything_that_training_needs_on_every_vllm_route(
+    opened, server, route
+):
     engine = await opened(route=route)
     info = await engine.start()
     assert engine.report.usable
@@ -65,14 +67,14 @@ async def test_the_probe_finds_all_that_training_needs_on_every_route(opened, se
 
 
 @pytest.mark.needs("weight versions")
-async def test_where_weights_can_change_the_route_is_taken_that_tells_versions(opened):
+async def test_the_generate_route_is_chosen_when_it_reports_weight_versions(opened):
     engine = await opened()
     assert engine.report.findings[0].found == VllmRoute.GENERATE.path
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
+async def test_vllm_samples_under_the_sent_prompt_ids_and_returns_exact_logprobs(
     opened, server, route, stream
 ):
     engine = await opened(route=route)
@@ -87,11 +89,11 @@ async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
     assert np.abs(expected - logprobs).max() < CLOSE
 
 
-async def test_a_teacher_s_logprobs_are_those_of_a_forward_pass_over_the_exact_ids(server):
+async def test_teacher_logprobs_of_vllm_equal_those_of_a_forward_pass(server):
     await check_teacher(server.url, server.model)
 
 
-async def test_a_seed_gives_the_same_reply_on_every_route(opened):
+async def test_a_seed_gives_the_same_reply_on_every_vllm_route(opened):
     found = []
     for route in ROUTES:
         engine = await opened(route=route)
@@ -103,7 +105,7 @@ async def test_a_seed_gives_the_same_reply_on_every_route(opened):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_stop_strings_and_stop_tokens_end_replies(opened, server, route):
+async def test_stop_strings_and_stop_tokens_end_vllm_replies(opened, server, route):
     server.say({"conversations": [{"turns": [{"content": "one two three four"}]}]})
     engine = await opened(route=route)
     ids, _, chunks = await reply(engine, request(PROMPT))
@@ -123,7 +125,7 @@ async def test_stop_strings_and_stop_tokens_end_replies(opened, server, route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_refusals_of_the_server_are_classified(opened, route):
+async def test_vllm_s_refusals_are_raised_as_request_or_context_overflow_errors(opened, route):
     engine = await opened(route=route)
     with pytest.raises(EngineError, match="vocabulary") as caught:
         await reply(engine, request([5, 99_999]))
@@ -138,7 +140,7 @@ async def test_refusals_of_the_server_are_classified(opened, route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_an_aborted_call_keeps_its_tokens_and_stops_the_server(opened, server, route):
+async def test_an_aborted_call_keeps_its_tokens_and_stops_on_the_vllm_server(opened, server, route):
     engine = await opened(route=route)
     endless = request(PROMPT, stream=True, max_tokens=20_000, min_tokens=20_000)
     ids = 0
@@ -154,7 +156,7 @@ async def test_an_aborted_call_keeps_its_tokens_and_stops_the_server(opened, ser
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_a_grammar_is_obeyed(opened, route):
+async def test_vllm_obeys_a_json_schema_grammar(opened, route):
     engine = await opened(route=route)
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     asked = request(PROMPT, max_tokens=200)
@@ -166,7 +168,7 @@ async def test_a_grammar_is_obeyed(opened, route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_a_call_that_must_be_made_is_made_in_the_template_s_own_form(opened, route):
+async def test_a_required_tool_call_is_sampled_in_the_chat_template_s_format(opened, route):
     engine = await opened(route=route)
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     tools = [ToolSpec("look", None, schema | {"additionalProperties": False})]
@@ -182,7 +184,7 @@ async def test_a_call_that_must_be_made_is_made_in_the_template_s_own_form(opene
     assert json.loads(said) in [{"name": "look", "arguments": {"a": n}} for n in (1, 2)], text
 
 
-async def test_cached_tokens_are_reported(opened):
+async def test_vllm_reports_cached_prompt_tokens(opened):
     engine = await opened()
     prompt = prompt_of("word " * 300)
     await reply(engine, request(prompt))
@@ -190,6 +192,6 @@ async def test_cached_tokens_are_reported(opened):
     assert chunks[-1].cached_tokens == len(prompt) // BLOCK * BLOCK
 
 
-async def test_a_wrong_assumed_logprob_mode_is_refused(opened):
+async def test_a_configured_logprob_mode_that_differs_from_the_measured_one_is_refused(opened):
     with pytest.raises(EngineError, match="raw by measurement, processed by configuration"):
         await opened(logprob_mode=LogprobMode.PROCESSED)

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-async def test_nine_turns_with_tools_are_one_trace_of_the_engines_own_tokens(server, client):
+async def test_nine_turns_with_tools_are_one_trace_of_vllm_s_own_tokens(server, client):
     server.say(reading())
     async with opened_gateway(server) as (gateway, store):
         handle = await gateway.open_session()
@@ -24,7 +24,7 @@ async def test_nine_turns_with_tools_are_one_trace_of_the_engines_own_tokens(ser
         assert stats["drift"] == {"exact": TURNS - 1}
 
 
-async def test_the_engines_own_template_renders_the_root_and_we_what_extends_it(server):
+async def test_with_prompt_engine_vllm_renders_the_first_prompt_and_the_gateway_the_next(server):
     """At the start seven conversations are rendered and sent to its chat route: they are alike."""
     server.say(reading())
     client = CLIENTS[-1]
@@ -39,7 +39,7 @@ async def test_the_engines_own_template_renders_the_root_and_we_what_extends_it(
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_what_the_model_says_by_itself_is_captured_exactly(server, route):
+async def test_unscripted_tokens_of_a_random_model_are_captured_exactly(server, route):
     """Random weights say junk: no turn parses, and none of its tokens is lost or changed."""
     sampling = sampling_of(96)
     async with opened_gateway(server, engine=RecordingVllm(server.url, route=route)) as (

@@ -16,7 +16,7 @@ from .checks import RecordingVllm, check_session
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-async def test_real_harnesses_of_all_dialects_train_on_the_engines_own_tokens(server, tmp_path):
+async def test_harnesses_of_all_dialects_train_on_vllm_s_own_tokens(server, tmp_path):
     def play(conversations):
         server.say({"conversations": conversations})
         return RecordingVllm(server.url)

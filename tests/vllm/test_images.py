@@ -74,7 +74,7 @@ async def asked(handle, dialect, history):
 
 @pytest.mark.needs("images")
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: type(one).__name__)
-async def test_a_session_with_images_is_what_the_engine_saw(sighted, dialect):
+async def test_a_session_with_images_has_vllm_s_ids_placeholders_and_logprobs(sighted, dialect):
     sighted.say({"conversations": [{"turns": list(TURNS)}]})
     async with opened_gateway(sighted) as (gateway, store):
         handle = await gateway.open_session()
@@ -108,7 +108,7 @@ async def test_a_session_with_images_is_what_the_engine_saw(sighted, dialect):
 
 
 @pytest.mark.needs("images")
-async def test_texts_after_a_picture_extend_the_very_tokens_that_were_sampled(sighted):
+async def test_turns_after_an_image_extend_the_sampled_tokens(sighted):
     """Reasoning that the template drops stays in context, as in a conversation without images."""
     turns = [{"reasoning": "It is red.", "content": "Red."}, {"content": "Yes."}]
     sighted.say({"conversations": [{"turns": turns}]})
@@ -130,7 +130,7 @@ async def test_texts_after_a_picture_extend_the_very_tokens_that_were_sampled(si
 
 
 @pytest.mark.needs("images")
-async def test_markers_in_the_texts_beside_a_picture_are_text_to_the_engine(sighted):
+async def test_special_tokens_in_user_text_beside_an_image_are_tokenised_as_text(sighted):
     """Neither another turn nor another picture comes of what a user writes."""
     sighted.say(None)
     tokens = load_tokenizer(str(sighted.model))
@@ -150,7 +150,7 @@ async def test_markers_in_the_texts_beside_a_picture_are_text_to_the_engine(sigh
     assert counts[0] == counts[1]
 
 
-async def test_a_model_without_eyes_refuses_images_clearly(server):
+async def test_a_text_only_model_refuses_images_with_a_clear_error(server):
     async with opened_gateway(server) as (gateway, store):
         handle = await gateway.open_session()
         with pytest.raises(AssertionError, match=r"refused the images|text only"):

@@ -101,7 +101,7 @@ async def names(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_two_policies_on_one_engine_and_calls_that_keep_their_adapter(
+async def test_two_policies_share_one_vllm_and_running_calls_keep_their_adapter(
     adapted, adapters, stream
 ):
     first, second, other, third = adapters
@@ -128,7 +128,7 @@ async def test_two_policies_on_one_engine_and_calls_that_keep_their_adapter(
     assert await names(adapted) == ["tiny"]
 
 
-async def test_a_call_two_adapters_behind_continues_under_the_newest(adapted, adapters):
+async def test_a_call_two_adapter_versions_behind_resumes_under_the_newest(adapted, adapters):
     first, second, third, _ = adapters
     replica = Replica("vllm", RecordingVllm(adapted.url))
     pool = EnginePool([replica], settings=RoutingSettings(keep_tokens=True))
@@ -141,7 +141,7 @@ async def test_a_call_two_adapters_behind_continues_under_the_newest(adapted, ad
         assert old.end == new.start > 5
 
 
-async def test_a_vllm_without_lora_says_how_it_is_to_be_started(server, adapters):
+async def test_loading_an_adapter_without_enable_lora_fails_with_the_vllm_flags(server, adapters):
     engine = VllmEngine(server.url)
     try:
         await engine.start()
@@ -152,6 +152,6 @@ async def test_a_vllm_without_lora_says_how_it_is_to_be_started(server, adapters
         await engine.aclose()
 
 
-async def test_an_adapter_learns_on_a_vllm_that_keeps_the_models_weights(adapted, tmp_path):
+async def test_lora_training_on_vllm_improves_and_leaves_no_adapter_loaded(adapted, tmp_path):
     await check_learning(adapted.url, adapted.model, tmp_path, LORA, rate=8e-3)
     assert await names(adapted) == ["tiny"]

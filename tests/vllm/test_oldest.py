@@ -11,7 +11,7 @@ from .serving import ROUTES
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
-async def test_the_route_that_takes_ids_is_chosen(server):
+async def test_the_oldest_supported_vllm_uses_the_route_that_takes_token_ids(server):
     engine = VllmEngine(server.url)
     try:
         await engine.start()
@@ -22,7 +22,7 @@ async def test_the_route_that_takes_ids_is_chosen(server):
 
 
 @pytest.mark.parametrize("route", [route for route in VllmRoute if route not in ROUTES])
-async def test_a_route_that_does_not_take_ids_or_report_them_is_refused(server, route):
+async def test_routes_without_token_ids_are_refused_on_the_oldest_supported_vllm(server, route):
     engine = VllmEngine(server.url, route=route)
     try:
         with pytest.raises(EngineError, match=r"token in: .*Use vLLM 0\.32 or later"):
@@ -31,7 +31,9 @@ async def test_a_route_that_does_not_take_ids_or_report_them_is_refused(server, 
         await engine.aclose()
 
 
-async def test_new_weights_are_refused_with_the_version_that_takes_them(server, models):
+async def test_weight_updates_are_refused_on_the_oldest_vllm_with_the_required_version(
+    server, models
+):
     engine = VllmEngine(server.url)
     try:
         await engine.start()

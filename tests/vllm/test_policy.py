@@ -51,7 +51,7 @@ def updated(server, models):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_token_knows_the_weights_that_sampled_it(updated, models, stream):
+async def test_version_spans_show_a_weight_update_in_mid_reply_of_vllm(updated, models, stream):
     async with opened_gateway(updated) as (gateway, store):
         handle = await gateway.open_session(sampling=sampling_of(TOKENS))
         async with (
@@ -81,7 +81,7 @@ async def test_every_token_knows_the_weights_that_sampled_it(updated, models, st
     check_spans(exchange, models)
 
 
-async def test_a_call_that_an_update_aborts_is_resumed_as_one_reply(updated, models):
+async def test_a_call_aborted_by_a_weight_update_is_resumed_as_one_reply(updated, models):
     """`pause` with its default mode ends calls; the gateway resumes them under the new weights."""
     async with opened_gateway(updated) as (gateway, store):
         handle = await gateway.open_session(sampling=sampling_of(TOKENS))
@@ -127,7 +127,7 @@ async def two_turns(handle, together):
                 await together.wait()
 
 
-async def test_an_update_amid_fifty_sessions_of_two_gateways_is_seen_by_no_harness(updated, models):
+async def test_a_weight_update_amid_fifty_sessions_fails_no_call(updated, models):
     counted = "vllm:generation_tokens_total"
     async with (
         opened_gateway(updated) as (one, of_one),
@@ -170,7 +170,7 @@ def check_trace(trace, models):
         assert np.abs(expected - trace.response_logprobs)[its].max() < CLOSE
 
 
-async def test_a_version_that_is_no_number_is_refused_by_name(updated):
+async def test_a_vllm_weight_version_that_is_no_number_is_refused_by_name(updated):
     await asyncio.to_thread(
         updated.call, "POST", "/update_weight_version", {"new_version": "after-lunch"}
     )

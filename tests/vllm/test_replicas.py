@@ -35,7 +35,7 @@ def doomed(tmp_path, models):
         yield server.running()
 
 
-async def test_a_replica_killed_in_mid_reply_leaves_one_clean_reply_in_every_dialect(
+async def test_a_replica_killed_in_mid_reply_is_resumed_by_another_in_every_dialect(
     server, doomed, models
 ):
     """Its tokens are kept, and the other replica continues them under newer weights."""

@@ -78,7 +78,7 @@ async def unhealthy(engine):
             await asyncio.sleep(0.2)
 
 
-async def test_a_killed_engine_is_a_clean_error_and_a_restarted_one_serves(server):
+async def test_a_killed_vllm_gives_an_error_and_a_restarted_one_continues_the_session(server):
     call = {"name": "look", "arguments": {"page": 1}}
     turns = [{"tool_calls": [call]}, {"content": "The end."}]
     server.say({"conversations": [{"when": {"user_contains": "Read"}, "turns": turns}]})
@@ -114,7 +114,7 @@ async def test_a_killed_engine_is_a_clean_error_and_a_restarted_one_serves(serve
     assert (stats["exchanges"], stats["merge_ratio"], stats["traces"]) == (2, 1.0, 1)
 
 
-async def test_a_dead_worker_is_an_engine_error(server):
+async def test_a_killed_vllm_worker_gives_a_retryable_engine_error(server):
     engine = RecordingVllm(server.url)
     await engine.start()
     asked = request([5, 6, 7], max_tokens=TOKENS, min_tokens=TOKENS, stream=True)

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-def test_sessions_continue_over_releases_and_each_token_has_its_weights_version():
+def test_sessions_continue_over_vllm_sleep_cycles_with_exact_token_versions():
     command = [sys.executable, "-m", "benchmarks.sleeping", "--cycles", "3", "--callers", "4"]
     done = subprocess.run(
         command,

@@ -15,7 +15,7 @@ CALLS = 200
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-async def test_every_answered_call_of_a_storm_is_one_sample_of_the_engine(server):
+async def test_every_answered_call_of_concurrent_duplicates_is_one_vllm_sample(server):
     engine = Stormy(1, RecordingVllm(server.url))
     async with (
         opened_gateway(server, engine=engine, control_token=TOKEN) as (gateway, store),

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.drawn_with("learner"), pytest.mark.t
 PROMPT = prompt_of("Say anything.")
 
 
-async def test_processed_logprobs_are_measured_as_such_and_belong_to_the_temperature(learner):
+async def test_processed_logprobs_are_detected_and_are_those_after_temperature(learner):
     for route in ROUTES:
         engine = VllmEngine(learner.url, route=route)
         try:

@@ -12,6 +12,6 @@ pytestmark = [
 ]
 
 
-async def test_a_policy_learns_on_a_vllm_whose_weights_follow_the_trainers(learner, tmp_path):
+async def test_grpo_on_a_running_vllm_improves_with_weights_updated_each_step(learner, tmp_path):
     updates = await check_learning(learner.url, learner.model, tmp_path)
     assert learner.call("GET", "/weight_info") == {"weight_version": str(updates)}
