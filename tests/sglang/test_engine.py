@@ -42,7 +42,7 @@ async def opened(server):
         await one.aclose()
 
 
-async def test_the_probe_finds_all_that_training_needs(opened, server):
+async def test_the_probe_finds_everything_that_training_needs_on_sglang(opened, server):
     engine = await opened()
     info = await engine.start()
     assert engine.report.usable
@@ -59,7 +59,7 @@ async def test_the_probe_finds_all_that_training_needs(opened, server):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
+async def test_sglang_samples_under_the_sent_prompt_ids_and_returns_exact_logprobs(
     opened, server, stream, temperature
 ):
     engine = await opened()
@@ -72,11 +72,11 @@ async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
     assert np.abs(expected - logprobs).max() < CLOSE
 
 
-async def test_a_teacher_s_logprobs_are_those_of_a_forward_pass_over_the_exact_ids(server):
+async def test_teacher_logprobs_of_sglang_equal_those_of_a_forward_pass(server):
     await check_teacher(f"sglang:{server.url}", server.model)
 
 
-async def test_stop_tokens_and_budgets_end_replies(opened):
+async def test_stop_tokens_stop_strings_and_max_tokens_end_sglang_replies(opened):
     engine = await opened()
     ids, _, chunks = await reply(engine, request(PROMPT, max_tokens=6, top_k=1))
     assert (chunks[-1].finish_reason, len(ids)) == (FinishReason.LENGTH, 6)
@@ -94,7 +94,7 @@ async def test_stop_tokens_and_budgets_end_replies(opened):
         assert text in TOKENIZER.decode(stopped)
 
 
-async def test_what_would_end_the_server_is_refused_before_it_is_sent(opened, server):
+async def test_requests_that_would_crash_sglang_are_refused_before_they_are_sent(opened, server):
     engine = await opened()
     with pytest.raises(EngineError, match="vocabulary") as caught:
         await reply(engine, request([5, 99_999]))
@@ -108,7 +108,7 @@ async def test_what_would_end_the_server_is_refused_before_it_is_sent(opened, se
     await engine.health()
 
 
-async def test_an_aborted_stream_keeps_its_tokens(opened):
+async def test_an_aborted_sglang_stream_keeps_its_tokens(opened):
     engine = await opened()
     endless = request(PROMPT, stream=True, max_tokens=8000, min_tokens=7999)
     got = []
@@ -123,7 +123,7 @@ async def test_an_aborted_stream_keeps_its_tokens(opened):
     assert got[-1].versions == (VersionSpan(0, 0, len(ids)),)
 
 
-async def test_an_aborted_whole_reply_keeps_its_tokens(opened):
+async def test_an_aborted_sglang_call_without_streaming_keeps_its_tokens(opened):
     engine = await opened()
     async with asyncio.TaskGroup() as group:
         task = group.create_task(reply(engine, request(PROMPT, max_tokens=8000, min_tokens=7999)))
@@ -135,7 +135,7 @@ async def test_an_aborted_whole_reply_keeps_its_tokens(opened):
     assert sum(span.end - span.start for span in chunks[-1].versions) == len(ids)
 
 
-async def test_a_grammar_is_obeyed(opened):
+async def test_sglang_obeys_a_json_schema_grammar(opened):
     engine = await opened()
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     grammar = {"json_schema": schema | {"additionalProperties": False}}
@@ -146,7 +146,7 @@ async def test_a_grammar_is_obeyed(opened):
     assert len(logprobs) == len(ids)
 
 
-async def test_cached_tokens_are_reported(opened):
+async def test_sglang_reports_cached_prompt_tokens(opened):
     engine = await opened()
     prompt = prompt_of("word " * 300)
     await reply(engine, request(prompt, max_tokens=2))
@@ -154,7 +154,7 @@ async def test_cached_tokens_are_reported(opened):
     assert chunks[-1].cached_tokens == len(prompt) - 1
 
 
-async def test_text_is_tokenised_and_rendered_as_we_do(opened):
+async def test_sglang_tokenises_and_renders_messages_as_bridle_does(opened):
     engine = await opened()
     assert (await engine.tokenize("hello")).tolist() == TOKENIZER.encode("hello").tolist()
     messages = [{"role": "user", "content": "hi"}]
@@ -162,7 +162,7 @@ async def test_text_is_tokenised_and_rendered_as_we_do(opened):
     assert (await engine.template(messages, None, {})).tolist() == ours.tolist()
 
 
-async def test_a_weight_update_in_mid_reply_is_reported_per_token(opened, server, models):
+async def test_version_spans_show_a_weight_update_in_mid_reply_of_sglang(opened, server, models):
     engine = await opened()
     long = request(PROMPT, stream=True, max_tokens=80, min_tokens=80)
     chunks = []
@@ -183,7 +183,7 @@ async def test_a_weight_update_in_mid_reply_is_reported_per_token(opened, server
     server.load(models[0], 0)
 
 
-async def test_streams_that_tell_what_is_new_say_the_same(sglang, models):
+async def test_incremental_sglang_streams_give_exact_logprobs(sglang, models):
     server = sglang.running("--incremental-streaming-output")
     engine = SglangEngine(server.url)
     try:

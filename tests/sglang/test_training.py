@@ -16,6 +16,6 @@ def learner(tmp_path_factory):
         yield server.running("--context-length", "4096")
 
 
-async def test_a_policy_learns_on_an_sglang_whose_weights_follow_the_trainers(learner, tmp_path):
+async def test_grpo_on_a_running_sglang_improves_with_weights_updated_each_step(learner, tmp_path):
     updates = await check_learning(f"sglang:{learner.url}", learner.model, tmp_path)
     assert learner.call("GET", "/model_info")["weight_version"] == str(updates)
