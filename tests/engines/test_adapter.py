@@ -79,7 +79,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_reports_that_no_engine_can_have_sampled_fail_their_call(route, stream):
+async def test_replies_with_impossible_ids_or_logprobs_fail_their_call_as_garbled(route, stream):
     pool, proxy = route
     whole = await collect(pool, call(stream=stream))
     assert whole[-1].finish_reason is FinishReason.LENGTH
@@ -97,7 +97,7 @@ async def test_reports_that_no_engine_can_have_sampled_fail_their_call(route, st
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 0.25, -1, SIZE])
-def test_one_value_that_no_engine_can_have_sampled_is_found_at_every_place(bad, size):
+def test_an_impossible_id_or_logprob_is_refused_at_every_position_of_a_reply(bad, size):
     for at in range(size):
         ids, logprobs = np.full(size, 7, np.int32), np.full(size, -0.5, np.float32)
         ReplyCheck(call(), None, SIZE).take(GenerateChunk(ids, logprobs))
@@ -120,7 +120,7 @@ async def test_a_route_that_gave_the_probe_no_prompt_ids_need_not_give_them_late
 FIVE = '{"eos_token_id": 5}'
 
 
-def test_a_models_folder_is_known_by_its_tokenizer(tmp_path):
+def test_a_model_folder_is_recognised_by_its_tokenizer_json(tmp_path):
     assert tokenizer_dir(str(tmp_path)) is None
     (tmp_path / "tokenizer.json").write_text("{}")
     assert tokenizer_dir(str(tmp_path)) == tmp_path
@@ -154,7 +154,7 @@ def test_end_tokens_come_from_the_models_own_files(tmp_path, files, found):
         (404, None),
     ],
 )
-async def test_ids_are_asked_for_and_may_be_refused(stub, reply, found):
+async def test_the_tokenize_route_gives_ids_or_none_if_it_fails(stub, reply, found):
     server = await stub(tokenize=reply)
     client = EngineClient(server.url, api_key=None, timeout_s=30)
     ids = await tokenized(client, {"prompt": "x"})

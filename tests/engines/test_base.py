@@ -24,7 +24,7 @@ def test_an_engine_with_set_version_is_versioned():
     assert not isinstance(InstantEngine(), Versioned)
 
 
-def test_a_refused_call_is_not_tried_again_and_an_overloaded_one_is():
+def test_client_error_statuses_are_not_retryable_and_429_and_5xx_are():
     assert not RETRYABLE & {400, 401, 403, 404, 413, 422}
     assert {429, 500, 502, 503, 504} <= RETRYABLE
 
@@ -59,7 +59,7 @@ def test_joined_chunks_have_the_same_tokens_and_lose_nothing_else(chunks):
     assert special[0] == special[1]
 
 
-def test_neighbours_with_only_tokens_are_joined():
+def test_adjacent_chunks_with_only_tokens_are_joined_into_one():
     last = chunk([4], FinishReason.STOP)
     found = list(join_chunks([chunk([1]), chunk([2, 3]), last]))
     assert [one.output_ids.tolist() for one in found] == [[1, 2, 3], [4]]

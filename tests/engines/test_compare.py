@@ -40,7 +40,7 @@ async def test_a_renderer_that_agrees_is_reported_as_equal(served):
     assert finding.found == f"{len(CASES)} of {len(CASES)} alike"
 
 
-async def test_where_a_renderer_differs_is_named_with_its_place(served):
+async def test_a_renderer_that_differs_is_reported_with_its_first_differing_token(served):
     def other(messages, tools):
         if tools:
             raise RenderError("no tools")
@@ -55,7 +55,7 @@ async def test_where_a_renderer_differs_is_named_with_its_place(served):
     assert "tools (ours fails: no tools)" in finding.found
 
 
-async def test_a_tokenizer_is_the_engines_or_is_not(served):
+async def test_a_tokenizer_with_other_ids_than_the_engine_s_is_reported_with_the_text(served):
     good = await compare_vocabulary(served, TOKENIZER.encode, TOKENIZER.vocab_size)
     assert (good.ok, good.found) == (True, "the engine's")
     wrong = await compare_vocabulary(served, lambda text: TOKENIZER.encode(text)[::-1], 10)
@@ -80,7 +80,7 @@ class Mute(RecordingEngine):
 
 
 @pytest.mark.parametrize("make", [RecordingEngine, Mute])
-async def test_an_engine_that_tells_no_ids_of_text_is_not_compared(make):
+async def test_an_engine_without_a_tokenize_route_is_not_compared(make):
     engine = make(scripted_engine([{"content": "x"}]))
     for finding in (
         await compare_rendering(engine, rendered),
@@ -90,7 +90,7 @@ async def test_an_engine_that_tells_no_ids_of_text_is_not_compared(make):
         assert "nothing for us to compare" in finding.found
 
 
-async def test_logprobs_are_held_against_a_plain_forward_pass():
+async def test_engine_logprobs_are_compared_with_a_forward_pass_at_the_mode_s_temperature():
     engine = scripted_engine([{"content": "x " * 40}])
     used = []
 
@@ -110,7 +110,7 @@ async def test_logprobs_are_held_against_a_plain_forward_pass():
 @pytest.mark.parametrize(
     ("turn", "says"), [({"fault": 500}, "could not be sampled from"), ({"raw": ""}, None)]
 )
-async def test_an_engine_that_fails_is_a_finding(turn, says):
+async def test_an_engine_that_cannot_be_sampled_from_is_a_finding_of_the_logprob_check(turn, says):
     engine = scripted_engine(conversations=[{"turns": [turn]}])
     finding = await recompute_logprobs(
         engine, LogprobMode.RAW, lambda _p, ids, _t: scripted_logprobs(ids), PROMPT
@@ -119,7 +119,7 @@ async def test_an_engine_that_fails_is_a_finding(turn, says):
     assert says is None or says in finding.found
 
 
-async def test_a_server_of_text_has_nothing_to_recompute():
+async def test_an_engine_without_logprobs_is_reported_as_giving_0_logprobs():
     class Text(RecordingEngine):
         async def generate(self, request):
             async for chunk in self.engine.generate(request):
@@ -133,7 +133,7 @@ async def test_a_server_of_text_has_nothing_to_recompute():
 
 
 @pytest.mark.parametrize("shape", [*SERVED, "vllm generate"])
-async def test_an_engine_tells_the_prompts_that_its_chat_route_makes(shape):
+async def test_the_template_check_passes_if_reported_prompts_equal_the_chat_route_s(shape):
     async with SHAPES[shape].over(scripted_engine([{"content": "x"}])) as engine:
         finding = await compare_template(engine)
     assert finding.ok, finding
@@ -157,13 +157,13 @@ class Picky(RecordingEngine):
     ("refused", "ok"),
     [(["system in the middle"], True), (["tools"], False), ([case.name for case in CASES], False)],
 )
-async def test_a_template_may_refuse_only_what_those_of_some_families_do(refused, ok):
+async def test_the_template_check_allows_only_refusals_known_of_some_model_families(refused, ok):
     finding = await compare_template(Picky(*refused))
     assert finding.ok is ok
     assert not finding.needed
 
 
-async def test_a_server_whose_chat_route_tells_no_prompt_is_taken_at_its_word():
+async def test_the_template_check_passes_if_the_chat_route_reports_no_prompt():
     class Silent(Picky):
         async def generate(self, request):
             async for chunk in self.engine.generate(request):

@@ -40,7 +40,7 @@ def test_a_reply_is_the_same_wherever_its_bytes_are_split(wire, cuts):
         [LENGTH, CHUNKED, INTERIM, LENGTH.replace(b" 5", b"5  "), LENGTH.replace(b"200", b"503")]
     ),
 )
-def test_a_reply_is_the_same_after_any_other_one(before, wire, size, cuts):
+def test_parsing_a_reply_after_another_reply_equals_parsing_it_alone(before, wire, size, cuts):
     earlier = HttpReply()
     earlier.feed(before)
     body = b"hello" if wire is CHUNKED else b"h" * size
@@ -99,7 +99,7 @@ def test_a_reply_whose_end_is_missing_is_never_whole(wire):
         b"HTTP/1.1 200\r\nX: " + b"x" * (1 << 17),
     ],
 )
-def test_what_is_no_http_reply_is_an_error(wire):
+def test_bytes_that_are_no_http_reply_are_a_connection_error(wire):
     with pytest.raises(ConnectionError, match="no HTTP reply"):
         HttpReply().feed(wire)
 
@@ -111,12 +111,12 @@ def test_what_is_no_http_reply_is_an_error(wire):
         b"HTTP/1.1 200\r\nContent-Length: %d\r\n\r\n" % 10**30,
     ],
 )
-def test_a_reply_beyond_all_bounds_is_refused_before_it_is_read(wire):
+def test_a_reply_announced_beyond_512_mib_is_refused_before_it_is_read(wire):
     with pytest.raises(ConnectionError, match="more than 512 MiB"):
         HttpReply().feed(wire)
 
 
-def test_a_chunk_in_many_pieces_that_look_like_ends_is_read_once():
+def test_a_chunk_whose_pieces_look_like_chunk_ends_is_read_whole():
     """Each byte is held once, and looked at as often however many pieces it came in."""
     piece = b"x" * 1020 + b"\r\n\r\n"
     reply = HttpReply()
@@ -257,19 +257,19 @@ async def test_a_reply_that_ends_with_its_connection_is_whole_and_the_next_call_
         ([0.05, LENGTH[:-1], 30], TimeoutError, None),
     ],
 )
-async def test_a_reply_that_fails_says_how(reply, kind, says):
+async def test_a_disconnected_malformed_or_silent_reply_raises_its_own_error(reply, kind, says):
     async with serving(reply, silent_s=0.1 if kind is TimeoutError else 15) as (made, _):
         with pytest.raises(kind, match=says):
             await made.post("/", b"", nothing)
 
 
-async def test_a_server_that_keeps_talking_may_take_its_time():
+async def test_a_slow_reply_does_not_time_out_while_bytes_keep_arriving():
     parts = [LENGTH[:9], 0.6, LENGTH[9:20], 0.6, LENGTH[20:]]
     async with serving(parts, silent_s=1) as (made, _):
         assert (await made.post("/", b"", nothing)).status == 200
 
 
-async def test_what_watches_a_call_can_end_it():
+async def test_the_watcher_of_a_call_can_end_it_with_an_exception():
     def end(reply):
         reply.set_exception(KeyError("ended"))
 
@@ -278,7 +278,7 @@ async def test_what_watches_a_call_can_end_it():
             await made.post("/", b"", end)
 
 
-async def test_bytes_that_nobody_asked_for_close_the_connection():
+async def test_unsolicited_bytes_close_an_idle_connection():
     async with serving([LENGTH, 0.01, b"more"], [LENGTH]) as (made, seen):
         await made.post("/", b"", nothing)
         await until(lambda: seen.closed)
@@ -297,7 +297,7 @@ async def test_closing_ends_calls_under_way():
         await made.aclose()
 
 
-async def test_a_call_that_finds_no_idle_connection_begins_all_the_same():
+async def test_a_call_without_an_idle_connection_is_sent_on_a_new_one():
     async with serving([LENGTH], [LENGTH], [0.01, LENGTH]) as (made, seen):
         sent = made.begin("/x", b"body")
         assert (await made.reply(sent, nothing)).body == b"hello"
@@ -307,7 +307,7 @@ async def test_a_call_that_finds_no_idle_connection_begins_all_the_same():
     assert b"\r\n\r\nbody" in seen[0]
 
 
-async def test_a_call_that_begins_before_its_connection_fails_as_any_other(unused_tcp_port):
+async def test_a_call_begun_before_its_connection_fails_if_the_connect_fails(unused_tcp_port):
     made = Connections(URL(f"http://127.0.0.1:{unused_tcp_port}"), {}, silent_s=9)
     with pytest.raises(OSError, match="Connect call failed"):
         await made.reply(made.begin("/", b""), nothing)
@@ -315,7 +315,7 @@ async def test_a_call_that_begins_before_its_connection_fails_as_any_other(unuse
 
 
 @pytest.mark.parametrize("dropped", [True, False])
-async def test_a_call_that_ends_before_its_connection_is_made_asks_nothing(dropped):
+async def test_a_call_dropped_before_its_connection_is_made_sends_nothing(dropped):
     async with serving([LENGTH], [LENGTH]) as (made, seen):
         sent = made.begin("/", b"body")
         if dropped:
@@ -328,7 +328,9 @@ async def test_a_call_that_ends_before_its_connection_is_made_asks_nothing(dropp
 
 
 @pytest.mark.parametrize("ends", [True, False])
-async def test_a_stream_that_has_only_its_end_left_leaves_its_connection(ends):
+async def test_a_stream_left_before_its_end_chunk_keeps_its_connection_only_if_marked_as_ended(
+    ends,
+):
     head, body = CHUNKED.split(b"\r\n\r\n", 1)
     parts = [head + b"\r\n\r\n" + body[:-5], 0.02, body[-5:]]
     async with serving(parts, [LENGTH]) as (made, seen):
@@ -341,7 +343,7 @@ async def test_a_stream_that_has_only_its_end_left_leaves_its_connection(ends):
     assert len(seen) == 2 - ends
 
 
-async def test_a_stream_that_never_ends_is_dropped_in_time(monkeypatch):
+async def test_a_connection_whose_end_chunk_never_comes_is_closed_after_a_timeout(monkeypatch):
     monkeypatch.setattr(connection, "END_S", 0.02)
     head, body = CHUNKED.split(b"\r\n\r\n", 1)
     async with serving([head + b"\r\n\r\n" + body[:-5], 30]) as (made, seen):
@@ -361,7 +363,7 @@ async def parts_of(made, *, most=99):
     return found
 
 
-async def test_a_streamed_reply_gives_its_parts_as_they_come_and_leaves_its_connection():
+async def test_streamed_replies_yield_all_parts_and_reuse_their_connection():
     head, body = CHUNKED.split(b"\r\n\r\n", 1)
     cut = [head + b"\r\n\r\n", 0.05, body[:7], 0.05, body[7:]]
     async with serving(cut, [LENGTH], [TO_THE_END, None]) as (made, seen):
@@ -380,7 +382,7 @@ async def test_a_stream_that_is_left_early_drops_its_connection():
     assert len(seen) == 2
 
 
-async def test_a_stream_that_breaks_between_two_reads_says_so_at_the_next():
+async def test_a_stream_that_breaks_between_two_reads_raises_at_the_next_read():
     head, _ = CHUNKED.split(b"\r\n\r\n", 1)
     begun = head + b"\r\n\r\n2\r\nhe\r\n"
     async with (

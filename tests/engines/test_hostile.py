@@ -117,7 +117,7 @@ def status(code, body=b'{"error":{"message":"no"}}', headers=None):
         (200, b"", False, "empty body|not JSON|cannot be read|answered 200"),
     ],
 )
-async def test_a_server_that_refuses_is_an_error_of_its_kind(
+async def test_an_http_error_of_a_server_is_an_engine_error_retryable_by_its_status(
     reached, stream, code, body, retryable, says
 ):
     adapter, proxy = reached
@@ -194,7 +194,7 @@ async def test_a_server_that_restarts_is_used_again(reached, stream):
     assert chunks[-1].finish_reason is FinishReason.STOP
 
 
-async def test_half_a_stream_is_cut_and_what_came_stands(reached):
+async def test_half_a_stream_raises_a_cut_error(reached):
     adapter, proxy = reached
 
     def half(text):

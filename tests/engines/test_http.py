@@ -76,7 +76,7 @@ async def listed(stream):
     return [data async for several in stream for data in several]
 
 
-async def test_a_key_goes_along_and_a_trailing_v1_is_dropped(client):
+async def test_the_api_key_is_sent_and_a_trailing_v1_is_dropped_from_the_url(client):
     stub, made = await client(api_key="k", ok={"a": 1})
     assert await made.get("/ok") == {"a": 1}
     assert stub.headers[0]["Authorization"] == "Bearer k"
@@ -124,7 +124,9 @@ async def test_an_optional_path_may_be_missing(client):
         (400, b"plain words", False, "plain words"),
     ],
 )
-def test_failures_are_classified(status, body, retryable, says):
+def test_http_failures_have_the_server_s_message_and_are_retryable_by_status(
+    status, body, retryable, says
+):
     error = engine_error(status, body, URL("http://h/p"))
     assert says in str(error)
     assert (error.status, error.retryable) == (status, retryable)
@@ -140,14 +142,14 @@ def test_failures_are_classified(status, body, retryable, says):
         "This model's maximum context length is 4096 tokens. However, your prompt contains 5000.",
     ],
 )
-def test_an_overflow_is_an_overflow(text):
+def test_a_server_s_context_overflow_message_raises_context_overflow_error(text):
     body = json.dumps({"error": {"message": text}}).encode()
     error = engine_error(400, body, URL("http://h/p"), prompt_tokens=5000)
     assert isinstance(error, ContextOverflowError)
     assert (error.prompt_tokens, error.context_length) == (5000, 4096)
 
 
-async def test_nobody_there_can_be_tried_again():
+async def test_a_refused_connection_is_a_retryable_error():
     made = EngineClient("http://127.0.0.1:9", api_key=None, timeout_s=1)
     with pytest.raises(EngineError, match="cannot be reached") as caught:
         await made.get("/v1/models")
@@ -172,7 +174,7 @@ async def test_a_reply_that_fails_is_an_engine_error(client, reply, kind, says):
         await made.post("/call", b"{}", HttpCall(), prompt_tokens=1)
 
 
-async def test_a_server_that_takes_no_connection_is_not_called_silent(monkeypatch):
+async def test_an_unaccepted_connection_is_reported_as_such_and_not_as_a_silent_server(monkeypatch):
     """Its machine drops packets, as this listener does whose queue is full."""
     for module in (connection, http):
         monkeypatch.setattr(module, "CONNECT_S", 0.1)
@@ -194,7 +196,7 @@ async def test_a_server_that_takes_no_connection_is_not_called_silent(monkeypatc
             await made.aclose()
 
 
-async def test_large_bodies_arrive(client):
+async def test_request_bodies_of_3_mib_are_sent_whole(client):
     stub, made = await client(call={"ok": 1})
     text = "x" * (3 << 20)
     assert await made.post("/call", json.dumps({"a": text}).encode(), HttpCall(), prompt_tokens=1)

@@ -49,7 +49,7 @@ def test_the_tail_is_the_last_ids(ids, count):
     [b"[1,,2]", b"[,1]", b"[1,]", b"[-1]", b"[1.5]", b"[1e3]", b"[true]", b'["1"]', b"[2147483648]",
      b"[99999999999999999999]", b"1,2", b"{}", b"[1", b"[1/2]", b"[1-2]"],
 )  # fmt: skip
-def test_what_is_no_array_of_ids_is_refused(text):
+def test_json_that_is_no_array_of_ids_is_refused(text):
     with pytest.raises(IdsError):
         parse_ids(text)
 
@@ -94,7 +94,7 @@ def test_cutting_ids_out_leaves_the_rest_and_loses_nothing(ids, noise, depth):
         b'{"ids":[1],"deep":{"ids":"x"}}',
     ],
 )
-def test_anything_unusual_is_left_to_the_decoder(body):
+def test_cutting_ids_leaves_unusual_json_unchanged(body):
     assert cut_ids(body, b"ids") == (body, None)
 
 

@@ -30,7 +30,7 @@ def test_short_forms_make_engines(script):
     assert isinstance(open_engine("https://engine.example"), VllmEngine)
 
 
-def test_every_entry_of_the_table_can_be_loaded():
+def test_every_registered_engine_can_be_loaded():
     for name in ENGINES:
         assert callable(load(name, ENGINES, what="engine"))
 
@@ -41,7 +41,7 @@ def test_an_engine_of_your_own_is_made_from_its_dotted_path():
 
 
 @pytest.mark.parametrize("spec", ["", "scripted", "vllm:x", "gpt-4", "some.module:x.py"])
-def test_an_unknown_form_names_those_that_are_known(spec):
+def test_an_unknown_engine_spec_is_an_error_that_names_the_known_forms(spec):
     with pytest.raises(ConfigError, match=r"scripted:FILE, embedded:DIR|cannot be loaded"):
         open_engine(spec)
 

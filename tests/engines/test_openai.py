@@ -70,7 +70,7 @@ def test_the_short_form_of_a_hosted_model_has_a_url():
         open_engine("openai:gpt")
 
 
-async def test_it_says_that_it_is_not_for_training(opened):
+async def test_the_openai_engine_reports_no_token_input_and_no_logprobs(opened):
     _, engine = await opened()
     info = await engine.start()
     assert (info.model, info.context_length) == ("stub", 1000)
@@ -89,7 +89,7 @@ async def test_text_reasoning_and_calls_come_as_the_server_parsed_them(opened):
     assert (len(chunk.output_ids), len(chunk.logprobs), chunk.versions) == (0, 0, ())
 
 
-async def test_a_stream_tells_its_text_in_pieces(opened):
+async def test_a_stream_yields_text_deltas_and_ends_with_the_whole_reply(opened):
     usage = {"choices": [], "usage": {"prompt_tokens": 3}}
     stub, engine = await opened(
         **{CHAT: events(delta("he"), delta("llo"), delta("", "stop"), usage)}
@@ -118,7 +118,7 @@ def picky(body):
     return said()
 
 
-async def test_what_a_server_refuses_is_not_asked_again(opened):
+async def test_fields_that_a_server_refused_are_not_sent_again(opened):
     stub, engine = await opened(**{CHAT: picky})
     asked = call(sampling=Sampling(1.0, 1.0, -1, 9, stop=("a", "b", "c", "d", "e"), seed=3))
     await collect(engine, asked)
@@ -130,14 +130,14 @@ async def test_what_a_server_refuses_is_not_asked_again(opened):
                     "stop": ["a", "b", "c", "d"], "temperature": 1.0, "top_p": 1.0}  # fmt: skip
 
 
-async def test_a_call_that_is_simply_wrong_is_refused_in_the_end(opened):
+async def test_a_400_that_dropping_fields_does_not_cure_is_raised_after_two_tries(opened):
     stub, engine = await opened(**{CHAT: (400, {"error": {"message": "no"}})})
     with pytest.raises(EngineError, match="no") as caught:
         await collect(engine, call())
     assert (caught.value.status, len(stub.bodies)) == (400, 2)
 
 
-async def test_a_budget_that_does_not_fit_is_left_to_the_server(opened):
+async def test_max_tokens_beyond_the_server_s_context_is_dropped_and_the_call_retried(opened):
     def tight(body):
         if json.loads(body).get("max_tokens", 0) > 10:
             return 400, {"error": {"message": "maximum context length is 20 tokens"}}
@@ -178,7 +178,7 @@ async def test_unwanted_tool_calls_are_sent_as_tool_choice_none(opened):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("reply", "wait_s"), [("7", 7.0), ("soon", None), (None, None)])
-async def test_a_busy_server_s_error_says_when_to_come_back(opened, stream, reply, wait_s):
+async def test_a_busy_server_s_error_has_its_retry_after(opened, stream, reply, wait_s):
     async def busy(request):
         headers = {} if reply is None else {"Retry-After": reply}
         return web.json_response({"error": {"message": "busy"}}, status=429, headers=headers)
@@ -215,7 +215,9 @@ async def test_no_error_repeats_the_key(opened):
         (b"<html>", "not JSON"),
     ],
 )
-async def test_a_server_of_several_models_wants_one_named(opened, models, says):
+async def test_a_server_without_exactly_one_listed_model_is_refused_without_a_model_name(
+    opened, models, says
+):
     with pytest.raises(EngineError, match=says):
         await opened(**{"v1/models": models})
 
@@ -238,13 +240,13 @@ async def test_a_server_that_lists_nothing_serves_the_model_that_is_named(stub):
         (said(finish_reason="content_filter"), EngineError, "content_filter"),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_used_is_an_engine_error(opened, reply, kind, says):
+async def test_unusable_replies_are_engine_errors_with_the_reason(opened, reply, kind, says):
     _, engine = await opened(**{CHAT: reply})
     with pytest.raises(kind, match=says):
         await collect(engine, call())
 
 
-async def test_without_messages_there_is_nothing_to_ask(opened):
+async def test_a_call_without_messages_is_refused_with_400(opened):
     _, engine = await opened()
     with pytest.raises(EngineError, match="takes messages") as caught:
         await collect(engine, request())

@@ -41,7 +41,7 @@ async def test_a_session_stays_on_one_replica_and_sessions_are_spread():
         assert sum(one["sessions"] for one in pool.replicas()) == 3
 
 
-async def test_a_call_that_fails_before_its_first_token_is_another_replica_s():
+async def test_a_call_that_fails_before_its_first_token_moves_to_another_replica():
     a, b = Fake(), Fake()
     async with pooled(a, b) as pool:
         home = a if await said(pool) and a.asked else b
@@ -63,7 +63,7 @@ async def test_a_call_that_fails_later_ends_with_the_tokens_so_far_and_their_ver
         assert (await said(pool, call("again")))[0] == ALL
 
 
-async def test_tokens_over_a_change_of_version_know_theirs():
+async def test_tokens_across_a_version_change_have_spans_of_both_versions():
     a = Fake(tokens=6)
     async with pooled(a) as pool, aclosing(pool.generate(call())) as chunks:
         await anext(chunks)
@@ -87,7 +87,7 @@ async def test_the_engine_s_last_version_does_not_overwrite_the_pool_s_spans():
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
-async def test_what_the_call_is_to_blame_for_is_no_reason_to_try_another_replica(status):
+async def test_client_errors_are_not_retried_on_another_replica(status):
     a, b = Fake(), Fake()
     async with pooled(a, b) as pool:
         for fake in (a, b):
@@ -107,7 +107,7 @@ async def test_a_context_overflow_is_passed_on_unchanged():
 
 
 @pytest.mark.parametrize("status", [429, 503, 500])
-async def test_a_replica_that_lives_and_refuses_is_passed_over_for_this_call(status):
+async def test_a_busy_replica_is_skipped_for_one_call_and_stays_live(status):
     a, b = Fake(), Fake()
     async with pooled(a, b) as pool:
         busy = EngineError("busy", status=status, retryable=True)
@@ -122,7 +122,7 @@ async def test_a_replica_that_lives_and_refuses_is_passed_over_for_this_call(sta
             assert (await said(pool, call(str(number), None)))[0] == ALL
 
 
-async def test_a_fault_of_a_replica_that_says_it_is_well_is_the_call_s_end():
+async def test_an_error_of_a_healthy_replica_fails_the_call():
     a = Fake()
     async with pooled(a) as pool:
         a.fail(EngineError("unreadable"))
@@ -131,7 +131,7 @@ async def test_a_fault_of_a_replica_that_says_it_is_well_is_the_call_s_end():
         assert state(pool, "a") == ReplicaState.LIVE
 
 
-async def test_a_fault_of_a_replica_that_is_not_well_is_another_replica_s_call():
+async def test_an_error_of_an_unhealthy_replica_moves_the_call_and_marks_it_down():
     a, b = Fake(), Fake()
     async with pooled(a, b) as pool:
         for fake in (a, b):
@@ -184,7 +184,7 @@ def test_by_default_an_engine_that_is_back_is_used_within_2_s(gone_s):
         assert runner.run(outage()) < 2
 
 
-async def test_patience_ends_with_an_error_that_says_who_is_not_there():
+async def test_a_call_without_live_replicas_fails_after_patience_and_names_them():
     a, b = Fake(), Fake()
     async with pooled(a, b, patience_s=0.05) as pool:
         a.sick = b.sick = lost("nobody listens at that port")
@@ -224,7 +224,7 @@ async def test_a_hung_replica_is_found_and_its_calls_are_ended():
         assert other.asked[-1].request_id == "again"
 
 
-async def test_one_failed_look_is_not_yet_a_death():
+async def test_one_failed_health_check_does_not_mark_a_replica_down():
     a = Fake()
     async with pooled(a, health_failures=3) as pool:
         a.sick = lost()
@@ -248,7 +248,7 @@ async def test_a_server_that_was_gone_is_probed_anew():
         assert (a.closed, fresh.started, len(fresh.asked)) == (1, 1, 1)
 
 
-async def test_a_server_that_came_back_as_another_one_gets_no_calls():
+async def test_a_server_that_returns_with_another_model_gets_no_calls():
     a = Fake()
     other = Fake(info=replace(INFO, model="another"))
     async with pooled(a, reopen=lambda _: other, patience_s=0.1) as pool:
@@ -267,7 +267,7 @@ async def refused(pool):
     return str(raised.value)
 
 
-async def test_a_short_break_keeps_the_adapter():
+async def test_a_short_outage_does_not_reopen_the_engine_client():
     class SickOnce(Fake):
         async def health(self):
             self.looked += 1
@@ -317,7 +317,7 @@ async def test_failover_at_any_point_gives_the_whole_reply(faults, apart):
 # ---- ending calls
 
 
-async def test_a_call_that_is_ended_ends_with_an_abort():
+async def test_an_aborted_call_ends_with_finish_reason_abort():
     a = Fake()
     async with pooled(a) as pool:
         a.gate.clear()
@@ -329,7 +329,7 @@ async def test_a_call_that_is_ended_ends_with_an_abort():
         assert ending.result()[1].finish_reason is ABORT
 
 
-async def test_a_call_that_waits_for_a_replica_can_be_ended():
+async def test_a_call_that_waits_for_a_replica_can_be_aborted():
     a = Fake()
     async with pooled(a) as pool:
         await pool.hold("wait")
@@ -341,7 +341,7 @@ async def test_a_call_that_waits_for_a_replica_can_be_ended():
         assert ending.result()[1].finish_reason is ABORT
 
 
-async def test_leaving_a_call_early_leaves_it_at_the_replica_too():
+async def test_closing_a_stream_early_frees_its_slot_at_the_replica():
     a = Fake()
     async with pooled(a) as pool:
         async with aclosing(pool.generate(call())) as chunks:
@@ -351,7 +351,7 @@ async def test_leaving_a_call_early_leaves_it_at_the_replica_too():
 
 
 @pytest.mark.parametrize(("keep", "grammar", "stream"), [(True, None, True), (False, None, False)])
-async def test_keeping_tokens_streams_every_call(keep, grammar, stream):
+async def test_keep_tokens_streams_every_call_without_a_grammar(keep, grammar, stream):
     a = Fake()
     async with pooled(a, keep_tokens=keep) as pool:
         await said(pool, call(grammar=grammar))
@@ -362,7 +362,7 @@ async def test_keeping_tokens_streams_every_call(keep, grammar, stream):
 # ---- starting
 
 
-async def test_a_replica_that_is_not_there_at_the_start_comes_later():
+async def test_a_replica_that_is_down_at_the_start_goes_live_later():
     a, b = Fake(), Fake()
     b.sick = lost()
     async with pooled(a, b) as pool:
@@ -373,7 +373,7 @@ async def test_a_replica_that_is_not_there_at_the_start_comes_later():
 
 
 @pytest.mark.parametrize("error", [lost(), EngineError("it gives no logprobs")])
-async def test_without_any_replica_there_is_no_start(error):
+async def test_a_pool_whose_only_replica_fails_does_not_start(error):
     a = Fake()
     a.sick = error
     with pytest.raises(EngineError, match=str(error)):
@@ -399,14 +399,14 @@ async def test_replicas_that_differ_are_refused_by_name(change):
             pass
 
 
-async def test_what_a_pool_can_is_what_all_replicas_can():
+async def test_a_pool_reports_the_context_version_and_grammar_that_all_replicas_share():
     less = replace(INFO, context_length=500, version=2, grammar=False)
     async with pooled(Fake(info=replace(INFO, grammar=True)), Fake(info=less)) as pool:
         info = await pool.start()
         assert (info.context_length, info.version, info.grammar) == (500, 2, False)
 
 
-def test_a_pool_has_replicas_of_different_names():
+def test_a_pool_without_replicas_or_with_equal_names_is_refused():
     with pytest.raises(ConfigError, match="at least one"):
         EnginePool([])
     with pytest.raises(ConfigError, match="'a'"):
@@ -434,7 +434,7 @@ async def test_a_replica_joins_and_gets_calls():
         (INFO, "takes no images with ids"),
     ],
 )
-async def test_one_that_cannot_join_is_closed_and_forgotten(info, why):
+async def test_an_added_replica_with_other_capabilities_is_refused_and_closed(info, why):
     other = Fake(info=info)
     async with pooled(Fake(info=replace(INFO, pictures=True))) as pool:
         with pytest.raises(EngineError, match=why):
@@ -443,7 +443,7 @@ async def test_one_that_cannot_join_is_closed_and_forgotten(info, why):
         assert len(pool.replicas()) == 1
 
 
-async def test_each_replica_is_vouched_for_before_it_serves_whenever_it_comes():
+async def test_each_replica_passes_the_vouch_hook_before_it_serves_at_start_and_later():
     a, late, joining, fresh = Fake(), Fake(), Fake(), Fake()
     strangers = [late, joining, fresh]
 
@@ -475,7 +475,7 @@ async def test_each_replica_is_vouched_for_before_it_serves_whenever_it_comes():
         await pool.aclose()
 
 
-async def test_a_replica_that_leaves_gives_its_calls_to_the_others():
+async def test_removing_a_replica_aborts_its_calls_and_the_others_serve_on():
     a, b = Fake(), Fake()
     async with pooled(a, b) as pool:
         a.gate.clear()
@@ -495,7 +495,7 @@ async def test_a_replica_that_leaves_gives_its_calls_to_the_others():
             await pool.remove(pool.replicas()[0]["name"])
 
 
-async def test_a_drained_replica_ends_what_it_has_and_gets_nothing_new():
+async def test_a_drained_replica_finishes_its_calls_and_gets_no_new_ones():
     a, b = Fake(), Fake()
     async with pooled(a, b) as pool:
         async with asyncio.TaskGroup() as group:
@@ -544,19 +544,19 @@ class Sighted(Fake):
         return SEEN
 
 
-async def test_any_living_replica_sees():
+async def test_image_prompts_are_rendered_by_any_live_replica():
     async with pooled(Sighted(), Sighted()) as pool:
         pool.each()[0].enter(ReplicaState.DOWN)
         assert isinstance(pool, Seeing)
         assert await pool.see([], None, {}) is SEEN
 
 
-async def test_replicas_without_eyes_see_nothing():
+async def test_a_pool_of_text_only_replicas_renders_no_image_prompt():
     async with pooled(Fake()) as pool:
         assert await pool.see([], None, {}) is None
 
 
-async def test_while_none_is_ready_nothing_is_seen_yet():
+async def test_rendering_an_image_prompt_without_a_live_replica_is_a_retryable_error():
     async with pooled(Sighted()) as pool:
         pool.each()[0].enter(ReplicaState.DOWN)
         with pytest.raises(EngineError, match="no replica") as failed:
@@ -575,7 +575,7 @@ class Lettered(Fake):
         return SEEN.ids
 
 
-async def test_a_prompt_is_rendered_by_a_living_replica_that_can():
+async def test_a_prompt_is_rendered_by_a_live_replica_with_a_template():
     first, second = Lettered(), Lettered()
     first.failure = EngineError("busy", retryable=True)
     async with pooled(Fake(), first, second) as pool:

@@ -198,7 +198,7 @@ async def replica_touched(replica, engine):
         await asyncio.sleep(engine.slow_s)
 
 
-async def test_a_release_waits_for_what_calls_that_have_ended_still_send():
+async def test_a_release_waits_for_late_requests_of_ended_calls():
     a = Sleeper()
     async with pooled(a) as pool, asyncio.TaskGroup() as group:
         a.late = group.create_task(a.touch_late())
@@ -208,7 +208,7 @@ async def test_a_release_waits_for_what_calls_that_have_ended_still_send():
         assert a.touched == 0
 
 
-async def test_a_replica_that_joins_while_all_are_released_serves_none_but_its_trainer():
+async def test_a_replica_added_while_all_are_released_is_released_too():
     a, b = Sleeper(), SlowStart()
     async with pooled(a) as pool, asyncio.TaskGroup() as group:
         group.create_task(pool.add(Replica("b", b)))

@@ -30,7 +30,7 @@ class Stubborn(Fake):
         raise EngineError("no")
 
 
-def test_versions_are_those_of_the_moment_each_piece_came():
+def test_tokens_have_the_version_under_which_their_chunk_began():
     replica, routed = Replica("a", Fake()), RoutedCall(call())
     for version, ids in ((1, [5, 5]), (1, [5]), (2, []), (3, [5])):
         replica.version = version
@@ -67,7 +67,7 @@ def test_a_reply_over_a_weight_update_keeps_its_first_version(pieces):
     assert last.mixed_versions
 
 
-def test_versions_that_the_engine_tells_are_believed_and_learned():
+def test_versions_that_the_engine_reports_override_the_replica_s_known_version():
     replica, routed = Replica("a", Fake()), RoutedCall(call())
     reply = (VersionSpan(8, 0, 1),)
     assert routed.took(chunk([5], STOP, versions=reply), replica).versions == reply
@@ -90,14 +90,14 @@ def test_a_replica_s_name_has_no_password():
     assert made("sglang:http://u:secret@a:1/v1", lambda _: Fake()).name == "sglang:http://a:1/v1"
 
 
-async def test_a_replica_that_cannot_end_a_call_is_no_failure_of_ours():
+async def test_an_engine_s_failure_to_abort_a_call_raises_nothing():
     replica = Replica("a", Stubborn())
     replica.begin(RoutedCall(call()))
     await replica.abort_all()
     assert replica.load == 1
 
 
-async def test_holding_and_going_on_use_the_engine_s_own_way_where_it_has_one():
+async def test_hold_and_release_use_the_engine_s_pause_and_resume():
     replica = Replica("a", Stubborn())
     await replica.hold("keep")
     error = await replica.release()
@@ -105,7 +105,7 @@ async def test_holding_and_going_on_use_the_engine_s_own_way_where_it_has_one():
     assert await Replica("b", Fake()).release() is None
 
 
-def test_a_replica_knows_since_when_it_is_what_it_is():
+def test_entering_the_same_state_again_keeps_its_since_time():
     replica = Replica("a", Fake())
     replica.enter(ReplicaState.LIVE)
     since = replica.since
@@ -117,7 +117,7 @@ def test_a_replica_knows_since_when_it_is_what_it_is():
 @pytest.mark.parametrize(
     ("spec", "again"), [("http://a", True), ("sglang:http://a", True), ("scripted:x", False)]
 )
-def test_only_servers_are_opened_anew(spec, again):
+def test_only_engine_servers_can_be_reopened(spec, again):
     replica = made(spec, lambda _: Fake())
     assert replica.name == spec
     assert (replica.reopen is not None) == again
@@ -126,12 +126,12 @@ def test_only_servers_are_opened_anew(spec, again):
 
 
 @pytest.mark.parametrize("bad", [{"load_factor": 0.5}, {"attempts": 0}, {"stick": True}])
-def test_settings_that_mean_nothing_are_refused(bad):
+def test_invalid_routing_settings_are_refused(bad):
     with pytest.raises(ValidationError):
         RoutingSettings(**bad)
 
 
-def test_a_cut_call_has_no_ids_of_its_own():
+def test_the_final_chunk_of_a_cut_call_has_no_ids():
     assert not len(RoutedCall(call()).cut().output_ids)
     assert RoutedCall(call()).cut().output_ids.dtype == np.int32
 
@@ -219,7 +219,7 @@ async def test_a_hold_ends_calls_and_new_ones_wait_for_its_end():
         assert pool.held is None
 
 
-async def test_a_hold_that_waits_lets_calls_end():
+async def test_a_hold_in_wait_mode_lets_running_calls_finish():
     a = Fake()
     async with pooled(a) as pool:
         async with asyncio.TaskGroup() as group, one_running(pool, a) as running:
@@ -239,7 +239,7 @@ async def test_a_hold_that_takes_too_long_holds_nothing():
         assert running.result()[0] == [0, 1, 2, 3]
 
 
-async def test_a_server_is_held_by_its_own_routes():
+async def test_a_held_server_is_paused_and_resumed_once_each():
     a = Held()
     async with pooled(a) as pool:
         await pool.hold("keep")
@@ -248,7 +248,7 @@ async def test_a_server_is_held_by_its_own_routes():
         assert a.paused == ["keep", "resume"]
 
 
-async def test_calls_wait_for_the_end_of_an_update_within_bounds():
+async def test_a_call_fails_if_a_hold_outlasts_hold_patience_s():
     async with pooled(Fake(), hold_patience_s=0.02) as pool:
         await pool.hold("keep")
         with pytest.raises(EngineError, match="still being updated"):
@@ -266,7 +266,7 @@ async def test_all_replicas_take_new_weights_while_nothing_samples(mode):
         assert (await pool.start()).version == 5
 
 
-async def test_a_rolling_update_leaves_somebody_to_sample():
+async def test_calls_are_served_during_a_rolling_weight_update():
     a, b = Trained(), Trained()
     async with pooled(a, b) as pool:
         async with asyncio.TaskGroup() as group:
@@ -279,7 +279,7 @@ async def test_a_rolling_update_leaves_somebody_to_sample():
         assert {one["state"] for one in pool.replicas()} == {"live"}
 
 
-async def test_the_only_replica_is_updated_in_place():
+async def test_a_rolling_update_of_a_single_replica_loads_in_place():
     a = Trained()
     async with pooled(a) as pool:
         await pool.update_weights("folder", 5, rolling=True)
@@ -350,7 +350,7 @@ async def test_a_replica_that_comes_back_in_the_middle_of_an_update_is_updated_t
         assert pool.held is None
 
 
-async def test_weights_that_nobody_took_are_not_given_to_those_that_come():
+async def test_weights_that_no_replica_loaded_are_not_loaded_by_an_added_one():
     a, late = Trained(), Trained()
     async with pooled(a) as pool:
         a.fault = RuntimeError("disk full")
@@ -360,7 +360,7 @@ async def test_weights_that_nobody_took_are_not_given_to_those_that_come():
         assert late.loaded == []
 
 
-async def test_without_any_replica_up_there_is_no_update():
+async def test_a_weight_update_without_a_live_replica_is_an_error():
     a = Trained()
     async with pooled(a) as pool:
         a.sick = lost()
@@ -443,7 +443,7 @@ async def test_a_call_that_keeps_its_tokens_is_streamed_only_where_a_whole_reply
 
 @pytest.mark.parametrize("tells", [False, True])
 @pytest.mark.parametrize("update", ["hold", "version", "weights"])
-async def test_after_an_update_calls_are_streamed_unless_replies_tell_their_versions(update, tells):
+async def test_after_an_update_calls_are_streamed_unless_the_engine_reports_versions(update, tells):
     a = Fake(info=replace(SERVER, tells_versions=tells))
     async with pooled(a) as pool:
         if update == "hold":

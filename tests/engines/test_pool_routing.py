@@ -365,7 +365,7 @@ async def test_the_only_replica_is_never_quarantined():
         assert state(pool, "a") == ReplicaState.LIVE
 
 
-async def test_a_call_that_its_lost_engine_ended_says_that_it_is_not_to_blame():
+async def test_a_call_aborted_by_the_loss_of_its_engine_is_marked_as_moved():
     a = Fake()
     async with pooled(a) as pool:
         a.gate.clear()
@@ -394,7 +394,7 @@ async def test_a_suspect_that_waits_for_its_turn_can_be_aborted():
         blame.end(other)
 
 
-async def test_a_call_that_its_caller_ended_does_not_say_so():
+async def test_a_call_aborted_by_its_caller_is_not_marked_as_moved():
     a = Fake()
     async with pooled(a) as pool:
         a.gate.clear()

@@ -65,7 +65,7 @@ async def test_the_logprob_mode_is_measured(mode, logits, found):
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
-async def test_a_model_that_is_always_sure_cannot_be_measured(mode):
+async def test_the_logprob_mode_of_a_deterministic_model_must_be_configured(mode):
     report = await probe(Softmax(mode, SURE))
     assert [one.what for one in report.missing] == ["logprob mode"]
     assert report.logprob_mode is LogprobMode.NONE
@@ -76,12 +76,12 @@ async def test_a_model_that_is_always_sure_cannot_be_measured(mode):
     assert "not measured" in found["logprob mode"]
 
 
-async def test_a_setting_that_measurement_contradicts_is_refused():
+async def test_a_configured_logprob_mode_that_measurement_contradicts_is_refused():
     report = await probe(Softmax("raw", FLAT), assume=LogprobMode.PROCESSED)
     assert "raw by measurement, processed by configuration" in report.missing[0].found
 
 
-async def test_the_scripted_engine_has_all_and_is_raw():
+async def test_the_scripted_engine_passes_the_probe_with_raw_logprobs():
     report = await probe(scripted_engine([{"fault": 500}]))
     assert report.usable
     assert (report.logprob_mode, report.token_in) == (LogprobMode.RAW, True)
@@ -133,7 +133,7 @@ def other_prompt(chunk):
         (other_prompt, ["token in"]),
     ],
 )
-async def test_what_is_missing_is_found_with_its_meaning_and_cure(change, missing):
+async def test_each_missing_capability_is_reported_with_its_meaning_and_fix(change, missing):
     report = await probe(Changed(change))
     assert [one.what for one in report.missing] == missing
     assert all(one.means and one.fix and one.found for one in report.missing)
@@ -182,7 +182,7 @@ async def test_the_prompt_of_the_probe_is_the_callers_choice():
     assert {one.prompt.json() for one in engine.requests} == {ArrayIds(np.array([3, 4])).json()}
 
 
-def test_requiring_says_what_is_missing_unless_text_is_enough():
+def test_require_raises_missing_capabilities_unless_allow_untokenized():
     lacking = Finding("logprobs", ok=False, needed=True, found="none", means="M.", fix="F.")
     extra = Finding("pairing", ok=False, needed=False, found="none", means="", fix="")
     report = ProbeReport((lacking, extra), LogprobMode.NONE, token_in=False, duration_s=0.1)

@@ -84,7 +84,7 @@ async def test_the_short_form_names_the_server_its_key_and_whether_text_will_do(
     assert {one["Authorization"] for one in stub.headers} == {"Bearer k"}
 
 
-async def test_what_a_server_can_do_is_found_by_asking_it(opened):
+async def test_the_start_reads_model_context_version_and_streaming_of_the_server(opened):
     served = {"version": "0.5.23", "incremental_streaming_output": True}
     stub, engine = await opened(server_info=served)
     info = await engine.start()
@@ -99,7 +99,7 @@ async def test_what_a_server_can_do_is_found_by_asking_it(opened):
     assert any("sampling_seed" in body["sampling_params"] for body in stub.bodies)
 
 
-async def test_an_older_server_is_asked_in_its_own_words(opened):
+async def test_an_older_sglang_server_is_used_without_the_fields_it_refuses(opened):
     def old(body):
         read = json.loads(body)
         sampling = read["sampling_params"]
@@ -138,17 +138,17 @@ async def test_an_older_server_is_asked_in_its_own_words(opened):
         ({"generate": 500}, "answered 500"),
     ],
 )
-async def test_what_cannot_be_trained_with_is_refused_with_its_reason(opened, replies, says):
+async def test_a_server_unfit_for_training_is_refused_with_its_reason(opened, replies, says):
     with pytest.raises(EngineError, match=says):
         await opened(**replies)
 
 
-async def test_a_model_that_it_has_not_is_named(opened):
+async def test_a_model_that_the_server_does_not_serve_is_refused_by_name(opened):
     with pytest.raises(EngineError, match="has no model 'other'"):
         await opened(options={"model": "other"})
 
 
-async def test_text_alone_is_taken_only_when_it_is_asked_for(opened):
+async def test_a_text_only_server_is_refused_without_allow_untokenized(opened):
     reply = {"text": "hello", "meta_info": {"finish_reason": {"type": "stop", "matched": 5}}}
     with pytest.raises(EngineError, match="sampled ids: none"):
         await opened(generate=reply)
@@ -159,7 +159,7 @@ async def test_text_alone_is_taken_only_when_it_is_asked_for(opened):
     assert (chunk.reply.content, len(chunk.output_ids)) == ("hello", 0)
 
 
-async def test_a_good_server_that_forgets_its_ids_is_refused(opened):
+async def test_a_reply_without_ids_from_a_server_that_passed_the_probe_is_an_error(opened):
     stub, engine = await opened()
     reply = {"text": "hello", "meta_info": {"finish_reason": {"type": "stop", "matched": 5}}}
     stub.replies["/generate"] = reply
@@ -167,7 +167,7 @@ async def test_a_good_server_that_forgets_its_ids_is_refused(opened):
         await collect(engine, request())
 
 
-async def test_a_mode_that_its_owner_vouches_for_is_held_against_measurement(opened):
+async def test_a_configured_logprob_mode_that_measurement_contradicts_is_refused(opened):
     with pytest.raises(EngineError, match="raw by measurement, processed by configuration"):
         await opened(options={"logprob_mode": LogprobMode.PROCESSED})
 
@@ -213,7 +213,7 @@ async def test_a_server_that_refuses_the_abort_is_disconnected(opened, reply):
     assert task.result()[-1].finish_reason is FinishReason.ABORT
 
 
-async def test_no_id_of_a_call_begins_another_ones(opened):
+async def test_no_request_id_is_a_prefix_of_another(opened):
     stub, engine = await opened()
     for name in ("r", "r-1"):
         await collect(engine, request(request_id=name))
@@ -286,7 +286,7 @@ async def test_new_weights_are_loaded_while_the_server_is_held(opened):
     assert engine.version == 7
 
 
-async def test_an_adapter_is_refused_before_anything_is_held(opened, tmp_path):
+async def test_a_lora_adapter_is_refused_without_a_request_to_the_server(opened, tmp_path):
     stub, engine = await opened(pause_generation=b"{}", update_weights_from_disk={"success": True})
     (tmp_path / ADAPTER).touch()
     asked = len(stub.bodies)
@@ -304,7 +304,7 @@ async def test_a_server_without_control_routes_cannot_be_held(opened):
     assert chunk.finish_reason is FinishReason.LENGTH
 
 
-async def test_waiting_holds_new_calls_until_ours_have_ended():
+async def test_pause_in_wait_mode_finishes_running_calls_and_holds_new_ones():
     inside = RecordingEngine(scripted_engine([{**TURN, "delay_s": 0.1}]))
     async with SglangServer(inside) as server:
         engine = SglangEngine(server.url)

@@ -41,7 +41,7 @@ DONE = {"finish_reason": {"type": "length", "length": 4}}
 # ---- what is asked
 
 
-def test_a_call_has_its_ids_its_budget_and_what_was_asked():
+def test_a_generate_request_has_prompt_ids_sampling_parameters_and_call_ids():
     wanted = Sampling(0.5, 0.9, 7, 11, 1, ("zz",), (5,), 3, 0.1, 0.2, 1.1, 0.3, {"5": -1.0})
     asked = body(sampling=wanted, session_id="s")
     assert asked["input_ids"] == PROMPT.tolist()
@@ -55,14 +55,14 @@ def test_a_call_has_its_ids_its_budget_and_what_was_asked():
     assert (asked["return_logprob"], asked["return_prompt_token_ids"]) == (True, True)
 
 
-def test_no_budget_means_what_the_context_leaves():
+def test_max_new_tokens_defaults_to_the_room_in_the_context():
     assert body(sampling=Sampling())["sampling_params"]["max_new_tokens"] == 1000
     short = body(sampling=Sampling(max_tokens=3, min_tokens=9))["sampling_params"]
     assert short["min_new_tokens"] == 3
 
 
 @pytest.mark.parametrize(("budget", "every"), [(10, 1), (2000, 8), (1_000_000, 32)])
-def test_a_stream_that_repeats_itself_comes_in_pieces_by_its_budget(budget, every):
+def test_the_stream_interval_of_cumulative_streams_grows_with_the_budget(budget, every):
     asked = body(stream=True, sampling=Sampling(max_tokens=budget))
     assert asked["sampling_params"]["stream_interval"] == every
     assert not asked["return_prompt_token_ids"]
@@ -70,7 +70,7 @@ def test_a_stream_that_repeats_itself_comes_in_pieces_by_its_budget(budget, ever
     assert "stream_interval" not in better["sampling_params"]
 
 
-def test_what_a_server_does_not_know_is_not_asked():
+def test_fields_that_the_server_does_not_support_are_not_sent():
     assert (
         "sampling_seed"
         not in body(ask=Ask("m", 9, seeds=False), sampling=Sampling(seed=1))["sampling_params"]
@@ -81,7 +81,7 @@ def test_what_a_server_does_not_know_is_not_asked():
 
 
 @pytest.mark.parametrize("schema", [{"type": "array"}, {}])
-def test_a_grammar_is_a_schema(schema):
+def test_a_json_schema_grammar_is_sent_on_the_generate_and_chat_routes(schema):
     asked = body(grammar={"json_schema": schema})
     assert json.loads(asked["sampling_params"]["json_schema"]) == (schema or {"type": "object"})
     chat = body(SglangRoute.CHAT, grammar={"json_schema": schema})
@@ -142,7 +142,7 @@ def test_a_piece_that_repeats_other_tokens_is_refused():
         read.read(piece([5, 67, 8], 3))
 
 
-def test_without_a_count_a_repeated_beginning_is_known():
+def test_cumulative_pieces_without_a_token_count_are_recognised_by_their_prefix():
     read = reading()
     read.read(piece([5, 6], ...))
     assert read.read(piece([5, 6, 7], ...)).output_ids.tolist() == [7]
@@ -151,20 +151,20 @@ def test_without_a_count_a_repeated_beginning_is_known():
     assert other.read(piece([7], ...)).output_ids.tolist() == [7]
 
 
-def test_logprobs_written_otherwise_the_second_time_are_read_by_their_place():
+def test_logprobs_of_a_cumulative_piece_are_matched_by_position():
     read = reading()
     read.read(piece([5], 1))
     reply = [[-5.00, 5, "five"], [-6.0, 6, None]]
     assert read.read(piece([5, 6], 2, output_token_logprobs=reply)).logprobs.tolist() == [-6.0]
 
 
-def test_ids_are_taken_from_logprobs_where_nothing_else_tells_them():
+def test_ids_are_read_from_logprobs_if_a_reply_has_no_id_list():
     reply = {"text": "x", "meta_info": {"output_token_logprobs": triples([5, 6]), **DONE}}
     chunk = reading().read(json.dumps(reply).encode())
     assert (chunk.output_ids.tolist(), chunk.logprobs.tolist()) == ([5, 6], [-5.0, -6.0])
 
 
-def test_messages_that_are_the_prompt_go_without_ids_and_with_their_tools():
+def test_a_chat_request_by_messages_is_sent_with_tools_and_without_ids():
     tools = [{"type": "function", "function": {"name": "f"}}]
     fields = {"messages": [{"role": "user", "content": "hi"}], "arguments": {"enable_thinking": 1}}
     made = body(SglangRoute.CHAT, tools=tools, calls=False, by_messages=True, **fields)
@@ -191,7 +191,7 @@ def test_messages_that_are_the_prompt_go_without_ids_and_with_their_tools():
         ({"finish_reason": 5}, "cannot be read"),
     ],
 )
-def test_what_cannot_be_used_is_refused(meta, says):
+def test_unusable_replies_are_refused_with_the_reason(meta, says):
     with pytest.raises(EngineError, match=says):
         reading().read(piece([5, 6], 2, **meta))
 
@@ -211,7 +211,7 @@ def test_a_failure_inside_a_stream_has_its_status(error, status, retryable):
     assert (caught.value.status, caught.value.retryable) == (status, retryable)
 
 
-def test_an_abort_for_a_cause_may_be_tried_again_or_not():
+def test_an_abort_with_an_error_status_is_retryable_by_that_status():
     for status, retryable in ((400, False), (429, True), (500, True)):
         reply = {"type": "abort", "message": "m", "status_code": status}
         with pytest.raises(EngineError) as caught:
@@ -219,12 +219,12 @@ def test_an_abort_for_a_cause_may_be_tried_again_or_not():
         assert (caught.value.status, caught.value.retryable) == (status, retryable)
 
 
-def test_a_reply_without_its_meta_info_has_gone_through_a_router():
+def test_a_reply_without_meta_info_is_refused_as_a_router_s():
     with pytest.raises(EngineError, match="router"):
         reading().read(b'{"text": "x"}')
 
 
-def test_versions_come_per_token_per_reply_or_not_at_all():
+def test_versions_are_read_per_token_or_per_reply_or_default_to_the_known_one():
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "9", "start": 1, "end": 2},
              {"version": "9", "start": 2, "end": 2}]  # fmt: skip
     reply = reading().read(piece([5, 6], 2, weight_versions=spans, **DONE))
@@ -272,7 +272,7 @@ def test_experts_that_are_no_rows_are_refused(experts, fault):
         reading(experts_shape=(2, 1)).read(piece([5], 1, routed_experts=experts, **DONE))
 
 
-def test_the_shape_of_experts_is_the_models():
+def test_the_shape_of_routed_experts_is_read_from_the_model_s_config():
     assert experts_shape({"num_hidden_layers": 3, "num_experts_per_tok": 2}) == (3, 2)
     nested = {"text_config": {"num_hidden_layers": 4, "num_experts_per_tok": 1}}
     assert experts_shape(nested) == (4, 1)
@@ -291,7 +291,7 @@ def test_a_chat_reply_is_read_as_the_server_parsed_it():
     assert (chunk.output_ids.tolist(), chunk.prompt_ids_json) == ([5], b"[1,2]")
 
 
-def test_text_alone_is_read_where_text_is_enough():
+def test_a_reply_of_text_alone_is_read_when_not_strict():
     reply = {"text": "hello", "meta_info": {"finish_reason": {"type": "stop", "matched": None}}}
     read = reading(strict=False)
     chunk = read.read(json.dumps(reply).encode())

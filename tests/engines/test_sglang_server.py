@@ -76,7 +76,7 @@ async def test_the_reply_has_no_field_that_was_not_requested(served):
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-async def test_streams_repeat_what_was_said_or_tell_what_is_new(served, incremental):
+async def test_streams_are_cumulative_or_incremental_as_configured(served, incremental):
     api = await served(incremental=incremental)
     parts = await api.events("/generate", ask(stream=True))
     last = parts[-1]["meta_info"]
@@ -89,7 +89,7 @@ async def test_streams_repeat_what_was_said_or_tell_what_is_new(served, incremen
     assert all(part["meta_info"]["finish_reason"] is None for part in parts[:-1])
 
 
-async def test_an_interval_makes_fewer_pieces(served):
+async def test_stream_interval_reduces_the_number_of_stream_pieces(served):
     api = await served()
     every = await api.events("/generate", ask())
     some = await api.events("/generate", ask(sampling={"stream_interval": 16}))
@@ -107,7 +107,7 @@ async def test_a_stop_string_is_trimmed_from_the_text_alone(served):
     assert kept["output_ids"] == body["output_ids"]
 
 
-async def test_prompt_logprobs_name_the_prompt(served):
+async def test_input_token_logprobs_have_the_prompt_s_ids(served):
     api = await served()
     body = await api.json("/generate", ask(logprob_start_len=0))
     assert [one for _, one, _ in body["meta_info"]["input_token_logprobs"]] == PROMPT
@@ -125,14 +125,14 @@ async def test_prompt_logprobs_name_the_prompt(served):
         (b"{broken", ""),
     ],
 )
-async def test_a_wrong_call_is_refused(served, body, says):
+async def test_an_invalid_generate_request_is_a_400_with_the_reason(served, body, says):
     api = await served()
     status, message = await api.error("/generate", body)
     assert status == 400
     assert says in message
 
 
-async def test_a_stream_tells_its_failure_in_an_event(served):
+async def test_a_stream_reports_its_failure_in_an_event(served):
     api = await served(scripted_engine([{"fault": 429}], context_length=200))
     for body, code in ((ask(), 429), (ask(sampling={"max_new_tokens": 9999}), 400)):
         (part,) = await api.events("/generate", body)
@@ -177,7 +177,7 @@ async def test_chat_formats_are_grammars(served, given, grammar):
     assert engine.requests[-1].grammar == grammar
 
 
-async def test_it_tells_what_it_is(served):
+async def test_info_routes_report_the_model_weight_version_and_context_length(served):
     api = await served(scripted_engine([TURN], model="m", context_length=500), incremental=True)
     about = await api.json("/model_info")
     assert about["weight_version"] == "default"
@@ -209,7 +209,7 @@ async def test_weights_get_versions_by_either_route(served, tmp_path):
     assert reply["meta_info"]["weight_versions"][0]["version"] == "9"
 
 
-async def test_calls_are_aborted_by_their_id_or_all_and_held(served):
+async def test_abort_pause_and_continue_routes_answer_200_and_unknown_modes_400(served):
     api = await served()
     assert (await api.post("/abort_request", {"rid": "none"}))[0] == 200
     assert (await api.post("/abort_request", {}))[0] == 200

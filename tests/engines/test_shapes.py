@@ -37,7 +37,7 @@ async def test_ids_logprobs_versions_and_end_are_those_of_the_engine(shape, stre
     assert all(chunk.finish_reason is None for chunk in chunks[:-1])
 
 
-async def test_it_says_what_the_server_is(shape):
+async def test_the_info_of_an_engine_client_is_that_of_its_server(shape):
     inside = scripted_engine([TURN], model="m", context_length=5000)
     await inside.set_version(4)
     async with shape.over(inside) as outside:
@@ -54,7 +54,7 @@ async def test_it_says_what_the_server_is(shape):
             assert isinstance(outside, contract)
 
 
-async def test_long_prompts_go_as_they_are(shape):
+async def test_prompts_of_20000_ids_are_sent_unchanged(shape):
     inside = InstantEngine()
     engine = RecordingEngine(inside)
     prompt = np.arange(20_000, dtype=np.int32) % 2000
@@ -65,7 +65,7 @@ async def test_long_prompts_go_as_they_are(shape):
     assert np.array_equal(ids_of(chunks), inside.output_ids)
 
 
-async def test_what_is_asked_of_sampling_arrives(shape):
+async def test_sampling_parameters_and_grammar_reach_the_server(shape):
     engine = RecordingEngine(scripted_engine([TURN]))
     wanted = Sampling(0.5, 0.9, 7, 11, 1, ("zz",), (5,), 3, 0.1, 0.2)
     grammar = {"json_schema": {"type": "object"}}
@@ -94,7 +94,7 @@ async def test_stop_strings_stop_tokens_and_budgets_end_replies(shape, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_aborted_call_ends_as_one_and_ends_the_engines_call(shape, stream):
+async def test_an_aborted_call_ends_with_finish_reason_abort_and_no_ids(shape, stream):
     inside = RecordingEngine(scripted_engine([{"delay_s": 60}]))
     async with shape.over(inside) as outside:
         inside.requests.clear()
@@ -109,7 +109,7 @@ async def test_an_aborted_call_ends_as_one_and_ends_the_engines_call(shape, stre
         assert len(ids_of(task.result())) == 0
 
 
-async def test_an_abort_keeps_what_a_stream_gave(shape):
+async def test_an_aborted_stream_keeps_its_tokens_logprobs_and_version(shape):
     inside = RecordingEngine(scripted_engine([{"content": "word " * 2000}]))
     async with shape.over(inside) as outside:
         made = request(stream=True, request_id="mine", sampling=Sampling(max_tokens=9000))
@@ -138,7 +138,7 @@ async def test_a_cancelled_call_ends_the_engines_call(shape, stream):
                 await asyncio.sleep(0.005)
 
 
-async def test_closing_ends_all_calls(shape):
+async def test_closing_an_engine_client_aborts_its_calls(shape):
     inside = RecordingEngine(scripted_engine([{"delay_s": 60}]))
     async with (
         shape.over(inside) as outside, asyncio.timeout(15), asyncio.TaskGroup() as group
@@ -182,7 +182,7 @@ async def gather(engine, got):
         got += chunk.output_ids.tolist()
 
 
-async def test_a_cut_comes_through_as_a_cut(shape):
+async def test_a_cut_reply_raises_cut_error_after_the_streamed_tokens(shape):
     async with shape.over(scripted_engine([{**TURN, "fault": "cut"}])) as outside:
         with pytest.raises(CutError):
             await collect(outside, request())
@@ -192,7 +192,7 @@ async def test_a_cut_comes_through_as_a_cut(shape):
     assert TOKENIZER.decode(got).startswith("<think>\nhm")
 
 
-async def test_many_calls_run_at_once(shape):
+async def test_64_concurrent_calls_over_http_all_finish(shape):
     inside = scripted_engine([{**TURN, "delay_s": 0.1}])
     async with (
         shape.over(inside) as outside, asyncio.timeout(15), asyncio.TaskGroup() as group
@@ -216,7 +216,7 @@ async def test_a_pause_holds_new_calls_until_it_is_over(shape):
             assert task.result()[-1].finish_reason is FinishReason.STOP
 
 
-async def test_an_engine_that_takes_no_weights_says_so(shape, tmp_path):
+async def test_a_weight_update_that_the_engine_does_not_support_is_an_error(shape, tmp_path):
     async with shape.over(scripted_engine([TURN])) as outside:
         with pytest.raises(EngineError):
             await outside.update_weights(tmp_path, 5)

@@ -39,7 +39,7 @@ def serving(spec, reply):
 
 
 @pytest.mark.parametrize("spec", FORMS)
-async def test_a_reply_becomes_the_logprob_of_each_id_and_the_likeliest(spec):
+async def test_a_scoring_reply_is_read_as_logprobs_and_top_logprobs_of_each_id(spec):
     async with serving(spec, FORMS[spec][1](IDS.tolist(), GIVEN)) as stub:
         found = await score(spec, stub)
     assert found.logprobs.tolist() == GIVEN.logprobs.tolist()
@@ -49,7 +49,7 @@ async def test_a_reply_becomes_the_logprob_of_each_id_and_the_likeliest(spec):
 
 
 @pytest.mark.parametrize("spec", FORMS)
-async def test_without_a_top_only_the_given_ids_are_asked_for(spec):
+async def test_top_0_returns_only_the_logprobs_of_the_given_ids(spec):
     none = Scores(GIVEN.logprobs, GIVEN.top_ids[:, :0], GIVEN.top_logprobs[:, :0])
     async with serving(spec, FORMS[spec][1](IDS.tolist(), none)) as stub:
         found = await score(spec, stub, top=0)
@@ -92,7 +92,7 @@ async def test_a_server_that_scores_no_prompt_is_refused(spec):
 
 
 @pytest.mark.parametrize("spec", FORMS)
-async def test_what_the_server_refuses_is_passed_on(spec):
+async def test_a_refusal_of_the_scoring_server_is_an_engine_error_with_its_message(spec):
     async with serving(spec, (400, {"error": {"message": "top_logprobs too large"}})) as stub:
         with pytest.raises(EngineError, match="top_logprobs too large"):
             await score(spec, stub)

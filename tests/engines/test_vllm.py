@@ -94,7 +94,7 @@ async def test_only_new_experts_are_asked_for_and_others_are_dropped(connected):
 
 @pytest.mark.parametrize("route", VllmRoute)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_over_http_an_engine_is_what_it_is_in_process(connected, route, stream):
+async def test_replies_over_http_equal_those_of_the_engine_in_process(connected, route, stream):
     inside = scripted_engine([TURN])
     await inside.set_version(3)
     outside = await connected(inside, route=route)
@@ -118,7 +118,7 @@ async def test_over_http_an_engine_is_what_it_is_in_process(connected, route, st
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_sixteen_thousand_ids_and_more_go_and_come_back(connected, stream):
+async def test_prompts_of_16384_and_200000_ids_are_sent_and_echoed_unchanged(connected, stream):
     for count in (16_384, 200_000):
         inside = InstantEngine()
         engine = RecordingEngine(inside)
@@ -131,7 +131,7 @@ async def test_sixteen_thousand_ids_and_more_go_and_come_back(connected, stream)
         assert np.array_equal(ids, inside.output_ids)
 
 
-async def test_what_is_asked_of_sampling_arrives(connected):
+async def test_sampling_parameters_and_grammar_reach_the_server_on_every_route(connected):
     engine = RecordingEngine(scripted_engine([TURN]))
     for route in VllmRoute:
         outside = await connected(engine, route=route)
@@ -165,7 +165,7 @@ async def test_faults_come_through_with_their_status(connected, fault, retryable
     assert (caught.value.status, caught.value.retryable) == (fault, retryable)
 
 
-async def test_a_cut_comes_through_as_a_cut(connected):
+async def test_a_cut_reply_raises_cut_error_after_the_streamed_tokens(connected):
     outside = await connected(scripted_engine([{**TURN, "fault": "cut"}]))
     with pytest.raises(CutError):
         await collect(outside, request())
@@ -237,7 +237,7 @@ async def test_leaving_a_stream_early_ends_the_engines_call(connected):
     await ended_early(inside)
 
 
-async def test_closing_ends_all_calls(connected):
+async def test_closing_an_engine_client_aborts_its_calls(connected):
     inside = RecordingEngine(scripted_engine([{"delay_s": 60}]))
     outside = await connected(inside)
     inside.requests.clear()
@@ -260,7 +260,7 @@ async def test_a_prompt_without_room_is_an_overflow_here_or_there(connected):
     assert (caught.value.prompt_tokens, caught.value.context_length) == (60, 64)
 
 
-async def test_many_calls_run_at_once(connected):
+async def test_150_concurrent_calls_over_http_all_finish(connected):
     outside = await connected(scripted_engine([{**TURN, "delay_s": 0.1}]))
     async with asyncio.timeout(15), asyncio.TaskGroup() as group:
         calls = [
@@ -270,7 +270,7 @@ async def test_many_calls_run_at_once(connected):
     assert {call.result()[-1].finish_reason for call in calls} == {FinishReason.STOP}
 
 
-async def test_the_reply_of_a_server_of_text_is_the_one_that_it_parsed():
+async def test_a_text_only_server_s_parsed_reply_is_used_whole_and_streamed():
     async with EngineServer(scripted_engine([TURN])) as server, Proxy(server).open_with() as opened:
         proxy, url = opened
         proxy.edit = without("token_ids", "prompt_token_ids", "logprobs")
@@ -292,7 +292,7 @@ async def test_the_reply_of_a_server_of_text_is_the_one_that_it_parsed():
 # ---- start
 
 
-async def test_it_says_what_the_server_is(connected):
+async def test_the_info_of_an_engine_client_is_that_of_its_server(connected):
     inside = scripted_engine([TURN], model="m", context_length=500)
     await inside.set_version(4)
     outside = await connected(inside)
@@ -326,7 +326,7 @@ async def test_end_tokens_come_from_the_models_own_files(stub, tmp_path):
     assert found == [(5,), (5, 6), (5,), ()]
 
 
-async def test_versions_and_models_are_optional_and_checked(stub, connected):
+async def test_the_server_s_version_is_read_and_an_unknown_model_name_refused(stub, connected):
     server = await stub(**{CHAT: honest(), "weight_info": {"weight_version": "12"}})
     assert (await (await connected(server.url)).start()).version == 12
     with pytest.raises(EngineError, match="has no model 'other'"):
@@ -344,7 +344,7 @@ async def test_versions_and_models_are_optional_and_checked(stub, connected):
         ({"data": None}, "lists no model"),
     ],
 )
-async def test_what_is_no_engine_is_refused(stub, connected, models, says):
+async def test_a_server_without_a_usable_model_list_is_refused(stub, connected, models, says):
     server = await stub(**{"v1/models": models})
     with pytest.raises(EngineError, match=says):
         await connected(server.url)
@@ -379,7 +379,7 @@ async def test_a_fresh_vllm_whose_weights_have_no_number_is_at_version_0(stub, c
     assert chunk.versions == (VersionSpan(6, 0, 2),)
 
 
-async def test_where_weights_can_change_the_route_that_tells_versions_comes_first(stub, connected):
+async def test_the_route_that_reports_versions_is_preferred_if_weights_can_change(stub, connected):
     replies = {CHAT: honest(), "inference/v1/generate": generate}
     fixed = await stub(**replies)
     assert taken(await connected(fixed.url)) == ["/v1/chat/completions"]
@@ -389,7 +389,7 @@ async def test_where_weights_can_change_the_route_that_tells_versions_comes_firs
     assert taken(await connected(closed.url)) == ["/v1/chat/completions"]
 
 
-async def test_the_first_route_that_gives_all_is_taken(stub, connected):
+async def test_the_first_route_that_passes_the_probe_is_used(stub, connected):
     server = await stub(**{CHAT: sampled([1, 2, 3]), "inference/v1/generate": generate})
     engine = await connected(server.url)
     (chunk,) = await collect(engine, request())
@@ -408,7 +408,7 @@ def text_only(body):
     return {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
 
 
-async def test_text_alone_is_taken_only_when_it_is_asked_for(stub, connected):
+async def test_a_text_only_server_is_refused_without_allow_untokenized(stub, connected):
     server = await stub(**{CHAT: text_only})
     with pytest.raises(EngineError, match="sampled ids: none"):
         await connected(server.url)
@@ -422,7 +422,7 @@ async def test_text_alone_is_taken_only_when_it_is_asked_for(stub, connected):
     assert "kv_transfer_params" not in server.bodies[-1]
 
 
-async def test_a_good_engine_stays_strict_where_text_would_do(stub, connected):
+async def test_a_reply_without_ids_from_a_server_that_passed_the_probe_is_an_error(stub, connected):
     server = await stub(**{CHAT: honest()})
     engine = await connected(server.url, allow_untokenized=True)
     server.replies["/" + CHAT] = text_only
@@ -430,7 +430,7 @@ async def test_a_good_engine_stays_strict_where_text_would_do(stub, connected):
         await collect(engine, request())
 
 
-async def test_a_mode_that_cannot_be_measured_can_be_vouched_for(stub, connected):
+async def test_a_logprob_mode_that_cannot_be_measured_can_be_configured(stub, connected):
     server = await stub(**{CHAT: honest(values=(0.0, 0.0))})
     with pytest.raises(EngineError, match="logprob mode: could not be measured"):
         await connected(server.url)
@@ -505,7 +505,7 @@ async def test_a_stream_that_goes_wrong_is_an_engine_error(turned, parts, kind, 
         await collect(engine, request(stream=True))
 
 
-async def test_a_stream_may_end_without_its_mark_once_it_is_whole(turned):
+async def test_a_stream_with_a_finish_reason_may_end_without_done(turned):
     first = {"prompt_token_ids": PROMPT.tolist(), "choices": [{"delta": {"role": "assistant"}}]}
     last = piece([8], finish_reason="stop", weight_versions=[{"version": 2, "start": 0, "end": 2}])
     usage = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 3}}}
@@ -516,14 +516,14 @@ async def test_a_stream_may_end_without_its_mark_once_it_is_whole(turned):
     assert (chunks[-1].versions, chunks[-1].cached_tokens) == ((VersionSpan(2, 0, 2),), 3)
 
 
-async def test_versions_come_from_here_where_replies_do_not_tell_them(turned):
+async def test_a_reply_without_versions_gets_the_version_of_set_version(turned):
     engine = await turned(honest())
     await engine.set_version(6)
     (chunk,) = await collect(engine, request())
     assert chunk.versions == (VersionSpan(6, 0, 2),)
 
 
-async def test_an_engine_that_is_gone_can_be_tried_again(connected):
+async def test_a_call_to_an_engine_that_is_gone_is_a_retryable_error(connected):
     server = EngineServer(scripted_engine([TURN]))
     async with server:
         engine = await connected(server.url)

@@ -44,7 +44,7 @@ def sees(stub, connected):
     return see
 
 
-async def test_the_render_route_tells_the_ids_and_the_places(sees):
+async def test_the_render_route_gives_prompt_ids_and_image_positions(sees):
     server, seen = await sees(**{RENDER: RENDERED})
     assert seen.ids.tolist() == RENDERED["token_ids"]
     assert seen.ids.dtype == np.int32
@@ -85,7 +85,7 @@ def one_image(metadata, name="a"):
     return {"token_ids": [5, 9, 9, 9], "features": features}
 
 
-async def test_what_the_processor_made_of_an_image_is_asked_once(stub, connected):
+async def test_the_processed_grid_of_an_image_is_requested_once(stub, connected):
     reply = one_image({"image": [AS_VLLM_PACKS]})
     server = await stub(**{CHAT: honest(), RENDER: reply})
     engine = await connected(server.url, route=VllmRoute.CHAT)
@@ -116,18 +116,18 @@ async def test_missing_or_unreadable_image_sizes_are_left_out(sees, metadata):
     assert seen.places == ({"start": 1, "length": 3},)
 
 
-async def test_a_number_that_is_no_tensor_is_itself(sees):
+async def test_image_metadata_that_is_a_plain_number_is_kept(sees):
     _, seen = await sees(**{RENDER: one_image({"image": [packed(patches={"data": 24})]})})
     assert seen.places[0]["grid"] == {"patches": 24}
 
 
-async def test_without_that_route_tokenize_tells_the_ids_alone(sees):
+async def test_a_server_without_a_render_route_gives_ids_by_tokenize_without_positions(sees):
     server, seen = await sees(tokenize={"count": 3, "max_model_len": 9, "tokens": [1, 2, 3]})
     assert (seen.ids.tolist(), seen.places) == ([1, 2, 3], ())
     assert len(server.bodies) == 2
 
 
-async def test_a_model_without_eyes_sees_nothing(sees):
+async def test_a_text_only_model_gives_no_image_prompt(sees):
     _, seen = await sees(**{RENDER: (400, BLIND)})
     assert seen is None
 
@@ -145,7 +145,7 @@ async def test_text_messages_have_no_image_places(sees):
         ({"token_ids": []}, "returns no ids"),
     ],
 )
-async def test_any_other_answer_is_an_error(sees, answer, why):
+async def test_an_unusable_answer_of_the_render_route_is_an_error(sees, answer, why):
     with pytest.raises(EngineError, match=why):
         await sees(**{RENDER: answer})
 
@@ -199,7 +199,7 @@ def folding(*, unfold):
         (500, True, False, True, "not found out"),
     ],
 )
-async def test_whether_ids_go_with_images_is_found_by_one(
+async def test_the_start_probes_whether_ids_can_be_sent_with_images(
     stub, connected, rendered, unfold, taken, ok, found
 ):
     replies = {"inference/v1/generate": folding(unfold=unfold), RENDER: rendered}
@@ -209,7 +209,7 @@ async def test_whether_ids_go_with_images_is_found_by_one(
     assert found in engine.report.findings[-1].found
 
 
-async def test_messages_without_images_are_sent_as_their_ids(stub, connected):
+async def test_text_messages_are_rendered_to_ids_by_the_render_route(stub, connected):
     replies = {RENDER: {"token_ids": [5, 6]}, "tokenize": {"tokens": [7]}}
     server = await stub(**{CHAT: honest(), **replies})
     engine = await connected(server.url, route=VllmRoute.CHAT)
@@ -219,7 +219,7 @@ async def test_messages_without_images_are_sent_as_their_ids(stub, connected):
     assert server.bodies[-1]["tool_choice"] == "none"
 
 
-async def test_a_server_that_cannot_render_calls_is_asked_for_that_once(stub, connected):
+async def test_a_missing_render_route_is_requested_only_once(stub, connected):
     server = await stub(**{CHAT: honest(), RENDER: 404, "tokenize": {"tokens": [7, 8]}})
     engine = await connected(server.url, route=VllmRoute.CHAT)
     server.bodies.clear()
@@ -229,7 +229,7 @@ async def test_a_server_that_cannot_render_calls_is_asked_for_that_once(stub, co
 
 
 @pytest.mark.parametrize(("reply", "status"), [(400, 400), (503, 503), ({"tokens": "x"}, None)])
-async def test_why_a_server_tells_no_prompt_is_said(stub, connected, reply, status):
+async def test_a_failed_render_request_keeps_its_http_status(stub, connected, reply, status):
     server = await stub(**{CHAT: honest(), RENDER: reply})
     engine = await connected(server.url, route=VllmRoute.CHAT)
     with pytest.raises(EngineError) as failed:

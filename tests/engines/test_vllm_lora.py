@@ -151,7 +151,7 @@ async def test_the_old_adapter_stays_where_the_new_one_is_refused(taking):
     assert asked(server)[-1] == taker.names[0]
 
 
-def test_an_adapter_is_a_folder_with_its_file(tmp_path):
+def test_a_lora_adapter_is_recognised_by_the_config_file_in_its_folder(tmp_path):
     assert not is_adapter(tmp_path)
     assert not is_adapter({"weight": 1})
     assert not is_adapter("/nowhere")

@@ -34,7 +34,9 @@ def without_tools(reply):
         ({"choices": []}, "reasoning not seen, tools yes"),
     ],
 )
-async def test_parsers_show_in_one_token(stub, reply, found):
+async def test_the_server_s_reasoning_and_tool_parsers_are_detected_by_one_token_calls(
+    stub, reply, found
+):
     server = await stub(**{CHAT: reply})
     client = EngineClient(server.url, api_key=None, timeout_s=30.0)
     finding = await find_parsers(client, "stub")

@@ -51,7 +51,7 @@ def test_a_chat_call_carries_its_ids_beside_a_stand_in_message():
     }  # fmt: skip
 
 
-def test_a_call_without_token_in_is_its_messages():
+def test_a_chat_call_without_token_input_sends_messages_and_tools():
     messages = [{"role": "user", "content": "hi"}]
     tools = [{"type": "function", "function": {"name": "f"}}]
     made = request(messages=messages, tools=tools, model="other", stream=True)
@@ -160,7 +160,9 @@ SENT = b"[5,6,7]"
         ({"prompt_token_ids": [5, 6, 9]}, b"[5,6,9]"),
     ],
 )
-def test_prompt_ids_that_are_those_sent_are_read_as_any_others(changes, reported):
+def test_reported_prompt_ids_are_read_alike_with_and_without_the_sent_prompt_at_hand(
+    changes, reported
+):
     of_choice = {name: value for name, value in changes.items() if name != "prompt_token_ids"}
     whole = sampled(PROMPT, **of_choice) | {"prompt_token_ids": PROMPT} | changes
     for separators in ((",", ":"), None):
@@ -172,7 +174,7 @@ def test_prompt_ids_that_are_those_sent_are_read_as_any_others(changes, reported
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_server_that_repeats_the_request_still_tells_its_own_prompt(before):
+def test_an_echoed_request_does_not_hide_the_reported_prompt_ids(before):
     own, echo = {"prompt_token_ids": [9, 9]}, {"kv_transfer_params": {"prompt_token_ids": PROMPT}}
     whole = echo | sampled(PROMPT) | own if before else sampled(PROMPT) | own | echo
     text = json.dumps(whole, separators=(",", ":")).encode()
@@ -181,7 +183,7 @@ def test_a_server_that_repeats_the_request_still_tells_its_own_prompt(before):
     assert read.chunk.prompt_ids_json == b"[9,9]"
 
 
-def test_a_prompt_that_ends_as_the_one_sent_is_another_one():
+def test_a_reported_prompt_with_the_same_tail_is_not_taken_for_the_sent_one():
     sent, used = [1, *range(10, 30)], [2, *range(10, 30)]
     whole = sampled(sent) | {"prompt_token_ids": used}
     text = json.dumps(whole, separators=(",", ":")).encode()
@@ -190,7 +192,7 @@ def test_a_prompt_that_ends_as_the_one_sent_is_another_one():
     assert chunk.prompt_ids_json == ArrayIds(np.array(used, np.int32)).json()
 
 
-def test_a_repeated_request_is_no_proof_where_the_server_tells_no_prompt():
+def test_an_echoed_request_does_not_count_as_reported_prompt_ids():
     whole = {"kv_transfer_params": {"prompt_token_ids": PROMPT}} | sampled(PROMPT)
     whole["prompt_token_ids"] = None
     text = json.dumps(whole, separators=(",", ":")).encode()
@@ -213,7 +215,7 @@ def test_long_stop_texts_are_not_kept_for_later_calls():
         tracemalloc.stop()
 
 
-def test_the_token_routes_logprobs_name_ids_as_numbers():
+def test_logprobs_with_numeric_token_ids_are_paired_and_mismatches_refused():
     entries = [{"token_id": 7, "logprob": -1.0}, {"token_id": 8, "logprob": -2.0}]
     assert reading(logprobs={"content": entries}).paired
     entries[1]["token_id"] = 9
@@ -226,7 +228,7 @@ def test_the_token_routes_logprobs_name_ids_as_numbers():
         st.tuples(st.integers(0, 2**31 - 1), st.floats(-99, 0, width=32)), min_size=1, max_size=9
     )
 )
-def test_ids_that_are_numbers_in_the_logprobs_too_are_read_as_any_others(pairs):
+def test_numeric_ids_in_logprobs_are_read_alike_from_compact_and_spaced_json(pairs):
     entries = [{"token_id": id_, "logprob": value} for id_, value in pairs]
     ids = [id_ for id_, _ in pairs]
     for compact in (True, False):
@@ -243,13 +245,13 @@ def test_completions_have_parallel_lists():
     assert (read.chunk.logprobs.tolist(), read.paired, read.text) == ([-1.0, -2.0], True, "hi")
 
 
-def test_tokens_named_by_text_cannot_be_paired_and_say_so():
+def test_logprobs_named_by_token_text_are_reported_as_unpaired():
     entries = [{"token": "a", "logprob": -1.0}, {"token": "b", "logprob": -2.0}]
     assert reading(logprobs={"content": entries}).paired is None
 
 
 @given(st.lists(st.integers(0, 99), min_size=2, max_size=8, unique=True))
-def test_a_shift_of_equal_length_is_always_seen(ids):
+def test_logprobs_shifted_by_one_token_are_refused(ids):
     entries = [{"token": f"token_id:{i}", "logprob": -1.0} for i in [*ids[1:], ids[0]]]
     with pytest.raises(EngineError, match="belong to other ids"):
         reading(ids=ids, logprobs={"content": entries})
@@ -282,7 +284,7 @@ def numbered(id_):
         ({"weight_versions": [{"version": "v2", "start": 0, "end": 2}]}, "'v2' is no number"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_refused(changes, says):
+def test_unusable_replies_are_refused_with_the_reason(changes, says):
     with pytest.raises(EngineError, match=says):
         reading(**changes)
 
@@ -299,7 +301,7 @@ def test_an_error_in_a_stream_can_be_tried_again():
     assert caught.value.retryable
 
 
-def test_tokens_of_weights_without_a_version_carry_the_one_that_is_known():
+def test_tokens_of_unnamed_weights_get_the_last_known_version():
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "9", "start": 1, "end": 2}]
     reply = json.dumps(sampled(PROMPT, weight_versions=spans)).encode()
     assert read_answer(reply).spans == (VersionSpan(0, 0, 1), VersionSpan(9, 1, 2))
@@ -325,7 +327,7 @@ def test_versions_stop_strings_extras_and_cache_hits_are_read():
     assert read.cached_tokens == 2
 
 
-def test_a_usage_chunk_has_no_chunk():
+def test_a_usage_event_yields_no_tokens_chunk():
     read = read_answer(b'{"choices":[],"usage":{"prompt_tokens":3}}')
     assert (read.chunk, read.cached_tokens) == (None, 0)
 
@@ -335,7 +337,7 @@ def test_a_reply_without_ids_has_none():
     assert (len(read.chunk.output_ids), read.has_ids) == (0, False)
 
 
-def test_what_an_engine_parsed_is_collected_over_pieces():
+def test_parsed_text_reasoning_and_calls_are_joined_across_stream_events():
     pieces = [
         {"reasoning": "h", "content": None},
         {"reasoning": "m", "content": "a"},

@@ -5,7 +5,7 @@ from bridle.engines import vllm_schemas
 from bridle.types import FinishReason, Sampling
 
 
-def test_sampling_fields_become_ours():
+def test_openai_sampling_fields_are_read_into_sampling():
     body = (
         b'{"messages":[],"temperature":0.5,"top_p":0.9,"top_k":5,"max_tokens":7,"min_tokens":1,'
         b'"stop":["a","b"],"stop_token_ids":[3],"seed":1,"presence_penalty":0.1,'
@@ -33,10 +33,10 @@ def test_null_counts_as_not_sent(raw, absent):
     assert (read.tools in vllm_schemas.ABSENT) is absent
 
 
-def test_usage_is_wanted_where_the_options_say_so():
+def test_include_usage_in_stream_options_requests_usage():
     body = b'{"messages":[],"stream_options":{"include_usage":true}}'
     assert msgspec.json.decode(body, type=vllm_schemas.ChatRequest).usage_wanted
 
 
-def test_every_way_to_end_has_a_name_here():
+def test_every_finish_reason_has_a_vllm_name():
     assert set(vllm_schemas.FINISH.values()) == set(FinishReason)

@@ -34,7 +34,7 @@ async def requests_sent(stub, source, **replies):
     return server.bodies
 
 
-async def test_a_server_loads_resets_its_cache_and_gets_its_version(stub, tmp_path):
+async def test_loading_weights_calls_reload_cache_reset_and_version_routes_in_order(stub, tmp_path):
     folder = model(tmp_path / "a")
     command = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
     assert await requests_sent(stub, folder) == [command, None, {"new_version": "7"}]
@@ -45,18 +45,18 @@ async def test_a_folder_that_only_the_server_sees_is_passed_on(stub):
     assert command["kwargs"] == {"weights_path": "/nowhere/here"}
 
 
-async def test_a_server_without_these_routes_says_how_it_is_to_be_started(stub, tmp_path):
+async def test_a_server_without_weight_routes_is_an_error_that_names_dev_mode(stub, tmp_path):
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1") as caught:
         await requests_sent(stub, model(tmp_path / "a"), collective_rpc=404)
     assert not isinstance(caught.value, WeightsLostError)
 
 
-async def test_a_server_that_failed_half_way_has_no_weights_any_more(stub, tmp_path):
+async def test_a_reload_that_failed_on_the_server_raises_weights_lost_error(stub, tmp_path):
     with pytest.raises(WeightsLostError, match="start it anew"):
         await requests_sent(stub, model(tmp_path / "a"), collective_rpc=500)
 
 
-async def test_a_server_that_is_not_there_has_lost_nothing(tmp_path):
+async def test_an_unreachable_server_is_a_retryable_error_and_not_weights_lost(tmp_path):
     client = EngineClient("http://127.0.0.1:9", api_key=None, timeout_s=1)
     try:
         with pytest.raises(EngineError) as caught:
@@ -67,7 +67,7 @@ async def test_a_server_that_is_not_there_has_lost_nothing(tmp_path):
     assert caught.value.retryable
 
 
-def test_a_folder_that_cannot_be_meant_is_refused_before_anything_is_changed(tmp_path):
+def test_a_folder_without_weights_or_of_another_model_shape_is_refused(tmp_path):
     served = model(tmp_path / "served")
     check_folder(model(tmp_path / "good"), served)
     check_folder(model(tmp_path / "old", weights="pytorch_model.bin"), served)
@@ -82,7 +82,7 @@ def test_a_folder_that_cannot_be_meant_is_refused_before_anything_is_changed(tmp
     check_folder(tmp_path / "big", served)
 
 
-def test_a_probe_tells_whether_weights_can_be_put_in_and_which_flag_it_takes(tmp_path):
+def test_the_probe_reports_whether_weights_can_be_loaded_and_the_flag_to_enable_it(tmp_path):
     assert "VLLM_SERVER_DEV_MODE=1" in weights_finding(served=None, routes=False).fix
     assert not weights_finding(served=None, routes=False).needed
     assert weights_finding(served=None, routes=True).ok
