@@ -39,7 +39,7 @@ logger: {log_dir: x}
 
 @pytest.mark.train
 @pytest.mark.timeout(300)  # 20 s of a core of one's own
-def test_nemo_rls_example_trains_on_real_sessions_and_goes_on_from_its_checkpoint(tmp_path):
+def test_the_nemo_rl_example_trains_on_real_sessions_and_resumes_from_its_checkpoint(tmp_path):
     from examples.demo.lookups import lookups
     from examples.demo.policy import lookup_task
 

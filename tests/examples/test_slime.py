@@ -46,7 +46,7 @@ def run(tmp_path, *options):
 
 @pytest.mark.timeout(300)  # 15 s of a core of its own
 @pytest.mark.parametrize("options", [("--rollout-num-gpus", "4"), ("--colocate",)])
-def test_the_script_starts_the_trainer_which_gets_samples_of_real_sessions(tmp_path, options):
+def test_the_slime_example_starts_a_trainer_that_gets_samples_of_real_sessions(tmp_path, options):
     said = run(tmp_path, *options)
     assert said["samples"] == [4, 4]
     assert said["touches"] == []

@@ -49,7 +49,9 @@ def arguments(tmp_path):
 
 @pytest.mark.parametrize("trainer", ["slime", "verl"])
 @pytest.mark.parametrize("harness", ["codex", "claude_code", "qwen_code", "pi"])
-def test_a_dry_run_writes_all_that_the_programs_read(run, arguments, tmp_path, harness, trainer):
+def test_a_swe_grpo_dry_run_writes_tasks_commands_and_valid_scripts(
+    run, arguments, tmp_path, harness, trainer
+):
     chosen = ["--harness", harness, "--trainer", trainer, "--count", "2"]
     assert run.main([*arguments, *chosen]) == 0
     folder = tmp_path / "out" / f"{harness}-{trainer}"
@@ -69,7 +71,7 @@ def test_a_dry_run_writes_all_that_the_programs_read(run, arguments, tmp_path, h
     assert any("bridle.bridges" in word or "bridle_server=" in word for word in command)
 
 
-def test_the_papers_numbers_reach_the_trainers(run, arguments, tmp_path):
+def test_the_paper_s_hyperparameters_are_in_the_trainer_commands(run, arguments, tmp_path):
     for trainer in ("slime", "verl"):
         assert run.main([*arguments, "--harness", "pi", "--trainer", trainer, "--count", "2"]) == 0
     slime, verl = (
@@ -86,13 +88,13 @@ def test_the_papers_numbers_reach_the_trainers(run, arguments, tmp_path):
         assert word in verl
 
 
-def test_a_task_that_trains_is_not_held_out(run, arguments, tmp_path, capsys):
+def test_a_training_task_among_the_held_out_ones_is_refused(run, arguments, tmp_path, capsys):
     (tmp_path / "held-out.json").write_text((tmp_path / "swe.json").read_text())
     assert run.main([*arguments, "--harness", "pi", "--trainer", "slime", "--count", "2"]) == 1
     assert "org__repo-0: it is held out, and trains" in capsys.readouterr().err
 
 
-def test_wrong_arguments_are_reported_and_nothing_is_started(run, arguments, capsys):
+def test_wrong_swe_grpo_arguments_are_reported_with_exit_code_1(run, arguments, capsys):
     assert run.main([*arguments, "--harness", "pi", "--trainer", "slime"]) == 1
     assert "2 tasks, not 293" in capsys.readouterr().err
     wrong = [*arguments[2:], "--tasks", "nowhere.json", "--harness", "pi", "--trainer", "verl"]
@@ -100,7 +102,7 @@ def test_wrong_arguments_are_reported_and_nothing_is_started(run, arguments, cap
     assert "no such file" in capsys.readouterr().err
 
 
-def test_without_a_dry_run_hardware_and_weights_are_looked_for(run, arguments, capsys):
+def test_swe_grpo_without_a_dry_run_fails_when_model_weights_are_missing(run, arguments, capsys):
     chosen = [*arguments[:-1], "--count", "2", "--harness", "pi", "--trainer", "slime"]
     assert run.main(chosen) == 1
     assert "no model in models/Qwen3.5-4B" in capsys.readouterr().err
@@ -109,7 +111,7 @@ def test_without_a_dry_run_hardware_and_weights_are_looked_for(run, arguments, c
 @pytest.mark.train
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
-def test_verl_knows_every_setting_and_starts_the_agent_loop(run, arguments, tmp_path):
+def test_verl_accepts_the_swe_grpo_settings_and_starts_the_agent_loop(run, arguments, tmp_path):
     import hydra
 
     from bridle.bridges.remote import open_server

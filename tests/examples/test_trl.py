@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.train
 @pytest.mark.timeout(300)
-def test_trls_example_trains_and_goes_on_from_its_checkpoint(tmp_path):
+def test_the_trl_example_trains_and_resumes_from_its_checkpoint(tmp_path):
     from examples.demo.lookups import lookups
     from examples.demo.policy import lookup_task
     from tests.cli.models import untrained

@@ -52,7 +52,9 @@ def settings(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_the_script_writes_verls_data_set_and_starts_it_with_the_agent_loop(settings, tmp_path):
+def test_the_verl_example_writes_the_data_set_and_starts_verl_with_the_agent_loop(
+    settings, tmp_path
+):
     rows = pq.read_table(tmp_path / "out" / "prompts.parquet").to_pylist()
     assert [row["extra_info"]["task_id"] for row in rows] == ["a", "b"]
     assert settings[-1] == "trainer.nnodes=2"
@@ -63,7 +65,7 @@ def test_the_script_writes_verls_data_set_and_starts_it_with_the_agent_loop(sett
 @pytest.mark.train
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
-def test_verl_knows_the_settings_of_its_example(settings):
+def test_verl_accepts_the_settings_of_its_example(settings):
     import hydra
 
     from bridle.bridges.remote import open_server

@@ -18,13 +18,13 @@ from examples.demo import light_agent
         ('{"path": "a"}', "no such file"),
     ],
 )
-def test_odd_arguments_never_end_it(tmp_path, arguments, result):
+def test_malformed_tool_arguments_never_crash_the_light_agent(tmp_path, arguments, result):
     (tmp_path / "a").write_text("41")
 
     assert light_agent.read(tmp_path, arguments) == result
 
 
-def test_it_needs_only_the_standard_library():
+def test_the_light_agent_needs_only_the_standard_library():
     code = "import examples.demo.light_agent, sys; print('aiohttp' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
 

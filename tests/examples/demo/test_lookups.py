@@ -3,14 +3,14 @@
 from examples.demo.lookups import lookups, weak_script, write_files
 
 
-def test_another_seed_gives_fresh_tasks_and_the_same_seed_the_same():
+def test_lookup_tasks_are_determined_by_the_seed():
     first = list(lookups(20, seed=1))
 
     assert first == list(lookups(20, seed=1))
     assert first != list(lookups(20, seed=2))
 
 
-def test_the_answer_is_the_number_in_the_file_that_is_asked_for(tmp_path):
+def test_the_answer_of_a_lookup_task_is_the_number_in_its_file(tmp_path):
     for task in lookups(10, seed=3):
         write_files(task, tmp_path / task.task_id)
 
@@ -18,13 +18,13 @@ def test_the_answer_is_the_number_in_the_file_that_is_asked_for(tmp_path):
         assert f'"{task.thing}"' in task.instruction
 
 
-def test_no_instruction_is_part_of_another_so_a_script_tells_them_apart():
+def test_no_lookup_instruction_is_a_substring_of_another():
     texts = [task.instruction for task in lookups(120, seed=4)]
 
     assert not any(a in b for a in texts for b in texts if a is not b)
 
 
-def test_the_demonstrator_is_right_about_one_time_in_seven():
+def test_the_lookup_demonstrator_is_right_about_one_time_in_seven():
     tasks = list(lookups(2000, seed=5))
     conversations = weak_script(tasks, seed=5)["conversations"]
     right = sum(

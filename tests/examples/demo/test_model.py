@@ -4,7 +4,7 @@ from examples.demo.model import demo_model
 from examples.demo.recipe import recipe_digest
 
 
-def test_a_model_that_is_there_is_taken_as_it_is(tmp_path, monkeypatch):
+def test_a_cached_demo_model_is_reused_unchanged(tmp_path, monkeypatch):
     monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path))
     folder = tmp_path / "demo-model" / recipe_digest()
     folder.mkdir(parents=True)

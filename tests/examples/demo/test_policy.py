@@ -15,7 +15,7 @@ from bridle.cli.terminal import console
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_every_session_is_accounted_for_and_the_rate_is_what_was_scored(tmp_path):
+def test_the_demo_accounts_for_every_token_and_reports_the_mean_reward(tmp_path):
     model = untrained(tmp_path / "model")
     part = policy_part(tmp_path / "policy", 3, model)
     written, before = io.StringIO(), console.file
@@ -36,7 +36,7 @@ def test_every_session_is_accounted_for_and_the_rate_is_what_was_scored(tmp_path
     assert "per_request:" in written.getvalue()
 
 
-def test_a_session_that_failed_is_forked_at_its_last_turn(tmp_path):
+def test_the_demo_forks_a_failed_session_at_its_last_turn(tmp_path):
     [lookup] = lookups(1, seed=3)
     call = {"name": "cat", "arguments": {"name": lookup.thing}}
     turns = [{"tool_calls": [call]}, {"content": "wrong"}]

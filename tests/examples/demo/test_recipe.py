@@ -30,7 +30,7 @@ def few(settings: SftSettings) -> SftSettings:
     return settings.model_copy(update={"max_steps": 12, "warmup_steps": 1})
 
 
-def test_the_folder_is_a_model_with_tokenizer_template_and_end_token(examples, tmp_path):
+def test_the_demo_model_folder_has_weights_tokenizer_template_and_end_token(examples, tmp_path):
     result = []
 
     folder = make_demo_model(
@@ -50,7 +50,7 @@ def test_the_folder_is_a_model_with_tokenizer_template_and_end_token(examples, t
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_the_same_examples_give_the_same_weights_in_any_order(examples, tmp_path):
+def test_the_demo_model_s_weights_do_not_depend_on_the_order_of_examples(examples, tmp_path):
     weights = []
     for name in ("a", "b"):
         lines = examples.read_text().splitlines(keepends=True)
@@ -62,7 +62,7 @@ def test_the_same_examples_give_the_same_weights_in_any_order(examples, tmp_path
     assert torch.equal(*weights)
 
 
-def test_examples_that_cannot_be_used_leave_no_folder(tmp_path):
+def test_invalid_examples_leave_no_demo_model_folder(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps({"input_ids": [1, 2, 99_999, 3], "loss_mask": [0, 0, 1, 1]}) + "\n")
 
@@ -72,7 +72,7 @@ def test_examples_that_cannot_be_used_leave_no_folder(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-def test_the_digest_names_the_recipe():
+def test_the_recipe_digest_is_12_stable_alphanumeric_characters():
     assert recipe_digest() == recipe_digest()
     assert len(recipe_digest()) == 12
     assert recipe_digest().isalnum()

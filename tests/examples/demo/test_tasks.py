@@ -22,7 +22,7 @@ def run(command: str, cwd: Path, env: dict[str, str]) -> int:
 
 
 @pytest.mark.parametrize("task", demo_tasks(), ids=lambda task: task.task_id)
-def test_a_checker_fails_before_and_passes_after_the_known_solution(task, tmp_path):
+def test_each_demo_task_s_checker_fails_before_and_passes_after_the_solution(task, tmp_path):
     home = write_task(task, tmp_path)
     spec = tomllib.loads((home / "task.toml").read_text())
     setup, env = spec["runtime"]["prepare"][1]["command"], spec["runtime"]["env"]
@@ -39,7 +39,7 @@ def test_a_checker_fails_before_and_passes_after_the_known_solution(task, tmp_pa
     assert (solved, after) == (0, 0)
 
 
-def test_the_set_is_large_varied_and_the_same_for_the_same_seed():
+def test_the_demo_task_set_has_40_or_more_tasks_and_is_determined_by_the_seed():
     tasks = demo_tasks()
 
     assert len({task.task_id for task in tasks}) == len(tasks) >= 40
@@ -48,7 +48,7 @@ def test_the_set_is_large_varied_and_the_same_for_the_same_seed():
     assert [t.instruction for t in tasks] != [t.instruction for t in demo_tasks(seed=1)]
 
 
-def test_a_written_task_is_a_valid_task_file(tmp_path):
+def test_a_written_demo_task_is_a_valid_task_file(tmp_path):
     for task in demo_tasks(11):
         home = write_task(task, tmp_path)
         spec = Task.model_validate(tomllib.loads((home / "task.toml").read_text()))
@@ -57,7 +57,7 @@ def test_a_written_task_is_a_valid_task_file(tmp_path):
         assert spec.evaluator.strategy == "command"
 
 
-def test_the_shipped_set_is_what_the_generator_makes(tmp_path):
+def test_the_shipped_demo_tasks_equal_the_generated_ones(tmp_path):
     for task in demo_tasks():
         write_task(task, tmp_path)
     made = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -67,7 +67,7 @@ def test_the_shipped_set_is_what_the_generator_makes(tmp_path):
     assert shipped == made
 
 
-def test_the_script_solves_each_task_in_both_harnesses():
+def test_the_demo_script_has_a_conversation_per_task_for_each_of_two_harnesses():
     tasks = demo_tasks(3)
     conversations = demo_script(tasks)["conversations"]
 

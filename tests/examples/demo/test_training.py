@@ -12,7 +12,7 @@ from bridle.cli.terminal import console
 
 
 @pytest.mark.timeout(180)
-def test_the_summary_says_before_and_after_on_the_same_fresh_tasks(tmp_path):
+def test_the_demo_s_training_summary_has_success_rates_before_and_after(tmp_path):
     model = untrained(tmp_path / "model")
     lines = [{"task_id": f"q{n}", "reward": [1.0, 0.0, None][n]} for n in range(3)]
     written, before = io.StringIO(), console.file
@@ -40,7 +40,7 @@ def test_the_summary_says_before_and_after_on_the_same_fresh_tasks(tmp_path):
 
 @pytest.mark.train
 @pytest.mark.timeout(1200)
-def test_a_short_training_of_the_demo_model_raises_its_success(tmp_path):
+def test_a_short_training_of_the_demo_model_raises_its_reward(tmp_path):
     model = demo_model()
     lines = [{"task_id": f"q{n}", "reward": float(n % 6 == 0)} for n in range(64)]
 
