@@ -15,7 +15,9 @@ pytestmark = pytest.mark.long
 @pytest.mark.parametrize(
     ("attack", "expected"), [(bomb, {413}), (one_letter, {413}), (values, {413, 200})]
 )
-async def test_the_largest_attacks_are_refused_beside_a_bystander(attack, expected, tmp_path):
+async def test_oversized_requests_are_refused_while_other_calls_succeed_in_bounded_memory(
+    attack, expected, tmp_path
+):
     async with attacked(tmp_path) as (on, _):
         assert await on.post(on.bystander, body_of("go")) == 200
         before = on.memory("VmRSS")

@@ -22,7 +22,7 @@ CURVE = [
 ]
 
 
-def test_costs_lie_on_the_line_between_two_evaluations():
+def test_costs_to_a_success_rate_are_interpolated_between_evaluations():
     assert reached(CURVE, 0.3, "sampled") == pytest.approx(50)
     assert reached(CURVE, 0.6, "sampled") == pytest.approx(300)
     assert reached(CURVE, 0.95, "sampled") == math.inf
@@ -32,12 +32,12 @@ def test_costs_lie_on_the_line_between_two_evaluations():
     assert at_cost(CURVE, 500, "sampled") == 0.9
 
 
-def test_an_interval_is_student_s():
+def test_a_printed_interval_is_student_s_t_interval():
     assert interval([1.0, 2.0, 3.0, 4.0, 5.0], ".2f") == "3.00 ± 1.96"
     assert interval([1.0, math.inf]) == "1 of 2 not reached"
 
 
-def test_a_run_that_is_there_is_not_done_again(tmp_path):
+def test_a_benchmark_run_with_a_stored_result_is_not_repeated(tmp_path):
     made = iter(range(9))
     for _ in range(2):
         results = Results(tmp_path / "runs" / "runs.jsonl")
@@ -48,7 +48,9 @@ def test_a_run_that_is_there_is_not_done_again(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_a_teacher_teaches_and_the_table_has_both_ways(tmp_path, capsys):
+def test_the_teacher_benchmark_trains_with_grpo_and_distillation_and_prints_a_table(
+    tmp_path, capsys
+):
     model = untrained(tmp_path / "model")
     teach(
         f"--seeds 0 --steps 1 --every 1 --teacher-steps 1 --taught-steps 1 --fresh 2 "
@@ -67,7 +69,7 @@ def test_a_teacher_teaches_and_the_table_has_both_ways(tmp_path, capsys):
 
 
 @pytest.mark.timeout(120)
-def test_a_walk_that_forks_at_its_decisive_turn_samples_the_rest_alone(tmp_path):
+def test_a_walk_forked_at_its_decisive_turn_replays_earlier_turns_exactly(tmp_path):
     [walk] = walks(1, seed=4)
     script = tmp_path / "script.json"
     turns = demonstration(walk, random.Random(0))
@@ -88,7 +90,7 @@ def test_a_walk_that_forks_at_its_decisive_turn_samples_the_rest_alone(tmp_path)
 
 
 @pytest.mark.timeout(120)
-def test_trees_and_flat_groups_are_trained_and_tabled(tmp_path, capsys):
+def test_the_tree_benchmark_trains_trees_and_flat_groups_and_prints_a_table(tmp_path, capsys):
     grow_trees(
         f"--seeds 0 --ways flat decisive --steps 2 --fresh 1 --groups 1 "
         f"--demonstrations 2 --sft-steps 1 1 --out {tmp_path}".split()
@@ -103,7 +105,7 @@ def test_trees_and_flat_groups_are_trained_and_tabled(tmp_path, capsys):
     assert "| `decisive` | 1 |" in capsys.readouterr().out
 
 
-def test_in_a_table_of_choices_trees_gain_by_more_updates_and_not_by_as_large_ones():
+def test_trees_reach_the_goal_with_fewer_turns_by_more_updates_of_smaller_batches():
     table = Table(13, 10)
     flat = table.turns_to_goal("flat", 2, 0.8)
     assert table.turns_to_goal("decisive", 2, 0.8) < flat / 2

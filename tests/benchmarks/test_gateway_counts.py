@@ -36,14 +36,14 @@ def check(way: Way, counted: int, *, paced: bool = False) -> None:
 
 
 @pytest.mark.parametrize("way", COUNTED, ids=str)
-def test_a_linear_turn_takes_no_more_function_calls(way):
+def test_a_linear_gateway_turn_takes_no_more_function_calls_than_recorded(way):
     check(way, COUNTED[way])
 
 
-def test_a_token_that_comes_alone_takes_no_more_function_calls_in_a_live_stream():
+def test_a_live_stream_of_single_tokens_takes_no_more_function_calls_than_recorded():
     check(Way("anthropic", "live"), 17_448, paced=True)
 
 
-def test_calls_of_a_turn_do_not_grow_with_the_context():
+def test_function_calls_of_a_gateway_turn_do_not_grow_with_the_context():
     short, long = (calls_a_turn(Way("chat"), context=size).calls for size in (2_000, 16_000))
     assert abs(long - short) <= 0.05 * short, "eight times the context"

@@ -28,11 +28,11 @@ ROOT = Path(__file__).parents[2]
         ("CPU", None),
     ],
 )
-def test_a_peak_is_reported_only_for_a_known_device(name, peak):
+def test_peak_flops_are_reported_for_known_devices_only(name, peak):
     assert gpu.peak_of(name) == peak
 
 
-def test_the_arithmetic_is_what_torch_counts():
+def test_computed_training_flops_equal_torch_s_count():
     model = tiny_model()
     config = model.config
     one = trace([2] * 30, [3] * 10)
@@ -47,7 +47,7 @@ def test_the_arithmetic_is_what_torch_counts():
 
 @pytest.mark.train
 @pytest.mark.timeout(300)
-def test_it_runs_whole_on_a_cpu_beside_trl():
+def test_the_gpu_benchmark_runs_on_a_cpu_and_reports_bridle_and_trl():
     alone = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "benchmarks.gpu"]
     done = subprocess.run(
@@ -78,7 +78,7 @@ def test_it_runs_whole_on_a_cpu_beside_trl():
             assert row["fidelity"]["rms"] < (2e-4 if exact else 0.1)
 
 
-def test_rows_of_a_precision_or_trainer_can_be_left_out():
+def test_the_gpu_benchmark_measures_only_the_chosen_dtypes_and_trainers():
     [row] = gpu.measure("toy", 64, ["float32"], ["bridle"])["updates"]
     assert (row["trainer"], row["dtype"]) == ("bridle", "float32")
     assert row["fidelity"]["faithful"]

@@ -21,7 +21,7 @@ SMALL = Fleet(nodes=4, slots=8, mean_s=100.0, costs=FREE)
     seed=st.integers(0, 99),
 )
 @settings(max_examples=25)
-def test_every_session_ends_once_when_servers_and_nodes_die(
+def test_every_simulated_session_ends_once_when_nodes_die(
     nodes, slots, sessions, mtbf_s, cpu_s, seed
 ):
     costs = replace(MEASURED, session_cpu_s=cpu_s)
@@ -35,21 +35,21 @@ def test_every_session_ends_once_when_servers_and_nodes_die(
     assert (seen.wasted_s > 0) <= (seen.lost_runs > 0) <= (seen.deaths > 0)
 
 
-def test_the_same_seed_gives_the_same_batch():
+def test_the_cluster_simulation_is_determined_by_its_seed():
     fleet = replace(SMALL, node_mtbf_s=1000.0)
     once, again = (Simulation(fleet, 200, seed=3).run() for _ in range(2))
     assert once == again
     assert once != Simulation(fleet, 200, seed=4).run()
 
 
-def test_without_deaths_nothing_is_lost_and_slots_are_busy():
+def test_a_simulated_cluster_without_failures_wastes_no_work_and_keeps_slots_busy():
     seen = Simulation(SMALL, 1000).run()
     assert (seen.deaths, seen.lost_runs, seen.wasted_share) == (0, 0, 0.0)
     assert seen.slot_use > 0.97
     assert seen.server_use == 0
 
 
-def test_a_server_that_is_too_slow_sets_the_pace():
+def test_a_slow_server_limits_the_throughput_of_the_simulated_cluster():
     fleet = replace(SMALL, costs=replace(FREE, session_cpu_s=10.0))
     seen = Simulation(fleet, 500).run()
     assert seen.server_use == pytest.approx(1.0, abs=0.02)
@@ -58,7 +58,7 @@ def test_a_server_that_is_too_slow_sets_the_pace():
     assert seen.delay_s(0.5) > 10.0
 
 
-def test_lost_work_is_what_runs_and_deaths_say():
+def test_the_simulated_share_of_wasted_work_equals_its_formula():
     # A run of length R dies with rate r: r * E[R^2] / 2 is lost per run of E[R].
     fleet = replace(SMALL, nodes=20, node_mtbf_s=5000.0, repair_s=1.0)
     seen = Simulation(fleet, 6_000, seed=1).run()
@@ -66,7 +66,7 @@ def test_lost_work_is_what_runs_and_deaths_say():
     assert seen.wasted_share == pytest.approx(expected, rel=0.35)
 
 
-def test_more_deaths_lose_more():
+def test_more_node_failures_waste_more_simulated_work():
     shares = [
         Simulation(replace(SMALL, node_mtbf_s=mtbf_s), 1000).run().wasted_share
         for mtbf_s in (math.inf, 20_000.0, 2_000.0)
@@ -75,5 +75,5 @@ def test_more_deaths_lose_more():
     assert shares[0] == 0 < shares[2]
 
 
-def test_no_delay_without_ends():
+def test_a_simulation_without_sessions_has_zero_delay():
     assert Simulation(SMALL, 0).run().delay_s(0.99) == 0.0

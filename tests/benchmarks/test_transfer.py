@@ -12,7 +12,7 @@ from examples.demo.lookups import lookups
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_demonstrator_takes_the_same_files_in_every_harness():
+def test_the_transfer_demonstrator_reads_the_same_files_in_every_harness():
     tasks = list(lookups(60, seed=3))
     taken = []
     for harness in HARNESSES:
@@ -27,7 +27,7 @@ def test_the_demonstrator_takes_the_same_files_in_every_harness():
 
 @pytest.mark.train
 @pytest.mark.timeout(600)
-def test_sets_of_mini_swe_agent_and_pi_make_a_model_that_is_trained_and_played_in_all(tmp_path):
+def test_the_transfer_benchmark_trains_a_model_and_evaluates_it_in_every_harness(tmp_path):
     command = [
         sys.executable,
         "-m",

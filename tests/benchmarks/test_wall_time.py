@@ -8,6 +8,6 @@ TIMES = st.integers(0, 20)
 
 
 @given(st.lists(st.tuples(TIMES, TIMES).map(sorted)), TIMES, TIMES)
-def test_the_busy_time_is_that_of_seconds_with_a_call_in_flight(calls, began, ended):
+def test_engine_busy_time_is_the_seconds_with_a_call_in_flight(calls, began, ended):
     seconds = [at for at in range(began, ended) if any(a <= at < b for a, b in calls)]
     assert busy([(float(a), float(b)) for a, b in calls], began, ended) == len(seconds)
