@@ -54,7 +54,7 @@ async def until_ended(client, count):
         await asyncio.sleep(0.1)
 
 
-async def test_a_batch_comes_whole_and_once_while_machines_die_and_join_and_the_server_is_killed(
+async def test_every_session_of_a_batch_completes_once_while_nodes_and_the_server_are_killed(
     tmp_path,
 ):
     config = config_in(tmp_path, slots=SLOTS)

@@ -49,7 +49,7 @@ async def come_to(server):
     }
 
 
-async def test_the_same_config_runs_here_and_on_a_cluster_by_changing_one_line(tmp_path):
+async def test_a_local_config_gives_equal_results_on_a_ray_cluster_with_one_line_changed(tmp_path):
     config = config_in(tmp_path, kind="local")
     with Served(config, "").up() as server:
         here = await come_to(server)

@@ -28,7 +28,9 @@ async def replaying(nodes, count):
         await asyncio.sleep(0.1)
 
 
-async def test_forks_of_a_captured_session_are_exact_on_every_machine_and_when_one_dies(tmp_path):
+async def test_forks_of_a_captured_session_replay_exactly_on_every_node_and_after_a_node_dies(
+    tmp_path,
+):
     config, gate = config_in(tmp_path), tmp_path / "gate"
     with config.open("a") as file:
         file.write(f'[server.permits]\nhost_paths = ["{tmp_path}"]\n')

@@ -26,7 +26,7 @@ def failure(*arguments: object) -> tuple[int, str]:
     return done.returncode, " ".join(done.stderr.split())
 
 
-def test_an_unknown_harness_is_named_with_the_known_ones(batch, run_arguments):
+def test_an_unknown_harness_is_reported_with_the_known_ones(batch, run_arguments):
     code, said = failure(*run_arguments(batch(1), "--harness", "clod"))
 
     assert code == 2
@@ -34,7 +34,7 @@ def test_an_unknown_harness_is_named_with_the_known_ones(batch, run_arguments):
     assert "mini_swe_agent" in said
 
 
-def test_a_task_files_mistake_names_path_line_and_field(batch, run_arguments):
+def test_a_mistake_in_a_task_file_is_reported_with_path_line_and_field(batch, run_arguments):
     folder = batch(2)
     path = folder / "tasks.jsonl"
     first, second = path.read_text().splitlines()
@@ -57,7 +57,7 @@ def test_a_task_files_mistake_names_path_line_and_field(batch, run_arguments):
         ("http://127.0.0.1:9", "--tokenizer"),
     ],
 )
-def test_an_unavailable_engine_is_named(batch, engine, expected):
+def test_an_unavailable_engine_is_reported_by_name(batch, engine, expected):
     folder = batch(1)
 
     code, said = failure("run", folder / "tasks.jsonl", "--engine", engine, "--out", folder / "run")
@@ -103,7 +103,9 @@ def without_torch(tmp_path):
     ],
     ids=lambda command: command[0],
 )
-def test_without_torch_the_extra_is_named(batch, without_torch, tmp_path, command):
+def test_without_torch_the_pip_command_for_the_extra_is_printed(
+    batch, without_torch, tmp_path, command
+):
     names = {"TASKS": batch(1) / "tasks.jsonl", "MODEL": tmp_path, "OUT": tmp_path / "out"}
     words = [re.sub("[A-Z]+$", lambda name: str(names[name[0]]), word) for word in command]
 
@@ -127,7 +129,7 @@ def test_a_run_folder_that_holds_a_run_is_not_overwritten(batch, run_arguments):
     assert "run" in said
 
 
-def test_a_run_that_could_not_begin_leaves_its_folder_free_for_a_second_try(batch, run_arguments):
+def test_a_run_that_failed_to_start_can_be_repeated_in_its_folder(batch, run_arguments):
     folder = batch(1)
     script = folder / "script.json"
     script.rename(folder / "away")
@@ -140,14 +142,14 @@ def test_a_run_that_could_not_begin_leaves_its_folder_free_for_a_second_try(batc
     assert code == 0, said
 
 
-def test_showing_what_is_no_run_says_where_it_looked(tmp_path):
+def test_bridle_show_without_a_run_reports_the_folder(tmp_path):
     code, said = failure("show", "nothing", "--run", tmp_path)
 
     assert code == 2
     assert str(tmp_path) in said
 
 
-def test_a_wrong_flag_ends_with_code_2():
+def test_an_unknown_flag_exits_with_code_2():
     code, said = failure("run", "--no-such-flag")
 
     assert code == 2

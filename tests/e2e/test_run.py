@@ -63,7 +63,7 @@ def finished(once, tmp_path):
     return shutil.copytree(once[0], tmp_path / "finished")
 
 
-def test_a_batch_runs_and_its_numbers_add_up(once):
+def test_bridle_run_completes_a_batch_and_accounts_for_every_token(once):
     folder, done = once
 
     assert done.returncode == 0, done.stderr
@@ -89,7 +89,7 @@ def test_rebuilding_a_finished_run_gives_the_same_bytes(finished):
         assert (run / "rebuilt" / name).read_bytes() == (run / name).read_bytes() != b""
 
 
-def test_another_builder_gives_one_trace_per_call(finished):
+def test_rebuilding_with_per_request_gives_one_trace_per_call(finished):
     again = call("rebuild", finished / "run", "--builder", "per_request", "--json")
 
     report = json.loads(again.stdout)
@@ -118,7 +118,7 @@ def test_sigkill_loses_no_committed_exchange(batch, run_arguments):
     assert "holds" in shown.stdout
 
 
-def test_ctrl_c_ends_sessions_leaves_nothing_behind_and_keeps_capture(batch, run_arguments):
+def test_ctrl_c_ends_all_processes_of_a_run_and_keeps_its_capture(batch, run_arguments):
     folder = batch(delay_s=300.0)
     run = folder / "run"
     with bridle_process(*run_arguments(folder)) as process:
@@ -135,7 +135,9 @@ def test_ctrl_c_ends_sessions_leaves_nothing_behind_and_keeps_capture(batch, run
     assert {line["status"] for line in lines} <= {"CANCELLED", "COMPLETED"}
 
 
-def test_a_session_is_shown_as_a_tree_and_replays_as_a_script(finished, run_arguments):
+def test_a_session_is_shown_as_a_tree_and_replayed_from_its_exported_script(
+    finished, run_arguments
+):
     folder, run = finished, finished / "run"
     session = json.loads(call("show", run, "--json").stdout)[0]["session_id"]
 
@@ -161,7 +163,7 @@ def test_a_session_is_shown_as_a_tree_and_replays_as_a_script(finished, run_argu
         ("sleep 60", "timeout"),
     ],
 )
-def test_a_harness_that_fails_has_its_own_cause_and_is_never_completed(
+def test_each_failure_of_a_harness_has_its_own_cause_and_is_not_completed(
     batch, run_arguments, command, cause
 ):
     agent = {"harness": "command", "command": command}
@@ -175,9 +177,7 @@ def test_a_harness_that_fails_has_its_own_cause_and_is_never_completed(
     assert line["cause"] == cause
 
 
-def test_what_the_library_logs_goes_to_stderr_and_stdout_stays_one_json_document(
-    batch, run_arguments, tmp_path
-):
+def test_logs_go_to_stderr_and_stdout_is_one_json_document(batch, run_arguments, tmp_path):
     left = tmp_path / "scratch" / "bridle-killed"
     left.mkdir(parents=True)
     pid, _, machine = owner_mark().split(".", 2)
@@ -190,7 +190,7 @@ def test_what_the_library_logs_goes_to_stderr_and_stdout_stays_one_json_document
     assert not left.exists()
 
 
-def test_export_writes_sft_examples_of_successes(finished):
+def test_bridle_export_writes_sft_examples_of_successful_sessions(finished):
     out = finished / "sft.jsonl"
     done = call("export", finished / "run", "--format", "sft", "--out", out, "--json")
 

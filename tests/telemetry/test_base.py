@@ -23,7 +23,7 @@ BROKEN = "tests.telemetry.recorder:Broken"
 REFUSED = "tests.telemetry.recorder:Refused"
 
 
-def test_a_run_gives_its_numbers_samples_stages_and_calls(say, run_of_two):  # noqa: F811
+def test_a_tracker_receives_a_run_s_metrics_samples_stages_and_calls(say, run_of_two):  # noqa: F811
     done = say(*run_of_two, "--json", "--telemetry", RECORDER)
 
     assert done.code == 0, done.err
@@ -76,7 +76,7 @@ def test_run_does_not_start_if_a_tracker_fails_to_open(
     assert not (run_of_two[-1] / "capture.sqlite").exists()
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+def test_a_missing_tracker_package_is_reported_with_its_install_command(monkeypatch):
     monkeypatch.setitem(telemetry.PACKAGES, "wandb", "not_installed")
 
     with pytest.raises(ConfigError, match=r"package not_installed: run pip install .*\[wandb\]"):
@@ -98,13 +98,13 @@ def test_each_step_and_evaluation_of_a_training_is_logged_once(tmp_path):
     ]
 
 
-def test_text_and_null_are_not_numbers():
+def test_flattened_metrics_leave_out_text_lists_and_null():
     values = {"a": 1, "b": {"c": True, "d": None}, "e": "text", "f": [1, 2]}
 
     assert flatten(values) == {"a": 1.0, "b/c": 1.0}
 
 
-def test_a_config_file_names_trackers(say, run_of_two, tmp_path):  # noqa: F811
+def test_a_config_file_selects_trackers(say, run_of_two, tmp_path):  # noqa: F811
     (tmp_path / "config.toml").write_text(f"telemetry = {json.dumps([RECORDER])}\n")
     count = len(Recorder.made)
 
@@ -121,7 +121,7 @@ def ended(unknown=None, fork=None):
     return SessionEnded(result_of(record, outcome, trajectory), None)
 
 
-def test_no_request_and_no_task_names_a_number(tmp_path):
+def test_metric_names_contain_no_text_from_requests_or_tasks(tmp_path):
     with telemetry.open_trackers([RECORDER], tmp_path, {}) as stream:
         stream.on_event(ended(unknown={"a\nb": 2, "c" * 10_000: 1}, fork={"x\ny": 1e300}))
 
@@ -130,7 +130,7 @@ def test_no_request_and_no_task_names_a_number(tmp_path):
     assert not [name for name in values if "\n" in name or len(name) > 100]
 
 
-def test_every_session_has_a_stage(tmp_path):
+def test_a_session_without_reported_stages_has_its_final_status_as_stage(tmp_path):
     with telemetry.open_trackers([RECORDER], tmp_path, {}) as stream:
         stream.on_event(ended())
 
@@ -148,7 +148,7 @@ class Hanging(base.Tracker):
         self.sessions += 1
 
 
-def test_a_tracker_that_hangs_holds_a_bounded_number_of_sessions(monkeypatch):
+def test_a_hanging_tracker_queues_a_bounded_number_of_sessions(monkeypatch):
     monkeypatch.setattr(base, "SESSIONS_BEHIND", 10)
     monkeypatch.setattr(base, "MOST_BEHIND", 20)
     stream = base.Telemetry({"hanging": (tracker := Hanging())})
@@ -162,7 +162,7 @@ def test_a_tracker_that_hangs_holds_a_bounded_number_of_sessions(monkeypatch):
     assert [one["event"] for one in logs] == ["telemetry_behind"]
 
 
-def test_no_password_of_an_engine_goes_to_a_tracker(tmp_path):
+def test_engine_passwords_are_removed_from_the_tracker_s_config(tmp_path):
     given = {"engines": ["http://u:secret@host:1/v1", "sglang:http://:secret@h"], "tokenizer": None}
     with telemetry.open_trackers([RECORDER], tmp_path, given):
         pass

@@ -55,7 +55,7 @@ def records_of(path):
             parts = b""
 
 
-def test_wandb_has_the_history_and_the_table_of_a_run(tracked):
+def test_wandb_records_the_metrics_history_and_sample_table_of_a_run(tracked):
     folder = tracked("wandb", WANDB_MODE="offline")
 
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
@@ -71,7 +71,7 @@ def test_wandb_has_the_history_and_the_table_of_a_run(tracked):
     assert list(folder.glob("wandb/offline-run-*/files/media/table/samples*"))
 
 
-def test_trackio_has_the_metrics_and_the_table_of_a_run(tracked, tmp_path):
+def test_trackio_records_the_metrics_and_sample_table_of_a_run(tracked, tmp_path):
     tracked("trackio", TRACKIO_PROJECT="front", TRACKIO_DIR=str(tmp_path / "trackio"))
 
     with sqlite3.connect(tmp_path / "trackio" / "front.db") as opened:
@@ -82,7 +82,7 @@ def test_trackio_has_the_metrics_and_the_table_of_a_run(tracked, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader")  # in MLflow itself
-def test_mlflow_has_the_metrics_and_the_samples_of_a_run(tracked, tmp_path):
+def test_mlflow_records_the_metrics_and_samples_of_a_run(tracked, tmp_path):
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -95,7 +95,7 @@ def test_mlflow_has_the_metrics_and_the_samples_of_a_run(tracked, tmp_path):
     assert client.list_artifacts(run.info.run_id, "samples")
 
 
-def test_tensorboard_reads_the_scalars_and_the_samples_of_a_run(tracked):
+def test_tensorboard_reads_the_metrics_and_samples_of_a_run(tracked):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tracked("tensorboard")
