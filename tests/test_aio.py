@@ -9,7 +9,7 @@ import pytest
 from bridle.aio import Checkup, LoopClock, Nursery, Turnstile, retry, run_shielded
 
 
-async def test_shielded_work_ends_although_its_caller_is_cancelled():
+async def test_run_shielded_finishes_its_work_when_the_caller_is_cancelled():
     done = asyncio.Event()
 
     async def work() -> None:
@@ -29,7 +29,7 @@ async def test_shielded_work_ends_although_its_caller_is_cancelled():
     assert done.is_set()
 
 
-async def test_shielded_work_gives_its_value_or_its_error_and_is_bounded_in_time():
+async def test_run_shielded_returns_the_value_or_raises_the_error_or_times_out():
     async def value() -> int:
         return 3
 
@@ -43,7 +43,7 @@ async def test_shielded_work_gives_its_value_or_its_error_and_is_bounded_in_time
         await run_shielded(asyncio.sleep(5), timeout_s=0.01)
 
 
-async def test_a_nursery_tells_of_the_error_of_a_future_that_it_owns_and_cancels_others():
+async def test_a_nursery_reports_the_error_of_an_owned_future_and_cancels_the_others():
     errors, loop = [], asyncio.get_running_loop()
     failing, waiting = loop.create_future(), loop.create_future()
     async with Nursery(errors.append) as nursery:
@@ -54,7 +54,7 @@ async def test_a_nursery_tells_of_the_error_of_a_future_that_it_owns_and_cancels
     assert waiting.cancelled()
 
 
-async def test_a_nursery_ends_what_it_owns_and_tells_of_errors():
+async def test_a_nursery_reports_task_errors_and_cancels_its_tasks_on_exit():
     errors, ended = [], []
 
     async def fails() -> None:
@@ -76,7 +76,7 @@ async def test_a_nursery_ends_what_it_owns_and_tells_of_errors():
     assert ended == [True]
 
 
-async def test_retrying_stops_at_the_first_success_and_at_the_last_failure():
+async def test_retry_stops_at_the_first_success_and_after_the_last_attempt():
     tries = []
 
     async def third_time() -> str:
@@ -98,7 +98,7 @@ async def test_retrying_stops_at_the_first_success_and_at_the_last_failure():
         await retry(other, attempts=0, backoff_s=0, retry_on=(OSError,))
 
 
-async def test_a_turnstile_lets_so_many_through_per_round_in_their_order():
+async def test_a_turnstile_admits_a_limited_number_of_tasks_per_loop_round_in_order():
     turnstile, through, seen = Turnstile(2), [], []
 
     async def comes(name: int) -> None:
@@ -116,7 +116,7 @@ async def test_a_turnstile_lets_so_many_through_per_round_in_their_order():
     assert all(after - before <= 2 for before, after in pairwise([0, *seen]))
 
 
-async def test_at_a_turnstile_nobody_waits_alone():
+async def test_a_turnstile_admits_a_single_task_at_once():
     turnstile = Turnstile(1)
     for _ in range(3):
         entering = turnstile.enter()
@@ -126,7 +126,7 @@ async def test_at_a_turnstile_nobody_waits_alone():
         await asyncio.sleep(0)
 
 
-async def test_who_leaves_a_turnstile_holds_up_nobody():
+async def test_a_task_cancelled_at_a_turnstile_does_not_block_the_others():
     turnstile, through = Turnstile(1), []
 
     async def comes(name: str) -> None:
@@ -142,7 +142,7 @@ async def test_who_leaves_a_turnstile_holds_up_nobody():
     assert through == ["first", "last"]
 
 
-async def test_a_loop_clock_counts_a_stall_as_little_and_an_idle_loop_as_it_is():
+async def test_a_loop_clock_caps_the_time_of_a_stalled_loop_and_follows_an_idle_one():
     clock = LoopClock(0.5)
     async with Nursery(print) as nursery:
         nursery.start(clock.run(), name="clock")
@@ -157,7 +157,7 @@ async def test_a_loop_clock_counts_a_stall_as_little_and_an_idle_loop_as_it_is()
         assert time.monotonic() - began >= 4
 
 
-async def test_a_cancellation_in_the_moment_in_which_shielded_work_ends_is_raised():
+async def test_run_shielded_raises_a_cancellation_that_arrives_as_the_work_ends():
     async def work():
         asyncio.get_running_loop().call_soon(caller.cancel)
 
@@ -168,7 +168,7 @@ async def test_a_cancellation_in_the_moment_in_which_shielded_work_ends_is_raise
     assert caller.cancelled()
 
 
-async def test_a_checkup_runs_once_for_all_who_ask_and_again_when_it_is_due():
+async def test_a_checkup_caches_its_result_until_the_interval_has_passed():
     faults = [ValueError("full"), None]
     made = []
 

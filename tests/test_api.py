@@ -56,7 +56,7 @@ def results(folder):
         return [result_from(reader.read(each.session_id)) for each in reader.sessions()]
 
 
-def test_a_new_run_folder_is_never_one_that_exists(tmp_path):
+def test_new_run_folder_does_not_return_an_existing_folder(tmp_path):
     first = new_run_folder(tmp_path)
     first.mkdir()
     second = new_run_folder(tmp_path)
@@ -65,7 +65,7 @@ def test_a_new_run_folder_is_never_one_that_exists(tmp_path):
     assert not second.exists()
 
 
-async def test_a_session_has_the_reward_that_its_block_set(engine, tmp_path):
+async def test_a_gateway_session_has_the_reward_set_in_its_block(engine, tmp_path):
     async with bridle.Gateway(engine, data=tmp_path / "run") as gateway:
         async with gateway.session("sum-1", level=3) as session:
             assert await ask(session) == "Four."
@@ -86,7 +86,7 @@ async def test_a_session_has_the_reward_that_its_block_set(engine, tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", [1], np.zeros(2)])
-async def test_a_reward_is_a_finite_number(engine, tmp_path, value):
+async def test_a_session_reward_must_be_a_finite_number(engine, tmp_path, value):
     async with (
         bridle.Gateway(engine, data=tmp_path / "run") as gateway,
         gateway.session() as session,
@@ -116,7 +116,7 @@ async def test_a_reward_is_a_finite_number(engine, tmp_path, value):
         ("scripted", {"telemetry": "wandbb"}, "unknown tracker 'wandbb'"),
     ],
 )  # fmt: skip
-async def test_a_wrong_argument_of_a_gateway_is_named_by_the_arguments_name(
+async def test_a_wrong_gateway_argument_is_refused_by_name(
     engine, tmp_path, given, settings, message
 ):
     given = engine if given == "scripted" else given
@@ -127,7 +127,7 @@ async def test_a_wrong_argument_of_a_gateway_is_named_by_the_arguments_name(
 
 
 @pytest.mark.parametrize(("history", "why"), [("exact", None), ("template", "unbridged")])
-async def test_the_history_of_a_config_file_decides_whether_reasoning_stays_in_the_prompt(
+async def test_setting_history_decides_whether_reasoning_stays_in_the_prompt(
     tmp_path, history, why
 ):
     turns = [{"reasoning": "2 and 2", "content": "Four."}, {"content": "Five."}]
@@ -150,14 +150,16 @@ async def test_the_history_of_a_config_file_decides_whether_reasoning_stays_in_t
         assert reader.exchanges(trajectory.session_id)[-1].root_reason == why
 
 
-async def test_a_session_of_a_gateway_that_does_not_run_is_refused(engine, tmp_path):
+async def test_opening_a_session_of_a_gateway_that_is_not_running_raises(engine, tmp_path):
     gateway = bridle.Gateway(engine, data=tmp_path / "run")
     with pytest.raises(ConfigError, match="open its sessions in its `async with`"):
         async with gateway.session():
             pass
 
 
-async def test_a_failed_or_cancelled_block_is_no_reward_but_an_ending(engine, tmp_path):
+async def test_a_session_block_that_fails_or_is_cancelled_has_a_cause_and_no_reward(
+    engine, tmp_path
+):
     async with bridle.Gateway(engine, data=tmp_path / "run") as gateway:
 
         async def crash():
@@ -201,7 +203,7 @@ asyncio.run(main())
 """
 
 
-def test_a_reward_outlives_a_process_that_is_killed_right_after_the_block(engine, tmp_path):
+def test_a_session_reward_survives_sigkill_right_after_the_block(engine, tmp_path):
     program = KILLED.format(engine=engine, data=str(tmp_path / "run"))
     killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
     assert killed.returncode == -9
@@ -209,7 +211,7 @@ def test_a_reward_outlives_a_process_that_is_killed_right_after_the_block(engine
     assert (result.status, result.reward) == ("COMPLETED", 0.25)
 
 
-def test_a_rollout_scores_each_session_of_a_function(engine, tmp_path):
+def test_a_rollout_of_an_agent_function_scores_each_session(engine, tmp_path):
     def scorer(attempt):
         assert attempt.returned == "Four."
         assert attempt["instruction"] == attempt.instruction
@@ -228,7 +230,7 @@ def test_a_rollout_scores_each_session_of_a_function(engine, tmp_path):
     assert trajectories[0].traces[0].reward == 2
 
 
-def test_what_fails_in_a_rollout_is_one_sessions_ending(engine, tmp_path):
+def test_an_agent_or_scorer_error_in_a_rollout_ends_only_its_session(engine, tmp_path):
     async def often(session):
         if session.task.task_id == "task-0":
             raise OSError("no disk")
@@ -244,14 +246,16 @@ def test_what_fails_in_a_rollout_is_one_sessions_ending(engine, tmp_path):
     assert found["task-1"].error == "scorer: KeyError: 'task-1'"
 
 
-async def test_a_rollout_works_where_an_event_loop_runs(engine, tmp_path):
+async def test_a_rollout_can_be_called_inside_a_running_event_loop(engine, tmp_path):
     (trajectory,) = bridle.rollout(
         agent, ["2 + 2?"], scorer=lambda _: 1, engine=engine, data=tmp_path / "run"
     )
     assert trajectory.reward == 1
 
 
-def test_a_command_line_is_scored_by_a_function_of_a_module(engine, tmp_path, monkeypatch):
+def test_a_rollout_of_a_command_line_is_scored_by_a_module_s_function(
+    engine, tmp_path, monkeypatch
+):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     task = bridle.Task(
         task_id="t", instruction="2 + 2?", runtime=RuntimeSpec(backend="local"),
@@ -281,7 +285,7 @@ def test_a_command_line_is_scored_by_a_function_of_a_module(engine, tmp_path, mo
         ("pythn agent.py", None, "agent.command: .* has no program 'pythn'"),
     ],
 )
-def test_a_wrong_agent_or_scorer_is_refused_before_anything_runs(
+def test_a_rollout_refuses_a_wrong_agent_or_scorer_before_any_session(
     engine, tmp_path, agent, scorer, match
 ):
     with pytest.raises(ConfigError, match=match):
@@ -305,7 +309,7 @@ def test_a_wrong_agent_or_scorer_is_refused_before_anything_runs(
         (["a"], {"concurrency": -1}, "concurrency: -1; give a whole number, 1 or more"),
     ],
 )
-def test_wrong_tasks_of_a_rollout_are_refused_before_anything_runs(
+def test_a_rollout_refuses_wrong_tasks_before_any_session(
     engine, tmp_path, tasks, settings, message
 ):
     with pytest.raises(ConfigError) as caught:
@@ -326,7 +330,9 @@ class Agent:
 
 @pytest.mark.parametrize("given", [agent, partial(agent), late, Agent()])
 @pytest.mark.parametrize("one", [True, np.float64(1), np.float32(1), {"reward": np.True_}])
-def test_agents_and_scorers_may_be_any_functions(engine, tmp_path, given, one):
+def test_agents_may_be_any_callables_and_scorers_may_return_numpy_numbers(
+    engine, tmp_path, given, one
+):
     (found,) = bridle.rollout(
         given, ["a"], scorer=lambda attempt: attempt.returned == "Four." and one,
         engine=engine, data=tmp_path / "run",
@@ -334,7 +340,7 @@ def test_agents_and_scorers_may_be_any_functions(engine, tmp_path, given, one):
     assert (found.error, found.reward) == (None, 1.0)
 
 
-def test_sync_agents_run_at_once_in_threads(engine, tmp_path):
+def test_synchronous_agents_of_a_rollout_run_concurrently_in_threads(engine, tmp_path):
     both = threading.Barrier(8, timeout=60)
 
     def sync(session):
@@ -380,13 +386,13 @@ def script_of(tmp_path, engine, call):
 
 
 @pytest.mark.timeout(120)  # it starts Python anew
-def test_a_scorer_of_the_script_that_runs_scores_a_harness(engine, tmp_path):
+def test_a_scorer_defined_in_the_main_script_scores_a_harness(engine, tmp_path):
     done = script_of(tmp_path, engine, 'if __name__ == "__main__":\n    main()')
     assert (done.returncode, done.stdout) == (0, "[1.0]\n"), done.stderr
 
 
 @pytest.mark.timeout(120)  # it starts Python anew
-def test_a_script_that_would_run_again_to_score_is_refused(engine, tmp_path):
+def test_a_rollout_in_a_script_without_a_main_guard_is_refused(engine, tmp_path):
     done = script_of(tmp_path, engine, "main()")
     assert done.returncode == 1
     assert "put the call of rollout under `if __name__ == '__main__':`" in done.stderr
@@ -394,7 +400,7 @@ def test_a_script_that_would_run_again_to_score_is_refused(engine, tmp_path):
 
 
 @pytest.mark.timeout(120)  # it starts Python anew
-def test_a_program_s_stdout_has_no_line_of_ours(engine, tmp_path):
+def test_a_rollout_prints_nothing_to_stdout(engine, tmp_path):
     code = f"""
 import bridle
 async def agent(session):
@@ -410,7 +416,7 @@ structlog.get_logger().warning("a_log_line")
     assert "a_log_line" in done.stderr
 
 
-async def test_a_session_is_forked_at_one_of_its_replies(tmp_path):
+async def test_a_session_fork_replays_earlier_replies_and_refuses_a_different_prompt(tmp_path):
     turns = [{"content": "One."}, {"content": "Two."}]
     script = tmp_path / "script.json"
     script.write_text(json.dumps({"conversations": [{"turns": turns}]}))
@@ -438,9 +444,7 @@ async def test_a_session_is_forked_at_one_of_its_replies(tmp_path):
     assert forked.trajectory.metadata["stats"]["tokens_excluded"] == {"replayed": 4}
 
 
-def test_trees_of_an_agent_that_is_a_function_are_refused_before_anything_is_sampled(
-    engine, tmp_path
-):
+def test_a_task_with_branching_is_refused_for_an_agent_function(engine, tmp_path):
     task = {"instruction": "2 + 2?", "branching": {"at": [1]}}
     with pytest.raises(ConfigError, match="branching"):
         bridle.rollout(agent, [task], engine=engine, data=tmp_path / "run")

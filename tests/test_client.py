@@ -46,12 +46,12 @@ def task(task_id, samples=1):
 
 
 @pytest.mark.parametrize("made", [Client, AsyncClient])
-def test_a_server_without_a_scheme_is_refused_with_an_example(made):
+def test_a_server_url_without_a_scheme_is_refused_with_an_example(made):
     with pytest.raises(ConfigError, match=r"^server 'localhost:8080': give its URL, for instance"):
         made("localhost:8080")
 
 
-async def test_a_client_that_asked_before_its_server_was_announced_looks_again(tmp_path):
+async def test_a_client_looks_up_the_server_s_token_again_after_a_401(tmp_path):
     (tmp_path / "token").write_text(TOKEN.token)
     with ExitStack() as announced:
 
@@ -93,7 +93,7 @@ async def taken(groups, count):
     return found
 
 
-async def test_submitted_tasks_become_groups(tmp_path):
+async def test_submitted_tasks_are_returned_as_groups_of_results(tmp_path):
     workers = FakeWorkers(answers={"b": failure("harness_crash", "it fell")})
     async with a_client(tmp_path, workers) as client:
         assert await client.submit_many([task("a", 2), body("b")], dispatch_priority=3) == [
@@ -124,7 +124,7 @@ async def test_consumer_gets_unacknowledged_groups_again_after_a_crash(tmp_path)
         assert [one.task_id for one in again] == ["c", "d"]
 
 
-async def test_consumer_acknowledges_itself_and_continues_from_its_cursor(tmp_path):
+async def test_a_consumer_acknowledges_groups_explicitly_and_continues_from_its_cursor(tmp_path):
     async with a_client(tmp_path, FakeWorkers(capacity=1)) as client:
         await client.submit_many([task(name) for name in "abc"])
         for name in "abc":
@@ -174,9 +174,7 @@ async def test_client_waits_for_a_restarting_server(tmp_path):
 
 
 @pytest.mark.timeout(120)
-async def test_waiting_client_logs_that_its_server_is_dead_and_that_it_is_back(
-    tmp_path, record_property
-):
+async def test_waiting_client_logs_that_its_server_is_down_and_up_again(tmp_path, record_property):
     server = Killed(tmp_path, tmp_path / "server.sqlite")
     url = f"http://127.0.0.1:{server.port}"
     async with AsyncClient(url, token=house.TOKEN.token, patience_s=600) as client:
@@ -228,7 +226,7 @@ async def test_waiting_client_logs_a_server_that_does_not_answer_a_connection():
     assert CONNECT_S < SOON_S <= 2
 
 
-async def test_refusals_say_what_is_wrong(tmp_path):
+async def test_the_client_raises_server_refusals_with_their_reason(tmp_path):
     async with a_client(tmp_path) as client:
         with pytest.raises(ServerError, match="unknown harness 'nope'; known: ") as caught:
             await client.submit(body("a", agent={"harness": "nope"}))
@@ -259,7 +257,7 @@ async def test_client_messages_do_not_contain_the_urls_token():
         assert TOKEN.token not in f"{caught.value} {client.url} {client!r}"
 
 
-async def test_what_runs_is_seen_waited_for_and_ended(tmp_path):
+async def test_the_client_lists_waits_for_and_cancels_tasks_and_sessions(tmp_path):
     workers = FakeWorkers(capacity=2, held=True)
     async with a_client(tmp_path, workers) as client:
         await client.submit_many([task("a", 2), task("b"), task("c")])
@@ -281,7 +279,7 @@ async def test_what_runs_is_seen_waited_for_and_ended(tmp_path):
             await client.artifact("b.0", "stdout.log")
 
 
-async def test_the_server_is_steered(tmp_path):
+async def test_the_client_sets_the_policy_drains_resumes_and_replays_callbacks(tmp_path):
     async with a_client(tmp_path) as client:
         assert (await client.set_policy(version=3))["version"] == 3
         assert (await client.policy())["version"] == 3
@@ -305,7 +303,7 @@ async def test_client_streams_events(tmp_path):
         await events.aclose()
 
 
-async def test_blocking_client_does_the_same(tmp_path):
+async def test_the_blocking_client_submits_waits_and_iterates_groups_in_a_thread(tmp_path):
     """In a thread, as a trainer has it, while this loop serves."""
     async with a_client(tmp_path) as served_client:
 
@@ -358,7 +356,7 @@ print(next(groups).task_id)
 
 
 @pytest.mark.timeout(90)
-async def test_a_program_ends_though_it_left_its_client_and_an_iteration_open(tmp_path):
+async def test_a_program_exits_although_its_client_and_group_iterator_are_open(tmp_path):
     async with (
         a_service(tmp_path, FakeWorkers()) as service,
         serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,

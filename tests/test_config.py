@@ -23,14 +23,14 @@ def mistake(**fields) -> ConfigError:
     return explain(caught.value, "tasks.toml:3")
 
 
-def test_a_mistake_names_where_which_field_and_what_was_given():
+def test_a_validation_error_names_the_position_the_field_and_the_value():
     text = str(mistake(num_samples=0))
 
     assert text.startswith("tasks.toml:3: num_samples:")
     assert "given: 0" in text
 
 
-def test_a_typing_mistake_is_named_instead_of_ignored():
+def test_an_unknown_field_is_refused_by_name():
     assert "runtme" in str(mistake(runtme={}))
 
 
@@ -42,27 +42,27 @@ def test_a_typing_mistake_is_named_instead_of_ignored():
         ({"runtime": {"prepare": [{"type": "exec", "comand": "true"}]}}, "command"),
     ],
 )
-def test_a_typing_mistake_says_what_may_have_been_meant(given, meant):
+def test_an_unknown_field_is_refused_with_a_suggestion(given, meant):
     with pytest.raises(ValidationError) as caught:
         Task.model_validate({"task_id": "t", "instruction": "do", **given})
     assert f"did you mean {meant!r}?" in str(explain(caught.value, "tasks.toml:3"))
 
 
-def test_long_values_are_shortened_and_further_mistakes_counted():
+def test_validation_errors_shorten_long_values_and_count_further_mistakes():
     text = str(mistake(task_id="!" * 300, num_samples=-1))
 
     assert len(text) < 300
     assert "(+1 more)" in text
 
 
-def test_defaults_give_the_full_support_that_training_needs():
+def test_default_sampling_is_from_the_full_distribution_at_temperature_1():
     sampling = Task(task_id="t", instruction="x").sampling
 
     assert (sampling.temperature.mode, sampling.temperature.value) == ("override", 1.0)
     assert (sampling.top_p.value, sampling.top_k.value) == (1.0, -1)
 
 
-def test_a_harness_carries_sampling_defaults_that_the_task_overrides():
+def test_a_task_s_sampling_overrides_the_sampling_of_its_agent():
     agent = {"harness": "pi", "sampling": {"orphans": "serve", "on_rewrite": "fork"}}
     given = {"task_id": "t", "instruction": "go", "agent": agent}
     alone = Task.model_validate(given)
@@ -79,14 +79,14 @@ def test_a_harness_carries_sampling_defaults_that_the_task_overrides():
         Task.model_validate({**given, "sampling": 3})
 
 
-def test_an_mcp_server_needs_the_address_of_its_transport():
+def test_an_mcp_server_needs_the_url_or_command_of_its_transport():
     with pytest.raises(ValidationError, match="url"):
         McpServer(name="m", transport="sse", command="x")
     with pytest.raises(ValidationError, match="command"):
         McpServer(name="m")
 
 
-def test_toml_mistakes_name_the_file(tmp_path):
+def test_toml_errors_name_the_file(tmp_path):
     (tmp_path / "a.toml").write_text("a = \n")
 
     with pytest.raises(ConfigError, match=r"a\.toml.*line 1"):
@@ -97,7 +97,7 @@ def test_toml_mistakes_name_the_file(tmp_path):
     assert load_toml(tmp_path / "c.toml") == {"a": 1}
 
 
-def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+def test_the_cache_folder_is_set_by_bridle_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path))
     assert cache_dir() == tmp_path
     monkeypatch.delenv("BRIDLE_CACHE")

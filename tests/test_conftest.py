@@ -29,7 +29,7 @@ def outcome_of(tmp_path):
     return run
 
 
-def test_a_leaked_task_fails_the_test(outcome_of):
+def test_an_asyncio_task_left_running_fails_the_test(outcome_of):
     source = """
 import asyncio
 
@@ -53,7 +53,7 @@ def test_it():
     assert "left child processes behind: ['sleep 60']" in output
 
 
-def test_tasks_and_processes_that_end_are_no_leak(outcome_of):
+def test_tasks_and_processes_that_end_do_not_fail_the_test(outcome_of):
     source = """
 import asyncio
 import subprocess
@@ -83,13 +83,13 @@ def test_no_skips_turns_a_skip_into_a_failure(outcome_of, source):
     assert "skipped under --no-skips: Skipped: no tool" in output
 
 
-def test_no_skips_leaves_an_expected_failure_alone(outcome_of):
+def test_no_skips_does_not_fail_an_expected_failure(outcome_of):
     source = "import pytest\n\n@pytest.mark.xfail\ndef test_it(): raise ValueError\n"
     status, output = outcome_of(source, "--no-skips")
     assert (status, "1 xfailed" in output) == (0, True), output
 
 
-def test_a_run_without_tests_fails(outcome_of):
+def test_a_pytest_run_without_tests_fails(outcome_of):
     status, _ = outcome_of("", "--no-skips")
     assert status == 5
 
@@ -100,7 +100,7 @@ def test_a_warning_fails_the_test(outcome_of):
     assert status == 1
 
 
-def test_the_callers_settings_do_not_reach_a_test(outcome_of, monkeypatch):
+def test_api_keys_and_proxies_of_the_environment_are_hidden_from_tests(outcome_of, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "the caller's")
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("BRIDLE_TEST_SETTING", "kept")

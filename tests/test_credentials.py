@@ -20,7 +20,7 @@ def kept(tmp_path):
     return path
 
 
-def test_a_token_is_made_once_and_only_its_user_reads_it(tmp_path):
+def test_a_server_token_is_created_once_in_a_file_of_mode_600(tmp_path):
     path = tmp_path / "deep" / "token"
     token = load_or_make_token(path)
     assert len(token) >= 32
@@ -28,7 +28,7 @@ def test_a_token_is_made_once_and_only_its_user_reads_it(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_token_file_that_is_empty_or_unreadable_is_named(tmp_path):
+def test_an_empty_or_unreadable_token_file_is_refused_by_name(tmp_path):
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match="empty: is empty"):
         load_or_make_token(tmp_path / "empty")
@@ -47,11 +47,11 @@ def test_a_token_file_that_is_empty_or_unreadable_is_named(tmp_path):
         ("nothing", "nothing", None),
     ],
 )
-def test_a_url_is_parted_from_its_token(url, rest, token):
+def test_a_token_is_split_from_its_url(url, rest, token):
     assert split_token(url) == (rest, token)
 
 
-def test_a_living_server_is_found_by_its_addresses(kept):
+def test_the_token_of_a_running_server_is_found_by_its_url_only(kept):
     assert find_token(URL) is None
     with announce_server(URL, kept):
         token = kept.read_text().strip()
@@ -65,13 +65,13 @@ def test_a_living_server_is_found_by_its_addresses(kept):
     assert find_token(URL) is None
 
 
-def test_a_server_on_all_addresses_is_found_on_loopback(kept):
+def test_the_token_of_a_server_on_all_addresses_is_found_by_its_loopback_url(kept):
     with announce_server("http://0.0.0.0:8080", kept):
         assert find_token(URL) == (URL, kept.read_text().strip())
         assert find_token("http://192.0.2.1:8080") is None
 
 
-def test_the_note_of_a_server_that_was_killed_is_not_believed(kept, tmp_path):
+def test_the_announcement_of_a_killed_server_gives_no_token(kept, tmp_path):
     """Another user may listen on its port by now, and must not be sent the token."""
     with announce_server(URL, kept):
         (note,) = (tmp_path / "state" / "bridle" / "servers").iterdir()
@@ -85,14 +85,14 @@ def test_the_note_of_a_server_that_was_killed_is_not_believed(kept, tmp_path):
         assert find_token(URL) is not None
 
 
-def test_a_second_server_does_not_take_over_a_living_ones_note(kept):
+def test_a_second_server_cannot_replace_the_announcement_of_a_running_one(kept):
     with announce_server(URL, kept):
         with pytest.raises(BlockingIOError), announce_server(URL, kept):
             pass
         assert find_token(URL) is not None
 
 
-def test_a_note_that_cannot_be_written_is_the_callers_to_tell(kept, tmp_path, monkeypatch):
+def test_announcing_a_server_raises_when_the_state_folder_is_a_file(kept, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(kept))
     with pytest.raises(FileExistsError), announce_server(URL, kept):
         pass

@@ -31,7 +31,7 @@ def defines(text: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("init", ROOMS, ids=lambda init: init.parent.name)
-def test_the_names_in_the_docstring_of_a_room_exist(init):
+def test_the_names_in_a_package_docstring_exist_in_the_package(init):
     said = ast.get_docstring(ast.parse(init.read_text())) or ""
     sources = "".join(path.read_text() for path in init.parent.rglob("*.py"))
     named = re.findall(r"`([A-Za-z]\w*(?:\.\w+)*)`", said)
@@ -49,7 +49,7 @@ def test_the_names_in_the_docstring_of_a_room_exist(init):
     assert [name for name in named if not exists(name)] == []
 
 
-def test_the_modules_that_docstrings_cite_exist():
+def test_every_module_named_in_a_docstring_exists():
     cited = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

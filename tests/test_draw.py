@@ -26,7 +26,7 @@ def test_beside(): pass
 
 @pytest.mark.parametrize("parts", range(1, WITHIN // 2 + 1))
 @pytest.mark.parametrize("salt", ["", "27"])
-def test_every_row_is_drawn_within_20_consecutive_commits(parts, salt):
+def test_every_test_group_is_drawn_within_20_consecutive_commits(parts, salt):
     drawn = [Draw(parts, number, salt).part for number in range(500)]
     belongs = {Draw(parts, 0, salt).part_of(row) for row in ROWS}
     assert belongs == set(range(parts))
@@ -34,7 +34,7 @@ def test_every_row_is_drawn_within_20_consecutive_commits(parts, salt):
         assert set(drawn[first : first + WITHIN]) == belongs
 
 
-def test_every_vllm_row_is_drawn_within_20_commits_beside_sglang():
+def test_every_part_of_the_vllm_suite_is_drawn_within_20_commits_beside_sglang():
     """`.ci/run` draws SGLang for one number in four and gives vLLM's suite the rest, closed up."""
     for first in range(500):
         numbers = range(first, first + WITHIN)
@@ -43,12 +43,12 @@ def test_every_vllm_row_is_drawn_within_20_commits_beside_sglang():
         assert any(n % 4 == 3 for n in numbers)
 
 
-def test_the_part_of_a_group_depends_on_nothing_but_its_name():
+def test_the_drawn_part_of_a_test_group_depends_on_its_name_and_the_salt_only():
     assert [Draw(3, 0).part_of(row) for row in ROWS[:5]] == [2, 0, 2, 2, 1]
     assert [Draw(3, 0, "27").part_of(row) for row in ROWS[:5]] != [2, 0, 2, 2, 1]
 
 
-def test_commits_that_are_always_two_apart_draw_every_part():
+def test_commits_at_any_regular_distance_draw_every_part():
     for step in range(1, 12):
         drawn = {Draw(3, number).part for number in range(0, 20 * step, step)}
         assert drawn == {0, 1, 2}, step
@@ -79,12 +79,12 @@ def selected(tmp_path, monkeypatch):
     return select
 
 
-def test_without_a_number_the_whole_suite_runs(selected, monkeypatch):
+def test_the_whole_suite_runs_without_a_draw_number(selected, monkeypatch):
     monkeypatch.delenv("BRIDLE_TEST_DRAW", raising=False)
     assert len(selected(None)) == 10
 
 
-def test_two_numbers_of_a_block_share_out_the_groups_and_both_run_the_core(selected):
+def test_two_consecutive_draws_split_the_test_groups_and_both_run_core_tests(selected):
     one, other = selected(10), selected(11)
     assert set(one) & set(other) == {"test_always"}
     assert len(one) + len(other) == 11

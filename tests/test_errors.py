@@ -40,11 +40,11 @@ from bridle.errors import (
         ),
     ],
 )
-def test_the_command_for_an_extra_fits_how_bridle_was_installed(direct_url, words):
+def test_the_pip_requirement_of_an_extra_fits_how_bridle_was_installed(direct_url, words):
     assert requirement(direct_url and json.dumps(direct_url), "train") == words
 
 
-def test_an_ordinary_exception_becomes_the_boundarys_and_says_what_was_being_done():
+def test_an_exception_crossing_a_boundary_is_wrapped_in_the_boundary_s_error():
     with (
         pytest.raises(EvaluatorError, match="scoring: ValueError: bad") as caught,
         boundary(EvaluatorError, "scoring"),
@@ -54,14 +54,14 @@ def test_an_ordinary_exception_becomes_the_boundarys_and_says_what_was_being_don
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_our_own_errors_and_cancellation_pass_untouched():
+def test_bridle_errors_and_cancellation_cross_a_boundary_unchanged():
     with pytest.raises(StoreError), boundary(EvaluatorError, "x"):
         raise StoreError("full")
     with pytest.raises(asyncio.CancelledError), boundary(EvaluatorError, "x"):
         raise asyncio.CancelledError
 
 
-def test_errors_carry_what_their_readers_need():
+def test_engine_and_request_errors_have_status_retryability_and_counts():
     overflow = ContextOverflowError(100, 64, None)
     engine = EngineError("busy", retryable=True, status=503)
     request = RequestError("no", status=429, code="rate_limit", param="n", retry_after_s=2)
@@ -77,7 +77,7 @@ def test_errors_carry_what_their_readers_need():
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_extras_that_messages_name_exist():
+def test_every_extra_named_in_an_install_message_exists():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     named = set(re.findall(r"""install_extra\(["'](\w+)["']\)""", sources))
@@ -86,7 +86,7 @@ def test_the_extras_that_messages_name_exist():
 
 
 @pytest.mark.parametrize("where", ["README.md", "docs/**/*.md", "src/**/*.py", "examples/**/*.md"])
-def test_no_text_installs_bridle_by_a_name_that_is_not_published(where):
+def test_no_text_tells_to_install_bridle_from_a_package_index(where):
     texts = {path: path.read_text() for path in ROOT.glob(where) if path.is_file()}
 
     assert texts
@@ -101,7 +101,7 @@ def test_no_text_installs_bridle_by_a_name_that_is_not_published(where):
         (ValueError("/secret"), "ValueError"),
     ],
 )
-def test_the_cause_of_a_store_error_is_named_without_paths(cause, result):
+def test_the_root_cause_of_a_store_error_contains_no_path(cause, result):
     with pytest.raises(StoreError) as raised, boundary(StoreError, "/secret/file: cannot write"):
         raise cause
     assert root_cause(raised.value) == result

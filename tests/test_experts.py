@@ -31,7 +31,7 @@ def rows_of(tokens, most=200, seed=0):
 @given(
     st.integers(0, 9), st.integers(0, 1000), st.sampled_from([8, 256, 257, 32_768]), st.booleans()
 )
-def test_packed_rows_come_back(tokens, start, most, gaps):
+def test_packed_expert_rows_survive_a_round_trip(tokens, start, most, gaps):
     rows = rows_of(tokens, most, start)
     if gaps:
         rows[::2] = -1
@@ -41,13 +41,13 @@ def test_packed_rows_come_back(tokens, start, most, gaps):
         assert np.array_equal(again.rows, rows)
 
 
-def test_few_experts_take_a_byte_or_less():
+def test_packed_expert_ids_take_a_byte_or_less_each():
     assert len(pack(Experts(0, rows_of(1000)))) < 1000 * 6 * 1.01
     assert len(pack(Experts(0, rows_of(1000, 8)))) < 1000 * 6 * 0.6
 
 
 @pytest.mark.parametrize("packed", [b"", b"x", pack(Experts(0, rows_of(4)))[:-2]])
-def test_what_is_no_rows_is_refused(packed):
+def test_bytes_that_are_no_packed_experts_are_refused(packed):
     with pytest.raises(ValueError, match="no packed experts"):
         unpack(packed)
 
@@ -61,7 +61,7 @@ def test_what_is_no_rows_is_refused(packed):
         (np.full((1, 1, 1), -2), "from -2 to -2"),
     ],
 )
-def test_numbers_that_name_no_experts_are_refused(values, fault):
+def test_arrays_of_invalid_shape_or_expert_ids_are_refused(values, fault):
     with pytest.raises(ValueError, match=fault):
         as_rows(values)
 
@@ -77,7 +77,7 @@ def header(*shape):
 @pytest.mark.parametrize(
     "text", ["", "AAAA", "!", header(3, 1, 1), header(10**12, 4, 2), header(10**18, 9, 9)]
 )
-def test_a_file_without_rows_is_refused_with_any_shape(text):
+def test_an_npy_text_without_the_rows_of_its_header_is_refused(text):
     with pytest.raises(ValueError, match=r"."):
         npy_rows(text)
 
@@ -86,7 +86,7 @@ PARTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 8)), max_size=5)
 
 
 @given(PARTS, st.integers(0, 15))
-def test_the_first_part_that_knows_a_token_counts(spans, tokens):
+def test_merged_expert_rows_are_those_of_the_first_part_with_the_token(spans, tokens):
     parts = [Experts(start, rows_of(size, seed=n)) for n, (start, size) in enumerate(spans)]
     found: Any = merge_rows(parts, tokens)
     assert (found is None) is (not parts)
@@ -95,7 +95,7 @@ def test_the_first_part_that_knows_a_token_counts(spans, tokens):
         assert np.array_equal(found[at], known[0] if known else np.full((3, 2), -1))
 
 
-def test_a_row_that_a_part_does_not_know_is_taken_from_the_next():
+def test_merged_expert_rows_take_unknown_rows_from_the_next_part():
     first = rows_of(3)
     first[1] = -1
     found: Any = merge_rows([Experts(0, first), Experts(0, rows_of(3, seed=1))], 3)
@@ -103,7 +103,7 @@ def test_a_row_that_a_part_does_not_know_is_taken_from_the_next():
     assert np.array_equal(found[[0, 2]], rows_of(3)[[0, 2]])
 
 
-def test_rows_are_placed_by_the_end_of_the_reply():
+def test_expert_rows_of_a_reply_are_aligned_by_its_last_token():
     rows = rows_of(9)
     asked = reply_extra(rows[4:], asked=4, tokens=10)[KEY]
     ignored = reply_extra(rows, asked=4, tokens=10)[KEY]
@@ -114,7 +114,7 @@ def test_rows_are_placed_by_the_end_of_the_reply():
         assert list(reply_extra(wrong, asked=4, tokens=10)) == [f"{KEY}_dropped"]
 
 
-def test_a_trainer_that_needs_all_rows_gets_all_or_none():
+def test_complete_rows_returns_none_when_any_row_but_the_last_is_unknown():
     rows = rows_of(4)
     rows[-1] = -1
     known: Any = complete_rows(rows)

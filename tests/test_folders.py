@@ -36,7 +36,7 @@ def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_second_owner_of_a_folder_is_refused_with_the_first_and_the_remedy(tmp_path):
+def test_a_second_folder_lock_is_refused_with_the_holder_s_pid_and_the_remedy(tmp_path):
     with FolderLock(tmp_path / "data"), pytest.raises(ConfigError) as refused:
         FolderLock(tmp_path / "data")
     expected = rf"data is in use by process {os.getpid()} on \S+ since \d{{4}}-.*: end that process"
@@ -44,14 +44,14 @@ def test_the_second_owner_of_a_folder_is_refused_with_the_first_and_the_remedy(t
     FolderLock(tmp_path / "data").close()
 
 
-def test_a_lock_file_without_a_holder_s_name_still_refuses(tmp_path):
+def test_a_held_lock_file_without_a_holder_s_name_still_refuses(tmp_path):
     with FolderLock(tmp_path):
         (tmp_path / LOCK).write_text("")
         with pytest.raises(ConfigError, match="in use by another process: end that process"):
             FolderLock(tmp_path)
 
 
-def test_a_lock_dies_with_its_process(tmp_path):
+def test_a_folder_lock_is_released_when_its_process_is_killed(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -63,7 +63,7 @@ def test_a_lock_dies_with_its_process(tmp_path):
     FolderLock(tmp_path).close()
 
 
-def test_a_patient_owner_waits_for_the_one_that_leaves(tmp_path):
+def test_a_folder_lock_with_patience_waits_for_its_release(tmp_path):
     first = FolderLock(tmp_path)
     leaving = threading.Timer(0.1, first.close)
     leaving.start()
@@ -71,13 +71,13 @@ def test_a_patient_owner_waits_for_the_one_that_leaves(tmp_path):
     leaving.join()
 
 
-def test_a_folder_whose_lock_cannot_be_opened_is_named(tmp_path):
+def test_a_lock_file_that_cannot_be_opened_is_refused_by_name(tmp_path):
     (tmp_path / LOCK).mkdir()
     with pytest.raises(ConfigError, match=r"\.lock: Is a directory"):
         FolderLock(tmp_path)
 
 
-def test_new_folders_and_files_are_their_user_s_alone_under_any_umask(tmp_path):
+def test_private_folders_and_files_are_owner_only_under_any_umask(tmp_path):
     with open_umask():
         folder = private_folder(tmp_path / "a" / "b")
         file = private_file(folder / "file")
@@ -86,14 +86,14 @@ def test_new_folders_and_files_are_their_user_s_alone_under_any_umask(tmp_path):
     assert (mode(file), mode(folder / LOCK)) == (0o600, 0o600)
 
 
-def test_a_file_that_exists_keeps_its_contents_and_mode(tmp_path):
+def test_private_file_keeps_the_contents_and_mode_of_an_existing_file(tmp_path):
     (tmp_path / "file").write_text("kept")
     (tmp_path / "file").chmod(0o640)
     assert private_file(tmp_path / "file").read_text() == "kept"
     assert mode(tmp_path / "file") == 0o640
 
 
-def test_a_full_disk_and_a_missing_folder_have_no_room_and_a_check_leaves_nothing(tmp_path):
+def test_check_room_raises_on_a_full_disk_or_missing_folder_and_leaves_no_file(tmp_path):
     check_room(tmp_path)
     with full_disk(), pytest.raises(OSError, match="File too large"):
         check_room(tmp_path)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 
-def test_names_of_the_package_load_when_they_are_asked_for():
+def test_public_names_of_bridle_are_imported_lazily():
     program = (
         "import sys, bridle; assert set(dir(bridle)) == set(bridle.__all__);"
         "assert len([name for name in sys.modules if name.startswith('bridle')]) == 1;"

@@ -6,7 +6,7 @@ import pytest
 from tests.loops import JumpingLoop
 
 
-def test_a_clock_that_jumps_gives_hours_in_their_order():
+def test_the_jumping_event_loop_wakes_hour_long_sleeps_in_order_at_once():
     async def hours():
         loop, order = asyncio.get_running_loop(), []
         assert isinstance(loop, JumpingLoop)

@@ -5,7 +5,7 @@ from tests.peaks import peak_kib
 MIB = 1 << 20
 
 
-def test_a_peak_counts_from_its_reset():
+def test_peak_memory_is_measured_from_the_last_reset():
     large = bytearray(b"1") * (200 * MIB)
     assert peak_kib() > 200 << 10
     del large

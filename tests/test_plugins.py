@@ -13,7 +13,7 @@ from bridle.server.settings import SubmissionPolicy
 TABLE = {"path": "pathlib:Path"}
 
 
-def test_a_short_name_and_a_dotted_path_both_work():
+def test_a_plugin_is_loaded_by_short_name_or_import_path():
     from pathlib import Path, PurePath
 
     assert load("path", TABLE, what="thing") is Path
@@ -21,7 +21,7 @@ def test_a_short_name_and_a_dotted_path_both_work():
 
 
 @pytest.mark.parametrize("name", ["nope", "no.such.module:X", "pathlib:NoSuchClass"])
-def test_what_cannot_be_found_is_named(name):
+def test_a_plugin_that_cannot_be_found_is_refused_by_name(name):
     with pytest.raises(ConfigError, match=name.split(":")[0]) as caught:
         load(name, TABLE, what="thing")
 
@@ -50,7 +50,7 @@ def package(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("package")
-def test_an_installed_package_adds_names_and_replaces_none():
+def test_an_installed_plugin_package_adds_names_and_replaces_no_built_in():
     assert type(open_evaluator(EvaluatorSpec(strategy="mine"))).__name__ == "Mine"
     assert type(open_harness(AgentSpec(harness="mine"))).__name__ == "Mine"
     assert type(open_engine("mine:somewhere")).__name__ == "Mine"
@@ -62,7 +62,7 @@ def test_an_installed_package_adds_names_and_replaces_none():
 
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("field", ["evaluator.strategy", "agent.harness"])
-def test_a_server_runs_an_installed_name_only_where_its_operator_trusts_it(field):
+def test_a_server_refuses_an_installed_plugin_that_its_operator_does_not_trust(field):
     agent = {"harness": "command", "command": "true"}
     task = {"task_id": "t", "instruction": "do", "agent": agent}
     task |= {"agent": {"harness": "mine"}} if field.startswith("agent") else {}

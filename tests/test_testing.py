@@ -14,7 +14,7 @@ def request(text="hi", **fields):
     return GenerateRequest("r", ArrayIds(TOKENIZER.encode(text)), Sampling(), **fields)
 
 
-async def test_conversations_come_before_the_turns_for_all_others():
+async def test_scripted_conversations_are_matched_before_the_default_turns():
     engine = scripted_engine(
         [{"content": "rest"}],
         conversations=[{"when": {"user_contains": "special"}, "turns": [{"content": "special"}]}],

@@ -15,7 +15,7 @@ from bridle.types import (
 )
 
 
-def test_a_messages_text_is_its_text_parts_with_nothing_between():
+def test_the_text_of_a_message_joins_its_text_parts_without_a_separator():
     media = MediaPart("image/png", "00", "data:,")
     message = Message(Role.USER, (TextPart("a"), media, TextPart("b")))
 
@@ -23,7 +23,7 @@ def test_a_messages_text_is_its_text_parts_with_nothing_between():
     assert Message(Role.ASSISTANT).text == ""
 
 
-def test_values_cross_processes():
+def test_value_types_survive_pickling():
     values = [
         Message(Role.TOOL, (TextPart("x"),), tool_call_id="c"),
         ToolCall("c", "f", "{}"),
@@ -34,7 +34,7 @@ def test_values_cross_processes():
     assert pickle.loads(pickle.dumps(values)) == values  # noqa: S301 - our own bytes
 
 
-def test_record_is_a_value_by_its_fields_and_with_eq_false_by_itself():
+def test_records_compare_by_fields_unless_eq_is_false():
     @record()
     class Pair:
         left: int
