@@ -195,7 +195,7 @@ def test_trl_s_loss_includes_every_token_of_every_trace(tmp_path, loss_type, ste
     trainer_conformance(groups, rows).check()
 
 
-def test_trls_asynchronous_samples_train_every_token():
+def test_trl_s_asynchronous_samples_train_every_token():
     groups = without_images(trainer_sessions())
     rows = []
     for group in groups:
@@ -211,7 +211,7 @@ def test_trls_asynchronous_samples_train_every_token():
 
 
 @pytest.mark.parametrize("token_level", [True, False])
-def test_nemo_rls_batch_trains_every_token_of_every_trace(token_level):
+def test_nemo_rl_s_batch_trains_every_token_of_every_trace(token_level):
     groups = without_images(trainer_sessions())
     batch, own = train_batch(groups, pad_id=0, token_level_loss=token_level, rows_multiple=8)
     rows = []
@@ -226,7 +226,7 @@ def test_nemo_rls_batch_trains_every_token_of_every_trace(token_level):
     trainer_conformance(groups, rows).check()
 
 
-def test_nemo_gyms_response_trains_every_call_of_the_largest_trace():
+def test_nemo_gym_s_response_trains_every_call_of_the_largest_trace():
     groups = without_images(trainer_sessions())
     rows = []
     for session in scored(groups):
@@ -254,7 +254,7 @@ def test_branches_of_the_verifiers_package_train_every_token():
 
 @pytest.mark.train
 @pytest.mark.timeout(180)
-def test_openenvs_training_trace_trains_every_token():
+def test_openenv_s_training_trace_trains_every_token():
     groups = trainer_sessions()
     harness = "openenv.core.harness"
     rows = []

@@ -60,7 +60,7 @@ def queue():
 
 @pytest.mark.train
 @pytest.mark.timeout(180)
-async def test_verls_v1_queue_trains_every_token_of_every_trace(queue):
+async def test_verl_s_v1_queue_trains_every_token_of_every_trace(queue):
     worker, put, _ = queue
     groups = trainer_sessions()
     for number, one in enumerate(one for group in groups for one in group.sessions):
@@ -130,7 +130,7 @@ async def test_verl_s_queue_has_the_routed_experts_of_each_token(queue):
 
 @pytest.mark.train
 @pytest.mark.timeout(180)
-async def test_verls_grpo_counts_a_session_once_and_its_loss_reaches_every_trace(queue):
+async def test_verl_s_grpo_counts_a_session_once_and_its_loss_reaches_every_trace(queue):
     import numpy as np
     import torch
     from verl.protocol import DataProto
@@ -188,7 +188,7 @@ async def test_verl_s_registry_starts_the_agent_loop_that_plays_the_row_s_task(t
 
 @pytest.mark.train
 @pytest.mark.timeout(180)
-def test_an_overlong_trace_is_a_masked_verl_row_and_an_unknown_reward_gives_none():
+def test_overlong_traces_give_one_masked_verl_row_and_an_unknown_reward_gives_no_row():
     (row,) = outputs_of(
         session("s", 1.0, trace(), trace("t1")), Shape(16, 5, overlong="drop", blanks=True)
     )

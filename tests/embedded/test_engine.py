@@ -413,7 +413,9 @@ async def test_tied_weights_are_updated_as_one(tmp_path, opened):
         ([1], {"max_tokens": 0}, "max_tokens"),
     ],
 )
-async def test_a_call_that_cannot_be_sampled_is_refused(folder, opened, prompt, sampling, text):
+async def test_a_call_with_invalid_prompt_ids_or_sampling_parameters_gets_400(
+    folder, opened, prompt, sampling, text
+):
     async with opened(folder) as engine:
         with pytest.raises(EngineError, match=text) as refusal:
             await answer(engine, request(prompt, **sampling))

@@ -109,7 +109,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("backend", "way"), list(cases()))
-async def test_a_forged_test_result_gets_no_reward(backend, way, tmp_path):
+async def test_a_forgery_without_the_work_gets_reward_0(backend, way, tmp_path):
     shown, reward = await tried(backend, way, tmp_path / "apart", trusted=False)
     assert reward == 0.0
     if way.shown is not None:

@@ -159,7 +159,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("strategy", "way", "is_open"), list(cases()))
-async def test_each_attack_in_the_checker_s_process_succeeds_only_where_the_docs_say_so(
+async def test_each_attack_in_the_checker_s_process_succeeds_exactly_where_the_docs_say(
     strategy, way, is_open, tmp_path
 ):
     found = await reward("bubblewrap", strategy, way, PLAIN, WAYS[way], tmp_path)

@@ -44,7 +44,7 @@ def test_ci_runs_all_suites_and_fails_with_the_command_to_repeat_a_failed_one(ra
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("commits", "suite"), [(2, "vllm"), (3, "sglang"), (4, "vllm")])
-def test_ci_runs_the_sglang_suite_in_place_of_vllm_on_some_commits(ran, commits, suite):
+def test_ci_runs_sglang_instead_of_vllm_on_every_fourth_commit(ran, commits, suite):
     status, summary = ran("%:\n\t@echo $@ $$BRIDLE_TEST_DRAW\n", commits)
 
     assert status == 0

@@ -137,7 +137,7 @@ def long_session(turns, *, retokenize):
 
 
 @pytest.mark.parametrize("retokenize", [False, True])
-def test_a_session_of_30_templated_turns_is_spliced_into_one_trace(retokenize):
+def test_a_session_of_30_templated_turns_is_one_trace_with_on_drift_splice(retokenize):
     trajectory = built(long_session(30, retokenize=retokenize), on_drift="splice")
     (trace,) = trajectory.traces
     assert len(trace.exchange_ids) == 30

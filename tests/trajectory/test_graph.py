@@ -58,7 +58,7 @@ def test_a_child_that_keeps_a_part_of_its_parent_is_sound_and_reported_as_a_brea
     assert graph.breaks == expected
 
 
-def test_a_child_that_keeps_only_its_grandparent_s_ids_gets_that_parent():
+def test_a_child_that_keeps_only_ids_of_an_earlier_ancestor_gets_that_parent():
     made = chain(3)
     made.call("x2", kept=12)
     graph = grown(made)

@@ -118,7 +118,7 @@ def test_trajectory_json_is_one_line_although_its_text_has_unicode_line_separato
     assert json.loads(line)["error"] == BREAKS
 
 
-def test_token_rewards_and_media_are_read_back():
+def test_token_rewards_and_media_survive_a_json_round_trip():
     made = MadeSession()
     made.call(output=3)
     made.end(1.0, metadata={"token_rewards": [[0.1, 0.2, 0.3]]})

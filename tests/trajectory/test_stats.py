@@ -81,7 +81,7 @@ def test_excluded_tokens_are_counted_by_reason():
     }
 
 
-def test_tokens_of_exchanges_without_a_parent_are_counted_as_broken():
+def test_tokens_of_exchanges_whose_parent_is_missing_are_counted_as_broken():
     made = chain(3)
     del made.exchanges[0]
     expected = {

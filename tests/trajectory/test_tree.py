@@ -57,7 +57,7 @@ def test_a_drawn_turn_shows_its_mask_reason_and_its_drift():
     assert "| masked: kind | drift: whitespace |" in texts[3]
 
 
-def test_exchanges_without_a_parent_are_listed_as_left_out():
+def test_exchanges_whose_parent_is_missing_are_listed_as_left_out():
     made = MadeSession()
     made.call()
     made.call("x0")

@@ -125,7 +125,7 @@ async def test_stop_strings_and_stop_tokens_end_vllm_replies(opened, server, rou
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_vllm_s_refusals_are_raised_as_request_or_context_overflow_errors(opened, route):
+async def test_vllm_s_refusals_are_raised_as_engine_or_context_overflow_errors(opened, route):
     engine = await opened(route=route)
     with pytest.raises(EngineError, match="vocabulary") as caught:
         await reply(engine, request([5, 99_999]))
