@@ -51,7 +51,7 @@ values = st.recursive(
         ('{"10":1,"9":2}', '{"9":2,"10":1}'),
     ],
 )
-def test_two_forms_of_one_value_are_equal(one, other):
+def test_two_json_spellings_of_one_value_have_equal_canonical_arguments(one, other):
     assert canonical_arguments(one) == canonical_arguments(other)
 
 
@@ -71,7 +71,7 @@ def test_different_values_stay_different(distinct):
 
 
 @pytest.mark.parametrize("text", ["{", "nope", "{'a': 1}", '{"a": "\n"}', "\ud800", "[" * 100000])
-def test_what_is_not_json_keeps_its_own_text(text):
+def test_arguments_that_are_not_json_are_compared_by_their_text(text):
     assert canonical_arguments(text) == b"r" + text.encode("utf-8", "surrogatepass")
 
 
@@ -114,7 +114,7 @@ def test_a_parsed_value_and_its_text_have_one_canonical_form(value):
 
 
 @given(st.text(st.characters(codec=None)))
-def test_no_text_raises(text):
+def test_any_text_has_canonical_arguments_without_an_error(text):
     assert canonical_arguments(text)[:1] in {b"j", b"r"}
 
 
@@ -123,7 +123,7 @@ def test_a_value_that_is_not_json_still_has_bytes():
     assert canonical_json(math.nan) == b"NaN"
 
 
-def test_defaults_are_those_of_the_list_that_was_asked_for():
+def test_cached_schema_defaults_are_those_of_the_given_tool_list():
     def tools(value):
         schema = {"properties": {"limit": {"default": value}}}
         return (ToolSpec("read", None, schema),)

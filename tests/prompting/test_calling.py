@@ -36,11 +36,11 @@ def test_a_required_call_is_one_of_all_tools_and_a_named_one_is_that_tool():
         ("qwen3", TOOLS, "x"),
     ],
 )
-def test_where_no_form_is_known_there_is_no_grammar(form, tools, choice):
+def test_without_a_known_call_syntax_or_tool_there_is_no_call_grammar(form, tools, choice):
     assert call_grammar(form, tools, choice) is None
 
 
-def test_the_tag_is_what_the_template_writes():
+def test_the_call_grammar_s_tags_are_those_that_the_chat_template_writes():
     renderer = load_renderer("builtin")
     call = ToolCall("c", "look", '{"path": "a"}')
     messages = (

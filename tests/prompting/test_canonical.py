@@ -76,7 +76,7 @@ def test_the_chain_begins_with_the_dialect_and_covers_every_atom():
         ([user(image("d"))], [user(image("d"))]),
     ],
 )
-def test_forms_of_one_thing_have_one_key(one, other):
+def test_equivalent_messages_have_one_key(one, other):
     assert key(*one) == key(*other)
 
 
@@ -101,11 +101,11 @@ def test_forms_of_one_thing_have_one_key(one, other):
         ],
     ],
 )
-def test_different_things_have_different_keys(distinct):
+def test_different_messages_have_different_keys(distinct):
     assert len({key(*messages) for messages in distinct}) == len(distinct)
 
 
-def test_text_that_looks_like_two_atoms_is_one():
+def test_text_with_separator_bytes_does_not_collide_with_other_messages():
     assert key(user("a\x00S"), user("b")) != key(user("a"), user("S\x00b"))
 
 
@@ -151,7 +151,7 @@ def test_results_whose_ids_are_not_all_known_stay_as_they_came():
     assert results_in_call_order(unnamed) == tuple(unnamed)
 
 
-def test_a_call_id_that_answers_twice_is_no_order():
+def test_results_that_repeat_a_call_id_are_not_reordered():
     twice = [CALLS, result("b", "2"), result("b", "2"), result("a", "1")]
     assert [m.text for m in results_in_call_order(twice)[1:]] == ["2", "2", "1"]
     assert canonical(request(*twice), {}).message_of == (0, 0, 0, 1, 2, 3)
@@ -187,7 +187,7 @@ def test_the_messages_after_an_answer_come_in_the_order_of_its_calls():
 # ---- evidence
 
 
-def test_ids_and_reasoning_stand_beside_the_atoms():
+def test_call_ids_and_reasoning_are_kept_beside_the_hashed_atoms():
     seen = canonical(
         request(user("u"), said("t", reasoning=" hm\n", issued=["sig"], calls=[call("id")])), {}
     )
@@ -198,7 +198,7 @@ def test_ids_and_reasoning_stand_beside_the_atoms():
     assert again.reasoning == hint.reasoning
 
 
-def test_a_turn_of_reasoning_only_leaves_its_evidence_where_it_stood():
+def test_a_reasoning_only_turn_leaves_a_hint_at_its_position():
     seen = canonical(request(user("u"), said(reasoning="hm", issued=["r"]), user("v")), {})
     assert kinds(user("u"), said(reasoning="hm", issued=["r"]), user("v")) == "UU"
     assert [(hint.position, hint.ids) for hint in seen.hints] == [(1, ("r",))]
@@ -207,7 +207,7 @@ def test_a_turn_of_reasoning_only_leaves_its_evidence_where_it_stood():
 # ---- spans, memo, tools
 
 
-def test_spans_and_no_spans_give_the_same():
+def test_the_canonical_form_is_the_same_with_and_without_byte_spans():
     messages = [
         system("s"),
         user("u"),
@@ -236,7 +236,7 @@ def test_a_known_span_is_not_normalised_again():
     assert canonical(altered, dict(memo)) == second
 
 
-def test_a_default_counts_only_under_its_own_tools():
+def test_a_schema_default_applies_only_under_the_tools_that_declare_it():
     memo = AtomMemo()
     echoed = said(calls=[call("1", {"path": "p", "all": False}, name="edit")])
     bare = said(calls=[call("1", {"path": "p"}, name="edit")])
@@ -298,7 +298,7 @@ def conversations(draw):
 
 
 @given(conversations(), st.integers(0, 8))
-def test_with_or_without_memory_the_chain_is_the_same(messages, seen):
+def test_the_canonical_form_is_the_same_with_and_without_the_memo(messages, seen):
     memo = AtomMemo()
     canonical(request(*messages[:seen]), memo)
     assert canonical(request(*messages), memo) == canonical(request(*messages, spans=False), {})
@@ -312,7 +312,7 @@ def test_a_longer_history_extends_the_chain_of_the_shorter(messages, more):
 
 
 @given(conversations())
-def test_the_answers_atoms_are_those_of_its_echo(messages):
+def test_an_answer_has_the_same_atoms_as_its_echo_in_a_request(messages):
     turn = [message for message in messages if message.role.value == "assistant"]
     echoed = canonical(request(*turn), {})
     answered = [a for a in answer_atoms(turn, ()) if a.kind is not AtomKind.EVIDENCE]

@@ -77,7 +77,7 @@ def test_a_chain_of_children_reaches_back_exchange_by_exchange(talk):
     assert (placement.parent, placement.new_from) == ("b", 5)
 
 
-def test_another_dialect_never_continues(talk):
+def test_a_request_in_another_dialect_is_never_a_child(talk):
     other = Talk(Dialect.ANTHROPIC)
     other.conversation = talk.conversation
     assert other.place(*TASK, TURN, SEEN).kind is FORK
@@ -113,7 +113,7 @@ def test_a_turn_that_comes_back_in_one_piece_with_its_prefill_is_the_same_turn(c
         assert placement.new_from == len(TASK) + len(turn)
 
 
-def test_a_turn_that_is_not_its_prefill_and_all_of_what_followed_is_no_turn_of_ours():
+def test_a_turn_that_differs_from_its_prefill_plus_reply_is_no_child():
     talk = Talk(Dialect.ANTHROPIC)
     talk.exchange("p", (*TASK, BEGUN), said(" is 4."), begun="Two and two")
     for text in ("Two and twois 4.", "Two and two is", "Two and two  is 4."):
@@ -125,7 +125,7 @@ def test_a_turn_that_is_not_its_prefill_and_all_of_what_followed_is_no_turn_of_o
     assert talk.place(*TASK, said("Two and two is 4."), user("on")).kind is ROOT
 
 
-def test_a_prefill_behind_which_nothing_was_said_is_no_turn():
+def test_a_prefill_with_an_empty_reply_is_a_repeated_root():
     talk = Talk(Dialect.ANTHROPIC)
     talk.exchange("p", (*TASK, BEGUN), said(""), begun="Two and two")
     placement = talk.place(*TASK, BEGUN)
@@ -148,7 +148,7 @@ def test_2_equal_visible_answers_are_distinguished_by_the_ids_of_their_calls():
     assert (placement.parent, placement.tie, placement.extend) == ("b", "id", True)
 
 
-def test_2_or_by_a_signature_that_only_one_of_them_got():
+def test_2_equal_visible_answers_are_distinguished_by_their_signatures():
     talk = Talk(Dialect.GOOGLE)
     for name in ("a", "b"):
         talk.exchange(name, TASK, said("ok", issued=[f"sig-{name}=="]))
@@ -194,7 +194,7 @@ def test_5_a_cut_turn_kept_in_part_is_known_without_ids_by_its_beginning():
     assert (placement.kind, placement.parent, placement.drift) == (PARTIAL, "a", "partial")
 
 
-def test_5_text_of_a_cut_turn_joined_to_calls_of_the_next_is_no_silent_child():
+def test_5_text_of_a_cut_turn_joined_to_calls_of_the_next_is_a_fork():
     talk = Talk()
     cut = said("I look.", calls=[call("call_1")])
     talk.exchange("a", TASK, cut, state="cut")
@@ -278,7 +278,7 @@ def test_10_odd_arguments_that_come_back_as_they_were_are_a_plain_child(argument
     assert talk.place(*TASK, turn, SEEN).extend
 
 
-def test_11_only_numbers_of_one_value_are_equal():
+def test_11_arguments_match_across_number_spellings_but_not_across_types():
     for other, extends in (("1.0", True), ("true", False), ('"1"', False), ("null", False)):
         talk = Talk()
         talk.exchange("a", TASK, said(calls=[call("call_1", '{"n":1}')]))
@@ -362,7 +362,7 @@ def test_18_a_cache_mark_that_moved_changes_the_span_but_not_the_turn(talk):
     assert talk.place(*marked, TURN, SEEN).extend
 
 
-def test_an_earlier_turn_of_ours_is_lineage_where_the_harness_spoke_last_for_the_model(talk):
+def test_a_summary_request_with_a_handwritten_last_turn_forks_from_the_sampled_turn(talk):
     summed = (system("sum up"), user("do it"), TURN, SEEN, said("(interrupted)"), user("sum up"))
     placement = talk.place(*summed)
     assert is_fork(placement, "a", "history_changed")
@@ -374,7 +374,7 @@ def test_19_a_compaction_that_keeps_our_last_call_is_a_fork_with_its_lineage(tal
     assert is_fork(talk.place(*compacted), "a", "history_changed")
 
 
-def test_20_a_signature_in_the_url_safe_alphabet_is_ours():
+def test_20_a_signature_in_the_url_safe_base64_alphabet_is_recognised():
     talk = Talk(Dialect.GOOGLE)
     talk.exchange("a", TASK, said(calls=[call(None)], issued=["ab+/cd=="]))
     placement = talk.place(*TASK, said(calls=[call(None, {"x": 1})], issued=["ab-_cd"]), SEEN)
@@ -417,7 +417,7 @@ def test_after_a_rewritten_turn_the_chain_matches_again(talk):
     assert (placement.kind, placement.parent) == (CHILD, "b")
 
 
-def test_rewritten_turns_fork_where_that_is_wanted():
+def test_rewritten_turns_fork_with_on_rewrite_fork():
     talk = Talk(on_rewrite="fork")
     talk.exchange("a", TASK, TURN)
     placement = talk.place(*TASK, said(calls=TURN.tool_calls), SEEN)
@@ -476,7 +476,7 @@ def test_a_turn_that_the_harness_wrote_extends_what_is_before_it(talk):
     assert beside.new_from == 3
 
 
-def test_guards_hold_for_unknown_turns_too(talk):
+def test_changed_tools_prevent_extension_at_unknown_turns_too(talk):
     placement = talk.place(*TASK, TURN, SEEN, said("by hand"), user("go"), tools=(BASH,))
     assert is_fork(placement, "a", "tools_changed")
     assert not placement.extend
@@ -493,7 +493,7 @@ def test_other_template_arguments_continue_the_messages_but_not_the_ids():
     assert (placement.parent, placement.reason) == ("a", "template_args_changed")
 
 
-def test_an_abandoned_exchange_is_no_parent_unless_an_id_says_so():
+def test_an_abandoned_exchange_is_no_parent_unless_a_call_id_proves_it():
     talk = Talk()
     talk.exchange("a", TASK, said("ok"), state="abandoned")
     assert is_fork(talk.place(*TASK, said("ok"), user("x")), "a", "parent_abandoned")
@@ -510,7 +510,7 @@ def test_an_abandoned_text_turn_further_back_is_passed_over():
     assert talk.place(*TASK, said("ok"), user("x"), said("by hand"), user("y")).kind is ROOT
 
 
-def test_fully_delivered_comes_before_partly_delivered():
+def test_a_delivered_reply_is_preferred_as_parent_over_equal_cut_ones():
     talk = Talk()
     for name, state in (("a", "superseded"), ("b", "delivered"), ("c", "cut")):
         talk.exchange(name, TASK, said("ok"), state=state)
@@ -518,7 +518,7 @@ def test_fully_delivered_comes_before_partly_delivered():
     assert (placement.parent, placement.tie) == ("b", "delivery")
 
 
-def test_twins_get_one_continuation_each_and_then_the_newest():
+def test_identical_replies_get_one_continuation_each_the_newest_first():
     talk = Talk()
     talk.exchange("a", TASK, said("ok"))
     talk.exchange("b", TASK, said("ok"))
@@ -529,7 +529,7 @@ def test_twins_get_one_continuation_each_and_then_the_newest():
     assert (second.parent, second.tie) == ("a", "childless")
 
 
-def test_a_child_that_failed_or_was_placed_again_counts_no_more():
+def test_a_failed_child_does_not_count_as_a_continuation():
     talk = Talk()
     for name in ("a", "b"):
         talk.exchange(name, TASK, said("ok"))
@@ -541,7 +541,7 @@ def test_a_child_that_failed_or_was_placed_again_counts_no_more():
     assert talk.place(*asked).tie == "childless"
 
 
-def test_only_a_request_that_was_placed_as_a_child_counts_as_one():
+def test_only_a_request_begun_as_a_child_counts_as_a_continuation():
     talk = Talk()
     for name in ("a", "b"):
         talk.exchange(name, TASK, said("ok"))
@@ -604,7 +604,7 @@ STATES = ["delivered", "delivered", "delivered", "superseded", "abandoned", None
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_is_found_without_a_search_is_what_a_search_finds(seed):
+def test_the_shortcut_for_linear_turns_finds_the_same_parent_as_the_full_search(seed):
     """Twins, turns of others, copied ids, turns of reasoning alone, lost replies, branches."""
     choose, plain = Random(seed), 0
     for _ in range(10):
@@ -632,7 +632,7 @@ def test_a_linear_turn_is_found_without_a_search(talk):
 
 
 @given(turns)
-def test_placing_never_changes_anything(shape):
+def test_placing_a_request_twice_gives_the_same_placement(shape):
     talk = Talk()
     talk.exchange("a", TASK, TURN)
     asked = (*TASK, TURN, SEEN, *[said(form) for form, _ in shape])

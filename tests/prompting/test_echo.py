@@ -42,7 +42,7 @@ def atoms(*messages):
         (said(calls=[call("1", '{"path": "b"}', name="read"), call("2")]), Drift.EDITED_ARGS),
     ],
 )
-def test_a_changed_turn_is_named_by_what_was_changed(echo, drift):
+def test_a_changed_echo_gets_the_drift_kind_of_its_change(echo, drift):
     assert drift_of(atoms(echo), atoms(TURN)) is drift
 
 
@@ -72,7 +72,7 @@ def test_reasoning_that_came_back_as_text_is_inlined(tag):
     assert drift_of(other, shown, reasoning=reasoning) is Drift.TEXT_APPENDED
 
 
-def test_calls_without_text_that_became_text():
+def test_calls_echoed_as_text_have_drift_calls_as_text():
     assert drift_of(atoms(said("bash()")), atoms(said(calls=[call("1")]))) is Drift.CALLS_AS_TEXT
 
 
@@ -90,16 +90,16 @@ def test_calls_without_text_that_became_text():
         (said(), False),
     ],
 )
-def test_a_beginning_is_whole_atoms_and_then_perhaps_part_of_a_text(echo, begins):
+def test_a_partial_echo_is_whole_atoms_and_possibly_part_of_a_text(echo, begins):
     assert is_beginning(atoms(echo), atoms(TURN)) is begins
 
 
-def test_only_an_answer_with_text_can_be_known_by_text():
+def test_has_text_is_true_only_for_answers_with_text():
     assert has_text(atoms(TURN))
     assert not has_text(atoms(said(calls=[call("1")])))
 
 
-def test_extending_is_right_only_where_nothing_was_added_or_taken_away():
+def test_echoes_with_edited_added_or_missing_content_are_not_extendable():
     forks = {
         Drift.EDITED_ARGS,
         Drift.TEXT_APPENDED,

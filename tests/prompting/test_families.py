@@ -9,7 +9,7 @@ from bridle.prompting.family import family_names
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 
 
-def test_the_page_tells_what_every_family_does():
+def test_the_families_reference_page_is_up_to_date():
     assert PAGE.read_text() == page(), (
         "python -m tests.prompting.families > docs/reference/families.md"
     )
@@ -22,6 +22,6 @@ def test_every_family_but_one_is_listed_and_most_steps_are_the_same_ids():
     assert all(list(row) == list(STEPS) for row in found.values())
 
 
-def test_what_qwen3_says_is_extended_as_it_would_be_rendered():
+def test_qwen3_extensions_equal_a_new_rendering_except_after_a_tool_loop():
     row = rows()["qwen3"]
     assert [step for step, result in row.items() if result != SAME] == ["after a loop, user"]

@@ -45,7 +45,7 @@ def tokens_with(folder, template):
     return load_tokenizer(folder)
 
 
-def test_every_family_but_one_is_tried_here():
+def test_every_model_family_but_gpt_oss_is_tested():
     assert set(family_names()) == {*FAMILIES, "gpt-oss"}
 
 
@@ -72,7 +72,7 @@ def test_a_suffix_depends_on_the_parents_tail_only(look_alike, name):
     assert bridged >= 4
 
 
-def test_our_own_tokenizer_is_found_to_speak_qwen3(tokens):
+def test_the_builtin_tokenizer_is_detected_as_qwen3(tokens):
     template = ChatTemplate(tokens, [2024])
     assert find_family(tokens, template) == ("qwen3", None)
     family = make_family("qwen3", tokens, thinking=None, history="exact")
@@ -100,13 +100,13 @@ def test_a_template_that_does_not_think_by_default_is_found_with_thinking_off(fo
     assert on.endswith("<|im_start|>assistant\n")
 
 
-def test_a_template_that_no_family_speaks_has_none(folder):
+def test_an_unknown_chat_template_matches_no_family(folder):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     tokenizer = load_tokenizer(folder)
     assert find_family(tokenizer, ChatTemplate(tokenizer, [2024])) is None
 
 
-def test_differences_name_the_conversations(folder):
+def test_template_differences_name_the_differing_conversations(folder):
     path = folder / "chat_template.jinja"
     path.write_text(path.read_text().replace("# Tools", "# My tools"))
     tokenizer = load_tokenizer(folder)

@@ -28,6 +28,6 @@ OLD = (
         ((OLD[0],), Habit.OTHER),
     ],
 )
-def test_a_change_of_the_history_has_a_name(new, habit):
+def test_a_history_change_is_classified_as_system_window_masked_summary_or_other(new, habit):
     talk = Talk()
     assert habit_of(talk.canonical(*OLD), talk.canonical(*new)) is habit

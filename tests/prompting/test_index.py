@@ -72,7 +72,7 @@ def test_a_cut_reply_of_unknown_extent_and_an_abandoned_one_stay_findable():
     assert not index.turns_at(ANSWERED.chain[-1])[0].usable
 
 
-def test_marking_what_is_unknown_or_in_flight_changes_nothing():
+def test_marking_unknown_or_running_exchanges_changes_nothing():
     index = Index()
     index.mark("nobody", DeliveryState.DELIVERED)
     index.begin("x", ASKED)
@@ -80,7 +80,7 @@ def test_marking_what_is_unknown_or_in_flight_changes_nothing():
     assert index.prompts_at(ASKED.chain[-1])[0].state is None
 
 
-def test_taking_one_of_two_leaves_the_other():
+def test_forgetting_one_of_two_equal_prompts_keeps_the_other():
     index = committed()
     index.begin("y", ASKED)
     index.forget("y")

@@ -114,7 +114,7 @@ def test_five_thousand_random_turns_are_extended_as_the_family_does(look_alike, 
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm-4.5", "kimi-k2", "deepseek-v3", "nemotron-3"])
-def test_from_the_third_turn_of_a_shape_on_the_family_is_not_asked(look_alike, name):
+def test_the_family_is_not_called_from_the_third_turn_of_a_layout_on(look_alike, name):
     tokenizer, family = look_alike(name)
     asked = Asked(family)
     made = with_placeholders(asked, tokenizer)
@@ -132,7 +132,7 @@ def test_from_the_third_turn_of_a_shape_on_the_family_is_not_asked(look_alike, n
 
 
 @pytest.mark.parametrize("sign", ["{", "/nothink", "a", "\n"])
-def test_a_family_that_decides_on_a_text_has_no_layout(look_alike, sign):
+def test_suffixes_of_a_family_that_depend_on_a_text_are_not_cached_as_a_layout(look_alike, sign):
     tokenizer, family = look_alike("qwen3")
 
     class Decides(Asked):

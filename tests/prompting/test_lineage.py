@@ -27,7 +27,7 @@ def asked(*parts):
 
 
 @given(st.text(min_size=1).filter(str.strip))
-def test_the_instruction_that_a_call_gave_is_known(text):
+def test_a_first_message_with_a_text_of_an_earlier_tool_call_is_spawned(text):
     lineage = Lineage()
     lineage.note("e1", called(name="part", tasks=[{"prompt": text}]), summary=False)
     assert lineage.is_spawned(asked("<reminder>the date</reminder>", text))
@@ -35,14 +35,14 @@ def test_the_instruction_that_a_call_gave_is_known(text):
 
 
 @pytest.mark.parametrize("text", ["Do part", "Do part a, please", "", " "])
-def test_another_instruction_is_not(text):
+def test_a_first_message_without_a_text_of_an_earlier_tool_call_is_not_spawned(text):
     lineage = Lineage()
     assert not lineage.is_spawned(asked(text))
     lineage.note("e1", called(prompt="Do part a", note="", count=3), summary=False)
     assert not lineage.is_spawned(asked(text))
 
 
-def test_only_what_a_user_says_is_an_instruction():
+def test_only_a_user_message_can_be_spawned_by_a_tool_call():
     lineage = Lineage()
     lineage.note("e1", called(prompt="Do it"), summary=False)
     assert not lineage.is_spawned((Message(Role.SYSTEM, content=(TextPart("Do it"),)),))
@@ -50,7 +50,7 @@ def test_only_what_a_user_says_is_an_instruction():
 
 
 @pytest.mark.parametrize("arguments", ["", "no json", "[" * 9000, '"Do it"', "null"])
-def test_arguments_that_are_no_object_hurt_nobody(arguments):
+def test_call_arguments_that_are_no_object_raise_no_error(arguments):
     lineage = Lineage()
     call = ToolCall(id="c", name="agent", arguments=arguments)
     lineage.note("e1", (Message(Role.ASSISTANT, tool_calls=(call,)),), summary=False)
@@ -66,14 +66,14 @@ def test_a_request_that_continues_a_summary_is_linked_to_it():
 
 
 @pytest.mark.parametrize("tag", ["summary", "state_snapshot"])
-def test_so_it_is_where_the_harness_takes_it_out_of_its_tags(tag):
+def test_a_request_with_a_summary_taken_out_of_its_tags_is_linked_to_it(tag):
     lineage = Lineage()
     text = f"<analysis>hm</analysis>\n<{tag}>\nFiles were\ncounted.\n</{tag}>"
     lineage.note("e1", said(text), summary=True)
     assert lineage.summarised_by(asked("Earlier: Files were\ncounted.")) == "e1"
 
 
-def test_the_newest_summary_counts_and_only_summaries_do():
+def test_a_request_is_linked_to_the_newest_summary_that_it_contains():
     lineage = Lineage()
     lineage.note("e1", said("first"), summary=True)
     lineage.note("e2", said("second"), summary=True)

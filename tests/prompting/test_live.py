@@ -123,14 +123,14 @@ def encode(qwen3):
     return qwen3.tokenizer.encode
 
 
-def test_a_whole_turn_leaves_in_its_parts_before_its_end(qwen3, encode):
+def test_reasoning_text_and_calls_are_emitted_before_the_end_of_a_turn(qwen3, encode):
     early, final = qwen3.check(encode(TURN), None)
     assert (early.reasoning, early.text) == ("hm, é 🦊", "I look.")
     assert early.calls == list(final.tool_calls)
     assert len(early.calls) == 2
 
 
-def test_text_leaves_as_soon_as_nothing_can_undo_it(qwen3, encode):
+def test_text_is_emitted_at_once_and_trailing_white_space_held_back(qwen3, encode):
     reader = qwen3.reader()
     assert reader.feed(encode("Hello")).text == "Hello"
     assert reader.feed(encode(" there")).text == " there"
@@ -138,7 +138,7 @@ def test_text_leaves_as_soon_as_nothing_can_undo_it(qwen3, encode):
     assert reader.feed(encode("you")).text == " \nyou"
 
 
-def test_a_character_leaves_when_it_is_complete(qwen3, encode):
+def test_a_character_of_several_tokens_is_emitted_when_complete(qwen3, encode):
     reader = qwen3.reader()
     ids = encode("🦊")
     assert len(ids) > 1
@@ -146,7 +146,7 @@ def test_a_character_leaves_when_it_is_complete(qwen3, encode):
     assert reader.feed(ids[-1:]).text == "🦊"
 
 
-def test_bytes_that_never_become_a_character_hold_the_rest(qwen3, encode):
+def test_incomplete_utf_8_bytes_hold_back_all_later_text(qwen3, encode):
     lead = encode("🦊")[0]
     early, final = qwen3.check([*encode("a"), *[lead] * (INCOMPLETE_MOST + 5), *encode("b")], None)
     assert early.text == "a"
@@ -161,7 +161,7 @@ def test_a_broken_character_at_the_end_of_a_part_belongs_to_it(qwen3, encode):
     assert early.text == "ok\N{REPLACEMENT CHARACTER}"
 
 
-def test_a_stop_string_never_leaves_nor_its_beginning(qwen3, encode):
+def test_a_stop_string_and_its_beginning_at_the_end_are_never_emitted(qwen3, encode):
     ids = encode("Thought: x Observation: made up")
     early, _ = qwen3.stream(ids, stops=("Observation:",))
     assert early.text == "Thought: x"
@@ -173,7 +173,7 @@ def test_a_stop_string_never_leaves_nor_its_beginning(qwen3, encode):
     assert other.text == "x Observe this"
 
 
-def test_a_draft_of_a_call_inside_reasoning_waits_for_the_end(qwen3, encode):
+def test_call_markup_inside_reasoning_is_held_back_until_the_end(qwen3, encode):
     drafted = encode(f"<think>\nI could {CALL} or not\n</think>\n\nok")
     early, final = qwen3.check(drafted, None)
     assert (early.reasoning, early.text, early.calls) == ("I could", "", [])
@@ -190,19 +190,19 @@ def test_a_call_without_a_readable_name_is_text_at_the_end(qwen3, encode):
     assert final.content == f"a\n{BROKEN}\n{BROKEN}"
 
 
-def test_a_call_with_malformed_arguments_leaves_when_it_is_closed(qwen3, encode):
+def test_a_call_with_malformed_arguments_is_emitted_when_closed(qwen3, encode):
     early, final = qwen3.check(encode(f"a {MALFORMED}{CALL}<|im_end|>"), None)
     assert early.calls == list(final.tool_calls)
     assert [call.arguments for call in early.calls] == ['{"a": oops}', '{"command":  "ls"}']
     assert final.content == "a"
 
 
-def test_reasoning_that_the_prompt_opened_leaves_as_reasoning(qwen3, encode):
+def test_text_after_reasoning_opened_by_the_prompt_is_emitted_as_reasoning(qwen3, encode):
     early, _ = qwen3.stream(encode("\nhm</think>\n\nok"), thinking=True)
     assert (early.reasoning, early.text) == ("hm", "ok")
 
 
-def test_markers_at_odd_places_hold_the_rest(qwen3, encode):
+def test_text_after_a_misplaced_marker_is_held_back(qwen3, encode):
     for text, shown in (
         ("a<think>b", "a"),
         ("a</think>b", "a"),
@@ -215,20 +215,20 @@ def test_markers_at_odd_places_hold_the_rest(qwen3, encode):
         assert early.text == shown
 
 
-def test_spelled_out_markers_are_held(qwen3, tokens):
+def test_text_after_a_marker_spelled_as_plain_text_is_held_back(qwen3, tokens):
     ids = tokens.encode(tokens.escape("<think>") + "no</think>yes")
     early, _ = qwen3.check(ids, None)
     assert early.text == ""
 
 
-def test_a_family_that_calls_in_plain_text_has_no_marks(look_alike, tokens, folder):
+def test_families_without_call_marker_tokens_have_no_live_parsing(look_alike, tokens, folder):
     for name in ("llama-3", "deepseek-v4", "inkling", "gemma4", "gpt-oss"):
         tokenizer = look_alike(name)[0] if name != "gpt-oss" else tokens
         assert live_marks(name, tokenizer) is None
     assert live_marks("kimi-k2", tokens) is None
 
 
-def test_a_template_without_calls_is_read_as_text(tokens):
+def test_a_template_of_no_family_is_parsed_live_and_holds_back_its_end_token(tokens):
     marks = live_marks(None, tokens)
     assert marks is not None
     assert "<|im_end|>" in marks.held
@@ -256,7 +256,9 @@ def turns(reading, seed):
 
 @pytest.mark.parametrize("name", LIVE)
 @given(data=st.data())
-def test_for_any_ids_and_splits_what_leaves_is_a_beginning(look_alike, name, data):
+def test_live_pieces_are_a_prefix_of_the_parsed_reply_for_any_ids_and_splits(
+    look_alike, name, data
+):
     reading = reading_of(look_alike, name)
     stop = reading.family.get_stop_token_ids()[0]
     ids = [*data.draw(turns(reading, 2040)), *data.draw(st.sampled_from([[], [stop]]))]
@@ -269,21 +271,21 @@ def test_for_any_ids_and_splits_what_leaves_is_a_beginning(look_alike, name, dat
 
 
 @given(data=st.data())
-def test_the_same_holds_for_a_template_of_no_family(plain, data):
+def test_live_pieces_are_a_prefix_of_the_parsed_reply_for_a_template_of_no_family(plain, data):
     ids = data.draw(turns(plain, 2047))
     plain.check(ids, data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
 
 
 @given(st.text(alphabet="ab\n", max_size=12), st.lists(st.text("ab\n", min_size=1), max_size=3))
 @example("aab", ["abb"])
-def test_what_may_begin_a_marker_is_its_longest_beginning(text, markers):
+def test_marker_prefix_length_is_that_of_the_longest_marker_prefix_at_the_end(text, markers):
     count = marker_prefix_length(text, markers)
     beginnings = {marker[:n] for marker in markers for n in range(len(marker))}
     longest = max(len(b) for b in {"", *beginnings} if text.endswith(b))
     assert count == longest
 
 
-def test_the_renderer_gives_readers_and_keeps_the_ids_of_calls(renderer, tokens):
+def test_call_ids_emitted_live_are_kept_in_the_parsed_reply(renderer, tokens):
     ids = np.array(tokens.encode(TURN), dtype=np.int32)
     tail = np.array(tokens.encode("<|im_start|>assistant\n"), dtype=np.int32)
     reader = renderer.live(tools=(), prompt_tail=tail, stops=("",))
@@ -303,7 +305,7 @@ def test_the_renderer_gives_readers_and_keeps_the_ids_of_calls(renderer, tokens)
 
 
 @given(data=st.data())
-def test_where_calls_are_text_what_leaves_is_a_beginning_of_it_too(renderer, plain, data):
+def test_live_pieces_are_a_prefix_of_the_parsed_reply_with_calls_as_text(renderer, plain, data):
     ids = data.draw(turns(plain, 2047))
     tail = np.array(plain.tokenizer.encode("<|im_start|>assistant\n"), dtype=np.int32)
     reader = renderer.live(tools=(), prompt_tail=tail, stops=(), calls_as_text=True)
@@ -321,7 +323,7 @@ def test_where_calls_are_text_what_leaves_is_a_beginning_of_it_too(renderer, pla
     assert (final.reasoning or "").startswith(piece.reasoning)
 
 
-def test_the_renderer_sees_what_the_prompt_left_open(renderer, tokens):
+def test_live_text_is_reasoning_only_if_the_prompt_left_reasoning_open(renderer, tokens):
     def first(prompt):
         tail = np.array(tokens.encode(prompt), dtype=np.int32)
         return renderer.live(tools=(), prompt_tail=tail, stops=()).feed(tokens.encode("hm"))

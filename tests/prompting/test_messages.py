@@ -94,16 +94,16 @@ def test_a_turn_in_pieces_is_one_message():
         [said("one"), user("u"), said("two")],
     ],
 )
-def test_turns_side_by_side_stay_apart(turns):
+def test_separate_assistant_turns_are_not_merged_into_one_message(turns):
     assert len(chat_messages(turns, str)) == len(turns)
 
 
-def test_a_part_that_is_not_text_is_named():
+def test_a_media_part_is_an_error_that_names_its_message_and_part():
     with pytest.raises(RenderError, match=r"tool message 1 holds image/png \(part 1\)"):
         chat_messages([user("x"), result("c", "a", image("d"))], str)
 
 
-def test_for_an_engine_that_sees_media_keep_their_place():
+def test_media_parts_keep_their_place_for_a_multimodal_engine():
     shown = [user("x"), result("c", "a", image("d"))]
     outcome, seen = chat_messages(shown, shout, media=lambda part: {"seen": part.digest})
     assert outcome["content"] == "X"

@@ -99,7 +99,7 @@ def test_thousands_of_calls_without_ids_are_matched_in_linear_time():
     assert orphans(*calls, *(answer(name=f"tool{number % 3}") for number in many)) == []
 
 
-def test_an_item_s_own_id_is_as_good_as_its_call_s():
+def test_a_result_may_name_its_call_s_item_id():
     turn = Message(Role.ASSISTANT, tool_calls=(call("call_1"),), issued_ids=("fc_1",))
     assert orphans(turn, answer("fc_1")) == []
 

@@ -93,7 +93,7 @@ WORDS = st.sampled_from(
 @pytest.mark.parametrize("name", list(BACKENDS))
 @settings(max_examples=25, deadline=None)
 @given(words=st.lists(WORDS, min_size=5, max_size=40), shift=st.integers(0, 200))
-def test_pieces_have_the_ids_of_the_whole(name, words, shift):
+def test_a_text_tokenised_in_pieces_has_the_ids_of_the_whole(name, words, shift):
     backend = BACKENDS[name]
     text = "x" * shift + "".join(words) * 20
     whole = tokenizer.ids_of(backend, text)
@@ -119,7 +119,7 @@ def test_tokenising_stops_for_a_text_longer_than_any_context():
     assert 2000 < refused.value.prompt_tokens <= piece + 2000
 
 
-def test_many_texts_count_together():
+def test_texts_of_one_prompt_count_together_against_the_context():
     texts = [f"{number} some words in a row, " + "and more " * 400 for number in range(3)]
     with count_against(Allowance(1000)):
         TOKENS.encode(texts[0])
@@ -127,14 +127,14 @@ def test_many_texts_count_together():
             list(map(TOKENS.encode, texts))
 
 
-def test_a_rendering_that_is_not_wanted_any_more_ends():
+def test_tokenising_ends_when_its_allowance_is_stopped():
     allowance = Allowance(1 << 30)
     allowance.stopped = True
     with count_against(allowance), pytest.raises(ContextOverflowError):
         TOKENS.encode("some words " * PIECE)
 
 
-def test_a_word_without_end_is_refused():
+def test_a_very_long_text_without_word_breaks_is_refused():
     with pytest.raises(RenderError, match=f"more than {WHOLE} characters without a break"):
         TOKENS.encode("a" * (WHOLE + PIECE))
 
@@ -158,7 +158,7 @@ def test_a_word_without_end_is_refused():
         ),
     ],
 )
-def test_what_looks_back_or_adds_to_a_text_takes_it_whole(normalizer, pre_tokenizer):
+def test_tokenizers_with_look_behind_or_added_prefixes_take_no_pieces(normalizer, pre_tokenizer):
     made = Tokenizer(models.BPE(vocab=BACKEND.get_vocab(with_added_tokens=False), merges=[]))
     if normalizer is not None:
         made.normalizer = normalizer

@@ -108,7 +108,7 @@ def test_replies_are_parsed_and_ended_as_the_family_does():
     assert REPLACED.get_stop_token_ids() == list(PLAIN.get_stop_token_ids())
 
 
-def test_texts_are_tokenised_as_always_when_nothing_is_held():
+def test_long_texts_are_tokenised_normally_outside_of_placeholders():
     text = "y " * PLACEHOLDER_CHARS
     with TOKENS.placeholders() as texts:
         assert TOKENS.encode(text) == [-1]

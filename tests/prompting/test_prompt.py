@@ -51,7 +51,7 @@ def test_siblings_share_their_parent_and_nothing_else():
     assert root.array().tolist() == [1]
 
 
-def test_nobody_can_change_a_prompt():
+def test_a_prompt_s_arrays_are_copied_and_read_only():
     given_ids = ids(1, 2, 3)
     prompt = PromptIds.root(given_ids)
     given_ids[0] = 9
@@ -61,7 +61,7 @@ def test_nobody_can_change_a_prompt():
             view[0] = 7
 
 
-def test_whole_forms_are_kept_until_there_is_a_child():
+def test_a_prompt_caches_its_array_and_json_until_it_is_extended():
     prompt = PromptIds.root(ids(1, 2))
     assert prompt.array() is prompt.array()
     assert prompt.json() is prompt.json()

@@ -27,7 +27,7 @@ CODE_POINTS = [*range(0xD800), *range(0xE000, 0x110000)]
 COMMON = CODE_POINTS[:0x3000]
 
 
-def test_the_tokenizers_of_the_tests_are_taken():
+def test_the_fast_encoder_accepts_the_usual_test_tokenizers():
     assert all(quick_bpe(backend) for backend in TAKEN.values())
 
 
@@ -61,13 +61,13 @@ def differing(name, points):
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_common_characters_are_classed_alike(name):
+def test_the_fast_encoder_splits_common_characters_like_the_slow_one(name):
     assert differing(name, COMMON) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", TAKEN)
-def test_all_characters_are_classed_alike(name):
+def test_the_fast_encoder_splits_all_code_points_like_the_slow_one(name):
     found = [
         one
         for start in range(0, len(CODE_POINTS), 8192)
@@ -100,12 +100,12 @@ def changed(**fields):
     ],
     ids=["o200k", "grouped", "nfkc", "order", "looked up"],
 )
-def test_a_tokenizer_that_may_differ_is_left_as_it_is(backend):
+def test_the_fast_encoder_declines_tokenizers_that_it_may_encode_differently(backend):
     assert quick_bpe(backend) is None
     assert safe_encoder(backend, None)("abc abc") == ids_of(backend, "abc abc")
 
 
-def test_a_token_that_no_merge_gives_is_never_given():
+def test_a_vocabulary_entry_that_no_merge_produces_is_never_encoded():
     backend = changed(vocab={"xyz": 900})
     quick = quick_bpe(backend)
     assert quick is not None
@@ -142,7 +142,7 @@ def test_any_ids_have_the_text_of_the_slow_decoder(name, ids):
     assert DECODERS[name](ids) == TAKEN[name].decode(ids, skip_special_tokens=False)
 
 
-def test_ids_are_decoded_slowly_by_another_decoder():
+def test_ids_are_decoded_correctly_with_an_unsupported_decoder():
     backend = Tokenizer.from_str(BACKEND.to_str())
     backend.decoder = decoders.Fuse()
     ids = backend.encode("two words").ids

@@ -99,7 +99,7 @@ def test_thinking_is_on_or_off_per_request(renderer, thinking):
     assert text.endswith("<think>\n\n</think>\n\n") is not thinking
 
 
-def test_thinking_of_the_renderer_holds_where_the_request_does_not_say():
+def test_the_renderer_s_thinking_mode_applies_unless_the_request_sets_it():
     off = load_renderer("builtin", thinking=False)
     assert off.decode(off.render(TASK, (), thinking=None)).endswith("</think>\n\n")
     assert off.decode(off.render(TASK, (), thinking=True)).endswith(OPEN)
@@ -240,7 +240,7 @@ def test_extending_turn_by_turn_is_one_rendering_where_the_template_keeps_everyt
 # ---- history = "template"
 
 
-def test_with_the_templates_history_a_user_message_renders_anew(suffix):
+def test_with_history_template_a_reasoned_turn_before_a_user_message_is_not_extended(suffix):
     made = load_renderer("builtin", history="template")
     reasoned = "<think>\nhm\n</think>\n\nok<|im_end|>"
     assert suffix(reasoned, user("and"), made=made) is None
@@ -365,7 +365,7 @@ def test_a_missing_folder_is_named(tmp_path):
 # ---- replies
 
 
-def test_ids_of_calls_are_ours_and_random_unless_they_are_given(renderer, encode):
+def test_parsed_call_ids_are_random_unless_a_generator_is_given(renderer, encode):
     def ids_of(made):
         reply = made.parse(
             encode(f"{CALL_TEXT}{CALL_TEXT}<|im_end|>"),
@@ -388,7 +388,7 @@ texts = st.text(max_size=12)
 
 
 @given(texts, texts, st.dictionaries(st.text(max_size=4), texts, max_size=2))
-def test_what_is_echoed_in_full_renders_to_what_was_parsed(
+def test_an_echoed_reply_renders_to_the_words_that_were_sampled(
     renderer, encode, thought, text, arguments
 ):
     """Parse, then render the parsed turn: the words are those that were sampled."""

@@ -65,7 +65,7 @@ def test_no_text_that_is_handed_out_ends_in_white_space(parse, text, ended):
     assert (called.content, len(called.tool_calls)) == (text.strip(), 1)
 
 
-def test_calls_that_nobody_wants_stay_in_the_text_as_sampled(parse):
+def test_calls_stay_in_the_text_as_sampled_with_calls_as_text(parse):
     reply = parse(f"<think>\nhm\n</think>\n\nI look.\n{CALL}\n{CALL}<|im_end|>", calls_as_text=True)
     assert (reply.reasoning, reply.content) == ("hm", f"I look.\n{CALL}\n{CALL}")
     assert (reply.tool_calls, reply.calls_as_text, reply.tokens_unseen) == ((), 2, 0)
@@ -288,7 +288,7 @@ def test_xml_arguments_become_json_by_the_tools_schema(look_alike):
 
 
 @given(st.lists(st.integers(0, 2047), max_size=40))
-def test_no_sampled_ids_raise(tokens, qwen3, ids):
+def test_parsing_raises_no_error_for_any_sampled_ids(tokens, qwen3, ids):
     reply = parse_reply(
         qwen3,
         tokens,
@@ -312,7 +312,7 @@ values = st.recursive(
 
 
 @given(values, st.sampled_from([None, 1]), st.booleans())
-def test_a_members_text_is_found_wherever_it_stands(value, indent, escape):
+def test_the_raw_text_of_a_json_member_is_found_in_any_layout(value, indent, escape):
     raw = json.dumps(
         {"x": ["arguments"], "arguments": value, "y": {}}, indent=indent, ensure_ascii=escape
     )
@@ -325,7 +325,7 @@ def test_a_members_text_is_found_wherever_it_stands(value, indent, escape):
 @pytest.mark.parametrize(
     "raw", ["", "[1]", '{"a"', '{"a": 1', '{"a" 1}', "{a: 1}", '{"b": 1}', "{,}"]
 )
-def test_what_is_no_object_has_no_members(raw):
+def test_json_that_is_no_object_has_no_members(raw):
     assert member(raw, "a") is None
 
 
@@ -333,7 +333,7 @@ def test_the_last_of_equal_members_counts_as_parsers_have_it():
     assert member('{"a": 1, "a": 2}', "a") == ("2", 2)
 
 
-def test_arguments_that_are_not_found_are_written_anew():
+def test_arguments_not_found_in_the_markup_are_serialised_again():
     assert argument_text("<function=f>", {"a": "é"}) == '{"a": "é"}'
     assert argument_text('{"parameters": {"a":1}}', {"a": 1}) == '{"a":1}'
     assert argument_text('{"arguments": {"a":2}}', {"a": 1}) == '{"a": 1}'

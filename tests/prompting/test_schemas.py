@@ -37,7 +37,7 @@ SCHEMA = {
         ),
     ],
 )
-def test_what_validation_changes_is_explained(sampled, echoed):
+def test_argument_changes_made_by_schema_validation_are_explained(sampled, echoed):
     assert explains(SCHEMA, sampled, echoed)
 
 
@@ -54,7 +54,7 @@ def test_what_validation_changes_is_explained(sampled, echoed):
         ({"path": "a", "edits": [{"old": "x"}]}, {"path": "a", "edits": [{"old": "y"}]}),
     ],
 )
-def test_another_meaning_is_not(sampled, echoed):
+def test_argument_changes_of_meaning_are_not_explained(sampled, echoed):
     assert not explains(SCHEMA, sampled, echoed)
 
 
@@ -65,12 +65,12 @@ JSON_VALUES = st.recursive(
 
 
 @given(JSON_VALUES, JSON_VALUES)
-def test_any_values_give_an_answer_and_equal_ones_are_explained(one, other):
+def test_any_two_values_are_compared_without_an_error_and_equal_ones_explained(one, other):
     assert explains({}, one, one)
     assert explains(SCHEMA, one, other) in {True, False}
 
 
-def test_a_reference_to_itself_ends():
+def test_a_self_referencing_schema_terminates():
     loop = {"$ref": "#"}
     assert not explains(loop, {"a": 1}, {"a": 2})
 
@@ -89,5 +89,5 @@ REFERENCES = {"anyOf": [{"$ref": "#/$defs/Any"}] * 3}
     ],
     ids=["endless references", "alternatives are no list", "required is no list", "huge integer"],
 )
-def test_a_strange_schema_or_value_is_compared_at_once(schema, sampled, echoed):
+def test_odd_schemas_and_huge_values_terminate_and_are_not_explained(schema, sampled, echoed):
     assert not explains(schema, sampled, echoed)

@@ -69,7 +69,7 @@ def test_messages_that_a_harness_wrote_for_the_model_can_follow(builtin, tokens)
     )
 
 
-def test_nothing_new_begins_the_next_turn(builtin, tokens):
+def test_an_extension_without_messages_opens_the_next_assistant_turn(builtin, tokens):
     assert after(builtin, tokens) == "\n<|im_start|>assistant\n"
 
 
@@ -89,7 +89,7 @@ def test_text_that_looks_like_a_control_token_stays_text(builtin, tokens):
 
 
 @pytest.mark.parametrize("source", [NO_END, DEPENDS_ON_WHAT_FOLLOWS])
-def test_a_template_that_cannot_be_extended_says_so(template, tokens, source):
+def test_a_template_that_cannot_be_extended_gives_no_suffix(template, tokens, source):
     unfit = template(source)
     assert not unfit.extends
     assert after(unfit, tokens, USER) is None
@@ -150,7 +150,7 @@ def test_a_suffix_whose_ids_depend_on_what_is_before_is_refused(folder):
     assert not ChatTemplate(load_tokenizer(folder), [2024]).extends
 
 
-def test_a_generation_prompt_that_joins_nothing_is_fine(template):
+def test_a_template_with_a_short_generation_prompt_can_be_extended(template):
     assert template(MERGES).extends
 
 

@@ -41,7 +41,7 @@ def test_a_relative_folder_is_found_from_anywhere(folder, monkeypatch):
     assert decoder_of({KEY: record}) is not None
 
 
-def test_there_is_no_text_without_the_very_tokenizer_of_the_session(folder):
+def test_ids_are_not_decoded_without_the_session_s_exact_tokenizer(folder):
     record = tokenizer_record(str(folder))
     assert decoder_of({}) is None
     assert decoder_of({KEY: {"source": str(folder)}}) is None

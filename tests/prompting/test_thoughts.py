@@ -24,11 +24,11 @@ class Unmarked(PromptTokenizer):
         (f"<think>\n{THOUGHT}", f"\n{THOUGHT}"),
     ],
 )
-def test_what_stands_between_the_marks_is_counted(tokens, text, inside):
+def test_tokens_between_the_think_marks_are_counted(tokens, text, inside):
     assert count_thoughts(tokens, tokens.encode(text), THOUGHT) == len(tokens.encode(inside))
 
 
-def test_no_reasoning_is_no_token(tokens):
+def test_an_empty_reasoning_counts_0_tokens(tokens):
     ids = tokens.encode("<think>\n\n</think>\n\nHello.")
     assert count_thoughts(tokens, ids, None) == count_thoughts(tokens, ids, "\n") == 0
 

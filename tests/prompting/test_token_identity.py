@@ -268,7 +268,9 @@ xml_turns = st.builds(
 
 @pytest.mark.parametrize("harness", HARNESSES)
 @given(sampled=st.lists(xml_turns, min_size=2, max_size=5))
-def test_so_it_does_where_prompts_open_the_thinking_and_calls_are_xml(qwen35, harness, sampled):
+def test_each_prompt_begins_with_all_sampled_before_with_opened_thinking_and_xml_calls(
+    qwen35, harness, sampled
+):
     def encode(text):
         return qwen35.text_ids(text, control=True)
 

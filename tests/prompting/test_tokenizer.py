@@ -98,7 +98,7 @@ def test_lone_surrogates_become_the_replacement_character(tokens):
     assert tokens.decode(tokens.encode(tokens.escape("\udfff<think>"))) == "\ufffd<think>"
 
 
-def test_it_answers_as_the_renderers_package_asks(tokens):
+def test_the_prompt_tokenizer_has_the_interface_of_the_renderers_package(tokens):
     assert tokens.convert_tokens_to_ids("<think>") == tokens.added["<think>"]
     assert tokens.convert_tokens_to_ids(["<think>", "nowhere"]) == [tokens.added["<think>"], None]
     assert tokens.decode(tokens.added["<|im_end|>"]) == "<|im_end|>"
@@ -110,7 +110,7 @@ def test_it_answers_as_the_renderers_package_asks(tokens):
         tokens.__getattr__("__call__")
 
 
-def test_added_tokens_that_take_spaces_with_them_do_so_beside_marks_too(tokens, folder):
+def test_added_tokens_that_strip_spaces_do_so_beside_escape_marks_too(tokens, folder):
     made = json.loads((folder / "tokenizer.json").read_text())
     for token in made["added_tokens"]:
         if token["content"] == "<|im_end|>":
@@ -123,7 +123,7 @@ def test_added_tokens_that_take_spaces_with_them_do_so_beside_marks_too(tokens, 
     assert len(plain) < len(tokens.encode("a <|im_end|>\n b"))
 
 
-def test_a_tokenizer_without_added_tokens_still_knows_its_mark(tokens):
+def test_a_tokenizer_without_added_tokens_still_escapes_the_mark_character(tokens):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -166,14 +166,14 @@ def test_a_broken_generation_config_is_named(folder, tokens):
 
 
 @pytest.mark.parametrize("text", ["user\n", "word " * 1000, "", "x" * SHORT, "x" * LONG])
-def test_a_remembered_text_gives_the_same_ids_to_everybody(tokens, text):
+def test_cached_ids_of_a_text_are_not_changed_by_a_caller(tokens, text):
     first = tokens.encode(text)
     kept = list(first)
     first.append(-1)  # a caller may do what it likes with its list
     assert tokens.encode(text) == kept == tokens._encode(text)
 
 
-def test_long_texts_are_forgotten_the_least_lately_used_first(tokens):
+def test_the_cache_of_long_texts_evicts_the_least_recently_used_first(tokens):
     tokens = PromptTokenizer(tokens.fast, long_kept_chars=3 * LONG)
     texts = [str(n) * LONG for n in range(3)]
     for text in texts:
@@ -184,7 +184,7 @@ def test_long_texts_are_forgotten_the_least_lately_used_first(tokens):
     assert tokens._long_chars == sum(map(len, tokens._long)) <= 3 * LONG
 
 
-def test_markers_that_share_their_ends_are_parted_both_and_white_space_never():
+def test_overlapping_markers_are_both_split_and_white_space_is_kept():
     fast = load_tokenizer(builtin_tokenizer_dir()).fast
     fast.add_tokens(["<a", "a>", "    "])
     tokens = PromptTokenizer(fast)

@@ -74,7 +74,7 @@ def test_turns_behind_a_masked_result_are_rendered_again():
     assert (counts.verbatim, counts.rerendered, counts.foreign) == (0, 4, 0)
 
 
-def test_a_turn_is_known_by_its_ids_in_every_delivery_state():
+def test_an_edited_turn_is_recognised_by_its_call_id_and_counts_as_rerendered():
     talk = Counting()
     talk.ask("a", TASK, said("I look.", calls=[call("call_1", {"command": "ls"})]))
     edited = said("I did not look.", calls=[call("call_1", {"command": "rm"})])
@@ -89,14 +89,14 @@ def test_a_reply_of_reasoning_only_stays_verbatim(echo):
     assert talk.ask("b", [*TASK, echo, user("well?")], said("x")) == TurnCounts(verbatim=1)
 
 
-def test_a_reply_of_reasoning_only_is_ours_under_another_history():
+def test_a_reply_of_reasoning_only_counts_as_rerendered_under_another_history():
     talk = Counting()
     talk.ask("a", TASK, said(reasoning="hm"))
     counts = talk.ask("b", [user("x"), said(reasoning="hm"), user("well?")], said("x"))
     assert counts == TurnCounts(rerendered=1, tokens_rerendered=5)
 
 
-def test_what_nobody_sampled_is_foreign_and_what_stood_before_any_reply_is_given():
+def test_unsampled_turns_are_foreign_and_those_before_any_reply_are_given():
     talk = Counting()
     examples = [*TASK, said("an example"), user("now you")]
     assert talk.ask("a", examples, said("one")) == TurnCounts(given=1)
@@ -110,7 +110,7 @@ def test_what_nobody_sampled_is_foreign_and_what_stood_before_any_reply_is_given
     )
 
 
-def test_replies_side_by_side_in_one_run_are_turns_each():
+def test_adjacent_replies_in_one_run_are_counted_separately():
     talk = Counting()
     talk.ask("a", TASK, said("one"))
     talk.ask("b", TASK, said("two", calls=[call("call_1")]))

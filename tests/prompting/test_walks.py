@@ -21,7 +21,7 @@ MESSAGES = [
 
 @pytest.mark.parametrize("head", [(), (system("be brief"),)], ids=["", "head"])
 @pytest.mark.parametrize("seed", range(10))
-def test_reading_does_not_depend_on_earlier_requests(seed, head):
+def test_the_canonical_form_does_not_depend_on_earlier_requests(seed, head):
     """Continued, cut short, branched, with runs of results that go on: the memory never shows."""
     choose = Random(seed)
     for _ in range(20):
@@ -34,7 +34,7 @@ def test_reading_does_not_depend_on_earlier_requests(seed, head):
             assert canonical(asked, memo) == canonical(asked, {})
 
 
-def test_what_a_request_continues_is_the_longest_under_the_same_head_tools_and_dialect():
+def test_a_request_continues_the_longest_known_one_of_the_same_head_tools_and_dialect():
     walks = Walks()
     asked = [
         request(system(head), *[user(str(i)) for i in range(count)], dialect=dialect, head=1)
