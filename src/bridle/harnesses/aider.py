@@ -47,7 +47,9 @@ class Aider(PackagedHarness[AiderSettings]):
     """A Python with 690 MB of packages, most of it what litellm and its parsers bring."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `aider --config <ours> --message-file <instruction>`, files in the home."""
+        """Return the process `aider --config <ours> --message-file <instruction>`, files in the
+        home.
+        """
         config = f"{context.home}/.aider.bridle.yml"
         message = f"{context.home}/instruction.txt"
         metadata = f"{context.home}/.aider.model.metadata.json"

@@ -88,28 +88,35 @@ class Harness(Protocol):
         """
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Return the process that works on the task."""
+        """Return the process (command, environment, files) that works on the task."""
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Classify the exit of this program; `None` = it succeeded."""
+        """Return the cause of the agent program's failure, by its exit and output; `None` = it
+        succeeded.
+        """
 
 
 class Unpackaged:
     """A harness with nothing to install, whose exit code tells whether it succeeded."""
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """Return `None`: this harness needs no bundle."""
         del bundles, report
         return None
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
+        """Return `HARNESS_CRASH` for an exit by a signal or by a code other than 0; `None` =
+        success.
+        """
         del stdout
         return crash(exit_code, signal)
 
 
 def needs_model(harness: Harness) -> bool:
-    """Return whether a session of this harness must have called the model to be COMPLETED.
+    """Return whether a session of this harness counts as COMPLETED only if it called the model.
 
-    True unless its class says `needs_model = False`, as those do that check a task set.
+    True unless the harness's class says `needs_model = False`, as harnesses do that only check a
+    task set.
     """
     return bool(getattr(harness, "needs_model", True))
 
@@ -118,12 +125,17 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def parse_settings(agent: AgentSpec, kind: type[SettingsT]) -> SettingsT:
-    """Parse `AgentSpec.settings` as a harness's own; `ConfigError` names the wrong field."""
+    """Parse the settings that a task gives its harness as `kind`.
+
+    Raises `ConfigError`, which names the wrong field.
+    """
     return validated(kind, agent.settings, f"agent.settings of harness {agent.harness!r}")
 
 
 def refuse_commands(agent: AgentSpec) -> None:
-    """Raise `ConfigError` if a command or a function is asked for."""
+    """Raise `ConfigError` if the task sets a command or a function, which this harness does not
+    take.
+    """
     for field_name in ("command", "function"):
         if getattr(agent, field_name) is not None:
             message = (
@@ -133,7 +145,10 @@ def refuse_commands(agent: AgentSpec) -> None:
 
 
 def check_argument(instruction: str, subject: str, advice: str = "") -> None:
-    """Raise `ConfigError` if an instruction cannot be an argument of a process."""
+    """Raise `ConfigError` if an instruction is too long for a process argument or has a NUL byte.
+
+    `subject` (the program) begins the message, `advice` ends it.
+    """
     size = len(instruction.encode())
     if size > ARGUMENT_LIMIT or "\0" in instruction:
         raise ConfigError(
@@ -143,7 +158,7 @@ def check_argument(instruction: str, subject: str, advice: str = "") -> None:
 
 
 def crash(exit_code: int | None, signal: int | None) -> Cause | None:
-    """Return the cause of an end by the exit code alone; `None` = success."""
+    """Return `HARNESS_CRASH` for an exit by a signal or by a code other than 0; `None` = success."""
     return None if exit_code == 0 and signal is None else Cause.HARNESS_CRASH
 
 
@@ -157,27 +172,36 @@ TRANSPORTS = ("stdio", "streamable-http", "sse")
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:
+    """Return `value` as the bytes of an indented JSON file."""
     return json.dumps(value, indent=1, ensure_ascii=False).encode()
 
 
 def as_toml(value: Mapping[str, Any]) -> bytes:
-    """Return a TOML file: a line per top-level key, inner tables inline, no `None` members."""
+    """Return `value` as the bytes of a TOML file: one line per top-level key, inner tables inline.
+
+    Members that are `None` are left out.
+    """
     given = {name: item for name, item in value.items() if item is not None}
     lines = (f"{_toml_key(name)} = {_toml(item)}\n" for name, item in given.items())
     return "".join(lines).encode()
 
 
 def output_budget(context_length: int) -> int:
-    """Return the tokens that a program may ask for in one reply; most keep this much free."""
+    """Return the most tokens that an agent program may ask for in one reply, given the context
+    length.
+
+    Most programs keep this much of the context free.
+    """
     return max(256, min(32_000, context_length // 4))
 
 
 def refuse_extras(
     agent: AgentSpec, *, transports: Collection[str] = TRANSPORTS, skills: bool = True
 ) -> None:
-    """Raise `ConfigError` where a task gives a program MCP servers or skills it can't use.
+    """Raise `ConfigError` if a task sets MCP servers or skills that its harness cannot use.
 
-    So it does where there are no skills in the folder that is named.
+    `transports` are the transports that the harness speaks to MCP servers; `skills` says whether it
+    takes skills. A skills folder without a skill is refused, too.
     """
     for server in agent.mcp_servers:
         if server.transport not in transports:

@@ -70,7 +70,9 @@ class Recipe:
 
     @property
     def folder_name(self) -> str:
-        """`<name>-<version>-<hash>`."""
+        """Name of the bundle's folder, `<name>-<version>-<hash>`; the hash covers its inputs and
+        machine.
+        """
         kind = (platform.system(), platform.machine(), *platform.libc_ver())
         text = json.dumps([self.name, self.version, *kind, *self.inputs])
         return f"{self.name}-{self.version}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -86,15 +88,17 @@ class Builder:
     label: str
 
     def say(self, line: str) -> None:
+        """Report a line of progress, with the bundle's name before it."""
         self.report(f"{self.label}: {line}")
 
     async def run(
         self, argv: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
     ) -> bytes:
-        """Run an installer's command; returns its stdout.
+        """Run an installer's command and return its stdout.
 
-        It gets our own environment (proxies, package indexes), less what is Bridle's and what leads
-        installers astray. Raises `HarnessError` with the end of what it said.
+        It gets the environment of this process (proxies, package indexes) without Bridle's own
+        variables and without those that mislead installers. Raises `HarnessError` with the end of
+        its output.
         """
         inherited = {
             name: value
@@ -124,13 +128,13 @@ class Builder:
 
 
 def installed(name: str, version: str, bundles: Path) -> Path | None:
-    """Return the folder of a whole bundle of this version; `None` = there is none here."""
+    """Return the folder of a completely installed bundle of this version; `None` = there is none."""
     found = (marker.parent for marker in sorted(bundles.glob(f"{name}-{version}-*/{MARKER}")))
     return next(found, None)
 
 
 async def ensure(recipe: Recipe, bundles: Path, report: Report) -> Path:
-    """Return the folder of the whole bundle; it is built now if it is missing.
+    """Return the folder of the recipe's bundle; builds the bundle if it is missing or incomplete.
 
     Safe when several processes ask at once: one builds, the others wait. Raises `HarnessError`.
     """
@@ -163,14 +167,18 @@ async def ensure(recipe: Recipe, bundles: Path, report: Report) -> Path:
 
 
 def use_lock(folder: Path) -> Path:
-    """Return the lock file that is shared by the processes that use a bundle."""
+    """Return the path of the file that processes lock (shared) while they use the bundle in
+    `folder`.
+    """
     return folder.with_name(f".{folder.name}.use.lock")
 
 
 def hold(folder: Path) -> None:
-    """Keep a bundle from being pruned until this process ends, and note that it is used now.
+    """Keep the bundle in `folder` from being pruned until this process ends, and record its use
+    now.
 
-    Where the folder may not be written to, nobody of our rights can prune it either.
+    Does nothing where this process may not write to the folder: a process with the same rights
+    cannot prune it either.
     """
     with suppress(OSError):
         if folder not in _held:
@@ -247,9 +255,10 @@ def prune(
     now: float | None = None,
 ) -> list[Pruned]:
     """Remove the bundles unused for more than `unused_s` seconds, and the longest unused ones until
-    the rest takes at most `most_mb` (`None` = whatever they take). Blocks.
+    the rest takes at most `most_mb` (`None` = no limit). Blocks.
 
-    Never one that a living process has asked for. What can't be removed (another user's) stays.
+    A bundle that a living process holds is never removed, nor one that another user's rights
+    protect.
     """
     found = sorted(_found(bundles), key=lambda each: each.used_at)
     total_mb = sum(each.size_mb for each in found)

@@ -48,7 +48,7 @@ class WritesEvents(PackagedHarness[SettingsT]):
     """A harness that prints its run as Claude Code's stream of events."""
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Read from the last event, `result`, whether the run ended in an error, and in which.
+        """Return the cause of a failure that the program's last event, `result`, reports.
 
         Without that event the exit code decides.
         """
@@ -82,7 +82,9 @@ class ClaudeCode(WritesEvents[ClaudeCodeSettings]):
     """540 MB: the program and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `claude -p --model <model> --dangerously-skip-permissions`, the task on stdin."""
+        """Return the process `claude -p --model <model> --dangerously-skip-permissions`, the task
+        on stdin.
+        """
         folder = f"{context.home}/.claude"
         settings = self._settings
         command = [
@@ -105,7 +107,9 @@ class ClaudeCode(WritesEvents[ClaudeCodeSettings]):
 
 
 def claude_env(context: LaunchContext) -> dict[str, str]:
-    """Return the environment in which its runs are the same each time; also for its SDK."""
+    """Return the environment variables for Claude Code and its SDK: the gateway's URL and key, one
+    model for all calls, and nothing (updates, telemetry) that makes runs differ.
+    """
     return {
         "ANTHROPIC_BASE_URL": context.base_urls["anthropic"],
         "ANTHROPIC_API_KEY": context.key,

@@ -56,7 +56,9 @@ class Cline(PackagedHarness[ClineSettings]):
     """630 MB: the program, the packages that it names, and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `cline --json --auto-approve true -P <provider> -m <model> -- <instruction>`."""
+        """Return the process `cline --json --auto-approve true -P <provider> -m <model> --
+        <instruction>`.
+        """
         check_argument(context.instruction, "'cline'")
         if self.dialect is Dialect.GOOGLE and not context.model_name.startswith(TOOL_MODELS):
             message = (
@@ -110,6 +112,8 @@ class Cline(PackagedHarness[ClineSettings]):
         )
 
     def model_failed(self, stdout: bytes) -> bool:
-        """Read how the run ended from its `run_result`; its exit code may be 0."""
+        """Return whether Cline's event `run_result` reports a failure of the model; its exit code
+        may be 0.
+        """
         result = next(events_backwards(stdout, '"run_result"'), {})
         return result.get("finishReason") == "error"

@@ -43,7 +43,9 @@ class Codex(PackagedHarness[CodexSettings]):
     """590 MB: the program and the node that starts it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `codex exec --json --dangerously-bypass-approvals-and-sandbox -`, task on stdin."""
+        """Return the process `codex exec --json --dangerously-bypass-approvals-and-sandbox -`, task
+        on stdin.
+        """
         folder = f"{context.home}/.codex"
         command = (
             *self._program(context),
@@ -84,5 +86,6 @@ class Codex(PackagedHarness[CodexSettings]):
         return merged(merged(ours, self._settings.config), endpoint)
 
     def model_failed(self, stdout: bytes) -> bool:
+        """Return whether the last turn that Codex reports failed (event `turn.failed`)."""
         last = next(events_backwards(stdout, '"turn.'), {})
         return last.get("type") == "turn.failed"

@@ -67,7 +67,10 @@ class CommandHarness(Unpackaged):
         """The given one, else a digest of the command line."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run the filled line; the file `$INSTRUCTION_FILE` contains the instruction, too."""
+        """Return the task's command line with its placeholders filled, as the process to run.
+
+        The instruction is also in the file that `$INSTRUCTION_FILE` names.
+        """
         file = f"{context.home}/instruction.txt"
         env = {**sdk_environment(context), "INSTRUCTION_FILE": file}
         if self._wants_instruction:
@@ -77,7 +80,7 @@ class CommandHarness(Unpackaged):
 
 
 def sdk_environment(context: LaunchContext) -> dict[str, str]:
-    """Return the variables that the provider SDKs read, plus the task's own for the program."""
+    """Return the variables that the provider SDKs read (base URLs, keys), and the task's own ones."""
     return {
         "OPENAI_BASE_URL": context.base_urls["openai"],
         "OPENAI_API_KEY": context.key,
@@ -95,7 +98,10 @@ def sdk_environment(context: LaunchContext) -> dict[str, str]:
 
 
 def fill(line: str) -> str:
-    """Return `line` with each placeholder as a reference to a variable, quoted to stay one word."""
+    """Return a command line whose placeholders (`{model}`) are references to environment variables.
+
+    Each reference is quoted so that its value stays one word.
+    """
     parts: list[str] = []
     end = 0
     for found in PLACEHOLDER.finditer(line):
@@ -154,6 +160,7 @@ class Empty(Unpackaged):
         parse_settings(agent, Settings)
 
     def launch(self, context: LaunchContext) -> Launch:  # noqa: ARG002 - the contract's
+        """Return the process `true`, which does nothing and succeeds."""
         return Launch("true", {})
 
 
@@ -167,6 +174,7 @@ class Oracle(Empty):
         self._settings = parse_settings(agent, OracleSettings)
 
     def launch(self, context: LaunchContext) -> Launch:
+        """Return the process that applies the task's reference patch or runs its solution's script."""
         settings = self._settings
         if settings.patch:
             file = f"{context.home}/.solution.diff"

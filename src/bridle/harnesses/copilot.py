@@ -29,7 +29,7 @@ PROVIDERS = {
 
 
 def program() -> str:
-    """Path in the bundle of this kind of machine's binary."""
+    """Return the path, inside the bundle, of the binary for this machine's processor."""
     kind = "arm64" if platform.machine() in ("aarch64", "arm64") else "x64"
     return f"node_modules/@github/copilot-linux-{kind}/copilot"
 
@@ -66,7 +66,9 @@ class Copilot(PackagedHarness[CopilotSettings]):
     """610 MB: the program, packed and unpacked, and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `copilot --allow-all-tools --output-format json`, the instruction on stdin."""
+        """Return the process `copilot --allow-all-tools --output-format json`, the instruction on
+        stdin.
+        """
         folder = f"{context.home}/.copilot"
         kind, wire = PROVIDERS[self.dialect]
         budget = output_budget(context.context_length)

@@ -71,7 +71,9 @@ class FunctionHarness(Unpackaged):
         """Folders of the machine that it needs where the system is the machine's own."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `python function_runner.py <config>`, with the function's own modules in the home."""
+        """Return the process `python function_runner.py <config>`, with the function's own modules
+        in the home.
+        """
         folder = f"{context.home}/.function"
         config = f"{folder}/config.json"
         task = {k: v for k, v in asdict(context).items() if k not in WITHHELD}
@@ -101,7 +103,7 @@ class FunctionHarness(Unpackaged):
 
 
 def import_path(function: Callable[..., object], what: str = "agent.function") -> str:
-    """Return the path that `AgentSpec.function` takes for this function.
+    """Return the path `module:name` under which a task refers to this function.
 
     Raises `ConfigError`, which names the setting `what`, for one that no module holds under its
     name (a lambda, a method, an inner function).

@@ -66,7 +66,9 @@ class GeminiCli(PackagedHarness[GeminiCliSettings]):
     """290 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `gemini --yolo --model <model> --output-format stream-json`, the task on stdin."""
+        """Return the process `gemini --yolo --model <model> --output-format stream-json`, the task
+        on stdin.
+        """
         folder = f"{context.home}/.gemini"
         command = (
             *self._program(context),
@@ -102,7 +104,11 @@ class GeminiCli(PackagedHarness[GeminiCliSettings]):
         return merged(merged(ours, self._settings.config), endpoint)
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Read an API status from the exit code, and an error of the model from the last event."""
+        """Return the cause of the program's failure: its turn limit, a failed model call or a
+        crash.
+
+        Exit codes say which, and the last event where the exit code is 0.
+        """
         if signal is None and exit_code == TURN_LIMIT:
             return Cause.LIMIT
         if signal is None and exit_code in STATUSES:
@@ -152,7 +158,9 @@ class QwenCode(WritesEvents[QwenCodeSettings]):
     """330 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `qwen --auth-type <api> --yolo --output-format stream-json`, the task on stdin."""
+        """Return the process `qwen --auth-type <api> --yolo --output-format stream-json`, the task
+        on stdin.
+        """
         folder = f"{context.home}/.qwen"
         auth, url, url_name, name = PROVIDERS[self.dialect]
         command = (

@@ -59,9 +59,10 @@ class Hermes(PackagedHarness[HermesSettings]):
     """A Python with 240 MB of packages."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `hermes --oneshot=<instruction> --toolsets <names> --usage-file /dev/stdout`.
+        """Return the process `hermes --oneshot=<instruction> --toolsets <names> --usage-file
+        /dev/stdout`.
 
-        Raises `ConfigError` where the model takes fewer tokens than it asks for.
+        Raises `ConfigError` where the model's context is shorter than Hermes requires.
         """
         if context.context_length < LEAST_CONTEXT:
             raise ConfigError(
@@ -120,7 +121,9 @@ class Hermes(PackagedHarness[HermesSettings]):
         return merged(merged(ours, self._settings.config), gateway)
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Exit code 0 counts only if its report does not say that the run failed."""
+        """Return the cause of a failure: a crash, or a failed model call that the usage report
+        tells of although the exit code is 0.
+        """
         if (cause := crash(exit_code, signal)) is not None:
             return cause
         return Cause.HARNESS_MODEL_ERROR if _report(stdout).get("failed") else None

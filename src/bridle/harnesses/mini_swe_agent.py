@@ -53,7 +53,9 @@ class MiniSweAgent(PackagedHarness[MiniSettings]):
     """A Python with 735 MB of packages, most of it what litellm brings."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `mini -c mini.yaml -c <ours> --yolo --exit-immediately`, its files in the home."""
+        """Return the process `mini -c mini.yaml -c <ours> --yolo --exit-immediately`, its files in
+        the home.
+        """
         config = f"{context.home}/.config/mini-swe-agent/bridle.yaml"
         log = f"{context.home}/trajectory.traj.json"
         provider, name, url, path = PROVIDERS[self.dialect]

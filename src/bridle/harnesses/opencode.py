@@ -59,7 +59,9 @@ class Opencode(PackagedHarness[OpencodeSettings]):
     """540 MB: the program for two kinds of processor, and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `opencode run --format json --model gw/<model>`, the instruction on stdin."""
+        """Return the process `opencode run --format json --model gw/<model>`, the instruction on
+        stdin.
+        """
         folder = f"{context.home}/.config/opencode"
         command = (
             *self._program(context),

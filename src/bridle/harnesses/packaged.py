@@ -228,9 +228,11 @@ class Interpreter:
 async def find_python(
     minimum: tuple[int, int], label: str, *, below: tuple[int, int] = (3, 16)
 ) -> Interpreter:
-    """Find a Python of at least `minimum` and under `below`: our own, else another.
+    """Return a Python of at least version `minimum` and below `below`: the running one, else
+    another.
 
-    Looks on PATH, then at what pyenv and uv have installed. Raises `HarnessError`.
+    Looks on PATH, then among those that pyenv and uv have installed. Raises `HarnessError`, whose
+    message begins with `label`.
     """
     if minimum <= sys.version_info < below:
         return Interpreter(sys.executable, sys.version, sys.base_prefix)
@@ -343,7 +345,7 @@ process.execPath = process.argv[0] = program;
 
 
 def c_library() -> str | None:
-    """Name and version of this machine's C library, `glibc 2.36`; `None` = unknown."""
+    """Return name and version of this machine's C library, as `glibc 2.36`; `None` = unknown."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION")
     except (AttributeError, OSError, ValueError):
@@ -457,10 +459,14 @@ class PyPI:
 
     @property
     def program(self) -> tuple[str, ...]:
+        """Command inside the bundle that starts the program: the bundle's Python."""
         return (PYTHON,)
 
     async def recipe(self, name: str, version: str, pinned: str) -> Recipe:
-        """Raises `HarnessError` where this machine has no Python that fits."""
+        """Return the recipe that builds the bundle of this package at `version`.
+
+        Raises `HarnessError` where this machine has no Python that fits.
+        """
         python = None
         probe: tuple[str, ...] = ()
         if self.pythons is not None:
@@ -495,9 +501,11 @@ class Npm:
 
     @property
     def program(self) -> tuple[str, ...]:
+        """Command inside the bundle that starts the program; a script is started with Node."""
         return (NODE, self.path) if self.path.endswith((".js", ".mjs")) else (self.path,)
 
     async def recipe(self, name: str, version: str, pinned: str) -> Recipe:
+        """Return the recipe that builds the bundle of this npm package at `version`."""
         program, *script = self.program
         return node_recipe(
             name,
@@ -551,7 +559,11 @@ class PackagedHarness(Generic[SettingsT]):
         self.dialect = getattr(self._settings, "api", None) or type(self).dialect
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """Build the bundle; see `base.Harness`. An unlocked version is checked once."""
+        """Build the program's bundle if it is missing and return its folder.
+
+        A version without lock file is run once to check that it reports that version. See
+        `Harness.install`.
+        """
         if self._wanted == IMAGE:
             return None
         recipe = await self.package.recipe(self.name, self._wanted, self.pinned)
@@ -562,12 +574,17 @@ class PackagedHarness(Generic[SettingsT]):
         return folder
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
+        """Return `HARNESS_MODEL_ERROR` if the program reports a failed model call, else the crash
+        if any.
+        """
         if signal is None and self.model_failed(stdout):
             return Cause.HARNESS_MODEL_ERROR
         return crash(exit_code, signal)
 
     def model_failed(self, stdout: bytes) -> bool:
-        """Return whether the program says that the model's API failed, whatever its exit code."""
+        """Return whether the program's output says that the model's API failed, whatever its exit
+        code.
+        """
         del stdout
         return False
 

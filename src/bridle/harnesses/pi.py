@@ -70,7 +70,9 @@ class Pi(PackagedHarness[PiSettings]):
     """345 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `pi -p --mode json --provider gw --model <model>`, the instruction on stdin."""
+        """Return the process `pi -p --mode json --provider gw --model <model>`, the instruction on
+        stdin.
+        """
         folder = f"{context.home}/.pi/agent"
         settings = self._settings
         command = [
@@ -112,7 +114,9 @@ class Pi(PackagedHarness[PiSettings]):
         return {"providers": {PROVIDER: provider}}
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """Exit code 0 counts only if its last assistant message is not an error."""
+        """Return the cause of a failure: a crash, or a last assistant message that is an error
+        although the exit code is 0.
+        """
         if (cause := crash(exit_code, signal)) is not None:
             return cause
         ends = (
@@ -159,7 +163,9 @@ class Openclaw(PackagedHarness[OpenclawSettings]):
     """830 MB: the program, what it can talk to, and its own node 24."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `openclaw agent exec --config <ours> --message-file - --json`, the task on stdin."""
+        """Return the process `openclaw agent exec --config <ours> --message-file - --json`, the
+        task on stdin.
+        """
         folder = f"{context.home}/.openclaw"
         config = f"{folder}/openclaw.json"
         command = [

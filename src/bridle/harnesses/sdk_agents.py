@@ -56,7 +56,7 @@ class SdkAgent(PackagedHarness[SettingsT], ABC):
         return {}
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Run `python <name>_agent.py <config>`, the instruction on stdin."""
+        """Return the process `python <name>_agent.py <config>`, the instruction on stdin."""
         folder, script = f"{context.home}/.agent", f"{self.name}_agent.py"
         settings = f"{folder}/config.json"
         skills = self._skills(f"{context.home}/{self.skills_folder}")
@@ -72,6 +72,9 @@ class SdkAgent(PackagedHarness[SettingsT], ABC):
         )
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
+        """Return the cause that the agent script's exit code stands for: turn limit, failed model
+        call, or a crash.
+        """
         if signal is None and exit_code == TURN_LIMIT:
             return Cause.LIMIT
         if signal is None and exit_code == API_FAILED:

@@ -72,7 +72,7 @@ class BuilderConfig(Settings):
 
     @property
     def closes(self) -> tuple[int, ...]:
-        """All tokens that end a turn."""
+        """Ids of all tokens that end a turn."""
         one = self.end_of_turn_token_id
         return self.close_token_ids if one is None else (*self.close_token_ids, one)
 
@@ -174,8 +174,7 @@ def _with_a_conversation(exchanges: Sequence[Exchange]) -> Sequence[Exchange]:
 
 
 def with_outcome(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
-    """Return the trajectory of a session that has ended: status, error and rewards are the
-    outcome's.
+    """Return the trajectory of an ended session, with status, error and rewards of `outcome`.
 
     The same as building it with the outcome. Rewards per trace are used if there is one for each
     trace; else every trace gets the session's reward (that of a rejected reply the session's

@@ -88,8 +88,11 @@ def mark(
     *,
     mask_rejected: bool = False,
 ) -> Marks:
-    """Decide for every exchange of `graph`. `exchanges` are all of the session, lost ones too:
-    they still show what was delivered. `mask_rejected` = rejected replies do not train.
+    """Return, for every exchange of a session, whether its sampled tokens train, or why not.
+
+    `exchanges` are all of the session, also those outside `graph`: they still show what was
+    delivered. `mask_rejected` = replies that the harness discarded and asked for again do not
+    train.
     """
     records = list(exchanges)
     shown = shown_whole(records)
@@ -175,7 +178,7 @@ def _of_tokens(
 
 
 def shown_whole(exchanges: Sequence[Exchange]) -> frozenset[str]:
-    """Return exchanges whose whole reply a later request shows."""
+    """Return the ids of exchanges whose whole reply a later request contains."""
     lengths = {e.exchange_id: e.prompt_length + len(e.output_ids) for e in exchanges}
     shown = set()
     for exchange in exchanges:
@@ -193,7 +196,11 @@ def rejected(
     deliveries: Mapping[str, Delivery],
     shown: Collection[str],
 ) -> dict[str, str]:
-    """Rejected exchange -> the sibling that stands: the newest that is shown, else the newest."""
+    """Map each rejected exchange to its sibling that stands: the reply to the same question that
+    the harness went on with (the newest such, else the newest).
+
+    Rejected replies ended by themselves and were delivered, but no later request shows them.
+    """
     groups = _siblings(exchanges, deliveries, shown)
     continued_at = _continued_at(exchanges) if groups else {}
     found = {}
@@ -258,7 +265,7 @@ Builder: TypeAlias = Callable[[Graph, Marks], list[Plan]]
 
 
 def per_request(graph: Graph, marks: Marks) -> list[Plan]:
-    """Return one plan per exchange of which something trains."""
+    """Return one planned trace per exchange of which something trains."""
     return [
         Plan(node, {exchange_id: (0, len(node.exchange.output_ids))}, whole_prompt=True)
         for exchange_id, node in graph.nodes.items()
@@ -267,7 +274,10 @@ def per_request(graph: Graph, marks: Marks) -> list[Plan]:
 
 
 def prefix_merging(graph: Graph, marks: Marks) -> list[Plan]:
-    """Return one plan per path to a last exchange that trains; each token trains in one of them."""
+    """Return one planned trace per path of the forest whose last exchange trains.
+
+    A token that several paths share trains in one of them.
+    """
     ends = _ends(graph, marks)
     totals = _path_totals(graph, marks)
 
@@ -288,7 +298,9 @@ def prefix_merging(graph: Graph, marks: Marks) -> list[Plan]:
 
 
 def tree(graph: Graph, marks: Marks) -> list[Plan]:
-    """Return the plans of `prefix_merging`: a tree is a packing of its traces."""
+    """Return the same planned traces as builder `prefix_merging`: a tree is a packing of its
+    traces.
+    """
     return prefix_merging(graph, marks)
 
 
@@ -356,9 +368,9 @@ def _claim(end: ExchangeNode, marks: Marks, done: dict[str, int]) -> dict[str, t
 
 
 def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
-    """Return a plan's aligned arrays.
+    """Return the trace that `plan` describes: aligned arrays of ids, mask, reasons and logprobs.
 
-    Messages, tools and reward are added by `bridle.trajectory`.
+    It has no messages, tools and reward yet.
     """
     leaf = plan.leaf
     path = pieces(leaf, leaf.length)
@@ -456,7 +468,7 @@ def _reasons_here(
 
 
 def shorten(trace: Trace, max_tokens: int) -> Trace | None:
-    """Return the trace up to the last whole turn with which it has at most `max_tokens` ids.
+    """Return the trace cut after the last whole turn within `max_tokens` ids (prompt and response).
 
     The trace itself if it is short enough; `None` if no turn that trains is left.
     """

@@ -103,10 +103,13 @@ class Mismatch:
 
     @property
     def names(self) -> list[str]:
+        """Names of the causes that fit the mismatch, the likeliest first."""
         return [suspect.cause.value for suspect in self.causes]
 
     def json(self) -> JSON:
-        """Return the causes with their evidence and both shares."""
+        """Return the causes with their evidence, and the mismatch's shares of the tokens and of the
+        KL.
+        """
         causes = [
             {"cause": s.cause.value, "score": round(s.score, 3), "evidence": s.evidence}
             for s in self.causes
@@ -149,9 +152,11 @@ DeclaredFacts = Mapping[str, Any]
 def diagnose(
     scored: Scored, trainer: DeclaredFacts, rollout: DeclaredFacts, tolerance: float
 ) -> list[Mismatch]:
-    """Return the mismatches of a comparison with their causes; none if both sides agree.
+    """Return the mismatches between a trainer's and the rollout's logprobs, with their likely
+    causes.
 
-    `tolerance` is the root mean square of the differences, in nats, that is no mismatch.
+    None if both sides agree. `tolerance` is the root mean square of the differences, in nats, that
+    is no mismatch.
     """
     divergence = np.expm1(scored.differences) - scored.differences
     left = np.ones(len(divergence), dtype=np.bool_)

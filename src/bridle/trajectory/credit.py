@@ -23,7 +23,7 @@ rounding into advantages of full size."""
 
 
 def grpo_advantages(group: Sequence[float], *, normalise: bool = True) -> Floats:
-    """Return advantage of each session against its group's mean; shape (G,).
+    """Return the advantage of each session against its group's mean; shape (G,).
 
     `normalise` divides by the group's standard deviation (population form), as in DeepSeekMath
     (arXiv 2402.03300, eq. 3); without it this is Dr. GRPO's (arXiv 2503.20783). A group that does
@@ -33,7 +33,7 @@ def grpo_advantages(group: Sequence[float], *, normalise: bool = True) -> Floats
 
 
 def session_advantages(rewards: Sequence[float], kind: str) -> list[float]:
-    """Return advantage of each session; `kind` is `grpo`, `dr_grpo` or `rloo`.
+    """Return the advantage of each session of a group; `kind` is `grpo`, `dr_grpo` or `rloo`.
 
     A session without others that have a reward gets 0.
     """
@@ -100,7 +100,7 @@ def has_own_rewards(session: Trajectory) -> bool:
 
 
 def role_of(trace: Trace) -> tuple[str | None, str | None]:
-    """Kind and name of the agent whose trace it is."""
+    """Return kind and name of the agent (main agent, sub-agent) that produced a trace."""
     return trace.metadata.get("kind"), trace.metadata.get("agent")
 
 
@@ -116,11 +116,11 @@ def trace_reward(trace: Trace, session: Trajectory) -> float:
 
 
 def trace_advantages(sessions: Sequence[Trajectory], kind: str) -> tuple[list[list[float]], int]:
-    """Return one advantage per trace of each session of a group; how many are the session's for
-    want of others of the role.
+    """Return one advantage per trace of each session of a group, and how many of them are the
+    session's own because no other session has a trace of that role.
 
-    It is the session's, unless an evaluator rewarded traces or tokens of the group: then a trace is
-    compared with those of its role in the other sessions.
+    A trace gets its session's advantage, unless an evaluator rewarded traces or tokens of the
+    group: then it is compared with the traces of its role in the other sessions.
     """
     rewards = [float("nan") if one.reward is None else float(one.reward) for one in sessions]
     parts = [[(role_of(t), trace_reward(t, one)) for t in one.traces] for one in sessions]
@@ -131,9 +131,9 @@ def trace_advantages(sessions: Sequence[Trajectory], kind: str) -> tuple[list[li
 
 
 def roots_of(sessions: Sequence[Trajectory]) -> list[int]:
-    """Return each session's ancestor by forks, or itself, as a place in the group.
+    """Return, for each session of a group, the index of the session that it was forked from first.
 
-    A fork of a session that is not in the group descends from none.
+    A session that is no fork, or a fork of a session outside the group, has its own index.
     """
     places = {session.session_id: place for place, session in enumerate(sessions)}
     found = []
@@ -151,8 +151,8 @@ def _origin(session: Trajectory, places: Mapping[str, int]) -> int | None:
 
 
 def tree_advantages(sessions: Sequence[Trajectory], kind: str) -> list[list[Floats]]:
-    """Return advantages of each response token of each trace, in a group with forks of its own
-    sessions.
+    """Return the advantage of each response token of each trace of a group that has forks of its
+    own sessions.
 
     At a branch point, what a session did next is compared with what its forks from there did: each
     of them is worth the mean of what the next branch point has, or its reward where there is none.
@@ -226,9 +226,10 @@ class _Tree:
 
 
 def trace_weights(traces: Sequence[Trace]) -> Floats:
-    """Weight of each trace of one session, by its sampled tokens that train; they sum to 1.
+    """Return the weight of each trace of one session, by its sampled tokens that train; they sum to
+    1.
 
-    So tiny calls that an agent makes beside its work take little of its weight. A trace that is
+    So small calls that an agent makes beside its work get little of the weight. A trace that is
     masked as a whole keeps its part; traces of which none has such a token weigh alike.
     """
     counts = [int(t.loss_mask.sum()) or int((t.reasons == 0).sum()) for t in traces]

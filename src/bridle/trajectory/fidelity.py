@@ -73,8 +73,9 @@ class Facts:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], source: str) -> Facts:
-        """Return the facts of a JSON object; `ConfigError` naming `source` for a name that is
-        unknown.
+        """Return the declared facts of a JSON object.
+
+        Raises `ConfigError`, which names `source`, for a fact that is unknown.
         """
         known = [one.name for one in dataclasses.fields(cls)]
         if unknown := sorted(set(given) - set(known)):
@@ -172,11 +173,14 @@ class Certificate:
 
     @property
     def faithful(self) -> bool:
+        """Whether the trainer's logprobs agree with the rollout's: there is no mismatch."""
         return not self.mismatches
 
     def facts(self) -> list[tuple[str, Any, Any, bool | None]]:
-        """Return each fact of both sides, and whether they are the same; `None` = one side is
-        silent.
+        """Return each declared fact, as (name, trainer's value, rollout's value, whether they are
+        equal).
+
+        The last is `None` where one side did not declare the fact.
         """
         ours, theirs = dataclasses.asdict(self.rollout), dataclasses.asdict(self.trainer)
         return [
@@ -213,7 +217,10 @@ def _same(ours: object, theirs: object) -> bool | None:
 
 
 def digest_of_ids(rows: Iterable[tuple[str, Ids]]) -> str:
-    """Return the hex digest of the ids of traces, given with their trace ids, in any order."""
+    """Return one sha256 hex digest of several traces' token ids, whatever the order of the rows.
+
+    A row is a trace's name and its ids.
+    """
     digest = hashlib.sha256()
     for name, ids in sorted(rows, key=lambda row: row[0]):
         digest.update(name.encode() + b"\0" + np.asarray(ids, dtype="<i4").tobytes())

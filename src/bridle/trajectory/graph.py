@@ -69,16 +69,16 @@ class ExchangeNode:
 
     @property
     def length(self) -> int:
-        """Ids from the root to the end of this output."""
+        """Number of ids from the root to the end of this exchange's output."""
         return self.prompt_length + len(self.exchange.output_ids)
 
     @property
     def is_leaf(self) -> bool:
-        """Return whether no child's prompt contains the whole path."""
+        """Whether no child's prompt contains all ids up to the end of this exchange's output."""
         return all(child.kept < self.length for child in self.children)
 
     def sampled(self, take: int) -> int:
-        """Count the exchange's own output ids within the first `take` ids of its path."""
+        """Return how many of the first `take` ids from the root are this exchange's own output."""
         return max(0, take - self.prompt_length)
 
 
@@ -104,22 +104,25 @@ class Graph:
 
     @property
     def roots(self) -> Iterator[ExchangeNode]:
-        """Nodes without a parent."""
+        """Yield the nodes without a parent."""
         return (node for node in self.nodes.values() if node.parent is None)
 
 
 def order_of(exchange: Exchange) -> tuple[float, str]:
-    """Sort key of exchanges: by time, whatever order they come in."""
+    """Return the sort key that orders exchanges by the time they began."""
     return exchange.started_at, exchange.exchange_id
 
 
 def by_time(node: ExchangeNode) -> tuple[float, str]:
-    """Sort key of nodes: `order_of` their exchanges."""
+    """Return the sort key that orders nodes by the time their exchanges began."""
     return order_of(node.exchange)
 
 
 def grow(session_id: str, exchanges: Iterable[Exchange]) -> Graph:
-    """Build the forest of a session. Any order of `exchanges` gives the same forest."""
+    """Build the forest of a session: each exchange below the one whose tokens its prompt extends.
+
+    Any order of `exchanges` gives the same forest.
+    """
     grower = _Grower()
     unique = grower.admit(session_id, exchanges)
     for exchange in _parents_first(unique, grower.lose):
@@ -132,7 +135,7 @@ def grow(session_id: str, exchanges: Iterable[Exchange]) -> Graph:
 
 
 def pieces(node: ExchangeNode, take: int) -> list[Piece]:
-    """Return the runs of ids that make the first `take` ids of a node's path, root first."""
+    """Return the first `take` ids from the root to a node, in runs that one exchange brought each."""
     found: list[Piece] = []
     at: ExchangeNode | None = node
     while at is not None and take > 0:
@@ -151,13 +154,15 @@ def pieces(node: ExchangeNode, take: int) -> list[Piece]:
 
 
 def first_ids(node: ExchangeNode, take: int) -> Ids:
-    """Return the first `take` ids of a node's path, shape (take,), int32."""
+    """Return the first `take` ids of the path from the root to a node, shape (take,), int32."""
     runs = [piece.ids for piece in pieces(node, take)]
     return np.concatenate(runs) if runs else no_ids()
 
 
 def first_difference(one: Ids, two: Ids) -> int:
-    """Return first position at which two id arrays differ; the shorter's length if neither does."""
+    """Return the first position at which two id arrays differ; the shorter's length if neither
+    does.
+    """
     shared = min(len(one), len(two))
     different = np.flatnonzero(one[:shared] != two[:shared])
     return int(different[0]) if len(different) else shared

@@ -58,7 +58,7 @@ class Packed:
     """The traces that were packed."""
 
     def path(self, trace: int) -> npt.NDArray[np.int64]:
-        """Indices of a trace's tokens, first to last; `ids[path(t)]` are its ids."""
+        """Return the indices of a trace's tokens, first to last; `ids[path(t)]` are its ids."""
         runs = []
         segment, end = int(self.segment_ids[self.last[trace]]), self.last[trace] + 1
         starts = np.searchsorted(self.segment_ids, np.arange(len(self.segment_parents) + 1))
@@ -69,7 +69,7 @@ class Packed:
         return np.concatenate(runs[::-1])
 
     def routed_experts(self) -> npt.NDArray[np.int16] | None:
-        """Return the rows of experts of all tokens, as `Trace.routed_experts`; `None` = none."""
+        """Return the experts that each token of the tree was routed to; `None` = no trace has them."""
         found: npt.NDArray[np.int16] | None = None
         for number, trace in enumerate(self.traces):
             rows = trace.routed_experts
@@ -83,8 +83,9 @@ class Packed:
 
 
 def pack(trajectories: Iterable[Trajectory]) -> Packed:
-    """Return all traces of `trajectories` as one tree, in order; traces without an id have no
-    place.
+    """Return all traces of `trajectories` as one tree, in order; each shared token once.
+
+    Traces without an id have no place.
     """
     traces = [trace for trajectory in trajectories for trace in trajectory.traces]
     root = _Run(0, 0, 0)

@@ -24,6 +24,7 @@ from bridle.types import JSON, one_line
 
 
 def trace_json(trace: Trace) -> JSON:
+    """Return a trace as a JSON object, with Polar's names for the fields that Polar has."""
     rows = trace.routed_experts
     return {
         "prompt_ids": trace.prompt_ids.tolist(),
@@ -57,6 +58,7 @@ def trace_metadata(trace: Trace) -> JSON:
 
 
 def trajectory_json(trajectory: Trajectory) -> JSON:
+    """Return a trajectory and its traces as a JSON object, with Polar's names where Polar has one."""
     return {
         "status": str(trajectory.status),
         "metadata": trajectory.metadata,
@@ -116,7 +118,9 @@ def _array(value: JSON, key: str, missing: npt.NDArray[Any], dtype: type) -> npt
 
 
 def encode(value: object) -> bytes:
-    """Return the bytes of what the functions above give, without a line end."""
+    """Return an object of traces or trajectories as the bytes of one line of JSON, without line
+    end.
+    """
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except orjson.JSONEncodeError:
@@ -161,15 +165,15 @@ ARRAYS = {
 
 
 def packed_json(trajectory: Trajectory) -> JSON:
-    """Return a trajectory as msgpack takes it."""
+    """Return a trajectory as an object that msgpack can encode."""
     whole = trajectory_json(replace(trajectory, traces=()))
     return whole | {"traces": [_packed(trace) for trace in trajectory.traces]}
 
 
 def from_packed(value: JSON) -> Trajectory:
-    """Return a trajectory from what `packed_json` gave.
+    """Return a trajectory from the object that msgpack decoded.
 
-    `KeyError` or `ValueError` for anything else.
+    Raises `KeyError` or `ValueError` for anything else.
     """
     try:
         return trajectory_of(value | {"traces": [_unpacked(trace) for trace in value["traces"]]})

@@ -64,6 +64,7 @@ class MaskReason(IntEnum):
 
     @property
     def key(self) -> str:
+        """Name of the mask reason in JSON: lower case."""
         return self.name.lower()
 
 
@@ -133,7 +134,7 @@ class Trace:
     def plain(
         cls, trace_id: str, prompt_ids: Ids, response_ids: Ids, loss_mask: npt.NDArray[np.uint8]
     ) -> Trace:
-        """Return a trace of ids alone, as if nothing in it had been sampled here.
+        """Return a trace of ids and a loss mask alone, without logprobs, versions and turns.
 
         Its other arrays are read-only, and take no memory.
         """
@@ -163,8 +164,8 @@ class Trace:
         return len(self.prompt_ids) + len(self.response_ids)
 
     def trained_turns(self) -> dict[int, int]:
-        """Return the turns that train here, by their place in `exchange_ids`, each with the place
-        of its last token that trains.
+        """Return the turns that train: their index in `exchange_ids`, mapped to the position (in
+        the response) of their last token that trains.
         """
         found, start = {}, 0
         for turn, end in enumerate(self.turn_ends):
@@ -208,7 +209,9 @@ class Trajectory:
 
 
 def nothing_trains(groups: int, sessions: Sequence[Trajectory]) -> str:
-    """Describe the sessions of consecutive groups of which none can be trained."""
+    """Return an error text: `groups` groups in a row train nothing, with the sessions' statuses,
+    rewards and most frequent error.
+    """
     status = Counter(str(session.status) for session in sessions)
     rewards = Counter("unknown" if s.reward is None else f"{s.reward:g}" for s in sessions)
     errors = Counter(session.error for session in sessions if session.error)
@@ -223,7 +226,7 @@ def nothing_trains(groups: int, sessions: Sequence[Trajectory]) -> str:
 
 
 def refuse_images(trainer: str, session: Trajectory) -> None:
-    """Raise `TrainingError` for images, whose pixels `trainer` would not see."""
+    """Raise `TrainingError` if a session has images, whose pixels `trainer` would not get."""
     if any(trace.media for trace in session.traces):
         raise TrainingError(
             f"session {session.session_id} has images, whose pixels {trainer} would not get: use "
@@ -232,10 +235,9 @@ def refuse_images(trainer: str, session: Trajectory) -> None:
 
 
 def images_of(trace: Trace) -> list[bytes]:
-    """Return the files of a trace's images, in the order of their placeholders.
+    """Return the image files of a trace, in the order of their placeholders in the prompt.
 
-    They stand in the messages as data URLs; `media` has their digests. `TrainingError` for one that
-    is not there.
+    They are read from the data URLs of its messages. `TrainingError` for one that is missing.
     """
     if not trace.media:
         return []

@@ -49,7 +49,9 @@ class Attempted:
 
     @property
     def is_attempt(self) -> bool:
-        """Return whether the session counts as an attempt of the agent."""
+        """Whether the session counts as an attempt of the agent, unlike one that failed by no fault
+        of it.
+        """
         return (
             self.reward is not None
             or self.cause in AGENTS_OWN
@@ -58,6 +60,7 @@ class Attempted:
 
     @property
     def is_pass(self) -> bool:
+        """Whether the session's reward counts as a success."""
         return self.reward is not None and self.reward >= PASS
 
 
@@ -82,7 +85,7 @@ class HarnessScore:
     causes: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> JSON:
-        """Return the same numbers; `interval` is `[low, high]`."""
+        """Return the score's numbers as JSON; `interval` is `[low, high]`."""
         interval = None
         if self.mean is not None and self.half_width is not None:
             interval = [self.mean - self.half_width, self.mean + self.half_width]
@@ -98,12 +101,12 @@ class HarnessScore:
 
 
 def pass_at_k(attempts: int, passes: int, k: int) -> float:
-    """Return the chance that at least one of `k` attempts, drawn from those made, is a success."""
+    """Return pass@k: the chance that at least one of `k` of the `attempts` passes, drawn at random."""
     return 1.0 - math.comb(attempts - passes, k) / math.comb(attempts, k)
 
 
 def scores_of(sessions: Iterable[Attempted]) -> list[HarnessScore]:
-    """Return one score for each harness on each task set, by name."""
+    """Return one score for each pair of task set and harness, sorted by these names."""
     groups: defaultdict[tuple[str, str], list[Attempted]] = defaultdict(list)
     for session in sessions:
         groups[session.task_set, session.harness].append(session)
@@ -111,7 +114,7 @@ def scores_of(sessions: Iterable[Attempted]) -> list[HarnessScore]:
 
 
 def from_summaries(lines: Iterable[JSON]) -> Iterator[Attempted]:
-    """Yield sessions from the lines of a run's summary."""
+    """Yield a session for each line of a run's summary."""
     for line in lines:
         yield Attempted(
             task_set=line.get("task_set") or "-",
@@ -156,7 +159,7 @@ def _score(task_set: str, harness: str, group: Sequence[Attempted]) -> HarnessSc
 
 
 def clustered_mean(clusters: Sequence[Sequence[float]]) -> tuple[float | None, float | None]:
-    """Mean of all values, and half the width of its 95 % interval with errors clustered.
+    """Return the mean of all values, and half the width of its 95 % interval by clustered errors.
 
     `None` for the mean without values, and for the width with fewer than two clusters.
     """
@@ -188,7 +191,7 @@ class ScoredSession:
 
     @property
     def spread(self) -> float:
-        """Return the difference of the largest and the smallest reward."""
+        """Difference between the largest and the smallest reward that scorers gave the session."""
         known = [reward for reward in self.rewards.values() if reward is not None]
         return max(known) - min(known) if known else 0.0
 
@@ -219,13 +222,17 @@ class Disagreement:
 
     @property
     def differing(self) -> Sequence[ScoredSession]:
+        """Sessions to which the scorers gave different rewards."""
         return [one for one in self.sessions if one.spread > CLOSE]
 
 
 def disagreement_of(
     scorers: Sequence[str], sessions: Sequence[ScoredSession], made_at: float
 ) -> Disagreement:
-    """Order sessions and pairs of scorers by how much they differ."""
+    """Compare the rewards of several scorers on the same sessions.
+
+    Sessions and pairs of scorers with the largest differences come first.
+    """
     pairs = [_pair(one, two, sessions) for one, two in combinations(scorers, 2)]
     pairs.sort(key=lambda pair: -pair.differing / max(1, pair.compared))
     ordered = sorted(sessions, key=lambda session: -session.spread)
@@ -306,10 +313,13 @@ class Report:
 
     @property
     def merge_ratio(self) -> float | None:
-        """Agent exchanges that extend a parent / those that show a turn of ours; `None` = none."""
+        """Share of the agent's exchanges with earlier replies in their prompt that extend such an
+        exchange token by token; `None` = there are none.
+        """
         return self.extending / self.showing if self.showing else None
 
     def add(self, session_id: str, harness: str, status: str, stats: JSON) -> None:
+        """Add the status and the build statistics of one session to the report's totals."""
         self.sessions += 1
         self.statuses[status] += 1
         captured, trained = stats["tokens_captured"], stats["tokens_trained"]
@@ -354,11 +364,11 @@ class Report:
 
     @property
     def counted(self) -> bool:
-        """Return whether any session recorded how its turns came back in later prompts."""
+        """Whether any session recorded how its turns came back in later prompts."""
         return self.uncounted < self.sessions
 
     def as_json(self) -> JSON:
-        """Return the numbers as plain JSON values."""
+        """Return the report's numbers as plain JSON values."""
         return {
             "sessions": self.sessions,
             "statuses": dict(sorted(self.statuses.items())),
@@ -395,6 +405,7 @@ class Report:
         }
 
     def lines(self) -> Iterator[str]:
+        """Yield the report as lines of text."""
         yield f"sessions  {self.sessions} ({_listed(self.statuses)})"
         yield f"calls     {self.exchanges} in {self.traces} traces"
         yield from self._lineage()
@@ -471,7 +482,7 @@ class Report:
 
 
 def without_effect(unknown: Counter[str], unenforced: Counter[str]) -> Iterator[str]:
-    """Name the parts of requests that had no effect, unknown and known ones."""
+    """Yield report lines on the parts of requests that the gateway did not know or did not enforce."""
     if unknown:
         yield f"! unknown to the gateway, not acted on: {_listed(unknown)}"
     if unenforced:
@@ -495,4 +506,5 @@ def _listed(counts: Counter[str]) -> str:
 
 
 def share(part: float, whole: float) -> str:
+    """Return `part` of `whole` in percent, as text."""
     return f"{100 * part / whole if whole else 0:.1f} %"

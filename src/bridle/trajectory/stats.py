@@ -97,10 +97,11 @@ _REWRITTEN = _Found(DriftClass.REWRITTEN)
 
 
 def join(graph: Graph, *, splice: bool, close_token_ids: Collection[int] = ()) -> Joined:
-    """Classify drift and join what may be joined. Changes the nodes of `graph`.
+    """Join exchanges whose prompt a chat template re-tokenised to those that they continue.
 
-    `close_token_ids` end a turn, as sampled or in the template. The last token of a reply that
-    ended by itself is one in any case.
+    Classifies how the tokens differ, and changes the nodes of `graph`. Differing ones are joined
+    only with `splice`. `close_token_ids` end a turn, as sampled or in the template. The last token
+    of a reply that ended by itself is one in any case.
     """
     classes: dict[str, DriftClass] = {}
     splices: dict[str, Splice] = {}
@@ -235,7 +236,9 @@ def measure(
     *,
     damaged: Sequence[Damaged] = (),
 ) -> JSON:
-    """Count the law numbers."""
+    """Return a session's build statistics: tokens captured, trained and excluded by reason, and
+    breaks.
+    """
     graph = joined.graph
     captured = sum(len(exchange.output_ids) for exchange in exchanges)
     captured += sum(row.sampled for row in damaged)
@@ -307,7 +310,7 @@ def _lineage(exchanges: Sequence[Exchange], joined: Joined) -> JSON:
 
 
 def with_texts(stats: JSON, decode: Callable[[Ids], str]) -> JSON:
-    """Return the numbers, with the texts of its breaks beside their ids."""
+    """Return build statistics with the text of each break added beside its token ids."""
     breaks = [
         found | {"texts": [decode(np.array(side, dtype=np.int32)) for side in found["ids"]]}
         if "ids" in found

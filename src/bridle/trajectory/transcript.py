@@ -51,6 +51,7 @@ class Transcript:
         self._replies: dict[str, tuple[Message, ...]] = {}
 
     def request(self, exchange: Exchange) -> ModelRequest:
+        """Return the parsed request of an exchange."""
         known = self._requests.get(exchange.exchange_id)
         if known is None:
             body = self.body(exchange)
@@ -61,7 +62,7 @@ class Transcript:
         return known
 
     def body(self, exchange: Exchange) -> bytes:
-        """Return the request's JSON: the bytes of its parts are those that came."""
+        """Return the JSON of an exchange's request, as the harness sent its parts."""
         with _reading(exchange, "request"):
             tools = exchange.request.tools
             return DIALECTS[exchange.dialect].body(
@@ -71,7 +72,7 @@ class Transcript:
             )
 
     def reply(self, exchange: Exchange) -> tuple[Message, ...]:
-        """Return the assistant messages of a reply; none where nothing was kept of it."""
+        """Return the assistant messages of an exchange's reply; none where no reply was kept."""
         known = self._replies.get(exchange.exchange_id)
         if known is None:
             with _reading(exchange, "reply"):
@@ -81,7 +82,9 @@ class Transcript:
         return known
 
     def trace(self, path: Sequence[Exchange]) -> TraceTexts:
-        """Return a trace's messages before its first reply, those from that on, and its tools."""
+        """Return the messages of a path of exchanges before its first reply, those after, and its
+        tools.
+        """
         root = path[0]
         sent = root.request.tools is not None
         return {
@@ -92,7 +95,7 @@ class Transcript:
         }
 
     def media(self, path: Sequence[Exchange]) -> list[JSON]:
-        """Return the media of a path's last request, in order: digest and type.
+        """Return digest and type of the images and files in the last request of a path, in order.
 
         A block of unknown type that is shown as text is none of them.
         """
@@ -112,7 +115,7 @@ class Transcript:
         return chat_messages([message for part in self._response(path) for message in part])
 
     def turn_messages(self, path: Sequence[Exchange]) -> list[int]:
-        """Return, for each exchange of a path, the place of its reply in `response_messages`."""
+        """Return, for each exchange of a path, the index of its reply in `response_messages(path)`."""
         # Each is one message there. Replies and what was added to them take turns.
         ends = itertools.accumulate(map(len, self._response(path)), initial=0)
         return [*itertools.islice(ends, 0, 2 * len(path), 2)]
@@ -131,7 +134,11 @@ class Transcript:
         return parts
 
     def added(self, exchange: Exchange) -> tuple[Message, ...]:
-        """Messages that are new with a request: all of a first one, else without our reply."""
+        """Return the messages that are new with a request, without the policy's own reply before
+        them.
+
+        In a first request, all are new.
+        """
         request = self.request(exchange)
         base = self._exchanges.get(exchange.request.base or "")
         if base is None:
@@ -183,11 +190,12 @@ class ReadLater(Sequence[T]):
 
     @property
     def missing(self) -> str | None:
-        """Reason why they cannot be read; `None` = they can."""
+        """Reason why the values cannot be read; `None` = they can."""
         self.whole()
         return self._missing
 
     def whole(self) -> list[T]:
+        """Return all values, read now if they were not yet; empty where they cannot be read."""
         if self._read is not None:
             try:
                 self._values = self._read()
@@ -244,6 +252,7 @@ def _reading(exchange: Exchange, what: str) -> Iterator[None]:
 
 
 def span_count(exchange: Exchange) -> int:
+    """Return how many messages (as spans of JSON) an exchange's request has."""
     return exchange.request.kept_spans + len(exchange.request.spans)
 
 
@@ -305,10 +314,10 @@ AROUND = 8
 
 
 def draw(capture: SessionCapture, train: Collection[Kind]) -> list[tuple[int, str]]:
-    """Return the conversation of a session as `(depth, text)` lines.
+    """Return the forest of a session's exchanges as `(depth, text)` lines to print.
 
-    Each root begins with a line of its own; then one line per exchange: its id and kind, who spoke
-    in what is new, tokens in and out, the use of the sampled tokens, the beginning of the
+    Each root begins with a line of its own; then one line per exchange: its id and kind, the roles
+    of its new messages, tokens in and out, the use of the sampled tokens, the beginning of the
     reply.
     """
     graph = grow(capture.session.session_id, capture.exchanges)
@@ -330,8 +339,10 @@ def draw(capture: SessionCapture, train: Collection[Kind]) -> list[tuple[int, st
 
 
 def branches(graph: Graph) -> list[tuple[int, ExchangeNode]]:
-    """Nodes depth first. Where a conversation branches, the branch with the most exchanges stays
-    at its depth and comes last, so that a long session with many retries stays narrow.
+    """Return the nodes depth first, each with its depth.
+
+    Where a conversation branches, the branch with the most exchanges stays at its depth and comes
+    last, so that a long session with many retries stays narrow.
     """
     sizes: dict[str, int] = {}
     for name, node in reversed(graph.nodes.items()):
@@ -371,7 +382,7 @@ def _exchange_line(node: ExchangeNode, reason: MaskReason, transcript: Transcrip
 
 
 def speakers(exchange: Exchange, transcript: Transcript) -> str:
-    """Roles of the messages that are new with a request, e.g. `tool x2, user`."""
+    """Return the roles of the messages that are new with a request, as `tool x2, user`."""
     try:
         roles = [str(message.role) for message in transcript.added(exchange)]
     except StoreError:
@@ -381,7 +392,7 @@ def speakers(exchange: Exchange, transcript: Transcript) -> str:
 
 
 def excerpt(exchange: Exchange, transcript: Transcript, length: int = EXCERPT) -> str:
-    """Return the first `length` characters of what was said, calls as `name(arguments)`."""
+    """Return the first `length` characters of an exchange's reply, calls as `name(arguments)`."""
     try:
         messages = transcript.reply(exchange)
     except StoreError:
@@ -402,8 +413,8 @@ def explain_fork(
 ) -> list[str]:
     """List the reasons why exchange `two` does not extend exchange `one`, as lines of text.
 
-    Says what capture recorded, and the first position at which `two`'s prompt parts from all that
-    `one` knew and said, with the ids around it and, given `decode`, their texts. Raises
+    They are the recorded reasons, and the first position at which the prompt of `two` differs from
+    the prompt and reply of `one`, with the ids around it and, given `decode`, their texts. Raises
     `StoreError` for an exchange that the session does not have or whose ids cannot be put together.
     """
     graph = grow(capture.session.session_id, capture.exchanges)

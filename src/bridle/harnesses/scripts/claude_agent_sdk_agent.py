@@ -16,6 +16,7 @@ from claude_agent_sdk import ClaudeAgentOptions, ProcessError, ResultMessage, qu
 
 
 def options(config: dict[str, Any]) -> ClaudeAgentOptions:
+    """Return the SDK's options for a session: model, tools, MCP servers and turn limit of `config`."""
     return ClaudeAgentOptions(
         model=config["model"],
         permission_mode="bypassPermissions",
@@ -49,7 +50,9 @@ async def run(config: dict[str, Any], instruction: str) -> ResultMessage | None:
 
 
 def main() -> int:
-    """Run, and say by the exit code how it went."""
+    """Run the agent on the instruction from stdin; exit with 0, 3 at the turn limit, 4 for a failed
+    model call, or 1.
+    """
     config = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     result = asyncio.run(run(config, sys.stdin.read()))
     if result is None:

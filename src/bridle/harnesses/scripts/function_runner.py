@@ -43,7 +43,7 @@ async def _waited(result: Awaitable[object]) -> object:
 
 
 def main() -> None:
-    """Call the function of the configuration and print what it returns."""
+    """Call the Python function that the configuration file names, and print its result."""
     config_file = Path(sys.argv[1])
     config = json.loads(config_file.read_text(encoding="utf-8"))
     sys.path.insert(0, str(config_file.parent / MODULES))

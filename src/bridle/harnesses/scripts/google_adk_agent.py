@@ -30,7 +30,7 @@ from shell_agent import bash
 
 
 def toolset(config: dict[str, Any]) -> McpToolset:
-    """Return one MCP server's tools in the SDK's form, named after it."""
+    """Return the tools of one MCP server (`config`) as the SDK's toolset, named after the server."""
     params: StdioConnectionParams | SseConnectionParams | StreamableHTTPConnectionParams
     if config["transport"] == "stdio":
         process = StdioServerParameters(
@@ -45,7 +45,7 @@ def toolset(config: dict[str, Any]) -> McpToolset:
 
 
 async def run(config: dict[str, Any], instruction: str) -> str:
-    """Let the agent do the task; returns its last word."""
+    """Let the agent do the task; returns its last message."""
     tools: list[Any] = [bash, *map(toolset, config["mcp_servers"])]
     if config["skills"]:
         skills = [load_skill_from_dir(Path(one)) for one in config["skills"]]
@@ -77,7 +77,9 @@ async def run(config: dict[str, Any], instruction: str) -> str:
 
 
 def main() -> int:
-    """Run, print the last word, and say by the exit code how it went."""
+    """Run the agent on the instruction from stdin and print its last message; exit with 0, 3 at the
+    turn limit, or 4 for a failed model call.
+    """
     config = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
         print(asyncio.run(run(config, sys.stdin.read())))

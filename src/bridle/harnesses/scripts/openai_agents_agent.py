@@ -27,7 +27,7 @@ from shell_agent import bash
 
 
 def server(config: dict[str, Any]) -> MCPServer:
-    """Return one MCP server in the SDK's form."""
+    """Return one MCP server (`config`) as an object of the SDK."""
     if config["transport"] == "stdio":
         process = {"command": config["command"], "args": config["args"], "env": config["env"]}
         return MCPServerStdio(process, name=config["name"], client_session_timeout_seconds=60)
@@ -37,7 +37,7 @@ def server(config: dict[str, Any]) -> MCPServer:
 
 
 async def run(config: dict[str, Any], instruction: str) -> str:
-    """Let the agent do the task; returns its last word."""
+    """Let the agent do the task; returns its last message."""
     set_tracing_disabled(disabled=True)
     client = AsyncOpenAI(timeout=config["timeout_s"])
     chat = config["api"] == "openai_chat"
@@ -64,7 +64,9 @@ async def run(config: dict[str, Any], instruction: str) -> str:
 
 
 def main() -> int:
-    """Run, print the last word, and say by the exit code how it went."""
+    """Run the agent on the instruction from stdin and print its last message; exit with 0, 3 at the
+    turn limit, 4 for a failed model call, or 1.
+    """
     config = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
         print(asyncio.run(run(config, sys.stdin.read())))

@@ -26,7 +26,7 @@ def show(event: Event) -> None:
 
 
 def run(config: dict[str, Any], instruction: str) -> int:
-    """Let the agent do the task; returns the exit code."""
+    """Let the agent do the task; returns the exit code of the process."""
     errors: list[ConversationErrorEvent] = []
 
     def watch(event: Event) -> None:

@@ -43,7 +43,7 @@ class AgentTask:
 
 
 def run(task: AgentTask) -> str:
-    """Let the model work until it calls no tool; returns its last word."""
+    """Let the model work on the task until it calls no tool; returns the text of its last reply."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.instruction}]
     for _ in range(MOST_TURNS):
         message = ask(task, {"model": task.model, "messages": messages, "tools": [TOOL]})
@@ -57,7 +57,10 @@ def run(task: AgentTask) -> str:
 
 
 def ask(task: AgentTask, body: dict[str, Any]) -> dict[str, Any]:
-    """Return one chat completion; raises `urllib.error.HTTPError` on a refusal."""
+    """Send `body` to the model's chat route and return the completion.
+
+    Raises `urllib.error.HTTPError` if the server refuses the request.
+    """
     headers = {"Authorization": f"Bearer {task.key}", "Content-Type": "application/json"}
     url = f"{task.base_urls['openai']}/chat/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310 - ours
