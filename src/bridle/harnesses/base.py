@@ -158,7 +158,9 @@ def check_argument(instruction: str, subject: str, advice: str = "") -> None:
 
 
 def crash(exit_code: int | None, signal: int | None) -> Cause | None:
-    """Return `HARNESS_CRASH` for an exit by a signal or by a code other than 0; `None` = success."""
+    """Return `HARNESS_CRASH` for an exit by a signal or by a code other than 0; `None` =
+    success.
+    """
     return None if exit_code == 0 and signal is None else Cause.HARNESS_CRASH
 
 

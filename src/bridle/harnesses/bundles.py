@@ -128,7 +128,9 @@ class Builder:
 
 
 def installed(name: str, version: str, bundles: Path) -> Path | None:
-    """Return the folder of a completely installed bundle of this version; `None` = there is none."""
+    """Return the folder of a completely installed bundle of this version; `None` = there is
+    none.
+    """
     found = (marker.parent for marker in sorted(bundles.glob(f"{name}-{version}-*/{MARKER}")))
     return next(found, None)
 

@@ -80,7 +80,9 @@ class CommandHarness(Unpackaged):
 
 
 def sdk_environment(context: LaunchContext) -> dict[str, str]:
-    """Return the variables that the provider SDKs read (base URLs, keys), and the task's own ones."""
+    """Return the variables that the provider SDKs read (base URLs, keys), and the task's
+    own ones.
+    """
     return {
         "OPENAI_BASE_URL": context.base_urls["openai"],
         "OPENAI_API_KEY": context.key,
@@ -174,7 +176,9 @@ class Oracle(Empty):
         self._settings = parse_settings(agent, OracleSettings)
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Return the process that applies the task's reference patch or runs its solution's script."""
+        """Return the process that applies the task's reference patch or runs its solution's
+        script.
+        """
         settings = self._settings
         if settings.patch:
             file = f"{context.home}/.solution.diff"

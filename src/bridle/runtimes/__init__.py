@@ -52,7 +52,10 @@ __all__ = [
 
 
 def runtime_class(backend: str) -> RuntimeFactory:
-    """Return the class named by `RuntimeSpec.backend`. `ConfigError` lists the known names."""
+    """Return the runtime class of that name (`RuntimeSpec.backend`).
+
+    Raises `ConfigError`, which lists the known names.
+    """
     if backend == AUTO:
         backend = default_backend()[0]
     factory: RuntimeFactory = load(backend, RUNTIMES, what="runtime")
@@ -62,7 +65,7 @@ def runtime_class(backend: str) -> RuntimeFactory:
 def make_runtime(
     spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
 ) -> Runtime:
-    """Make a runtime that is not started yet; its owner calls `start`, later `stop`.
+    """Return a runtime that is not started yet; the caller calls its `start`, later its `stop`.
 
     Raises `ConfigError` where the backend is unknown or cannot give what `spec` asks for.
     """
@@ -74,7 +77,9 @@ def make_runtime(
 async def opened(
     spec: RuntimeSpec, name: str, mounts: Sequence[Mount] = ()
 ) -> AsyncIterator[Runtime]:
-    """Start a runtime of no session in a temporary folder; it is stopped at the end."""
+    """Yield a started runtime in a temporary folder, outside any session; it is stopped at
+    the end.
+    """
     with tempfile.TemporaryDirectory(prefix=f"bridle-{name}-") as scratch:
         runtime = make_runtime(spec, f"{name}-{secrets.token_hex(4)}", Path(scratch), mounts)
         try:
@@ -94,9 +99,10 @@ log = structlog.get_logger(__name__)
 
 
 def resolve_auto(spec: RuntimeSpec, *, contained: bool = False) -> RuntimeSpec:
-    """Return `spec` with `auto` replaced by a runtime of this machine; any other unchanged.
+    """Return `spec` with backend `auto` replaced by the best one of this machine; others unchanged.
 
-    `contained` = by one that contains, even where this machine has none: another one runs it.
+    `contained` = by a backend that contains its programs, even where this machine has none (then
+    another machine runs the session).
     """
     if spec.backend != AUTO:
         return spec
@@ -110,7 +116,7 @@ def resolve_auto(spec: RuntimeSpec, *, contained: bool = False) -> RuntimeSpec:
 
 
 def default_backend() -> tuple[str, str]:
-    """Return the runtime of tasks that name none and need no image, with the reason.
+    """Return the backend for tasks that name none and need no image, and the reason for the choice.
 
     Tries `bwrap` once per process, for some 10 ms.
     """
@@ -124,7 +130,7 @@ def default_backend() -> tuple[str, str]:
 
 
 def check_machine(backend: str) -> None:
-    """Raise `RuntimeFailure` where this machine lacks what every session in `backend` needs."""
+    """Raise `RuntimeFailure` if this machine lacks what sessions with this backend need."""
     from bridle.runtimes import apptainer, docker
 
     if backend == "bubblewrap" and (reason := _no_bubblewrap()) is not None:

@@ -78,6 +78,7 @@ class ApptainerRuntime(Sandbox[_Instance]):
 
     @classmethod
     def check(cls, spec: RuntimeSpec) -> None:
+        """Raise `ConfigError` if `spec` lacks an image, or asks for what Apptainer cannot give."""
         if not spec.image:
             message = "runtime 'apptainer' needs an image: a .sif file, a root folder, or"
             raise ConfigError(f"{message} docker://NAME")
@@ -89,7 +90,9 @@ class ApptainerRuntime(Sandbox[_Instance]):
     # ---- start and end
 
     async def start(self) -> None:
-        """Implement `base.Runtime.start`. `RuntimeFailure` carries apptainer's message."""
+        """Start the container; `exec` works afterwards. `RuntimeFailure` carries apptainer's
+        message.
+        """
         program()
         await super().start()
 
@@ -109,6 +112,9 @@ class ApptainerRuntime(Sandbox[_Instance]):
         return started_at(up.pid) is not None
 
     def options(self) -> list[str]:
+        """Return apptainer's options for the session: isolation, folders, mounts, network
+        and GPUs.
+        """
         own, spec = self._scratch, self._spec
         words = ["--userns", "--containall", "--no-privs", "--overlay", str(own / "overlay")]
         words += ["--home", f"{own / 'home'}:{self.home}", "--bind", f"{own / 'work'}:{self._top}"]
@@ -123,6 +129,7 @@ class ApptainerRuntime(Sandbox[_Instance]):
 
     @property
     def limits(self) -> Literal["kernel", "watched"]:
+        """Return `watched`: memory and process limits are enforced by polling."""
         return "watched"
 
     def _members(self, up: _Instance) -> list[int]:
@@ -154,7 +161,10 @@ class ApptainerRuntime(Sandbox[_Instance]):
 
 
 def program() -> str:
-    """Return the path of the command. `RuntimeFailure` says what to install if there is none."""
+    """Return the path of the command `apptainer`.
+
+    Raises `RuntimeFailure`, which says what to install, if there is none.
+    """
     found = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if found is None:
         message = "the apptainer runtime needs the command apptainer (1.1 or later) on PATH"

@@ -34,7 +34,7 @@ class ExecResult:
 
     @property
     def ok(self) -> bool:
-        """Return whether the exit code is 0, without a timeout."""
+        """Return whether the command ended with exit code 0, not by a timeout."""
         return self.exit_code == 0 and not self.timed_out
 
 
@@ -48,7 +48,9 @@ class Mount:
 
 
 def binds(spec: RuntimeSpec) -> Iterator[Mount]:
-    """Return the mounts of `kwargs.binds`: each `HOST`, or `HOST:INSIDE`, both absolute."""
+    """Yield the mounts that `spec.kwargs["binds"]` lists: each `HOST`, or `HOST:INSIDE`, both
+    absolute.
+    """
     for each in spec.kwargs.get("binds", ()):
         source, _, target = str(each).partition(":")
         yield Mount(Path(source), target or source)
@@ -81,7 +83,7 @@ class Runtime(Protocol):
     """Absolute path of a private, empty home, as seen inside."""
 
     async def start(self) -> None:
-        """Start it; `exec` works afterwards."""
+        """Start the runtime; `exec` works afterwards."""
 
     async def exec(
         self,
@@ -101,37 +103,39 @@ class Runtime(Protocol):
         """Copy a host file or folder to `target` (relative to `workdir`)."""
 
     async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
-        """Write a file inside; parents are made."""
+        """Write a file inside the runtime; its parent folders are made."""
 
     async def download(
         self, source: str, target: Path, *, most: int | None = None
     ) -> tuple[str, ...]:
-        """Copy a file or folder out to the host, of at most `most` bytes with its holes.
+        """Copy a file or folder from the runtime to the host, of at most `most` bytes (holes
+        counted).
 
-        Nothing may live inside that could change it meanwhile. Returns the paths in a folder that
-        stayed behind, each with its reason, as far as the runtime can tell them.
+        No process may live inside that could change it meanwhile. Returns the paths in a folder
+        that were not copied, each with its reason, as far as the runtime knows them.
         """
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
-        """Copy the work folder to the host folder `folder`, which is made: all regular files,
-        folders and links, wherever these point to.
+        """Copy the work folder to the new host folder `folder`: all regular files, folders and
+        links, wherever the links point to.
 
-        No program of the runtime takes part. Returns the paths that stayed behind, each with its
+        No program of the runtime takes part. Returns the paths that were not copied, each with its
         reason; raises `files.TooMuch` where there is more than a copy may hold.
         """
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
-        """Make the work folder hold what the host folder `folder` holds, and nothing else.
+        """Replace the content of the work folder by that of the host folder `folder`.
 
         Paths that `keep` names stay as they are. Returns the paths that were not taken over, each
         with its reason.
         """
 
     async def copied(self, scratch: Path) -> Runtime:
-        """Return a started runtime with a copy of the files of this one, and no process.
+        """Return a new started runtime with a copy of the files of this one, and without its
+        processes.
 
-        `scratch` is a host folder of its own; the caller stops it. All processes here are killed
-        first. Raises `RuntimeFailure` where that cannot be done.
+        `scratch` is a host folder for the copy; the caller stops the copy. All processes of this
+        runtime are killed first. Raises `RuntimeFailure` where that cannot be done.
         """
 
     def inside(self, path: Path) -> str:
@@ -144,7 +148,7 @@ class Runtime(Protocol):
         """Kill every process inside; idempotent."""
 
     async def stop(self) -> None:
-        """`kill`, then remove everything that is not an artifact; idempotent."""
+        """Kill every process inside, then remove all files that are not artifacts; idempotent."""
 
 
 class RuntimeFactory(Protocol):

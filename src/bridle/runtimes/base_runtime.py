@@ -106,7 +106,9 @@ class BaseRuntime(ABC):
 
     @classmethod  # noqa: B027 - not every kind refuses something
     def check(cls, spec: RuntimeSpec) -> None:
-        """Raise `ConfigError` naming what `spec` lacks, or asks for and this kind cannot give."""
+        """Raise `ConfigError` naming what `spec` lacks, or asks for and this runtime cannot
+        give.
+        """
 
     async def exec(
         self,
@@ -116,16 +118,18 @@ class BaseRuntime(ABC):
         cwd: str | None = None,
         **options: Unpack[ExecOptions],
     ) -> ExecResult:
-        """Implement `Runtime.exec`. A workdir that the harness deleted is made again."""
+        """Run a command inside, see `Runtime.exec`; makes the work folder again if it is gone."""
         argv = ("bash", "-o", "pipefail", "-c", command) if isinstance(command, str) else command
         path = str(PurePosixPath(self.workdir, cwd or ""))
         return await self._run(Command(argv, path, env or {}, **options))
 
     @abstractmethod
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Start the runtime; `exec` works afterwards."""
 
     @abstractmethod
-    async def kill(self) -> None: ...
+    async def kill(self) -> None:
+        """Kill every process inside; idempotent."""
 
     @abstractmethod
     async def _run(self, inside: Command) -> ExecResult:
@@ -168,7 +172,7 @@ class OnThisMachine(BaseRuntime):
         """Return the work folder's path on this machine."""
 
     async def copied(self, scratch: Path) -> Self:
-        """End the session's processes; start a runtime in `scratch` with copies of its folders."""
+        """End this runtime's processes and start another in `scratch` with copies of its files."""
         await self.kill()
         copy = type(self)(self._spec, self._session_id, scratch, self._mounts)
         with boundary(RuntimeFailure, f"cannot copy session {self._session_id}"):
@@ -178,10 +182,14 @@ class OnThisMachine(BaseRuntime):
         return copy
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
+        """Copy the work folder to `folder`; returns the paths that were left out, with reasons."""
         with boundary(RuntimeFailure, "cannot copy the work folder"):
             return await asyncio.to_thread(copy_tree, self._work_folder, folder, self._scratch)
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
+        """Replace the work folder by `folder`, but for what `keep` names; returns what was left
+        out.
+        """
         self._must_be_usable()
         with boundary(RuntimeFailure, "cannot fill the work folder"):
             return await asyncio.to_thread(replace_tree, folder, self._work_folder, keep=keep)
@@ -195,7 +203,7 @@ class Archived(BaseRuntime):
     _owner = ROOT
 
     async def upload(self, source: Path, target: str) -> None:
-        """Implement `base.Runtime.upload`. Modes and symbolic links are kept."""
+        """Copy a host file or folder into the runtime; modes and symbolic links are kept."""
         with (
             boundary(RuntimeFailure, f"cannot upload {source} to {target}"),
             self._aside() as aside,
@@ -206,7 +214,7 @@ class Archived(BaseRuntime):
             await self._put(archive, folder)
 
     async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
-        """Implement `base.Runtime.write`. A symbolic link at `target` is replaced, not followed."""
+        """Write a file inside the runtime; a link at `target` is replaced, not followed."""
         path = PurePosixPath(self.workdir, target)
         with boundary(RuntimeFailure, f"cannot write {target}"):
             await self._put(pack_bytes(content, path.name, mode, self._owner), path.parent)
@@ -214,8 +222,8 @@ class Archived(BaseRuntime):
     async def download(
         self, source: str, target: Path, *, most: int | None = None
     ) -> tuple[str, ...]:
-        """Implement `base.Runtime.download`. A folder on this machine is copied entry by entry; an
-        archive is unpacked with the checks of `archive`.
+        """Copy a file or folder to the host (entry by entry, or by an archive); see
+        `Runtime.download`.
 
         `RuntimeFailure` if more than `DOWNLOAD_BYTES`, with holes, would come out in one session.
         """
@@ -269,11 +277,13 @@ class Archived(BaseRuntime):
             return size
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
+        """Copy the work folder to `folder`; returns the paths that were left out, with reasons."""
         return await self.copy_kept(folder)
 
     async def copy_kept(self, folder: Path, keep: Keep | None = None) -> tuple[str, ...]:
-        """Copy the work folder like `snapshot`, but only the files and links that `keep` names
-        (`None` = all).
+        """Copy the files and links of the work folder that `keep` names (`None` = all) to `folder`.
+
+        Returns the paths that were not copied, each with its reason.
         """
         path = PurePosixPath(self.workdir)
         with boundary(RuntimeFailure, "cannot copy the work folder"):
@@ -281,6 +291,9 @@ class Archived(BaseRuntime):
         return ()
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
+        """Replace the work folder by `folder`, but for what `keep` names; returns what was left
+        out.
+        """
         with (
             boundary(RuntimeFailure, "cannot fill the work folder"),
             tempfile.TemporaryDirectory(prefix="bridle-work-", dir=folder.parent) as aside,
@@ -314,7 +327,7 @@ class Archived(BaseRuntime):
         return tempfile.TemporaryDirectory(dir=self._scratch / "aside")
 
     def inside(self, path: Path) -> str:
-        """Return the path inside of a mounted host path; any other path is returned unchanged."""
+        """Return the path inside the runtime of a mounted host path; other paths unchanged."""
         for mount in self._mounts:
             if path.is_relative_to(mount.source):
                 return str(PurePosixPath(self._target_of(mount), path.relative_to(mount.source)))
@@ -419,6 +432,7 @@ class Contained(Archived, Generic[RunningT]):
         """Delete everything but the empty scratch folder; all processes are dead."""
 
     async def kill(self) -> None:
+        """Kill every process inside, also when the caller is cancelled."""
         await run_shielded(self._kill(), timeout_s=self.stop_s)
 
     async def _kill(self) -> None:
@@ -443,7 +457,9 @@ class Contained(Archived, Generic[RunningT]):
         return "kernel"
 
     def gateway_url(self, url: str) -> str:
-        """Return the URL with an address inside, which is forwarded to the gateway."""
+        """Return the gateway's URL with an address inside the runtime that is forwarded to the
+        gateway.
+        """
         if not self._forwards():
             return url
         parts = urlsplit(url)
@@ -469,7 +485,7 @@ class Sandbox(OnThisMachine, Contained[RunningT]):
     """Folders below the scratch folder that are not the session's."""
 
     async def start(self) -> None:
-        """Implement `base.Runtime.start`. `RuntimeFailure` says what could not be made."""
+        """Start the sandbox, so that `exec` works. `RuntimeFailure` says what is missing."""
         self._check_mounts()
         with boundary(RuntimeFailure, f"cannot make the folders of session {self._session_id}"):
             await asyncio.to_thread(self._make_folders)
@@ -547,7 +563,9 @@ class Sandbox(OnThisMachine, Contained[RunningT]):
 
 
 def check_spec(spec: RuntimeSpec, backend: str, kwargs: Collection[str]) -> None:
-    """Raise `ConfigError` for a workdir that leads upwards and for unknown kwargs."""
+    """Raise `ConfigError` for a workdir with `..` and for names of `spec.kwargs` not in
+    `kwargs`.
+    """
     if ".." in PurePosixPath(spec.workdir or "").parts:
         raise ConfigError(f"runtime {backend!r}: workdir {spec.workdir!r} must not contain '..'")
     if unknown := sorted(set(spec.kwargs) - set(kwargs)):
@@ -557,7 +575,7 @@ def check_spec(spec: RuntimeSpec, backend: str, kwargs: Collection[str]) -> None
 
 
 def with_signal(result: ExecResult) -> ExecResult:
-    """Return a result in which a shell's exit code of a signal (129 to 159) is that signal."""
+    """Return the result with the signal that its exit code (129 to 159) stands for in a shell."""
     code = result.exit_code
     if code is None or not 128 < code < 160:
         return result
@@ -662,5 +680,5 @@ RESTORE_ENV = (
 
 
 def prefix_names(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` under names that have no effect on nsenter, docker or a shell on the host."""
+    """Prefix each name, so that no variable affects the host's programs that pass it on."""
     return {f"{ENV_PREFIX}{name}": value for name, value in env.items()}

@@ -95,7 +95,9 @@ ENVIRONMENT = {
 
 
 def write_etc(folder: Path) -> None:
-    """Write the small files of `/etc` that `bwrap_options` binds. Raises `OSError`."""
+    """Write the small files (`passwd`, `hosts`, ...) that a sandbox sees in `/etc`. Raises
+    `OSError`.
+    """
     files = {
         "passwd": f"{USER}:x:{UID}:{UID}:{USER}:{HOME}:/bin/bash\n"
         "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
@@ -200,6 +202,9 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
 
     @classmethod
     def check(cls, spec: RuntimeSpec) -> None:
+        """Raise `ConfigError` if `spec` asks for what bubblewrap cannot give: GPUs, an image that
+        is no folder, unknown kwargs.
+        """
         if spec.gpus is not None:
             raise ConfigError("runtime 'bubblewrap' gives no GPUs: use 'docker'")
         if spec.image is not None and not Path(spec.image, "bin").exists():
@@ -218,7 +223,9 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
     # ---- start and end
 
     async def start(self) -> None:
-        """Implement `base.Runtime.start`. `RuntimeFailure` names what this machine lacks."""
+        """Start the sandbox; `exec` works afterwards. `RuntimeFailure` names what this machine
+        lacks.
+        """
         if (missing := what_is_missing()) is not None:
             raise RuntimeFailure(missing)
         bounds = ResourceLimits(self._spec.cpus, self._memory_bytes, self._spec.max_processes)
@@ -232,6 +239,9 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
 
     @property
     def limits(self) -> Literal["kernel", "watched"]:
+        """Return `kernel` where control groups enforce the memory and process limits, else
+        `watched`.
+        """
         return "watched" if self._cgroup is None else "kernel"
 
     def _bounds(self) -> ResourceLimits:
@@ -322,7 +332,7 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
 
 
 def what_is_missing() -> str | None:
-    """Return what this machine lacks for this runtime and how to install it; `None` = nothing."""
+    """Return what this machine lacks for bubblewrap and how to install it; `None` = nothing."""
     if platform.machine() not in MACHINES:
         known = ", ".join(MACHINES)
         return f"the bubblewrap runtime has a system call filter for {known} only"

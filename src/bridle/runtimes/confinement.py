@@ -83,7 +83,7 @@ class Cgroup:
     def make(
         cls, name: str, bounds: ResourceLimits, *, mount: Path = MOUNT, own: Path = OWN
     ) -> Cgroup | None:
-        """Make a group with these limits; `None` where this process may not make one."""
+        """Make a control group with these limits; `None` where this process may not make one."""
         wanted = _settings(bounds)
         unified = (mount / "cgroup.controllers").exists()
         try:
@@ -114,7 +114,7 @@ class Cgroup:
 
     @property
     def procs_files(self) -> list[str]:
-        """Return the files into which a process writes its number to join the group."""
+        """Files into which a process writes its number to join the control group."""
         return sorted({str(folder / "cgroup.procs") for folder in self.folders.values()})
 
     def reached(self) -> str | None:
@@ -128,7 +128,7 @@ class Cgroup:
         return grown[0] if grown else None
 
     def remove(self) -> None:
-        """Remove the group; its processes have ended. Idempotent."""
+        """Remove the control group, whose processes have ended. Idempotent."""
         patience = time.monotonic() + REMOVE_S
         for folder in set(self.folders.values()):
             while folder.exists():
@@ -152,9 +152,9 @@ class Cgroup:
 
 
 def remove_empty(*, mount: Path = MOUNT, own: Path = OWN) -> int:
-    """Remove the groups of dead processes beside which ours would be made; returns how many.
+    """Remove the empty control groups that Bridle processes made and left when they were killed.
 
-    Only empty ones go: their sandboxes have ended.
+    Returns how many.
     """
     try:
         ours = _own_groups(own)
@@ -208,8 +208,8 @@ def _enable(parent: Path, wanted: Mapping[str, object]) -> None:
 
 
 def available_cores(*, mount: Path = MOUNT, own: Path = OWN) -> int:
-    """Cores that this process may use: those it may run on, or as many as its groups' limits (a
-    container's) come to, rounded up.
+    """Return how many cores this process may use, by its CPU affinity and its control groups'
+    limits (a container's), rounded up.
     """
     spread = getattr(os, "sched_getaffinity", None)  # not on every system
     cores = (os.cpu_count() or 1) if spread is None else len(spread(0))
@@ -248,10 +248,10 @@ async def first_reached(
     bounds: ResourceLimits,
     storage_bytes: int,
 ) -> str:
-    """Poll a sandbox; return when a limit is exceeded: `memory`, `processes` or `storage`.
+    """Poll a sandbox until it exceeds a limit; return which: `memory`, `processes` or `storage`.
 
     `members` gives its processes, by the machine's numbers; `bounds` are the limits that no control
-    group keeps already.
+    group enforces.
     """
     loop = asyncio.get_running_loop()
     next_disk = loop.time()
@@ -267,7 +267,9 @@ async def first_reached(
 
 
 def pid_namespace(pid: int) -> str | None:
-    """Return the name of a process's PID namespace; `None` if it has ended or is not ours."""
+    """Return the name of a process's PID namespace; `None` if it has ended or may not be
+    looked at.
+    """
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")  # noqa: PTH115 - a name, no path
     except OSError:
@@ -280,9 +282,9 @@ def members_of(namespace: str) -> list[int]:
 
 
 def disk_use(folders: Iterable[Path]) -> int:
-    """Return bytes on disk of all files below `folders`; a file with several names counts once.
+    """Return the bytes on disk of all files below `folders`; a file with several names counts once.
 
-    What vanishes meanwhile or may not be read counts nothing.
+    Files that vanish meanwhile or may not be read count nothing.
     """
     seen: set[tuple[int, int]] = set()
     total = 0
@@ -435,7 +437,7 @@ _X86_64: Final = {
 
 
 def refused_calls(machine: str) -> dict[str, int]:
-    """Return names and numbers of the system calls that are refused whatever their arguments."""
+    """Return the names and numbers of the system calls that the seccomp filter always refuses."""
     own = _X86_64 if machine == "x86_64" else {}
     column = 0 if machine == "x86_64" else 1
     return {**{name: pair[column] for name, pair in _BOTH.items()}, **own, **_ANY}
@@ -459,7 +461,8 @@ _Step = tuple[int, int, int, int]
 
 @cache
 def filter_program(machine: str | None = None) -> bytes:
-    """Return the filter of an architecture (`uname -m`; `None` = this machine's), for `--seccomp`.
+    """Return the seccomp filter for an architecture (`uname -m`; `None` = this machine's), as
+    `bwrap --seccomp` reads it.
 
     Programs of another architecture are killed. `KeyError` for one that is not in `MACHINES`.
     """
@@ -601,20 +604,18 @@ def is_privileged() -> bool:
 
 
 def begin(procs_files: Sequence[str] = ()) -> list[str]:
-    """Return the beginning of a command line; what follows starts with a session keyring of its
-    own.
-
-    `procs_files` are the files `cgroup.procs` of control groups.
+    """Return the first words of a command line; the command after them gets a new session keyring
+    and joins the control groups of `procs_files` (files `cgroup.procs`).
     """
     return [*_perl(_BEGIN), *procs_files, "--"]
 
 
 def enter(pid: int, procs_files: Sequence[str] = ()) -> list[str]:
-    """Return the beginning of a command line; what follows, an absolute path and arguments, runs
-    inside.
+    """Return the first words of a command line; the command after them (an absolute path and
+    arguments) runs inside the sandbox of process `pid`, by this machine's numbers.
 
-    It runs under the profile of the sandbox of process `pid` (by this machine's numbers), and in
-    the control groups of `procs_files`. Exit code and signal are those of the command.
+    It runs under the sandbox's profile and in the control groups of `procs_files`. Exit code and
+    signal are those of the command.
     """
     return [*_perl(_ENTER), str(pid), filter_program().hex(), *procs_files, "--"]
 

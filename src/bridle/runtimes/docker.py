@@ -116,16 +116,19 @@ def check_daemon() -> None:
 
 
 def client_environment() -> dict[str, str]:
-    """Return the variables of this process that docker itself needs: daemon address and logins."""
+    """Return the variables of this process that the docker client needs: daemon address and
+    logins.
+    """
     config = os.environ.get("DOCKER_CONFIG") or str(Path("~/.docker").expanduser())
     found = {name: os.environ[name] for name in CLIENT if name in os.environ}
     return {**found, "DOCKER_CONFIG": config, "PATH": os.environ.get("PATH", "/usr/bin:/bin")}
 
 
 async def image_facts(image: str, *, build: str | None = None) -> dict[str, Any]:
-    """Return the daemon's metadata of an image; a missing image is built or pulled, one at a time.
+    """Return the daemon's metadata of an image; a missing image is built or pulled first.
 
-    `build` is a folder with a `Dockerfile` that it is built of; `None` = it is pulled.
+    `build` is a folder with a `Dockerfile` to build it from; `None` = it is pulled. Calls for one
+    image wait for each other, so that it is built or pulled once.
     """
     locks = _pulls.setdefault(asyncio.get_running_loop(), {})
     async with locks.setdefault(image, asyncio.Lock()):
@@ -183,7 +186,7 @@ async def _inspected(image: str) -> dict[str, Any]:
 
 
 async def remove_left_behind() -> int:
-    """Remove the containers of sessions whose process has ended; returns how many.
+    """Remove the containers of sessions whose Bridle process has ended; returns how many.
 
     Without a `docker` command or its daemon there are none.
     """
@@ -243,6 +246,7 @@ class DockerRuntime(Contained[RunningSandbox]):
 
     @classmethod
     def check(cls, spec: RuntimeSpec) -> None:
+        """Raise `ConfigError` if `spec` lacks an image, or asks for what Docker cannot give."""
         if not spec.image:
             raise ConfigError("runtime 'docker' needs an image")
         check_spec(spec, "docker", KWARGS)
@@ -252,7 +256,7 @@ class DockerRuntime(Contained[RunningSandbox]):
     async def start(self) -> None:
         """Pull the image, or build it from `kwargs.build`, if it is missing, and start a container.
 
-        `RuntimeFailure` says what the daemon said.
+        `RuntimeFailure` carries the daemon's message.
         """
         self._check_mounts()
         image = await image_facts(str(self._spec.image), build=self._spec.kwargs.get("build"))
@@ -458,8 +462,11 @@ class DockerRuntime(Contained[RunningSandbox]):
     # ---- files
 
     async def copy_kept(self, folder: Path, keep: Keep | None = None) -> tuple[str, ...]:
-        """Implement `Contained.copy_kept`. If the harness deleted the work folder, the copy is
-        empty.
+        """Copy the work folder to `folder`, but only the files and links that `keep` names (`None`
+        = all).
+
+        Returns the paths that were not copied. A work folder that the harness deleted gives an
+        empty copy.
         """
         try:
             return await super().copy_kept(folder, keep)
@@ -470,7 +477,9 @@ class DockerRuntime(Contained[RunningSandbox]):
             return ()
 
     async def copied(self, scratch: Path) -> Self:
-        """Commit the container to an image and start a copy from it; the copy deletes the image."""
+        """Start a second container from an image of this one's files; the copy deletes the image at
+        its end.
+        """
         await self.kill()
         image = await docker(["commit", "--pause=false", self._id])
         spec = self._spec.model_copy(update={"image": image, "workdir": self.workdir})

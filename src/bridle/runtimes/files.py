@@ -42,7 +42,7 @@ class Owner:
     group: int = 0
 
     def taking(self, entry: tarfile.TarInfo) -> tarfile.TarInfo:
-        """Make `entry` this owner's; returns it."""
+        """Set the user and group of an archive's entry to this owner; returns the entry."""
         entry.uid, entry.gid = self.user, self.group
         entry.uname = entry.gname = ""
         return entry
@@ -52,10 +52,11 @@ ROOT = Owner()
 
 
 def pack(source: Path, target: PurePosixPath, archive: Path, owner: Owner = ROOT) -> PurePosixPath:
-    """Write `source`, a file or a folder, to `archive`; returns the folder to take it out in.
+    """Write the file or folder `source` to the tar file `archive`; returns the folder to extract it
+    in.
 
-    Taken out there, it stands at `target`; a folder is merged into one that is there. Modes and
-    symbolic links are kept; everything is the owner's. `OSError` escapes.
+    Extracted there, it is at `target`; a folder is merged into an existing one. Modes and symbolic
+    links are kept; all entries belong to `owner`. `OSError` escapes.
     """
     whole = source.is_dir()
     with tarfile.open(archive, "w") as tar:
@@ -64,7 +65,7 @@ def pack(source: Path, target: PurePosixPath, archive: Path, owner: Owner = ROOT
 
 
 def pack_bytes(content: bytes | None, name: str, mode: int, owner: Owner = ROOT) -> bytes:
-    """Make an archive of a file, or of an empty folder where `content` is `None`."""
+    """Return a tar archive of one file, or of an empty folder where `content` is `None`."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as tar:
         entry = owner.taking(tarfile.TarInfo(name))
@@ -75,7 +76,7 @@ def pack_bytes(content: bytes | None, name: str, mode: int, owner: Owner = ROOT)
 
 
 def size_of(archive: Path) -> int:
-    """Return the size of the archive itself; 0 if there is none."""
+    """Return the size of the archive file in bytes; 0 if it does not exist."""
     return archive.stat().st_size if archive.exists() else 0
 
 
@@ -84,12 +85,12 @@ def unpack(
 ) -> None:
     """Extract the entry `name` of `archive` as `target`; a folder is merged into an existing one.
 
-    With `only`, all folders come out, but only the files and links that it keeps.
+    With `only`, all folders are extracted, but only the files and links that it keeps.
 
-    With `any_link`, symbolic links come out wherever they point to: for a copy that goes into
-    another sandbox and that nobody here reads by following links. The folder that `archive` lies in
-    is used on the way. Raises `RuntimeFailure` when `name` is not there or may not leave; `OSError`
-    escapes.
+    With `any_link`, symbolic links are extracted wherever they point to: for a copy that goes into
+    another sandbox and that nobody here reads by following links. The folder that contains
+    `archive` is used for temporary files. Raises `RuntimeFailure` when `name` is missing or may not
+    be extracted; `OSError` escapes.
     """
     aside = archive.parent / "unpacked"
     aside.mkdir()
@@ -123,7 +124,9 @@ def _kept(entries: list[tarfile.TarInfo], keep: Keep) -> list[tarfile.TarInfo]:
 
 
 def safe_entry(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
-    """Return the entry as it may be taken out below `folder`; `None` for what leads elsewhere."""
+    """Return the archive's entry if it may be extracted below `folder`; `None` if it leads
+    elsewhere.
+    """
     if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()):
         return None
     if not _is_direct(entry.name, folder) or (entry.issym() and not _stays(entry)):
@@ -198,8 +201,8 @@ class TooMuch(RuntimeFailure):
 
 
 def check_archive(archive: Path, limits: CopyLimits) -> int:
-    """Return bytes of all files of an archive with their holes, read before anything of it is taken
-    out.
+    """Return the size of all files in an archive, holes counted, before anything of it is
+    extracted.
 
     Raises `TooMuch`, and `RuntimeFailure` if the archive is incomplete.
     """
@@ -228,13 +231,14 @@ def replace_tree(
     limits: CopyLimits | None = None,
     link: bool = False,
 ) -> tuple[str, ...]:
-    """Make the folder `target` hold what the folder `source` holds, and nothing else.
+    """Replace the content of the folder `target` by that of the folder `source`.
 
     Paths that `keep` names stay as `target` has them and are not taken from `source`. Regular
     files, folders and links are copied, with modes and times; their owner may read all of them, and
     write to the folders. With `link`, files of `target` are hard links to those of `source`, with
-    their modes: both must be ours, and on one file system. Returns the paths that stayed behind,
-    each with its reason. Raises `TooMuch`; `OSError` of the machine (a full disk) escapes.
+    their modes: both must belong to this user, and lie on one file system. Returns the paths that
+    were not copied, each with its reason. Raises `TooMuch`; `OSError` of the machine (a full disk)
+    escapes.
     """
     copier = _Copier(keep or _nothing, limits or CopyLimits(), link=link)
     target.mkdir(parents=True, exist_ok=True)
@@ -244,9 +248,10 @@ def replace_tree(
 
 
 def copy_tree(source: Path, target: Path, top: Path | None = None) -> tuple[str, ...]:
-    """Copy a session's folder as `replace_tree` does; one that the harness deleted is empty.
+    """Copy the folder `source` of a session to `target`; one that the harness deleted is empty.
 
-    So is one that is reached from the folder `top` (`None` = itself) through a link.
+    A folder that is reached from the folder `top` (`None` = itself) through a link is empty, too.
+    Returns the paths that were not copied, each with its reason.
     """
     if not is_folder_in(top or source, source):
         target.mkdir(parents=True, exist_ok=True)
@@ -268,9 +273,9 @@ def _nothing(path: PurePosixPath, *, is_folder: bool) -> bool:
 
 
 def copy_out(source: Path, target: Path, allowed: Path) -> None:
-    """Copy a file or folder of the folder `allowed`; links to files that lie there become files.
+    """Copy a file or folder that lies in `allowed`; links to files in there become files.
 
-    Entries that are neither regular files nor folders stay behind. Raises `RuntimeFailure` if
+    Entries that are neither regular files nor folders are not copied. Raises `RuntimeFailure` if
     `source` is such an entry or lies elsewhere; `OSError` escapes.
     """
     allowed = allowed.resolve()
@@ -303,11 +308,11 @@ def copy_out(source: Path, target: Path, allowed: Path) -> None:
 
 
 def take_out(source: Path, target: Path, top: Path, most: int) -> tuple[int, tuple[str, ...]]:
-    """Copy a file or folder that lies in the session's folder `top`: `most` bytes, with holes.
+    """Copy a file or folder out of a session's folder `top`, at most `most` bytes, holes counted.
 
-    Only links that stay inside the copy are copied. Returns the bytes and the paths that stayed
-    behind, each with its reason. Raises `RuntimeFailure` where `source` itself cannot leave; then
-    nothing is at `target`. `OSError` of the machine escapes.
+    Only links that stay inside the copy are copied. Returns the bytes, and the paths that were not
+    copied, each with its reason. Raises `RuntimeFailure` where `source` itself may not be copied;
+    then nothing is at `target`. `OSError` of the machine escapes.
     """
     if not source.is_relative_to(top) or ".." in source.relative_to(top).parts:
         raise RuntimeFailure(f"{source} lies outside the session's own folder")
@@ -484,9 +489,9 @@ def _next_data(file: int, start: int) -> int | None:
 
 
 def remove_folders(folders: Iterable[Path]) -> None:
-    """Remove folders, also where the harness took its own permissions away.
+    """Remove folders, also where the harness removed its own permissions on them.
 
-    Raises `RuntimeFailure` naming one that stays.
+    Raises `RuntimeFailure`, which names a folder that could not be removed.
     """
     for folder in folders:
         if folder.is_symlink() or not folder.is_dir():  # a harness put it there, if it is there
@@ -506,8 +511,9 @@ def remove_folders(folders: Iterable[Path]) -> None:
 
 
 def host_path(path: PurePosixPath, folders: Mapping[str, Path]) -> Path | None:
-    """Return the path on this machine of one inside a runtime, by the folders that it shares;
-    `None` = it lies in none of them.
+    """Return the path on this machine of a path inside a runtime; `None` = no shared folder has it.
+
+    `folders` maps the shared folders' paths inside to those on this machine.
     """
     for top, folder in folders.items():
         if path.is_relative_to(top) and ".." not in path.parts:

@@ -68,7 +68,9 @@ class LocalRuntime(OnThisMachine):
             raise ConfigError(f"runtime 'local' takes no kwargs; given: {sorted(spec.kwargs)}")
 
     async def start(self) -> None:
-        """Make the folders. Raises `RuntimeFailure` (no bash, no disk space, no permission)."""
+        """Make the session's folders. Raises `RuntimeFailure` (no bash, no disk space, no
+        permission).
+        """
         with boundary(RuntimeFailure, f"cannot make the folders of session {self._session_id}"):
             for folder in (self._home, self._tmp, Path(self.workdir)):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -103,13 +105,15 @@ class LocalRuntime(OnThisMachine):
         return await run_process(self._marked(command, self._marks()))
 
     async def upload(self, source: Path, target: str) -> None:
-        """Implement `base.Runtime.upload`. Modes and symbolic links are kept."""
+        """Copy a host file or folder into the session's folders; modes and symbolic links
+        are kept.
+        """
         self._must_be_usable()
         with boundary(RuntimeFailure, f"cannot upload {source} to {target}"):
             await asyncio.to_thread(_copy_in, source, Path(self.workdir, target))
 
     async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
-        """Implement `base.Runtime.write`. A symbolic link at `target` is replaced, not followed."""
+        """Write a file of the session. A symbolic link at `target` is replaced, not followed."""
         self._must_be_usable()
         with boundary(RuntimeFailure, f"cannot write {target}"):
             await asyncio.to_thread(_write, Path(self.workdir, target), content, mode)
@@ -117,7 +121,11 @@ class LocalRuntime(OnThisMachine):
     async def download(
         self, source: str, target: Path, *, most: int | None = None
     ) -> tuple[str, ...]:
-        """Implement `base.Runtime.download`. The limits are those of a copy of the work folder."""
+        """Copy a file or folder of the session to `target`, and return the paths that were not
+        copied.
+
+        The size limits are those of a copy of the work folder.
+        """
         self._must_be_usable()
         path, room = Path(self.workdir, source), CopyLimits().bytes if most is None else most
         with boundary(RuntimeFailure, f"cannot download {source}"):
@@ -129,9 +137,11 @@ class LocalRuntime(OnThisMachine):
         return Path(self.workdir)
 
     def inside(self, path: Path) -> str:
+        """Return `path` unchanged: programs of the session see the machine's own paths."""
         return str(path)
 
     def gateway_url(self, url: str) -> str:
+        """Return `url` unchanged: programs of the session use the machine's own network."""
         return url
 
     async def kill(self) -> None:
@@ -155,6 +165,7 @@ class LocalRuntime(OnThisMachine):
 
 
 def search_path() -> str:
+    """Return the `PATH` of programs in a local runtime: this process's, or a default one."""
     return os.environ.get("PATH", PATH)
 
 

@@ -56,6 +56,7 @@ class BoundedOutput:
         self._size = 0
 
     def feed(self, data: bytes) -> None:
+        """Take more output; only the beginning and the end of all of it are kept."""
         self._size += len(data)
         room = self._head_limit - len(self._head)
         if room > 0:
@@ -69,17 +70,21 @@ class BoundedOutput:
 
     @property
     def truncated(self) -> bool:
-        """Return whether bytes between head and tail were dropped."""
+        """Return whether bytes between the kept beginning and end were dropped."""
         return self._size > self._head_limit + self._tail_limit
 
     def value(self) -> bytes:
-        """Return head and tail; a line between them says how many bytes are missing."""
+        """Return the kept beginning and end; a line between them says how many bytes are
+        missing.
+        """
         tail = self._tail[-self._tail_limit :] if self._tail_limit else b""
         return join_output(bytes(self._head), bytes(tail), self._size)
 
 
 def join_output(head: bytes, tail: bytes, size: int) -> bytes:
-    """Join the kept head and tail of `size` bytes; a line between them counts the missing bytes."""
+    """Return the kept beginning and end of an output of `size` bytes, joined by a line that counts
+    the missing bytes.
+    """
     missing = size - len(head) - len(tail)
     note = f"\n[bridle: {missing} bytes left out]\n".encode() if missing > 0 else b""
     return head + note + tail
@@ -99,7 +104,7 @@ class LogFile:
         """True if the limit is reached, so that nothing more is written."""
 
     def feed(self, data: bytes) -> None:
-        """Append; past the limit only one note is written."""
+        """Append bytes to the log file; past its size limit only one note is written."""
         if self.full:
             return
         part = data[: self._left]
@@ -111,6 +116,7 @@ class LogFile:
             os.write(self._file, b"\n[bridle: the log's size limit is reached]\n")
 
     def close(self) -> None:
+        """Close the log file; idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -120,13 +126,14 @@ MACHINE = Path("/etc/machine-id")
 
 
 def owner_mark() -> str:
-    """Return this process's mark: its number, its start, and its machine."""
+    """Return a mark that identifies this process: its number, its start time, and its machine."""
     return f"{os.getpid()}.{started_at(os.getpid())}.{_machine()}"
 
 
 def is_dead(mark: str) -> bool:
-    """Return whether the process of a mark has certainly ended; False for a mark of another
-    machine, or of one without `/proc`, where no process is known to have ended.
+    """Return whether the process that a mark identifies has certainly ended.
+
+    False for a mark of another machine, and on a machine without `/proc`.
     """
     pid, _, rest = mark.partition(".")
     started, _, machine = rest.partition(".")
@@ -136,7 +143,7 @@ def is_dead(mark: str) -> bool:
 
 
 def started_at(pid: int) -> str | None:
-    """Return the start of a process in clock ticks since boot; `None` if it does not live."""
+    """Return the start time of a process in clock ticks since boot; `None` if it does not live."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -186,6 +193,7 @@ class Leaders:
     """Collected leaders whose group had other members left."""
 
     def add(self, pid: int) -> None:
+        """Record the number of a process that the runtime started as leader of a new group."""
         self.running.add(pid)
 
     def collected(self, pid: int) -> None:
@@ -196,9 +204,9 @@ class Leaders:
             self.ended.add(pid)
 
     def ours(self, pids: Collection[int]) -> set[int]:
-        """Group numbers that are ours, given all living `pids`.
+        """Return the numbers of process groups that this runtime started, given all living `pids`.
 
-        An ended leader whose number lives again was given to a stranger.
+        An ended leader's number that is alive again belongs to another program and is dropped.
         """
         self.ended.difference_update(pids)
         return self.running | self.ended
@@ -228,7 +236,7 @@ def running_processes() -> list[Found]:
 def is_marked(pid: int, marks: Collection[bytes]) -> bool:
     """Return whether a process was started with all `marks` (`NAME=value`) in its environment.
 
-    Without marks nothing is marked.
+    False if `marks` is empty.
     """
     if not marks:
         return False
@@ -241,7 +249,8 @@ def is_marked(pid: int, marks: Collection[bytes]) -> bool:
 
 
 def members(marks: Collection[bytes], leaders: Leaders) -> set[int]:
-    """Living processes with all `marks`, or in a group or session of `leaders`, and descendants.
+    """Return the living processes that a runtime started: those with all `marks` in their
+    environment or in a process group or session of `leaders`, and their descendants.
 
     This process is never among them.
     """
@@ -266,14 +275,15 @@ def members(marks: Collection[bytes], leaders: Leaders) -> set[int]:
 
 
 def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
-    """Signal each process; those that have ended are passed over."""
+    """Send the signal to each process; those that have ended are passed over."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 async def end_all(find: Callable[[], set[int]], *, grace_s: float) -> int:
-    """Kill all processes that `find` gives: TERM, `grace_s` of patience, then KILL to the last.
+    """Kill all processes that `find` returns: SIGTERM first, SIGKILL to those alive after
+    `grace_s`.
 
     Returns how many were found at first. Raises `RuntimeFailure` naming the processes that outlive
     SIGKILL by ten seconds. `find` runs in a thread.
@@ -486,7 +496,9 @@ async def _end(child: subprocess.Popen[bytes], command: Command) -> None:
 
 
 def open_logs(command: Command, files: ExitStack) -> tuple[LogFile | None, LogFile | None]:
-    """Open the logs of stdout and stderr, which may be one; `files` closes them."""
+    """Open a command's log files for stdout and stderr, which may be one file; `files`
+    closes them.
+    """
 
     def opened(path: Path) -> LogFile:
         file = LogFile(path)

@@ -116,14 +116,15 @@ class Host(Protocol):
     """A machine or sandbox elsewhere. What its methods raise becomes a `RuntimeFailure`."""
 
     async def start(self) -> None:
-        """Start it, or connect to it."""
+        """Start the remote host, or connect to it."""
 
     async def stop(self) -> None:
-        """Give it back, also where `start` failed."""
+        """Release the remote host, also where `start` failed."""
 
     async def execute(self, argv: Sequence[str]) -> str:
-        """Run a short command and return its stdout; raise with its stderr if it fails. Calls
-        overlap.
+        """Run a short command on the host and return its stdout; raise with its stderr if it fails.
+
+        Calls may overlap.
         """
 
     async def upload(self, source: Path, path: str) -> None:
@@ -176,11 +177,11 @@ class RemoteRuntime(Archived):
         self._started = False
 
     def open_host(self, deployment: JSON) -> Host:
-        """Return the host of a session, not started. `ConfigError` names what is wrong."""
+        """Return the session's remote host, not started. `ConfigError` names the wrong setting."""
         return RexHost(deployment)
 
     async def start(self) -> None:
-        """Start the host, make the session's folders and copy the mounts there."""
+        """Start the remote host, make the session's folders and copy the mounts there."""
         with boundary(RuntimeFailure, f"cannot start the host of session {self._session_id}"):
             self._started = True
             (self._scratch / "aside").mkdir(exist_ok=True)
@@ -323,12 +324,13 @@ class RemoteRuntime(Archived):
         await super()._get(path, archive, most)
 
     async def copied(self, scratch: Path) -> Runtime:
-        """Raise `RuntimeFailure`: such a host makes no copies of itself."""
+        """Raise `RuntimeFailure`: a remote host cannot be copied."""
         del scratch
         message = "runtime 'remote' cannot be copied: evaluator.trusted = true scores in it"
         raise RuntimeFailure(message)
 
     def inside(self, path: Path) -> str:
+        """Return the path on the remote host of a mounted path of this machine."""
         return str(path) if self._is_local else super().inside(path)
 
     def _target_of(self, mount: Mount) -> str:
@@ -336,7 +338,7 @@ class RemoteRuntime(Archived):
         return mount.target if self.contains else f"{self._root}/mounts/{mount.target}"
 
     def gateway_url(self, url: str) -> str:
-        """Return the URL as `kwargs.gateway` says, or unchanged."""
+        """Return the gateway's URL as the setting `kwargs.gateway` gives it, or `url` unchanged."""
         if self._settings.gateway is None:
             return url
         at, path = urlsplit(self._settings.gateway), urlsplit(url).path
@@ -345,6 +347,7 @@ class RemoteRuntime(Archived):
     # ---- the end
 
     async def kill(self) -> None:
+        """Kill every process of the session on the remote host; nothing if it was not started."""
         if self._usable:
             await run_shielded(self._kill(), timeout_s=CALL_S)
 
@@ -425,12 +428,17 @@ class RexHost:
         self._deployment: AbstractDeployment = _open(deployment)
 
     async def start(self) -> None:
+        """Start the SWE-ReX deployment."""
         await _aside(self._deployment.start)
 
     async def stop(self) -> None:
+        """Stop the SWE-ReX deployment."""
         await _aside(self._deployment.stop)
 
     async def execute(self, argv: Sequence[str]) -> str:
+        """Run a short command on the host and return its stdout; raise with its stderr if
+        it fails.
+        """
         from swerex.runtime.abstract import Command as RexCommand
 
         command = RexCommand(command=list(argv))
@@ -441,6 +449,7 @@ class RexHost:
         return str(answer.stdout)
 
     async def upload(self, source: Path, path: str) -> None:
+        """Copy a file of this machine to an absolute path on the host."""
         from swerex.runtime.abstract import UploadRequest
 
         request = UploadRequest(source_path=str(source), target_path=path)

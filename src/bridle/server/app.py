@@ -63,17 +63,19 @@ class ApiConnection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether no request is in progress."""
+        """Return whether no request is in progress on the connection."""
         # `None` before the first request, whatever its type says.
         return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]
 
     @property
     def is_known(self) -> bool:
-        """Return whether its last request was authenticated."""
+        """Return whether the connection's last request was authenticated."""
         return self.cycle is not None and KNOWN in self.cycle.scope["state"]  # type: ignore[redundant-expr]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn
-        """Make room if there are too many connections, and start the deadline of the first head."""
+        """Close an idle connection if there are too many, and start the deadline of the first
+        header.
+        """
         if len(self.connections) >= (self.most or most_connections()):
             self._close_some()
         super().connection_made(transport)
@@ -90,7 +92,7 @@ class ApiConnection(H11Protocol):
             one.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Apply the limits of a head until its end."""
+        """Take received bytes; closes a connection whose header is too large."""
         if self.is_waiting:
             self._start_deadline()
         super().data_received(data)
@@ -100,7 +102,7 @@ class ApiConnection(H11Protocol):
             self._stop_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the deadline and subtract the unfinished bytes."""
+        """Cancel the header's deadline and release the connection's share of the buffered bytes."""
         self._stop_deadline()
         super().connection_lost(exc)
 
@@ -134,12 +136,12 @@ ROUTES = RouteTable([*polar.ROUTES, *routes_v1.ROUTES])
 
 @ROUTES.add("GET", "/openapi.json", None)
 async def openapi(_: ApiRequest) -> Response:
-    """Return this description."""
+    """Return the OpenAPI description of the server's routes."""
     return reply(describe(ROUTES))
 
 
 def make_app(context: ServerContext, mounts: Sequence[Mount] = ()) -> Starlette:
-    """Return the ASGI application of all routes and of the `mounts`."""
+    """Return the ASGI application of all the server's routes and of `mounts`."""
     app = Starlette(routes=[*ROUTES, *mounts], exception_handlers={HTTPException: _no_route})
     app.state.context = context
     return app
@@ -161,11 +163,11 @@ async def serve_api(
     allowed: Collection[str] = (),
     announced: Announced = nullcontext,
 ) -> AsyncIterator[str]:
-    """Serve inside; yields the server's URL. Raises `ConfigError` if the port is not available.
+    """Serve the API within the context; yields the server's URL.
 
-    `allowed` are names that the `Host` header may have besides the listener's own. `announced` is
-    entered with the URL before the first connection. On leaving, requests in progress get one
-    second.
+    Raises `ConfigError` if the port is not available. `allowed` are names that the `Host` header
+    may have besides the listener's own. `announced` is entered with the URL before the first
+    connection. On leaving, requests in progress get one second.
     """
     app = make_app(context, mounts)
     async with serve_app(app, host=host, port=port, allowed=allowed, announced=announced) as url:
@@ -186,9 +188,10 @@ async def serve_app(
     connection: type[ApiConnection] = ApiConnection,
     announced: Announced = nullcontext,
 ) -> AsyncIterator[str]:
-    """Serve an application within the context, and give its URL.
+    """Serve an ASGI application within the context; yields its URL.
 
-    `allowed` and `announced` as in `serve_api`.
+    `allowed` are names that the `Host` header may have besides the listener's own. `announced` is
+    entered with the URL before the first connection.
     """
     listener = _bound(host, port)
     name = f"[{host}]" if ":" in host else host

@@ -186,6 +186,9 @@ class CallbackSender:
             return f"{type(error).__name__}: {error}"
 
     def headers(self, row: RowMapping, body: bytes) -> dict[str, str]:
+        """Return the HTTP headers of an attempt to send a callback, with the signature of
+        its body.
+        """
         secret = self._secrets.get(row["owner"], self._secret)
         return {
             "content-type": "application/json",
@@ -230,13 +233,16 @@ class CallbackSender:
 
 
 def signature(secret: bytes, body: bytes, *, at: int) -> str:
-    """Return `x-bridle-signature` for a body that is sent at Unix time `at`."""
+    """Return the header `x-bridle-signature` for a callback's body that is sent at Unix
+    time `at`.
+    """
     digest = hmac.new(secret, b"%d.%b" % (at, body), hashlib.sha256).hexdigest()
     return f"t={at},v1={digest}"
 
 
 def callback_secret(folder: Path) -> bytes:
-    """Return the server's secret: from the environment, or kept in `folder` (0600).
+    """Return the secret that signs callbacks: from the environment, or kept in `folder` (mode
+    0600).
 
     Raises `ConfigError` if its file cannot be read or written.
     """
@@ -287,15 +293,20 @@ class Receivers:
 
     @property
     def room(self) -> int:
-        """Return how many more callbacks may be in flight."""
+        """Number of callbacks that may be sent at the same time, besides those in flight."""
         return AT_ONCE - sum(one.in_flight for one in self._known.values())
 
     def full(self) -> list[str]:
-        """Return the receivers that may get no further callback now."""
+        """Return the receivers that may get no further callback until one in flight to them
+        ends.
+        """
         return [name for name in self._known if not self.has_room(name)]
 
     def has_room(self, name: str) -> bool:
-        """Return whether this receiver may get one more callback, if any receiver may."""
+        """Return whether one more callback may be sent to this receiver, by its own limit.
+
+        A receiver that failed last gets one callback at a time.
+        """
         known = self._known.get(name, _Receiver())
         if known.health is ReceiverHealth.DOUBTFUL:
             return not known.in_flight and self._doubtful() < DOUBTFUL
@@ -306,11 +317,15 @@ class Receivers:
         self._known.setdefault(name, _Receiver()).in_flight += 1
 
     def cancel(self, name: str) -> None:
-        """Undo `begin`: the callback was not sent."""
+        """Count one callback in flight less to this receiver: it was not sent."""
         self._known[name].in_flight -= 1
 
     def end(self, name: str, *, taken: bool, seconds: float) -> None:
-        """Note that an attempt ended after `seconds`, acknowledged (`taken`) or not."""
+        """Record that a callback to this receiver ended after `seconds`, acknowledged (`taken`) or
+        not.
+
+        A failed or slow one makes the receiver doubtful, which limits its further callbacks.
+        """
         known = self._known[name]
         known.in_flight -= 1
         known.health = (
@@ -369,10 +384,10 @@ class CallbackAddresses:
                 self._networks.append(network)
 
     def check_url(self, url: str) -> None:
-        """Check the host of a URL before its name is resolved. Raises `ForbiddenAddressError`.
+        """Check the host of a callback's URL before its name is resolved.
 
-        The HTTP client's own parser reads the URL, because it turns full-width and circled digits
-        into an address that is never resolved.
+        Raises `ForbiddenAddressError`. The HTTP client's own parser reads the URL, because it turns
+        full-width and circled digits into an address that is never resolved.
         """
         try:
             parts = URL(url)
@@ -389,7 +404,7 @@ class CallbackAddresses:
             raise ForbiddenAddressError(f"callbacks to {host!r} are not permitted")
 
     def check(self, host: str, address: Address) -> None:
-        """Raise `ForbiddenAddressError` if `host`, found at `address`, may not be called."""
+        """Raise `ForbiddenAddressError` if callbacks may not go to `host`, found at `address`."""
         real = _real(address)
         if any(_within(real, network) for network in METADATA):
             message = f"{host!r} is {address}, a cloud metadata service with credentials"
@@ -424,7 +439,10 @@ class CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Return a name's permitted addresses; `ForbiddenAddressError` if it has only others."""
+        """Resolve a host name to those of its addresses that callbacks may go to.
+
+        Raises `ForbiddenAddressError` if it has no such address.
+        """
         permitted: list[ResolveResult] = []
         refused: ForbiddenAddressError | None = None
         for found in await self._resolver.resolve(host, port, family):
@@ -439,6 +457,7 @@ class CheckedResolver(AbstractResolver):
         return permitted
 
     async def close(self) -> None:
+        """Close the resolver."""
         await self._resolver.close()
 
 

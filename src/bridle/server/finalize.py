@@ -60,7 +60,9 @@ class Finalizer:
         self._now = now
 
     async def finish(self, ended: EndedRun, *, owner: str) -> FinalizeResult:
-        """Store the end of a run whose lease `owner` holds, or queue the session again."""
+        """Store the end of a run whose lease `owner` holds, or queue its session for
+        another run.
+        """
         found = await self._leased(ended.session_id, ended.attempt, owner)
         if found is None:
             return FinalizeResult("lost")
@@ -77,7 +79,7 @@ class Finalizer:
         return await self._finalize(session, task, ended)
 
     async def put_back(self, session: str, attempt: int, *, owner: str, why: str) -> FinalizeResult:
-        """Queue a session again whose run was `interrupted` or `stopped`; `why` is one of these."""
+        """Queue a session again; `why` says whether its run was `interrupted` or `stopped`."""
         found = await self._leased(session, attempt, owner)
         if found is None:
             return FinalizeResult("lost")
@@ -92,7 +94,7 @@ class Finalizer:
         return FinalizeResult("again")
 
     async def stop_task(self, task_id: str, reason: str) -> FinalizeResult | None:
-        """Stop a task: its queued sessions end now, its running ones are in `run_ids`.
+        """Stop a task: queued sessions end now; the runs to cancel are in the result's `run_ids`.
 
         `None` = there is no such task. A task that is final or stopped already does not change.
         """
@@ -108,7 +110,9 @@ class Finalizer:
         return replace(result, run_ids=await self._running(task["seq"]))
 
     async def stop_session(self, session: str, reason: str) -> FinalizeResult:
-        """End a queued session; the run of a running one is in `run_ids`."""
+        """End a queued session; the run of a running one, to be cancelled, is in the result's
+        `run_ids`.
+        """
         found = await self._session(session)
         if found is None or found[0]["state"] not in (SessionState.QUEUED, SessionState.RUNNING):
             return FinalizeResult("lost")
@@ -243,9 +247,10 @@ class Finalizer:
         return FinalizeResult("final", (), task["task_id"], task["name"], task["owner"])
 
     async def next_place(self) -> int:
-        """Return the next place in the order in which groups end.
+        """Return the next number in the order in which groups end.
 
-        The counter's row is locked until the commit, so no place becomes visible after a later one.
+        The counter's row is locked until the commit, so no number becomes visible after a later
+        one.
         """
         counter = t.numbers.c
         count = (
@@ -388,9 +393,10 @@ def _final_state(task: RowMapping, terms: GroupOptions) -> TaskState:
 
 
 def without_run(claim: Claim, error: str, cause: Cause | None = Cause.CANCELLED) -> EndedRun:
-    """Return the end of a session that ended without a run: CANCELLED, or ERROR with another cause.
+    """Return the result of a session that ended before it was run: CANCELLED, or ERROR with a
+    cause.
 
-    `None` as `cause` = the task cannot be run: no other run of it is tried.
+    `None` as `cause` = the task cannot be run: the session is not tried again.
     """
     spec = orjson.loads(claim.spec)
     agent = spec["agent"]
@@ -426,7 +432,10 @@ def _stopped(session: RowMapping, task: RowMapping) -> str | None:
 
 
 def claim_of(session: RowMapping, task: RowMapping) -> Claim:
-    """Return the claim of a session; it avoids nodes on which infrastructure failed it."""
+    """Return the claim (session, task, attempt) of a session that is leased to be run.
+
+    It avoids nodes on which this session failed because of infrastructure.
+    """
     nodes = (one.get("node_id") for one in _earlier(session) if one["why"] == "failed")
     return Claim(
         session["session_id"],

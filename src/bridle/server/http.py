@@ -101,6 +101,7 @@ class ApiToken(Settings):
 
     @property
     def digest(self) -> bytes:
+        """Return the sha256 digest of the token, by which callers are recognised."""
         if self.sha256 is not None:
             return bytes.fromhex(self.sha256)
         return _digest((self.token or "").encode())
@@ -124,8 +125,8 @@ class Caller(Settings):
 
     @property
     def tenant(self) -> str | None:
-        """The owner whose tasks alone the caller may access; `None` = an admin, who may access
-        all.
+        """Owner whose tasks are the only ones that the caller may access; `None` = an admin: all
+        tasks.
         """
         return None if TokenRole.ADMIN in self.roles else self.name
 
@@ -152,8 +153,9 @@ class Auth:
 def load_tokens(
     path: Path | None, environment: Mapping[str, str] | None = None, *, own: ApiToken
 ) -> list[ApiToken]:
-    """Return the server's `own` token, those of a file and that of the environment.
-    `ConfigError`.
+    """Return the server's API tokens: its `own` one, those of a file and that of the environment.
+
+    Raises `ConfigError` for a file that cannot be used.
     """
     environment = os.environ if environment is None else environment
     tokens = [own]
@@ -184,8 +186,9 @@ def callback_secrets(tokens: Iterable[ApiToken]) -> dict[str, bytes]:
 
 
 def own_token(folder: Path) -> ApiToken:
-    """Return the operator's token, made at the first start. `ConfigError` if its file is
-    unusable.
+    """Return the operator's API token, kept in `folder` and made at the server's first start.
+
+    Raises `ConfigError` if its file is unusable.
     """
     path = folder / TOKEN_FILE
     return _admin("operator", load_or_make_token(path), str(path))
@@ -208,7 +211,7 @@ def _digest(token: bytes) -> bytes:
 
 
 def sent_tokens(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """Yield the tokens in headers, whose names are in lower case."""
+    """Yield the API tokens in a request's headers, whose names are in lower case."""
     for name, value in headers:
         if name == b"authorization":
             scheme, _, given = value.strip().partition(b" ")
@@ -253,6 +256,7 @@ log = structlog.get_logger(__name__)
 
 
 def error_json(code: str, message: str, *, param: str | None = None, **more: object) -> JSON:
+    """Return the JSON body of an error reply: code, message and the wrong parameter."""
     return {"error": {"code": code, "message": message, "param": param, **more}, "detail": message}
 
 
@@ -290,7 +294,10 @@ class ServerContext:
 
     @contextmanager
     def counted(self, owner: str) -> Iterator[None]:
-        """Count an owner's request inside. `QuotaError` beyond its part of all connections."""
+        """Count a request of `owner` while it is inside the context.
+
+        Raises `QuotaError` if the owner has more than its share of all connections.
+        """
         most = most_connections() // OWNERS
         if self.in_progress[owner] >= most:
             raise QuotaError(f"owner {owner!r} has {most} requests in progress, its limit")
@@ -311,29 +318,35 @@ class ApiRequest:
 
     @property
     def service(self) -> Service:
+        """Service that carries out the request."""
         return self.context.service
 
     @property
     def queries(self) -> Queries:
-        """Return the queries that the caller may make."""
+        """Database queries, restricted to what the caller may see."""
         return self.service.queries.of(self.caller.tenant)
 
     def path(self, name: str) -> str:
-        """Return a part of the path. Raises `ApiError` 404 for a name that nothing can have."""
+        """Return the parameter `name` of the path. Raises `ApiError` 404 for a value that no id can
+        have.
+        """
         value: str = self.request.path_params[name]
         if "\x00" in value:  # PostgreSQL accepts no NUL
             raise ApiError(404, "not_found", f"no {name} contains a NUL", param=name)
         return value
 
     def query(self, model: type[Model]) -> Model:
-        """Return the query parameters; of a repeated one the last. Raises `ApiError` 422."""
+        """Return the query parameters as `model`; of a repeated one the last.
+
+        Raises `ApiError` 422 for a wrong one.
+        """
         try:
             return model.model_validate(dict(self.request.query_params))
         except ValidationError as error:
             raise validation_error(error, "the query") from None
 
     async def body(self, model: type[Model]) -> Model:
-        """Return the request's JSON.
+        """Return the request's JSON body as `model`.
 
         Raises `ApiError`: 400 if it is not JSON, 413 if it is too large, 422 with the field's name
         if a field is wrong.
@@ -440,7 +453,10 @@ class RouteTable(list[Route]):
         body: type[BaseModel] | None = None,
         query: type[BaseModel] | None = None,
     ) -> Callable[[Handler], Handler]:
-        """Return the decorator. `body` and `query` describe what the handler reads itself."""
+        """Return the decorator that adds a handler to the table as a route for callers with `role`.
+
+        `body` and `query` describe, for the OpenAPI page, the models that the handler itself reads.
+        """
 
         def register(handler: Handler) -> Handler:
             self.append(Route(path, Endpoint(handler, path, role, body, query), methods=[method]))
@@ -450,15 +466,17 @@ class RouteTable(list[Route]):
 
 
 def reply(value: object, status: int = 200) -> Response:
+    """Return an HTTP response whose body is `value` as JSON."""
     return Response(encode(value), status, media_type=JSON_TYPE)
 
 
 def packed_reply(value: object) -> Response:
+    """Return an HTTP response whose body is `value` as msgpack."""
     return Response(msgspec.msgpack.encode(value), media_type=MSGPACK_TYPE)
 
 
 def validation_error(error: ValidationError, where: str) -> ApiError:
-    """Return a 422 that names the first wrong field."""
+    """Return a 422 error that names the first wrong field; `where` is the part of the request."""
     first = first_fault(error)
     param = None if first is None else ".".join(str(part) for part in first["loc"])
     return ApiError(422, "invalid", str(explain(error, where)), param=param)
@@ -481,6 +499,7 @@ RETRY_AFTER_S: Final = {429: "5", 503: "1"}
 
 
 def error_response(error: Exception) -> Response:
+    """Return the HTTP response for an exception: its status, its code, and `Retry-After` if any."""
     if isinstance(error, ApiError):
         response = reply(error.body, error.status)
         if error.wait_s:

@@ -74,30 +74,36 @@ class ServerMetrics:
         )
 
     def run_ended(self, ended: EndedRun, became: str) -> None:
-        """Count a run that ended or could not start; `became` is `FinalizeResult.what`."""
+        """Count a run that ended or could not start; `became` says what its session became:
+        `final`, `again` (queued) or `lost`.
+        """
         self._runs.labels(ended.status, "" if ended.cause is None else ended.cause, became).inc()
         for stage, seconds in ended.result["timing"].items():
             self._stages.labels(stage).observe(seconds)
 
     def run_lost(self, became: str) -> None:
-        """Count a run that was lost with its node."""
+        """Count a run that was lost with its node; `became` says what its session became."""
         self._runs.labels("LOST", str(Cause.INFRASTRUCTURE), became).inc()
 
     def kept(self, trajectory: Trajectory) -> None:
-        """Count the tokens of a final session."""
+        """Count the captured and trained tokens of a session whose result is final."""
         stats = trajectory.metadata.get("stats", {})
         self._tokens.labels("trained").inc(stats.get("tokens_trained", 0))
         for reason, count in stats.get("tokens_excluded", {}).items():
             self._tokens.labels(reason).inc(count)
 
     def callback_tried(self, *, taken: bool, dead: bool) -> None:
+        """Count an attempt to send a callback: acknowledged (`taken`), failed, or failed for the
+        last time.
+        """
         self._tries.labels("taken" if taken else "dead" if dead else "failed").inc()
 
     def answered(self, method: str, route: str, status: int) -> None:
+        """Count an answered HTTP request."""
         self._requests.labels(method, route, status).inc()
 
     async def render(self, service: Service) -> bytes:
-        """Return all metrics as text, also if the database cannot be used."""
+        """Return all metrics as Prometheus text, also if the database cannot be used."""
         try:
             status: JSON | None = await service.status()
         except StateError:

@@ -164,7 +164,7 @@ class PolarTask(GroupOptions):
     train: tuple[Kind, ...] = Task.model_fields["train"].default
 
     def refused(self, permits: SubmissionPolicy) -> Iterator[tuple[str, str]]:
-        """Yield every field that cannot be translated, with the reason."""
+        """Yield every field of a Polar task that Bridle cannot translate, with the reason."""
         runtime = self.runtime or PolarRuntime()
         if runtime.network == "host" and not permits.host_network:
             why = "'host' is not permitted; the operator permits it: permits.host_network = true"
@@ -209,7 +209,9 @@ class PolarTask(GroupOptions):
             yield "evaluator.config.instance", str(error).partition(": ")[2]
 
     def submission(self) -> Submission:
-        """Translate it to a `Submission`. pydantic's `ValidationError` names a wrong field."""
+        """Translate a Polar task to Bridle's `Submission`. pydantic's `ValidationError` names a
+        wrong field.
+        """
         fields: JSON = {
             name: getattr(self, name)
             for name in self.model_fields_set
@@ -396,7 +398,7 @@ ROUTES.add("GET", "/tasks/{task_id}/sessions", TokenRole.READ, query=SamplesQuer
 
 @ROUTES.add("GET", "/events", TokenRole.READ)
 async def events(request: ApiRequest) -> Response:
-    """Stream events from now on as server-sent events."""
+    """Stream the server's events, from now on, as server-sent events."""
     return StreamingResponse(_events(request), media_type="text/event-stream")
 
 

@@ -82,7 +82,7 @@ class Queries:
         self._owner = owner
 
     def of(self, owner: str | None) -> Queries:
-        """Return the queries of one owner; `None` = of all."""
+        """Return the same queries restricted to the tasks of one owner; `None` = of all owners."""
         return self if owner == self._owner else Queries(self._database, owner)
 
     @property
@@ -104,6 +104,7 @@ class Queries:
         return query if self._owner is None else query.where(table.c.owner == self._owner)
 
     async def task(self, task_id: str) -> RowMapping | None:
+        """Return a task's row by its id (a tenant's own name for it); `None` = there is none."""
         known = t.tasks.c.task_id if self._owner is None else t.tasks.c.name
         return await self._first(self._tasks.where(known == task_id))
 
@@ -130,7 +131,7 @@ class Queries:
     async def newest(
         self, *, limit: int, offset: int = 0, state: SessionState | None = None
     ) -> Sequence[RowMapping]:
-        """Return sessions that have started, those of the newest task first, with its `task_id`."""
+        """Return the rows of sessions that have started, those of the newest task first."""
         s = t.sessions.c
         query = self._with_task(t.sessions)
         if state is not None:
@@ -146,9 +147,10 @@ class Queries:
     async def groups(
         self, *, after: int, limit: int, order: GroupOrder = "done", acked: bool = False
     ) -> Sequence[RowMapping]:
-        """Return final tasks, without acknowledged ones unless `acked`.
+        """Return the rows of final tasks; with `acked` also those acknowledged.
 
-        `after` is a `done_seq`, or, in the order of submission, a `seq`.
+        `after` is the position in the order in which they ended (`done_seq`) or were submitted
+        (`seq`).
         """
         tasks = t.tasks.c
         query = self._tasks.where(tasks.done_seq.is_not(None))
@@ -170,6 +172,7 @@ class Queries:
         return await self._all(query.limit(limit))
 
     async def counts(self) -> Counts:
+        """Return how many tasks, sessions and callbacks are in each state, in one query."""
         tasks, nothing = t.tasks.c, literal(0)
         waits = func.sum(case((tasks.open == 1, tasks.target - tasks.expanded), else_=0))
         is_unacked = tasks.acked_at.is_(None) & tasks.done_seq.is_not(None)
@@ -194,7 +197,9 @@ class Queries:
         return Counts(found["tasks"], found["sessions"], totals[0], totals[1], found["callbacks"])
 
     async def owners(self) -> dict[str, dict[str, int]]:
-        """Return by owner: samples that are `waiting` to be started, and `running` sessions."""
+        """Return, by owner, how many samples are `waiting` to be started and how many sessions
+        `running`.
+        """
         tasks, s = t.tasks.c, t.sessions.c
         waits = func.sum(tasks.target - tasks.expanded)
         query = union_all(
@@ -221,18 +226,21 @@ class Queries:
         return await self._by_owner(tasks.acked_at.is_(None) & tasks.done_seq.is_not(None))
 
     async def started_groups(self) -> int:
+        """Return how many groups have started a session, ended ones included."""
         query = select(func.count()).where(t.tasks.c.started_at.is_not(None))
         return await self._number(query) or 0
 
     async def leases(self) -> dict[str, float]:
-        """Return the end of each server's latest lease of a running session."""
+        """Return, by server, when the last of its leases on running sessions ends."""
         s = t.sessions.c
         query = select(s.leased_by, func.max(s.leased_until)).group_by(s.leased_by)
         rows = await self._rows(query.where(s.state == SessionState.RUNNING))
         return {owner: until for owner, until in rows if owner is not None}
 
     async def held_by(self, owner: str) -> dict[str, bool]:
-        """Return the runs that the server `owner` holds, and whether each may continue."""
+        """Return the ids of the runs leased to the server `owner`, and whether each may
+        continue.
+        """
         s = t.sessions.c
         stopped = func.coalesce(s.stopped, t.tasks.c.stopped)
         query = select(s.session_id, s.attempt, stopped).join(t.tasks)
@@ -253,14 +261,16 @@ class Queries:
     async def due_callbacks(
         self, *, now: float, limit: int, without: Sequence[str] = ()
     ) -> Sequence[RowMapping]:
-        """Return due callbacks, oldest first; none to the receivers `without`."""
+        """Return due callbacks, oldest first, without those to the receivers `without`."""
         c = t.callbacks.c
         query = self._with_task(t.callbacks)
         query = query.where(is_due(now), c.receiver.not_in(without))
         return await self._all(query.order_by(c.next_at, c.seq).limit(limit))
 
     async def next_callback(self, *, without: Sequence[str] = ()) -> float | None:
-        """Return when the next callback is due, but to the receivers `without`; `None` = never."""
+        """Return when the next callback is due, not counting the receivers `without`; `None` = none
+        waits.
+        """
         c = t.callbacks.c
         query = select(func.min(c.next_at)).where(
             c.state == CallbackState.PENDING, c.receiver.not_in(without)
@@ -282,8 +292,8 @@ class Queries:
     async def removable(
         self, kept: RetentionLevel, *, before: float | None, limit: int
     ) -> Sequence[RowMapping]:
-        """Return groups of a retention level, the first acknowledged first, without pending
-        callbacks.
+        """Return acknowledged groups of a retention level that have no pending callbacks, the first
+        acknowledged first.
 
         They were acknowledged before `before`; `None` = at any time.
         """
@@ -297,7 +307,7 @@ class Queries:
         return await self._all(query.order_by(tasks.acked_at, tasks.seq).limit(limit))
 
     async def kept_groups(self) -> int:
-        """Return how many ended groups have files."""
+        """Return how many ended groups still have files."""
         tasks = t.tasks.c
         query = select(func.count()).where(
             tasks.kept == RetentionLevel.ALL, tasks.ended_at.is_not(None)
@@ -305,7 +315,7 @@ class Queries:
         return await self._number(query) or 0
 
     async def file_bytes(self) -> int:
-        """Return the bytes of all kept trajectories."""
+        """Return the size in bytes of all trajectories on disk."""
         query = select(func.sum(t.sessions.c.file_bytes)).where(t.sessions.c.file.is_not(None))
         return await self._number(query) or 0
 
@@ -335,7 +345,10 @@ class Queries:
 
 
 def is_due(now: float) -> ColumnElement[bool]:
-    """Return the condition that a callback is due, or so far ahead that a clock was set back."""
+    """Return the SQL condition that a callback is due.
+
+    One whose time is impossibly far ahead is due, too: the clock was set back.
+    """
     c = t.callbacks.c
     return and_(
         c.state == CallbackState.PENDING, or_(c.next_at <= now, c.next_at > now + FARTHEST_S)
@@ -343,7 +356,7 @@ def is_due(now: float) -> ColumnElement[bool]:
 
 
 def is_final(task: Mapping[Any, Any]) -> bool:
-    """Return whether a task's row is final."""
+    """Return whether the task in this row is final: all its sessions have ended."""
     return TaskState(task["state"]) in FINAL_TASKS
 
 
@@ -355,7 +368,9 @@ class ResultSource(Protocol):
 
 
 async def trajectory(source: ResultSource, session: Row) -> Trajectory | None:
-    """Read a session's trajectory with its latest reward; `None` = there is none any more."""
+    """Read a session's trajectory with its latest reward; `None` = it was removed or never
+    existed.
+    """
     if session["file"] is None:
         return None
     try:
@@ -401,7 +416,7 @@ async def task_status(source: ResultSource, task: Row, *, results: bool) -> JSON
 
 
 def polar_status(task: Row) -> str:
-    """Return `running`, `completed` or `failed`."""
+    """Return a task's status as Polar has it: `running`, `completed` or `failed`."""
     state = TaskState(task["state"])
     if state not in FINAL_TASKS:
         return "running"
@@ -414,6 +429,7 @@ def polar_state(status: str) -> str:
 
 
 def polar_task(task: Row, results: list[JSON], paths: list[str]) -> JSON:
+    """Return a task's row as Polar's `TaskStatus`, with Bridle's own fields added."""
     return {
         "task_id": task["task_id"],
         "status": polar_status(task),
@@ -466,6 +482,9 @@ def session_json(session: Row, stage: str | None) -> JSON:
 
 
 def task_json(task: Row) -> JSON:
+    """Return a task's row as JSON: its state, its counts of sessions, its times and its group's
+    options.
+    """
     terms = GroupOptions.model_validate_json(task["terms"])
     names = (
         *("task_id", "seq", "state", "stopped", "priority", "samples", "owner"),
@@ -484,7 +503,9 @@ def task_json(task: Row) -> JSON:
 
 
 def group_json(task: Row, sessions: list[JSON], *, version: int) -> JSON:
-    """Return an ended group, its unusable sessions (`missing`) and its lag behind `version`."""
+    """Return an ended group as JSON: its sessions, how many are unusable (`missing`), and how many
+    policy versions it lags behind `version`.
+    """
     sampled = [one["version_min"] for one in sessions if one["version_min"] is not None]
     names = ("session_id", "sample_index", "status", "error", "cause")
     return task_json(task) | {
@@ -495,6 +516,7 @@ def group_json(task: Row, sessions: list[JSON], *, version: int) -> JSON:
 
 
 def callback_json(row: Row) -> JSON:
+    """Return a callback's row as JSON, without its body."""
     names = (
         *("seq", "delivery_id", "task_id", "session_id", "url", "state", "tries", "next_at"),
         *("made_at", "ended_at", "error"),

@@ -83,9 +83,10 @@ ROUTES = RouteTable()
 
 
 def check(request: ApiRequest, submission: Submission) -> Submission:
-    """Return the submission as it is to run. Raises `ApiError` 422 if it is refused.
+    """Return the submission with the changes that the server's policy makes to it.
 
-    By default only admins may use runtime `local`, which contains nothing.
+    Raises `ApiError` 422 if it is refused. By default only admins may use runtime `local`, which
+    contains nothing.
     """
     policy = request.context.policy
     if not request.caller.may(TokenRole.ADMIN):
@@ -109,7 +110,7 @@ def check(request: ApiRequest, submission: Submission) -> Submission:
 
 
 def check_forks(caller: Caller, submissions: Iterable[Submission]) -> None:
-    """Refuse with 422 the forks of captured sessions that belong to another owner's task.
+    """Raise `ApiError` 422 for a task that forks a captured session of another owner.
 
     A tenant gets the error of a session that does not exist; an admin may fork every session.
     Sessions of `bridle run` have no owner: for them the submission policy decides. Reads captures,
@@ -161,7 +162,7 @@ def _param(message: str) -> str | None:
 
 
 async def submit(request: ApiRequest, submissions: Sequence[Submission]) -> list[bool]:
-    """Accept checked submissions; return whether each is new. A tenant has its own task ids."""
+    """Accept checked submissions; return whether each is new. A tenant's task ids are its own."""
     caller = request.caller
     return await request.service.submit(
         submissions, owner=caller.name, tenant=caller.tenant is not None
@@ -169,7 +170,7 @@ async def submit(request: ApiRequest, submissions: Sequence[Submission]) -> list
 
 
 async def task_row(request: ApiRequest) -> Row:
-    """Return the row of the task in the path. Raises `ApiError` 404."""
+    """Return the database row of the task in the request's path. Raises `ApiError` 404."""
     task_id = request.path("task_id")
     task = await request.queries.task(task_id)
     if task is None:
@@ -178,7 +179,7 @@ async def task_row(request: ApiRequest) -> Row:
 
 
 async def session_row(request: ApiRequest) -> Row:
-    """Return the row of the session in the path. Raises `ApiError` 404."""
+    """Return the database row of the session in the request's path. Raises `ApiError` 404."""
     session_id = request.path("session_id")
     row = await request.queries.session(session_id)
     if row is None:
@@ -188,7 +189,9 @@ async def session_row(request: ApiRequest) -> Row:
 
 
 def session_json(request: ApiRequest, row: Row) -> JSON:
-    """Return a session's JSON with its stage, if it runs, and its `task_id`, if the row has it."""
+    """Return a session's row as JSON, with the stage of a running one and the `task_id` if
+    known.
+    """
     running = row["state"] == "RUNNING"
     stage = request.service.stage(row["session_id"], row["attempt"]) if running else None
     task = {"task_id": row["task_id"]} if "task_id" in row else {}
@@ -198,7 +201,10 @@ def session_json(request: ApiRequest, row: Row) -> JSON:
 def page_json(
     name: str, rows: Sequence[Row], page: PageQuery, place: str, form: Callable[[Row], JSON]
 ) -> JSON:
-    """Return a page of a list under `name`, and the `cursor` that the next page begins after."""
+    """Return one page of a list as JSON: its rows under `name`, and the `cursor` of the next page.
+
+    `form` writes a row, `place` is the column that the cursor counts.
+    """
     cursor = rows[-1][place] if rows else page.cursor
     return {name: [form(row) for row in rows], "cursor": cursor}
 
@@ -319,8 +325,8 @@ async def cancel_session(request: ApiRequest) -> Response:
 async def give_reward(request: ApiRequest) -> Response:
     """Give an ended session a reward; the last one counts, and all are in `scores`.
 
-    A group that is not acknowledged yet is read with it; `taken_at` is when the group was
-    acknowledged.
+    A group that is not acknowledged yet is read with the new reward; `taken_at` is when the group
+    was acknowledged.
     """
     session_id = (await session_row(request))["session_id"]
     given = await request.body(Reward)
@@ -332,7 +338,7 @@ async def give_reward(request: ApiRequest) -> Response:
 
 @ROUTES.add("POST", "/v1/sessions/{session_id}/fork", TokenRole.SUBMIT, body=Fork)
 async def fork_session(request: ApiRequest) -> Response:
-    """Submit a task whose sessions begin with replies of this one.
+    """Submit a task whose sessions begin with replies of the session in the path.
 
     It is the session's task under another id, checked again as a submission of the caller.
     """
@@ -430,7 +436,9 @@ async def groups(request: ApiRequest) -> Response:
 
 @ROUTES.add("POST", "/v1/groups/ack", TokenRole.READ, body=Ack)
 async def ack(request: ApiRequest) -> Response:
-    """Acknowledge groups by their tasks' ids, or all groups up to a cursor."""
+    """Acknowledge ended groups by their tasks' ids, or all up to a cursor; they are not listed
+    again.
+    """
     wanted = await request.body(Ack)
     count = await request.service.ack(
         cursor=wanted.cursor, task_ids=wanted.task_ids, tenant=request.caller.tenant
@@ -491,7 +499,7 @@ async def pause(request: ApiRequest) -> Response:
 
 @ROUTES.add("POST", "/v1/drain", TokenRole.ADMIN, query=DrainQuery)
 async def drain(request: ApiRequest) -> Response:
-    """Pause, and return when nothing runs or `timeout_s` is over."""
+    """Pause the server, and return when no session runs or `timeout_s` is over."""
     timeout_s = request.query(DrainQuery).timeout_s
     await request.service.pause()
     await request.service.scheduler.drained(timeout_s)
@@ -507,7 +515,7 @@ async def resume(request: ApiRequest) -> Response:
 
 @ROUTES.add("GET", "/policy", TokenRole.READ)
 async def show_policy(request: ApiRequest) -> Response:
-    """Return the version under which sessions start, and whether sampling is held."""
+    """Return the policy version under which sessions start, and whether sampling is held."""
     return reply((await request.service.status())["policy"])
 
 
@@ -528,7 +536,7 @@ async def show_engines(request: ApiRequest) -> Response:
 async def set_engine(request: ApiRequest) -> Response:
     """Release an engine to its trainer, or resume it, on every node.
 
-    `name` is its id or its name; `all` = all engines.
+    `name` is the engine's id or name; `all` = all engines.
     """
     wanted = await request.body(SetEngine)
     try:
@@ -547,7 +555,7 @@ async def show_nodes(request: ApiRequest) -> Response:
 
 @ROUTES.add("POST", "/v1/nodes/{name}/drain", TokenRole.ADMIN)
 async def drain_node(request: ApiRequest) -> Response:
-    """Start no further session on a node; it leaves when its last session has ended.
+    """Start no further session on a node; it leaves the cluster when its last session has ended.
 
     `name` is its name or its `node_id`.
     """

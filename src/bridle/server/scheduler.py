@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Claim, ...]:
-        """The runs whose results are not stored yet."""
+        """Claims of the runs whose results are not stored yet."""
         return tuple(self._running.values())
 
     def claim_of(self, run_id: str) -> Claim | None:
@@ -94,9 +94,10 @@ class Scheduler:
     # ---- starting
 
     async def run(self) -> None:
-        """Start sessions until cancelled; then cancel the runs in progress and requeue them.
+        """Start queued sessions until cancelled; then cancel the runs in progress and queue them
+        again.
 
-        Runs that have ended and are not stored yet stay leased: the next server recalls them.
+        Runs that have ended and are not stored yet stay leased: the next server takes them over.
         """
         async with Nursery(
             lambda error: log.error("a run was lost", trace=trace_of(error))
@@ -198,7 +199,10 @@ class Scheduler:
         self._service.finalized(outcome)
 
     def adopt(self, claims: Sequence[Claim]) -> None:
-        """Join runs of an earlier process that continue; their leases are ours already."""
+        """Take over runs that an earlier process started and that still continue.
+
+        Their leases belong to this server already.
+        """
         self._adopted += claims
         self.wake.notify_all()
 
@@ -221,7 +225,7 @@ class Scheduler:
         return await self.store_result(claim, result)
 
     async def store_result(self, claim: Claim, result: SessionResult) -> FinalizeResult:
-        """Store a result: the trajectory's file first, then the row."""
+        """Store a run's result: the trajectory's file first, then the database row."""
         trajectory = replace(
             result.trajectory,
             session_id=claim.session_id,
@@ -283,7 +287,7 @@ class Scheduler:
         return outcome
 
     async def put_back(self, claim: Claim, why: str) -> FinalizeResult:
-        """Queue a session again whose run was `interrupted` or `stopped`."""
+        """Queue a session again; `why` says whether its run was `interrupted` or `stopped`."""
         return await self._store.put_back(
             claim.session_id, claim.attempt, owner=self._owner, why=why, now=time.time()
         )
@@ -308,14 +312,14 @@ class Scheduler:
 
 
 def is_usable(result: SessionResult) -> bool:
-    """Return whether a session is usable: it completed, or has a reward and traces."""
+    """Return whether a session can be trained: it completed, or has a reward and traces."""
     if result.status is SessionStatus.COMPLETED:
         return True
     return result.reward is not None and bool(result.trajectory.traces)
 
 
 def versions_of(trajectory: Trajectory) -> tuple[int | None, int | None]:
-    """Return the least and the greatest policy version of a trajectory's sampled tokens."""
+    """Return the lowest and the highest policy version of a trajectory's sampled tokens."""
     sampled = [trace.versions[trace.versions >= 0] for trace in trajectory.traces]
     every = np.concatenate(sampled) if sampled else np.empty(0, dtype=np.int32)
     return (int(every.min()), int(every.max())) if len(every) else (None, None)
@@ -346,13 +350,13 @@ KIND = re.compile(r"sglang:(?=https?://|/|\.)")
 
 
 def engines_in(text: str) -> list[str]:
-    """Return the engines that a text names, each once, as `--engine` takes them."""
+    """Return the engines that a text lists, each once, in the form of the option `--engine`."""
     found = [one if "://" in one else f"http://{one}" for one in ENGINE.findall(text)]
     return list(dict.fromkeys(found))
 
 
 async def engines_named(source: str) -> list[str]:
-    """Return the engines that a file or an `http(s)://` URL names now; none where it cannot be
+    """Return the engines that a file or an `http(s)://` URL lists now; none where it cannot be
     read.
     """
     if kind := KIND.match(source):
@@ -386,9 +390,9 @@ def _short(content: bytes) -> bytes:
 
 
 async def first_named(source: str, stop: asyncio.Event) -> list[str]:
-    """Wait until engines are named; none if `stop` is set before.
+    """Wait until a file or URL lists engines, and return them; none if `stop` is set before.
 
-    `ConfigError` if none is named for half an hour.
+    `ConfigError` if none is listed for half an hour.
     """
     log.info("waiting_for_engines", source=source)
     try:
@@ -407,10 +411,11 @@ async def first_named(source: str, stop: asyncio.Event) -> list[str]:
 async def follow(
     source: str, workers: SessionRunner, there: Iterable[str], *, every_s: float = READ_EVERY_S
 ) -> None:
-    """Have engines join and leave as `source` names them; runs until it is cancelled.
+    """Add and remove engines as the list in the file or URL `source` changes; runs until cancelled.
 
-    `there` are those that serve already. A source that names none, or cannot be read, changes
-    nothing. An engine that cannot serve, or cannot leave as the only one, is tried again each time.
+    `there` are the engines in use at the start. A list that is empty, or cannot be read, changes
+    nothing. An engine that cannot be added, or cannot be removed because it is the only one, is
+    tried again each time.
     """
     joined, failing = set(there), set[str]()
     while True:

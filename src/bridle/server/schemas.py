@@ -229,7 +229,10 @@ CALLBACK_TRANSITIONS: Final[Mapping[CallbackState, frozenset[CallbackState]]] = 
 
 
 def step(table: Mapping[State, frozenset[State]], before: str, after: State) -> State:
-    """Return `after`, and assert that `table` allows it after `before`; no change is allowed."""
+    """Return the state `after`, and assert that `table` allows it after `before`.
+
+    The same state again is allowed.
+    """
     allowed = table[type(after)(before)]
     assert after == before or after in allowed, f"{before} does not lead to {after}"
     return after
@@ -252,7 +255,7 @@ class Claim:
 
     @property
     def run_id(self) -> str:
-        """The session's id at the node; each attempt has its own."""
+        """Id of this run at its node; each attempt of a session has its own."""
         return run_id(self.session_id, self.attempt)
 
 
@@ -276,6 +279,7 @@ class EndedRun:
 
     @property
     def error(self) -> str | None:
+        """Error text of the run's result; `None` = it has none."""
         error: str | None = self.result.get("error")
         return error
 
@@ -309,7 +313,7 @@ def task_key(name: str, owner: str | None) -> str:
 
 
 def session_id(task_id: str, sample_index: int) -> str:
-    """Return the id of a sample's session, at most 190 characters."""
+    """Return the id of the session that runs one sample of a task, at most 190 characters."""
     if len(task_id) > 170:
         digest = hashlib.sha256(task_id.encode()).hexdigest()[:8]
         task_id = f"{task_id[:160]}-{digest}"
@@ -322,7 +326,9 @@ def run_id(session: str, attempt: int) -> str:
 
 
 def receiver_of(url: str) -> str:
-    """Return the receiver of callbacks to `url`: scheme, host and port, at most 300 characters."""
+    """Return the part of a callback's URL that names its receiver: scheme, host and port, at most
+    300 characters.
+    """
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}".lower()[:300]
 
@@ -378,7 +384,7 @@ class Submission(Task, GroupOptions):
     num_samples: int = Field(default=1, ge=1, le=10_000)
 
     def split(self) -> tuple[Task, GroupOptions]:
-        """Split it into the task and the options of its group."""
+        """Return the task and the options of its group."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         task = {name: values[name] for name in Task.model_fields}
         terms = {name: values[name] for name in GroupOptions.model_fields}

@@ -126,7 +126,11 @@ class Service(Stacked):
     async def submit(
         self, submissions: Sequence[Submission], *, owner: str, tenant: bool = False
     ) -> list[bool]:
-        """Accept tasks that were checked; see `TaskStore.submit`."""
+        """Store checked tasks to be run, all or none; return whether each is new.
+
+        Owners that are a `tenant` have task ids of their own. Raises `ConflictError` for an id with
+        another body, `QuotaError` beyond the owner's quota.
+        """
         fresh = await self.store.submit(
             submissions,
             owner=owner,
@@ -143,7 +147,9 @@ class Service(Stacked):
         return fresh
 
     def check(self, task: Task) -> None:
-        """Raise the `ConfigError` that running the task would raise, from a cache if it can."""
+        """Raise the `ConfigError` that running the task would raise; results of checks are
+        cached.
+        """
         text = task.model_dump_json(include={"runtime", "agent", "builder", "evaluator"})
         kind = hashlib.sha256(text.encode()).digest()
         if kind not in self._plans:
@@ -168,7 +174,9 @@ class Service(Stacked):
         return True
 
     async def cancel_session(self, session_id: str) -> bool | None:
-        """Cancel one session; return whether it had not ended, `None` = it is unknown."""
+        """Cancel one session; return whether it was still running or queued, `None` = it is
+        unknown.
+        """
         if await self.queries.session(session_id) is None:
             return None
         outcome = await self.store.stop_session(session_id, "cancelled", now=time.time())
@@ -176,15 +184,17 @@ class Service(Stacked):
         return outcome.what == "final" or bool(outcome.run_ids)
 
     async def give_reward(self, session_id: str, given: Reward) -> None:
-        """Append a session's reward; see `finalize.give_reward`."""
+        """Append a reward to an ended session; the last one counts."""
         self.finalized(await self.store.give_reward(session_id, given, now=time.time()))
 
     async def reserve(self, task_id: str, *, owner: str, tenant: bool = False) -> None:
-        """Reserve an unused id, so that a later submission of it is refused."""
+        """Reserve an unused task id, so that a later submission with it is refused."""
         await self.store.reserve(task_id, owner=owner, tenant=tenant, now=time.time())
 
     async def status(self, tenant: str | None = None) -> JSON:
-        """Return counts by state: of one `tenant`, or of all tenants and by owner."""
+        """Return counts of tasks, sessions and callbacks by state: of one `tenant`, or of all and
+        by owner.
+        """
         counts = await self.queries.of(tenant).counts()
         running = [one for one in self.scheduler.running if tenant in (None, one.owner)]
         version = await self.store.number("policy_version")
@@ -204,7 +214,9 @@ class Service(Stacked):
     async def ack(
         self, *, cursor: int | None, task_ids: Sequence[str], tenant: str | None = None
     ) -> int:
-        """Acknowledge groups (`TaskStore.ack`), and start groups that waited for that."""
+        """Acknowledge groups, and start the groups that waited for that; returns how many
+        are new.
+        """
         count = await self.store.ack(
             cursor=cursor, task_ids=task_ids, tenant=tenant, now=time.time()
         )
@@ -212,7 +224,7 @@ class Service(Stacked):
         return count
 
     async def replay(self, delivery_id: str | None) -> int:
-        """Send dead callbacks again at once (`TaskStore.replay`)."""
+        """Send a dead callback again at once (`None` = all dead ones); returns how many."""
         count = await self.store.replay(delivery_id, now=time.time())
         self.callback_due.notify_all()
         return count
@@ -237,6 +249,7 @@ class Service(Stacked):
         return await self.scheduler.drained(patience_s)
 
     async def resume(self) -> None:
+        """End the pause on all servers: queued sessions start again."""
         await self.store.set_number("paused", 0)
         self.scheduler.wake.notify_all()
 
@@ -272,7 +285,7 @@ class Service(Stacked):
     # ---- events
 
     def finalized(self, ended: FinalizeResult) -> None:
-        """Notify waiters and subscribers of the consequences of an end."""
+        """Notify waiting requests and subscribers of the end of a run or task."""
         self.scheduler.cancel_runs(ended.run_ids)
         self.callback_due.notify_all()
         if ended.task_id is not None:
@@ -311,7 +324,7 @@ class Service(Stacked):
         )
 
     def failed(self, error: BaseException) -> None:
-        """Note that a part of the server has ended with an error; `GET /health` reports it."""
+        """Record that a part of the server has ended with an error; `GET /health` reports it."""
         self.failure = repr(error)
         log.error("a part of the server has failed", trace=trace_of(error))
 
@@ -338,7 +351,7 @@ class Peers:
         self._seen: dict[str, LeaseSighting] = {}
 
     async def keep_leases(self) -> None:
-        """Renew this server's leases until cancelled."""
+        """Renew this server's leases on its running sessions until cancelled."""
         service = self._service
         lease_s = service.settings.lease_s
         while True:
@@ -349,12 +362,13 @@ class Peers:
             )
 
     async def run(self) -> None:
+        """Check the other servers on the database at intervals, until cancelled."""
         while True:
             await asyncio.sleep(min(POLL_S, self._service.settings.lease_s / 4))
             await until_done(self.check, "checking other servers")
 
     async def check(self) -> None:
-        """Take over from dead servers, and act on what the others changed."""
+        """Take over the sessions of dead servers, and apply changes that the other servers made."""
         service = self._service
         if dead := self._dead(await service.queries.leases()):
             log.warning("took over from dead servers", servers=dead)
@@ -380,7 +394,7 @@ class Peers:
         return [name for name, seen in self._seen.items() if now - seen.at > lease_s]
 
     async def take_over(self, dead: Sequence[str]) -> None:
-        """Store the ended runs of the servers `dead`, and queue the others again.
+        """Store the ended runs of the dead servers `dead`, and queue their other sessions again.
 
         `dead` may name this server, whose earlier process died.
         """
@@ -421,6 +435,7 @@ class Retention:
         self._service = service
 
     async def run(self) -> None:
+        """Remove old groups at intervals, until cancelled; failures are logged."""
         while True:
             try:
                 await self.remove_old()
@@ -429,7 +444,10 @@ class Retention:
             await asyncio.sleep(RETENTION_S)
 
     async def remove_old(self) -> int:
-        """Remove what the settings do not keep; return how many groups' files were removed."""
+        """Remove the groups' files and rows that the retention settings do not keep.
+
+        Returns how many groups' files were removed.
+        """
         settings, now, removed = self._service.settings, time.time(), 0
         if settings.keep_unacked_days is not None:
             await self._service.store.ack_abandoned(
@@ -478,7 +496,7 @@ class Retention:
         return removed
 
     async def size(self) -> int:
-        """Return the bytes of all kept files."""
+        """Return the size in bytes of all files of trajectories and sessions that are kept."""
         return await self._service.queries.file_bytes() + await self._service.workers.kept_bytes()
 
     async def _remove_files(self, group: Row) -> None:
@@ -538,8 +556,8 @@ class EventBus:
     def publish(self, event: JSON, *, owner: str | None = None, key: str | None = None) -> None:
         """Send an event to the subscribers of `owner` and to those of all owners.
 
-        The latter get `owner` too, and the task's `key` as `task_id`, because two owners may use
-        the same id. `None` = the event is for every subscriber.
+        Subscribers of all owners get `owner` too, and the task's `key` as `task_id`, because two
+        owners may use the same id. `owner=None` = the event is for every subscriber.
         """
         for subscriber in self.subscribers:
             if owner is None or subscriber.owner == owner:
@@ -549,7 +567,7 @@ class EventBus:
 
     @contextmanager
     def subscribe(self, owner: str | None = None) -> Iterator[EventSubscriber]:
-        """Subscribe inside to the events of `owner`; `None` = of all owners."""
+        """Receive, within the context, the events of `owner`; `None` = of all owners."""
         subscriber = EventSubscriber(owner)
         self.subscribers.add(subscriber)
         try:

@@ -155,7 +155,9 @@ class SubmissionPolicy(Settings):
     """True if `local` is a default runtime; set from the listening address."""
 
     def refused(self, task: Task) -> Refused:
-        """Yield every field of a task that is not permitted, with the reason."""
+        """Yield every field of a submitted task that the policy does not permit, with the
+        reason.
+        """
         policy_check = _PolicyCheck(self, task)
         for pattern, field, value in _fields(task, "", ""):
             if pattern in INSIDE or value is None:
@@ -170,10 +172,10 @@ class SubmissionPolicy(Settings):
                 yield "task_id", f"the operator requires verified tasks, and this one is: {cause}"
 
     def crossed(self, task: TaskT) -> TaskT:
-        """Return the task as it runs.
+        """Return the task with the changes that this policy makes before it runs.
 
         Scoring functions that are not trusted run in a sandbox, and a task that names no runtime
-        runs in the one that was permitted.
+        runs in the one that is permitted.
         """
         spec = task.evaluator
         config = self._confined(spec.strategy, spec.config)
@@ -182,13 +184,16 @@ class SubmissionPolicy(Settings):
         return task.model_copy(update=update)
 
     def placed(self, runtime: RuntimeSpec) -> RuntimeSpec:
-        """Return a runtime as it runs. Where `local` is not permitted, `auto` is one that contains,
-        on whichever machine the session runs.
+        """Return the runtime's spec with the changes that this policy makes.
+
+        Where `local` is not permitted, `auto` is a runtime that contains its programs, on whichever
+        machine the session runs.
         """
         return resolve_auto(runtime, contained=True) if not self.permits_local else runtime
 
     @property
     def permits_local(self) -> bool:
+        """Return whether tasks may use runtime `local`, which contains nothing."""
         return self.local if self.runtimes is None else "local" in self.runtimes
 
     def _confined(self, strategy: str, config: JSON) -> JSON:
@@ -518,7 +523,7 @@ class ServerSettings(ServiceSettings):
     """Names, paths and addresses that submitted tasks may use."""
 
     def checked(self) -> ServerSettings:
-        """Return them with the defaults that depend on the listening address.
+        """Return the settings with the defaults that depend on the listening address.
 
         `ConfigError` if the manifest of verified tasks cannot be read.
         """

@@ -53,12 +53,14 @@ from bridle.trajectory.sample import Trajectory
 class Codec(Protocol):
     """Serialization of trajectories."""
 
-    def pack(self, trajectory: Trajectory) -> bytes: ...
+    def pack(self, trajectory: Trajectory) -> bytes:
+        """Return a trajectory as bytes for a file."""
 
-    def unpack(self, packed: bytes) -> Trajectory: ...
+    def unpack(self, packed: bytes) -> Trajectory:
+        """Return the trajectory that the bytes of a file contain."""
 
     def arrow(self, trajectory: Trajectory) -> bytes:
-        """Return an Arrow stream of its traces, one row each."""
+        """Return an Arrow stream of a trajectory's traces, one row each."""
 
 
 class UnwritableError(StoreError):
@@ -80,7 +82,7 @@ class TrajectoryFiles:
         """Raises `StoreError` while a local root has less than 1 MiB of free disk."""
 
     def name(self, run_id: str) -> str:
-        """Return the path of a run's trajectory, relative to the root."""
+        """Return the file name of a run's trajectory, relative to the folder of trajectories."""
         return f"{hashlib.sha256(run_id.encode()).hexdigest()[:2]}/{run_id}.parquet"
 
     async def write(self, name: str, trajectory: Trajectory) -> int:
@@ -88,6 +90,7 @@ class TrajectoryFiles:
         return await asyncio.to_thread(self._write, name, trajectory)
 
     async def read(self, name: str) -> Trajectory:
+        """Read a trajectory from its file."""
         return await asyncio.to_thread(self._read, name)
 
     async def remove(self, name: str) -> None:
@@ -177,7 +180,10 @@ log = structlog.get_logger(__name__)
 
 
 def database_url(given: str) -> str:
-    """Return SQLAlchemy's URL for a SQLite file's path or a `postgresql://` URL. `ConfigError`."""
+    """Return SQLAlchemy's URL for a SQLite file's path or a `postgresql://` URL.
+
+    Raises `ConfigError` for anything else.
+    """
     if "://" not in given:
         return f"sqlite+aiosqlite:///{given}"
     try:
@@ -214,7 +220,7 @@ class Database:
 
     @classmethod
     async def open(cls, given: str | Path) -> Self:
-        """Connect, and apply all migrations.
+        """Connect to the database, and apply all migrations.
 
         Raises `ConfigError` for an unusable URL, `StateError` if no database answers there.
         """
@@ -266,14 +272,17 @@ class Database:
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:
-        """Run a read transaction inside. `StateError` if the database cannot be used."""
+        """Yield a connection in a read transaction. `StateError` if the database cannot be used."""
         with _as_state_error():
             async with self._engine.connect() as connection:
                 yield connection
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
-        """Run a transaction inside; commits unless left by an exception. `StateError`."""
+        """Yield a connection in a transaction; commits unless left by an exception.
+
+        Raises `StateError` if the database cannot be used.
+        """
         if self._writer is None:
             with _as_state_error():
                 async with self._engine.begin() as connection:

@@ -124,7 +124,9 @@ class TaskStore:
         return fresh
 
     async def reserve(self, task_id: str, *, owner: str, now: float, tenant: bool = False) -> None:
-        """Reserve an id with a cancelled task without sessions; does nothing if the id is taken."""
+        """Reserve a task id by storing a cancelled task without sessions; nothing if the id is
+        taken.
+        """
         nothing = Submission(task_id=task_id, instruction="cancelled before it was submitted")
         row = _row(nothing, owner, now, tenant=tenant)
         row |= {"digest": "", "state": TaskState.CANCELLED, "open": 0}
@@ -171,6 +173,7 @@ class TaskStore:
         return due
 
     async def renew(self, *, owner: str, until: float) -> None:
+        """Extend the leases of all running sessions that the server `owner` holds to `until`."""
         rows = update(t.sessions).where(
             t.sessions.c.state == SessionState.RUNNING, t.sessions.c.leased_by == owner
         )
@@ -179,7 +182,9 @@ class TaskStore:
     async def take_over(
         self, dead: Sequence[str], *, owner: str, now: float, lease_s: float
     ) -> list[Claim]:
-        """Lease the runs of the servers `dead` to `owner`, which may be one of them."""
+        """Lease the running sessions of the dead servers `dead` to `owner`, which may be one of
+        them.
+        """
         s = t.sessions.c
         theirs = _SESSIONS.where(s.state == SessionState.RUNNING, s.leased_by.in_(dead))
         lease = {"leased_by": owner, "leased_until": now + lease_s}
@@ -194,31 +199,43 @@ class TaskStore:
             yield Finalizer(connection, now)
 
     async def finish(self, ended: EndedRun, *, owner: str, now: float) -> FinalizeResult:
+        """Store the end of a run whose lease `owner` holds, or queue its session for
+        another run.
+        """
         async with self._finalizing(now) as finalizer:
             return await finalizer.finish(ended, owner=owner)
 
     async def put_back(
         self, session: str, attempt: int, *, owner: str, why: str, now: float
     ) -> FinalizeResult:
+        """Queue a session again; `why` says whether its run was `interrupted` or `stopped`."""
         async with self._finalizing(now) as finalizer:
             return await finalizer.put_back(session, attempt, owner=owner, why=why)
 
     async def stop_task(self, task_id: str, reason: str, *, now: float) -> FinalizeResult | None:
+        """Stop a task: queued sessions end now; the runs to cancel are in the result's `run_ids`.
+
+        `None` = there is no such task.
+        """
         async with self._finalizing(now) as finalizer:
             return await finalizer.stop_task(task_id, reason)
 
     async def stop_session(self, session: str, reason: str, *, now: float) -> FinalizeResult:
+        """End a queued session; the run of a running one, to be cancelled, is in the result's
+        `run_ids`.
+        """
         async with self._finalizing(now) as finalizer:
             return await finalizer.stop_session(session, reason)
 
     async def give_reward(self, session: str, given: Reward, *, now: float) -> FinalizeResult:
+        """Append a reward to an ended session; the last one counts."""
         async with self._finalizing(now) as finalizer:
             return await finalizer.give_reward(session, given)
 
     # ---- retention
 
     async def forget_files(self, task_seq: int) -> None:
-        """Note that the files of a group's sessions were removed."""
+        """Record in the database that the files of a group's sessions were removed."""
         rows = update(t.sessions).where(t.sessions.c.task_seq == task_seq)
         group = update(t.tasks).where(t.tasks.c.seq == task_seq)
         await self._write(rows.values(file=None), group.values(kept=RetentionLevel.ROWS))
@@ -250,7 +267,8 @@ class TaskStore:
         now: float,
         tenant: str | None = None,
     ) -> int:
-        """Acknowledge groups; return how many were not acknowledged before.
+        """Acknowledge groups by task ids or up to a cursor; return how many were not acknowledged
+        before.
 
         With a `tenant`, only its groups, and `task_ids` are its own names.
         """
@@ -267,7 +285,7 @@ class TaskStore:
     async def claim_callbacks(
         self, delivery_ids: Sequence[str], *, owner: str, now: float, until: float
     ) -> set[str]:
-        """Lease these callbacks to `owner` if they are due; return those that it got."""
+        """Lease those of these callbacks that are due to the server `owner`; return their ids."""
         c = t.callbacks.c
         row = (
             update(t.callbacks)
@@ -279,7 +297,7 @@ class TaskStore:
             return set((await connection.execute(row)).scalars())
 
     async def release_callbacks(self, dead: Sequence[str], *, now: float) -> None:
-        """Make the callbacks due that the servers `dead` were sending."""
+        """Make the callbacks that the dead servers `dead` were sending due now."""
         c = t.callbacks.c
         row = update(t.callbacks).where(c.state == CallbackState.PENDING, c.sent_by.in_(dead))
         await self._write(row.values(sent_by=None, next_at=now))
@@ -294,7 +312,9 @@ class TaskStore:
         now: float,
         next_at: float,
     ) -> None:
-        """Store the outcome of an attempt; `fault` `None` = it was acknowledged."""
+        """Store the outcome of an attempt to send a callback; `fault` `None` = it was
+        acknowledged.
+        """
         after = CallbackState.PENDING
         if fault is None or dead:
             after = CallbackState.DELIVERED if fault is None else CallbackState.DEAD
@@ -315,7 +335,7 @@ class TaskStore:
         await self._write(row.values(**values))
 
     async def replay(self, delivery_id: str | None, *, now: float) -> int:
-        """Make a dead callback due (`None` = all of them); return how many."""
+        """Make a dead callback due again (`None` = all dead ones); return how many."""
         c = t.callbacks.c
         row = update(t.callbacks).where(c.state == CallbackState.DEAD)
         if delivery_id is not None:
@@ -327,16 +347,20 @@ class TaskStore:
     # ---- numbers
 
     async def number(self, name: str) -> int:
+        """Return the stored number `name` (such as `policy_version` or `paused`), common to all
+        servers.
+        """
         async with self.database.read() as connection:
             return await _number(connection, name)
 
     async def check(self) -> None:
-        """Raise `StateError` if a write would fail now."""
+        """Raise `StateError` if a write to the database would fail now."""
         await self.database.check_room()
         same = update(t.numbers).where(t.numbers.c.name == "paused").values(value=t.numbers.c.value)
         await self._write(same)
 
     async def set_number(self, name: str, value: int) -> None:
+        """Store the number `name` (such as `policy_version` or `paused`), common to all servers."""
         row = update(t.numbers).where(t.numbers.c.name == name)
         await self._write(row.values(value=value))
 
@@ -424,7 +448,7 @@ class FairShares:
         return dict(given)
 
     def started(self, waiting: Collection[str], started: Mapping[str, int]) -> None:
-        """Update the credits after sessions of the owners in `waiting` were `started`."""
+        """Update each owner's credit after the sessions in `started` were started."""
         due = self._due(sum(started.values()), waiting)
         self._credits = {
             owner: max(-1.0, min(1.0, self._credits.get(owner, 0.0) + much - started.get(owner, 0)))
@@ -452,7 +476,9 @@ class ClaimLimits:
     """Groups that one owner may have, and how many each has."""
 
     def of(self, owner: str, slots: int, begun: Counter[str]) -> ClaimLimits:
-        """Return one owner's limits, after groups have `begun`."""
+        """Return the limits for one owner's next claim, after the groups in `begun` have
+        started.
+        """
         left = [limit - had.get(owner, 0) - begun[owner] for limit, had in self.limits]
         left += [] if self.groups is None else [self.groups - begun.total()]
         return ClaimLimits(slots, max(0, min(left)) if left else None)

@@ -173,7 +173,7 @@ class Certificate:
 
     @property
     def faithful(self) -> bool:
-        """Whether the trainer's logprobs agree with the rollout's: there is no mismatch."""
+        """Return whether the trainer's logprobs agree with the rollout's: there is no mismatch."""
         return not self.mismatches
 
     def facts(self) -> list[tuple[str, Any, Any, bool | None]]:

@@ -74,7 +74,9 @@ class ExchangeNode:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether no child's prompt contains all ids up to the end of this exchange's output."""
+        """Return whether no child's prompt contains all ids up to the end of this exchange's
+        output.
+        """
         return all(child.kept < self.length for child in self.children)
 
     def sampled(self, take: int) -> int:
@@ -135,7 +137,9 @@ def grow(session_id: str, exchanges: Iterable[Exchange]) -> Graph:
 
 
 def pieces(node: ExchangeNode, take: int) -> list[Piece]:
-    """Return the first `take` ids from the root to a node, in runs that one exchange brought each."""
+    """Return the first `take` ids from the root to a node, in runs that one exchange
+    brought each.
+    """
     found: list[Piece] = []
     at: ExchangeNode | None = node
     while at is not None and take > 0:

@@ -69,7 +69,9 @@ class Packed:
         return np.concatenate(runs[::-1])
 
     def routed_experts(self) -> npt.NDArray[np.int16] | None:
-        """Return the experts that each token of the tree was routed to; `None` = no trace has them."""
+        """Return the experts that each token of the tree was routed to; `None` = no trace
+        has them.
+        """
         found: npt.NDArray[np.int16] | None = None
         for number, trace in enumerate(self.traces):
             rows = trace.routed_experts

@@ -58,7 +58,9 @@ def trace_metadata(trace: Trace) -> JSON:
 
 
 def trajectory_json(trajectory: Trajectory) -> JSON:
-    """Return a trajectory and its traces as a JSON object, with Polar's names where Polar has one."""
+    """Return a trajectory and its traces as a JSON object, with Polar's names where Polar
+    has one.
+    """
     return {
         "status": str(trajectory.status),
         "metadata": trajectory.metadata,

@@ -49,8 +49,8 @@ class Attempted:
 
     @property
     def is_attempt(self) -> bool:
-        """Whether the session counts as an attempt of the agent, unlike one that failed by no fault
-        of it.
+        """Return whether the session counts as an attempt of the agent, unlike one that failed by
+        no fault of it.
         """
         return (
             self.reward is not None
@@ -60,7 +60,7 @@ class Attempted:
 
     @property
     def is_pass(self) -> bool:
-        """Whether the session's reward counts as a success."""
+        """Return whether the session's reward counts as a success."""
         return self.reward is not None and self.reward >= PASS
 
 
@@ -101,7 +101,9 @@ class HarnessScore:
 
 
 def pass_at_k(attempts: int, passes: int, k: int) -> float:
-    """Return pass@k: the chance that at least one of `k` of the `attempts` passes, drawn at random."""
+    """Return pass@k: the chance that at least one of `k` of the `attempts` passes, drawn at
+    random.
+    """
     return 1.0 - math.comb(attempts - passes, k) / math.comb(attempts, k)
 
 
@@ -364,7 +366,7 @@ class Report:
 
     @property
     def counted(self) -> bool:
-        """Whether any session recorded how its turns came back in later prompts."""
+        """Return whether any session recorded how its turns came back in later prompts."""
         return self.uncounted < self.sessions
 
     def as_json(self) -> JSON:
@@ -482,7 +484,9 @@ class Report:
 
 
 def without_effect(unknown: Counter[str], unenforced: Counter[str]) -> Iterator[str]:
-    """Yield report lines on the parts of requests that the gateway did not know or did not enforce."""
+    """Yield report lines on the parts of requests that the gateway did not know or did not
+    enforce.
+    """
     if unknown:
         yield f"! unknown to the gateway, not acted on: {_listed(unknown)}"
     if unenforced:

@@ -115,7 +115,9 @@ class Transcript:
         return chat_messages([message for part in self._response(path) for message in part])
 
     def turn_messages(self, path: Sequence[Exchange]) -> list[int]:
-        """Return, for each exchange of a path, the index of its reply in `response_messages(path)`."""
+        """Return, for each exchange of a path, the index of its reply in
+        `response_messages(path)`.
+        """
         # Each is one message there. Replies and what was added to them take turns.
         ends = itertools.accumulate(map(len, self._response(path)), initial=0)
         return [*itertools.islice(ends, 0, 2 * len(path), 2)]

@@ -16,7 +16,9 @@ from claude_agent_sdk import ClaudeAgentOptions, ProcessError, ResultMessage, qu
 
 
 def options(config: dict[str, Any]) -> ClaudeAgentOptions:
-    """Return the SDK's options for a session: model, tools, MCP servers and turn limit of `config`."""
+    """Return the SDK's options for a session: model, tools, MCP servers and turn limit of
+    `config`.
+    """
     return ClaudeAgentOptions(
         model=config["model"],
         permission_mode="bypassPermissions",

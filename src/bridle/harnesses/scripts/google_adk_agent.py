@@ -30,7 +30,9 @@ from shell_agent import bash
 
 
 def toolset(config: dict[str, Any]) -> McpToolset:
-    """Return the tools of one MCP server (`config`) as the SDK's toolset, named after the server."""
+    """Return the tools of one MCP server (`config`) as the SDK's toolset, named after the
+    server.
+    """
     params: StdioConnectionParams | SseConnectionParams | StreamableHTTPConnectionParams
     if config["transport"] == "stdio":
         process = StdioServerParameters(

@@ -15,6 +15,7 @@ KEY = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 def upgrade() -> None:
+    """Create the tables of the server's database."""
     _tasks()
     _sessions()
     _callbacks()
@@ -28,6 +29,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Drop the tables of the server's database."""
     for name in ("numbers", "callbacks", "sessions", "tasks"):
         op.drop_table(name)
 
