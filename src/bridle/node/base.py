@@ -83,7 +83,7 @@ class Events:
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """Call `listener` with every event until the block ends."""
+        """Call `listener` with every event until the context ends."""
         self._listeners.append(listener)
         try:
             yield
@@ -91,6 +91,7 @@ class Events:
             self._listeners.remove(listener)
 
     def tell(self, event: Event) -> None:
+        """Pass an event to all listeners."""
         for listener in tuple(self._listeners):
             listener(event)
 
@@ -99,28 +100,36 @@ class Node(Protocol):
     """Runs sessions on engines that it steers, and keeps what they leave."""
 
     async def set_policy(self, wanted: SetPolicy) -> JSON:
-        """Change the policy of the engines; returns the policy then.
+        """Change the policy of the node's engines (version, weights, pause); returns the policy
+        then.
 
-        `EngineError` if an engine failed to do its part.
+        `EngineError` if an engine could not do it.
         """
 
     async def add_replica(self, engine: str) -> JSON:
-        """Add a server to the engines; returns the policy then. `EngineError` if it cannot."""
+        """Add an inference server to the node's engines; returns the policy then.
+
+        `EngineError` if it cannot serve.
+        """
 
     async def remove_replica(self, name: str, drain_s: float) -> JSON:
-        """Remove a server, whose calls may continue for `drain_s`; returns the policy then."""
+        """Remove an inference server from the node's engines; its calls may continue for `drain_s`.
+
+        Returns the policy then.
+        """
 
     async def metrics(self) -> dict[str, str]:
-        """Return the gateway's metrics as Prometheus text, by the name of the node."""
+        """Return the metrics of each node's gateway as Prometheus text, by the name of the node."""
 
     async def artifact(self, run_id: str, name: str) -> Path | bytes | None:
-        """Return a run's log or kept file, as a path on this machine or as its content.
+        """Return a log or a kept file of a run, as a path on this machine or as its content.
 
-        `results.CAPTURE` names what was captured so far. `None` = there is none of that name.
+        The name `results.CAPTURE` stands for the exchanges captured so far. `None` = there is no
+        file of that name.
         """
 
     async def remove(self, run_id: str) -> None:
-        """Delete the capture, logs and files of a run that has ended. `StoreError`."""
+        """Delete the capture, logs and files of a run that has ended. Raises `StoreError`."""
 
     async def kept_bytes(self) -> int:
         """Return the bytes that runs occupy on disk."""
@@ -144,7 +153,7 @@ class SessionRunner(Node, Protocol):
 
     @property
     def capacity(self) -> int:
-        """Return how many runs may be in progress at once."""
+        """Number of runs that may be in progress at once."""
 
     async def run(
         self,
@@ -155,32 +164,38 @@ class SessionRunner(Node, Protocol):
     ) -> SessionResult:
         """Run one session to its end, on none of the nodes `avoid` while there is another.
 
-        `ConfigError` for a task that names
-        something unknown and for an id that runs already, `StoreError` if the result could not be
-        recorded, `NodeLostError` if its machine was lost. Cancelling the caller ends the run and
-        leaves nothing of it behind, or, where runs `outlive`, leaves it alone.
+        Raises `ConfigError` for a task that names something unknown and for an id that runs
+        already, `StoreError` if the result could not be recorded, `NodeLostError` if its machine
+        was lost. Cancelling the caller ends the run and leaves nothing of it behind; where runs
+        outlive the server (`outlive`), the run continues.
         """
 
     def cancel(self, run_id: str) -> bool:
-        """End a run, whose result will be CANCELLED; returns whether there was one."""
+        """End a run with the result CANCELLED; returns whether there was one of this id."""
 
     def expect(self, run_id: str) -> bool:
-        """Return whether a run of an earlier server continues; `run` joins it by its id."""
+        """Return whether a run that an earlier server process started still continues.
+
+        `run` with its id then waits for its end.
+        """
 
     async def settle(self) -> None:
-        """End the runs of an earlier server that nobody expects, and revoke their keys."""
+        """End the runs of an earlier server process that were not expected, and revoke
+        their keys.
+        """
 
     async def recall(self, run_id: str) -> SessionResult | None:
-        """Return the result of a run that ended under an earlier server; `None` = it did not end.
+        """Return the result of a run that ended under an earlier server process; `None` = it did
+        not end.
 
         A run without an end is closed, so that its key is revoked.
         """
 
     def release(self, run_id: str) -> None:
-        """Drop a run from memory: its result is stored."""
+        """Drop a run from memory, because its result is stored."""
 
     def policy(self) -> JSON:
-        """Return the version that samples, and whether sampling is held."""
+        """Return the policy version that samples, and whether sampling is held."""
 
     def nodes(self) -> list[JSON]:
         """Return each node's name, state, slots, free slots, stages, policy and error."""
@@ -197,20 +212,21 @@ class RemoteNode(Node, Protocol):
 
     @property
     def name(self) -> str:
-        """Unique among the nodes."""
+        """Name of the node, unique among all nodes."""
 
     @property
     def offers(self) -> Mapping[str, float]:
         """Return the amount of each resource that the node's machine has."""
 
     async def connect(self, owner: str) -> Handshake:
-        """Begin as a new process of `owner`; the first call waits until the node is up.
+        """Connect as a new process of `owner` (a server); the first call waits until the node is
+        up.
 
         Raises the error that opening the node raised.
         """
 
     async def poll(self, owner: str, epoch: str, after: int, wait_s: float) -> EventBatch:
-        """Return the events after `after` (0 at first); wait up to `wait_s` until there is one.
+        """Return the node's events after number `after` (0 at first); wait up to `wait_s` for one.
 
         Polling again with the same `after` returns the same events again. `NodeLostError` if the
         node's process is not `epoch` any more.
@@ -226,16 +242,18 @@ class RemoteNode(Node, Protocol):
         """Return the end of a run; `None` = it still runs, or is not known."""
 
     async def recall_all(self, run_ids: Sequence[str]) -> dict[str, SessionResult]:
-        """Return the results of those runs that ended here, also under an earlier process."""
+        """Return the results of those runs that ended on this node, also under an earlier
+        process.
+        """
 
     async def ack(self, owner: str, run_ids: Sequence[str]) -> None:
         """Drop runs that have ended from memory; their capture stays."""
 
     async def cancel(self, run_id: str) -> bool:
-        """End a run, whose result will be CANCELLED; returns whether it was running."""
+        """End a run with the result CANCELLED; returns whether it was running."""
 
     async def drain(self) -> None:
-        """Start no further run; those that run continue."""
+        """Start no further run; those in progress continue."""
 
     async def leave(self) -> None:
         """End the node's process."""

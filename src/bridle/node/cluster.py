@@ -108,7 +108,7 @@ class ClusterRunner(Fleet):
     # ---- nodes
 
     def join(self, node: RemoteNode) -> None:
-        """Add a node; one that is there already is left alone."""
+        """Add a node to the cluster; one that is in it already is left alone."""
         if node.name in self._members:
             return
         member = Member(node, NodeSlots(node.name, node.offers), self._clock)
@@ -116,7 +116,7 @@ class ClusterRunner(Fleet):
         member.task = self._nursery.start(self._serve(member), name=f"node {node.name}")
 
     def gone(self, name: str, why: str) -> None:
-        """Remove a node that will not come back, and fail its runs at once."""
+        """Remove a node that is lost for good, and fail its runs at once."""
         member = self._members.pop(name, None)
         if member is not None:
             if member.task is not None:
@@ -126,8 +126,8 @@ class ClusterRunner(Fleet):
     async def drain_node(self, name: str) -> None:
         """Give a node (by its name or its `node_id`) no further run; its sessions continue.
 
-        `ConfigError` if there is none. `NodeLostError` if it could not be reached; it gets none of
-        our runs then, either.
+        `ConfigError` if there is none. `NodeLostError` if it could not be reached; it gets no
+        further run of this server then, either.
         """
         known = {one.slots.name: one for one in self.members()}
         member = known.get(name) or {one.slots.node_id: one for one in self.members()}.get(name)
@@ -141,7 +141,7 @@ class ClusterRunner(Fleet):
     async def first_contact(self) -> None:
         """Return when every node that has joined is live, or has failed or been lost once.
 
-        Raises what opening them raised if none came up.
+        If no node came up, raises the error that opening one raised.
         """
         for member in self.members():
             await member.tried.wait()
@@ -311,7 +311,7 @@ class ClusterRunner(Fleet):
 
     @property
     def capacity(self) -> int:
-        """Return how many sessions run or fit now.
+        """Number of sessions that run or could start now on all nodes together.
 
         Sessions that wait for a resource of some node do not take the slots of others.
         """
@@ -321,9 +321,11 @@ class ClusterRunner(Fleet):
 
     @property
     def free(self) -> int:
+        """Number of free slots on all nodes together."""
         return sum(member.slots.free for member in self._members.values())
 
     def session_ids(self) -> tuple[str, ...]:
+        """Return the ids of the runs that are in progress or wait for a node."""
         return tuple(self._runs)
 
     def _report_room(self) -> None:
@@ -335,17 +337,22 @@ class ClusterRunner(Fleet):
     # ---- runs
 
     def expect(self, run_id: str) -> bool:
+        """Return whether a run that an earlier server process started still continues."""
         if run_id in self._found:
             self._expected.add(run_id)
         return run_id in self._found
 
     async def settle(self) -> None:
+        """End the runs of an earlier server process that were not expected."""
         self._settled = True
         for run_id in self._found.keys() - self._expected:
             self._unwanted(self._found.pop(run_id), run_id)
 
     async def recall(self, run_id: str) -> SessionResult | None:
-        """Ask every node that is live; `None` = the run ended on none."""
+        """Return the result of a run that ended under an earlier server process.
+
+        Every live node is asked; `None` = the run ended on none of them.
+        """
         for member in self.members():
             if member.state in ("live", "draining"):
                 with suppress(NodeLostError, TimeoutError):
@@ -362,8 +369,9 @@ class ClusterRunner(Fleet):
         run_id: str | None = None,
         avoid: frozenset[str] = frozenset(),
     ) -> SessionResult:
-        """Run one session on a node with a free slot, or join a run of this id that an earlier
-        process began.
+        """Run one session on a node with a free slot.
+
+        A run of this id that an earlier server process began is awaited instead.
         """
         run_id = run_id or f"{task.task_id[:180]}.{sample_index}.{time.time_ns():x}"
         if run_id in self._runs:
@@ -396,6 +404,9 @@ class ClusterRunner(Fleet):
             self._nursery.start(said, name=f"release {run_id}")
 
     def cancel(self, run_id: str) -> bool:
+        """End a run, or its wait for a node, with the result CANCELLED; returns whether there was
+        one.
+        """
         run = self._runs.get(run_id)
         if run is None:
             return False

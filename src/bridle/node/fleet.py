@@ -60,10 +60,11 @@ _LEAST: Final = 1e-6
 
 
 def needs_of(runtime: RuntimeSpec) -> dict[str, float]:
-    """Return the resources that a session needs beside a slot.
+    """Return the resources that a session in this runtime needs besides a slot, and how much of
+    each.
 
-    The name of its runtime counts too (`docker`: 1): it matters where some node offers a resource
-    of that name, and says then how many such sandboxes a node takes.
+    The runtime's name is one of them (`docker`: 1): it counts on nodes that offer a resource of
+    that name, which says how many such sandboxes the node takes.
     """
     needs = dict(runtime.resources)
     if runtime.cpus is not None:
@@ -102,7 +103,9 @@ class NodeSlots:
 
     @property
     def free(self) -> int:
-        """Return the slots that are free, as far as is known: runs on their way count as taken."""
+        """Number of the node's free slots, as far as is known; runs just sent to it count
+        as taken.
+        """
         return max(0, self.reported_free - (self.placed - self.reported_placed)) if self.open else 0
 
     def has(self, needs: Mapping[str, float]) -> bool:
@@ -117,17 +120,20 @@ class NodeSlots:
         )
 
     def take(self, needs: Mapping[str, float]) -> None:
-        """Count the resources of a session that was placed here."""
+        """Subtract the resources of a session that was placed on this node."""
         for name, much in needs.items():
             self.used[name] = self.used.get(name, 0.0) + much
 
     def release(self, needs: Mapping[str, float]) -> None:
+        """Give back the resources of a session that has left this node."""
         for name, much in needs.items():
             self.used[name] = max(0.0, self.used.get(name, 0.0) - much)
 
 
 def relevant(runtime: RuntimeSpec, offered: Collection[str]) -> dict[str, float]:
-    """Return the needs that count: GPUs, what a task names itself, and what some node offers."""
+    """Return the resources that limit where a session can run: GPUs, those that the task names, and
+    those of its needs that some node offers.
+    """
     named = {GPU, *runtime.resources}
     needs = needs_of(runtime)
     return {name: much for name, much in needs.items() if name in named or name in offered}
@@ -136,10 +142,10 @@ def relevant(runtime: RuntimeSpec, offered: Collection[str]) -> dict[str, float]
 def choose(
     needs: Mapping[str, float], avoid: frozenset[str], nodes: Iterable[NodeSlots]
 ) -> NodeSlots | None:
-    """Choose the node for a session; `None` = no node is free.
+    """Return the node for a session: of those with free slots and resources, the one with the
+    greatest share of free slots; `None` = no node is free.
 
-    One of `avoid` (by `node_id`) is taken only where no other node could ever do it. Of those that
-    can, the one with the greatest share of free slots.
+    A node of `avoid` (by `node_id`) is taken only where no other node could ever run the session.
     """
     able = [node for node in nodes if node.open and node.has(needs)]
     others = [node for node in able if node.node_id not in avoid]
@@ -226,10 +232,11 @@ class Member:
 
     @property
     def name(self) -> str:
+        """Name of the node in messages."""
         return f"node {self.slots.node_id}"
 
     async def steer(self, wanted: SetPolicy) -> JSON:
-        """Implement `fleet.Steered.steer`."""
+        """Set the policy of the node's engines; returns its policy then."""
         try:
             async with asyncio.timeout(wanted.timeout_s + SLACK_S):
                 self.policy = await self.node.set_policy(wanted)
@@ -239,6 +246,7 @@ class Member:
 
     @property
     def silent_s(self) -> float:
+        """Seconds since the node's last answer."""
         return self.clock() - self.last_contact
 
     @property
@@ -247,6 +255,7 @@ class Member:
         return not self.runs and self.slots.reported_free >= self.slots.capacity
 
     def json(self) -> JSON:
+        """Return the node's name, state, slots, resources and policy as JSON."""
         return {
             "name": self.slots.name,
             "node_id": self.slots.node_id or None,
@@ -264,10 +273,10 @@ class Member:
 
 
 def earlier_runs(run_id: str) -> tuple[str, ...]:
-    """Return the ids of the same session's runs before this one, which were lost.
+    """Return the ids of the same session's runs before this one, whose nodes were lost.
 
-    Should one of them turn out to have ended, its result counts. A server names the runs of a
-    session SESSION, SESSION.r2, SESSION.r3, ...
+    If one of them turns out to have ended, its result counts. A server names the runs of a session
+    SESSION, SESSION.r2, SESSION.r3, ...
     """
     session, _, attempt = run_id.rpartition(".r")
     if not session or not attempt.isdigit():
@@ -292,6 +301,7 @@ class PendingRun:
     """True if its node has reported its end."""
 
     def finish(self, end: RunEnd) -> None:
+        """Set the end of the run (its result or error), unless it has one."""
         if not self.done.done():
             if isinstance(end, BaseException):
                 self.done.set_exception(end)
@@ -324,10 +334,11 @@ class Steered(Protocol):
     """A gateway, in this process or another."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the gateway in messages."""
 
     async def steer(self, wanted: SetPolicy) -> JSON:
-        """Do it; what `GET /policy` then answers. `EngineError` if it did not do its part."""
+        """Set the gateway's policy; returns its policy then. `EngineError` if an engine failed."""
 
 
 class Here:
@@ -339,6 +350,7 @@ class Here:
         self._gateway = gateway
 
     async def steer(self, wanted: SetPolicy) -> JSON:
+        """Set the policy of this process's gateway; returns its policy then."""
         await self._gateway.set_policy(wanted)
         return self._gateway.policy()
 
@@ -359,6 +371,7 @@ class There:
         await self._http.close()
 
     async def steer(self, wanted: SetPolicy) -> JSON:
+        """Set the policy of the gateway at the URL by `POST /policy`; returns its policy then."""
         body = wanted.model_dump(mode="json", exclude_unset=True)
         limit = aiohttp.ClientTimeout(total=None, sock_read=wanted.timeout_s + SLACK_S)
         url = f"{self.name}/policy"
@@ -376,11 +389,12 @@ class There:
 async def updating(
     gateways: Sequence[Steered], version: int, *, mode: PauseMode = "abort", timeout_s: float = 60.0
 ) -> AsyncGenerator[list[JSON]]:
-    """Hold all sampling within; leaving it publishes `version` to all, and then all resume.
+    """Hold all sampling within the context; at its end every gateway gets `version`, and all
+    resume.
 
-    It gives what each gateway says of its policy, `replicas` among it. `mode` is what a hold does
-    to running calls. `EngineError` if a gateway could not be held within `timeout_s`, or did not
-    take the version. When the body raises, nothing is published.
+    It gives what each gateway reports of its policy, `replicas` among it. `mode` is what a hold
+    does to running calls. `EngineError` if a gateway could not be held within `timeout_s`, or did
+    not take the version. When the body raises, no version is published.
     """
     try:
         states = await _all(gateways, SetPolicy(hold=mode, timeout_s=timeout_s))
@@ -401,10 +415,10 @@ async def update(
     mode: PauseMode = "abort",
     timeout_s: float = 60.0,
 ) -> None:
-    """Have all engines of all gateways load the folder `weights` as `version`; sessions go on.
+    """Load the weights in the folder `weights` as `version` into all engines of all gateways.
 
-    A server that several gateways name alike loads once. `EngineError` names engines
-    that did not take the weights; the version is then published nowhere.
+    Sessions continue. A server that several gateways name alike loads once. `EngineError` names
+    engines that did not take the weights; the version is then published nowhere.
     """
     async with updating(gateways, version, mode=mode, timeout_s=timeout_s) as states:
         shares = _shares([one["replicas"] for one in states])
@@ -453,19 +467,21 @@ class Fleet:
         self._followed = set[str]()
 
     def members(self) -> list[Member]:
+        """Return all nodes of the cluster."""
         return list(self._members.values())
 
     def live(self) -> list[Member]:
-        """Return the nodes that can be called."""
+        """Return the nodes that can be called now."""
         return [one for one in self._members.values() if one.state in ("live", "draining")]
 
     def nodes(self) -> list[JSON]:
+        """Return each node's name, state, slots, resources and policy as JSON."""
         return [member.json() for member in self._members.values()]
 
     # ---- policy and engines
 
     def policy(self) -> JSON:
-        """Return the least version of all nodes; paused or held if one is."""
+        """Return the lowest policy version of all nodes; paused or held if one of them is."""
         known = [member.policy for member in self.live() if member.policy]
         return {
             "version": min((one["version"] for one in known), default=0),
@@ -512,13 +528,13 @@ class Fleet:
         self.released += [wanted] if wanted.released else []
 
     async def release_on(self, member: Member) -> None:
-        """Have a node that has just connected leave released engines alone."""
+        """Tell a node that has just connected which engines are released to a trainer."""
         for release in self.released:
             with suppress(ConfigError, EngineError):  # it has no such engine
                 member.policy = await member.node.set_policy(release)
 
     def has_released(self, engine: str) -> bool:
-        """Return whether a trainer has this engine, so that no node may probe it."""
+        """Return whether this engine is released to a trainer, so that no node may probe it."""
         name = without_user_info(engine)
         return any(
             one.replicas is None or not {name, engine_id(name)}.isdisjoint(one.replicas)
@@ -526,14 +542,18 @@ class Fleet:
         )
 
     async def add_replica(self, engine: str) -> JSON:
-        """Add a server on every node. `EngineError` names the nodes that failed, and why."""
+        """Add an inference server on every node. `EngineError` names the nodes that failed, and
+        why.
+        """
         await self._on_all(lambda node: node.add_replica(engine))
         if engine not in self.replicas:
             self.replicas.append(engine)
         return self.policy()
 
     async def remove_replica(self, name: str, drain_s: float) -> JSON:
-        """Remove a server from every node. `EngineError` names the nodes that failed, and why."""
+        """Remove an inference server from every node. `EngineError` names the nodes that failed,
+        and why.
+        """
         for engine in [*self.replicas]:
             if without_user_info(engine) == without_user_info(name):
                 self.replicas.remove(engine)
@@ -541,7 +561,8 @@ class Fleet:
         return self.policy()
 
     async def follow_engines(self, wanted: Collection[str], *, drain_s: float) -> None:
-        """Add the servers that an outside source lists, and remove those that it lists no more.
+        """Add the inference servers in `wanted`, and remove those that an earlier call added and
+        this one does not name.
 
         A failure is logged and tried again by the next call. Other servers are left alone.
         """
@@ -573,7 +594,10 @@ class Fleet:
     # ---- what is kept of runs
 
     async def metrics(self) -> dict[str, str]:
-        """Ask all nodes at once; each has `METRICS_S` to answer."""
+        """Return the metrics of each node's gateway as Prometheus text, by the name of the node.
+
+        All nodes are asked at once; each has `METRICS_S` seconds to answer.
+        """
         found: dict[str, str] = {}
 
         async def ask(member: Member) -> None:
@@ -587,6 +611,9 @@ class Fleet:
         return found
 
     async def artifact(self, run_id: str, name: str) -> bytes | None:
+        """Return the content of a run's log or kept file from the node that has it; `None` = none
+        has.
+        """
         for member in self.live():
             with suppress(NodeLostError, StoreError):
                 content = await member.node.artifact(run_id, name)
@@ -595,12 +622,13 @@ class Fleet:
         return None
 
     async def remove(self, run_id: str) -> None:
-        """Remove a run from every node; a node that is away keeps it."""
+        """Delete the files of a run on every node; a node that cannot be reached keeps them."""
         for member in self.live():
             with suppress(NodeLostError):
                 await member.node.remove(run_id)
 
     async def kept_bytes(self) -> int:
+        """Return the bytes that runs occupy on the disks of all reachable nodes."""
         total = 0
         for member in self.live():
             with suppress(NodeLostError):

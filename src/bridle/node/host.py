@@ -108,14 +108,17 @@ class NodeHost:
         self._stack.close()
 
     async def call(self, method: str, *given: object) -> object:
-        """Call one of `base.REMOTE_METHODS`: of this host, or else of its node."""
+        """Call one of the methods in `base.REMOTE_METHODS`, of this host or else of its node."""
         value = getattr(self if hasattr(self, method) else self.node, method)(*given)
         return await value if asyncio.iscoroutine(value) else value
 
     # ---- owners
 
     def connect(self, owner: str) -> Handshake:
-        """Begin with a new process of `owner`; events for an earlier one are dropped."""
+        """Accept a connection of a new process of `owner` (a server).
+
+        Events for the owner's earlier process are dropped.
+        """
         one = self._owner(owner)
         one.events.clear()
         own = [run for run in self._runs.values() if run.owner == owner]
@@ -129,6 +132,11 @@ class NodeHost:
         )
 
     async def poll(self, owner: str, epoch: str, after: int, wait_s: float) -> EventBatch:
+        """Return the events for `owner` after number `after`; wait up to `wait_s` until there is
+        one.
+
+        `NodeLostError` if this process is not `epoch`: it was restarted.
+        """
         if epoch != self.epoch:
             raise NodeLostError("its process was restarted", may_return=True)
         one = self._owner(owner)
@@ -157,6 +165,7 @@ class NodeHost:
     # ---- runs
 
     def start(self, owner: str, requests: Sequence[RunRequest]) -> list[str | None]:
+        """Start runs for `owner`; returns for each the reason why not, or `None`."""
         return [self._start(self._owner(owner), one) for one in requests]
 
     def _start(self, owner: _Owner, wanted: RunRequest) -> str | None:
@@ -194,10 +203,12 @@ class NodeHost:
             each.note(event)
 
     def result(self, run_id: str) -> RunEnd | None:
+        """Return the end of a run; `None` = it still runs, or is not known."""
         run = self._runs.get(run_id)
         return None if run is None else run.end
 
     def ack(self, owner: str, run_ids: Sequence[str]) -> None:
+        """Drop runs of `owner` that have ended from memory; their capture stays."""
         for run_id in run_ids:
             run = self._runs.get(run_id)
             if run is not None and run.owner == owner and run.end is not None:
@@ -206,12 +217,16 @@ class NodeHost:
                 self.node.release(run_id)
 
     def cancel(self, run_id: str) -> bool:
+        """End a run with the result CANCELLED; returns whether it was running."""
         run = self._runs.get(run_id)
         if run is None or run.end is not None:
             return False
         return self.node.cancel(run_id)
 
     async def recall_all(self, run_ids: Sequence[str]) -> dict[str, SessionResult]:
+        """Return the results of those runs that ended on this node, also under an earlier
+        process.
+        """
         found: dict[str, SessionResult] = {}
         for run_id in run_ids:
             run = self._runs.get(run_id)
@@ -226,27 +241,29 @@ class NodeHost:
     # ---- operations of `base.Node` that differ where the caller is elsewhere
 
     async def artifact(self, run_id: str, name: str) -> bytes | None:
-        """Return the content of an artifact of at most `ARTIFACT_BYTES`."""
+        """Return the content of a run's file, if it has at most `ARTIFACT_BYTES`."""
         found = await self.node.artifact(run_id, name)
         if isinstance(found, Path):
             found = found.read_bytes() if found.stat().st_size <= ARTIFACT_BYTES else None
         return None if found is None or len(found) > ARTIFACT_BYTES else found
 
     def drain(self, *, draining: bool = True) -> None:
-        """Refuse further runs (or accept them again); those that run continue."""
+        """Refuse further runs (or accept them again); those in progress continue."""
         self._draining = draining
         for each in self._owners.values():
             each.note()
 
     async def add_replica(self, engine: str) -> JSON:
-        """Add a server to the engines; one that is there already is left alone."""
+        """Add an inference server to the node's engines; one that is among them is left alone."""
         policy = self.node.policy()
         if without_user_info(engine) in policy["replicas"]:
             return policy
         return await self.node.add_replica(engine)
 
     async def remove_replica(self, name: str, drain_s: float) -> JSON:
-        """Remove a server from the engines; one that is not there has left already."""
+        """Remove an inference server from the node's engines; does nothing if it is not
+        among them.
+        """
         policy = self.node.policy()
         if without_user_info(name) not in policy["replicas"]:
             return policy
@@ -254,7 +271,7 @@ class NodeHost:
 
 
 def node_name(folder: Path) -> str:
-    """Return the name of the node of this folder, the same in every process."""
+    """Return the name of the node that uses this folder, the same in every process."""
     path = folder / "node.id"
     if not path.exists():
         private_folder(path.parent)

@@ -85,6 +85,9 @@ class LocalExecutor:
 
     @asynccontextmanager
     async def run(self, tasks: Sequence[Task]) -> AsyncIterator[AsyncIterator[SessionResult]]:
+        """Run `num_samples` sessions of each task; yields their results in the order in which they
+        end.
+        """
         check(tasks)
         if any(task.branching for task in tasks) and not isinstance(self._node.store, SqliteStore):
             raise ConfigError("branching: the node must capture into a file")
@@ -236,7 +239,7 @@ def _located(task: Task) -> AgentSpec:
 
 
 def check(tasks: Sequence[Task]) -> None:
-    """Raise the `ConfigError` that running one of `tasks` would raise; nothing is started."""
+    """Raise the `ConfigError` that running one of `tasks` would raise; starts nothing."""
     for task in tasks:
         planned = plan(task)
         with task_in_errors(task):
@@ -244,7 +247,11 @@ def check(tasks: Sequence[Task]) -> None:
 
 
 def plan(task: Task) -> SessionPlan:
-    """Resolve everything that a task names. `ConfigError` has the task and the field."""
+    """Return the plan of a session: the harness, runtime, evaluator and builder that the task
+    names.
+
+    `ConfigError` names the task and the wrong field.
+    """
     with task_in_errors(task):
         task = task.model_copy(update={"runtime": resolve_auto(task.runtime)})
         make_runtime(task.runtime, "check", Path("check"))
@@ -316,23 +323,23 @@ class LocalNode:
 
     @property
     def capacity(self) -> int:
-        """Return how many sessions can be between INITIALIZING and their end."""
+        """Number of sessions that can be between INITIALIZING and their end."""
         settings = self.settings
         return settings.ready_buffer + settings.run_slots + 2 * settings.post_slots
 
     @property
     def free(self) -> int:
-        """Return how many further sessions fit now; less than 0 if more were started than fit."""
+        """Number of further sessions that fit now; less than 0 if more were started than fit."""
         return self.capacity - len(self._sessions)
 
     def stages(self) -> Mapping[SessionStatus, int]:
-        """Return how many living sessions are in each stage."""
+        """Return how many of the node's sessions are in each stage."""
         return Counter(session.status for session in self._sessions.values())
 
     async def install(self, harness: Harness) -> Path | None:
-        """Return the harness's bundle, installed at the first call.
+        """Return the bundle of the harness, which the first call installs.
 
-        A `HarnessError` is raised again by each later call.
+        A failed installation's `HarnessError` is raised again by each later call.
         """
         name = (harness.name, harness.version)
         async with self._installing[name]:
@@ -361,8 +368,8 @@ class LocalNode:
     ) -> SessionResult:
         """Run one session of a task to its end and append its result to the run folder.
 
-        A `run_id` is made where none is given.
-        A cancelled caller leaves a session that has ended and is recorded, and no result.
+        A `run_id` is made where none is given. If the caller is cancelled, the session ends and its
+        end is recorded in the capture, but no result is written.
         """
         session = SessionRun(plan(task), sample_index, self, run_id)
         if session.session_id in self._sessions:
@@ -377,20 +384,26 @@ class LocalNode:
         return result
 
     def cancel(self, run_id: str) -> bool:
+        """End a session with the result CANCELLED; returns whether it was running."""
         session = self._sessions.get(run_id)
         if session is not None:
             session.cancel()
         return session is not None
 
     def session_ids(self) -> tuple[str, ...]:
+        """Return the ids of the sessions in progress."""
         return tuple(self._sessions)
 
     # ---- runs of earlier processes
 
     def expect(self, run_id: str) -> bool:  # noqa: ARG002 - those of an earlier process died with it
+        """Return False: sessions of this node end with its process, so none of an earlier one
+        continues.
+        """
         return False
 
     async def settle(self) -> None:
+        """Close the sessions of an earlier process that have no end, and revoke their keys."""
         for run_id in self._earlier:
             if not self.gateway.forget(run_id):
                 await self.recall(run_id)
@@ -398,7 +411,11 @@ class LocalNode:
         self._earlier = ()
 
     async def recall(self, run_id: str) -> SessionResult | None:
-        """Implement `SessionRunner.recall`. A run that a stopping process cancelled did not end."""
+        """Return the result of a session that ended under an earlier process; `None` = it did not
+        end.
+
+        A session that was cancelled because its process stopped counts as not ended.
+        """
         try:
             await self.gateway.seal(run_id)
         except KeyError:
@@ -424,10 +441,15 @@ class LocalNode:
 
     @property
     def capture(self) -> Path | None:
+        """File with the captured exchanges of all sessions; `None` = they are kept in memory."""
         return self.store.path if isinstance(self.store, SqliteStore) else None
 
     async def artifact(self, run_id: str, name: str) -> Path | bytes | None:
-        """Implement `Node.artifact`. Only files in the run's own folder are found."""
+        """Return the path of a log or kept file of a run, only if it lies in the run's own folder.
+
+        `results.CAPTURE` stands for the exchanges captured so far. `None` = there is none of that
+        name.
+        """
         if name == CAPTURE:
             if self.capture is None:
                 return None
@@ -441,39 +463,48 @@ class LocalNode:
             return None
 
     def release(self, run_id: str) -> None:
+        """Drop a session from the gateway's memory, because its result is stored."""
         self.gateway.forget(run_id)
 
     async def remove(self, run_id: str) -> None:
+        """Delete the capture, logs and files of a session that has ended."""
         self.gateway.forget(run_id)
         await self.store.forget(run_id)
         if "/" not in run_id:  # such an id never ran, and could lead out of the folder
             await asyncio.to_thread(self.folder.drop_logs, run_id)
 
     async def kept_bytes(self) -> int:
+        """Return the bytes of captured exchanges and sessions' files on disk."""
         logs = self.folder.path / SESSIONS
         return await asyncio.to_thread(lambda: self.store.size() + _bytes_in(logs))
 
     # ---- its engines
 
     async def set_policy(self, wanted: SetPolicy) -> JSON:
+        """Change the policy of the engines; returns the policy then."""
         await self.gateway.set_policy(wanted)
         return self.policy()
 
     def policy(self) -> JSON:
+        """Return the policy version that samples, and whether sampling is held."""
         return self.gateway.policy()
 
     async def add_replica(self, engine: str) -> JSON:
+        """Add an inference server to the engines; returns the policy then."""
         await self.gateway.add_replica(engine)
         return self.policy()
 
     async def remove_replica(self, name: str, drain_s: float) -> JSON:
+        """Remove an inference server from the engines; its calls may continue for `drain_s`."""
         await self.gateway.remove_replica(name, drain_s)
         return self.policy()
 
     async def metrics(self) -> dict[str, str]:
+        """Return the gateway's metrics as Prometheus text, by the name of this node."""
         return {NAME: self.gateway.metrics()}
 
     def nodes(self) -> list[JSON]:
+        """Return this one node's name, state, slots, stages and policy as JSON."""
         return [
             {
                 "name": NAME,
@@ -488,6 +519,7 @@ class LocalNode:
         ]
 
     async def drain_node(self, name: str) -> None:  # noqa: ARG002 - there is only one
+        """Raise `ConfigError`: the only node is drained by draining the server."""
         raise ConfigError("the only node is the server's own: drain the server (POST /v1/drain)")
 
 
@@ -514,7 +546,9 @@ class Scratch:
 
     @classmethod
     def make(cls, base: Path | None = None) -> Scratch:
-        """Make one in `base` (the system's temp folder). `RuntimeFailure` if it cannot be made."""
+        """Make a scratch folder in `base` (the system's temp folder). `RuntimeFailure` if it cannot
+        be made.
+        """
         try:
             folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
             (folder / OWNER).write_text(owner_mark())
@@ -524,7 +558,9 @@ class Scratch:
         return cls(folder)
 
     def session(self, session_id: str) -> Path:
-        """Make a folder for a session; its name is short, because the model sees it."""
+        """Make a folder for a session in the scratch folder; its name is short, as the model sees
+        it.
+        """
         with (self.folder / SESSIONS).open("a") as file:
             file.write(f"{session_id}\n")
         folder = self.folder / secrets.token_hex(4)
@@ -532,13 +568,14 @@ class Scratch:
         return folder
 
     def remove(self) -> None:
+        """Delete the scratch folder; what cannot be deleted is left to a later cleaning."""
         with suppress(RuntimeFailure):  # the next reaper tries again
             remove_folders([self.folder])
 
 
 async def reap(base: Path | None = None) -> int:
-    """End and remove what dead nodes left: containers, folders in `base` (the system's temp folder)
-    with their sessions' processes, control groups.
+    """End and remove what nodes whose process died left: containers, control groups, and scratch
+    folders in `base` (the system's temp folder) with their sessions' processes.
 
     Mounts and namespaces end with the processes that hold them. Returns how many scratch folders
     were removed. Folders of other users are left alone.

@@ -83,7 +83,7 @@ class NodeActor:
         self._life: asyncio.Task[None] | None = None
 
     async def call(self, method: str, *given: Any) -> ActorResult:  # noqa: ANN401 - of any method
-        """Call one of `base.REMOTE_METHODS`."""
+        """Call one of the methods in `base.REMOTE_METHODS` on the node of this actor."""
         try:
             host = await self._up() if method == "connect" else self._host
             if host is None:
@@ -93,7 +93,7 @@ class NodeActor:
             return ActorResult(error=error)
 
     async def leave(self) -> None:
-        """End everything that runs here, so that the actor can be killed."""
+        """End all sessions of this node, so that the actor can be killed."""
         self._leaving.set()
         if self._life is not None:
             await asyncio.wait([self._life])
@@ -128,7 +128,7 @@ class NodeActor:
 
 
 def take_folder(base: Path) -> tuple[Path, FolderLock]:
-    """Lock the first folder of this machine in `base` that no process holds."""
+    """Return the first folder of this machine in `base` that no process has locked, and lock it."""
     for number in itertools.count():
         folder = base / socket.gethostname() / str(number)
         with suppress(ConfigError):
@@ -161,7 +161,10 @@ class RayNode:
 
 
 async def actor_result(answer: Any) -> Any:  # noqa: ANN401 - what an actor's call gives
-    """Await an actor's result and raise its error; Ray's own errors become `NodeLostError`."""
+    """Await a call of a Ray actor and return its result, or raise the error that the call raised.
+
+    Ray's own errors become `NodeLostError`.
+    """
     try:
         reply = await answer
     except (ActorUnavailableError, RayTaskError) as error:
@@ -328,8 +331,9 @@ class RayCluster:
 
 
 def engine_source(source: str) -> Any:  # noqa: ANN401 - ray's handle
-    """Return the actor or deployment named by `RaySettings.engines_from`. `ValueError` if there is
-    none.
+    """Return the Ray actor or Serve deployment that the setting `RaySettings.engines_from` names.
+
+    `ValueError` if there is none.
     """
     if source.startswith("serve:"):
         from ray import serve
@@ -340,7 +344,9 @@ def engine_source(source: str) -> Any:  # noqa: ANN401 - ray's handle
 
 
 def keep_signals() -> None:
-    """Restore the handlers of SIGTERM and SIGINT: Ray's own end the process at once."""
+    """Restore Python's handlers of SIGTERM and SIGINT, because Ray's own end the process at
+    once.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             if (handler := signal.getsignal(number)) is not None:
@@ -362,7 +368,7 @@ def address() -> str:
 
 
 def start_here(settings: RaySettings, common: Mapping[str, Any]) -> None:
-    """Start a cluster of this machine alone; it ends with this process."""
+    """Start a Ray cluster of this machine alone; it ends with this process."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     offered = {} if settings.resource == "CPU" else {settings.resource: 1.0}
     ray.init(

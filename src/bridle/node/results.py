@@ -85,20 +85,21 @@ COMPLETED = Ending(SessionStatus.COMPLETED)
 
 
 def failed(cause: Cause, error: str) -> Ending:
+    """Return the ending of a session with status ERROR, this cause and this error text."""
     return Ending(SessionStatus.ERROR, cause, error)
 
 
 def out_of_time(budget_s: float, facts: SessionFacts) -> Ending:
-    """Return the ending of an agent whose budget of seconds ran out."""
+    """Return the ending of a session whose agent used up its budget of seconds."""
     calls = "without one model call" if facts.calls == 0 else f"after {facts.calls} model calls"
     error = f"the agent's budget of {budget_s:g} s ran out, {calls}"
     return Ending(SessionStatus.TIMEOUT, Cause.TIMEOUT, error)
 
 
 def judge(result: ExecResult, facts: SessionFacts, harness_cause: Cause | None) -> Ending:
-    """Return the ending of a harness that was not stopped at its budget.
+    """Return the ending of a session whose harness exited by itself, within its budget.
 
-    `harness_cause` is what its own file reads from its exit (`Harness.exit_cause`).
+    `harness_cause` is the cause that the harness's `exit_cause` found in its exit.
     """
     if facts.limit is not None:
         error = f"the session's limit of {facts.limit} was reached"
@@ -121,7 +122,9 @@ def judge(result: ExecResult, facts: SessionFacts, harness_cause: Cause | None) 
 
 
 def without_a_model(ending: Ending) -> Ending:
-    """Return the ending of a harness that calls no model, which may lack a turn."""
+    """Return the same ending, or COMPLETED if its only fault is that the harness called no
+    model.
+    """
     return COMPLETED if ending.cause is Cause.HARNESS_NO_CALL else ending
 
 
@@ -164,10 +167,10 @@ _BLAMES: Final[Mapping[Cause, Fault]] = {
 
 
 def blame(status: SessionStatus, cause: Cause | None) -> Fault | None:
-    """Return who is responsible for a final status with its cause; `None` = COMPLETED.
+    """Return who is responsible for a session's final status with its cause; `None` = COMPLETED.
 
-    A budget that ran out is the agent's where the session's status is TIMEOUT; where it is ERROR,
-    a stage of ours (INITIALIZING, BUILDING) was too slow. A limit is the session's with TIMEOUT,
+    A budget that ran out is the agent's fault where the status is TIMEOUT; where it is ERROR, a
+    stage of Bridle (INITIALIZING, BUILDING) was too slow. A limit is the session's with TIMEOUT,
     and its runtime's (memory, processes, storage) with ERROR.
     """
     match cause:
@@ -186,10 +189,9 @@ def blame(status: SessionStatus, cause: Cause | None) -> Fault | None:
 def is_scored(status: SessionStatus, cause: Cause | None, *, replied: bool) -> bool:
     """Return whether a session with this ending has a reward.
 
-    `replied`: its harness received a reply.
-
-    Every completed one has, and every one with a reply that its agent ended: an agent that kills
-    its harness, or uses up its time or turns, stays in its group.
+    `replied` says whether its harness received a reply of the model. Every completed session has a
+    reward, and every one with a reply that its agent ended: an agent that kills its harness, or
+    uses up its time or turns, stays in its group.
     """
     by_agent = blame(status, cause) in (Fault.HARNESS, Fault.TIMEOUT)
     return cause is None or (by_agent and replied)
@@ -230,7 +232,7 @@ class SessionResult:
     """True if the runtime contains what the agent does (law 7); `None` = as above."""
 
     def head(self) -> JSON:
-        """Return the rollout API's form (Polar's `SessionResult` and our additions) without the
+        """Return the result as JSON (Polar's `SessionResult` with Bridle's fields) without the
         trajectory.
         """
         names = (
@@ -242,11 +244,13 @@ class SessionResult:
         return {name: getattr(self, name) for name in names} | ending
 
     def json(self) -> JSON:
-        """Return the rollout API's form."""
+        """Return the result with its trajectory as JSON, as the rollout API returns it."""
         return self.head() | {"trajectory": trajectory_json(self.trajectory)}
 
     def summary(self) -> JSON:
-        """Return one line about the session: ids, ending, reward, and its law numbers."""
+        """Return one line of JSON about the session: ids, ending, reward, and its build
+        statistics.
+        """
         stats = self.trajectory.metadata.get("stats", {})
         numbers = (
             *("exchanges", "roots", "branches", "traces", "tokens_captured", "tokens_trained"),
@@ -320,7 +324,9 @@ def trajectory_of(capture: SessionCapture, builder: BuilderSpec | None = None) -
 
 
 def rebuild_facts(task: Task) -> JSON:
-    """Return the fields of a task that a rebuild of its trajectories needs, for the capture."""
+    """Return the fields of a task that are stored with its capture, to rebuild its trajectories
+    later.
+    """
     return {
         "builder": task.builder.model_dump(mode="json"),
         "train": [str(kind) for kind in task.train],
@@ -379,6 +385,7 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
+        """Release the lock on the run folder."""
         self._lock.close()
 
     def session_folder(self, session_id: str) -> Path:
@@ -386,7 +393,7 @@ class RunFolder:
         return self.path / SESSIONS / session_id
 
     def append(self, result: SessionResult) -> None:
-        """Write one result. `StoreError` if it cannot be written."""
+        """Append one session's result to the run folder. `StoreError` if it cannot be written."""
         line = trajectory_bytes(result.trajectory) + b"\n"
         try:
             with private_file(self.trajectories).open("ab") as file:
@@ -402,8 +409,8 @@ class RunFolder:
     def finish(self, captures: Store) -> JSON:
         """Write trajectories and summary of all sessions in their order; returns the summary.
 
-        Sessions that ended without a record (a store that failed) come last.
-        Can be repeated. `StoreError` if something cannot be written or read.
+        Sessions that ended without a record (because the store failed) come last. Can be repeated.
+        `StoreError` if something cannot be written or read.
         """
         aside = self.trajectories.with_suffix(".part")
         lines: dict[str, tuple[int, int]] = {}
@@ -437,7 +444,7 @@ class RunFolder:
         return trajectory_bytes(result.trajectory) + b"\n"
 
     def discard_if_unused(self) -> None:
-        """Empty the folder again if no session was ever opened, so that a second try can use it.
+        """Empty the run folder if no session was ever opened, so that a second try can use it.
 
         For a run that could not begin; what cannot be read is left alone.
         """
@@ -453,6 +460,7 @@ class RunFolder:
         shutil.rmtree(self.path / SESSIONS, ignore_errors=True)
 
     def drop_logs(self, session_id: str) -> None:
+        """Delete a session's logs and kept files."""
         shutil.rmtree(self.session_folder(session_id), ignore_errors=True)
 
 
@@ -461,7 +469,9 @@ class ServerFolder(RunFolder):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Make the folder, or take an existing one. `ConfigError` if another process has it."""
+        """Make the server's folder, or take an existing one. `ConfigError` if another process uses
+        it.
+        """
         private_folder(path / SESSIONS)
         return cls(path)
 
@@ -497,7 +507,7 @@ BY_WORKER = f"worker-*/{CAPTURE}"
 
 
 def capture_files(target: Path) -> list[Path]:
-    """Return the capture file of a run, those of a gateway's workers, or the file itself.
+    """Return the capture files of a run folder or of a gateway's workers, or `target` if it is one.
 
     `ConfigError` if there is none.
     """
@@ -511,7 +521,9 @@ def capture_files(target: Path) -> list[Path]:
 
 
 def sessions(target: Path) -> Iterator[SessionCapture]:
-    """Yield the harness sessions of a run, each file's in the order of opening."""
+    """Yield the captured sessions of harnesses in a run, in the order of their opening in each
+    file.
+    """
     for path in capture_files(target):
         with SqliteReader(path) as reader:
             for session in reader.sessions():
@@ -552,4 +564,5 @@ def config_of(base: Path) -> JSON:
 
 
 def tasks_of(base: Path) -> dict[str, Task]:
+    """Return the tasks in a run's config, by id."""
     return {one["task_id"]: Task.model_validate(one) for one in config_of(base).get("tasks", [])}

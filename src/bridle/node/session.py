@@ -162,7 +162,10 @@ class SessionRun:
         self._work: asyncio.Task[None] | None = None
 
     async def run(self) -> SessionResult:
-        """Run all stages. Failures are in the result; a cancelled caller leaves a recorded end."""
+        """Run all stages of the session, and return its result, failures included.
+
+        If the caller is cancelled, the session's end is recorded.
+        """
         self._tell()
         try:
             async with asyncio.TaskGroup() as group:
@@ -174,7 +177,7 @@ class SessionRun:
         return await self._result()
 
     def cancel(self) -> None:
-        """End the session; its result is CANCELLED, unless its outcome is recorded already."""
+        """End the session with the result CANCELLED, unless its outcome is recorded already."""
         if self._work is not None and self._outcome is None:
             self._work.cancel()
 
@@ -664,7 +667,9 @@ class SessionRun:
 
 
 async def limit_overrun(facts: Callable[[], SessionFacts], *, grace_s: float) -> str:
-    """Return the reached limit's name `grace_s` after it is reached; until then never return."""
+    """Wait until the session exceeds a limit, then `grace_s` longer, and return the limit's
+    name.
+    """
     while (limit := facts().limit) is None:  # noqa: ASYNC110 - the gateway reports it only on request
         await asyncio.sleep(POLL_S)
     await asyncio.sleep(grace_s)
@@ -676,10 +681,10 @@ FORK_BYTES: Final = 256 << 20
 
 
 def read_replay(fork: ForkSpec, base: Path, noise: Sequence[Varying] = ()) -> Replay:
-    """Read the replies that a fork begins with. `StoreError` or `ConfigError` if it cannot.
+    """Read the replies that a forked session begins with. Raises `StoreError` or `ConfigError`.
 
-    `base` is the task's folder, which a relative `fork.capture` begins at; `noise` is the
-    harness's.
+    `base` is the task's folder, to which `fork.capture` may be relative; `noise` is the harness's
+    list of request parts that vary.
     """
     with SqliteReader(base / fork.capture) as reader:
         if (size := reader.captured(fork.session)) > FORK_BYTES:

@@ -69,6 +69,9 @@ class SessionPlaces:
     _left: Path | None = None
 
     async def left(self) -> Path:
+        """Return a host folder with a copy of the work folder as the agent left it; kills the agent
+        first.
+        """
         if self._left is None:
             work = self.folder / "work"
             self.resources.push_async_callback(asyncio.to_thread, remove_folders, [self.folder])
@@ -84,6 +87,7 @@ class SessionPlaces:
 
     @asynccontextmanager
     async def fresh(self) -> AsyncIterator[Runtime]:
+        """Yield a new runtime with the task's preparation steps done and no file of the agent's."""
         async with self._opened() as runtime:
             await self.prepare(runtime)
             with _checking():
@@ -93,6 +97,11 @@ class SessionPlaces:
     async def with_work(
         self, ours: Sequence[str] = (), only: Sequence[str] | None = None
     ) -> AsyncIterator[Runtime]:
+        """Yield a new runtime with the agent's work folder (the agent's own where the task is
+        `trusted`).
+
+        `ours`, and what is not below one of `only`, stays as the task's own steps made it.
+        """
         if self.trusted:
             self.used.add(self._own)
             with _checking():
@@ -110,6 +119,10 @@ class SessionPlaces:
 
     @asynccontextmanager
     async def whole(self) -> AsyncIterator[Runtime]:
+        """Yield a runtime with all the agent's files and none of its processes.
+
+        Where the task is `trusted`, it is the agent's own.
+        """
         self.used.add(self._own if self.trusted else "apart")
         async with AsyncExitStack() as stack:
             runtime = self.agents
@@ -130,6 +143,7 @@ class SessionPlaces:
 
     @asynccontextmanager
     async def untouched(self) -> AsyncIterator[SessionPlaces]:
+        """Yield the places of a session whose work folder the agent never touched."""
         async with AsyncExitStack() as stack:
             yield replace(
                 self,
@@ -142,7 +156,9 @@ class SessionPlaces:
             )
 
     def facts(self) -> JSON:
-        """Return the result's entries: `place`, and `stayed`, the paths that were not copied."""
+        """Return where the session was scored (`place`) and which paths were not copied
+        (`stayed`).
+        """
         facts: JSON = {"place": max(self.used)} if self.used else {}
         if self.stayed:
             facts["stayed"] = self.stayed[:NAMED]
@@ -170,9 +186,10 @@ def _checking() -> Iterator[None]:
 
 
 def keep_filter(ours: Sequence[str], only: Sequence[str] | None = None) -> Keep:
-    """Return the filter for a fresh work folder's own files.
+    """Return the filter of files that stay when the agent's work folder is copied over a fresh one.
 
-    These are `ours`, files that programs obey unasked, and all that is not below one of `only`.
+    These are `ours`, files that programs obey unasked (such as git's configuration), and all that
+    is not below one of `only`.
     """
     own, wanted = _inside(ours), _inside(only or ())
     above = {parent for path in (*own, *wanted) for parent in path.parents if parent.parts}
@@ -213,10 +230,10 @@ TAIL_CHARS = 500
 async def prepare(
     runtime: Runtime, actions: Sequence[Action], *, stage: str, base: Path, log: Path
 ) -> None:
-    """Do `actions` in order, each up to its attempts with its back-off.
+    """Do the steps `actions` in the runtime in order, each up to its attempts with its backoff.
 
-    `base` is what relative sources are relative to; `log` gets the commands' output. Raises
-    `RuntimeFailure` naming the step that failed (`stage` and its index).
+    `base` is the folder that relative sources are relative to; `log` gets the commands' output.
+    Raises `RuntimeFailure` naming the step that failed (`stage` and its index).
     """
     for index, action in enumerate(actions):
 
@@ -253,7 +270,7 @@ async def _perform(runtime: Runtime, action: Action, base: Path, log: Path) -> N
 
 
 async def put_harness_files(runtime: Runtime, launch: Launch) -> None:
-    """Put the harness's own files and folders into the runtime, readable by its user alone."""
+    """Copy the files and folders of a harness into the runtime, readable by its user alone."""
     for path, content in launch.files.items():
         await runtime.write(path, content, mode=0o600)
     for path, folder in launch.folders.items():
@@ -278,7 +295,7 @@ class Prewarmed:
             return error
 
     async def get(self) -> Runtime:
-        """Return the runtime when it is ready. Raises the error of its start."""
+        """Return the prewarmed runtime when it is ready. Raises the error of its start."""
         await asyncio.wait({self._making})
         made = self._making.result()
         if isinstance(made, BridleError):
@@ -286,7 +303,7 @@ class Prewarmed:
         return made
 
     async def aclose(self) -> None:
-        """Stop it, ready or not; idempotent."""
+        """Stop the prewarmed runtime, ready or not; idempotent."""
         self._making.cancel()
         await asyncio.wait({self._making})
         await self._stack.aclose()
@@ -325,10 +342,11 @@ async def keep_files(
     commit: str | None,
     folder: Path,
 ) -> tuple[dict[str, Path], dict[str, str]]:
-    """Copy artifacts into `folder`: (name -> path, name -> the reason why it was left out).
+    """Copy a session's artifacts into `folder`; returns (name -> path, name -> reason for leaving
+    it out).
 
-    `logs` are the files that the harness names itself, which may be missing; `commit` is what
-    `base_commit` returned at the beginning.
+    `logs` are the files that the harness itself names, which may be missing; `commit` is the commit
+    at the session's beginning, which a patch is made against.
     """
     kept: dict[str, Path] = {}
     left: dict[str, str] = {}

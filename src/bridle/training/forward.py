@@ -67,11 +67,14 @@ class TraceBatch:
 
     @property
     def computed(self) -> int:
-        """Tokens that go through the model, padding included."""
+        """Number of tokens that go through the model, padding included."""
         longest = max(sample.trace.size for sample in self.samples)
         return self.prefix + len(self.samples) * (longest - self.prefix)
 
     def tokens(self) -> Tokens:
+        """Return the batch's trained tokens: their sampling logprobs, versions, advantages and
+        weights.
+        """
         masks = [_mask(sample) for sample in self.samples]
         counts = [int(mask.sum()) for mask in masks]
         starts = [len(sample.trace.prompt_ids) for sample in self.samples]
@@ -86,22 +89,23 @@ class TraceBatch:
         )
 
     def places(self) -> Places:
-        """Return the sample and the position of each of `tokens`."""
+        """Return the sample and the position of each trained token of the batch."""
         found = [np.flatnonzero(_mask(sample)) for sample in self.samples]
         return np.repeat(np.arange(len(found)), [*map(len, found)]), np.concatenate(found)
 
     def padding(self) -> list[int]:
-        """Return tokens of padding behind each sample."""
+        """Return how many padding tokens follow each sample."""
         lengths = [sample.trace.size for sample in self.samples]
         return [max(lengths) - length for length in lengths]
 
     def logits(
         self, model: PreTrainedModel, *, replay: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits that predict each of `tokens`, shape (N, vocabulary), and their ids.
+        """Return the logits that predict each trained token, shape (N, vocabulary), and the tokens'
+        ids.
 
-        With `replay` tokens go to the experts that they were sampled with, as far as these are
-        known.
+        With `replay` tokens are routed to the experts that they were sampled with, as far as these
+        are known.
         """
         longest = max(sample.trace.size for sample in self.samples)
         ids = np.stack([_padded(s.trace.ids, longest) for s in self.samples])
@@ -135,16 +139,21 @@ class PackedTraces(TraceBatch):
 
     @property
     def computed(self) -> int:
-        """Tokens that go through the model."""
+        """Number of tokens that go through the model."""
         return sum(sample.trace.size - 1 for sample in self.samples)
 
     def padding(self) -> list[int]:
-        """Return tokens of padding behind each sample: there are none."""
+        """Return a zero for each sample: packed samples have no padding."""
         return [0] * len(self.samples)
 
     def logits(
         self, model: PreTrainedModel, *, replay: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits that predict each trained token, shape (N, vocabulary), and the tokens'
+        ids.
+
+        With `replay` tokens are routed to the experts that they were sampled with.
+        """
         device = model.device
         lengths = [sample.trace.size - 1 for sample in self.samples]
         ids = np.concatenate([sample.trace.ids[:-1] for sample in self.samples])
@@ -175,7 +184,7 @@ class Tree:
 
     @property
     def computed(self) -> int:
-        """Tokens that go through the model."""
+        """Number of tokens that go through the model, each shared one once."""
         return len(self.packed.ids)
 
     def _trained(self) -> npt.NDArray[np.bool_]:
@@ -183,6 +192,9 @@ class Tree:
         return mask
 
     def tokens(self) -> Tokens:
+        """Return the tree's trained tokens: their sampling logprobs, versions, advantages and
+        weights.
+        """
         trained = self._trained()
         of = self.packed.trace_of[trained]
         places = self.packed.position_ids[trained]
@@ -198,17 +210,22 @@ class Tree:
         )
 
     def places(self) -> Places:
-        """Return the sample and the position of each of `tokens`."""
+        """Return the sample and the position of each trained token of the tree."""
         trained = self._trained()
         return self.packed.trace_of[trained], self.packed.position_ids[trained]
 
     def padding(self) -> list[int]:
-        """Return tokens of padding behind each sample: there are none."""
+        """Return a zero for each sample: a tree has no padding."""
         return [0] * len(self.samples)
 
     def logits(
         self, model: PreTrainedModel, *, replay: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits that predict each trained token, shape (N, vocabulary), and the tokens'
+        ids.
+
+        With `replay` tokens are routed to the experts that they were sampled with.
+        """
         packed, trained = self.packed, self._trained()
         device = model.device
         sees = torch.from_numpy(block_mask(packed)).to(device)
@@ -236,9 +253,10 @@ Piece = TraceBatch | Tree
 def rows_of(
     samples: Sequence[Sample], batch_tokens: int, *, share: bool, width: int | None = None
 ) -> Iterator[TraceBatch]:
-    """Yield samples in pieces of at most `batch_tokens` computed tokens, like lengths together.
+    """Yield samples in batches of at most `batch_tokens` tokens with padding, similar lengths
+    together.
 
-    With `share` a piece's common beginning is computed once; only for models whose cache is of keys
+    With `share` a batch's common beginning is computed once; only for models whose cache is of keys
     and values. `width` is the model's hidden size: given it, only where that is less work.
     """
     order = sorted(samples, key=attrgetter("trace.size"))
@@ -263,8 +281,8 @@ def rows_of(
 
 
 def packed_of(samples: Sequence[Sample], batch_tokens: int) -> Iterator[PackedTraces]:
-    """Yield samples in as few pieces of at most `batch_tokens` computed tokens as first fit
-    finds.
+    """Yield samples packed (first fit) into few batches of at most `batch_tokens` tokens, no
+    padding.
     """
     pieces: list[list[Sample]] = []
     room: list[int] = []
@@ -293,7 +311,8 @@ def sharing_saves(lengths: Sequence[int], prefix: int, width: int) -> bool:
 
 
 def trees_of(samples: Sequence[Sample], batch_tokens: int) -> Iterator[Tree]:
-    """Yield samples in trees, one per group; a group that is too large for one comes in several.
+    """Yield samples as trees of shared beginnings, one tree per group, or several for a large
+    group.
 
     Memory and time of a dense mask grow with the square of a tree, so groups are never joined.
     """
@@ -323,9 +342,10 @@ def _advantages(sample: Sample) -> npt.NDArray[np.float32]:
 
 
 def check_ids(samples: Sequence[Sample], model: PreTrainedModel, what: str = "trace") -> None:
-    """Raise `TrainingError` for an id that the model has no embedding for: another tokenizer's.
+    """Raise `TrainingError` for a token id that the model has no embedding for (another
+    tokenizer's).
 
-    `what` is what the samples are called.
+    `what` is the samples' name in the message.
     """
     size = int(model.get_input_embeddings().weight.shape[0])
     for sample in samples:
@@ -339,7 +359,7 @@ def check_ids(samples: Sequence[Sample], model: PreTrainedModel, what: str = "tr
 
 
 def logits_at(model: PreTrainedModel, places: torch.Tensor, **inputs: Any) -> torch.Tensor:  # noqa: ANN401
-    """Logits at some places of the inputs only, shape (N, vocabulary).
+    """Return the model's logits at selected positions only, shape (N, vocabulary).
 
     `places` is a mask of shape (B, T). The states behind the last layer are selected before the
     model's head, because `logits_to_keep` takes a mask in the newest versions of transformers only.
@@ -355,7 +375,9 @@ def logits_at(model: PreTrainedModel, places: torch.Tensor, **inputs: Any) -> to
 
 
 def shared_prefix(model: PreTrainedModel, row: torch.Tensor, copies: int) -> DynamicCache:
-    """Keys and values of one row of ids, seen by as many traces; gradients flow into it."""
+    """Return the key-value cache of one row of ids, repeated for `copies` traces; gradients flow
+    into it.
+    """
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
@@ -368,14 +390,16 @@ def shared_prefix(model: PreTrainedModel, row: torch.Tensor, copies: int) -> Dyn
 
 
 def replayed(model: PreTrainedModel, rows: Rows16 | None) -> AbstractContextManager[None]:
-    """Have the tokens of a forward pass inside go to these experts; `None` = to the model's own."""
+    """Within the context, a forward pass routes its tokens to these experts; `None` = to the
+    model's own.
+    """
     routing = routing_of(model)
     return nullcontext() if routing is None else routing.replaying(rows)
 
 
 @contextmanager
 def threads(count: int | None, model: PreTrainedModel) -> Iterator[None]:
-    """Meanwhile torch computes an operation on so many CPU threads.
+    """Within the context, torch computes an operation on so many CPU threads.
 
     `None` = one for a very small model (see `SMALL_MODEL`), else as torch is set.
     """
@@ -391,7 +415,9 @@ def threads(count: int | None, model: PreTrainedModel) -> Iterator[None]:
 
 
 def chosen(logits: torch.Tensor, wanted: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the logprob of each wanted id, shape (N,), float32."""
+    """Return the logprob of each wanted id under the logits at `temperature`, shape (N,),
+    float32.
+    """
     logits = logits.float()
     if temperature != 1:
         logits = logits / temperature
@@ -403,10 +429,10 @@ DIVERGENCE_ROWS = 512
 
 
 def divergence(logits: torch.Tensor, other: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the reverse divergence of distributions from others, KL(ours || other).
+    """Return the reverse KL divergence of the distributions of `logits` from those of `other`.
 
-    Both have shape (N, vocabulary); a vocabulary that is padded to another size has no more than
-    its padding for itself. The result has shape (N,), in nats; gradients flow into `logits`.
+    Both have shape (N, vocabulary); vocabularies may differ by padding only. The result has shape
+    (N,), in nats; gradients flow into `logits`.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -441,7 +467,7 @@ def _padded(values: np.ndarray, length: int, fill: int | None = None) -> np.ndar
 
 
 def common_prefix(samples: Sequence[Sample]) -> int:
-    """Count the leading ids that all samples share.
+    """Return how many leading ids all samples share.
 
     The id before the first that trains is not counted: that one is predicted from it.
     """
@@ -471,11 +497,9 @@ def recompute(
 ) -> Iterator[Recomputed]:
     """Yield the logprobs and entropies of all tokens that train, under the model's weights.
 
-    Tokens go to the experts that they were sampled with, where these are known; without `replay`
-    they go where the model's own routers send them.
-
-    `batch_tokens` bounds what is computed at once, padding included. Raises `TrainingError` for an
-    id that the model does not have.
+    Tokens are routed to the experts that they were sampled with, where these are known; without
+    `replay`, as the model's own routers decide. `batch_tokens` bounds what is computed at once,
+    padding included. Raises `TrainingError` for an id that the model does not have.
     """
     samples = [Sample(trace, 0, 0.0, 0.0) for trace in traces if trains(trace)]
     check_ids(samples, model)
@@ -512,9 +536,10 @@ def certify_pieces(
 
 
 def facts_of(model: PreTrainedModel, known: Facts, traces: Iterable[Trace] = ()) -> Facts:
-    """Return the facts that the model itself shows, behind those that are known.
+    """Return the facts that the model itself shows (such as its dtype), where `known` has none.
 
-    `traces` were replayed; where all of their experts are known, the trainer had no choice.
+    `traces` are those whose experts were replayed; where all of them are known, routing is no
+    difference between trainer and rollout.
     """
     config = model.config.get_text_config()
     has_experts = any(getattr(config, name, None) for name in EXPERTS)

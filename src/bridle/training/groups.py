@@ -68,7 +68,7 @@ class Record:
 
     @property
     def success(self) -> float:
-        """Mean reward, with one session at one half before the first."""
+        """Mean reward of the task's sessions, smoothed by one more session with reward one half."""
         return (self.reward + 0.5) / (self.sessions + 1)
 
 
@@ -79,6 +79,7 @@ class History:
         self.records = records or {}
 
     def add(self, group: Group) -> None:
+        """Add a group's rewards to the record of its task."""
         record = self.records.setdefault(group.task_id, Record())
         known = [reward for reward in group.rewards if not np.isnan(reward)]
         record.groups += 1
@@ -88,10 +89,12 @@ class History:
         record.unknown += len(group.rewards) - len(known)
 
     def json(self) -> JSON:
+        """Return the records of all tasks as JSON, by task id."""
         return {task_id: asdict(record) for task_id, record in self.records.items()}
 
     @classmethod
     def of(cls, value: JSON) -> History:
+        """Return the history that `History.json` wrote."""
         return cls({task_id: Record(**record) for task_id, record in value.items()})
 
 
@@ -161,7 +164,7 @@ class HeldOutEvaluation:
     """By label, the same tasks with other harnesses; not part of the numbers above."""
 
     def json(self) -> JSON:
-        """Return the object that the run's files hold."""
+        """Return the evaluation as the JSON object that the run's files hold."""
         value: JSON = {"reward": self.reward, "sessions": self.sessions, "unknown": self.unknown}
         if self.half_width is not None:
             value["half_width"] = self.half_width
@@ -173,7 +176,7 @@ class HeldOutEvaluation:
 def evaluation_of(
     held_out: Sequence[Task], rewards: Mapping[str, Sequence[float | None]]
 ) -> HeldOutEvaluation:
-    """Average the held-out rewards (`rewards` by task id), overall and per label."""
+    """Return the mean of the held-out rewards (`rewards` by task id), overall and per label."""
     labels = [str(task.metadata.get(LABEL, "")) for task in held_out]
     made = {}
     for label in dict.fromkeys(["", *labels]):
@@ -191,21 +194,28 @@ class GroupSource(Protocol):
     """Gives groups and evaluates."""
 
     def allow(self, groups: int) -> None:
-        """Let so many more groups begin."""
+        """Let `groups` more groups begin."""
 
     async def take(self) -> Group:
-        """Return the next group whose sessions have all ended; raises what broke the source."""
+        """Return the next group whose sessions have all ended; raises the error that ended the
+        source.
+        """
 
     async def evaluate(self) -> HeldOutEvaluation | None:
-        """Play the held-out tasks with the weights that the engine has; `None` = there are none."""
+        """Run the held-out tasks with the engine's current weights; `None` = there are no such
+        tasks.
+        """
 
     def cursor(self) -> JSON:
-        """Return the position of the source; groups begun but not taken are begun again after a
-        resume.
+        """Return the position of the source for a checkpoint.
+
+        After a resume, groups that had begun and were not taken begin again.
         """
 
     async def kept(self) -> None:
-        """Note that a checkpoint has the last `cursor`: earlier groups are not needed again."""
+        """Record that a checkpoint has the last `cursor`, so that earlier groups are not needed
+        again.
+        """
 
 
 class _Groups:
@@ -240,17 +250,22 @@ class LocalGroups(_Groups):
         self._open: dict[int, str] = {}
 
     async def take(self) -> Group:
+        """Return the next group whose sessions have all ended."""
         group = await self._ended.get()
         del self._open[group.index]
         return group
 
     def cursor(self) -> JSON:
+        """Return the position of the source for a checkpoint."""
         return self._cursor(self._open.items())
 
     async def kept(self) -> None:
-        """See `GroupSource.kept`: nothing is held for one that comes back."""
+        """Do nothing: groups of this process are not kept for a resumed training."""
 
     async def evaluate(self) -> HeldOutEvaluation | None:
+        """Run the held-out tasks with the engine's current weights; `None` = there are no such
+        tasks.
+        """
         if not self._held_out:
             return None
         found: dict[str, list[float | None]] = {}
@@ -261,7 +276,7 @@ class LocalGroups(_Groups):
         return evaluation_of(self._held_out, found)
 
     async def feed(self) -> None:
-        """Begin groups as they are allowed; cancelling it ends all that run."""
+        """Begin groups as they are allowed, until cancelled, which ends all that run."""
         async with asyncio.TaskGroup() as playing:
             while True:
                 await self._allowed.acquire()
@@ -290,9 +305,10 @@ async def local_groups(
     held_out: Sequence[Task] = (),
     cursor: JSON | None = None,
 ) -> AsyncIterator[LocalGroups]:
-    """Groups of an executor's sessions; leaving the block ends what still runs.
+    """Yield a source of groups whose sessions this process's executor runs.
 
-    `cursor` is that of a checkpoint. What breaks the executor is raised in the block's body.
+    Leaving the context ends the sessions that still run. `cursor` is the source's position in a
+    checkpoint. An error of the executor is raised in the context's body.
     """
     source = LocalGroups(executor, draws, held_out, cursor or {})
     async with _running({"groups": source.feed()}):
@@ -332,7 +348,7 @@ class Name:
 
     @classmethod
     def of(cls, group_id: str, training: str) -> Name | None:
-        """Read one of `training`'s names; `None` = it is none."""
+        """Parse the id of a group on the server; `None` = it is no group of `training`."""
         first, _, rest = group_id.partition(".")
         index, _, rest = rest.partition(".")
         attempt, _, task_id = rest.partition(".")
@@ -374,19 +390,25 @@ class ServerGroups(_Groups):
         self._evaluations = 0
 
     async def take(self) -> Group:
+        """Return the next group whose sessions have all ended."""
         group = await self._ended.get()
         self._taken.append(str(self._open.pop(group.index)))
         return group
 
     def cursor(self) -> JSON:
+        """Return the position of the source for a checkpoint."""
         return self._cursor((index, name.task_id) for index, name in self._open.items())
 
     async def kept(self) -> None:
+        """Acknowledge to the server the groups that the last checkpoint covers."""
         taken, self._taken = self._taken, []
         if taken:
             await self._client.ack(task_ids=taken)
 
     async def evaluate(self) -> HeldOutEvaluation | None:
+        """Run the held-out tasks on the server with the current weights; `None` = there are no such
+        tasks.
+        """
         if not self._held_out:
             return None
         self._evaluations += 1
@@ -407,7 +429,9 @@ class ServerGroups(_Groups):
     # ---- what an earlier life left
 
     async def adopt(self) -> None:
-        """Find what an earlier life had begun; end what nobody will take."""
+        """Find the groups that an earlier process of this training began; cancel those it will not
+        take.
+        """
         # The server has had newer weights than those of the checkpoint.
         lost = int((await self._client.policy())["version"] or 0) > self._version
         unwanted: list[str] = []
@@ -440,13 +464,13 @@ class ServerGroups(_Groups):
             await self._client.ack(task_ids=names)
 
     async def end(self) -> None:
-        """End what was begun and is not taken: the training is over."""
+        """Cancel the groups that have begun and were not taken: the training is over."""
         await self._drop([str(name) for name in (*self._open.values(), *self._known.values())])
 
     # ---- while it runs
 
     async def feed(self) -> None:
-        """Submit groups as they are allowed."""
+        """Submit groups to the server as they are allowed, until cancelled."""
         while True:
             await self._allowed.acquire()
             if self._again:
@@ -471,7 +495,9 @@ class ServerGroups(_Groups):
         await self._client.submit(task)
 
     async def read(self) -> None:
-        """Hand on what ends; raises `ServerError` when the server is gone for long."""
+        """Receive groups that have ended; raises `ServerError` when the server is unreachable for
+        long.
+        """
         async for group in self._client.groups(ack=False):
             waiting = self._evaluating.pop(group.task_id, None)
             if waiting is not None:
@@ -509,10 +535,11 @@ async def server_groups(
     held_out: Sequence[Task] = (),
     cursor: JSON | None = None,
 ) -> AsyncIterator[ServerGroups]:
-    """Groups of a server's sessions; an error that leaves the block leaves them running there.
+    """Yield a source of groups whose sessions a server runs.
 
-    `training` names this training among all on the server, without a dot; `version` is that of the
-    weights that it goes on from, before they are published; `cursor` that of the checkpoint.
+    An error that leaves the context leaves the sessions running there. `training` names this
+    training among all on the server, without a dot; `version` is that of the weights that it starts
+    from, before they are published; `cursor` is the source's position in a checkpoint.
     `ServerError` when the server refuses, or cannot be reached for as long as the client waits.
     """
     source = ServerGroups(

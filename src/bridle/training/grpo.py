@@ -74,10 +74,11 @@ def add_adapter(
     *,
     seed: int = 0,
 ) -> None:
-    """Have only an adapter of `model` train: the `saved` one, or one that changes nothing yet.
+    """Add a LoRA adapter to `model` and let only it train: the `saved` one, or a new one.
 
-    `folder` is the model's own. `ConfigError` if `peft` is missing, for target modules that the
-    model does not have or that cannot be adapted, and for a saved adapter of other settings.
+    A new adapter changes no output yet. `folder` is the model's own. `ConfigError` if `peft` is
+    missing, for target modules that the model does not have or that cannot be adapted, and for a
+    saved adapter of other settings.
     """
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(f"[lora] needs peft: run {install_extra('lora')}")
@@ -121,7 +122,7 @@ def _check_saved(saved: Path, config: LoraConfig, settings: LoraSettings) -> Non
 
 
 def policy_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the state dict by the plain model's names, with an adapter's part added in."""
+    """Return the state dict under the base model's names, with a LoRA adapter merged in."""
     weights: dict[str, torch.Tensor] = model.state_dict()
     if not getattr(model, "peft_config", None):
         return weights
@@ -149,7 +150,7 @@ CLOSE = 1e-3
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
-    """Have backward passes compute each layer again, so that only its input is kept until then.
+    """Turn on gradient checkpointing: backward passes compute each layer again from its input.
 
     `ConfigError` for a model whose layers are not known.
     """
@@ -169,7 +170,7 @@ def recompute_layers(model: PreTrainedModel) -> None:
 
 
 def pack_attention(model: PreTrainedModel) -> None:
-    """Have the model take traces end to end, with their `lengths` as an argument.
+    """Change the model to take traces end to end in one row, with their `lengths` as an argument.
 
     `ConfigError` for a model that computes packed traces otherwise than separate ones, such as one
     with recurrent layers.
@@ -283,11 +284,11 @@ def objective(
     reference: torch.Tensor | None = None,
     teacher: torch.Tensor | None = None,
 ) -> Terms:
-    """Return the loss of tokens with these logprobs now, all shape (N,).
+    """Return the terms of the GRPO loss for tokens with these current logprobs, all shape (N,).
 
-    `start` are the logprobs at the beginning of the batch (`None` = these are they), `reference`
-    those of the reference model (`None` = no divergence). `teacher` is each token's divergence from
-    the teacher (`None` = there is none).
+    `start` are the logprobs at the beginning of the batch (`None` = `logprobs` are they),
+    `reference` those of the reference model (`None` = no divergence). `teacher` is each token's
+    divergence from the teacher (`None` = there is none).
     """
     device = logprobs.device
     sampled = torch.from_numpy(tokens.old).to(device)
@@ -367,7 +368,7 @@ class Learner:
 
         With `lora` an adapter of it is trained, the one in the folder `adapter` or a new one.
         `EngineError` if a folder holds no causal language model, `ConfigError` if the teacher has
-        another tokenizer, and what `add_adapter` raises.
+        another tokenizer, or if the adapter does not fit.
         """
         from bridle.embedded.model import check_folder, load_model, load_tokenizer
 
@@ -394,7 +395,7 @@ class Learner:
         return policy_weights(self.model)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return a context in which passes compute in the precision of the settings."""
+        """Return a context in which forward passes compute in the precision of the settings."""
         half = self.settings.dtype == "bfloat16"
         autocast: AbstractContextManager[None] = torch.autocast(
             self.model.device.type, torch.bfloat16, enabled=half
@@ -402,11 +403,11 @@ class Learner:
         return autocast
 
     def update(self, batch: Batch) -> Update:
-        """Train on one batch; the weights that come out are the next version.
+        """Train on one batch; the resulting weights are the next policy version.
 
         Raises `TrainingError` if there is nothing to train on, for ids that the model does not
-        have, for a loss or gradient that is not a number, and where trainer and rollout disagree
-        by more than `most_mismatch`; the weights are as they were then.
+        have, for a loss or gradient that is not a number, and where trainer and rollout disagree by
+        more than `most_mismatch`; the weights are then unchanged.
         """
         began = time.monotonic()
         if not batch.tokens:

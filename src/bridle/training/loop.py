@@ -77,7 +77,7 @@ class StepReport:
     """Until the new weights were in the engine."""
 
     def json(self) -> JSON:
-        """Return the object that checkpoints and `curve.jsonl` hold."""
+        """Return the step's report as the JSON object in checkpoints and `curve.jsonl`."""
         value = asdict(self)
         if value["update"] is not None:
             lags = value["update"]["lags"].items()
@@ -96,7 +96,7 @@ class Course:
 
     @property
     def step(self) -> int:
-        """The last step that is done."""
+        """Number of the last step that is done."""
         return int(self.steps[-1]["step"]) if self.steps else 0
 
 
@@ -126,8 +126,9 @@ class Loop:
     async def run(self) -> Course:
         """Train until `steps` steps are done, those of earlier runs included.
 
-        Raises `TrainingError` when a loss is not a number or nothing trains any more, and what kept
-        the engine from taking weights; what was done is in the last checkpoint then.
+        Raises `TrainingError` when a loss is not a number or nothing trains any more, and the
+        engine's error when it does not take new weights; finished steps are in the last checkpoint
+        then.
         """
         settings = self.settings
         if not self.course.steps and not self.course.evaluations:
@@ -153,7 +154,7 @@ class Loop:
         return self.course
 
     async def save(self) -> Path:
-        """Write a checkpoint of what is done; returns its folder."""
+        """Write a checkpoint of the training so far; returns its folder."""
         state = {
             "step": self.course.step,
             "cursor": self.source.cursor(),
@@ -271,12 +272,14 @@ AVERAGED = 5
 
 
 def rewards_of(course: Course) -> list[tuple[int, float]]:
-    """(step, mean reward of its sessions), where one is known."""
+    """Return each step with the mean reward of its sessions, without steps whose reward is
+    unknown.
+    """
     return [(one["step"], one["reward"]) for one in course.steps if one["reward"] is not None]
 
 
 def smoothed(values: Sequence[float], width: int = AVERAGED) -> list[float]:
-    """Return the mean of each value and up to `width - 1` before it."""
+    """Return the running mean: for each value, the mean of it and up to `width - 1` before it."""
     means = []
     for end in range(1, len(values) + 1):
         part = values[max(0, end - width) : end]
@@ -285,9 +288,10 @@ def smoothed(values: Sequence[float], width: int = AVERAGED) -> list[float]:
 
 
 def draw_text(values: Sequence[float], *, height: int = 6) -> list[str]:
-    """Values as columns of blocks, `height` lines, top first; the scale is from 0 to 1 or more.
+    """Return a bar chart of values as `height` lines of text, top first; the scale is 0 to 1 or
+    more.
 
-    Nothing for no values.
+    No lines for no values.
     """
     if not values:
         return []
@@ -302,7 +306,8 @@ def draw_text(values: Sequence[float], *, height: int = 6) -> list[str]:
 
 
 def draw_png(path: Path, course: Course, *, title: str) -> Path:
-    """Write the learning curve: reward per step, its running mean, and the evaluations.
+    """Draw the learning curve as a PNG file: reward per step, its running mean, and the
+    evaluations.
 
     Raises `TrainingError` if matplotlib is missing.
     """
@@ -356,7 +361,7 @@ def save_checkpoint(
     *,
     keep: int,
 ) -> Path:
-    """Write `folder/step-N` and remove all but the newest `keep`; returns its path.
+    """Write the checkpoint `folder/step-N`, and remove all but the newest `keep`; returns its path.
 
     `state["step"]` is N. Raises `TrainingError` if a weight is not a number.
     """
@@ -394,13 +399,13 @@ def write_model(folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBa
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return all whole checkpoints in `folder`, oldest first; none if it does not exist."""
+    """Return all complete checkpoints in `folder`, oldest first; none if it does not exist."""
     found = [path for path in folder.glob("step-*") if (path / STATE).is_file()]
     return sorted(path for path in found if path.suffix != ".part")
 
 
 def read_state(checkpoint: Path) -> JSON:
-    """Return the state that `save_checkpoint` was given, with the learner's own facts."""
+    """Return the training state of a checkpoint, with the learner's own entries."""
     try:
         state: JSON = json.loads((checkpoint / STATE).read_text())
     except (OSError, ValueError) as error:
@@ -409,9 +414,10 @@ def read_state(checkpoint: Path) -> JSON:
 
 
 def restore(learner: Learner, checkpoint: Path) -> JSON:
-    """Put optimiser, generator and counters back; the learner's model is the checkpoint's already.
+    """Restore optimiser, random generator and counters of the learner from a checkpoint.
 
-    Returns the state. Raises `TrainingError` for a checkpoint of another model.
+    The learner's model must have been loaded from it. Returns the training state. Raises
+    `TrainingError` for a checkpoint of another model.
     """
     from safetensors.torch import load_file
 

@@ -52,7 +52,7 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """One per session; NaN where it is not known."""
+        """Reward of each session of the group; NaN where it is not known."""
         return [float("nan") if s.reward is None else float(s.reward) for s in self.sessions]
 
     @property
@@ -98,18 +98,19 @@ class Batch:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens in the batch that train."""
         return sum(self.lags.values())
 
 
 def make_batch(
     groups: Sequence[Group], settings: GrpoSettings, *, version: int, max_lag: int | None = None
 ) -> Batch:
-    """Return the samples of `groups` for an update of weights `version`.
+    """Return the samples of `groups` for an update of the weights of `version`.
 
-    With `max_lag`, a session is left out that has a token sampled more updates ago (`stale`) or of
+    With `max_lag`, sessions are left out that have a token sampled more updates ago (`stale`) or of
     an unknown version (`unversioned`). Raises `TrainingError` for sessions with images, for those
-    that were not sampled from the trained distribution, and for traces over the limit where that is
-    refused.
+    that were not sampled from the trained distribution, and for traces over the length limit if the
+    settings refuse these.
     """
     left_out: Counter[str] = Counter()
     alone = 0
@@ -145,6 +146,9 @@ def make_batch(
 
 
 def nothing_left(batch: Batch) -> str:
+    """Return an error text that says why all sessions of a batch were left out, and what to
+    change.
+    """
     message = f"nothing to train on; left out: {batch.left_out}"
     if "stale" in batch.left_out:
         message += "; stale sessions were sampled more than max_lag updates ago: raise max_lag"
@@ -157,7 +161,7 @@ def nothing_left(batch: Batch) -> str:
 
 
 def trains(trace: Trace) -> int:
-    """Count the tokens of a trace that can train: the very first id of a sequence cannot."""
+    """Return how many tokens of a trace can train; the first id of a sequence cannot."""
     mask = trace.loss_mask if len(trace.prompt_ids) else trace.loss_mask[1:]
     return int(mask.sum())
 
@@ -167,13 +171,14 @@ def _trained(session: Trajectory) -> int:
 
 
 def advantages_of(group: Group, kind: str) -> tuple[list[list[float | Floats]], int]:
-    """Return the advantage of each session's traces; how many are the session's for want of others.
+    """Return the advantage of each trace of each session of a group, and how many of them are the
+    session's own because no other session has that role.
 
     Where an evaluator gave traces rewards of their own, a trace is compared with those of its role
     (kind and name of the agent) in the group's other sessions. Where it gave rewards per token,
-    each turn is: it is worth the rewards from its beginning to the trace's end, and is compared
-    with the same turn of the role. Each session counts once in a mean, however many traces it has.
-    A group with forks of its own sessions is compared branch by branch (`tree_advantages`).
+    each turn is compared: its value is the rewards from its beginning to the trace's end, and it is
+    compared with the same turn of the role. Each session counts once in a mean, however many traces
+    it has. A group with forks of its own sessions is compared branch by branch (`tree_advantages`).
     """
     if len(set(roots_of(group.sessions))) < len(group.sessions):
         return [[*of] for of in tree_advantages(group.sessions, kind)], 0
@@ -283,9 +288,11 @@ def check_sampling(session: Trajectory, temperature: float) -> None:
 
 
 def unfit_setting(field: str, value: float | JSON | None, temperature: float) -> str | None:
-    """Return the reason that samples under this value do not fit; `None` = they do.
+    """Return why samples under this sampling setting cannot be trained at `temperature`; `None` =
+    they can.
 
-    `field` is one of `SamplingPolicy`; `None` is the engine's default: temperature 1, full support.
+    `field` is one of `SamplingPolicy`; a `value` of `None` is the engine's default: temperature 1,
+    full support.
     """
     if isinstance(value, dict):
         return (

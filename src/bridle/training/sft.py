@@ -110,9 +110,9 @@ class SftResult:
 
 
 def read_examples(path: str | Path) -> list[TrainingSequence]:
-    """Return the examples of a JSONL or Parquet file with `input_ids` and `loss_mask`.
+    """Return the training examples of a JSONL or Parquet file with `input_ids` and `loss_mask`.
 
-    A Parquet file of trajectories (`prompt_ids`, `response_ids`, `loss_mask`) will do too.
+    A Parquet file of trajectories (`prompt_ids`, `response_ids`, `loss_mask`) can be used, too.
     Raises `TrainingError` naming the file, and the line or row, of what cannot be used.
     """
     path = Path(path)
@@ -168,7 +168,8 @@ def train(
     *,
     progress: Callable[[SftProgress], None] = lambda _: None,
 ) -> SftResult:
-    """Train `model` in place; it is left in evaluation mode.
+    """Train `model` in place on the examples (supervised fine-tuning); it is left in evaluation
+    mode.
 
     Raises `TrainingError` before the first step if there is nothing to train on or an id is beyond
     the vocabulary; and when a loss is not a number, with the last good weights back in the model.
