@@ -10,7 +10,7 @@ from bridle.trajectory import rebuild
 from bridle.trajectory.result import trajectory_json
 
 
-async def test_it_has_all_of_its_session_and_nothing_of_others(tmp_path):
+async def test_an_excerpt_has_all_of_its_session_and_nothing_of_others(tmp_path):
     await write(tmp_path / "run", busy("a"), busy("b"), busy("c"))
     source = tmp_path / "run" / "capture.sqlite"
     copy = tmp_path / "copy.sqlite"
@@ -27,7 +27,7 @@ async def test_it_has_all_of_its_session_and_nothing_of_others(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if "copy" in path.name] == ["copy.sqlite"]
 
 
-async def test_an_excerpt_of_a_running_session_is_of_one_moment(tmp_path):
+async def test_an_excerpt_of_a_running_session_is_a_snapshot(tmp_path):
     made = busy("a")
     async with await SqliteStore.open(tmp_path / "capture.sqlite") as store:
         await store.open_session(made.record)
@@ -42,7 +42,7 @@ async def test_an_excerpt_of_a_running_session_is_of_one_moment(tmp_path):
         assert [one.exchange_id for one in reader.exchanges("a")] == [first.exchange_id]
 
 
-async def test_there_is_none_of_a_session_or_a_file_that_is_not_there(tmp_path):
+async def test_an_excerpt_of_an_unknown_session_is_none_and_of_a_missing_file_an_error(tmp_path):
     await write(tmp_path / "run", busy("a"))
     assert excerpt(tmp_path / "run" / "capture.sqlite", "b") is None
     with pytest.raises(StoreError, match="no such capture file"):

@@ -105,7 +105,7 @@ async def test_an_older_file_is_converted_in_place_to_write_and_in_memory_to_rea
         open_for_reading(path)
 
 
-async def test_a_step_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+async def test_a_failed_migration_step_leaves_the_file_unchanged(tmp_path, monkeypatch):
     path = tmp_path / "capture.sqlite"
     open_for_writing(path, fsync=False).close()
     steps = "DROP TABLE outcomes", "SELECT half_way"
@@ -115,7 +115,7 @@ async def test_a_step_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch
         assert connection.execute("SELECT count(*) FROM outcomes").fetchone() == (0,)
 
 
-async def test_a_version_without_a_way_forward_is_refused(tmp_path):
+async def test_a_file_of_a_version_without_a_migration_is_refused(tmp_path):
     path = tmp_path / "capture.sqlite"
     open_for_writing(path, fsync=False).close()
     with closing(sqlite3.connect(path)) as connection:

@@ -17,7 +17,7 @@ def names(jobs):
     return written
 
 
-async def test_what_was_left_comes_before_what_is_queued_after_it():
+async def test_deferred_jobs_run_before_jobs_that_are_queued_later():
     jobs = Jobs()
     jobs.left += (job("a"), job("b"))
     jobs.give(job("c"))
@@ -48,7 +48,7 @@ async def test_the_next_writer_takes_the_deferred_jobs():
     assert jobs.given == jobs.finished
 
 
-async def test_a_mark_comes_after_what_was_left():
+async def test_a_queued_marker_comes_after_the_deferred_jobs():
     jobs, mark = Jobs(), threading.Event()
     jobs.left.append(job("a"))
     jobs.put(mark)

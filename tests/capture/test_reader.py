@@ -63,7 +63,7 @@ async def test_a_damaged_row_is_named_and_the_rest_is_read(path, column, value, 
             reader.exchanges("s1")
 
 
-async def test_reading_leaves_nothing_behind(path):
+async def test_reading_a_capture_file_changes_it_and_its_folder_in_no_way(path):
     await written(path, three_turns())
     before = path.read_bytes()
     with SqliteReader(path) as reader:
@@ -79,7 +79,7 @@ def session(calls, session_id="s1"):
     return made
 
 
-async def test_looking_again_costs_what_is_new(path):
+async def test_repeated_totals_report_only_new_exchanges(path):
     made = session(3)
     async with await SqliteStore.open(path) as store:
         with closing(SqliteReader(path)) as reader:

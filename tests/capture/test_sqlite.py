@@ -287,7 +287,7 @@ async def test_a_read_waits_for_a_slow_write(path):
             assert list(reading.result()) == [made.record]
 
 
-async def test_what_is_no_json_is_refused_and_costs_nobody_else(path):
+async def test_a_record_that_is_no_json_is_refused_and_later_ones_are_written(path):
     async with await SqliteStore.open(path) as store:
         with pytest.raises(StoreError, match="cannot write"):
             await store.open_session(SessionRecord("s1", 0.0, metadata={"a": object()}))
@@ -344,7 +344,7 @@ async def test_undecodable_output_survives_as_escapes(path):
 # ---- cost
 
 
-async def test_the_file_costs_little_more_than_what_is_new(path):
+async def test_a_capture_file_is_at_most_1_3_times_as_large_as_its_distinct_data(path):
     """At most 1.3 times the tokens, logprobs and texts, also for a file of one short session."""
     for turns in (8, 32):
         made = MadeSession()
@@ -438,7 +438,7 @@ async def test_a_read_while_the_writer_ends_raises(path):
             await asyncio.to_thread(store.sessions)
 
 
-async def test_a_caller_that_stops_waiting_loses_nothing(path):
+async def test_a_commit_whose_caller_was_cancelled_is_still_written(path):
     made = MadeSession()
     made.call()
     async with await SqliteStore.open(path) as store:
@@ -450,7 +450,7 @@ async def test_a_caller_that_stops_waiting_loses_nothing(path):
         assert_same(store.exchanges("s1"), made.exchanges)
 
 
-def test_a_loop_that_ended_does_not_stop_the_writer(path):
+def test_the_writer_survives_the_end_of_its_caller_s_event_loop(path):
     made = three_turns()
     store = asyncio.run(SqliteStore.open(path))
 

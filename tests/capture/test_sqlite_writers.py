@@ -43,7 +43,7 @@ async def written_here(store, tries=50):
     return False
 
 
-async def test_an_idle_writer_leaves_small_records_to_their_callers(path):
+async def test_small_records_are_written_by_their_callers_while_the_writer_thread_is_idle(path):
     async with await SqliteStore.open(path) as store:
         assert await written_here(store)
         assert await writers(store, size=WRITTEN_HERE + 1) == {store._writer._thread}
@@ -105,7 +105,7 @@ async def test_a_record_that_its_caller_cannot_write_is_its_caller_s_error_alone
         assert await written_here(store)
 
 
-async def test_a_delivery_goes_with_the_next_exchange_and_is_read_at_once(path):
+async def test_a_delivery_is_written_with_the_next_exchange_and_readable_at_once(path):
     made = three_turns()
     async with await SqliteStore.open(path) as store, asyncio.TaskGroup() as group:
         await store.open_session(made.record)
@@ -122,7 +122,7 @@ async def test_a_delivery_goes_with_the_next_exchange_and_is_read_at_once(path):
         assert set(store.deliveries("s1")) == {first.exchange_id, second.exchange_id}
 
 
-async def test_the_time_of_a_delivery_that_went_with_an_exchange_writes_no_other(path):
+async def test_the_timer_of_a_delivery_already_written_writes_no_later_delivery(path):
     made = three_turns()
     async with await SqliteStore.open(path) as store:
         await store.open_session(made.record)

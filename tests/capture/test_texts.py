@@ -97,7 +97,7 @@ def test_any_body_comes_back_whole(pieces):
     assert read_back(body)[content_digest(body)] == body
 
 
-def test_words_are_no_data_however_long():
+def test_long_plain_text_is_not_stored_as_a_data_entry():
     body = b'{"role":"user","content":"%s"}' % (b"many words " * 1000)
     assert [*body_entries(b"", body)] == [(BODY, b"", body)]
 
@@ -162,7 +162,7 @@ def test_a_sessions_texts_are_its_bodies_and_each_row_has_its_reply():
     assert len(texts) == 3
 
 
-def test_a_row_that_comes_later_is_read_too():
+def test_texts_of_a_row_that_is_added_later_are_read():
     texts, _ = texts_of(blob(0, head=True))
     assert len(texts) == 1
     texts.add(blob(1), head_digest(HEAD_TEXT))
@@ -190,7 +190,9 @@ def test_a_row_without_a_reply_has_an_empty_one():
     assert texts.reply(0) == b""
 
 
-async def test_nothing_is_unpacked_until_a_text_is_asked_for(tmp_path):
+async def test_replies_are_readable_from_an_exchange_and_its_copies_after_the_reader_closed(
+    tmp_path,
+):
     made = MadeSession()
     made.call()
     made.call("x0")
