@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from bridle.engines import connection
-from bridle.engines.connection import MOST_BYTES, Connections, CutReplyError, HttpReply
+from bridle.engines.connection import MOST_BYTES, Connections, CutReplyError, HttpCall, HttpReply
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = (
@@ -206,14 +206,10 @@ async def until(condition):
     await asyncio.sleep(0.05)
 
 
-def nothing(_reply):
-    """Nobody wants to end the wait."""
-
-
 async def test_calls_in_a_row_share_a_connection():
     async with serving([LENGTH], [CHUNKED], [LENGTH]) as (made, seen):
         for _ in range(3):
-            reply = await made.post("/x?y=1", b"body", nothing)
+            reply = await made.post("/x?y=1", b"body", HttpCall())
             assert reply.body == b"hello"
     assert len(seen) == 1
     assert seen[0].startswith(b"POST /base/x?y=1 HTTP/1.1\r\nHost: 127.0.0.1:")
@@ -224,8 +220,8 @@ async def test_calls_at_once_have_a_connection_each():
     async with serving(*[[0.01, LENGTH]] * 4) as (made, seen):
         async with asyncio.TaskGroup() as group:
             for _ in range(3):
-                group.create_task(made.post("/", b"", nothing))
-        await made.post("/", b"", nothing)
+                group.create_task(made.post("/", b"", HttpCall()))
+        await made.post("/", b"", HttpCall())
     assert len(seen) == 3
 
 
@@ -233,17 +229,17 @@ async def test_a_connection_that_was_idle_for_long_is_not_used_again():
     async with serving(*[[LENGTH]] * 4, keepalive_s=0.4) as (made, seen):
         async with asyncio.TaskGroup() as group:
             for _ in range(2):
-                group.create_task(made.post("/", b"", nothing))
+                group.create_task(made.post("/", b"", HttpCall()))
         await asyncio.sleep(0.45)
-        await made.post("/", b"", nothing)
+        await made.post("/", b"", HttpCall())
         await until(lambda: seen.closed == 2)
     assert len(seen) == 3
 
 
 async def test_a_reply_that_ends_with_its_connection_is_whole_and_the_next_call_connects_anew():
     async with serving([TO_THE_END, None], [LENGTH]) as (made, seen):
-        assert (await made.post("/", b"", nothing)).body == b"hello"
-        assert (await made.post("/", b"", nothing)).body == b"hello"
+        assert (await made.post("/", b"", HttpCall())).body == b"hello"
+        assert (await made.post("/", b"", HttpCall())).body == b"hello"
     assert len(seen) == 2
 
 
@@ -260,36 +256,27 @@ async def test_a_reply_that_ends_with_its_connection_is_whole_and_the_next_call_
 async def test_a_disconnected_malformed_or_silent_reply_raises_its_own_error(reply, kind, says):
     async with serving(reply, silent_s=0.1 if kind is TimeoutError else 15) as (made, _):
         with pytest.raises(kind, match=says):
-            await made.post("/", b"", nothing)
+            await made.post("/", b"", HttpCall())
 
 
 async def test_a_slow_reply_does_not_time_out_while_bytes_keep_arriving():
     parts = [LENGTH[:9], 0.6, LENGTH[9:20], 0.6, LENGTH[20:]]
     async with serving(parts, silent_s=1) as (made, _):
-        assert (await made.post("/", b"", nothing)).status == 200
-
-
-async def test_the_watcher_of_a_call_can_end_it_with_an_exception():
-    def end(reply):
-        reply.set_exception(KeyError("ended"))
-
-    async with serving([LENGTH]) as (made, _):
-        with pytest.raises(KeyError):
-            await made.post("/", b"", end)
+        assert (await made.post("/", b"", HttpCall())).status == 200
 
 
 async def test_unsolicited_bytes_close_an_idle_connection():
     async with serving([LENGTH, 0.01, b"more"], [LENGTH]) as (made, seen):
-        await made.post("/", b"", nothing)
+        await made.post("/", b"", HttpCall())
         await until(lambda: seen.closed)
-        await made.post("/", b"", nothing)
+        await made.post("/", b"", HttpCall())
     assert len(seen) == 2
 
 
 async def test_closing_ends_calls_under_way():
     async def reply():
         with pytest.raises(ConnectionError):
-            await made.post("/", b"", nothing)
+            await made.post("/", b"", HttpCall())
 
     async with serving([30]) as (made, seen), asyncio.TaskGroup() as group:
         group.create_task(reply())
@@ -299,10 +286,10 @@ async def test_closing_ends_calls_under_way():
 
 async def test_a_call_without_an_idle_connection_is_sent_on_a_new_one():
     async with serving([LENGTH], [LENGTH], [0.01, LENGTH]) as (made, seen):
-        sent = made.begin("/x", b"body")
-        assert (await made.reply(sent, nothing)).body == b"hello"
+        call = made.begin("/x", b"body")
+        assert (await made.post("/x", b"", call)).body == b"hello"
         for _ in range(2):
-            await made.reply(made.begin("/x", b""), nothing)
+            await made.post("/x", b"", made.begin("/x", b""))
     assert len(seen) == 1
     assert b"\r\n\r\nbody" in seen[0]
 
@@ -310,20 +297,20 @@ async def test_a_call_without_an_idle_connection_is_sent_on_a_new_one():
 async def test_a_call_begun_before_its_connection_fails_if_the_connect_fails(unused_tcp_port):
     made = Connections(URL(f"http://127.0.0.1:{unused_tcp_port}"), {}, silent_s=9)
     with pytest.raises(OSError, match="Connect call failed"):
-        await made.reply(made.begin("/", b""), nothing)
+        await made.post("/", b"", made.begin("/", b""))
     await made.aclose()
 
 
 @pytest.mark.parametrize("dropped", [True, False])
 async def test_a_call_dropped_before_its_connection_is_made_sends_nothing(dropped):
     async with serving([LENGTH], [LENGTH]) as (made, seen):
-        sent = made.begin("/", b"body")
+        call = made.begin("/", b"body")
         if dropped:
-            made.drop(sent)
-            assert (await made.post("/", b"other", nothing)).body == b"hello"
+            made.drop(call)
+            assert (await made.post("/", b"other", HttpCall())).body == b"hello"
         await made.aclose()
         with pytest.raises((ConnectionError, asyncio.CancelledError)):
-            sent.waiting.result()
+            call.waiting.result()
     assert b"body" not in b"".join(seen)
 
 
@@ -334,12 +321,12 @@ async def test_a_stream_left_before_its_end_chunk_keeps_its_connection_only_if_m
     head, body = CHUNKED.split(b"\r\n\r\n", 1)
     parts = [head + b"\r\n\r\n" + body[:-5], 0.02, body[-5:]]
     async with serving(parts, [LENGTH]) as (made, seen):
-        async with made.stream("/", b"", nothing) as (reply, more):
+        async with made.stream("/", b"", HttpCall()) as (reply, more):
             assert await more() == b"hello"
             assert not reply.is_whole
             reply.ends = ends
         await until(lambda: not ends or seen.answered)
-        assert (await made.post("/", b"", nothing)).body == b"hello"
+        assert (await made.post("/", b"", HttpCall())).body == b"hello"
     assert len(seen) == 2 - ends
 
 
@@ -347,7 +334,7 @@ async def test_a_connection_whose_end_chunk_never_comes_is_closed_after_a_timeou
     monkeypatch.setattr(connection, "END_S", 0.02)
     head, body = CHUNKED.split(b"\r\n\r\n", 1)
     async with serving([head + b"\r\n\r\n" + body[:-5], 30]) as (made, seen):
-        async with made.stream("/", b"", nothing) as (reply, more):
+        async with made.stream("/", b"", HttpCall()) as (reply, more):
             await more()
             reply.ends = True
         await until(lambda: seen.closed)
@@ -356,7 +343,7 @@ async def test_a_connection_whose_end_chunk_never_comes_is_closed_after_a_timeou
 async def parts_of(made, *, most=99):
     """The parts of a streamed reply, at most so many."""
     found = []
-    async with made.stream("/", b"", nothing) as (reply, more):
+    async with made.stream("/", b"", HttpCall()) as (reply, more):
         assert reply.status == 200
         while len(found) < most and (part := await more()):
             found.append(part)
@@ -387,7 +374,7 @@ async def test_a_stream_that_breaks_between_two_reads_raises_at_the_next_read():
     begun = head + b"\r\n\r\n2\r\nhe\r\n"
     async with (
         serving([begun, 0.01, None]) as (made, seen),
-        made.stream("/", b"", nothing) as (_, more),
+        made.stream("/", b"", HttpCall()) as (_, more),
     ):
         assert await more() == b"he"
         await until(lambda: seen.closed)

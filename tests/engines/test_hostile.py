@@ -14,7 +14,7 @@ from tests.engines.shapes import SHAPES, collect, request
 from tests.engines.spoilers import editing
 
 from bridle.engines.base import CutError
-from bridle.engines.http import HttpCall
+from bridle.engines.connection import HttpCall
 from bridle.engines.openai import OpenAIEngine
 from bridle.errors import EngineError
 from bridle.scripted.server import EngineServer

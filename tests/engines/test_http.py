@@ -13,11 +13,10 @@ from yarl import URL
 
 from bridle.engines import connection, http
 from bridle.engines.base import CutError
+from bridle.engines.connection import AbortedError, HttpCall
 from bridle.engines.http import (
-    AbortedError,
     EngineClient,
     EventDecoder,
-    HttpCall,
     engine_error,
     parse_retry_after,
 )

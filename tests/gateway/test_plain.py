@@ -464,7 +464,7 @@ async def test_the_keepalive_alarm_of_a_plain_stream_is_cancelled_once_it_is_sen
 async def test_a_plain_call_after_an_expired_engine_connection_stays_on_the_plain_path(linear):
     async with linear() as (home, _, caller, messages, _):
         (replica,) = home.gateway._engine._replicas.values()
-        replica.engine._client._connections._keepalive_s = 0
+        replica.engine._client.connections._keepalive_s = 0
         assert (await caller.ask(messages))["content"] == "a"
         assert home.gateway.plain.served == 2
 
@@ -472,7 +472,7 @@ async def test_a_plain_call_after_an_expired_engine_connection_stays_on_the_plai
 async def test_a_lost_engine_gives_503_on_the_plain_path(linear):
     async with linear() as (home, _, caller, messages, _):
         (replica,) = home.gateway._engine._replicas.values()
-        connections = replica.engine._client._connections
+        connections = replica.engine._client.connections
         pool = home.gateway._engine
         pool.settings = pool.settings.model_copy(update={"patience_s": 0.1})
         connections._keepalive_s, connections._url = 0, connections._url.with_port(9)

@@ -20,8 +20,8 @@ from bridle.capture.sqlite import SqliteReader
 from bridle.config import SamplingPolicy
 from bridle.embedded.model import PlainModel
 from bridle.engines.base import Engine, GenerateRequest
-from bridle.engines.connection import Sent
-from bridle.engines.http import EngineClient, HttpCall
+from bridle.engines.connection import HttpCall
+from bridle.engines.http import EngineClient
 from bridle.engines.ids import ArrayIds
 from bridle.engines.teachers import served_teacher
 from bridle.engines.vllm import LoraAdapters, VllmEngine
@@ -71,28 +71,14 @@ class Recorder(EngineClient):
     def __init__(self, base_url: str, answers: dict[str, list[bytes]]) -> None:
         super().__init__(base_url, api_key=None, timeout_s=1800)
         self._answers = answers
-        self._bodies: dict[Sent, bytes] = {}
+        self.begun: dict[HttpCall, str] = {}
+        """The request ids of calls that were sent outside of a task."""
 
-    def begin(self, path: str, *body: bytes) -> Sent:
-        sent = super().begin(path, *body)
-        self._bodies[sent] = b"".join(body)
-        return sent
-
-    def end(self, sent: Sent) -> None:
-        self._kept(self._bodies.pop(sent)).append(sent.waiting.result().body)
-        super().end(sent)
-
-    async def post(
-        self,
-        path: str,
-        body: bytes,
-        call: HttpCall,
-        *,
-        prompt_tokens: int,
-        sent: Sent | None = None,
-    ) -> bytes:
-        answer = await super().post(path, body, call, prompt_tokens=prompt_tokens, sent=sent)
-        self._kept(body if sent is None else self._bodies.pop(sent)).append(answer)
+    async def post(self, path: str, body: bytes, call: HttpCall, *, prompt_tokens: int) -> bytes:
+        answer = await super().post(path, body, call, prompt_tokens=prompt_tokens)
+        name = self.begun.pop(call, None)
+        kept = self._kept(body) if name is None else self._answers.setdefault(name, [])
+        kept.append(answer)
         return answer
 
     async def stream(
@@ -116,9 +102,21 @@ class RecordingVllm(VllmEngine):
 
     def __init__(self, base_url: str, **options: Any) -> None:
         super().__init__(base_url, **options)
-        self._client = Recorder(base_url, self.answers)
+        self._client = self._recorder = Recorder(base_url, self.answers)
         self._images = ImageRenderer(self._client)
         self._adapters = LoraAdapters(self._client)
+
+    def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
+        waiting = super().begin(request)
+        if waiting is not None:
+            self._recorder.begun[self._calls[request.request_id]] = request.request_id
+        return waiting
+
+    def end(self, request: GenerateRequest) -> None:
+        answer = self._calls[request.request_id].arrived()
+        assert answer is not None
+        self.answers.setdefault(request.request_id, []).append(answer)
+        super().end(request)
 
     @classmethod
     def said(cls, request_id: str) -> Said:

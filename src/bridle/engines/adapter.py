@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from bridle.engines import vllm_schemas
 from bridle.engines.base import EngineInfo, GarbledError, GenerateChunk, GenerateRequest
-from bridle.engines.http import EngineClient, HttpCall
+from bridle.engines.connection import HttpCall
+from bridle.engines.http import EngineClient
 from bridle.engines.ids import IdsError, compact, parse_ids
 from bridle.engines.probe import ProbeReport
 from bridle.errors import EngineError

@@ -14,7 +14,6 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias, cast
 
@@ -425,12 +424,49 @@ class _Heads(dict[str, bytes]):
         return head
 
 
-@dataclass(slots=True, eq=False)
-class Sent:
-    """A POST that was sent, and its reply to be."""
+class AbortedError(Exception):
+    """`HttpCall.abort` ended the call."""
 
-    connection: _Connection
-    waiting: asyncio.Future[HttpReply]
+
+class HttpCall:
+    """One call of a server. `abort` ends each wait for it, also those to come."""
+
+    def __init__(
+        self,
+        connection: _Connection | None = None,
+        waiting: asyncio.Future[HttpReply] | None = None,
+    ) -> None:
+        self.connection = connection
+        """The connection over which `Connections.begin` sent its request; `None` = `begin` did not,
+        or a task waits for the reply."""
+        self.waiting = waiting
+        """The future that is awaited, or was last; `None` = none was."""
+        self.version: int | None = None
+        """Version of the adapter that it samples with; `None` = the engine's weights alone."""
+        self._aborted = False
+
+    def abort(self) -> None:
+        """End the present wait, or the next one, with `AbortedError`."""
+        self._aborted = True
+        if self.waiting is not None and not self.waiting.done():
+            self.waiting.set_exception(AbortedError())
+
+    def watch(self, waiting: asyncio.Future[HttpReply]) -> None:
+        """Register the future that is awaited next."""
+        if self._aborted:
+            waiting.cancel()
+            raise AbortedError
+        self.waiting = waiting
+
+    def arrived(self) -> bytes | None:
+        """Return the body of an answer that is JSON; `None` = `post` tells what it is."""
+        assert self.waiting is not None, "its request was sent"
+        try:
+            reply = self.waiting.result()
+        except (OSError, TimeoutError, AbortedError, asyncio.CancelledError):
+            return None
+        body = reply.body
+        return body if reply.status == 200 and body[:1] == b"{" else None
 
 
 class Connections:
@@ -464,54 +500,45 @@ class Connections:
         """Those that are not lost."""
         self._connecting = Nursery(lambda _: None)  # a failure is the call's
 
-    async def post(
-        self, path: str, body: bytes, watch: Callable[[asyncio.Future[HttpReply]], None]
-    ) -> HttpReply:
-        """Send a POST; return its reply. Cancelling, or ending the future given to `watch`, aborts
-        it.
-
-        Raises `OSError` (`CutReplyError` in mid-reply), `TimeoutError` after silence, and any error
-        of `watch`.
-        """
-        connection = await self._take()
-        sent = Sent(connection, connection.call(self._heads[path], body))
-        return await self.reply(sent, watch)
-
-    def begin(self, path: str, *body: bytes) -> Sent:
-        """Send a POST at once, or once a new connection is made. `reply` or `take` ends it."""
+    def begin(self, path: str, *body: bytes) -> HttpCall:
+        """Send a POST at once, or once it has a connection. `post`, `keep` and `drop` end it."""
         connection = self._idle_one()
         if connection is None:
             connection = _Connection(self._silent_s, self._made)
             connecting = self._connecting.start(self._connect(connection), name="connect")
             connecting.add_done_callback(connection.connected)
-        return Sent(connection, connection.call(self._heads[path], *body))
+        return HttpCall(connection, connection.call(self._heads[path], *body))
 
-    async def reply(
-        self, sent: Sent, watch: Callable[[asyncio.Future[HttpReply]], None]
-    ) -> HttpReply:
-        """Wait for the reply to a POST; see `post`."""
+    async def post(self, path: str, body: bytes, call: HttpCall) -> HttpReply:
+        """Send a POST, unless `begin` has; return its reply. Cancelling or `call.abort` ends it.
+
+        Raises `OSError` (`CutReplyError` in mid-reply), `TimeoutError` after silence, or
+        `AbortedError`.
+        """
+        connection, waiting = call.connection, call.waiting
+        if connection is None or waiting is None:
+            connection = await self._take()
+            waiting = connection.call(self._heads[path], body)
+        call.connection = None
         try:
-            watch(sent.waiting)
-            await sent.waiting
+            call.watch(waiting)
+            reply = await waiting
         except BaseException:
-            self.drop(sent)
+            waiting.cancel()
+            connection.close()
             raise
-        return self.take(sent)
-
-    def drop(self, sent: Sent) -> None:
-        """End a call: its connection is closed, at which the server ends it, too."""
-        sent.waiting.cancel()
-        sent.connection.close()
-
-    def take(self, sent: Sent) -> HttpReply:
-        """Return a reply that has arrived; its connection is kept for the next call."""
-        reply = sent.waiting.result()
-        self.keep(sent.connection)
+        self.keep(connection)
         return reply
+
+    def drop(self, call: HttpCall) -> None:
+        """End a call of `begin`: its connection is closed, at which the server ends it, too."""
+        if call.connection is not None and call.waiting is not None:
+            call.waiting.cancel()
+            call.connection.close()
 
     @asynccontextmanager
     async def stream(
-        self, path: str, body: bytes, watch: Callable[[asyncio.Future[HttpReply]], None]
+        self, path: str, body: bytes, call: HttpCall
     ) -> AsyncIterator[tuple[HttpReply, Callable[[], Awaitable[bytes]]]]:
         """Send a POST; yield the head of its reply, and a function that awaits more of its body.
 
@@ -520,9 +547,9 @@ class Connections:
         connection = await self._take()
         try:
             waiting = connection.call(self._heads[path], body, streams=True)
-            watch(waiting)
+            call.watch(waiting)
             reply = await waiting
-            yield reply, partial(connection.more, reply, watch)
+            yield reply, partial(connection.more, reply, call.watch)
         except BaseException:
             connection.close()
             raise

@@ -6,7 +6,6 @@ that breaks off.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import math
 import re
@@ -28,44 +27,15 @@ from bridle.engines.connection import (
     KEEPALIVE_S,
     Connections,
     CutReplyError,
+    HttpCall,
     HttpReply,
     NoConnectionError,
-    Sent,
 )
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, without_user_info
 
 _OVERFLOW = re.compile(r"maximum (?:context|model) length(?: is| of)? \(?(\d+)", re.IGNORECASE)
 _LARGE = 1 << 20
-
-
-class AbortedError(Exception):
-    """The call was ended by `HttpCall.abort`."""
-
-
-class HttpCall:
-    """Running call. `abort` ends each wait that `watch` registers."""
-
-    def __init__(self, version: int | None = None, sent: Sent | None = None) -> None:
-        self.version = version
-        """Version of the adapter that it samples with; `None` = the engine's weights alone."""
-        self.sent = sent
-        """Its request, if that was sent outside of a task, and no task has taken it over."""
-        self._aborted = False
-        self._reply = None if sent is None else sent.waiting
-
-    def abort(self) -> None:
-        """End the present wait, or the next one, with `AbortedError`."""
-        self._aborted = True
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(AbortedError())
-
-    def watch(self, reply: asyncio.Future[HttpReply]) -> None:
-        """Register the future that is awaited next."""
-        if self._aborted:
-            reply.cancel()
-            raise AbortedError
-        self._reply = reply
 
 
 class EngineClient:
@@ -86,7 +56,7 @@ class EngineClient:
         elif url.user is not None:
             named = b64encode(f"{url.user}:{url.password or ''}".encode()).decode()
             self._headers["Authorization"] = f"Basic {named}"
-        self._connections = Connections(
+        self.connections = Connections(
             URL(self.base_url), self._headers, silent_s=timeout_s, attempts=attempts
         )
         self._session: aiohttp.ClientSession | None = None
@@ -111,7 +81,7 @@ class EngineClient:
 
     async def aclose(self) -> None:
         """Close all connections; idempotent."""
-        await self._connections.aclose()
+        await self.connections.aclose()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -139,45 +109,10 @@ class EngineClient:
             raise engine_error(response.status, answer, self._url(path))
         return True
 
-    def begin(self, path: str, *body: bytes) -> Sent:
-        """Send a POST; no answer is waited for. `post` or `end` ends it."""
-        return self._connections.begin(path, *body)
-
-    def arrived(self, sent: Sent) -> bytes | None:
-        """Return the body of an answer that has arrived; `None` = `post` is to say what it is."""
+    async def post(self, path: str, body: bytes, call: HttpCall, *, prompt_tokens: int) -> bytes:
+        """Return the whole body of a 200 answer. `prompt_tokens` goes into a context overflow."""
         try:
-            reply = sent.waiting.result()
-        except (OSError, TimeoutError, AbortedError, asyncio.CancelledError):
-            return None
-        body = reply.body
-        return body if reply.status == 200 and body[:1] == b"{" else None
-
-    def end(self, sent: Sent) -> None:
-        """Keep the connection of an answer that has been read."""
-        self._connections.keep(sent.connection)
-
-    def drop(self, sent: Sent) -> None:
-        """End a call whose answer nobody waits for."""
-        self._connections.drop(sent)
-
-    async def post(
-        self,
-        path: str,
-        body: bytes,
-        call: HttpCall,
-        *,
-        prompt_tokens: int,
-        sent: Sent | None = None,
-    ) -> bytes:
-        """Return the whole body of a 200 answer. `prompt_tokens` goes into a context overflow.
-
-        `sent` is the request if `begin` has sent it.
-        """
-        try:
-            if sent is None:
-                reply = await self._connections.post(path, body, call.watch)
-            else:
-                reply = await self._connections.reply(sent, call.watch)
+            reply = await self.connections.post(path, body, call)
         except CutReplyError as error:
             raise _cut(error) from error
         except (TimeoutError, OSError) as error:
@@ -205,7 +140,7 @@ class EngineClient:
         """
         decoder, begun = EventDecoder(), False
         try:
-            async with self._connections.stream(path, body, call.watch) as (reply, more):
+            async with self.connections.stream(path, body, call) as (reply, more):
                 begun = reply.status == 200 and reply.content_type == b"text/event-stream"
                 if not begun:
                     raise await self._refused(path, reply, more, prompt_tokens)

@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 
 from bridle.engines.base import CutError, EngineInfo, GenerateChunk, GenerateRequest
-from bridle.engines.http import AbortedError, EngineClient, HttpCall
+from bridle.engines.connection import AbortedError, HttpCall
+from bridle.engines.http import EngineClient
 from bridle.engines.probe import Finding, ProbeReport
 from bridle.engines.vllm_routes import MessageText, read_answer, response_format
 from bridle.errors import ConfigError, ContextOverflowError, EngineError

@@ -38,7 +38,7 @@ from bridle.engines.base import (
     is_adapter,
     join_chunks,
 )
-from bridle.engines.http import AbortedError, HttpCall
+from bridle.engines.connection import AbortedError, HttpCall
 from bridle.engines.ids import check_vocabulary
 from bridle.engines.probe import Finding, probe
 from bridle.engines.sglang_routes import (

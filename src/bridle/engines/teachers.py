@@ -24,7 +24,8 @@ import numpy.typing as npt
 from bridle.engines import vllm_schemas
 from bridle.engines.adapter import API_KEY_VARIABLE, tokenized, tokenizer_dir
 from bridle.engines.base import GarbledError
-from bridle.engines.http import EngineClient, HttpCall
+from bridle.engines.connection import HttpCall
+from bridle.engines.http import EngineClient
 from bridle.engines.sglang_routes import GENERATE
 from bridle.errors import ConfigError, EngineError
 from bridle.types import JSON, Ids, Logprobs

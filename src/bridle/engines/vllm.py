@@ -38,7 +38,8 @@ from bridle.engines.base import (
     TextDelta,
     WeightsLostError,
 )
-from bridle.engines.http import AbortedError, EngineClient, HttpCall
+from bridle.engines.connection import AbortedError, HttpCall
+from bridle.engines.http import EngineClient
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
 from bridle.engines.vllm_routes import (
@@ -265,16 +266,17 @@ class VllmEngine(ServerAdapter, Immediate):
             raise ContextOverflowError(length, self._context_length, request.sampling.max_tokens)
         adapter = self._adapters.newest
         call = self._calls.get(request.request_id)
-        if call is None or call.sent is None:
-            adapted = adapter is not None and request.model is None
-            call = self._calls[request.request_id] = HttpCall(self.version if adapted else None)
-        begun, call.sent = call.sent, None
+        is_begun = call is not None and call.connection is not None
+        if call is None or not is_begun:
+            call = self._calls[request.request_id] = HttpCall()
+            if adapter is not None and request.model is None:
+                call.version = self.version
         state = _Progress(self, request, call.version)
         sent = request.prompt.json() if self._token_in else None
         route = VllmRoute.CHAT if request.by_messages else self._route
         room = self._context_length - length
         body = b""
-        if begun is None:
+        if not is_begun:
             parts = call_parts(
                 route, request, adapter or self._model,
                 room=room, token_in=self._token_in, experts=self.tells_experts,
@@ -289,9 +291,7 @@ class VllmEngine(ServerAdapter, Immediate):
                             if (chunk := state.next(read)) is not None:
                                 yield chunk
             else:
-                answer = await self._client.post(
-                    route.path, body, call, prompt_tokens=length, sent=begun
-                )
+                answer = await self._client.post(route.path, body, call, prompt_tokens=length)
                 state.next(read_answer(answer, unnamed=self.version, sent=sent))
             yield state.last()
         except AbortedError:
@@ -313,16 +313,16 @@ class VllmEngine(ServerAdapter, Immediate):
             self._route, request, adapter or self._model,
             room=room, token_in=True, experts=self.tells_experts,
         )  # fmt: skip
-        sent = self._client.begin(self._route.path, *parts)
-        adapted = adapter is not None and request.model is None
-        call = HttpCall(self.version if adapted else None, sent)
+        call = self._client.connections.begin(self._route.path, *parts)
         self._calls[request.request_id] = call
-        return sent.waiting
+        if adapter is not None and request.model is None:
+            call.version = self.version
+        return call.waiting
 
     def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
         """Return the reply to a call of `begin` if it is whole and has an end, else `None`."""
         call = self._calls[request.request_id]
-        if call.sent is None or (answer := self._client.arrived(call.sent)) is None:
+        if call.connection is None or (answer := call.arrived()) is None:
             return None
         read = read_answer(answer, unnamed=self.version, sent=request.prompt.json())
         self.check(read)
@@ -337,12 +337,11 @@ class VllmEngine(ServerAdapter, Immediate):
         return chunk
 
     def end(self, request: GenerateRequest) -> None:
-        if (sent := self._calls.pop(request.request_id).sent) is not None:
-            self._client.end(sent)
+        if (connection := self._calls.pop(request.request_id).connection) is not None:
+            self._client.connections.keep(connection)
 
     def drop(self, request: GenerateRequest) -> None:
-        if (sent := self._calls.pop(request.request_id).sent) is not None:
-            self._client.drop(sent)
+        self._client.connections.drop(self._calls.pop(request.request_id))
 
     def _read(self, answers: list[bytes], sent: bytes | None) -> Iterator[Read]:
         if self.gives_text:  # each says a text of its own

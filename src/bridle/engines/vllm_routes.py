@@ -41,7 +41,8 @@ from bridle.engines.base import (
     Seen,
     TextDelta,
 )
-from bridle.engines.http import EngineClient, HttpCall
+from bridle.engines.connection import HttpCall
+from bridle.engines.http import EngineClient
 from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
 from bridle.engines.probe import Finding
 from bridle.errors import EngineError
