@@ -579,8 +579,14 @@ class PlainCall:
             self.committed()
 
     def committed(self) -> None:
-        """Answer the client, if its connection takes the reply at once: the exchange is durable."""
+        """Answer the client, if its connection takes the reply at once: the exchange is durable.
+
+        The reply leaves before anything else is done.
+        """
         path, session, call = self.path, self.taken.session, self.call
+        waits = self.line.flight is self  # else its client has gone
+        if is_answered := waits and self._answered():
+            self.line.flight = None
         if self.alarm is not None:
             self.alarm.cancel()
         _, bodies = self.commit
@@ -588,23 +594,28 @@ class PlainCall:
         call.flight = None
         path.metrics.calls.values[("committed",)] += 1
         path.exchanges.end(session, call)
-        if self.line.flight is not self:
-            return  # its client has gone
-        connection, question = self.line.connection, self.question
-        if question.request.stream:
-            reply = whole_stream(call, question.request, self.route, question.wire)
+        if is_answered:
+            path.deliveries.received(session, call)
+            dialect = self.question.wire.dialect
+            path.metrics.requests.values[dialect, RouteKind.GENERATE, 200] += 1
+            self.taken.give_back()
+            path.served += 1
+            self._go_on()
+        elif waits:
+            self.to_relay()
+
+    def _answered(self) -> bool:
+        """Write the reply; `False` = the connection does not take all of it at once."""
+        request = self.question.request
+        if request.stream:
+            reply = whole_stream(self.call, request, self.route, self.question.wire)
         else:
             reply = whole_reply(self.finished.answer.body)
+        connection = self.line.connection
         if not takes_at_once(connection.transport, len(reply)):
-            self.to_relay()
-            return
-        self.line.flight = None
+            return False
         connection.write_reply(reply)
-        path.deliveries.received(session, call)
-        path.metrics.requests.values[question.wire.dialect, RouteKind.GENERATE, 200] += 1
-        self.taken.give_back()
-        path.served += 1
-        self._go_on()
+        return True
 
     def _go_on(self) -> None:
         """Have the next turn go on from this one, which was delivered."""
