@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING, Any
 
-from bridle.dialects.base import Route
+from bridle.dialects.base import Route, WireFormat
 from bridle.dialects.json_reader import MOST_ITEMS, split_grown
 from bridle.engines.pool import EnginePool
 from bridle.gateway import lineage
@@ -65,11 +65,11 @@ class LinearTurn:
     link: bytes
     """Digest of the chain behind its request."""
     shown: tuple[Message, ...] | None = None
-    """Its reply as its harness will send it back; `None` = it is being sampled."""
+    """Its reply as its harness will send it back; `None` = it is not read, or being sampled."""
 
-    def sampled(self, session: GatewaySession, question: Question, reply: bytes) -> None:
-        """Note the reply of the turn."""
-        self.shown = question.wire.reply_messages(reply)
+    def read_reply(self, session: GatewaySession, wire: WireFormat) -> None:
+        """Read the reply, which is not released."""
+        self.shown = wire.reply_messages(self.call.answered().body)
         if [message for message in self.shown if message.tool_calls]:
             session.lineage.note(self.call.exchange_id, self.shown, summary=False)
 
@@ -283,6 +283,8 @@ def settle(session: GatewaySession) -> None:
         request = wire.parse(tip.route, body, session.messages)
         key = canonical(request, session.atoms)
         session.conversation.begin(call.exchange_id, key, continues=call.continues)
+        if turn.shown is None and call.answer is not None:
+            turn.read_reply(session, wire)
         if turn.shown is not None:
             lineage.index_reply(
                 session,

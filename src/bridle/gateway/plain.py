@@ -543,7 +543,6 @@ class PlainCall:
             if is_settled or self.turn is None:
                 exchange, bodies = exchanges.indexed(session, finished)
             else:
-                self.turn.sampled(session, question, finished.answer.body)
                 exchange, bodies = exchanges.recorded(session, finished)
         except Exception as error:  # noqa: BLE001 - the top of a served request
             self.hand_over(_failing(error))
@@ -595,9 +594,11 @@ class PlainCall:
         path.metrics.calls.values[("committed",)] += 1
         path.exchanges.end(session, call)
         if is_answered:
+            wire = self.question.wire
+            if self.turn is not None and self.tip is session.tip:
+                self.turn.read_reply(session, wire)
             path.deliveries.received(session, call)
-            dialect = self.question.wire.dialect
-            path.metrics.requests.values[dialect, RouteKind.GENERATE, 200] += 1
+            path.metrics.requests.values[wire.dialect, RouteKind.GENERATE, 200] += 1
             self.taken.give_back()
             path.served += 1
             self._go_on()
