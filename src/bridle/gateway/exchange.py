@@ -518,10 +518,6 @@ class Exchanges:
             sample=sampled,
             effective=effective,
             reply=reply,
-            answer=call.answer,
-            first_token_s=call.first_token_s,
-            logprob_mode=served.info.logprob_mode,
-            constrained=call.grammar is not None,
         )
         call.prompt, call.output_ids, call.finish = prompt, sampled.output_ids, sampled.finish
         if prompted.shown is not None or prompted.images:
@@ -552,7 +548,8 @@ class Exchanges:
 
         `bodies` are the raw messages that it stored, by digest.
         """
-        call, request, answer = finished.call, finished.question.request, finished.answer
+        call, request = finished.call, finished.question.request
+        answer = call.answered()
         session.in_hand.captured += len(request.head) + len(answer.body)
         for body in bodies:
             session.in_hand.captured += len(bodies[body])
@@ -580,7 +577,7 @@ class Exchanges:
         A child that comes before they are durable finds it and waits for its `done`.
         """
         question = finished.question
-        shown = question.wire.reply_messages(finished.answer.body)
+        shown = question.wire.reply_messages(finished.call.answered().body)
         session.newest = finished.call, question, shown
         lineage.index_reply(
             session,

@@ -611,7 +611,7 @@ class PlainCall:
         if request.stream:
             reply = whole_stream(self.call, request, self.route, self.question.wire)
         else:
-            reply = whole_reply(self.finished.answer.body)
+            reply = whole_reply(self.call.answered().body)
         connection = self.line.connection
         if not takes_at_once(connection.transport, len(reply)):
             return False

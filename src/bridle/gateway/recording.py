@@ -12,12 +12,12 @@ from bridle.dialects.tools import list_digest
 from bridle.engines.base import Picture
 from bridle.experts import KEY, Experts, merge_rows, pack
 from bridle.gateway.budgets import unenforced
-from bridle.gateway.call import Answer, Call, Question
+from bridle.gateway.call import Call, Question
 from bridle.gateway.engine_prompts import Shown, unplaced
 from bridle.gateway.sampling import SampledReply
 from bridle.prompting.calls import parsed_object
 from bridle.prompting.prompt import PromptIds
-from bridle.types import JSON, LogprobMode, Message, Reply, Sampling, TextPart, record
+from bridle.types import JSON, Message, Reply, Sampling, TextPart, record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,12 +64,7 @@ class Finished:
     sample: SampledReply
     effective: Sampling
     reply: Reply
-    answer: Answer
-    """The reply as it is shown."""
-    first_token_s: float | None
-    logprob_mode: LogprobMode
-    constrained: bool = False
-    """True if it was sampled under a grammar."""
+    """As it was sampled; `Answer` has what is shown of it."""
 
 
 def issued_ids(messages: tuple[Message, ...]) -> list[str]:
@@ -106,19 +101,19 @@ def exchange_record(finished: Finished, index: int, unpaired: int = 0) -> Exchan
         suffix_ids=prompt.array() if parent is None else prompt.suffix,
         output_ids=sample.output_ids,
         logprobs=sample.logprobs,
-        logprob_mode=finished.logprob_mode,
+        logprob_mode=finished.question.served.info.logprob_mode,
         versions=sample.versions,
         finish_reason=sample.finish,
         sampling=finished.effective,
-        constrained=finished.constrained,
+        constrained=call.grammar is not None,
         prompt_length=prompt.length,
         prompt_digest=prompt.digest,
         request=span_list.record(
             request.head, call.base_id, None if tools is None else list_digest(tools)
         ),
-        reply=finished.answer.body,
+        reply=call.answered().body,
         started_at=call.started_at,
-        first_token_s=finished.first_token_s,
+        first_token_s=call.first_token_s,
         duration_s=time.perf_counter() - call.clock_start,
         extra=_extra(finished, unpaired),
         experts=_experts(sample, prompt.length) if sample.extra or sample.extra_before else None,
@@ -192,7 +187,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "malformed_calls": _malformed(reply) if reply.tool_calls else reply.calls_unread,
         "prefill": request.prefill,
         "unenforced": unenforced(
-            request, reply, finished.effective, constrained=finished.constrained
+            request, reply, finished.effective, constrained=finished.call.grammar is not None
         ),
         "reasoning_restored": parent is not None and parent.reasoned and _restored(finished),
         "removed": request.extra.get("removed"),
