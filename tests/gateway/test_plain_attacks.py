@@ -182,7 +182,7 @@ async def test_a_weight_update_between_placing_and_sampling_loses_no_plain_call(
         (replica,) = pool._replicas.values()
         engine: Any = replica.engine
         if not connected:
-            engine._client._connections._keepalive_s = 0
+            engine._client.connections._keepalive_s = 0
         updates = []
 
         async def update() -> None:

@@ -74,7 +74,6 @@ def a_request(spans=SPANS, tools=None, reasoning=None, **fields):
 def a_call(exchange_id="e2", base=None, digests=DIGESTS, **fields):
     call = Call(exchange_id, "s", 100.0, 0.0, b"question", asked=Asked(kind=Kind.SUBAGENT))
     call.spans = SpanList(base, digests)
-    call.answer = Answer(Reply("a", None, (), FinishReason.STOP), Usage(2, 2), b"{}")
     for name, value in fields.items():
         setattr(call, name, value)
     return call
@@ -112,6 +111,7 @@ def finished(call=None, *, parent=None, request=None, engine_prompt=None, placem
         sample=SampledReply(**{**fields, **sample}),
         effective=Sampling(temperature=1.0),
         reply=Reply("a", None, (), FinishReason.STOP),
+        answer=Answer(Reply("a", None, (), FinishReason.STOP), Usage(2, 2), b"{}"),
     )
 
 

@@ -39,9 +39,10 @@ from bridle.errors import (
 )
 from bridle.gateway.faults import trace_of
 from bridle.gateway.keys import TOO_MANY, WrongTokens
+from bridle.gateway.listener import JSON_TYPE
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import FACTS, SessionFacts, SessionHandle, facts_of
-from bridle.gateway.relay import JSON_TYPE, json_response
+from bridle.gateway.relay import json_response
 from bridle.gateway.routing import Target
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.weights import (

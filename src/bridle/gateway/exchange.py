@@ -518,6 +518,7 @@ class Exchanges:
             sample=sampled,
             effective=effective,
             reply=reply,
+            answer=call.answer,
         )
         call.prompt, call.output_ids, call.finish = prompt, sampled.output_ids, sampled.finish
         if prompted.shown is not None or prompted.images:
@@ -548,8 +549,7 @@ class Exchanges:
 
         `bodies` are the raw messages that it stored, by digest.
         """
-        call, request = finished.call, finished.question.request
-        answer = call.answered()
+        call, request, answer = finished.call, finished.question.request, finished.answer
         session.in_hand.captured += len(request.head) + len(answer.body)
         for body in bodies:
             session.in_hand.captured += len(bodies[body])
@@ -577,7 +577,7 @@ class Exchanges:
         A child that comes before they are durable finds it and waits for its `done`.
         """
         question = finished.question
-        shown = question.wire.reply_messages(finished.call.answered().body)
+        shown = question.wire.reply_messages(finished.answer.body)
         session.newest = finished.call, question, shown
         lineage.index_reply(
             session,

@@ -19,6 +19,8 @@ from typing import Any, Final, Protocol, Self
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import SERVER_SOFTWARE
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
@@ -44,6 +46,12 @@ MOST_KEPT: Final = 8 * 1024
 
 UNFINISHED_BYTES: Final = 32 * 1024 * 1024
 """Bytes of unfinished heads, over all connections of a listener."""
+
+AT_ONCE: Final = 1 << 15
+"""Bytes of a reply up to which it stays below what a transport holds before its writer waits
+(64 KiB), whatever its head."""
+
+JSON_TYPE: Final = "application/json"
 
 BACKLOG: Final = 4096
 
@@ -374,3 +382,29 @@ class Listener(AbstractAsyncContextManager["Listener"]):
             asyncio.get_running_loop(),
             client_max_size=self._max_body_bytes,
         )
+
+
+# ---- replies that leave whole
+
+
+def reply_head(headers: dict[str, str]) -> bytes:
+    """Return the head of a reply over a connection that stays; the date is left to be filled in."""
+    lines = [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join(
+        ["HTTP/1.1 200 OK", *lines, "Date: %b", f"Server: {SERVER_SOFTWARE}", "\r\n"]
+    ).encode()
+
+
+_JSON_HEAD: Final = reply_head({"Content-Type": JSON_TYPE, "Content-Length": "%d"})
+
+
+def whole_reply(body: bytes) -> bytes:
+    """Return a whole reply over a connection that stays, its head included."""
+    return _JSON_HEAD % (len(body), rfc822_formatted_time().encode()) + body
+
+
+def takes_at_once(transport: asyncio.WriteTransport | None, size: int) -> bool:
+    """Return whether a connection takes so many bytes without waiting."""
+    if transport is None or size > AT_ONCE or transport.is_closing():
+        return False
+    return transport.get_write_buffer_size() == 0

@@ -40,13 +40,13 @@ from bridle.gateway.exchange import Exchanges
 from bridle.gateway.faults import trace_of
 from bridle.gateway.lineage import of_subagent
 from bridle.gateway.linear import LinearTurn, Tip, settle, tip_of
-from bridle.gateway.listener import MOST_KEPT, Connection
+from bridle.gateway.listener import MOST_KEPT, Connection, takes_at_once, whole_reply
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import Models, Served
 from bridle.gateway.prompts import engine_request
 from bridle.gateway.recording import Finished, Prompted
 from bridle.gateway.registry import GatewaySession
-from bridle.gateway.relay import takes_at_once, whole_reply, whole_stream
+from bridle.gateway.relay import whole_stream
 from bridle.gateway.responses import Responses
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.routing import asked
@@ -583,9 +583,16 @@ class PlainCall:
         The reply leaves before anything else is done.
         """
         path, session, call = self.path, self.taken.session, self.call
-        waits = self.line.flight is self  # else its client has gone
-        if is_answered := waits and self._answered():
-            self.line.flight = None
+        line, question, is_answered = self.line, self.question, False
+        waits = line.flight is self  # else its client has gone
+        if waits:
+            if question.request.stream:
+                reply = whole_stream(call, question.request, self.route, question.wire)
+            else:
+                reply = whole_reply(self.finished.answer.body)
+            if is_answered := takes_at_once(line.connection.transport, len(reply)):
+                line.flight = None
+                line.connection.write_reply(reply)
         if self.alarm is not None:
             self.alarm.cancel()
         _, bodies = self.commit
@@ -594,29 +601,15 @@ class PlainCall:
         path.metrics.calls.values[("committed",)] += 1
         path.exchanges.end(session, call)
         if is_answered:
-            wire = self.question.wire
             if self.turn is not None and self.tip is session.tip:
-                self.turn.read_reply(session, wire)
+                self.turn.read_reply(session, question.wire)
             path.deliveries.received(session, call)
-            path.metrics.requests.values[wire.dialect, RouteKind.GENERATE, 200] += 1
+            path.metrics.requests.values[question.wire.dialect, RouteKind.GENERATE, 200] += 1
             self.taken.give_back()
             path.served += 1
             self._go_on()
         elif waits:
             self.to_relay()
-
-    def _answered(self) -> bool:
-        """Write the reply; `False` = the connection does not take all of it at once."""
-        request = self.question.request
-        if request.stream:
-            reply = whole_stream(self.call, request, self.route, self.question.wire)
-        else:
-            reply = whole_reply(self.call.answered().body)
-        connection = self.line.connection
-        if not takes_at_once(connection.transport, len(reply)):
-            return False
-        connection.write_reply(reply)
-        return True
 
     def _go_on(self) -> None:
         """Have the next turn go on from this one, which was delivered."""

@@ -12,7 +12,7 @@ from bridle.dialects.tools import list_digest
 from bridle.engines.base import Picture
 from bridle.experts import KEY, Experts, merge_rows, pack
 from bridle.gateway.budgets import unenforced
-from bridle.gateway.call import Call, Question
+from bridle.gateway.call import Answer, Call, Question
 from bridle.gateway.engine_prompts import Shown, unplaced
 from bridle.gateway.sampling import SampledReply
 from bridle.prompting.calls import parsed_object
@@ -64,7 +64,8 @@ class Finished:
     sample: SampledReply
     effective: Sampling
     reply: Reply
-    """As it was sampled; `Answer` has what is shown of it."""
+    answer: Answer
+    """The reply as it is shown."""
 
 
 def issued_ids(messages: tuple[Message, ...]) -> list[str]:
@@ -111,7 +112,7 @@ def exchange_record(finished: Finished, index: int, unpaired: int = 0) -> Exchan
         request=span_list.record(
             request.head, call.base_id, None if tools is None else list_digest(tools)
         ),
-        reply=call.answered().body,
+        reply=finished.answer.body,
         started_at=call.started_at,
         first_token_s=call.first_token_s,
         duration_s=time.perf_counter() - call.clock_start,

@@ -13,22 +13,17 @@ from typing import Final
 
 from aiohttp import HttpVersion11, web
 from aiohttp.helpers import rfc822_formatted_time
-from aiohttp.http import SERVER_SOFTWARE
 
 from bridle.dialects.base import Route, StreamEncoder, WireFormat
 from bridle.errors import RequestError
 from bridle.gateway.call import Call
+from bridle.gateway.listener import JSON_TYPE, reply_head, takes_at_once, whole_reply
 from bridle.gateway.live import LiveReply, Mark
 from bridle.gateway.registry import GatewaySession
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.settings import GatewaySettings
 from bridle.types import ModelRequest
 
-AT_ONCE: Final = 1 << 15
-"""Bytes of a reply up to which it stays below what a transport holds before its writer waits
-(64 KiB), whatever its head."""
-
-JSON_TYPE: Final = "application/json"
 SSE_HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -210,24 +205,8 @@ class _Follower:
             self._stopped.set_result(None)
 
 
-def _head(headers: dict[str, str]) -> bytes:
-    """Return the head of a reply over a connection that stays; the date is left to be filled in."""
-    lines = [f"{name}: {value}" for name, value in headers.items()]
-    return "\r\n".join(
-        ["HTTP/1.1 200 OK", *lines, "Date: %b", f"Server: {SERVER_SOFTWARE}", "\r\n"]
-    ).encode()
-
-
-_HEAD: Final = _head({"Content-Type": JSON_TYPE, "Content-Length": "%d"})
-
-
-def whole_reply(body: bytes) -> bytes:
-    """Return a whole reply over a connection that stays, its head included."""
-    return _HEAD % (len(body), rfc822_formatted_time().encode()) + body
-
-
 _STREAM_HEADS: Final = {
-    sse: _head({**headers, "Transfer-Encoding": "chunked"})
+    sse: reply_head({**headers, "Transfer-Encoding": "chunked"})
     for sse, headers in ((True, SSE_HEADERS), (False, {"Content-Type": JSON_TYPE}))
 }
 
@@ -240,13 +219,6 @@ def whole_stream(call: Call, request: ModelRequest, route: Route, wire: WireForm
     head = _STREAM_HEADS[route.sse] % rfc822_formatted_time().encode()
     size = len(opening) + len(before) + len(last)
     return b"%b%x\r\n%b%b%b\r\n0\r\n\r\n" % (head, size, opening, before, last)
-
-
-def takes_at_once(transport: asyncio.WriteTransport | None, size: int) -> bool:
-    """Return whether a connection takes so many bytes without waiting."""
-    if transport is None or size > AT_ONCE or transport.is_closing():
-        return False
-    return transport.get_write_buffer_size() == 0
 
 
 class _Written(web.StreamResponse):
