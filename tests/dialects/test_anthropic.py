@@ -23,7 +23,7 @@ def read(**fields):
     return parse(Dialect.ANTHROPIC, {"model": "m", "max_tokens": 9, "messages": HI, **fields})
 
 
-def test_system_is_the_heads_message_and_stays_in_place_inside():
+def test_a_system_field_becomes_the_first_message_and_system_messages_keep_their_place():
     request = read(system="rules", messages=[*HI, {"role": "system", "content": "note"}])
     assert [message.role for message in request.messages] == [Role.SYSTEM, Role.USER, Role.SYSTEM]
     assert request.head_messages == 1
@@ -51,7 +51,7 @@ def test_the_billing_block_is_removed_and_recorded():
         ({"type": "tool", "name": "later"}, "later"),
     ],
 )
-def test_tool_choices(choice, read_as):
+def test_tool_choice_is_read_as_a_mode_or_a_tool_name(choice, read_as):
     later = {"name": "later", "input_schema": {}, "defer_loading": True}
     request = read(tools=[*TOOLS, later], tool_choice=choice)
     assert request.tool_choice == read_as
@@ -103,7 +103,7 @@ def test_thinking_is_shown_only_if_requested():
     assert all(block["signature"] for block in shown[2:])
 
 
-def test_our_signature_and_call_ids_come_back_as_ours():
+def test_a_reply_s_signature_and_call_ids_are_read_back():
     request = read(thinking={"type": "enabled"})
     [message] = WIRE.reply_messages(WIRE.reply_json(request, HEAD, CALLS, USAGE))
     assert isinstance(message, Message)
@@ -111,7 +111,7 @@ def test_our_signature_and_call_ids_come_back_as_ours():
     assert [call.id for call in message.tool_calls] == ["toolu_" + "a" * 24, "toolu_" + "b" * 24]
 
 
-def test_schemas_of_answers():
+def test_response_schemas_are_read_from_output_config_and_output_format():
     schema = {"type": "object"}
     form = {"type": "json_schema", "schema": schema}
     assert read(output_config={"format": form}).response_schema == schema
@@ -141,13 +141,13 @@ def test_last_assistant_text_is_a_prefill():
         ("It is", {"thinking": {"type": "enabled"}}, "thinking block"),
     ],
 )
-def test_a_beginning_that_the_provider_refuses_is_refused(content, fields, words):
+def test_a_prefill_that_anthropic_refuses_is_refused(content, fields, words):
     with pytest.raises(RequestError, match=words) as raised:
         last(content, **fields)
     assert raised.value.param == "messages"
 
 
-def test_a_beginning_with_its_thought_is_taken_where_thinking_is_on():
+def test_a_prefill_after_a_thinking_block_is_accepted_with_thinking_enabled():
     content = [
         {"type": "thinking", "thinking": "hm", "signature": "s"},
         {"type": "text", "text": "It is"},
@@ -176,7 +176,7 @@ def test_string_content_is_one_text_block_and_empty_text_is_no_block(role):
         assert message == Message(Role(role))
 
 
-def test_results_stand_in_the_order_of_their_blocks():
+def test_tool_results_and_texts_keep_the_order_of_their_blocks():
     messages = read_content(
         "user",
         [
@@ -220,7 +220,7 @@ def test_text_after_a_call_is_a_message_of_its_own():
     )
 
 
-def test_media_of_every_source():
+def test_media_blocks_of_every_source_type_become_media_parts():
     def image(**source):
         return {"type": "image", "source": source}
 
@@ -263,13 +263,13 @@ def test_media_of_every_source():
         ),
     ],
 )
-def test_wrong_blocks_are_named(message, path):
+def test_invalid_content_blocks_are_refused_by_their_path(message, path):
     with pytest.raises(RequestError) as raised:
         read_message(message, "messages[0]")
     assert raised.value.param == path
 
 
-def test_a_system_string_is_never_noise():
+def test_a_system_string_that_looks_like_a_billing_header_is_kept():
     text = "x-anthropic-billing-header: said by the user"
     messages, removed = read_system(text, "system")
     assert messages == (Message(Role.SYSTEM, (TextPart(text),)),)

@@ -67,7 +67,7 @@ def test_memory_tool_schema_has_the_fields_of_the_sdk_commands():
         assert spec.parameters["properties"].keys() >= set(command.model_fields)
 
 
-def test_a_version_has_its_own_commands_and_actions():
+def test_each_version_of_a_tool_has_its_own_commands_and_actions():
     def words(kind, **tool):
         spec = client_run(kind, "t", tool)
         return json.dumps([spec and spec.description, spec and spec.parameters])

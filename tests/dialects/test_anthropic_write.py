@@ -28,11 +28,11 @@ CALL = ToolCall("call_1", "f", "{}")
         (Reply("x", None, (), FinishReason.ABORT), ("max_tokens", None)),
     ],
 )
-def test_stop_reasons(reply, result):
+def test_replies_have_the_stop_reason_that_anthropic_uses(reply, result):
     assert stop_reason(reply) == result
 
 
-def test_cached_tokens_are_counted_apart():
+def test_cached_tokens_are_reported_apart_from_input_tokens():
     counts = usage_json(USAGE)
     total = counts["input_tokens"] + counts["cache_read_input_tokens"]
     assert total == USAGE.prompt_tokens

@@ -39,7 +39,7 @@ def test_a_refusal_is_an_http_answer_by_default():
     ("path", "clean"),
     [("", "/"), ("/", "/"), ("//v1//models/", "/v1/models"), ("v1/x", "/v1/x")],
 )
-def test_paths_are_tidied(path, clean):
+def test_request_paths_are_normalised(path, clean):
     assert tidy(path) == clean
 
 

@@ -146,7 +146,7 @@ def test_an_echoed_reply_reads_as_the_reply_did(dialect, reply):
 
 @ALL
 @given(reply=replies)
-def test_the_stream_is_cut_without_its_last_event(dialect, reply):
+def test_the_end_of_a_reply_is_marked_only_in_the_last_event_of_a_stream(dialect, reply):
     wire = DIALECTS[dialect]
     encoder = wire.stream(asked(dialect), HEAD)
     encoder.open()
@@ -179,7 +179,7 @@ def test_pieces_sent_before_are_not_sent_again_at_the_close(dialect):
 
 
 @ALL
-def test_text_that_the_whole_reply_denies_is_left_alone(dialect):
+def test_final_text_that_contradicts_streamed_text_is_not_sent(dialect):
     wire = DIALECTS[dialect]
     encoder = wire.stream(asked(dialect), HEAD)
     encoder.open()
@@ -209,7 +209,7 @@ CODES = {
 
 @ALL
 @pytest.mark.parametrize("code", CODES)
-def test_every_code_has_the_providers_status(dialect, code):
+def test_every_error_code_has_the_provider_s_http_status(dialect, code):
     openai, anthropic, google = CODES[code]
     wanted = {Dialect.ANTHROPIC: anthropic, Dialect.GOOGLE: google}.get(dialect, openai)
     error = RequestError("why", code=code, retry_after_s=1.2)

@@ -43,7 +43,7 @@ def test_every_field_and_block_that_real_clients_send_is_known_to_its_dialect(fo
 
 
 @pytest.mark.parametrize("dialect", BODIES)
-def test_an_unknown_field_is_served_and_named(dialect):
+def test_an_unknown_request_field_is_accepted_and_reported(dialect):
     assert treatment(dialect, frobnicate=True, nothing=None) == ([], ["frobnicate"])
 
 
@@ -229,7 +229,7 @@ def test_reasoning_that_only_another_provider_can_read_is_named(dialect, item, u
     assert inside(dialect, item) == unknown
 
 
-def test_a_field_has_one_use_in_a_table():
+def test_field_tables_hold_only_identifiers():
     for table in FIELDS.values():
         assert all(name.isidentifier() for name in table)
 

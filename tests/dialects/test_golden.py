@@ -68,7 +68,7 @@ def test_a_golden_exchange_is_read_and_written_as_before(folder):
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_no_result_of_a_real_client_is_an_orphan(folder):
+def test_every_tool_result_in_recorded_client_requests_has_its_call(folder):
     assert canonical(request_of(folder), {}).pairing.orphans == []
 
 

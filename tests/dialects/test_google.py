@@ -43,12 +43,12 @@ def config(**fields):
         ({"mode": "ANY", "allowed_function_names": ["f", "g"]}, "required"),
     ],
 )
-def test_tool_choices(calling, read_as):
+def test_function_calling_config_is_read_as_a_mode_or_a_function_name(calling, read_as):
     request = read(tools=TOOLS, toolConfig={"functionCallingConfig": calling})
     assert request.tool_choice == read_as
 
 
-def test_an_unknown_mode_is_refused():
+def test_an_unknown_function_calling_mode_is_refused():
     with pytest.raises(RequestError, match="ODD"):
         read(tools=TOOLS, toolConfig={"functionCallingConfig": {"mode": "ODD"}})
 
@@ -69,11 +69,11 @@ def test_one_tool_object_is_a_list_of_one():
         ({"includeThoughts": True}, True),
     ],
 )
-def test_thinking(thinking, read_as):
+def test_thinking_config_is_read_as_on_off_or_unset(thinking, read_as):
     assert config(thinkingConfig=thinking).thinking is read_as
 
 
-def test_answers_by_schema():
+def test_response_schemas_and_the_json_mime_type_are_read():
     schema = {"type": "OBJECT", "properties": {"a": {"type": "STRING"}}}
     plain = {"type": "object", "properties": {"a": {"type": "string"}}}
     assert config(responseSchema=schema).response_schema == plain
@@ -90,7 +90,7 @@ def test_only_one_candidate_is_sampled():
     assert config(topK=0).sampling.top_k == -1
 
 
-def test_counting_takes_a_whole_request_too():
+def test_count_tokens_accepts_a_whole_generate_content_request():
     inner = {"model": "models/my-model", "contents": HI, "systemInstruction": "be brief"}
     path = "/v1beta/models/my-model:countTokens"
     for key in ("generateContentRequest", "generate_content_request"):
@@ -104,7 +104,7 @@ def test_contents_may_be_one_content():
     assert request.span_lengths == (1,)
 
 
-def test_calls_have_ids_and_signatures_and_text_has_one_where_there_is_no_call():
+def test_calls_have_ids_and_signatures_and_text_has_a_signature_only_without_calls():
     request = read()
     with_calls = json.loads(WIRE.reply_json(request, HEAD, CALLS, USAGE))
     text, first, second = with_calls["candidates"][0]["content"]["parts"]
@@ -122,7 +122,7 @@ def test_thoughts_are_shown_only_if_requested():
         assert ("thought" in parts["content"]["parts"][0]) is asked
 
 
-def test_one_model_is_shown_by_its_name():
+def test_a_model_route_shows_the_model_with_its_context_length():
     route = WIRE.route("GET", "/v1beta/models/x", "", {})
     assert route is not None
     assert route.kind is RouteKind.MODEL
@@ -133,14 +133,14 @@ def read_parts_of(role, *parts):
     return read_content({"role": role, "parts": list(parts)}, "contents[0]")
 
 
-def test_only_an_objects_own_keys_change_case():
+def test_keys_become_camel_case_except_inside_of_arguments():
     assert camel({"function_call": {"the_args": 1}, "a": 2}) == {
         "functionCall": {"the_args": 1},
         "a": 2,
     }
 
 
-def test_schemas_lose_googles_type_names_only():
+def test_google_s_type_names_in_schemas_become_json_schema_types():
     schema = {
         "type": "OBJECT",
         "required": ["TYPE"],
@@ -172,7 +172,7 @@ def test_a_system_instruction_is_a_content_or_a_text():
         assert read_system(nothing, "s") == ()
 
 
-def test_parts_that_hold_nothing_are_no_parts():
+def test_empty_text_and_signature_only_parts_are_dropped():
     assert read_parts_of("user", {"text": ""}, {"thoughtSignature": "c2ln"}, {}) == (
         Message(Role.USER),
     )
@@ -249,7 +249,7 @@ def test_text_after_a_call_is_a_message_of_its_own():
         ({"role": "user", "parts": [{"inlineData": {}}]}, "c.parts[0].inlineData.data"),
     ],
 )
-def test_wrong_contents_are_named(content, path):
+def test_invalid_contents_are_refused_by_their_path(content, path):
     with pytest.raises(RequestError) as raised:
         read_content(content, "c")
     assert raised.value.param == path
@@ -289,7 +289,7 @@ def test_a_declared_function_takes_the_place_of_the_predefined_one_of_its_name()
     assert [spec.description for spec in request.tools if spec.name == "navigate"] == ["Mine."]
 
 
-def test_the_actions_of_a_mobile_device_are_not_published_and_so_removed():
+def test_computer_use_of_a_mobile_device_is_removed_as_a_provider_tool():
     request = parsed("m", {"computerUse": {"environment": "ENVIRONMENT_MOBILE"}})
     assert (request.tools, request.extra["removed"]) == ((), {"server_tools": ["computerUse"]})
 

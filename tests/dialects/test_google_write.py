@@ -15,7 +15,7 @@ from bridle.errors import RequestError
 from bridle.types import FinishReason, Reply, ToolCall, Usage
 
 
-def test_thoughts_are_counted_apart():
+def test_thought_tokens_are_reported_apart_from_candidate_tokens():
     counts = usage_json(USAGE)
     assert counts["candidatesTokenCount"] + counts["thoughtsTokenCount"] == 7
     assert counts["totalTokenCount"] == 18
@@ -28,12 +28,12 @@ def test_a_call_without_an_id_gets_one_from_the_reply():
     assert part["functionCall"]["id"] == f"call_{HEAD.reply_id}001"
 
 
-def test_finish_reasons():
+def test_every_finish_reason_has_google_s_name():
     result = [finish_reason(Reply("", None, (), reason)) for reason in FinishReason]
     assert result == ["STOP", "MAX_TOKENS", "MAX_TOKENS"]
 
 
-def test_an_error_names_the_field_and_when_to_come_back():
+def test_an_error_has_its_field_violation_and_retry_delay():
     bad = error_json(RequestError("no text", param="contents[0].parts[0].text"))
     [detail] = bad["error"]["details"]
     assert detail["fieldViolations"][0]["field"] == "contents[0].parts[0].text"
@@ -50,7 +50,7 @@ def test_an_array_stream_is_one_json_array(reply):
     assert all("usageMetadata" not in piece for piece in parsed[:-1])
 
 
-def test_a_late_error_ends_an_array():
+def test_a_late_error_closes_a_json_array_stream():
     encoder = ContentStream(HEAD, thoughts=False, sse=False)
     stream = encoder.open() + encoder.text("x") + encoder.error(RequestError("gone", code="paused"))
     assert json.loads(stream)[-1]["error"]["status"] == "UNAVAILABLE"
@@ -70,7 +70,7 @@ def test_the_signature_of_a_text_comes_with_the_last_event():
 
 
 @pytest.mark.parametrize("sse", [True, False])
-def test_parallel_calls_leave_in_one_event(sse):
+def test_parallel_calls_are_sent_in_one_event(sse):
     encoder = ContentStream(HEAD, thoughts=True, sse=sse)
     before, _ = encoder.close(CALLS, USAGE)
     (holding,) = [event for event in before.split(b"\r\n") if b"functionCall" in event]

@@ -81,7 +81,7 @@ PIECES = [ONE, ",", " ", "[", "]", "{", "}", '"', "\\", "]}", ',"messages":[', "
         max_size=6,
     ),
 )
-def test_a_body_that_grows_between_the_same_ends_is_read_the_same(before, after, said):
+def test_a_growing_body_is_parsed_the_same_with_and_without_the_memo(before, after, said):
     memo = RequestHistory()
     body = chat(LONG, before=before, after=after)
     end = f"]{after}}}".encode()
@@ -111,7 +111,7 @@ def test_other_fields_of_a_growing_request_are_not_read_again():
         assert memo.grown(other, "messages", b"chat:") is None
 
 
-def test_only_new_messages_are_looked_at():
+def test_only_new_messages_of_a_growing_body_are_parsed():
     memo = Counting()
     history = [LONG]
     for turn in range(20):
@@ -120,7 +120,7 @@ def test_only_new_messages_are_looked_at():
         history += [f"answer {turn}", f"more {turn}"]
 
 
-def test_the_same_body_again_costs_nothing():
+def test_a_repeated_body_parses_no_message_again():
     memo = Counting()
     for _ in range(3):
         parsed(CHAT, chat(LONG, "a"), memo)
@@ -146,7 +146,7 @@ def test_several_conversations_at_once_are_remembered():
         chat(LONG, "a")[:-2] + b' ,{"role":"user","content":"b"}]}',
     ],
 )
-def test_a_body_that_only_begins_alike_is_read_as_ever(body):
+def test_a_body_with_only_a_known_prefix_is_parsed_as_without_the_memo(body):
     memo = RequestHistory()
     parsed(CHAT, chat(LONG, "a"), memo)
     assert parsed(CHAT, body, memo) == parsed(CHAT, body, {})
@@ -238,7 +238,7 @@ def test_joining_items_does_not_depend_on_earlier_requests(conversations):
             assert parsed(wire, body, memo) == parsed(wire, body, {})
 
 
-def test_only_bytes_behind_the_longest_known_beginning_are_news():
+def test_news_counts_only_the_bytes_after_the_longest_known_prefix():
     memo, other = RequestHistory(), RequestHistory()
     first = chat(LONG)
     assert memo.news(first) == len(first)
@@ -250,7 +250,7 @@ def test_only_bytes_behind_the_longest_known_beginning_are_news():
     assert other.news(first) == memo.news(first) < 100
 
 
-def test_the_newest_body_is_that_of_a_request_only_until_another_with_its_messages_comes():
+def test_newest_forgets_a_body_when_another_with_the_same_messages_arrives():
     memo = RequestHistory()
     first = parsed(CHAT, chat(LONG, after=',"max_tokens":1'), memo)
     newest = memo.newest(first.span_digests)

@@ -47,7 +47,7 @@ def test_call_ids_take_the_dialects_prefix():
 
 
 @pytest.mark.parametrize("prefix", ["resp_", "chatcmpl-", "msg_", "cmpl-", ""])
-def test_a_reply_is_known_by_its_id_in_every_dialect(prefix):
+def test_the_id_of_a_reply_is_read_in_every_dialect(prefix):
     name = "responseId" if not prefix else "id"
     whole = json.dumps({name: f"{prefix}00ff", "output": []}).encode()
     assert reply_id(whole) == f"{prefix}00ff"

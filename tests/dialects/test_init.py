@@ -9,7 +9,7 @@ ANTHROPIC, GOOGLE = Dialect.ANTHROPIC, Dialect.GOOGLE
 KIND = RouteKind
 
 
-def test_every_dialect_has_its_format():
+def test_every_dialect_has_a_registered_wire_format():
     assert set(DIALECTS) == set(Dialect)
     assert all(wire.dialect is dialect for dialect, wire in DIALECTS.items())
 
@@ -44,7 +44,7 @@ def test_every_dialect_has_its_format():
         ("GET", "/v1beta/models", GOOGLE, KIND.MODELS),
     ],
 )
-def test_a_path_is_recognised(method, path, dialect, kind):
+def test_a_request_path_is_routed_to_its_dialect_and_kind(method, path, dialect, kind):
     route = recognise(method, path, "", {})
     assert route is not None
     assert (route.dialect, route.kind) == (dialect, kind)
@@ -54,11 +54,11 @@ def test_a_path_is_recognised(method, path, dialect, kind):
     ("method", "path"),
     [("GET", "/chat"), ("GET", "/"), ("POST", "/"), ("POST", "/v1/models/m")],
 )
-def test_other_paths_are_not(method, path):
+def test_an_unknown_path_is_routed_to_no_dialect(method, path):
     assert recognise(method, path, "", {}) is None
 
 
-def test_a_websocket_upgrade_is_known():
+def test_a_websocket_upgrade_is_routed_as_an_upgrade():
     route = recognise("GET", "/v1/responses", "", {"upgrade": "WebSocket"})
     assert route is not None
     assert route.kind is KIND.UPGRADE
@@ -109,7 +109,7 @@ HEADERS = (
         *("/v1/messages/count_tokens", "/v1/responses/compact", "/nothing"),
     ],
 )
-def test_a_path_is_recognised_the_same_every_time(path, headers):
+def test_routing_of_a_path_does_not_depend_on_earlier_requests(path, headers):
     asked = [wire.route("POST", path, "", headers) for wire in DIALECTS.values()]
     expected = next((route for route in asked if route is not None), None)
     for other in (headers, *HEADERS, headers):  # in whatever order the clients come

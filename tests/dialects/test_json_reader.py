@@ -61,7 +61,7 @@ def test_a_body_is_split_without_decoding_its_fields():
         (b"1e400", float("inf")),
     ],
 )
-def test_odd_json_is_read(raw, value):
+def test_lone_surrogates_byte_order_marks_and_huge_numbers_are_decoded(raw, value):
     assert decode(raw, "x") == value
 
 
@@ -84,19 +84,19 @@ def test_bytes_that_are_no_utf_8_are_refused_where_they_stand():
 
 
 @pytest.mark.parametrize("body", [b"[1]", b"NaN", b"[NaN]", b'"x"'])
-def test_a_body_is_an_object(body):
+def test_a_body_that_is_no_object_is_refused(body):
     with pytest.raises(RequestError, match="the request body: expected an object"):
         split_object(body)
 
 
-def test_an_array_field_is_an_array():
+def test_an_object_in_place_of_an_array_is_refused_by_its_field():
     with pytest.raises(RequestError, match="'a': expected an array") as raised:
         split_array(split_object(b'{"a":{"b":1}}')["a"], "a")
     assert raised.value.param == "a"
 
 
 @pytest.mark.parametrize("value", [b"Infinity", b"-Infinity", b"NaN", b'{"b": Infinity}'])
-def test_a_number_that_only_python_reads_is_no_array(value):
+def test_nan_and_infinity_in_place_of_an_array_are_refused(value):
     with pytest.raises(RequestError, match="an array of objects"):
         split_array(split_object(b'{"a": %s}' % value)["a"], "a")
 
@@ -147,7 +147,7 @@ def test_a_span_that_is_no_object_is_refused_and_not_remembered():
     ("found", "result"),
     [("1", "a string"), (True, "a boolean"), ([], "an array"), ({}, "an object")],
 )
-def test_a_number_is_a_number(found, result):
+def test_a_value_of_another_type_in_place_of_a_number_is_refused_by_its_path(found, result):
     with pytest.raises(RequestError, match=f"expected a number, but got {result}") as error:
         number_at({"k": found}, "k", "a[0]")
     assert error.value.param == "a[0].k"
@@ -162,14 +162,14 @@ def test_a_number_out_of_bounds_is_refused(found):
 
 
 @pytest.mark.parametrize("found", [1.5, True, "1", 2**70, 1e300])
-def test_a_whole_number_is_one(found):
+def test_a_fraction_boolean_text_or_huge_number_is_no_whole_number(found):
     with pytest.raises(RequestError, match="'k'"):
         whole_at({"k": found}, "k", "")
     assert whole_at({"k": 8.0}, "k", "") == 8
     assert whole_at({}, "k", "") is None
 
 
-def test_lists_of_texts_and_numbers():
+def test_lists_of_texts_and_numbers_are_read_and_wrong_items_refused():
     assert texts_at({"k": "a"}, "k", "") == ("a",)
     assert texts_at({"k": ["a", "", "b"]}, "k", "") == ("a", "b")
     assert texts_at({"k": ""}, "k", "") == texts_at({}, "k", "") == ()
@@ -193,7 +193,7 @@ def test_lists_of_texts_and_numbers():
         ([], "[]"),
     ],
 )
-def test_arguments_are_text(value, text):
+def test_call_arguments_of_any_type_are_read_as_text(value, text):
     assert arguments_text(value) == text
 
 
@@ -210,12 +210,12 @@ def test_arguments_are_text(value, text):
         ("\ud83d", b'{"INVALID_JSON":"\xef\xbf\xbd"}'),
     ],
 )
-def test_arguments_are_an_object_where_they_must_be(arguments, given_back):
+def test_call_arguments_that_are_no_json_object_are_wrapped_in_one(arguments, given_back):
     assert arguments_object(arguments) == given_back
 
 
 @given(st.text(max_size=30))
-def test_any_arguments_become_an_object(arguments):
+def test_any_call_arguments_are_written_as_a_json_object(arguments):
     assert isinstance(json.loads(arguments_object(arguments)), dict)
 
 
@@ -230,7 +230,7 @@ def test_any_arguments_become_an_object(arguments):
         ('{"messages":[ ]}', [], ""),
     ],
 )
-def test_a_body_is_split_at_one_look(body, items, rest):
+def test_a_plain_body_is_split_into_fields_and_messages_in_one_pass(body, items, rest):
     fields, spans = split_body(body.encode(), "messages")
     assert spans == tuple(item.encode() for item in items)
     plain = split_object(body.encode())
@@ -240,7 +240,7 @@ def test_a_body_is_split_at_one_look(body, items, rest):
 
 
 @pytest.mark.parametrize("body", ['{"messages":"x"}', '{"a":1}', '{"messages":["\\ud83d"]}'])
-def test_a_body_that_is_not_plain_is_split_by_its_fields(body):
+def test_a_body_that_is_not_plain_is_split_into_fields_only(body):
     fields, spans = split_body(body.encode(), "messages")
     assert spans is None
     assert fields.keys() == json.loads(body).keys()
@@ -249,7 +249,7 @@ def test_a_body_that_is_not_plain_is_split_by_its_fields(body):
 @given(
     st.dictionaries(st.sampled_from(["messages", "tools", "a"]), st.lists(st.text() | st.none()))
 )
-def test_one_look_and_two_looks_give_the_same(value):
+def test_one_pass_and_two_pass_splitting_of_a_body_give_the_same(value):
     body = json.dumps({"messages": [], **value}, ensure_ascii=False).encode()
     fields, spans = split_body(body, "messages")
     plain = split_object(body)
@@ -276,7 +276,7 @@ def nested(levels: int) -> bytes:
     return b'{"a":' * levels + b"1" + b"}" * levels
 
 
-def test_nesting_is_limited_and_brackets_in_text_are_none():
+def test_nesting_is_limited_and_brackets_in_strings_do_not_count():
     assert decode(nested(MOST_NESTED), "tools")
     with pytest.raises(RequestError, match="'tools' is nested too deeply"):
         decode(nested(MOST_NESTED + 1), "tools")
@@ -294,7 +294,7 @@ def test_messages_are_limited_in_number():
     assert refused.value.param == "input"
 
 
-def test_values_are_limited_in_number_and_commas_in_text_are_none():
+def test_the_number_of_values_is_limited_and_commas_in_strings_do_not_count():
     check_values(encode({"text": ",\\\",'" * MOST_VALUES, "stop": [0] * (MOST_VALUES - 3)}))
     for body in ([0] * (MOST_VALUES + 1), {str(n): n for n in range(MOST_VALUES + 1)}):
         with pytest.raises(RequestError, match=f"more than {MOST_VALUES} JSON values") as refused:
@@ -313,7 +313,7 @@ def test_only_commas_outside_of_strings_count(text, most):
         check_values(text.encode(), most)
 
 
-def test_a_list_that_is_read_by_itself_is_limited_too():
+def test_the_length_of_a_separately_split_array_is_limited():
     with pytest.raises(RequestError, match="array too long"):
         split_array(msgspec.Raw(encode([{}] * (MOST_ITEMS + 1))), "input")
 

@@ -22,7 +22,7 @@ def test_invalid_base64_is_digested_as_text():
     assert data_part("image/png", "é!").digest == hashlib.sha256("é!".encode()).hexdigest()
 
 
-def test_a_url_is_known_by_itself():
+def test_a_media_url_is_digested_as_its_text():
     part = url_part("https://example.org/a.png", "image/*")
     assert part.source == "https://example.org/a.png"
     assert part.digest == hashlib.sha256(b"https://example.org/a.png").hexdigest()

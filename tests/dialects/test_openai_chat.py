@@ -40,13 +40,13 @@ def test_string_content_is_one_text_part_and_empty_text_is_no_part(role):
         assert message(role=role, content=nothing) == Message(Role(role))
 
 
-def test_roles_in_both_generations():
+def test_developer_and_function_roles_are_read_as_system_and_tool():
     assert message(role="developer", content="x").role is Role.SYSTEM
     parsed = message(role="function", name="f", content="x")
     assert (parsed.role, parsed.name, parsed.tool_call_id) == (Role.TOOL, "f", None)
 
 
-def test_a_turn_in_every_form_that_clients_send_back():
+def test_tool_calls_are_read_in_every_form_that_clients_send():
     new = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     bare = {"id": "1", "function": {"name": "f", "arguments": {"a": 1}}}
     custom = {"id": "1", "type": "custom", "custom": {"name": "p", "input": "raw"}}
@@ -63,7 +63,7 @@ def test_a_turn_in_every_form_that_clients_send_back():
     assert message(role="assistant", tool_calls=None) == Message(Role.ASSISTANT)
 
 
-def test_reasoning_in_every_form_that_clients_send_back():
+def test_reasoning_is_read_in_every_form_that_clients_send():
     assert message(role="assistant", reasoning_content="why").reasoning == "why"
     assert message(role="assistant", reasoning="why").reasoning == "why"
     assert message(role="assistant", reasoning={"text": "why"}).reasoning is None
@@ -71,7 +71,7 @@ def test_reasoning_in_every_form_that_clients_send_back():
     assert message(role="assistant", content=parts) == Message(Role.ASSISTANT, reasoning="why")
 
 
-def test_a_refusal_is_said_text():
+def test_an_assistant_s_refusal_is_read_as_its_text():
     assert message(role="assistant", refusal="no").content == (TextPart("no"),)
     assert message(role="assistant", content="x", refusal="no").text == "x"
     part = {"type": "refusal", "refusal": "no"}
@@ -115,13 +115,13 @@ def test_media_keep_their_place_and_unknown_parts_their_json():
         ({"role": "tool", "tool_call_id": 7}, "m.tool_call_id"),
     ],
 )
-def test_wrong_messages_are_named(fields, path):
+def test_invalid_messages_are_refused_by_their_path(fields, path):
     with pytest.raises(RequestError) as raised:
         read_message(fields, "m")
     assert raised.value.param == path
 
 
-def test_tools_in_every_form():
+def test_functions_and_custom_tools_are_read_in_every_form_and_others_removed():
     f = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
     spec = ToolSpec("f", "d", {"type": "object"}, strict=True)
     assert read(functions=[f]).tools == (spec,)
@@ -141,7 +141,7 @@ def test_more_than_one_choice_is_refused():
         assert raised.value.param == key
 
 
-def test_a_model_must_be_named():
+def test_a_request_without_a_model_name_is_refused():
     for model in (None, "", 7):
         with pytest.raises(RequestError) as raised:
             read(model=model)
@@ -193,7 +193,7 @@ TOOLS = ToolList((ToolSpec("f", None, None),))
         ({"function_call": "auto"}, "auto"),
     ],
 )
-def test_tool_choices(head, read_as):
+def test_tool_choice_and_function_call_are_read_as_a_mode_or_a_tool_name(head, read_as):
     assert read_choice(head, TOOLS) == read_as
 
 
@@ -208,13 +208,13 @@ def test_tool_choices(head, read_as):
         ({"type": "function", "name": "g"}, "tool_choice"),
     ],
 )
-def test_a_choice_of_nothing_is_refused(choice, path):
+def test_an_invalid_tool_choice_is_refused_by_its_path(choice, path):
     with pytest.raises(RequestError) as raised:
         read_choice({"tool_choice": choice}, TOOLS)
     assert raised.value.param == path
 
 
-def test_budgets_in_both_names():
+def test_max_completion_tokens_comes_before_max_tokens():
     assert read_options({"max_tokens": 5}).max_tokens == 5
     assert read_options({"max_tokens": 5, "max_completion_tokens": 6}).max_tokens == 6
     assert read_options({"max_completion_tokens": None}).max_tokens is None
@@ -222,7 +222,7 @@ def test_budgets_in_both_names():
         read_options({"max_completion_tokens": 0})
 
 
-def test_additions_of_open_servers():
+def test_top_k_min_tokens_and_stop_token_ids_are_read():
     result = read_options({"top_k": 0, "min_tokens": 2, "stop_token_ids": [1, 2], "stop": None})
     assert (result.top_k, result.min_tokens, result.stop_token_ids, result.stop) == (
         -1,
@@ -243,7 +243,7 @@ def test_additions_of_open_servers():
         ({"type": "json_schema", "json_schema": {"schema": {"a": 1}}}, {"a": 1}),
     ],
 )
-def test_answers_by_schema(form, schema):
+def test_response_format_is_read_as_a_response_schema(form, schema):
     assert read_schema({"response_format": form}) == schema
 
 
@@ -262,7 +262,7 @@ def test_answers_by_schema(form, schema):
         ({"reasoning_effort": "low"}, None),
     ],
 )
-def test_thinking_is_switched_in_any_form(head, thinking):
+def test_thinking_is_read_from_every_field_that_switches_it(head, thinking):
     assert read_thinking(head) is thinking
 
 

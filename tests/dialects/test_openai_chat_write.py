@@ -43,11 +43,11 @@ CALL = ToolCall("1", "f", '{"input":"x"}')
         (Reply("x", None, (), FinishReason.ABORT), "length"),
     ],
 )
-def test_finish_reasons(reply, result):
+def test_replies_have_the_finish_reason_that_openai_uses(reply, result):
     assert finish_reason(reply) == result
 
 
-def test_a_freeform_call_is_its_text():
+def test_a_freeform_call_is_written_as_a_custom_call_with_its_text():
     custom = {"id": "1", "type": "custom", "custom": {"name": "f", "input": "x"}}
     assert tool_call_json(CALL, {"f"}) == custom
     assert tool_call_json(ToolCall("1", "f", "x", custom=True), ()) == custom
@@ -60,7 +60,7 @@ def test_usage_details_are_never_null():
     assert result["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-def test_a_model_and_a_list_of_them():
+def test_one_model_and_the_list_of_models_are_written_as_json():
     one = Route(Dialect.OPENAI_CHAT, RouteKind.MODEL, model="a/b")
     assert json.loads(models_json(one, ["x"], 9))["id"] == "a/b"
     listed = Route(Dialect.OPENAI_CHAT, RouteKind.MODELS)
@@ -100,19 +100,19 @@ def test_finish_usage_and_done_are_one_last_event():
     assert b'finish_reason":"' not in before
 
 
-def test_a_keepalive_is_a_chunk_without_meaning():
+def test_a_keepalive_is_a_chunk_with_an_empty_delta():
     [event] = events(ChatStream(HEAD, include_usage=False).keepalive())
     assert json.loads(event.data)["choices"][0]["delta"] == {}
 
 
-def test_a_freeform_call_is_streamed_as_one():
+def test_a_freeform_call_is_streamed_as_one_custom_call():
     encoder = ChatStream(HEAD, include_usage=False, freeform={"patch"})
     [event] = events(encoder.tool_call(0, "call_1", "patch", '{"input":"x"}'))
     [call] = json.loads(event.data)["choices"][0]["delta"]["tool_calls"]
     assert call["custom"] == {"name": "patch", "input": "x"}
 
 
-def test_a_late_failure_is_a_cut():
+def test_a_late_failure_of_a_chat_stream_has_no_error_event():
     assert ChatStream(HEAD, include_usage=False).error(RequestError("gone")) is None
 
 
@@ -138,7 +138,7 @@ def test_an_unknown_code_keeps_its_status():
     assert error_response(RequestError("x", status=426, code="odd"), "x")[0] == 426
 
 
-def test_both_apis_say_an_overflow_in_their_own_words():
+def test_chat_and_responses_have_their_own_context_overflow_messages():
     assert "maximum context length is 40 tokens" in chat_error_message(OVERFLOW)
     assert responses_message(OVERFLOW).endswith("(50 tokens > 40 maximum)")
     bare = RequestError("no room", code="context_length_exceeded")
@@ -148,7 +148,7 @@ def test_both_apis_say_an_overflow_in_their_own_words():
     assert error_object(OVERFLOW, "m")["code"] == "context_length_exceeded"
 
 
-def test_text_is_joined_and_roles_stay():
+def test_text_parts_are_joined_and_messages_keep_their_roles():
     result = chat_messages(
         [
             Message(Role.SYSTEM, (TextPart("a"), TextPart("b"))),

@@ -44,7 +44,7 @@ def test_the_items_of_a_turn_are_one_message_and_one_span():
     assert request.span_digests == tuple(content_digest(span) for span in request.message_spans)
 
 
-def test_turns_that_stand_side_by_side_stay_two():
+def test_consecutive_assistant_turns_stay_separate_messages():
     """Codex after a cut keeps the completed items and appends the next turn's."""
     reasoning = {"type": "reasoning", "summary": []}
     said = {"type": "message", "role": "assistant", "content": "ok"}
@@ -114,7 +114,7 @@ def test_history_begins_at_a_compaction_item():
     assert json.loads(item)["type"] == "compaction"
 
 
-def test_a_compaction_can_be_a_route_of_its_own():
+def test_the_compact_route_answers_with_a_compaction_item():
     route = recognise("POST", "/v1/responses/compact", "", {})
     assert route is not None
     body = {"model": "m", "input": [HI], "stream": True}
@@ -150,7 +150,7 @@ def test_stored_reply_routes_name_id_and_action(method, path, action):
     assert (route.kind, route.resource, route.action) == ("stored", "resp_1", action)
 
 
-def test_answers_by_schema():
+def test_text_format_is_read_as_a_response_schema():
     def form(**fields):
         return read(text={"format": fields}).response_schema
 
@@ -159,7 +159,7 @@ def test_answers_by_schema():
     assert form(type="text") is form() is None
 
 
-def test_reasoning_that_is_switched_off():
+def test_reasoning_effort_none_switches_thinking_off():
     assert read(reasoning={"effort": "none"}).thinking is False
     assert read(reasoning={"effort": "low"}).thinking is None
     assert read(top_k=0).sampling.top_k == -1
@@ -181,7 +181,7 @@ def test_response_does_not_repeat_instructions_and_tools():
     assert (whole["tools"], whole["instructions"], whole["store"]) == ([], None, False)
 
 
-def test_models_and_paths_of_other_apis():
+def test_models_are_listed_and_paths_outside_the_api_are_not_routed():
     route = recognise("GET", "/v1/models", "", {})
     assert route is not None
     stored = WIRE.route("PATCH", "/v1/responses", "", {})
@@ -196,7 +196,7 @@ def read_one(**item):
     return message
 
 
-def test_messages_with_and_without_a_type():
+def test_messages_are_read_alike_with_and_without_a_type():
     parsed = read_one(role="user", content=[{"type": "input_text", "text": "a"}, "b"])
     assert parsed == read_one(
         type="message", role="user", content=["a", {"type": "text", "text": "b"}]
@@ -216,7 +216,7 @@ def test_reasoning_is_its_content_or_its_summary():
     assert (parsed.reasoning, parsed.issued_ids) == ("", ("rs", "e"))
 
 
-def test_a_compaction_item_of_ours_is_its_summary():
+def test_a_compaction_item_is_read_as_a_user_message_with_its_summary():
     parsed = read_one(type="compaction", id="c", encrypted_content=compacted("all é"))
     assert parsed.role is Role.USER
     assert parsed.text.endswith("all é")
@@ -246,7 +246,7 @@ def test_a_compaction_item_of_another_provider_is_refused(foreign):
         ),
     ],
 )
-def test_calls_of_every_kind(item, call):
+def test_call_items_of_every_type_are_read_as_tool_calls(item, call):
     assert read_one(**item).tool_calls == (call,)
 
 
@@ -262,7 +262,7 @@ def test_calls_of_every_kind(item, call):
         ({"type": "tool_search_output", "tools": []}, '{"tools":[]}'),
     ],
 )
-def test_results_of_every_kind(item, text):
+def test_output_items_of_every_type_are_read_as_tool_results(item, text):
     parsed = read_one(**item, call_id="c")
     assert (parsed.role, parsed.text, parsed.tool_call_id) == (Role.TOOL, text, "c")
 
@@ -292,7 +292,7 @@ def test_a_call_of_an_unknown_kind_that_the_client_answers_is_a_call():
     assert parsed.tool_calls == (ToolCall("c", "odd", '{"what":1}'),)
 
 
-def test_a_screenshot_is_a_picture():
+def test_a_computer_screenshot_is_read_as_an_image_result():
     shot = {"type": "computer_screenshot", "image_url": "data:image/png;base64,aGk="}
     parsed = read_one(type="computer_call_output", call_id="c", output=shot)
     assert parsed.content == (data_part("image/png", "aGk="),)
@@ -317,7 +317,7 @@ def test_unknown_items_stay_in_place():
     assert read_one(type="mcp_call_output", id=7).tool_call_id is None
 
 
-def test_parts_of_every_kind():
+def test_media_parts_of_every_type_are_read_and_empty_text_is_dropped():
     image = {"type": "input_image", "file_id": "f"}
     parts = [
         {"type": "input_image", "image_url": "data:image/png;base64,aGk="},
@@ -351,19 +351,19 @@ def test_parts_of_every_kind():
         ({"type": "item_reference", "id": "msg_1"}, "i"),
     ],
 )
-def test_wrong_items_are_named(item, path):
+def test_invalid_items_are_refused_by_their_path(item, path):
     with pytest.raises(RequestError) as raised:
         read_item(item, "i")
     assert raised.value.param == path
 
 
-def test_a_reference_to_an_item_is_not_found():
+def test_an_unresolved_item_reference_is_a_404():
     with pytest.raises(RequestError, match="msg_1") as raised:
         read_item({"type": "item_reference", "id": "msg_1"}, "i")
     assert (raised.value.status, raised.value.code) == (404, "not_found")
 
 
-def test_which_items_join_one_assistant_turn():
+def test_items_join_one_assistant_turn_in_the_order_reasoning_text_calls_only():
     thought = Message(Role.ASSISTANT, reasoning="a", issued_ids=("1",))
     more = Message(Role.ASSISTANT, reasoning="b", issued_ids=("2",))
     text = Message(Role.ASSISTANT, (TextPart("x"),), issued_ids=("3",))

@@ -12,12 +12,12 @@ from bridle.errors import RequestError
 from bridle.types import ToolCall
 
 
-def test_names_in_a_namespace():
+def test_tool_names_are_qualified_by_their_namespace():
     assert qualified_name(None, "f") == qualified_name("", "f") == "f"
     assert qualified_name("ns", "f") == qualified_name("ns__", "f") == "ns__f"
 
 
-def test_tools_of_every_kind():
+def test_client_tools_of_every_type_become_functions_and_provider_tools_are_removed():
     parsed = read_tools(
         [
             {"type": "function", "name": "f", "description": "d", "strict": True},
@@ -54,7 +54,7 @@ def test_tools_of_every_kind():
         (7, "tools"),
     ],
 )
-def test_wrong_tools_are_named(tools, path):
+def test_invalid_tools_are_refused_by_their_path(tools, path):
     with pytest.raises(RequestError) as raised:
         read_tools(tools, "tools")
     assert raised.value.param == path
@@ -68,7 +68,7 @@ def test_wrong_tools_are_named(tools, path):
         ("apply_patch", "operation", {"type": "create_file", "path": "a", "diff": "+"}, None),
     ],
 )
-def test_own_item_types_go_there_and_back(kind, key, given, arguments):
+def test_call_items_of_special_tools_round_trip_through_tool_calls(kind, key, given, arguments):
     del arguments
     call = call_of_item({key: given}, f"{kind}_call", "c", "i")
     assert call is not None
@@ -93,13 +93,13 @@ def test_a_tool_search_that_the_client_runs_is_a_function():
     assert read_tools([{**tool, "execution": "server"}], "tools").specs == ()
 
 
-def test_other_items_are_no_calls():
+def test_items_of_unknown_call_types_are_no_tool_calls():
     assert call_of_item({}, "web_search_call", None, "i") is None
     assert call_of_item({}, "shell", None, "i") is None
 
 
 @pytest.mark.parametrize("arguments", ["", "[1]", "{}", '{"type":"create_file"}', "{"])
-def test_arguments_that_do_not_fit_are_no_item(arguments):
+def test_arguments_that_do_not_fit_a_tool_s_item_type_give_no_item(arguments):
     assert item_of_call("apply_patch", arguments) is None
 
 

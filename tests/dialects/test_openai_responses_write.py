@@ -40,7 +40,7 @@ def test_reasoning_summary_and_encrypted_content_follow_the_request():
     assert shown["encrypted_content"]
 
 
-def test_calls_go_out_in_the_type_of_their_tool():
+def test_calls_are_written_in_the_item_type_of_their_tool():
     dress = Dress(
         freeform=frozenset({"ns__p"}),
         wire={
@@ -109,7 +109,7 @@ def test_reasoning_without_a_summary_is_an_item_without_text():
     assert stream_events(stream)[1]["item"]["encrypted_content"]
 
 
-def test_an_own_item_type_has_no_deltas():
+def test_a_shell_call_item_is_streamed_without_deltas():
     dress = Dress(wire={"shell": {"type": "shell"}})
     encoder = ResponsesStream(HEAD, dress)
     stream = encoder.tool_call(0, "call_1", "shell", '{"commands":["ls"]}')

@@ -128,7 +128,7 @@ def test_openai_chat_errors_are_the_sdks_own():
         )
 
 
-def test_an_openai_stream_that_is_cut_is_no_whole_message():
+def test_a_cut_openai_stream_has_no_finish_reason():
     provider = Provider(late_error=RequestError("gone", code="engine_error"))
     client = openai_client(provider)
     chunks = list(

@@ -33,7 +33,7 @@ EVENTS = [
 ]
 
 
-def test_the_specification_is_followed():
+def test_the_test_sse_parser_follows_the_specification():
     assert SseParser().feed(STREAM) == EVENTS
 
 
@@ -46,7 +46,7 @@ def test_a_stream_cut_at_any_bytes_gives_the_same_events(cuts):
 
 
 @given(stream=st.binary(max_size=80), cut=st.integers(0, 80))
-def test_any_bytes_are_events_or_none(stream, cut):
+def test_any_bytes_parse_the_same_in_one_or_two_chunks(stream, cut):
     parser = SseParser()
     result = parser.feed(stream[:cut]) + parser.feed(stream[cut:])
     assert result == SseParser().feed(stream)

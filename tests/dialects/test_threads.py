@@ -89,7 +89,7 @@ async def test_the_sdk_s_tool_runner_samples_every_turn_under_its_whole_history(
         assert caller.exchanges[2].request.kept_spans == 3, "the history is not stored again"
 
 
-async def test_a_thread_survives_its_gateway(tmp_path):
+async def test_a_thread_can_be_continued_after_a_gateway_restart(tmp_path):
     path = tmp_path / "c.sqlite"
     async with on_disk(path, *TURNS) as home:
         caller = await home.session("one")
@@ -116,7 +116,7 @@ async def test_the_sdk_replays_its_history_where_the_thread_is_unknown():
         assert b'"create"' in replayed.request.head
 
 
-async def test_an_unknown_message_is_refused_as_the_api_refuses_it():
+async def test_continuing_a_thread_from_an_unknown_message_is_a_404_thread_not_found():
     async with house(*TURNS) as home:
         caller = await home.session()
         messages = [{"role": "user", "content": "on"}]

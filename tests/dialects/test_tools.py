@@ -77,7 +77,7 @@ def test_a_choice_is_a_mode_or_a_tool_that_was_sent():
         check_choice("required", ToolList(), "p")
 
 
-def test_two_lists_are_one():
+def test_two_tool_lists_are_merged_into_one():
     one = ToolList((F,), frozenset("f"), {"f": {"a": 1}}, {}, {"rule": ["x"]})
     two = ToolList((F,), frozenset("g"), {"g": {}}, {"d": F}, {"rule": ["y"], "other": ["z"]})
     both = one.plus(two)
@@ -101,7 +101,7 @@ def test_a_freeform_tool_is_a_function_with_one_text():
 
 
 @pytest.mark.parametrize("arguments", ["raw", "[1]", '{"other": 1}', '{"input": 7}', "[" * 9999])
-def test_arguments_that_do_not_fit_are_the_input(arguments):
+def test_freeform_arguments_without_an_input_text_are_the_input_themselves(arguments):
     assert freeform_input(arguments) == arguments
     shown = as_function(ToolCall("1", "patch", arguments, custom=True))
     assert freeform_input(shown.arguments) == arguments
