@@ -152,11 +152,15 @@ class Stop:
         decoder: Any = engine._loaded.decoder
         forward, steps = decoder.forward, itertools.count()
         self.go_on, self._stands = threading.Event(), threading.Event()
+        self.fault: BaseException | None = None
+        """What the third step raises."""
 
         def forward_then(work: Any) -> Any:
             if next(steps) == 2:
                 self._stands.set()
                 self.go_on.wait(60)
+                if self.fault is not None:
+                    raise self.fault
             return forward(work)
 
         decoder.forward = forward_then

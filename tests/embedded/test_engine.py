@@ -487,15 +487,10 @@ async def test_an_engine_never_started_can_be_closed(folder):
 async def test_an_error_in_the_engine_thread_fails_all_calls_and_the_health_check(folder):
     engine = EmbeddedEngine(folder)
     await engine.start()
-
-    def fault(*_: object) -> None:
-        raise ZeroDivisionError("of our own")
-
     stop = Stop(engine)
+    stop.fault = ZeroDivisionError("of our own")
     stream = engine.generate(request(prompt_of(5), max_tokens=250, min_tokens=250))
     await stop.first_of(stream)
-    assert engine._batch is not None
-    engine._batch.post(fault)
     stop.go_on.set()
     with pytest.raises(EngineError, match="has failed: ZeroDivisionError: of our own"):
         async for _ in stream:

@@ -67,6 +67,8 @@ class RecordingEngine:
         self.aborted: list[str] = []
         self.closed_early: list[str] = []
         """Request ids whose iterator was closed before its last chunk."""
+        self.ended: list[str] = []
+        """Request ids whose iterator has ended, in any way."""
 
     async def start(self) -> EngineInfo:
         return await self.engine.start()
@@ -83,6 +85,7 @@ class RecordingEngine:
             ended = True
             raise
         finally:
+            self.ended.append(request.request_id)
             if not ended:
                 self.closed_early.append(request.request_id)
 

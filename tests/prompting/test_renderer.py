@@ -389,11 +389,11 @@ texts = st.text(max_size=12)
 
 @given(texts, texts, st.dictionaries(st.text(max_size=4), texts, max_size=2))
 def test_an_echoed_reply_renders_to_the_words_that_were_sampled(
-    renderer, encode, thought, text, arguments
+    renderer, tokens, encode, thought, text, arguments
 ):
     """Parse, then render the parsed turn: the words are those that were sampled."""
     block = json.dumps({"name": "bash", "arguments": arguments}, ensure_ascii=False)
-    escape = renderer._tokens.escape
+    escape = tokens.escape
     sampled = (
         f"<think>\n{escape(thought)}\n</think>\n\n{escape(text)}\n"
         f"<tool_call>\n{escape(block)}\n</tool_call><|im_end|>"

@@ -116,7 +116,9 @@ async def test_commands_enter_it_and_files_go_in_and_out(started, fake, tmp_path
     await started.write("deep/file", b"written")
     await started.download("deep", tmp_path / "out")
     assert (tmp_path / "out/file").read_bytes() == b"written"
-    assert calls(fake, "instance start")[0].split()[-2:] == ["x.sif", started._name]
+    image, name = calls(fake, "instance start")[0].split()[-2:]
+    assert image == "x.sif"
+    assert {line.split()[1] for line in calls(fake, "exec")} == {f"instance://{name}"}
 
 
 async def test_a_value_of_the_environment_is_not_on_the_command_line(started, fake):
@@ -163,9 +165,13 @@ async def test_apptainers_message_is_in_the_error(fake, tmp_path):
     (fake / "apptainer").write_text("#!/bin/sh\necho 'FATAL: no such image' >&2; exit 255\n")
     with pytest.raises(RuntimeFailure, match="apptainer instance start: FATAL: no such image"):
         await runtime.start()
-    (fake / "apptainer").write_text("#!/bin/sh\necho '{\"instances\": null}'\n")
-    with pytest.raises(RuntimeFailure, match=f"no process of {runtime._name} in"):
+    (fake / "apptainer").write_text(
+        '#!/bin/sh\necho "$*" >> ${0%/*}/calls; echo \'{"instances": null}\'\n'
+    )
+    with pytest.raises(RuntimeFailure) as error:
         await runtime.start()
+    name = calls(fake, "instance start")[0].split()[-1]
+    assert f"no process of {name} in" in str(error.value)
     await runtime.stop()
 
 

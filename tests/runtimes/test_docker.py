@@ -35,12 +35,24 @@ def test_unsupported_options_are_refused(asked, named, tmp_path):
         DockerRuntime(RuntimeSpec(**asked), "s", tmp_path)
 
 
-async def test_what_a_task_asks_for_are_options_of_the_container(tmp_path):
+async def test_what_a_task_asks_for_are_options_of_the_container(tmp_path, monkeypatch):
     limits = {"gpus": 2, "cpus": 1.5, "memory_mb": 64, "max_processes": 9, "storage_mb": 1}
     place = {"image": "x", "network": "none", "workdir": "/app", "kwargs": {"user": "1000"}}
     spec = RuntimeSpec.model_validate(limits | place)
-    runtime = DockerRuntime(spec, "s-1", tmp_path, [Mount(Path("/bundle"), "/opt/b")])
-    words = " ".join(await runtime._options())
+    runtime = DockerRuntime(spec, "s-1", tmp_path, [Mount(tmp_path / "bundle", "/opt/b")])
+    (tmp_path / "bundle").mkdir()
+    docker_program = tmp_path / "bin" / "docker"
+    docker_program.parent.mkdir()
+    docker_program.write_text(
+        '#!/bin/sh\necho "$*" >> ${0%/*}/calls\n'
+        '[ "$1" != create ] && echo \'[{"Config": {}, "RootFS": {}}]\'\n'
+    )
+    docker_program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{docker_program.parent}:{os.environ['PATH']}")
+    with pytest.raises(RuntimeFailure):  # it makes none
+        await runtime.start()
+    [words] = [line for line in (tmp_path / "bin/calls").read_text().splitlines()
+               if line.startswith("create ")]  # fmt: skip
     for option in (
         "--gpus 2",
         "--cpus 1.5",
@@ -49,7 +61,7 @@ async def test_what_a_task_asks_for_are_options_of_the_container(tmp_path):
         "--ulimit fsize=1048576:1048576",
         "--network none",
         "--user 1000",
-        "--volume /bundle:/opt/b:ro",
+        f"--volume {tmp_path}/bundle:/opt/b:ro",
         "--security-opt no-new-privileges",
     ):
         assert option in words, option

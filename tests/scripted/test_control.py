@@ -83,12 +83,12 @@ async def test_pause_with_mode_abort_aborts_running_calls_and_holds_new_ones(ser
 
 async def test_pause_with_mode_wait_returns_when_all_calls_have_ended(served):
     engine = RecordingEngine(scripted_engine([{"content": "x", "delay_s": 0.1}]))
-    server, ask = await served(engine)
+    _, ask = await served(engine)
     async with asyncio.TaskGroup() as group:
         call = group.create_task(ask("/v1/chat/completions", CHAT))
         await running(engine)
         assert (await ask("/pause?mode=wait"))[0] == 200
-        assert not server.control._calls
+        assert len(engine.ended) == 1
     assert call.result()[1]["choices"][0]["finish_reason"] == "stop"
 
 
@@ -97,7 +97,7 @@ async def test_pause_with_mode_keep_stops_a_stream_between_chunks():
     control = Control(engine)
     chunks = control.chunks(request(stream=True))
     first = await anext(chunks)
-    control._flowing.clear()
+    await control.pause("keep")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await anext(chunks)
@@ -238,8 +238,9 @@ async def test_closing_a_call_s_stream_early_closes_the_engine_s_iterator():
     await anext(chunks)
     await chunks.aclose()
     assert engine.closed_early == ["r-1"]
-    assert not control._calls
-    assert control._idle.is_set()
+    async with asyncio.timeout(15):
+        await control.pause("wait")
+    control.resume()
     (chunk,) = await collect(control.chunks(request("s")))
     assert chunk.finish_reason is FinishReason.STOP
 

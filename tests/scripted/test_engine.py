@@ -296,15 +296,21 @@ async def test_a_scripted_fault_is_raised_after_fault_after_tokens(fault):
         assert all(chunk.finish_reason is None for chunk in got)
 
 
+async def later(work):
+    await asyncio.sleep(0.01)
+    await work
+
+
 async def test_an_abort_ends_the_delay_before_a_late_fault():
     engine = scripted_engine(
         [{"content": "word " * 20, "fault": 500, "fault_after": 8, "delay_s": 60}]
     )
     got = []
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(15), asyncio.TaskGroup() as group:
         async for chunk in engine.generate(call(request_id="x", stream=True)):
             got.append(chunk)
-            asyncio.get_running_loop().call_later(0.01, engine._calls["x"].set)
+            if len(got) == 1:
+                group.create_task(later(engine.abort("x")))
     assert [len(chunk.output_ids) for chunk in got] == [8, 0]
     assert got[-1].finish_reason is FinishReason.ABORT
     assert got[-1].versions == (VersionSpan(0, 0, 8),)

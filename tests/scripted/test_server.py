@@ -271,7 +271,7 @@ async def test_a_client_that_disconnects_ends_its_engine_call(api):
 
 
 async def test_closing_the_engine_server_aborts_running_calls():
-    engine = scripted_engine([{"delay_s": 60}])
+    engine = RecordingEngine(scripted_engine([{"delay_s": 60}]))
 
     async def ask(url, session):
         async with session.post(url + "/v1/chat/completions", json={"messages": USER}) as response:
@@ -284,7 +284,7 @@ async def test_closing_the_engine_server_aborts_running_calls():
         EngineServer(engine) as server,
     ):
         task = group.create_task(ask(server.url, session))
-        while not engine._calls:  # noqa: ASYNC110 - until the call has arrived
+        while not engine.requests:  # noqa: ASYNC110 - until the call has arrived
             await asyncio.sleep(0.01)
     assert task.result()["choices"][0]["finish_reason"] == "abort"
 
