@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -59,10 +59,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TraceBatch:
-    """Traces side by side."""
+    """Traces side by side; the classes below lay them out otherwise."""
 
     samples: tuple[Sample, ...]
-    prefix: int
+    prefix: int = 0
     """Number of leading ids that all of them have in common, none of which trains."""
 
     @property
@@ -75,17 +75,15 @@ class TraceBatch:
         """Return the batch's trained tokens: their sampling logprobs, versions, advantages and
         weights.
         """
-        masks = [_mask(sample) for sample in self.samples]
-        counts = [int(mask.sum()) for mask in masks]
-        starts = [len(sample.trace.prompt_ids) for sample in self.samples]
-        pairs = [(s.trace, m[n:]) for s, m, n in zip(self.samples, masks, starts, strict=True)]
+        numbers, positions = self.places()
+        traces = [sample.trace for sample in self.samples]
+        starts = np.cumsum([len(trace.response_ids) for trace in traces])
+        at = positions + (starts - [trace.size for trace in traces])[numbers]
         return Tokens(
-            np.concatenate([trace.response_logprobs[mask] for trace, mask in pairs]),
-            np.concatenate([trace.versions[mask] for trace, mask in pairs]),
-            np.concatenate(
-                [_advantages(s)[m[n:]] for s, m, n in zip(self.samples, masks, starts, strict=True)]
-            ),
-            np.repeat(_floats(s.weight for s in self.samples), counts),
+            np.concatenate([trace.response_logprobs for trace in traces])[at],
+            np.concatenate([trace.versions for trace in traces])[at],
+            np.concatenate([_advantages(sample) for sample in self.samples])[at],
+            _floats(sample.weight for sample in self.samples)[numbers],
         )
 
     def places(self) -> Places:
@@ -135,8 +133,6 @@ class PackedTraces(TraceBatch):
     The last id of a trace predicts nothing and is left out.
     """
 
-    prefix: int = 0
-
     @property
     def computed(self) -> int:
         """Number of tokens that go through the model."""
@@ -176,11 +172,10 @@ class PackedTraces(TraceBatch):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tree:
+class Tree(TraceBatch):
     """Traces as one tree, each token once."""
 
-    samples: tuple[Sample, ...]
-    packed: Packed
+    packed: Packed = field(kw_only=True)
 
     @property
     def computed(self) -> int:
@@ -190,24 +185,6 @@ class Tree:
     def _trained(self) -> npt.NDArray[np.bool_]:
         mask: npt.NDArray[np.bool_] = (self.packed.loss_mask == 1) & (self.packed.parents >= 0)
         return mask
-
-    def tokens(self) -> Tokens:
-        """Return the tree's trained tokens: their sampling logprobs, versions, advantages and
-        weights.
-        """
-        trained = self._trained()
-        of = self.packed.trace_of[trained]
-        places = self.packed.position_ids[trained]
-        found = np.zeros(len(of), dtype=np.float32)
-        for number, sample in enumerate(self.samples):
-            own = of == number
-            found[own] = _advantages(sample)[places[own] - len(sample.trace.prompt_ids)]
-        return Tokens(
-            self.packed.logprobs[trained],
-            self.packed.versions[trained],
-            found,
-            _floats(sample.weight for sample in self.samples)[of],
-        )
 
     def places(self) -> Places:
         """Return the sample and the position of each trained token of the tree."""
@@ -245,9 +222,6 @@ class Tree:
         rows = torch.from_numpy(place.astype(np.int64)).to(device)
         wanted = torch.from_numpy(packed.ids[trained]).long().to(device)
         return logits[rows], wanted
-
-
-Piece = TraceBatch | Tree
 
 
 def rows_of(
@@ -333,7 +307,7 @@ def _trees(samples: tuple[Sample, ...], batch_tokens: int) -> Iterator[Tree]:
 
 def _tree(samples: Sequence[Sample]) -> Tree:
     traces = tuple(sample.trace for sample in samples)
-    return Tree(tuple(samples), pack([Trajectory("", "", traces, None, None, {})]))
+    return Tree(tuple(samples), packed=pack([Trajectory("", "", traces, None, None, {})]))
 
 
 def _advantages(sample: Sample) -> npt.NDArray[np.float32]:
@@ -513,7 +487,7 @@ def recompute(
 
 
 def certify_pieces(
-    pieces: Iterable[tuple[Piece, torch.Tensor]],
+    pieces: Iterable[tuple[TraceBatch, torch.Tensor]],
     model: PreTrainedModel,
     facts: Facts,
     *,
@@ -567,7 +541,7 @@ def digest_of_weights(model: PreTrainedModel) -> str:
 
 
 def _answers(
-    piece: Piece,
+    piece: TraceBatch,
     logprobs: Logprobs,
     entropies: Logprobs | None = None,
     among: np.ndarray | None = None,

@@ -44,8 +44,8 @@ from bridle.embedded.model import load_adapter
 from bridle.embedded.routing import routing_of
 from bridle.errors import ConfigError, TrainingError, boundary, install_extra
 from bridle.training.forward import (
-    Piece,
     Tokens,
+    TraceBatch,
     certify_pieces,
     check_ids,
     chosen,
@@ -444,7 +444,7 @@ class Learner:
             seconds=time.monotonic() - began,
         )
 
-    def _pieces(self, batch: Batch) -> Iterator[Piece]:
+    def _pieces(self, batch: Batch) -> Iterator[TraceBatch]:
         """Yield the batches to compute; traces without an advantage are computed only for the KL
         term and the teacher's.
         """
@@ -466,7 +466,7 @@ class Learner:
         return shares and not self.settings.gradient_checkpointing
 
     def _pass(
-        self, pieces: Sequence[Piece], starts: Sequence[torch.Tensor] | None
+        self, pieces: Sequence[TraceBatch], starts: Sequence[torch.Tensor] | None
     ) -> tuple[list[Terms], list[torch.Tensor]]:
         """Compute the gradients of the whole batch; the terms and the logprobs of each piece.
 
@@ -499,13 +499,17 @@ class Learner:
             ours.append(logprobs.detach())
         return found, ours
 
-    def _judged(self, piece: Piece, model: PreTrainedModel) -> torch.Tensor:
+    def _judged(self, piece: TraceBatch, model: PreTrainedModel) -> torch.Tensor:
         """Return the logits of a model that does not train."""
         with torch.no_grad(), self.computing():
             return piece.logits(model, replay=False)[0]
 
     def _certify(
-        self, pieces: Sequence[Piece], logprobs: Sequence[torch.Tensor], version: int, most: float
+        self,
+        pieces: Sequence[TraceBatch],
+        logprobs: Sequence[torch.Tensor],
+        version: int,
+        most: float,
     ) -> None:
         """Raise `TrainingError` if trainer and rollout disagree by more than `most` nats."""
         settings = self.settings
@@ -550,7 +554,7 @@ def _align(model: PreTrainedModel) -> None:
 
 
 def _largest(
-    pieces: Sequence[Piece], logprobs: Sequence[torch.Tensor], version: int
+    pieces: Sequence[TraceBatch], logprobs: Sequence[torch.Tensor], version: int
 ) -> float | None:
     """Return the largest difference from the rollout's logprobs on tokens of `version`."""
     found = []
