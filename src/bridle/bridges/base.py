@@ -41,7 +41,9 @@ class Sessions(Protocol):
     """Has tasks played."""
 
     def play(self, tasks: Sequence[Task]) -> list[Trajectory]:
-        """Play one session per entry, in order; a task may stand there several times."""
+        """Run one session for each entry of `tasks`, in order; a task may be listed several
+        times.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +55,7 @@ class SessionGroup:
 
     @property
     def mean(self) -> float:
-        """Mean of the known rewards; 0.0 = there is none."""
+        """Mean of the group's known rewards; 0.0 = there is none."""
         known = [s.reward for s in self.sessions if s.reward is not None]
         return sum(known) / len(known) if known else 0.0
 
@@ -80,27 +82,29 @@ class Row:
 
     @property
     def prompt_ids(self) -> Ids:
-        """Before the first sampled token."""
+        """Token ids before the first sampled token."""
         return self.trace.prompt_ids
 
     @property
     def response_ids(self) -> Ids:
-        """From the first sampled token on."""
+        """Token ids from the first sampled token on."""
         return self.trace.response_ids
 
     @property
     def mask(self) -> npt.NDArray[np.uint8]:
-        """1 = trains; aligned with `response_ids`, as are the next three."""
+        """Loss mask: 1 = trains; aligned with `response_ids`."""
         return self.trace.loss_mask
 
     @property
     def logprobs(self) -> Logprobs:
-        """0.0 where nothing trains."""
+        """Logprobs of the sampled tokens, aligned with `response_ids`; 0.0 where nothing trains."""
         return self.trace.response_logprobs
 
     @property
     def versions(self) -> npt.NDArray[np.int32]:
-        """-1 where nothing was sampled."""
+        """Policy versions of the sampled tokens, aligned with `response_ids`; -1 where none was
+        sampled.
+        """
         return self.trace.versions
 
     @property
@@ -116,7 +120,9 @@ class Row:
 
     @property
     def lags(self) -> tuple[int, int] | None:
-        """Oldest and newest policy version that sampled a token; `None` = none was sampled."""
+        """Oldest and newest policy version that sampled a token of the row; `None` = none was
+        sampled.
+        """
         known = self.versions[self.versions >= 0]
         return (int(known.min()), int(known.max())) if len(known) else None
 
@@ -141,6 +147,7 @@ class RowCounts:
         )
 
     def json(self, prefix: str = "bridle") -> dict[str, float]:
+        """Return the counts as metrics whose names begin with `prefix`."""
         left = {f"{prefix}/left_out/{name}": float(n) for name, n in sorted(self.left_out.items())}
         return {
             f"{prefix}/sessions": float(self.sessions),
@@ -166,13 +173,16 @@ class Shape:
 
 
 def play(sessions: Sessions, tasks: Sequence[Task], samples: int) -> list[SessionGroup]:
-    """Have each task played `samples` times. `ConfigError` for what a task names wrongly."""
+    """Run `samples` sessions of each task, and return them as one group per task.
+
+    `ConfigError` for a task that names something unknown.
+    """
     played = iter(sessions.play([task for task in tasks for _ in range(samples)]))
     return [SessionGroup(task.task_id, tuple(itertools.islice(played, samples))) for task in tasks]
 
 
 def by_task(trajectories: Iterable[Trajectory]) -> list[SessionGroup]:
-    """Return the groups of a run's trajectories, in the order of their first sessions."""
+    """Return trajectories grouped by their task, in the order of the groups' first sessions."""
     found: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         found.setdefault(str(trajectory.metadata.get("task_id") or ""), []).append(trajectory)
@@ -201,8 +211,10 @@ class TaskTable:
 def rows_of(
     groups: Sequence[SessionGroup], shape: Shape | None = None
 ) -> tuple[list[Row], RowCounts]:
-    """Return the rows of groups, in the order of groups, samples and traces; and counts of the
-    rest.
+    """Return the training rows of groups, one per trace that trains, and counts of what was left
+    out.
+
+    Rows come in the order of groups, samples and traces.
     """
     shape = shape or Shape()
     counts = RowCounts()
@@ -243,14 +255,16 @@ def _of_session(session: Trajectory, shape: Shape, counts: RowCounts) -> list[Tr
 
 
 def warn_of_own_rewards(bridge: str, session: Trajectory) -> None:
-    """Say that a format with one reward per session leaves out those of traces and tokens."""
+    """Warn that a bridge with one reward per session leaves out the rewards of traces and
+    tokens.
+    """
     if has_own_rewards(session):
         log.warning("trace_rewards_left_out", bridge=bridge, session=session.session_id)
 
 
 def fit_trace(trace: Trace, shape: Shape) -> Trace | None:
-    """Return the trace itself if it fits, else what the shape's policy leaves of it; `None` =
-    nothing.
+    """Return the trace if it is within the trainer's length limits, else cut or masked as
+    `shape.overlong` says; `None` = it is dropped.
     """
     prompt, response = len(trace.prompt_ids), len(trace.response_ids)
     most = prompt if shape.max_prompt is None else shape.max_prompt
@@ -266,6 +280,7 @@ def fit_trace(trace: Trace, shape: Shape) -> Trace | None:
 
 
 def without_training(trace: Trace) -> Trace:
+    """Return the trace with nothing that trains: loss mask and logprobs are 0."""
     return dataclasses.replace(
         trace,
         loss_mask=np.zeros_like(trace.loss_mask),
@@ -274,7 +289,10 @@ def without_training(trace: Trace) -> Trace:
 
 
 def blank_row(session: Trajectory) -> Trace:
-    """Return one given token and one more, neither of which trains."""
+    """Return a trace of one prompt token and one response token, which does not train.
+
+    It stands for a session of which nothing trains.
+    """
     one = np.zeros(1, np.int32)
     return Trace.plain(f"{session.session_id}/blank", one, one, np.zeros(1, np.uint8))
 
@@ -293,10 +311,10 @@ class Turn:
 
 
 def turns_of(trace: Trace) -> list[Turn]:
-    """Return the turns along a trace with their messages.
+    """Return the model calls along a trace, each with its messages.
 
-    The messages can be identified where there are as many runs of model messages as turns. (A
-    harness may write model messages of its own.)
+    Messages are assigned only if the trace has as many runs of model messages as calls. (A harness
+    may write model messages of its own.)
     """
     spans = []
     before = 0

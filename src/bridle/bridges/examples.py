@@ -75,34 +75,39 @@ class Example:
 
     @property
     def task_id(self) -> str:
+        """Id of the task; empty if it is not known."""
         return str(self.trajectory.metadata.get("task_id") or "")
 
     @property
     def messages(self) -> list[JSON]:
+        """All messages of the conversation, the prompt's and the response's."""
         return [*self.prompt_messages, *self.response_messages]
 
     @property
     def tokens(self) -> int | None:
-        """Prompt and response together; `None` = not known."""
+        """Number of tokens of prompt and response together; `None` = not known."""
         trace = self.trace
         return None if trace is None else trace.size
 
     @property
     def trained(self) -> int:
+        """Number of tokens that train."""
         return 0 if self.trace is None else int(np.count_nonzero(self.trace.loss_mask))
 
     @property
     def digest(self) -> bytes:
-        """Equal for two examples of one task in which the model sampled, or said, the same."""
+        """Digest that is equal for two examples of one task in which the model sampled, or said,
+        the same.
+        """
         said = self.trace.response_ids[self.trace.loss_mask == 1].tobytes() if self.trace else b""
         text = said or orjson.dumps([_said(m) for m in self.response_messages if _is_model(m)])
         return hashlib.sha256(self.task_id.encode() + b"\0" + text).digest()
 
     @property
     def repetition(self) -> float:
-        """Share of the runs of 8 sampled tokens (without ids: words) that stood there before.
+        """Share of the runs of 8 sampled tokens (or words) that occurred in the example before.
 
-        0 for what never repeats and for what is too short to; near 1 for a loop.
+        0 where nothing repeats and for what is too short; near 1 for a loop.
         """
         if self.trace is not None:
             return _repeated(self.trace.response_ids[self.trace.loss_mask == 1].tolist())
@@ -111,9 +116,9 @@ class Example:
 
 
 def examples_of(trajectory: Trajectory, capture: SessionCapture | None = None) -> list[Example]:
-    """Return a session's examples.
+    """Return the training examples of a session: one per conversation.
 
-    `capture` is what text without ids is read from; without, none is.
+    `capture` gives the texts of conversations without token ids; without it, these are left out.
     """
     if trajectory.traces or capture is None:
         return [
@@ -208,7 +213,10 @@ class SftCounts:
 
 
 def write_sft(path: str | Path, examples: Iterable[Example]) -> SftCounts:
-    """Write each example as a line, the file whole or not at all. `BridleError` with the path."""
+    """Write each example as a line of JSON for supervised fine-tuning.
+
+    The file is written whole or not at all. `BridleError` has the path.
+    """
     counts = SftCounts()
 
     def lines() -> Iterable[JSON]:
@@ -223,7 +231,9 @@ def write_sft(path: str | Path, examples: Iterable[Example]) -> SftCounts:
 
 
 def write_lines(path: str | Path, lines: Iterable[JSON]) -> int:
-    """Write JSON lines, the file whole or not at all; how many. `BridleError` with the path."""
+    """Write JSON lines, the file whole or not at all, and return how many. `BridleError` has the
+    path.
+    """
     path = Path(path)
     part = path.with_name(path.name + ".part")
     count = 0
@@ -240,7 +250,7 @@ def write_lines(path: str | Path, lines: Iterable[JSON]) -> int:
 
 
 def line(example: Example) -> JSON:
-    """Return one line: exact tokens beside readable messages."""
+    """Return an example as one line of a data set: exact tokens beside readable messages."""
     ids = mask = None
     if (trace := example.trace) is not None:
         ids = trace.ids.tolist()
@@ -258,7 +268,7 @@ def line(example: Example) -> JSON:
 
 
 def tools_text(example: Example) -> str | None:
-    """Return the tool list as JSON; `None` = none was sent."""
+    """Return the example's tool list as JSON text; `None` = the requests had no tools."""
     return None if example.tools is None else encode([*example.tools]).decode()
 
 
@@ -287,8 +297,8 @@ def write_pairs(
     per_task: int = 1,
     siblings: Iterable[JSON] = (),
 ) -> PairCounts:
-    """Write at most `per_task` pairs of each task as JSON lines, then `siblings` (lines of
-    `sibling_pairs`, read when the examples have been). `BridleError` with the path.
+    """Write preference pairs as JSON lines: at most `per_task` pairs of each task, whose rewards
+    differ by at least `margin`, then the lines of `siblings`. `BridleError` has the path.
 
     A line has `prompt`, `chosen`, `rejected` (messages), `tools`, `chosen_reward`,
     `rejected_reward`, and, where ids are known, `prompt_ids`, `chosen_ids`, `rejected_ids` with
@@ -309,9 +319,10 @@ def write_pairs(
 
 
 def sibling_pairs(capture: SessionCapture) -> Iterator[JSON]:
-    """Yield a line for each rejected answer of a session of which another answer was continued.
+    """Yield a preference pair for each rejected answer of a session to a question whose other
+    answer the harness went on with.
 
-    As a line of `write_pairs`, of one session and without rewards.
+    Each is a line as `write_pairs` writes it, without rewards.
     """
     exchanges = {one.exchange_id: one for one in capture.exchanges}
     shown = shown_whole(capture.exchanges)
@@ -414,7 +425,7 @@ class Rules(Settings):
     tokens."""
 
     def against(self, example: Example) -> str | None:
-        """Return the first reason why an example is refused; `None` = it is taken."""
+        """Return the first reason why the rules refuse an example; `None` = it is accepted."""
         return next((reason for reason, fails in self._checks(example) if fails), None)
 
     def _checks(self, example: Example) -> Iterator[tuple[str, bool]]:
@@ -454,7 +465,7 @@ class SourceCounts:
     """Seconds of model calls of all sessions, one after the other."""
 
     def json(self) -> JSON:
-        """Return the counts as JSON, with the shares that people ask for."""
+        """Return the counts as JSON, with shares computed from them."""
         return {
             "attempted": self.attempted,
             "accepted": self.accepted,
@@ -487,7 +498,7 @@ class Survey:
     examples: int = 0
 
     def json(self) -> JSON:
-        """Return the object of `statistics.json` and `--json`."""
+        """Return the accepted and rejected counts as the JSON of `statistics.json` and `--json`."""
         whole = SourceCounts()
         for tally in self.sources.values():
             for name in SourceCounts.__dataclass_fields__:
@@ -518,7 +529,11 @@ class _Light:
 
 
 def survey(sessions: Iterable[tuple[SessionCapture, Trajectory]], rules: Rules) -> Survey:
-    """Judge all sessions, one at a time; memory grows with their number, not with their tokens."""
+    """Apply the rules to all sessions and return the accepted examples, with counts of the
+    rejected.
+
+    Sessions are read one at a time; memory grows with their number, not with their tokens.
+    """
     found = Survey()
     by_task: defaultdict[str, list[_Light]] = defaultdict(list)
     why: dict[str, str] = {}

@@ -73,15 +73,17 @@ class LocalSessions:
         self._thread.join()
 
     def play(self, tasks: Sequence[Task]) -> list[Trajectory]:
-        """Play one session per entry, in order; a task may stand there several times.
+        """Run one session for each entry of `tasks`, in order; a task may be listed several times.
 
-        The outcome of every session is in its trajectory. `ConfigError` for a task that names what
-        is not there.
+        The outcome of every session is in its trajectory. `ConfigError` for a task that names
+        something unknown.
         """
         return self._wait(self._play(tasks))
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Sample from `weights` as `version` from here on; see `GatewayServer.update_weights`."""
+        """Load `weights` into the engine as policy `version`; later tokens are sampled from
+        them.
+        """
         self._wait(self._gateway.update_weights(weights, version))
 
     def set_version(self, version: int) -> None:

@@ -53,14 +53,14 @@ def train_batch(
     rows_multiple: int = 1,
     length_multiple: int = 1,
 ) -> tuple[dict[str, torch.Tensor], list[Row]]:
-    """Make a batch of NeMo RL with all traces that train, and the row of each sequence.
+    """Return a NeMo RL batch with all traces that train, and the row behind each sequence.
 
     The batch lacks `prev_logprobs` and `reference_policy_logprobs`, which the policy computes.
     `sample_mask` has weights by which each session counts once, under NeMo RL's setting
     `loss_fn.token_level_loss` as given here. Advantages are those of the group, over its deviation
-    with `normalise`. Behind the rows stand empty ones up to a multiple of `rows_multiple` (the
-    data-parallel size); lengths are padded to a multiple of `length_multiple`. `TrainingError`
-    where nothing trains, for images, and for experts of several models.
+    with `normalise`. Empty rows follow up to a multiple of `rows_multiple` (the data-parallel
+    size); lengths are padded to a multiple of `length_multiple`. `TrainingError` where nothing
+    trains, for images, and for experts of several models.
     """
     import torch
 
@@ -104,9 +104,9 @@ def train_batch(
 
 
 def response_of(trajectory: Trajectory, *, model: str = "policy") -> JSON:
-    """Return a session as a Responses object with token fields.
+    """Return a session as an object of the Responses API with NeMo's token fields.
 
-    Where no call trains, it ends with one given and one more token, because NeMo RL ends at a
+    Where no call trains, it ends with one given and one more token, because NeMo RL fails on a
     response without any. `TrainingError` for images.
     """
     refuse_images("NeMo RL", trajectory)
@@ -142,7 +142,7 @@ def _trains(trace: Trace, turn: Turn) -> bool:
 
 
 def items_of(trace: Trace) -> list[JSON]:
-    """Return the output items along a trace: results as they were given, calls with their
+    """Return the output items of a Responses object along a trace: tool results, and calls with
     tokens.
     """
     items: list[JSON] = []
@@ -247,7 +247,7 @@ def verify_response(trajectory: Trajectory, create_params: JSON) -> JSON:
 
 
 def agent_class(sessions: Sessions, tasks: TaskTable) -> type[Any]:
-    """Return the class of an agent server whose rollouts are sessions; `.run_webserver()` starts
+    """Return a NeMo Gym agent server class whose rollouts are sessions; `.run_webserver()` starts
     one.
 
     A rollout's row names its task: `{"responses_create_params": {...}, "task_id": "..."}`. Needs

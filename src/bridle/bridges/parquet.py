@@ -102,6 +102,7 @@ class TrajectoryRows:
 
 
 def rows_of(trajectory: Trajectory) -> TrajectoryRows:
+    """Return a trajectory as rows of a table, one per trace."""
     traces = trajectory.traces
     if not traces:
         return TrajectoryRows(None, 0, trajectory_json(trajectory))
@@ -126,9 +127,11 @@ class TrajectoryWriter:
             self._writer = pq.ParquetWriter(private_file(self._part), SCHEMA, compression="zstd")
 
     def write(self, trajectory: Trajectory) -> None:
+        """Append a trajectory to the file."""
         self.add(rows_of(trajectory))
 
     def add(self, rows: TrajectoryRows) -> None:
+        """Append a trajectory, given as rows, to the file."""
         if rows.without_traces is not None:
             self._without_traces.append(rows.without_traces)
         if rows.table is not None:
@@ -138,7 +141,7 @@ class TrajectoryWriter:
             self._write_group()
 
     def close(self) -> None:
-        """Write what is left and put the file in its place."""
+        """Write the remaining rows and move the finished file to its path."""
         self._write_group()
         with self._writing():
             self._writer.add_key_value_metadata(_about(self._without_traces))
@@ -183,7 +186,7 @@ def read_trajectories(path: str | Path) -> list[Trajectory]:
 
 
 def pack(trajectory: Trajectory) -> bytes:
-    """Return the file of one trajectory, as bytes."""
+    """Return a Parquet file of one trajectory, as bytes."""
     sink = pa.BufferOutputStream()
     rows = rows_of(trajectory)
     table = SCHEMA.empty_table() if rows.table is None else rows.table
@@ -194,7 +197,7 @@ def pack(trajectory: Trajectory) -> bytes:
 
 
 def unpack(packed: bytes) -> Trajectory:
-    """Return the one trajectory of a file that was read as bytes. Raises `BridleError`."""
+    """Return the one trajectory of a Parquet file, given as bytes. Raises `BridleError`."""
     found = _read(pa.BufferReader(packed), "a packed trajectory")
     if len(found) != 1:
         raise BridleError(f"a packed trajectory: holds {len(found)} trajectories")
@@ -202,7 +205,9 @@ def unpack(packed: bytes) -> Trajectory:
 
 
 def arrow(trajectory: Trajectory) -> bytes:
-    """Return an Arrow IPC stream with the file's columns, one row per trace."""
+    """Return a trajectory as an Arrow IPC stream, one row per trace, with the Parquet file's
+    columns.
+    """
     rows = rows_of(trajectory)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SCHEMA) as stream:
@@ -348,7 +353,7 @@ _COLUMNS = pa.schema(
 def write_logprobs(path: str | Path, answers: Iterable[Recomputed], facts: Facts) -> None:
     """Write a trainer's logprobs and facts to one file, which is replaced. Raises `BridleError`.
 
-    A bridge that has a logprob for each token of a response makes an answer by `Recomputed.of`.
+    For a logprob per token of a response, `Recomputed.of` makes the entries of `answers`.
     """
     rows = [{name: getattr(one, name) for name in _COLUMNS.names} for one in answers]
     with boundary(BridleError, f"{path}: cannot write logprobs"):
@@ -358,7 +363,7 @@ def write_logprobs(path: str | Path, answers: Iterable[Recomputed], facts: Facts
 
 
 def read_logprobs(path: str | Path) -> tuple[list[Recomputed], Facts]:
-    """Return the answers and the facts of a file; columns that may be null may be absent.
+    """Return a trainer's logprobs and facts from a file; columns that may be null may be absent.
 
     Raises `BridleError` for what is not such a file, and `ConfigError` for values that are wrong.
     """
@@ -410,10 +415,10 @@ class Rebuilt:
 def rebuild_all(
     path: Path, session_ids: Sequence[str], spec: BuilderSpec | None, *, workers: int | None = None
 ) -> Iterator[Rebuilt]:
-    """Yield each session's trajectory, in the order given.
+    """Yield each captured session's trajectory, built again, in the order given.
 
-    `spec` = `None` builds each as it was run. `workers` = `None` uses every core that this process
-    may use where there are enough sessions; 1 stays in this process. Raises `BridleError`.
+    `spec` = `None` uses each session's own builder. `workers` = `None` uses every core that this
+    process may use where there are enough sessions; 1 stays in this process. Raises `BridleError`.
     """
     if workers is None:
         workers = available_cores() if len(session_ids) >= WORTH_A_PROCESS else 1

@@ -46,7 +46,8 @@ class ServerSessions:
         self._client.__exit__()
 
     def play(self, tasks: Sequence[Task]) -> list[Trajectory]:
-        """Play one session per entry, in order; a task may stand there several times.
+        """Run one session for each entry of `tasks` on the server, in order; a task may be listed
+        several times.
 
         The outcome of every session is in its trajectory; its `metadata["task_id"]` is the task's
         own. `ServerError` if the server refuses a task or cannot be reached.
@@ -65,10 +66,10 @@ class ServerSessions:
     def hand_in(
         self, groups: Mapping[str, tuple[Task, int]], *, hand_out: bool = True
     ) -> list[str]:
-        """Have groups played, each a task and its samples, under these names.
+        """Submit groups under these names, each with its task and number of samples.
 
-        Groups with `hand_out` come from `ended` until they are acknowledged. Returns the names of
-        those that the server had before and that have ended.
+        Groups with `hand_out` are returned by `ended` until they are acknowledged. Returns the
+        names of those groups that the server had before and that have ended.
         """
         tasks = (
             task.model_copy(update={"task_id": name, "num_samples": samples})
@@ -79,22 +80,24 @@ class ServerSessions:
         return [name for name in known if self._client.task(name)["cursor"] is not None]
 
     def ended(self, after: int) -> tuple[int, str]:
-        """Wait for the next group that ends; its place among them and its name.
+        """Wait for the next group that ends, and return its position among them and its name.
 
-        `after` is the place of the one before; acknowledged groups are passed over.
+        `after` is the position of the one before; acknowledged groups are passed over.
         """
         groups = self._client.groups(cursor=after, trajectories=False, ack=False)
         group = next(iter(groups))
         return group.cursor, group.task_id
 
     def fetch(self, name: str, task_id: str, samples: int) -> list[Trajectory]:
-        """Wait until a group has ended; its sessions, which are of `task_id`."""
+        """Wait until a group has ended, and return its sessions' trajectories, with `task_id` as
+        their task.
+        """
         self._client.wait(name)
         ended = {one["sample_index"]: one for one in self._client.sessions(name)}
         return [self._trajectory(task_id, ended.get(at)) for at in range(samples)]
 
     def ack(self, names: Iterable[str]) -> None:
-        """Say that these groups have been dealt with."""
+        """Acknowledge these groups to the server, which then may delete them."""
         self._client.ack(task_ids=list(names))
 
     def set_version(self, version: int) -> None:
@@ -102,11 +105,13 @@ class ServerSessions:
         self._client.set_policy(version=version)
 
     def give_up(self) -> None:
-        """Leave the engines to the trainer: nothing is sent to them, no health check either."""
+        """Release the engines to the trainer: the gateways send them no call and no health
+        check.
+        """
         self._client.set_policy(released=True)
 
     def take_back(self) -> None:
-        """Send calls to the engines again."""
+        """Let the gateways send calls to the engines again."""
         self._client.set_policy(released=False)
 
     def _trajectory(self, task_id: str, session: JSON | None) -> Trajectory:
@@ -126,7 +131,8 @@ class ServerSessions:
 
 @functools.cache
 def open_server(server: str, tasks: str) -> tuple[ServerSessions, TaskTable]:
-    """Open a server and read a task file, once per process, for as long as it lives.
+    """Connect to a server and read a task file; later calls of this process return the same
+    objects.
 
     `ConfigError` for a task file that cannot be read.
     """

@@ -46,7 +46,10 @@ def generate_rollout(
     data_source: Any,  # noqa: ANN401 - slime's own
     evaluation: bool = False,  # noqa: FBT001, FBT002 - slime calls it so
 ) -> Any:  # noqa: ANN401 - slime's own
-    """Slime's rollout function: groups of the data source, played and turned into samples."""
+    """Run the groups of slime's data source as sessions and return them as samples.
+
+    This is a rollout function of slime (`--rollout-function-path`).
+    """
     _name_engines(args)
     sessions, tasks = open_server(
         _setting(args, "bridle_server"),
@@ -119,11 +122,12 @@ def generate_rollout_async(
     data_source: Any,  # noqa: ANN401 - slime's own
     evaluation: bool = False,  # noqa: FBT001, FBT002 - slime calls it so
 ) -> Any:  # noqa: ANN401 - slime's own
-    """Slime's rollout function for `train_async.py`: sessions also run while slime trains.
+    """Run the groups of slime's data source as sessions, also while slime trains.
 
-    Takes the groups that end first and leaves `bridle_ahead` others under way (by default as many
-    as two batches have), so a slow session comes in a later batch. `bridle_run` names the run on
-    the server. `ConfigError` for engines that share slime's GPUs.
+    This is a rollout function for slime's `train_async.py`. Takes the groups that end first and
+    leaves `bridle_ahead` others in progress (by default as many as two batches have), so a slow
+    session comes in a later batch. `bridle_run` names the run on the server. `ConfigError` for
+    engines that share slime's GPUs.
     """
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
@@ -160,7 +164,9 @@ class Ahead:
     def take(
         self, rollout_id: int, count: int, ahead: int
     ) -> tuple[list[list[list[Sample]]], RowCounts]:
-        """Have `count + ahead` groups under way, and return the samples of `count` of them."""
+        """Keep `count + ahead` groups in progress, and return the samples of the first `count` that
+        end.
+        """
         trained = [name for name, of in self._rollouts.items() if of < rollout_id - 1]
         self._sessions.ack(trained)
         for name in trained:
@@ -207,7 +213,7 @@ _ahead = functools.cache(Ahead)
 def play_groups(
     sessions: Sessions, tasks: TaskTable, wanted: Sequence[Sequence[Sample]]
 ) -> tuple[list[list[list[Sample]]], RowCounts]:
-    """Play slime's groups; for each group, for each session, its samples.
+    """Run slime's groups as sessions; return, for each group and session, its samples, with counts.
 
     `wanted` are groups as a data source gives them: each sample names its task and has its
     `group_index` and `index`.
@@ -219,17 +225,17 @@ def play_groups(
 
 
 def task_of(sample: Sample) -> str:
-    """Return the id of the task that a row of the data set names."""
+    """Return the id of the task that a sample of slime's data set names."""
     return str((sample.metadata or {}).get("task_id") or sample.prompt)
 
 
 def samples_of(
     groups: Sequence[SessionGroup], templates: Sequence[Sequence[Sample]]
 ) -> tuple[list[list[list[Sample]]], RowCounts]:
-    """Return the samples of groups; `templates` has one of slime's samples for each session.
+    """Return the sessions of groups as slime's samples, with counts.
 
-    A session of which nothing trains is one sample with `remove_sample`. `TrainingError` for
-    images.
+    `templates` has one of slime's samples for each session. A session of which nothing trains is
+    one sample with `remove_sample`. `TrainingError` for images.
     """
     for group in groups:
         for session in group.sessions:
@@ -287,10 +293,11 @@ def _status(row: Row, status: Any) -> Any:  # noqa: ANN401 - slime's own
 
 
 def post_process_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:  # noqa: ANN401 - slime's own
-    """Slime's hook: raw rewards, and advantages within each group, each session counted once.
+    """Return raw rewards, and advantages within each group, in which each session counts once.
 
-    A session whose reward is not known has no part in its group's mean and gets 0. Where samples of
-    one session have other rewards (of their traces), each is compared with those of its role.
+    This is a hook of slime. A session whose reward is not known has no part in its group's mean and
+    gets 0. Where samples of one session have different rewards (of their traces), each is compared
+    with those of its role.
     """
     raw = [float(sample.reward) for sample in samples]
     groups: dict[Any, dict[Any, list[int]]] = {}

@@ -40,7 +40,10 @@ SCHEMA = "ATIF-v1.8"
 def write_atif(
     path: str | Path, sessions: Iterable[tuple[SessionCapture, Trajectory, Sequence[Example]]]
 ) -> int:
-    """Write each session with an example as one JSON line; how many. `BridleError`."""
+    """Write each session that has an example as one line of ATIF JSON; return how many.
+
+    Raises `BridleError`.
+    """
     return write_lines(path, (document(*one) for one in sessions if one[2]))
 
 
@@ -224,7 +227,7 @@ def _merged(said: Sequence[JSON]) -> JSON:
 
 
 def training_trace(trajectory: Trajectory) -> JSON:
-    """Return a session in the fields of `openenv.core.harness.training.TrainingTrace`."""
+    """Return a session as JSON with the fields of `openenv.core.harness.training.TrainingTrace`."""
     turns: dict[str, JSON] = {}
     for trace in trajectory.traces:
         for turn in turns_of(trace):
@@ -250,7 +253,7 @@ def training_trace(trajectory: Trajectory) -> JSON:
 
 
 def openenv_trace(trajectory: Trajectory) -> Any:  # noqa: ANN401 - OpenEnv's own
-    """Return a session as OpenEnv's own `TrainingTrace`; its validator's error if one is wrong."""
+    """Return a session as OpenEnv's own `TrainingTrace`; raises its validator's error."""
     from openenv.core.harness.training import TrainingTrace
 
     return TrainingTrace.model_validate(training_trace(trajectory))
@@ -260,8 +263,8 @@ def openenv_trace(trajectory: Trajectory) -> Any:  # noqa: ANN401 - OpenEnv's ow
 
 
 def trace_record(trajectory: Trajectory, *, experts: bool = False) -> JSON:
-    """Return a session in the fields of `verifiers.v1.trace.WireTrace`, as its `model_validate`
-    takes.
+    """Return a session as JSON with the fields of `verifiers.v1.trace.WireTrace`, for its
+    `model_validate`.
 
     It has one reward per session: a warning names a session whose traces have their own. With
     `experts` nodes have their routed experts, which are arrays; without, all is plain JSON.

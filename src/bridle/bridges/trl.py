@@ -69,10 +69,12 @@ class TrainedSessions(Sessions, Protocol):
     """Sessions on an engine that takes a trainer's weights (`bridle.bridges.local`)."""
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Sample from these from here on."""
+        """Load `weights` into the engine as policy `version`; later tokens are sampled from
+        them.
+        """
 
     def set_version(self, version: int) -> None:
-        """Note that the engine has the weights of this version already."""
+        """Set the policy version of later samples; the engine has its weights already."""
 
 
 # ---- GRPOTrainer
@@ -81,7 +83,10 @@ class TrainedSessions(Sessions, Protocol):
 def session_reward(
     prompts: Sequence[object], completions: Sequence[object], **fields: Sequence[Any]
 ) -> list[float | None]:
-    """Return a reward function of TRL: what the task's evaluator said; `None` = not known."""
+    """Return the rewards that the tasks' evaluators gave; `None` = not known.
+
+    This is a reward function of TRL.
+    """
     del prompts, completions
     return [None if reward is None else float(reward) for reward in fields[REWARD]]
 
@@ -101,7 +106,7 @@ class TrlRollouts:
         """Of each row in its session; 0 for rows that fill up the batch."""
 
     def rows(self) -> list[dict[str, str]]:
-        """Return the data set: one row per task, `prompt` is its id."""
+        """Return TRL's data set: one row per task, whose `prompt` is the task's id."""
         return [{"prompt": task.task_id} for task in self._tasks]
 
     def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, list[Any]]:  # noqa: ANN401 - TRL's
@@ -229,9 +234,9 @@ class AsyncCounts:
 def async_rows(
     group_id: int, sessions: Sequence[Trajectory], *, version: int, normalise: bool = True
 ) -> list[AsyncRow]:
-    """Return the rows of a group; none if its rewards do not vary.
+    """Return the rows of a group for TRL's asynchronous trainer; none if its rewards do not vary.
 
-    `version` is that of tokens which do not tell theirs. `TrainingError` for images.
+    `version` is that of tokens whose own is not recorded. `TrainingError` for images.
     """
     advantages, _ = trace_advantages(sessions, "grpo" if normalise else "dr_grpo")
     if not any(map(any, advantages)):
@@ -333,7 +338,7 @@ class TrlAsyncRollouts:
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
 
     def rows(self) -> list[dict[str, str]]:
-        """Return the data set: one row per task, `prompt` is its id.
+        """Return TRL's data set: one row per task, whose `prompt` is the task's id.
 
         TRL counts epochs by its length.
         """
@@ -342,11 +347,12 @@ class TrlAsyncRollouts:
     # ---- TRL's rollout worker
 
     def start(self) -> None:
+        """Start the threads that run sessions and queue their rows."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Begin no further group, and wait for those that run."""
+        """Start no further group, and wait for those in progress."""
         self._stopping.set()
         until = time.monotonic() + STOP_S
         for thread in self._threads:
@@ -360,9 +366,10 @@ class TrlAsyncRollouts:
         self.version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what ended the play; `TrainingError` if groups in a row gave nothing to train on.
+        """Raise the error that ended the sessions' threads, if one did.
 
-        A session has time limits of its own, so one that takes long is no fault.
+        `TrainingError` if several groups in a row gave nothing to train on. A session has time
+        limits of its own, so one that takes long is no fault.
         """
         del stale_after_s
         if self._failure is not None:
@@ -373,26 +380,26 @@ class TrlAsyncRollouts:
     # ---- TRL's weight transfer
 
     def init_weight_transfer(self) -> None:
-        """Do nothing: the engine takes weights as it is."""
+        """Do nothing: the engine needs no preparation to take weights."""
 
     def pause(self) -> None:
         """Do nothing: the gateway holds its calls while weights are loaded."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Put parameters into the engine, as the version that TRL will name next."""
+        """Load parameters into the engine, under the version that TRL will name next."""
         self._sent = self.version + 1
         self._sessions.update_weights(dict(iterator), self._sent)
 
     def resume(self) -> None:
-        """Do nothing: calls that were held continued."""
+        """Do nothing: the gateway continues the calls that it held by itself."""
 
     def destroy(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: there is nothing to release."""
 
     # ---- checkpoints
 
     def trained(self, rows: Mapping[int, int]) -> None:
-        """Note how many more rows of these groups are trained, in the queue's order."""
+        """Record how many more rows of these groups are trained, in the queue's order."""
         with self._lock:
             order = list(self._queued)
             newest = max(order.index(number) for number in rows)
@@ -403,7 +410,7 @@ class TrlAsyncRollouts:
                 del self._queued[number]
 
     def save(self, path: Path) -> None:
-        """Write what the trainer has not trained yet, as part of its checkpoint."""
+        """Write the groups that the trainer has not trained yet, as part of its checkpoint."""
         with self._lock:
             rest = [] if self._begun is None else self._queued[self._begun]
             state = {
@@ -416,15 +423,17 @@ class TrlAsyncRollouts:
 
     @property
     def dealt_with(self) -> int:
-        """Groups that were drawn and are trained, dropped or of no use."""
+        """Number of groups that were drawn and need no further training: trained, dropped or
+        useless.
+        """
         with self._lock:
             return self._drawn - len({*self._playing, *self._queued})
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint; to be called before `start`.
+        """Restore the groups from a checkpoint; to be called before `start`.
 
-        Groups that it has not trained are played again; of one that it has trained in part, the
-        other rows are given out.
+        Groups that were not trained are run again; of one that was trained in part, the other rows
+        are given out.
         """
         state = json.loads(path.read_text())
         draws = list(itertools.islice(self._draws, state["drawn"]))
@@ -533,7 +542,7 @@ class EveryGroupOnce:
         self._trained_groups = _TrainedGroups()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - TRL's
-        """Train on a micro-batch, and count its rows."""
+        """Train on a micro-batch, and report its rows as trained."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         if self.accelerator.is_main_process:
             self.rollout_worker.trained(self._trained_groups.batches.popleft())

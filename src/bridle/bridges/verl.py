@@ -44,10 +44,11 @@ THREADS = 1024
 
 
 def outputs_of(session: Trajectory, shape: Shape) -> list[Any]:
-    """Return a session as `AgentLoopOutput`s, one per trace; none if its reward is not known.
+    """Return a session as verl's `AgentLoopOutput`s, one per trace; none if its reward is not
+    known.
 
-    Such a session has no part in its group's mean. One of which nothing trains has, as an output
-    with mask 0. verl's own processor makes pixels of a trace's images.
+    A session without outputs has no part in its group's mean. One of which nothing trains has an
+    output with mask 0. verl's own processor makes pixels of a trace's images.
     """
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
@@ -130,7 +131,7 @@ class BridleAgentLoop:
         global_steps: int = 0,
         **_: object,
     ) -> list[Any]:
-        """Play one session of the row's task; the sampling parameters are those of the task."""
+        """Run one session of the row's task; its sampling parameters are the task's, not verl's."""
         del sampling_params
         task = self._tasks[str(extra_info["task_id"])]
         # Weights of version k are those that verl has after step k.

@@ -81,7 +81,9 @@ class Wheel:
     """Files that it installs into site-packages."""
 
     def needs(self, *extras: str) -> list[str]:
-        """Return its requirements with some of its extras, for this Python, as pip takes them."""
+        """Return the wheel's requirements with some of its extras, for this Python, as pip takes
+        them.
+        """
         needed: dict[str, None] = {}
         for each in self.requires:
             marker = each.marker
@@ -109,12 +111,14 @@ class VirtualEnvironment:
 
     @property
     def python(self) -> str:
+        """Path of the environment's Python."""
         return str(self.folder / "bin" / "python")
 
 
 def safe_backend(wanted: str) -> str:
-    """Return the runtime for strangers' code; `ConfigError` where none contains it and none was
-    named.
+    """Return the runtime for code of unknown origin: `wanted`, or one that contains its programs.
+
+    `ConfigError` where this machine has none and none was named.
     """
     if wanted != "auto":
         backend = wanted
@@ -131,7 +135,7 @@ def safe_backend(wanted: str) -> str:
 
 
 def runtime_fields(backend: str, environment: VirtualEnvironment | None) -> JSON:
-    """Return the fields of a `RuntimeSpec` in which `environment` is the Python on PATH."""
+    """Return the fields of a `RuntimeSpec` whose PATH begins with the Python of `environment`."""
     base = Path(sys.base_prefix)
     binds = [] if base.is_relative_to("/usr") else [str(base)]
     path = SYSTEM_PATH
@@ -151,7 +155,7 @@ class Bench:
     def place(
         self, environment: VirtualEnvironment | None = None
     ) -> AbstractAsyncContextManager[Runtime]:
-        """Open a fresh sandbox without network."""
+        """Open a fresh sandbox without network, with the Python of `environment` on its PATH."""
         fields = runtime_fields(self.backend, environment)
         spec = RuntimeSpec(**fields, network="open" if self.backend == "local" else "none")
         return opened(spec, "bench")
@@ -188,7 +192,9 @@ class Bench:
 
 
 def build_system(tree: Path) -> tuple[str, list[str], list[str]]:
-    """Backend, its paths and its requirements, of a source tree's `pyproject.toml`."""
+    """Return the build backend that a source tree's `pyproject.toml` names, its paths and
+    requirements.
+    """
     table = read_pyproject(tree).get("build-system", {})
     paths = table.get("backend-path", []) if isinstance(table, dict) else None
     if not isinstance(paths, list):
@@ -199,7 +205,7 @@ def build_system(tree: Path) -> tuple[str, list[str], list[str]]:
 
 
 def read_pyproject(tree: Path) -> JSON:
-    """`pyproject.toml` of a tree; empty where there is none. Raises `Refused`."""
+    """Return a source tree's `pyproject.toml`; empty where there is none. Raises `Refused`."""
     path = tree / "pyproject.toml"
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -210,7 +216,10 @@ def read_pyproject(tree: Path) -> JSON:
 
 
 def requirements_of(asked: object) -> list[str]:
-    """Return a list of requirements from a stranger, for pip; `None` = none. Raises `Refused`."""
+    """Return a package's list of requirements, each checked, for pip; `None` = none.
+
+    Raises `Refused` for what pip should not be given.
+    """
     if not isinstance(asked, list | None):
         raise Refused("environment", f"requirements must be a list, not {asked!r:.80}")
     return [requirement(each) for each in asked or ()]
@@ -228,7 +237,7 @@ def requirement(text: object) -> str:
 
 
 def read_wheel(folder: Path, package: str, version: Version) -> Wheel:
-    """Read the metadata of the wheel in a folder, which a stranger's code has written.
+    """Read the metadata of the wheel in a folder, which untrusted code has written.
 
     Raises `Refused` if it is not pure Python, or another package or version.
     """
@@ -294,7 +303,7 @@ async def make_environment(
 ) -> VirtualEnvironment:
     """Make a virtual environment with these requirements, and `files` in its site-packages.
 
-    It is kept in the cache and found there again. Raises `Refused` with pip's last word.
+    It is kept in the cache, and later calls return it. Raises `Refused` with pip's last error.
     """
     facts = [sys.version, sys.base_prefix, sorted(requirements), sorted((files or {}).items())]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
@@ -343,7 +352,7 @@ async def _install(folder: Path, requirements: Sequence[str]) -> str:
 
 
 async def host_python(*words: str) -> bytes:
-    """Run Bridle's own Python with the caller's environment; what it prints, or `Refused`."""
+    """Run Bridle's own Python with these arguments and return its stdout. Raises `Refused`."""
     command = Command((sys.executable, *words), cwd="/", env=dict(os.environ), timeout_s=PIP_S)
     result = await run_process(command)
     if not result.ok:
@@ -361,7 +370,7 @@ def _reason(result: ExecResult, limit_s: float) -> str:
 
 
 def last_line(said: bytes) -> str:
-    """Return the last line that says something, or pip's last error."""
+    """Return the last error line of pip's output, or its last line that is not empty."""
     lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines or [""])[-1].strip()[:300]

@@ -134,9 +134,9 @@ def is_harbor(path: Path) -> bool:
 def harbor_task(folder: Path, wanted: Mapping[str, Any]) -> JSON:
     """Return a Harbor folder as the fields of a `Task`.
 
-    `wanted` is what whoever runs it asks for (defaults and overrides): `runtime.backend` and
-    `agent.harness` decide how the folder is read. Raises `ConfigError` naming the file and what it
-    asks for that cannot be given.
+    `wanted` are the caller's defaults and overrides: `runtime.backend` and `agent.harness` decide
+    how the folder is read. Raises `ConfigError` naming the file and what it asks for that cannot be
+    given.
     """
     folder = folder.resolve()
     file = folder / TASK
@@ -171,7 +171,10 @@ def harbor_task(folder: Path, wanted: Mapping[str, Any]) -> JSON:
 
 
 def oracle_settings(folder: Path, target: str | None) -> JSON:
-    """Settings of harness `oracle` for a folder; `ConfigError` if it has no solution."""
+    """Return the settings with which harness `oracle` runs the solution of a Harbor folder.
+
+    `ConfigError` if the folder has no solution.
+    """
     script = folder / "solution" / "solve.sh"
     if not script.is_file():
         raise ConfigError(f"{script}: no such file: harness 'oracle' has nothing to run")
@@ -321,7 +324,10 @@ class Steps:
 
 
 def dockerfile_steps(path: Path) -> Steps:
-    """Return the steps of a Dockerfile. `ConfigError` names the line that has no meaning here."""
+    """Return the steps of a Dockerfile as fields of a runtime.
+
+    `ConfigError` names a line that cannot be carried out without Docker.
+    """
     steps = Steps()
     for number, word, rest in _instructions(path.read_text(encoding="utf-8")):
         where = f"{path}:{number}: {word}"
@@ -420,7 +426,8 @@ SETS = TypeAdapter(list[RegistrySet])
 
 
 def registry_folders(path: Path) -> list[Path]:
-    """Return the task folders of `FILE.json:NAME[@VERSION]`, in the registry's order.
+    """Return the task folders of a set in a registry file, `FILE.json:NAME[@VERSION]`, in its
+    order.
 
     Raises `ConfigError`: no such file, set, version or folder, no registry, a failed fetch.
     """
@@ -576,9 +583,9 @@ def write_harbor(
     environment: VirtualEnvironment,
     decides: Callable[[Path], bool],
 ) -> None:
-    """Write the Harbor folder of the task in folder `made`.
+    """Write the task in the folder `made` as a Harbor folder.
 
-    Its tests take the files that `decides` names from the tree of the newer release.
+    Its tests take the files for which `decides` is true from the tree of the newer release.
     """
     task = json.loads((made / "task.json").read_text())
     config, facts, budgets = task["evaluator"]["config"], task["metadata"], task["budgets"]

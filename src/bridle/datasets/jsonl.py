@@ -86,9 +86,9 @@ def load_tasks(
 ) -> list[Task]:
     """Return all tasks of a file or folder, in order.
 
-    `defaults` lie under the file's own defaults and the tasks, `overrides` over them; both are
-    merged object by object. Raises `ConfigError`: no such path, no task in it, a syntax error, a
-    wrong field, a file to upload that does not exist, one task id twice. Of a file with rows of a
+    The file's own defaults and the tasks override `defaults`; `overrides` override them all; they
+    are merged object by object. Raises `ConfigError`: no such path, no task in it, a syntax error,
+    a wrong field, a file to upload that does not exist, one task id twice. Of a file with rows of a
     SWE set, rows that are wrong are left out and logged, unless `strict`.
     """
     tasks: dict[str, Task] = {}
@@ -355,7 +355,8 @@ HOLE = re.compile(r"\{\{\s*([\w.-]+)\s*\}\}")
 def with_template(task: Task, template: str) -> Task:
     """Return the task with its instruction put into `template`.
 
-    `ConfigError` names a hole that nothing fills, and a template that leaves the instruction out.
+    `ConfigError` for a placeholder that cannot be filled, and for a template without the
+    instruction.
     """
     known = {"instruction": task.instruction, "task_id": task.task_id}
     known |= {f"metadata.{name}": str(value) for name, value in task.metadata.items()}
@@ -377,7 +378,9 @@ SOUND = "sound"
 
 
 def task_digest(task: Task) -> str:
-    """Return the hex digest of what decides a task's reward; the same wherever its folder lies."""
+    """Return the hex digest of everything that decides a task's reward; its folder's path does not
+    count.
+    """
     decides = task.model_dump(mode="json", include={"instruction", "runtime", "evaluator"})
     text = json.dumps(decides, sort_keys=True)
     folder = Path(task.task_dir or ".")
@@ -408,7 +411,10 @@ def _digest_of(path: Path) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, JSON]:
-    """Return the lines by digest, the last of each. `ConfigError` names a line that is none."""
+    """Return the entries of a manifest of verified tasks by task digest, the last of each.
+
+    `ConfigError` names a line that is no entry.
+    """
     found: dict[str, JSON] = {}
     for number, line in enumerate(read_text(path).splitlines(), 1):
         try:
@@ -426,7 +432,7 @@ def _lines_of(path: Path, changed_ns: int) -> dict[str, JSON]:  # noqa: ARG001 -
 
 
 def unsound(tasks: Sequence[Task], path: Path) -> dict[str, str]:
-    """Return ids of the tasks that a manifest does not call sound, with the cause of each.
+    """Return the ids of the tasks that a manifest does not call sound, each with the cause.
 
     A file that has not changed is read once. `ConfigError` if it cannot be read.
     """
@@ -439,7 +445,9 @@ def unsound(tasks: Sequence[Task], path: Path) -> dict[str, str]:
 
 
 def require_verified(tasks: Sequence[Task], path: Path) -> None:
-    """Raise `ConfigError` with all tasks that a manifest does not call sound, by cause."""
+    """Raise `ConfigError` if a manifest does not call all tasks sound; it lists the others by
+    cause.
+    """
     if bad := unsound(tasks, path):
         causes = ", ".join(f"{cause}: {count}" for cause, count in Counter(bad.values()).items())
         shown = "; ".join(f"{name} ({cause})" for name, cause in list(bad.items())[:5])

@@ -125,7 +125,7 @@ class Maker:
     kept: list[tuple[str, Change]] = field(default_factory=list)
 
     async def make(self, older: Source, newer: Source) -> Made:
-        """Return the task of a pair, as a folder of `out`. Raises `Refused`."""
+        """Make the task of a pair of releases, as a folder. Raises `Refused`."""
         pair = f"{older.package} {older.version}..{newer.version}"
         name = f"{canonicalize_name(older.package)}-{older.version}-{newer.version}"
         with tempfile.TemporaryDirectory(prefix="bridle-releases-") as scratch:
@@ -296,7 +296,7 @@ class Maker:
 
 
 async def pairs(wanted: str) -> list[tuple[Source, Source]]:
-    """Return the pairs of following releases that `PACKAGE` or `PACKAGE==A..B` stands for, newest
+    """Return the pairs of successive releases that `PACKAGE` or `PACKAGE==A..B` stands for, newest
     first.
 
     Pre-releases and withdrawn releases are passed over, unless they are A or B. Raises
@@ -321,7 +321,10 @@ async def pairs(wanted: str) -> list[tuple[Source, Source]]:
 
 
 def parse_wanted(wanted: str) -> tuple[str, tuple[Version, ...]]:
-    """Package and, if given, first and last version. Raises `ConfigError`."""
+    """Return the package and, if given, the first and last version of `PACKAGE==A..B`.
+
+    Raises `ConfigError`.
+    """
     package, equals, given = wanted.partition("==")
     try:
         ends = tuple(Version(each) for each in given.split("..")) if equals else ()
@@ -334,14 +337,17 @@ def parse_wanted(wanted: str) -> tuple[str, tuple[Version, ...]]:
 
 
 async def fetch(source: Source, folder: Path) -> tuple[Path, str]:
-    """Return the unpacked tree of a source distribution, and its SHA-256. Raises `Refused`."""
+    """Download and unpack a source distribution into `folder`; return its tree and its SHA-256.
+
+    Raises `Refused`.
+    """
     words = ("-P", str(SOURCES), source.package, source.file, str(folder))
     digest = json.loads(last(await host_python(*words)))["sha256"]
     return await asyncio.to_thread(unpack, folder / source.file), digest
 
 
 def unpack(archive: Path) -> Path:
-    """Take an archive out beside itself; the one folder in it. Raises `Refused`."""
+    """Unpack an archive beside itself, and return the one folder in it. Raises `Refused`."""
     target = archive.parent / "tree"
     entries, size = MOST_TREE
     too_much = Refused("source distribution", "it has too many files or bytes")
@@ -374,7 +380,7 @@ def _dated(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
 
 
 def change_notes(base: Path, release: Path) -> str:
-    """Return the lines that the release added to its files of changes."""
+    """Return the lines that the newer release added to its change logs."""
     added: list[str] = []
     for path in sorted([*release.glob("*"), *release.glob("doc*/*")]):
         if NOTES.fullmatch(path.name) and path.is_file() and not path.is_symlink():
@@ -397,7 +403,7 @@ def is_test(path: PurePosixPath | Path) -> bool:
 
 
 def decides(path: PurePosixPath | Path) -> bool:
-    """Return whether a path belongs to the tests, or sets how they run."""
+    """Return whether a path belongs to the tests, or configures how they run."""
     return is_test(path) or path.name in RUNNER
 
 
@@ -413,7 +419,10 @@ def source_root(tree: Path, wheel: Wheel) -> str:
 
 
 def divide(diff: str, root: str, installed: Iterable[str]) -> Change:
-    """Return a diff by kind of file; `installed` are the paths of both wheels below `root`."""
+    """Return a diff divided into changes of the source, of the tests and of other files.
+
+    `installed` are the paths of both wheels below `root`; they make up the source.
+    """
     shipped = {str(PurePosixPath(root, name)) for name in installed}
     source, tests, files, lines = [], [], [], set()
     for path, text in files_of(diff):
@@ -432,13 +441,13 @@ def divide(diff: str, root: str, installed: Iterable[str]) -> Change:
 
 
 def code_lines(patch: str) -> set[str]:
-    """Return the changed lines of a patch, with their sign, less empty lines and comments."""
+    """Return the changed lines of a patch, with `+` or `-`, without empty lines and comments."""
     changed = re.findall(r"(?m)^([+-])(?!(?:\+\+|--) )[ \t]*([^\s#].*?)\s*$", patch)
     return {sign + text for sign, text in changed}
 
 
 def without_versions(lines: Iterable[str], versions: Sequence[Version]) -> set[str]:
-    """Return the lines that name no version of the pair, in either of its forms."""
+    """Return those lines that contain none of the version numbers, in whatever spelling."""
     forms = {str(version) for version in versions}
     forms |= {", ".join(map(str, version.release)) for version in versions}
     return {line for line in lines if not any(form in line for form in forms)}
@@ -448,7 +457,9 @@ def without_versions(lines: Iterable[str], versions: Sequence[Version]) -> set[s
 
 
 def requirements_of_tests(tree: Path, wheel: Wheel) -> list[str]:
-    """Return what a package and its tests need: extras, dependency groups or files."""
+    """Return the requirements of a package and its tests, from extras, dependency groups or
+    files.
+    """
     listed = read_pyproject(tree).get("dependency-groups")
     groups = listed if isinstance(listed, dict) else {}
     needed = dict.fromkeys(["pytest", *wheel.needs()])
@@ -465,7 +476,9 @@ def requirements_of_tests(tree: Path, wheel: Wheel) -> list[str]:
 
 
 def brings(lock: str, package: str) -> bool:
-    """Return whether a lock names the package: its newer version would then be installed too."""
+    """Return whether a lock file names the package, so that its newer version would be installed,
+    too.
+    """
     names = (canonicalize_name(line.partition("==")[0]) for line in lock.splitlines())
     return canonicalize_name(package) in names
 
@@ -483,9 +496,7 @@ def group_requirements(groups: Mapping[str, object], name: str, depth: int = 8) 
 
 
 def file_requirements(path: Path) -> list[str]:
-    """Return the requirements of a requirements file; its options, paths and addresses are left
-    out.
-    """
+    """Return the requirements in a requirements file; options, paths and URLs are left out."""
     if path.is_symlink() or not path.is_file():
         return []
     found: list[str] = []
@@ -498,7 +509,9 @@ def file_requirements(path: Path) -> list[str]:
 
 
 def applying(text: str) -> list[str]:
-    """Return a requirement without its marker, if that holds for this Python; else nothing."""
+    """Return a requirement without its marker if the marker holds for this Python, else no
+    requirement.
+    """
     read = Requirement(requirement(text))
     if read.marker is not None and not read.marker.evaluate({"extra": ""}):
         return []
@@ -521,9 +534,10 @@ class Outcomes:
 def outcomes(
     before: Mapping[str, str], after: Mapping[str, str], again: Mapping[str, str], *, seconds: float
 ) -> Outcomes:
-    """Compare test results without the reference patch, with it, and with it once more.
+    """Compare test results before the reference patch (`before`), after it, and in a repeated run.
 
-    Raises `Refused` where they decide nothing.
+    Returns the tests that the patch fixes, those that keep passing, and the flaky ones. Raises
+    `Refused` where the patch fixes no test.
     """
     flaky = sorted(name for name in {*after, *again} if after.get(name) != again.get(name))
     passed = [name for name in after if after[name] == "passed" and name not in flaky]
@@ -554,8 +568,8 @@ def command_of_tests(root: str, tree: Path) -> str:
 
 
 def statement(hint: Hint, wheels: tuple[Wheel, Wheel], fail: Sequence[str], notes: str) -> str:
-    """Write the task's statement: at `none` the versions, at `tests` also the failing tests, at
-    `notes` also the change notes.
+    """Return the task's statement at a level of hints: at `none` the versions, at `tests` also the
+    failing tests, at `notes` also the change notes.
     """
     base, release = wheels
     summary = (

@@ -17,7 +17,9 @@ MOST_BYTES = 64 << 20
 
 
 def main(name: str, wanted: str = "", folder: str = "") -> dict[str, Any]:
-    """List the source distributions of a package; with a file name, fetch that one."""
+    """List the source distributions of a package; with a file name (`wanted`), download
+    that one.
+    """
     from pip._internal.commands import create_command
     from pip._internal.network.utils import HEADERS
 
@@ -43,7 +45,10 @@ def main(name: str, wanted: str = "", folder: str = "") -> dict[str, Any]:
 
 
 def fetch(answer: Any, link: Any, target: Path) -> str:  # noqa: ANN401 - pip's own types
-    """Write a body to a file; its SHA-256. `ValueError` for the wrong content, or too much."""
+    """Write the body of an HTTP response to a file, and return its SHA-256.
+
+    `ValueError` for the wrong content, or too much.
+    """
     named = hashlib.new(link.hash_name) if link.hash_name else None
     digest, size = hashlib.sha256(), 0
     target.parent.mkdir(exist_ok=True)

@@ -78,9 +78,9 @@ def _not_graded(value: object) -> str | None:
 
 
 def swe_task(value: object, where: str) -> JSON:
-    """Return a row as the fields of a `Task`.
+    """Return a row of a SWE-bench-like data set as the fields of a `Task`.
 
-    `ConfigError` names `where`, the field and what is wrong.
+    `ConfigError` names `where` (the row's place), the field and what is wrong.
     """
     row = _instance(value) or {}
     graded = all(row.get(name) for name in GRADED)
@@ -121,7 +121,10 @@ def swe_task(value: object, where: str) -> JSON:
 
 
 def swe_oracle(value: object, where: str) -> JSON:
-    """Settings of harness `oracle` for a row: its reference patch. `ConfigError` if it has none."""
+    """Return the settings with which harness `oracle` applies a row's reference patch.
+
+    `ConfigError` if it has none.
+    """
     row = _instance(value) or {}
     reverse = "swesmith." in str(row.get("image_name"))
     return {"patch": _text(row, "patch", where), "reverse": reverse}
@@ -140,7 +143,7 @@ def _instance(value: object) -> JSON | None:
 
 
 def decode_field(value: object) -> object:
-    """Decode JSON text; any other value stays."""
+    """Return the value of a field that holds JSON text; any other value is returned as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:

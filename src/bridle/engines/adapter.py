@@ -77,7 +77,7 @@ class ServerAdapter(ABC):
         tokenizer: str | None = None,  # noqa: ARG003 - the server has its own
         allow_untokenized: bool = False,
     ) -> Self:
-        """Make an adapter for the server at URL `target`, with the key of the environment."""
+        """Return an adapter for the server at URL `target`, with the API key of the environment."""
         key = os.environ.get(API_KEY_VARIABLE)
         return cls(target, api_key=key, allow_untokenized=allow_untokenized)
 
@@ -118,7 +118,10 @@ class ServerAdapter(ABC):
         return self._info is not None and not self._strict
 
     async def start(self) -> EngineInfo:
-        """Connect and probe. Raises `EngineError` saying what is missing and how to get it."""
+        """Connect to the server and probe it.
+
+        Raises `EngineError` saying what is missing and how to get it.
+        """
         if self._info is None:
             self._info = await self._connect()
             self._gives_ids = self._info.token_in and self._strict
@@ -129,7 +132,7 @@ class ServerAdapter(ABC):
         await self._client.get("/health")
 
     async def set_version(self, version: int) -> None:
-        """Set the version of tokens from here on, if replies do not report their own."""
+        """Set the policy version of later tokens, for replies that do not report their own."""
         self.version = version
 
     async def tokenize(self, text: str) -> Ids | None:
@@ -145,13 +148,13 @@ class ServerAdapter(ABC):
 
 
 def tokenizer_dir(root: object) -> Path | None:
-    """Return the model's folder, if the server names one that is on this machine."""
+    """Return the model's folder, if the path `root` that the server names is on this machine."""
     folder = Path(root) if isinstance(root, str) else None
     return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
 
 
 def end_ids(folder: Path | None) -> tuple[int, ...]:
-    """Return the end tokens in the model's own files; empty if they have none."""
+    """Return the ids of the end tokens in the model's own files; empty if they have none."""
     for name in ("generation_config.json", "config.json"):
         found = read_config(folder, name).get("eos_token_id")
         if isinstance(found, int):
@@ -162,7 +165,7 @@ def end_ids(folder: Path | None) -> tuple[int, ...]:
 
 
 def vocab_size(folder: Path | None) -> int | None:
-    """Return the vocabulary size from the model's `config.json`; `None` = not there."""
+    """Return the vocabulary size from the model's `config.json`; `None` = it is not given there."""
     config = read_config(folder)
     text = config.get("text_config")
     for found in (
@@ -197,7 +200,7 @@ ROUTER: Final = (
 
 
 def as_version(given: int | str, *, unnamed: int | None = None) -> int:
-    """Parse a policy version; vLLM's may be any text.
+    """Return the policy version that an engine reports as a number; vLLM's may be any text.
 
     `unnamed` is the version of weights without a number. Raises `EngineError` (400) for other text,
     because an order of versions could only be guessed.
@@ -215,7 +218,7 @@ def as_version(given: int | str, *, unnamed: int | None = None) -> int:
 
 
 async def tokenized(client: EngineClient, body: JSON) -> Ids | None:
-    """Return the ids from `POST /tokenize`; `None` = the route fails."""
+    """Return the ids that the server's `POST /tokenize` returns; `None` = the route fails."""
     try:
         return await ids_from(client, "/tokenize", body)
     except EngineError:
@@ -223,7 +226,9 @@ async def tokenized(client: EngineClient, body: JSON) -> Ids | None:
 
 
 async def ids_from(client: EngineClient, path: str, body: JSON) -> Ids:
-    """Return the ids in a route's answer: `tokens` in vLLM's form and SGLang's, or `token_ids`."""
+    """Return the token ids in the server's answer on `path`: `tokens` (vLLM, SGLang) or
+    `token_ids`.
+    """
     text = await client.post(path, msgspec.json.encode(body), HttpCall(), prompt_tokens=0)
     try:
         answer = _ROUTE_IDS.decode(text)
@@ -269,7 +274,7 @@ class ReplyCheck:
             self._needs_prompt = tells and not request.by_messages
 
     def take(self, chunk: GenerateChunk) -> None:
-        """Raise `GarbledError` if the engine cannot have sampled this piece."""
+        """Raise `GarbledError` if the engine cannot have sampled this piece of the reply."""
         if chunk.prompt_ids_json is not None:
             self._needs_prompt = False
             if chunk.prompt_ids_json != self._request.prompt.json():
@@ -324,7 +329,9 @@ class ReplyCheck:
 
 
 def check_paired(ids: Ids, named: Ids | npt.NDArray[np.integer]) -> None:
-    """Raise `GarbledError` unless the logprobs of `named` ids are those of the sampled `ids`."""
+    """Raise `GarbledError` unless the ids that came with the logprobs (`named`) are the sampled
+    `ids`.
+    """
     if not np.array_equal(named, ids):
         wrong = int(np.argmin(named == ids))
         raise GarbledError(

@@ -37,20 +37,20 @@ class Prompt(Protocol):
 
     @property
     def kept(self) -> int:
-        """Return how many of its first ids an earlier call of the conversation had."""
+        """Number of leading ids that an earlier call of the conversation had."""
 
     @property
     def length(self) -> int:
-        """Return the number of ids."""
+        """Number of ids of the prompt."""
 
     def __len__(self) -> int:
         """`length`."""
 
     def array(self) -> Ids:
-        """Return the ids as int32, shape (T,), read-only."""
+        """Return the prompt's ids as int32, shape (T,), read-only."""
 
     def json(self) -> bytes:
-        """Return the ids as the text of a JSON array without spaces, e.g. `b"[1,2,3]"`."""
+        """Return the prompt's ids as the text of a JSON array without spaces, e.g. `b"[1,2,3]"`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +101,14 @@ class GenerateRequest:
 
     @property
     def experts_from(self) -> int:
-        """Return the first position whose experts no earlier call received."""
+        """First position of the prompt whose routed experts no earlier call received."""
         return max(0, self.prompt.kept - 1)
 
     @property
     def begins_again(self) -> bool:
-        """Return whether a broken call is sampled again from its start instead of being resumed."""
+        """Return whether a call that breaks off is sampled again from its start instead of being
+        resumed.
+        """
         return self.grammar is not None or self.by_messages
 
 
@@ -151,7 +153,7 @@ class GenerateChunk:
 
     @classmethod
     def aborted(cls, versions: tuple[VersionSpan, ...], cached_tokens: int = 0) -> GenerateChunk:
-        """Make the last chunk, without tokens, of a call that was ended early."""
+        """Return the last chunk, without tokens, of a call that was ended early."""
         ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
         return cls(
             ids, logprobs, FinishReason.ABORT, versions=versions, cached_tokens=cached_tokens
@@ -159,7 +161,7 @@ class GenerateChunk:
 
 
 def join_chunks(chunks: Iterable[GenerateChunk]) -> Iterator[GenerateChunk]:
-    """Join neighbouring chunks that have only tokens.
+    """Yield the chunks, neighbouring ones that have only tokens joined.
 
     If reading `chunks` raises, those before are yielded first.
     """
@@ -234,7 +236,7 @@ class Engine(Protocol):
     """Inference engine. Failures are `bridle.errors.EngineError`."""
 
     async def start(self) -> EngineInfo:
-        """Connect or load, and return the engine's capabilities; idempotent."""
+        """Connect to the engine or load it, and return its capabilities; idempotent."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """Sample one reply; at least one chunk, the last with a finish reason.
@@ -247,10 +249,10 @@ class Engine(Protocol):
         """End a call; its iterator then yields a last chunk with `FinishReason.ABORT`."""
 
     async def health(self) -> None:
-        """Return if it can sample now; otherwise raise `EngineError`."""
+        """Return if the engine can sample now; otherwise raise `EngineError`."""
 
     async def aclose(self) -> None:
-        """Release everything; idempotent."""
+        """Close the engine's connections and free its memory; idempotent."""
 
 
 @runtime_checkable
@@ -258,7 +260,7 @@ class Versioned(Protocol):
     """Engine whose policy version can be set from outside, after its weights were changed."""
 
     async def set_version(self, version: int) -> None:
-        """Set the version of tokens that are sampled from here on."""
+        """Set the policy version of tokens that are sampled from here on."""
 
 
 @runtime_checkable
@@ -266,7 +268,7 @@ class HasTokenizer(Protocol):
     """Server whose own tokenizer can be asked for ids."""
 
     async def tokenize(self, text: str) -> Ids | None:
-        """Return the ids of `text`, without added ones; `None` = not reported."""
+        """Return the token ids of `text`, without special tokens added; `None` = not reported."""
 
 
 @runtime_checkable
@@ -276,9 +278,11 @@ class Templating(Protocol):
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
-        """Return the ids that its chat route would make of OpenAI Chat messages.
+        """Return the prompt ids that the engine's chat route makes of messages in OpenAI Chat's
+        form.
 
-        `arguments` goes to the template. Raises `EngineError` (400) for messages that it refuses.
+        `arguments` are the chat template's. Raises `EngineError` (400) for messages that it
+        refuses.
         """
 
 
@@ -300,9 +304,9 @@ class Seeing(Protocol):
     async def see(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Seen | None:
-        """Render OpenAI Chat messages; `None` = the model takes no images.
+        """Return the rendered prompt of messages with images; `None` = the model takes no images.
 
-        `arguments` goes to the template. Raises `EngineError` (400) for images that it refuses.
+        `arguments` are the chat template's. Raises `EngineError` (400) for images that it refuses.
         """
 
 
@@ -320,25 +324,26 @@ class Immediate(ABC):
 
     @abstractmethod
     def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
-        """Send a call; the future is done when its whole reply has arrived, or it failed.
+        """Send a call at once; the returned future is done when its whole reply has arrived or it
+        failed.
 
-        `None` = nothing was sent.
+        `None` = the call was not sent, and `generate` is to do all.
         """
 
     @abstractmethod
     def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
-        """Return the whole reply of a call; `None` = `generate` is to read it. May be repeated.
+        """Return the whole reply of a call that `begin` sent; `None` = `generate` is to read it.
 
-        `EngineError` for a reply that cannot be used; `generate` raises the same.
+        May be repeated. `EngineError` for a reply that cannot be used; `generate` raises the same.
         """
 
     @abstractmethod
     def end(self, request: GenerateRequest) -> None:
-        """Forget a call whose reply was used."""
+        """Forget a call that `begin` sent, because its reply was used."""
 
     @abstractmethod
     def drop(self, request: GenerateRequest) -> None:
-        """End a call that `generate` will not take over."""
+        """Abort a call that `begin` sent and that `generate` will not take over."""
 
 
 @runtime_checkable
@@ -346,9 +351,13 @@ class Pausable(Protocol):
     """Engine that can be held while its weights are changed from outside."""
 
     async def pause(self, mode: PauseMode) -> bool:
-        """Return when nothing samples any more; new calls wait. `False` = it cannot be held."""
+        """Stop sampling; return when nothing samples any more. New calls wait.
 
-    async def resume(self) -> None: ...
+        `False` = the engine cannot be paused.
+        """
+
+    async def resume(self) -> None:
+        """Continue sampling after a pause."""
 
 
 @runtime_checkable
@@ -356,7 +365,9 @@ class Settling(Protocol):
     """Engine that may still be sent something after a call has ended."""
 
     async def settled(self) -> None:
-        """Return when nothing of the calls that have ended is on its way to the server."""
+        """Return when the server has been informed of all calls that have ended, also of aborted
+        ones.
+        """
 
 
 Weights: TypeAlias = str | Path | Mapping[str, Any]
@@ -368,9 +379,9 @@ class Updatable(Protocol):
     """Engine that takes new weights in place."""
 
     async def update_weights(self, source: Weights, version: int) -> None:
-        """Load the weights of `source`; tokens sampled from then on carry `version`.
+        """Load the weights of `source`; tokens sampled from then on have policy version `version`.
 
-        Calls in flight continue. Raises `EngineError` if the old weights are still in place,
+        Running calls continue. Raises `EngineError` if the old weights are still in place,
         `WeightsLostError` if the engine has none any more.
         """
 
@@ -389,9 +400,10 @@ class Adaptable(Protocol):
     """Engine that samples with LoRA adapters, each call with the one that it began with."""
 
     async def load_adapter(self, folder: str | Path, version: int) -> None:
-        """Load a LoRA adapter; calls that begin from then on use it and carry `version`.
+        """Load a LoRA adapter; calls that begin from then on use it and have policy version
+        `version`.
 
-        Calls in flight keep their adapter and its version. Raises `EngineError` if the earlier
+        Running calls keep their adapter and its version. Raises `EngineError` if the earlier
         adapter is still the newest.
         """
 
@@ -399,7 +411,7 @@ class Adaptable(Protocol):
         """Return whether calls that begin now use an adapter."""
 
     def forget_adapters(self) -> None:
-        """Unload none of them at the end: the server's trainer has it."""
+        """Leave the loaded adapters on the server at the end, because its trainer now uses it."""
 
 
 class WeightsLostError(EngineError):

@@ -96,17 +96,19 @@ class HttpReply:
 
     @property
     def content_type(self) -> bytes:
-        """Its `Content-Type` in lower case, without parameters."""
+        """`Content-Type` of the reply in lower case, without parameters."""
         return self._content_type.lower().partition(b";")[0].rstrip()
 
     @property
     def body(self) -> bytes:
-        """Return the whole body, once `feed` or `ended` returned true."""
+        """Return the whole body of a reply that is complete."""
         pieces = self._pieces
         return bytes(pieces[0]) if pieces and not pieces[1:] else b"".join(pieces)
 
     def take(self) -> bytes:
-        """Return the part of the body that arrived since the last call; needs the head."""
+        """Return the part of the body that arrived since the last call; the head must have
+        arrived.
+        """
         if self._chunked:
             chunks, self._chunks = self._chunks, []
             return b"".join(chunks)
@@ -114,7 +116,7 @@ class HttpReply:
         return b"".join(pieces)
 
     def feed(self, data: bytes) -> bool:
-        """Add bytes; return whether the reply is whole."""
+        """Take received bytes; return whether the reply is complete."""
         if self.head is not None and not self.status and not self._pieces:
             before, start, after, behind, keeps, content_type = self.head
             end = data.find(b"\r", start, start + 20)
@@ -146,7 +148,7 @@ class HttpReply:
         return 0 <= self._length <= self._size
 
     def ended(self) -> bool:
-        """Handle the end of the connection; return whether the reply is whole."""
+        """Take the end of the connection; return whether the reply is complete."""
         return bool(self.status) and self._length < 0 and not self._chunked
 
     @staticmethod
@@ -446,20 +448,22 @@ class HttpCall:
         self._aborted = False
 
     def abort(self) -> None:
-        """End the present wait, or the next one, with `AbortedError`."""
+        """End the call's present wait, or its next one, with `AbortedError`."""
         self._aborted = True
         if self.waiting is not None and not self.waiting.done():
             self.waiting.set_exception(AbortedError())
 
     def watch(self, waiting: asyncio.Future[HttpReply]) -> None:
-        """Register the future that is awaited next."""
+        """Register the future that the call awaits, so that `abort` can end it."""
         if self._aborted:
             waiting.cancel()
             raise AbortedError
         self.waiting = waiting
 
     def arrived(self) -> bytes | None:
-        """Return the body of an answer that is JSON; `None` = `post` tells what it is."""
+        """Return the body of an answer that has arrived and is JSON; `None` = `post` says what it
+        is.
+        """
         assert self.waiting is not None, "its request was sent"
         try:
             reply = self.waiting.result()
@@ -501,7 +505,9 @@ class Connections:
         self._connecting = Nursery(lambda _: None)  # a failure is the call's
 
     def begin(self, path: str, *body: bytes) -> HttpCall:
-        """Send a POST at once, or once it has a connection. `post`, `keep` and `drop` end it."""
+        """Send a POST at once, or once a new connection is made; `post`, `keep` and `drop`
+        end it.
+        """
         connection = self._idle_one()
         if connection is None:
             connection = _Connection(self._silent_s, self._made)
@@ -510,10 +516,10 @@ class Connections:
         return HttpCall(connection, connection.call(self._heads[path], *body))
 
     async def post(self, path: str, body: bytes, call: HttpCall) -> HttpReply:
-        """Send a POST, unless `begin` has; return its reply. Cancelling or `call.abort` ends it.
+        """Send a POST, unless `begin` has sent it, and return its reply.
 
-        Raises `OSError` (`CutReplyError` in mid-reply), `TimeoutError` after silence, or
-        `AbortedError`.
+        Cancelling or `call.abort` ends it. Raises `OSError` (`CutReplyError` in mid-reply),
+        `TimeoutError` after silence, or `AbortedError`.
         """
         connection, waiting = call.connection, call.waiting
         if connection is None or waiting is None:
@@ -531,7 +537,9 @@ class Connections:
         return reply
 
     def drop(self, call: HttpCall) -> None:
-        """End a call of `begin`: its connection is closed, at which the server ends it, too."""
+        """Abort a POST that `begin` sent: close its connection, at which the server ends the call,
+        too.
+        """
         if call.connection is not None and call.waiting is not None:
             call.waiting.cancel()
             call.connection.close()
@@ -604,7 +612,7 @@ class Connections:
         return made
 
     async def aclose(self) -> None:
-        """Drop all connections; running calls end with `ConnectionError`."""
+        """Close all connections; running calls end with `ConnectionError`."""
         await self._connecting.cancel()
         for connection in tuple(self._made):
             connection.close()

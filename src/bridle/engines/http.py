@@ -87,7 +87,7 @@ class EngineClient:
             self._session = None
 
     async def get(self, path: str, *, optional: bool = False) -> JSON:
-        """Get a JSON object; an empty one if an `optional` path does not exist."""
+        """Get a JSON object from the engine; an empty one if an `optional` path does not exist."""
         async with self._failures(path), self._opened().get(self._url(path)) as response:
             body = await response.read()
         if optional and response.status in {403, 404, 405, 501}:
@@ -99,7 +99,10 @@ class EngineClient:
         return _object(body, self._url(path))
 
     async def command(self, path: str, body: JSON | None = None) -> bool:
-        """Post a command; `False` if the server lacks it. Raises `EngineError` if it fails."""
+        """Post a command to the engine; `False` if the server lacks the route.
+
+        Raises `EngineError` if it fails.
+        """
         data = b"" if body is None else msgspec.json.encode(body)
         async with self._failures(path), await self._posted(path, data) as response:
             answer = await response.read()
@@ -110,7 +113,10 @@ class EngineClient:
         return True
 
     async def post(self, path: str, body: bytes, call: HttpCall, *, prompt_tokens: int) -> bytes:
-        """Return the whole body of a 200 answer. `prompt_tokens` goes into a context overflow."""
+        """Send a POST, unless `begin` has sent it, and return the whole body of its 200 answer.
+
+        `prompt_tokens` is reported in the error for a context overflow.
+        """
         try:
             reply = await self.connections.post(path, body, call)
         except CutReplyError as error:
@@ -212,7 +218,7 @@ def engine_error(
     prompt_tokens: int = 0,
     retry_after: str | None = None,
 ) -> EngineError:
-    """Make the error of an unexpected answer; `retry_after` is its header."""
+    """Return the error for an engine's unexpected answer; `retry_after` is its header."""
     wait_s = None if retry_after is None else parse_retry_after(retry_after, time.time())
     kind = "engine_500" if status >= 500 and status != 503 else "engine_error"
     if body.lstrip()[:1] == b"<":
@@ -233,7 +239,9 @@ def engine_error(
 
 
 def parse_retry_after(header: str, now: float) -> float | None:
-    """Parse a `Retry-After` header, a number or a date, to seconds; `None` if it is neither."""
+    """Return the seconds that a `Retry-After` header (a number or a date) asks for; `None` if
+    neither.
+    """
     try:
         wait_s = float(header)
     except ValueError:
@@ -284,7 +292,9 @@ class EventDecoder:
         self._lines: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Return the data of each event that ends in `piece`."""
+        """Take bytes of an event stream; return the data of each server-sent event that ends in
+        them.
+        """
         if not self._pieces and not self._lines and (events := _plain_events(piece)):
             return events
         self._pieces.append(piece)

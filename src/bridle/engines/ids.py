@@ -29,20 +29,20 @@ class IdsError(ValueError):
 
 
 def ids_json(ids: Ids) -> bytes:
-    """Write the ids as a JSON array without spaces."""
+    """Return token ids as the text of a JSON array without spaces."""
     contiguous = np.ascontiguousarray(ids, dtype=np.int32)
     return orjson.dumps(contiguous, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def compact(text: bytes) -> bytes:
-    """Remove the white space of a JSON array; returns `text` itself if there is none."""
+    """Return the text of a JSON array without its white space; `text` itself if there is none."""
     if b" " in text or b"\n" in text:
         return bytes(text).translate(None, b" \t\r\n")
     return text
 
 
 def plain_ids(text: bytes) -> bool:
-    """Return whether a JSON array has only digits and commas (15 us for 16,384 ids)."""
+    """Return whether the text of a JSON array has only digits and commas."""
     if not text:
         return True
     codes = np.frombuffer(text, dtype=np.uint8)
@@ -52,12 +52,11 @@ def plain_ids(text: bytes) -> bool:
 
 
 def cut_ids(body: bytes, key: bytes) -> tuple[bytes, bytes | None]:
-    """Cut the ids under `key` out of JSON text, so that no decoder has to walk through them.
+    """Return JSON text with `null` in place of the array of ids under `key`, and the array's text.
 
-    Returns the text with `null` in their place, and the array's text; the unchanged text and `None`
-    unless `key` occurs exactly once with an array of plain ids. Inside a JSON string the key's
-    quotes are escaped, so only a real key is found. Decoding 16,384 ids as a raw span takes 0.15
-    ms, this takes 0.03.
+    So no decoder has to walk through the ids: decoding 16,384 ids as a raw span takes 0.15 ms, this
+    0.03. Returns the unchanged text and `None` unless `key` occurs exactly once with an array of
+    plain ids. Inside a JSON string the key's quotes are escaped, so only a real key is found.
     """
     mark = b'"' + key + b'":['
     start = body.find(mark)
@@ -131,6 +130,7 @@ class TextIds:
 
     @functools.cached_property
     def length(self) -> int:
+        """Number of ids, counted without parsing them."""
         if len(self._text) == 2:
             return 0
         # 15 times as fast as bytes.count on text this dense in commas.
@@ -147,6 +147,7 @@ class TextIds:
         return self._array
 
     def json(self) -> bytes:
+        """Return the ids as the text of a JSON array without spaces."""
         return self._text
 
     def tail(self, count: int) -> Ids:
@@ -169,6 +170,7 @@ class ArrayIds:
 
     @property
     def length(self) -> int:
+        """Number of ids."""
         return self._array.size
 
     @functools.cached_property
@@ -176,9 +178,11 @@ class ArrayIds:
         return ids_json(self._array)
 
     def array(self) -> Ids:
+        """Return the ids as int32, shape (T,), read-only."""
         return self._array
 
     def json(self) -> bytes:
+        """Return the ids as the text of a JSON array without spaces."""
         return self._text
 
     def tail(self, count: int) -> Ids:

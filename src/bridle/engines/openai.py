@@ -54,7 +54,9 @@ class HostedClient(EngineClient):
         """Prefix of each route's path."""
 
     def hide(self, error: EngineError) -> EngineError:
-        """Remove the key from an error, in case the server repeated it."""
+        """Return the error without the API key, which the server may have repeated in its
+        message.
+        """
         text = str(error)
         if self._key and self._key in text:
             error.args = (text.replace(self._key, "***"),)
@@ -94,7 +96,7 @@ class OpenAIEngine:
         tokenizer: str | None = None,  # noqa: ARG003 - the server has its own
         allow_untokenized: bool = False,  # noqa: ARG003 - it always gives text only
     ) -> Self:
-        """Make an adapter for `URL` or `URL#MODEL`, with the key of the environment
+        """Return an adapter for `URL` or `URL#MODEL`, with the API key of the environment
         (`KEY_VARIABLES`).
 
         Raises `ConfigError` unless it is a URL.
@@ -108,7 +110,7 @@ class OpenAIEngine:
     # ---- life
 
     async def start(self) -> EngineInfo:
-        """Connect and list the models. Raises `EngineError`."""
+        """Connect to the server and list its models. Raises `EngineError`."""
         if self._info is None:
             try:
                 self._info = await self._connect()
@@ -155,7 +157,7 @@ class OpenAIEngine:
         return ProbeReport((*notes, untrainable), LogprobMode.NONE, token_in=False, duration_s=0.0)
 
     async def health(self) -> None:
-        """List the models; raises `EngineError`."""
+        """Check the server by listing its models; raises `EngineError` if that fails."""
         try:
             await self._client.get(f"{self._client.root}/models", optional=True)
         except EngineError as error:

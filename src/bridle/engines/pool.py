@@ -190,7 +190,10 @@ class EnginePool(EngineHandover):
     # ---- sampling
 
     def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
-        """See `Immediate`; whatever may have to wait is `generate`'s."""
+        """Send a call at once to a free replica; see `Immediate.begin`.
+
+        `None` for a call that may have to wait: `generate` sends it.
+        """
         keeps = request.keeps or self.settings.keep_tokens
         if self._held is not None or not self._ready or (keeps and self._must_stream(request)):
             return None
@@ -208,9 +211,11 @@ class EnginePool(EngineHandover):
         return waiting
 
     def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
-        """Return a whole reply and end its call; `None` = `generate` continues from it.
+        """Return the whole reply of a call that `begin` sent, and end the call; `None` = `generate`
+        goes on.
 
-        Only a sample as it is, of one version, under our prompt, to a call that nobody moved.
+        Only a reply that needs no repair: of one policy version, under the prompt that was sent,
+        and of a call that was not moved to another replica.
         """
         call = self.calls[request.request_id]
         if call.begun is None or call.moved or call.aborted:
@@ -239,7 +244,7 @@ class EnginePool(EngineHandover):
         return chunk
 
     def drop(self, request_id: str) -> None:
-        """End a call that was begun, if nobody continues it."""
+        """Abort a call that `begin` sent, if nobody continues it."""
         call = self.calls.get(request_id)
         if call is not None and call.begun is not None:
             one, engine = call.begun
@@ -248,7 +253,7 @@ class EnginePool(EngineHandover):
             one.end(call)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """Sample one reply on one replica, or continue from what `begin` began; see
+        """Sample one reply on one replica, or continue the call that `begin` sent; see
         `Engine.generate`.
 
         A reply whose replica was lost in mid-reply ends with `FinishReason.ABORT`.
@@ -382,7 +387,7 @@ class EnginePool(EngineHandover):
             raise error
 
     async def abort(self, request_id: str) -> None:
-        """End a call; see `Engine.abort`."""
+        """End a call; its iterator then yields a last chunk with `FinishReason.ABORT`."""
         call = self.calls.get(request_id)
         if call is None:
             return
@@ -396,7 +401,7 @@ class EnginePool(EngineHandover):
     # ---- health
 
     async def health(self) -> None:
-        """Return if some replica can sample, or its trainer holds it; otherwise raise
+        """Return if some replica can sample, or is released to its trainer; otherwise raise
         `EngineError`.
         """
         for one in list(self._ready):
@@ -520,7 +525,7 @@ class EnginePool(EngineHandover):
         self._refresh()
 
     async def drain(self, name: str, *, timeout_s: float | None = None) -> None:
-        """Give a replica no new calls, and wait until it has none.
+        """Give a replica no new calls, and wait until its calls have ended.
 
         Calls that still run after `timeout_s` are ended there and continue elsewhere. Raises
         `KeyError` for an unknown name.
@@ -538,7 +543,7 @@ class EnginePool(EngineHandover):
             await one.idle()
 
     def readmit(self, name: str) -> None:
-        """Give a drained replica calls again. Raises `KeyError` for an unknown name."""
+        """Send calls to a drained replica again. Raises `KeyError` for an unknown name."""
         one = self._replicas[name]
         if one.leaving is not None:
             one.leaving = ReplicaState.LIVE
@@ -567,12 +572,14 @@ class EnginePool(EngineHandover):
         self._failures.forget(session_id)
 
     def replicas(self) -> list[JSON]:
+        """Return the status of each replica as JSON."""
         return [one.status(self._router.sessions(one)) for one in self._replicas.values()]
 
     # ---- weights
 
     async def set_version(self, version: int) -> None:
-        """Set the version of all replicas' weights, where replies do not report their own.
+        """Set the policy version of all replicas' weights, for replies that do not report their
+        own.
 
         `ConfigError` where a replica samples with an adapter of another version.
         """
@@ -586,23 +593,27 @@ class EnginePool(EngineHandover):
         self._refresh()
 
     def held_as(self, mode: PauseMode | None) -> None:
-        """Send out no calls until `None`."""
+        """Set how sampling is paused: calls wait until it is `None`."""
         self._held = mode
         self._updated |= mode is not None
         self._refresh()
 
     @property
     def held(self) -> PauseMode | None:
-        """Return how sampling is paused; `None` = it is not."""
+        """Mode in which sampling is paused; `None` = it is not."""
         return self._held
 
     def each(self) -> list[Replica]:
+        """Return the replicas that have started."""
         return [one for one in self._replicas.values() if one.info is not None]
 
     async def see(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Seen | None:
-        """Implement `Seeing`; retryable `EngineError` while no replica is live."""
+        """Return the rendered prompt of messages with images; `None` = the model takes no images.
+
+        Raises a retryable `EngineError` while no replica is live.
+        """
         for one in self.each():
             if not isinstance(one.engine, Seeing):
                 return None
@@ -614,7 +625,9 @@ class EnginePool(EngineHandover):
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
-        """Implement `Templating`; try the next replica if one fails."""
+        """Return the prompt ids that the engine's own template makes of messages; tries all live
+        replicas.
+        """
         failed: EngineError | None = None
         for one in self.each():
             if one.state is not ReplicaState.LIVE or not isinstance(one.engine, Templating):
@@ -629,7 +642,7 @@ class EnginePool(EngineHandover):
         raise failed or EngineError("no replica is ready", retryable=True)
 
     def published(self, version: int) -> None:
-        """Record that some replica has weights `version`."""
+        """Record that some replica now has the weights of `version`."""
         self._version = max(self._version, version)
         self._updated = True
         self._refresh()

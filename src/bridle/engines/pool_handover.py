@@ -113,7 +113,8 @@ class EngineHandover(WeightUpdates):
         weights: Weights | None = None,
         by: str = "",
     ) -> None:
-        """Have released replicas (`None` = all) serve again, each once it has answered.
+        """Resume released replicas (`None` = all): they serve again, each once it has answered a
+        probe.
 
         Their weights are `version`, which they load from `weights` if that is given; without
         `version` they load what they lack. One that was gone is probed anew. Raises `ConfigError`
@@ -176,7 +177,7 @@ class EngineHandover(WeightUpdates):
             return await self._serving(one, error)
 
     def released(self) -> dict[str, Release]:
-        """Return the servers that their trainers have, by name."""
+        """Return the releases of the replicas that are released to trainers, by name."""
         there = {
             one.name: Release(
                 one.info and replace(one.info, version=one.version), one.released_by, one.cut
@@ -187,7 +188,7 @@ class EngineHandover(WeightUpdates):
         return self._absent | there
 
     def start_released(self, released: dict[str, Release]) -> None:
-        """Have servers be released from the start, or once they join; a resume probes them."""
+        """Mark servers as released from the start, or once they join; a resume probes them."""
         self._absent |= released
         for one in self._replicas.values():
             self._stays_released(one)

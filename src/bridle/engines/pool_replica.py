@@ -94,7 +94,7 @@ class ReplicaState(StrEnum):
 
     @property
     def away(self) -> bool:
-        """Return whether its trainer has it, or is giving it back."""
+        """Return whether the replica is released to its trainer, or is being resumed."""
         return self in {ReplicaState.RELEASED, ReplicaState.LOADING}
 
     @property
@@ -170,7 +170,7 @@ class Replica:
         self.use(self.engine)
 
     def use(self, engine: Engine) -> None:
-        """Give its calls to this engine from now on."""
+        """Send the replica's later calls to this engine."""
         self.engine = engine
         self.immediate = engine if isinstance(engine, Immediate) else None
 
@@ -180,22 +180,23 @@ class Replica:
         return engine_id(self.name)
 
     def named_in(self, names: Collection[str] | None) -> bool:
-        """Return whether `names` has its name or its id; `None` = all names."""
+        """Return whether `names` contains the replica's name or id; `None` = all names."""
         return names is None or self.name in names or self.id in names
 
     def enter(self, state: ReplicaState) -> None:
+        """Set the replica's state, and the time since when it is in it."""
         if state is not self.state:
             self.state, self.since = state, time.monotonic()
 
     def begin(self, call: RoutedCall) -> None:
-        """Register a call that it runs."""
+        """Register a call that the replica runs."""
         self.calls += 1
         self.load += call.request.request_id not in self.running
         self.running[call.request.request_id] = call
         call.version, call.moved, call.pinned = self.version, False, False
 
     def end(self, call: RoutedCall) -> None:
-        """Remove a call that it no longer runs."""
+        """Remove a call that the replica no longer runs."""
         if self.running.pop(call.request.request_id, None) is not None:
             self.load -= 1
         if self.resting is not None:
@@ -207,14 +208,18 @@ class Replica:
             self.resting = None
 
     async def idle(self, *, quiet: bool = False) -> None:
-        """Return when it has no calls; with `quiet`, when nothing else is sent to it, either."""
+        """Return when the replica has no calls; with `quiet`, when nothing else is sent to it,
+        either.
+        """
         while self.running or (quiet and self.touches):
             self.resting = self.resting or asyncio.Event()
             await self.resting.wait()
 
     @contextmanager
     def touching(self) -> Iterator[None]:
-        """Keep it from being released meanwhile. Raises `EngineError` if it is released."""
+        """Keep the replica from being released within the context. `EngineError` if it is
+        released.
+        """
         if self.state is ReplicaState.RELEASED:
             raise EngineError(f"{self.name} is released to its trainer", retryable=True)
         self.touches += 1
@@ -225,7 +230,7 @@ class Replica:
             self._wake_resting()
 
     async def abort(self, request_id: str) -> None:
-        """Have the engine end a call that its caller did not abort; errors are logged."""
+        """Tell the engine to end a call that its caller did not abort; errors are logged."""
         if self.state is ReplicaState.RELEASED:
             return
         if (call := self.running.get(request_id)) is not None:
@@ -237,7 +242,7 @@ class Replica:
             log.warning("abort_failed", replica=self.name, error=str(error))
 
     async def well(self, timeout_s: float) -> EngineError | None:
-        """Check its health; return the error if it cannot sample."""
+        """Check the replica's health; return the error if it cannot sample."""
         try:
             with boundary(EngineError, f"asking {self.name} for its health"):
                 async with asyncio.timeout(timeout_s):
@@ -247,11 +252,14 @@ class Replica:
         return None
 
     async def abort_all(self) -> None:
+        """Tell the engine to end all calls of the replica."""
         for request_id in list(self.running):
             await self.abort(request_id)
 
     async def hold(self, mode: PauseMode) -> None:
-        """Stop sampling; return when no call is sampled any more. `mode`: `EnginePool.hold`."""
+        """Pause the replica; return when no call is sampled any more. `mode` is
+        `EnginePool.hold`'s.
+        """
         if self.state is ReplicaState.RELEASED:
             return
         if mode == "abort":
@@ -268,7 +276,7 @@ class Replica:
             await self.idle()
 
     async def release(self) -> EngineError | None:
-        """Resume it; return the error if that failed."""
+        """Resume the replica after a pause; return the error if that failed."""
         if isinstance(self.engine, Pausable) and self.state is not ReplicaState.RELEASED:
             try:
                 with boundary(EngineError, f"resuming {self.name}"), self.touching():
@@ -280,7 +288,7 @@ class Replica:
         return None
 
     def status(self, sessions: int) -> JSON:
-        """Return a snapshot for operators; `sessions` = how many live there."""
+        """Return the replica's state for operators; `sessions` is how many sessions use it."""
         names = (
             *("name", "id", "version", "calls", "failures", "losses"),
             *("prompt_tokens", "cached_tokens", "error", "released_by"),
@@ -329,13 +337,14 @@ class RoutedCall:
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set when a call that waits for a replica should look again."""
+        """Event that is set when a call that waits for a replica should check again."""
         if self._changed is None:
             self._changed = asyncio.Event()
         return self._changed
 
     def took(self, chunk: GenerateChunk, replica: Replica) -> GenerateChunk:
-        """Record a chunk; the last one gets the versions that are known.
+        """Record a chunk of the reply, and return it; the last one gets the versions that are
+        known.
 
         The engine's own versions count unless weights changed during the call: an engine that knows
         only its last version would report that for all tokens.
@@ -375,13 +384,13 @@ class RoutedCall:
         self.spans += (VersionSpan(version, start, self.given),)
 
     def cut(self) -> GenerateChunk:
-        """Make the last chunk of a call whose replica was lost, or that its caller ended."""
+        """Return the last chunk of a call whose replica was lost, or that its caller ended."""
         last = GenerateChunk.aborted(self.spans, self.cached)
         return replace(last, mixed_versions=self.mixed, moved=self.moved)
 
 
 def check_fit(name: str, its: EngineInfo | None, ours: EngineInfo | None) -> None:
-    """Raise `EngineError` if replica `name` is not the same engine as the others (`ours`)."""
+    """Raise `EngineError` if a replica's capabilities differ from those of the pool (`ours`)."""
     if its is None or ours is None:
         return
     for what in ("model", "logprob_mode", "token_in"):
@@ -401,12 +410,14 @@ def check_fit(name: str, its: EngineInfo | None, ours: EngineInfo | None) -> Non
 
 
 def engine_id(name: str) -> str:
-    """Return what a replica of this name is called in `POST /engines/{id}`."""
+    """Return the id under which `POST /engines/{id}` knows the replica of this name."""
     return name.partition("://")[2].partition("/")[0] or name
 
 
 def make_replica(spec: str, make: Callable[[str], Engine]) -> Replica:
-    """Make the replica that `spec` names, as `make` opens it; only servers are ever reopened."""
+    """Return the replica that `spec` names, with the engine that `make` opens; only servers can be
+    opened again later.
+    """
     served = "://" in spec
     return Replica(without_user_info(spec), make(spec), (lambda: make(spec)) if served else None)
 
@@ -427,22 +438,23 @@ class WeightUpdates(ABC):
     @property
     @abstractmethod
     def held(self) -> PauseMode | None:
-        """Return how sampling is paused; `None` = it is not."""
+        """Mode in which sampling is paused; `None` = it is not."""
 
     @abstractmethod
     def held_as(self, mode: PauseMode | None) -> None:
-        """Send out no calls until `None`."""
+        """Set how sampling is paused: calls wait until it is `None`."""
 
     @abstractmethod
-    async def drain(self, name: str, *, timeout_s: float | None = None) -> None: ...
+    async def drain(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Give a replica no new calls, and wait until its calls have ended."""
 
     @abstractmethod
     def readmit(self, name: str) -> None:
-        """Give a drained replica calls again."""
+        """Send calls to a drained replica again."""
 
     @abstractmethod
     def published(self, version: int) -> None:
-        """Record that some replica has weights `version`."""
+        """Record that some replica now has the weights of `version`."""
 
     @abstractmethod
     def lost(self, one: Replica, error: EngineError) -> None:
@@ -526,7 +538,9 @@ class WeightUpdates(ABC):
             self.remember(source, version)
 
     def remember(self, source: Weights, version: int) -> None:
-        """Have replicas with older weights load these before they serve."""
+        """Record the latest weights, which replicas with older ones load before they serve
+        again.
+        """
         self._latest = source, version
 
     def _up(self) -> list[Replica]:
@@ -546,7 +560,9 @@ class WeightUpdates(ABC):
         return info
 
     async def catch_up(self, one: Replica) -> EngineError | None:
-        """Do the same for the unchanged server of a replica that was down; return the error."""
+        """Load the latest weights into the server of a replica that was down; return the error if
+        any.
+        """
         if one.info is None:
             return None
         try:
@@ -622,7 +638,9 @@ class WeightUpdates(ABC):
 
 
 def check_version(replicas: Collection[Replica], version: int | None) -> None:
-    """Raise `ConfigError` if calls would carry `version` and use the adapter of another one."""
+    """Raise `ConfigError` if calls would report `version` and sample with another version's
+    adapter.
+    """
     for one in replicas:
         engine = one.engine
         if one.gone or version in {None, one.version} or not isinstance(engine, Adaptable):

@@ -36,7 +36,7 @@ class HasLoad(Protocol):
 
     @property
     def load(self) -> int:
-        """Number of its running calls."""
+        """Number of calls that the replica runs."""
 
 
 ReplicaT = TypeVar("ReplicaT", bound=HasLoad)
@@ -87,7 +87,10 @@ class ReplicaRouter(Generic[ReplicaT]):
     def pick(
         self, session_id: str | None, replicas: Sequence[ReplicaT]
     ) -> tuple[ReplicaT, RoutingReason]:
-        """Choose the replica of a call from `replicas`, the available ones; at least one."""
+        """Choose one of the available `replicas` (at least one) for a call, and say by which rule.
+
+        Calls of one session go to the same replica where possible.
+        """
         home = self._homes.get(session_id) if session_id is not None else None
         if home is None:
             how = RoutingReason.FIRST
@@ -105,16 +108,17 @@ class ReplicaRouter(Generic[ReplicaT]):
         return replica, how
 
     def sessions(self, replica: ReplicaT) -> int:
+        """Return how many living sessions are assigned to a replica."""
         return self._living.get(replica, 0)
 
     def forget(self, session_id: str) -> None:
-        """Forget a session that has ended; unknown ones are ignored."""
+        """Drop the assignment of a session that has ended; unknown ones are ignored."""
         replica = self._homes.pop(session_id, None)
         if replica is not None:
             self._living[replica] -= 1
 
     def drop(self, replica: ReplicaT) -> None:
-        """Forget a removed replica and the homes of its sessions."""
+        """Drop a removed replica and the assignments of its sessions."""
         self._homes = OrderedDict(
             (session_id, home) for session_id, home in self._homes.items() if home is not replica
         )
@@ -176,7 +180,7 @@ class FailureTracker:
         self._served = 0
 
     def begin(self, call: RoutedCall) -> None:
-        """Mark a call as a suspect if its session is an offender.
+        """Mark a call as a suspect if earlier calls of its session failed with their replica.
 
         Raises `EngineError`, with the kind of the last failure, if its session is quarantined.
         """
@@ -198,7 +202,8 @@ class FailureTracker:
     # ---- calls that kill
 
     async def apart(self, call: RoutedCall) -> None:
-        """Wait until a suspect may run beside those that already do, unless it is aborted.
+        """Wait until a suspect call may run beside the suspects that already do, unless it is
+        aborted.
 
         `end` frees its place.
         """
@@ -226,16 +231,17 @@ class FailureTracker:
             one.changed.set()
 
     def tries(self, one: Replica, call: RoutedCall) -> None:
-        """Note that a replica is about to run a call."""
+        """Record that a replica is about to run a call."""
         if call in self._held:
             self._survived(call)
             one.suspects.add(call)
             self._held[call] = one
 
     def died(self, one: Replica, call: RoutedCall) -> bool:
-        """Count the death of a replica against a call of it; return whether its attempts are spent.
+        """Count the death of a replica against a call that it ran; return whether the call's
+        attempts are used up.
 
-        While suspects ran there, the death counts against them only.
+        If suspect calls ran there, the death counts against them only.
         """
         if one.suspects and call not in one.suspects:
             return False
@@ -249,7 +255,7 @@ class FailureTracker:
         return True
 
     def end(self, call: RoutedCall) -> None:
-        """Let the next suspects run, if the call was one."""
+        """Let the next suspect calls run, if the ended call was a suspect."""
         self._waiting.pop(call, None)
         if call in self._held:
             self._survived(call)
@@ -277,7 +283,9 @@ class FailureTracker:
             one.breaks = one.quarantines = 0
 
     def broke(self, one: Replica, call: RoutedCall, error: EngineError) -> bool:
-        """Count a failure that its replica survived; return whether to quarantine the replica."""
+        """Count a failed call that its replica survived; return whether to quarantine the
+        replica.
+        """
         if error.kind == "engine_error":
             return False
         session_id = call.request.session_id

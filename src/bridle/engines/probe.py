@@ -92,7 +92,9 @@ CASES = (
 
 
 async def compare_rendering(engine: Engine, render: Render) -> Finding:
-    """Compare the prompts of the engine's own template with those of Bridle's renderer."""
+    """Compare the prompts that the engine's own chat template makes with those of Bridle's
+    renderer.
+    """
     differ: list[str] = []
     asked = 0
     for case in CASES:
@@ -124,9 +126,9 @@ async def compare_rendering(engine: Engine, render: Render) -> Finding:
 
 
 async def compare_template(engine: Engine) -> Finding:
-    """Check that the engine reports the prompts of its chat route, which `prompt = "engine"` needs.
+    """Check that the engine's chat route reports the prompt that it made of messages and tools.
 
-    A chat call with messages and tools, of one token, reports the prompt that the route made.
+    The setting `prompt = "engine"` needs that. Samples one token.
     """
     if not isinstance(engine, Templating):
         return _no_template("it is not asked for prompts")
@@ -187,7 +189,9 @@ def _first_difference(ours: Ids, theirs: Ids) -> int:
 async def compare_vocabulary(
     engine: Engine | HasTokenizer, encode: Callable[[str], Ids], vocab_size: int
 ) -> Finding:
-    """Check that the tokenizers are the same: equal ids for a few texts, none out of range."""
+    """Check that Bridle's and the engine's tokenizers agree: equal ids for a few texts, all in
+    range.
+    """
     what = "tokenizer"
     limit = getattr(engine, "vocab_size", None)
     if isinstance(limit, int) and vocab_size > limit:
@@ -223,9 +227,9 @@ def _mismatch(what: str, found: str) -> Finding:
 async def recompute_logprobs(
     engine: Engine, mode: LogprobMode, score: Score, prompt: Ids, *, close: float = CLOSE
 ) -> Finding:
-    """Compare sampled logprobs with a plain forward pass of the weights that `score` has.
+    """Compare the engine's sampled logprobs with those of a plain forward pass (`score`).
 
-    Samples at temperatures 1 and 0.7, where the two modes differ.
+    Samples at temperatures 1 and 0.7, where the two logprob modes differ.
     """
     worst = 0.0
     for temperature in (1.0, 0.7):
@@ -285,14 +289,14 @@ class Finding:
 
     @classmethod
     def note(cls, what: str, found: str) -> Finding:
-        """Make a finding that is only information."""
+        """Return a finding that is only information."""
         return cls(what, ok=True, needed=False, found=found)
 
     @classmethod
     def check(
         cls, what: str, *, ok: bool, found: str, means: str, fix: str, needed: bool = False
     ) -> Finding:
-        """Make a finding that says `means` and `fix` only if it is not `ok`."""
+        """Return the finding of a check; `means` and `fix` are kept only if it is not `ok`."""
         return cls(what, ok, needed, found, "" if ok else means, "" if ok else fix)
 
 
@@ -323,7 +327,10 @@ class ProbeReport:
         return [asdict(one) for one in self.findings]
 
     def require(self, where: str, *, allow_untokenized: bool = False) -> None:
-        """Raise `EngineError` saying what is missing and how to get it, unless text is enough."""
+        """Raise `EngineError` saying what is missing and how to get it.
+
+        With `allow_untokenized`, an engine that gives text only is enough.
+        """
         if self.usable or allow_untokenized:
             return
         lines = [
@@ -346,7 +353,7 @@ class _Reply:
 async def probe(
     engine: Engine, *, prompt: Sequence[int] = PROMPT, assume: LogprobMode | None = None
 ) -> ProbeReport:
-    """Probe an engine that can be called. Never raises for missing features.
+    """Probe the capabilities of an engine that is started. Never raises for missing features.
 
     `assume` is the logprob mode that its owner vouches for, if it cannot be measured.
     """

@@ -191,11 +191,14 @@ class SglangEngine(ServerAdapter):
         )  # fmt: skip
 
     async def health(self) -> None:
-        """Ask the server's scheduler; raises `EngineError`. Nothing is sampled for it."""
+        """Check by its own route that the server's scheduler answers, without sampling.
+
+        Raises `EngineError`.
+        """
         await self._client.get(self._health_path)
 
     async def settled(self) -> None:
-        """Wait for the aborts of calls whose callers went away; see `Settling`."""
+        """Return when the server has been sent the aborts of all calls whose callers went away."""
         await self._nursery.ended()
 
     async def aclose(self) -> None:
@@ -207,8 +210,9 @@ class SglangEngine(ServerAdapter):
         await self._client.aclose()
 
     async def abort(self, request_id: str) -> None:
-        """Have the server end a call; its sampled tokens stand. Cuts the connection after
-        `ABORT_S`.
+        """Send the server an abort of a call, whose sampled tokens are kept.
+
+        Closes the connection after `ABORT_S`.
         """
         running = self._calls.get(request_id)
         if running is None:
@@ -229,7 +233,7 @@ class SglangEngine(ServerAdapter):
     # ---- weights
 
     async def pause(self, mode: PauseMode) -> bool:
-        """Hold the server; `False` if it has no route for that.
+        """Pause the server's sampling; `False` if it has no route for that.
 
         `keep` is SGLang's `retract`: caches of the old weights are recomputed. `wait` waits for the
         calls of this adapter only.
@@ -244,14 +248,16 @@ class SglangEngine(ServerAdapter):
         return self._held
 
     async def resume(self) -> None:
+        """Continue the server's sampling after a pause."""
         await self._client.command("/continue_generation", {})
         self._held = False
         self._open.set()
 
     async def update_weights(self, source: str | Path, version: int) -> None:
-        """Have the server load the weights of a folder on its machine; see `Updatable`.
+        """Load the weights of a folder on the server's machine; see `Updatable.update_weights`.
 
-        It is held meanwhile, unless it already is. Raises `EngineError` if it refuses them.
+        Sampling is paused meanwhile, unless it already is. Raises `EngineError` if the server
+        refuses them.
         """
         if is_adapter(source):
             raise EngineError(

@@ -46,7 +46,7 @@ class SglangRoute(StrEnum):
 
     @property
     def path(self) -> str:
-        """Return the path below the base URL."""
+        """Path of the route below the base URL."""
         return GENERATE if self is SglangRoute.GENERATE else CHAT
 
 
@@ -71,6 +71,7 @@ class Ask:
 
 
 def call_body(route: SglangRoute, request: GenerateRequest, rid: str, ask: Ask) -> bytes:
+    """Return the JSON body of a call on one of SGLang's routes."""
     head: JSON = {"rid": rid}
     if ask.experts:
         head["return_routed_experts"] = True
@@ -234,7 +235,9 @@ class Reading:
     _has_prompt: bool = False
 
     def read(self, body: bytes) -> GenerateChunk:
-        """Return the new tokens of one piece. Raises `EngineError` for unusable replies."""
+        """Return the new tokens of one piece of a reply. Raises `EngineError` for unusable
+        replies.
+        """
         text, prompt_text = cut_ids(body, b"prompt_token_ids")
         try:
             return self._read(_ANSWER.decode(text), prompt_text)
@@ -429,7 +432,9 @@ def _reply(choice: ChatChoice | None, text: str | None, finish: FinishReason) ->
 
 
 def experts_shape(config: JSON) -> tuple[int, int] | None:
-    """Return layers and experts per token by a model's configuration; `None` = it has none."""
+    """Return the number of layers and of experts per token in a model's configuration; `None` = it
+    has no experts.
+    """
     text = config.get("text_config") or config
     layers, top_k = text.get("num_hidden_layers"), text.get("num_experts_per_tok")
     return (layers, top_k) if isinstance(layers, int) and isinstance(top_k, int) else None

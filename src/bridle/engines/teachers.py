@@ -46,7 +46,7 @@ class Scores:
     """Shape (T, K); 0.0 for the first."""
 
     def after(self, start: int) -> Scores:
-        """Return those from position `start` on."""
+        """Return the scores from position `start` on."""
         return Scores(self.logprobs[start:], self.top_ids[start:], self.top_logprobs[start:])
 
 
@@ -61,6 +61,7 @@ class ServedTeacher(ABC):
         self._client = EngineClient(base_url, api_key=key, timeout_s=SILENT_S)
 
     async def aclose(self) -> None:
+        """Close the connections to the server."""
         await self._client.aclose()
 
     @abstractmethod
@@ -73,10 +74,10 @@ class ServedTeacher(ABC):
 
     @abstractmethod
     async def score(self, ids: Ids, top: int) -> Scores:
-        """Return the logprobs of `ids` and the `top` likeliest at each position.
+        """Return the logprobs of `ids` and the `top` likeliest tokens at each position.
 
-        `EngineError` for what the server refuses, `GarbledError` for a reply about other ids or
-        with a logprob missing.
+        `EngineError` for a request that the server refuses, `GarbledError` for a reply about other
+        ids or with a logprob missing.
         """
 
     async def _post(self, path: str, body: JSON, prompt_tokens: int) -> bytes:
@@ -92,7 +93,10 @@ class VllmTeacher(ServedTeacher):
         self._model = ""
 
     async def folder(self) -> Path | None:
-        """See `ServedTeacher.folder`; also finds the model's name."""
+        """Return the folder with the server's tokenizer; `None` = not on this machine.
+
+        Also finds the name of the server's model.
+        """
         models = (await self._client.get("/v1/models")).get("data") or []
         if not models:
             raise EngineError(f"{self._client.base_url}/v1/models lists no model")
@@ -100,7 +104,10 @@ class VllmTeacher(ServedTeacher):
         return tokenizer_dir(models[0].get("root"))
 
     async def score(self, ids: Ids, top: int) -> Scores:
-        """See `ServedTeacher.score`. vLLM samples one token, so one more must fit its context."""
+        """Return the logprobs of `ids` and the `top` likeliest tokens at each position.
+
+        vLLM samples one token for that, so one more must fit its context.
+        """
         body = {
             "model": self._model,
             "prompt": ids.tolist(),
@@ -121,10 +128,12 @@ class SglangTeacher(ServedTeacher):
     """Teacher on an SGLang server."""
 
     async def folder(self) -> Path | None:
+        """Return the folder with the server's tokenizer; `None` = not on this machine."""
         about = await self._client.get("/model_info")
         return tokenizer_dir(about.get("tokenizer_path")) or tokenizer_dir(about.get("model_path"))
 
     async def score(self, ids: Ids, top: int) -> Scores:
+        """Return the logprobs of `ids` and the `top` likeliest tokens at each position."""
         body = {
             "input_ids": ids.tolist(),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -147,7 +156,7 @@ TEACHERS: dict[str, type[ServedTeacher]] = {
 
 
 def served_teacher(spec: str) -> ServedTeacher:
-    """Return the teacher that `http://HOST:PORT` (vLLM) or `sglang:URL` names.
+    """Return the client of the teacher model at `http://HOST:PORT` (vLLM) or `sglang:URL`.
 
     Raises `ConfigError` for another form.
     """

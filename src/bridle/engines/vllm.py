@@ -155,17 +155,20 @@ class VllmEngine(ServerAdapter, Immediate):
         return Finding.note("route", self._route.path), context, paired, weights
 
     async def pause(self, mode: PauseMode) -> bool:
-        """Hold the server (see `engines.base.Pausable`); `False` if it has no control routes."""
+        """Pause the server's sampling; `False` if it has no control routes. See
+        `Pausable.pause`.
+        """
         return await self._client.command(f"/pause?mode={mode}")
 
     async def resume(self) -> None:
+        """Continue the server's sampling after a pause."""
         await self._client.command("/resume")
 
     async def update_weights(self, source: str | Path, version: int) -> None:
-        """Have the server load the weights of a folder on its machine; see `Updatable`.
+        """Load the weights of a folder on the server's machine; see `Updatable.update_weights`.
 
-        Hold it first: vLLM gives tokens that are sampled during the update no version. One that
-        reports no version of its weights is refused before anything is changed.
+        Pause it first: vLLM gives tokens that are sampled during the update no version. A server
+        that reports no version of its weights is refused before anything is changed.
         """
         if not self._takes_weights:
             raise EngineError(f"{self._client.base_url} takes no weights: {NEEDED}")
@@ -174,14 +177,16 @@ class VllmEngine(ServerAdapter, Immediate):
         self.version = version
 
     async def load_adapter(self, folder: str | Path, version: int) -> None:
-        """Have the server load a LoRA adapter under a name of its own; see `Adaptable`."""
+        """Load a LoRA adapter under a new name into the server; see `Adaptable.load_adapter`."""
         await self._adapters.load(folder, self._model, version)
         self.version = version
 
     def adapted(self) -> bool:
+        """Return whether calls that begin now use a LoRA adapter."""
         return self._adapters.newest is not None
 
     def forget_adapters(self) -> None:
+        """Leave the loaded adapters on the server at the end, because its trainer now uses it."""
         self._adapters.forget()
 
     async def aclose(self) -> None:
@@ -194,7 +199,7 @@ class VllmEngine(ServerAdapter, Immediate):
     async def abort(self, request_id: str) -> None:
         """End a call by closing its connection, at which vLLM stops sampling.
 
-        The sent tokens of a streamed call stand; of a whole reply nothing arrives.
+        The tokens of a streamed call that were sent are kept; a call without stream returns none.
         """
         if request_id in self._calls:
             self._calls[request_id].abort()
@@ -204,7 +209,7 @@ class VllmEngine(ServerAdapter, Immediate):
     async def see(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Seen | None:
-        """Render a prompt of messages with images; see `Seeing`."""
+        """Return the rendered prompt of messages with images; `None` = the model takes none."""
         return await self._images.see(self._chat_body(messages, tools, arguments))
 
     def _chat_body(
@@ -246,11 +251,11 @@ class VllmEngine(ServerAdapter, Immediate):
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
-        """Render the prompt of the server's chat route; see `Templating`."""
+        """Return the prompt ids that the server's chat route makes of messages."""
         return await self._images.render(self._chat_body(messages, tools, arguments))
 
     async def parsers(self) -> Finding:
-        """Find the server's parsers by a call of one token."""
+        """Find out the server's parsers by a call of one token."""
         return await find_parsers(self._client, self._model)
 
     # ---- sampling
@@ -302,7 +307,10 @@ class VllmEngine(ServerAdapter, Immediate):
     # ---- outside of a task
 
     def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
-        """See `Immediate`; a stream, messages and the server's own text are `generate`'s."""
+        """Send a call at once; see `Immediate.begin`.
+
+        `None` for streams, messages and the server's own text, which `generate` handles.
+        """
         if request.stream or request.by_messages or not self._gives_ids:
             return None
         room = self._context_length - request.prompt.length
@@ -320,7 +328,9 @@ class VllmEngine(ServerAdapter, Immediate):
         return call.waiting
 
     def arrived(self, request: GenerateRequest) -> GenerateChunk | None:
-        """Return the reply to a call of `begin` if it is whole and has an end, else `None`."""
+        """Return the reply to a call that `begin` sent, if it is whole and has a finish reason,
+        else `None`.
+        """
         call = self._calls[request.request_id]
         if call.connection is None or (answer := call.arrived()) is None:
             return None
@@ -337,10 +347,12 @@ class VllmEngine(ServerAdapter, Immediate):
         return chunk
 
     def end(self, request: GenerateRequest) -> None:
+        """Forget a call that `begin` sent, because its reply was used."""
         if (connection := self._calls.pop(request.request_id).connection) is not None:
             self._client.connections.keep(connection)
 
     def drop(self, request: GenerateRequest) -> None:
+        """Abort a call that `begin` sent and that `generate` will not take over."""
         self._client.connections.drop(self._calls.pop(request.request_id))
 
     def _read(self, answers: list[bytes], sent: bytes | None) -> Iterator[Read]:
@@ -355,8 +367,10 @@ class VllmEngine(ServerAdapter, Immediate):
         prompt_tokens: int | None,
         count: int | None = None,
     ) -> JSON:
-        """Return the `extra` of a last chunk, of a reply with `count` tokens, with its routed
-        experts at their positions.
+        """Return the `extra` of a reply's last chunk: the routed experts, at the positions of their
+        tokens.
+
+        `count` is the number of tokens of the reply.
         """
         if KEY not in chunk.extra:
             return chunk.extra
@@ -381,6 +395,7 @@ class VllmEngine(ServerAdapter, Immediate):
 
 
 def spans_of(version: int, count: int) -> tuple[VersionSpan, ...]:
+    """Return the version spans of `count` tokens that one policy version sampled."""
     return (VersionSpan(version, 0, count),) if count else ()
 
 
@@ -456,7 +471,7 @@ _REFUSAL = "--tool-call-parser"
 
 
 async def find_parsers(client: EngineClient, model: str) -> Finding:
-    """Find the parsers of a vLLM; the finding names both. Never raises.
+    """Find out which parsers a vLLM server has for tool calls and reasoning. Never raises.
 
     The server reports them nowhere, so one token is sampled: a server without `--tool-call-parser`
     refuses a call with a tool, and a `--reasoning-parser` returns the first word as reasoning.
@@ -502,7 +517,8 @@ NEEDED = f"use vLLM 0.32 or later, with {DEV_MODE} in its environment"
 async def load_weights(
     client: EngineClient, source: str | Path, version: int, *, served: Path | None = None
 ) -> None:
-    """Have the server load `source`, a folder as it sees it, as `version`; see `Updatable`.
+    """Load the weights in `source`, a folder on the server's machine, as `version` into a vLLM
+    server.
 
     Uses the stock routes that `VLLM_SERVER_DEV_MODE=1` adds: `/collective_rpc` with
     `reload_weights`, `/reset_prefix_cache` and `/update_weight_version`. (vLLM's own weight
@@ -535,7 +551,7 @@ async def load_weights(
 
 
 def check_folder(source: Path, served: Path | None) -> None:
-    """Refuse a folder without weights or of another model; a folder on another machine passes.
+    """Raise `EngineError` for a weights folder that is empty or of another model than in `served`.
 
     A path that does not exist here may exist on the server's machine, unless the server's own model
     is here as well.
@@ -556,7 +572,7 @@ def check_folder(source: Path, served: Path | None) -> None:
 
 
 def weights_finding(*, served: Path | None, routes: bool) -> Finding:
-    """Build the probe's finding about weight updates while the server runs."""
+    """Return the probe's finding about weight updates while the server runs."""
     if not routes:
         return Finding(
             "weights",
@@ -598,9 +614,9 @@ class LoraAdapters:
         """The server's name of the adapter that calls begin with; `None` = none."""
 
     async def load(self, folder: str | Path, model: str, version: int) -> None:
-        """Load the adapter in `folder`; those before the present newest are unloaded.
+        """Load the adapter in `folder` into the server, and unload those before the present newest.
 
-        Raises `EngineError` if the server does not take it; the newest stays then.
+        Raises `EngineError` if the server does not take it; the newest one then stays.
         """
         while len(self._names) > 1:
             await self._unload(self._names[0])
@@ -621,12 +637,12 @@ class LoraAdapters:
         self.newest = name
 
     def forget(self) -> None:
-        """Leave the adapters as they are on the server."""
+        """Leave the loaded adapters on the server."""
         self._names.clear()
         self.newest = None
 
     async def unload_all(self) -> None:
-        """Unload what was loaded, as far as the server answers."""
+        """Unload the adapters that this object loaded, as far as the server answers."""
         self.newest = None
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(CLOSE_S):

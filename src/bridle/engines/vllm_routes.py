@@ -71,7 +71,8 @@ BLIND = ("is not a multimodal model", "At most 0 image")
 
 
 def fold_images(ids: Ids, pictures: Sequence[Picture]) -> Ids:
-    """Reduce each image to one placeholder, as `/inference/v1/generate` requires.
+    """Return the ids with each image's placeholders reduced to one, as `/inference/v1/generate`
+    requires.
 
     vLLM's processor expands it as before; it reports the ids that it used, and those are compared
     with `ids` as for any reply. The placeholder is assumed to be the most frequent token of an
@@ -129,7 +130,7 @@ class ImageRenderer:
         """True if the server may have the route that renders whole calls."""
 
     async def see(self, body: JSON) -> Seen | None:
-        """Render a body with images; `None` = the model takes none."""
+        """Return the server's rendering of a body with images; `None` = the model takes none."""
         try:
             rendered = await self._asked(body, _rendered)
         except EngineError as error:
@@ -141,6 +142,7 @@ class ImageRenderer:
         return Seen(np.array(listed, dtype=np.int32), places)
 
     async def render(self, body: JSON) -> Ids:
+        """Return the prompt ids that the server's render route makes of a body."""
         return await self._asked(body, ids_from)
 
     async def _asked(self, body: JSON, ask: Callable[[EngineClient, str, JSON], Awaitable[T]]) -> T:
@@ -197,7 +199,7 @@ async def _rendered(client: EngineClient, path: str, body: JSON) -> _Rendered:
 
 
 def image_finding(*, seen: Seen | None, ids_taken: bool) -> Finding:
-    """Build the probe's finding about images. `seen` is the rendering of one image."""
+    """Return the probe's finding about images. `seen` is the rendering of one image."""
     if seen is None:
         return Finding.note("images", "the model takes none")
     return Finding.check(
@@ -276,7 +278,7 @@ def call_parts(
     token_in: bool,
     experts: bool = False,
 ) -> tuple[bytes, bytes, bytes]:
-    """Write the JSON body of a call: the text of the prompt's ids, and what goes around it.
+    """Return the JSON body of a call in three parts, of which the middle one is the prompt's ids.
 
     Without `token_in` it has messages in place of ids. `room` is the rest of the context in tokens,
     the budget of a request without one (the routes for completions would take 16). With `experts`
@@ -659,7 +661,7 @@ class MessageText:
     """Index -> id, name, arguments."""
 
     def add(self, read: Read) -> TextDelta:
-        """Add one piece; return its text and reasoning."""
+        """Add one piece of a reply; return its text and reasoning."""
         if read.message is None:
             self.content += read.text or ""
             return TextDelta(text=read.text or "")
@@ -675,5 +677,6 @@ class MessageText:
         return delta
 
     def reply(self, finish: FinishReason) -> Reply:
+        """Return the whole reply: text, reasoning and tool calls of all pieces."""
         calls = [ToolCall(id_ or None, name, text) for id_, name, text in self.calls.values()]
         return Reply(self.content, self.reasoning or None, tuple(calls), finish)

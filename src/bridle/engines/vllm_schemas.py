@@ -57,6 +57,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
     def sampling(self, max_tokens: int | None) -> Sampling:
+        """Return the sampling parameters of a request, with `max_tokens` as given here."""
         given = {one.name: getattr(self, one.name) for one in fields(Sampling)}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         ids = tuple(self.stop_token_ids or ())

@@ -79,7 +79,7 @@ _OTHER_USER: Final = re.compile(r"\b(?:setpriv|runuser|sudo|gosu|su)\b")
 
 
 def start_pytest(command: str, program: str) -> str:
-    """Return a command that starts `program` where it says `python -m pytest`."""
+    """Return the command with each `python -m pytest` replaced by a start of `program`."""
     if _OTHER_USER.search(command):
         return command
     return _PYTEST.sub(
@@ -88,9 +88,11 @@ def start_pytest(command: str, program: str) -> str:
 
 
 async def with_own_pytest(runtime: Runtime, command: str) -> str:
-    """Return a command in which `python -m pytest` takes no `pytest.py` of the agent's for pytest.
+    """Return the command changed so that `python -m pytest` does not import a `pytest.py` of the
+    agent's.
 
-    Python before 3.11 does not know `PYTHONSAFEPATH`, and tests may need the work folder.
+    Python before 3.11 does not know `PYTHONSAFEPATH`, and tests may need the work folder on their
+    path.
     """
     file = f"{runtime.home}/.{RUN_PYTEST.name}"
     changed = start_pytest(command, shlex.quote(file))
@@ -119,34 +121,35 @@ class Places(Protocol):
     """The places in which a session can be scored."""
 
     async def left(self) -> Path:
-        """Host folder with a copy of the work folder as the agent left it.
+        """Return a host folder with a copy of the work folder as the agent left it.
 
         Its links may point anywhere: follow none. Raises `Unscorable` for more than a copy may
         hold.
         """
 
     def fresh(self) -> AbstractAsyncContextManager[Runtime]:
-        """Open a runtime with the steps of `prepare` and `eval_prepare`, and nothing of the
-        agent's.
+        """Open a new runtime in which the task's steps `prepare` and `eval_prepare` have run,
+        without files of the agent.
         """
 
     def with_work(
         self, ours: Sequence[str] = (), only: Sequence[str] | None = None
     ) -> AbstractAsyncContextManager[Runtime]:
-        """Open a fresh runtime whose work folder is the agent's; where the task says `trusted`, the
-        agent's own.
+        """Open a new runtime with a copy of the agent's work folder; where the task says `trusted`,
+        the agent's own runtime.
 
-        `ours` and what is not below one of `only` (paths in the work folder; `None` = all) is not
+        `ours`, and what is not below one of `only` (paths in the work folder; `None` = all), is not
         taken from the agent but stays as the task's own steps made it.
         """
 
     def whole(self) -> AbstractAsyncContextManager[Runtime]:
-        """Open a runtime with all files of the agent's and no process of it; where the task says
-        `trusted`, the agent's own.
+        """Open a runtime with all files of the agent's runtime and none of its processes; where the
+        task says `trusted`, the agent's own runtime.
         """
 
     def untouched(self) -> AbstractAsyncContextManager[Places]:
-        """Give the places of a session with a fresh work folder, as `prepare` makes it.
+        """Open the places of a session whose work folder no agent has touched, only the task's
+        `prepare`.
 
         A checker that failed runs there again, which shows whether the agent caused the failure.
         """
@@ -156,10 +159,11 @@ class NoPlaces:
     """The places of a stored session: none, as its work folder is not kept. Implements `Places`."""
 
     async def left(self) -> Path:
-        """Raise `EvaluatorError`, as `fresh`, `whole` and `with_work` do."""
+        """Raise `EvaluatorError`: the work folder of a stored session was not kept."""
         raise self._refusal()
 
     def fresh(self) -> AbstractAsyncContextManager[Runtime]:
+        """Raise `EvaluatorError`: a stored session has no runtime."""
         raise self._refusal()
 
     whole = fresh
@@ -169,9 +173,11 @@ class NoPlaces:
         ours: Sequence[str] = (),  # noqa: ARG002 - the contract's
         only: Sequence[str] | None = None,  # noqa: ARG002 - the contract's
     ) -> AbstractAsyncContextManager[Runtime]:
+        """Raise `EvaluatorError`: the work folder of a stored session was not kept."""
         raise self._refusal()
 
     def untouched(self) -> AbstractAsyncContextManager[Places]:
+        """Return these same places, in which no command can be run."""
         return nullcontext(self)
 
     @staticmethod
@@ -227,7 +233,7 @@ class Evaluator(Protocol):
 
 
 def check_evaluator(evaluator: Evaluator, task: Task) -> None:
-    """Ask an evaluator that has a `check`. Raises `ConfigError`."""
+    """Call the evaluator's `check` of the task, if it has one. Raises `ConfigError`."""
     check = getattr(evaluator, "check", None)
     if check is not None:
         check(task)
@@ -237,14 +243,16 @@ class EvaluatorClass(Protocol):
     """The type of an `EVALUATORS` entry: a class with this class method."""
 
     def from_config(self, config: JSON) -> Evaluator:
-        """Raises `ConfigError` naming the field of `config` that is wrong."""
+        """Return an evaluator with the settings `config`; `ConfigError` names the wrong field."""
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def parse_config(config: JSON, kind: type[SettingsT], name: str) -> SettingsT:
-    """`EvaluatorSpec.config` as an evaluator's own settings; `ConfigError` names the field."""
+    """Return an evaluator's settings from `EvaluatorSpec.config`; `ConfigError` names the wrong
+    field.
+    """
     return validated(kind, config, f"evaluator.config of {name!r}")
 
 
@@ -260,6 +268,7 @@ class Configured(Generic[SettingsT]):
 
     @classmethod
     def from_config(cls, config: JSON) -> Self:
+        """Return an evaluator with the settings `config`; `ConfigError` names the wrong field."""
         return cls(parse_config(config, cls.settings_class, cls.strategy))
 
 
@@ -317,7 +326,10 @@ def _way(error: EvaluatorError) -> str:
 
 
 async def read_file(runtime: Runtime, path: str, way: str) -> bytes:
-    """Return the content of a file inside. Raises `CheckerFailure` with `way` if there is none."""
+    """Return the content of a file inside a runtime.
+
+    Raises `CheckerFailure` with `way` if there is no such file.
+    """
     try:
         with tempfile.TemporaryDirectory(prefix="bridle-file-") as folder:
             copy = Path(folder, "file")
@@ -328,7 +340,10 @@ async def read_file(runtime: Runtime, path: str, way: str) -> bytes:
 
 
 async def read_text(runtime: Runtime, path: str, way: str) -> str:
-    """Return a file's text, as `read_file` does; what is no UTF-8 is such a failure too."""
+    """Return the text of a file inside a runtime.
+
+    Raises `CheckerFailure` with `way` if there is no such file, or if it is not UTF-8.
+    """
     try:
         return (await read_file(runtime, path, way)).decode()
     except UnicodeDecodeError as error:
@@ -352,6 +367,6 @@ class SessionCompleted(Configured[SessionCompletedSettings]):
     settings_class = SessionCompletedSettings
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """Return the reward if the harness ended well, else 0.0."""
+        """Return the configured reward if the session completed, else 0.0."""
         ended_well = context.completed and context.harness is not None and context.harness.ok
         return Evaluation(self._settings.reward if ended_well else 0.0)

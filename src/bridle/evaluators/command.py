@@ -73,7 +73,11 @@ class CommandEvaluator(Configured[CommandSettings]):
     prewarm = True
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """Run the command; its output goes to `evaluator.log`. Raises `EvaluatorError`."""
+        """Run the task's command and return the reward that it gives; its output goes to
+        `evaluator.log`.
+
+        Raises `EvaluatorError`.
+        """
         settings = self._settings
         ours = () if settings.reward_file is None else (settings.reward_file,)
         async with context.places.with_work(ours, settings.files) as runtime:
@@ -115,9 +119,9 @@ class CommandEvaluator(Configured[CommandSettings]):
 
 
 def parse_reward(text: str, name: str) -> tuple[float, JSON]:
-    """Reward and metadata of a reward file: a number, or an object with `reward`.
+    """Return reward and metadata from a reward file: a number, or an object with `reward`.
 
-    Raises `EvaluatorError` quoting what stands there instead.
+    Raises `EvaluatorError` quoting a file that has neither.
     """
     try:
         given = json.loads(text)
@@ -168,7 +172,11 @@ class HarborEvaluator(Configured[HarborSettings]):
     settings_class = HarborSettings
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """Run the tests; what they said goes to `evaluator.log`. Raises `EvaluatorError`."""
+        """Run the tests of a Harbor task and return their reward; their output goes to
+        `evaluator.log`.
+
+        Raises `EvaluatorError`.
+        """
         source = context.task_dir / self._settings.tests
         if not (source / "test.sh").is_file():
             raise EvaluatorError(f"{source / 'test.sh'}: no such file")
@@ -229,7 +237,7 @@ async def _rewards(runtime: Runtime, folder: str, said: str) -> dict[str, float]
 
 
 def parse_text(text: str) -> dict[str, float]:
-    """`reward.txt`: one finite number. Raises `EvaluatorError`."""
+    """Return the reward in the text of `reward.txt`: one finite number. Raises `EvaluatorError`."""
     try:
         value = float(text)
     except ValueError:
@@ -240,7 +248,10 @@ def parse_text(text: str) -> dict[str, float]:
 
 
 def parse_json(text: str) -> dict[str, float]:
-    """`reward.json`: a finite number, or an object of them. Raises `EvaluatorError`."""
+    """Return the rewards in the text of `reward.json`: a finite number, or an object of numbers.
+
+    Raises `EvaluatorError`.
+    """
     try:
         given = orjson.loads(text)
     except ValueError:

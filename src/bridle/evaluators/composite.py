@@ -49,6 +49,7 @@ class Part(Settings):
 
     @property
     def title(self) -> str:
+        """Name of the part; that of its evaluator where it has none."""
         return self.name or self.strategy
 
 
@@ -83,7 +84,9 @@ class CompositeEvaluator:
 
     @classmethod
     def from_config(cls, config: JSON) -> Self:
-        """Config as `CompositeSettings`, all parts opened; `ConfigError` names the part."""
+        """Return an evaluator of all parts that `config` lists; `ConfigError` names a wrong
+        part.
+        """
         from bridle.evaluators import open_evaluator
 
         settings = parse_config(config, CompositeSettings, "composite")
@@ -97,7 +100,7 @@ class CompositeEvaluator:
         return cls(settings, opened)
 
     def check(self, task: Task) -> None:
-        """Check every part that can be. Raises `ConfigError` naming the part."""
+        """Check the task with every part that has a check. Raises `ConfigError` naming the part."""
         for name, evaluator in self._evaluators.items():
             try:
                 check_evaluator(evaluator, task)
@@ -105,7 +108,8 @@ class CompositeEvaluator:
                 raise ConfigError(f"part {name!r} of 'composite': {error}") from error
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """Return every part in order, up to a closed gate.
+        """Evaluate the parts in order and combine their rewards; a gate that fails ends the
+        evaluation.
 
         Raises `EvaluatorError` naming the part.
         """

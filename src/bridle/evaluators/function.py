@@ -90,7 +90,7 @@ class FunctionEvaluator(Configured[FunctionSettings]):
     settings_class = FunctionSettings
 
     def check(self, task: Task) -> None:
-        """Import the function in a process of its own and check that it takes one argument.
+        """Import the scoring function in another process and check that it takes one argument.
 
         One that runs in a sandbox is not imported. Raises `ConfigError`.
         """
@@ -104,7 +104,10 @@ class FunctionEvaluator(Configured[FunctionSettings]):
         return str((folder / function).absolute()) if ".py:" in function else function
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """Call the function; what it prints goes to `evaluator.log`. Raises `EvaluatorError`."""
+        """Call the scoring function and return its reward; its output goes to `evaluator.log`.
+
+        Raises `EvaluatorError`.
+        """
         settings = self._settings
         with tempfile.TemporaryDirectory(prefix="bridle-function-") as folder:
             if settings.files:
@@ -174,9 +177,9 @@ def _check_import(function: str, env: tuple[tuple[str, str], ...]) -> None:
 
 
 def evaluation_of(text: bytes, who: str) -> Evaluation:
-    """Read a scoring function's return value; `EvaluatorError` quotes what is no reward.
+    """Return the evaluation that a scoring function's return value, as JSON text, stands for.
 
-    `true` and `false` are rewards of 1 and 0.
+    `EvaluatorError` quotes a value that is no reward. `true` and `false` are rewards of 1 and 0.
     """
     try:
         given = orjson.loads(text)
@@ -196,7 +199,7 @@ def evaluation_of(text: bytes, who: str) -> Evaluation:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether it is a finite number and no `bool`."""
+    """Return whether `value` is a finite number and no `bool`."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -246,10 +249,10 @@ PYTHON = tuple(Path(each) for each in sorted({sys.prefix, sys.base_prefix} - {"/
 
 @asynccontextmanager
 async def sandboxed(module: str, *files: Path) -> AsyncIterator[Runtime]:
-    """Open a sandbox inside, with the outermost package of `module` and `files` where they lie
-    here; Python finds the module.
+    """Open a sandbox with the outermost package of `module` and with `files`, at their paths here.
 
-    `EvaluatorError` where there is no such module, `RuntimeFailure` where there can be no sandbox.
+    Python in the sandbox finds the module. `EvaluatorError` where there is no such module,
+    `RuntimeFailure` where there can be no sandbox.
     """
     source, top = _source(module)
     seen = [*PYTHON, *(one for one in (source, *files) if not _within(one, PYTHON))]

@@ -106,7 +106,7 @@ async def _waited(result: Awaitable[object]) -> object:
 
 
 def main() -> None:
-    """Call the function that the command line names and write what it returns."""
+    """Call the scoring function that the command line names, and write its return value as JSON."""
     path, *check = sys.argv[1:]
     # Programs that the function runs get no way to what is read as its value.
     output = os.dup(1)

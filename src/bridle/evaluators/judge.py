@@ -92,7 +92,9 @@ class JudgeEvaluator(Configured[JudgeSettings]):
     control = "none"
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """Ask about the session or each of its traces. Raises `EvaluatorError` as configured."""
+        """Ask the judge model about the session or each of its traces. Raises `EvaluatorError` as
+        configured.
+        """
         if context.open_model is None:
             raise EvaluatorError("there is no gateway here that a judge could be asked through")
         try:
@@ -197,9 +199,10 @@ async def _complete(access: ModelAccess, body: JSON) -> str:
 
 
 def parse_answer(text: str, low: float, high: float, turns: int = 0) -> JSON:
-    """Return the judge's object, with a score of each of so many turns, or one score in all.
+    """Return the judge's answer as an object with a score of each of `turns` turns, or one of the
+    whole.
 
-    `EvaluatorError` if it is not exactly one object, or a score is none.
+    `EvaluatorError` if the answer is not exactly one object, or a score is not in range.
     """
     stripped = text.strip()
     fenced = FENCED.match(stripped)
@@ -222,9 +225,10 @@ def parse_answer(text: str, low: float, high: float, turns: int = 0) -> JSON:
 
 
 def turns_text(trace: Trace, turns: Sequence[int], mark: str, max_chars: int) -> str:
-    """Return the messages of a trace as text, with a line before and behind each of `turns`.
+    """Return the messages of a trace as text, with a line of `mark` before and after each of
+    `turns`.
 
-    Long parts lose their middle, each by itself: every turn is shown.
+    Long messages lose their middle, each by itself, so that every turn is shown.
     """
     starts = [*trace.turn_messages]
     if len(starts) != len(trace.exchange_ids):
@@ -259,7 +263,7 @@ def turns_text(trace: Trace, turns: Sequence[int], mark: str, max_chars: int) ->
 
 
 def longest(traces: list[list[JSON]]) -> list[JSON]:
-    """Return the trace that shows most of a session; nothing for a session without one."""
+    """Return the messages of the trace with the most text; none for a session without traces."""
     return max(traces, key=len, default=[])
 
 

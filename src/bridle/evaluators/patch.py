@@ -121,7 +121,8 @@ class TestOnOutput(Configured[TestOnOutputSettings]):
     prewarm = True
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """Take the patch over and run the tests; output to `evaluator.log`.
+        """Apply the agent's patch to a fresh repository and run the tests; output to
+        `evaluator.log`.
 
         Raises `EvaluatorError`.
         """
@@ -192,11 +193,11 @@ class TestOnOutput(Configured[TestOnOutputSettings]):
 async def take_patch(
     context: EvaluationContext, fresh: Runtime, repo: str, base: str | None
 ) -> str:
-    """Return all that the agent's repository differs in from the tree `base` of the fresh one, new
-    files too, but for those that git ignores.
+    """Return the patch from the git tree `base` to the agent's repository, new files included.
 
-    `None` = from what lies there, since images have changes of their own; from its commit where
-    `eval_prepare` steps have put tests there. Raises `EvaluatorError`.
+    Files that git ignores are left out. `base=None` = the tree of the fresh work folder, since
+    images have changes of their own; its commit where `eval_prepare` steps have put tests there.
+    Raises `EvaluatorError`.
     """
     if base is None and context.task.runtime.eval_prepare:
         base = await _git(fresh, repo, "rev-parse", "HEAD^{tree}")
@@ -240,8 +241,9 @@ async def _git(runtime: Runtime, repo: str, *words: str, strip: bool = True) -> 
 
 
 def filter_patch(diff: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> Patch:
-    """Return the files of a patch whose paths are included and not excluded; never what test
-    runners obey unasked, such as a `conftest.py`.
+    """Return the parts of a patch whose paths match `include` and not `exclude`.
+
+    Files that test runners obey unasked, such as a `conftest.py`, are always left out.
     """
     kept, dropped, texts = [], [], []
     for path, text in files_of(diff):
@@ -256,7 +258,9 @@ def filter_patch(diff: str, include: tuple[str, ...], exclude: tuple[str, ...]) 
 
 
 def files_of(diff: str) -> Iterator[tuple[str, str]]:
-    """(path, its part) of each file; without renames both names of a part are the same."""
+    """Yield, for each file of a git diff made without renames, its path and its part of the
+    diff.
+    """
     for part in re.split(r"(?m)^(?=diff --git )", diff):
         if part:
             line = part.partition("\n")[0].removeprefix("diff --git ")
@@ -283,7 +287,9 @@ async def _apply(runtime: Runtime, repo: str, patch: str) -> None:
 
 
 def from_junit(text: bytes) -> dict[str, str]:
-    """Test (`classname::name`) -> status, of a JUnit file. Raises `EvaluatorError`."""
+    """Return the status of each test (`classname::name`) in a JUnit file. Raises
+    `EvaluatorError`.
+    """
     if b"<!DOCTYPE" in text or b"<!ENTITY" in text:
         raise EvaluatorError("the JUnit file declares entities, which no test runner writes")
     try:
@@ -338,7 +344,10 @@ class SwebenchEvaluator(Configured[SwebenchSettings]):
     prewarm = True
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """Run the instance's script and have its log read. Raises `EvaluatorError`."""
+        """Apply the agent's patch, run the SWE-bench instance's tests and grade their log.
+
+        Raises `EvaluatorError`.
+        """
         settings = self._settings
         repo = settings.tested or settings.repo
         async with context.places.fresh() as runtime:

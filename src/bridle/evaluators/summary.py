@@ -19,7 +19,8 @@ SUMMARY = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S.*?)(?: - .
 
 
 def from_summary(said: str) -> dict[str, str]:
-    """Test -> status, of the last summary that `pytest -rA` prints, if it is a whole one.
+    """Return the status of each test in the last summary that `pytest -rA` prints, if it is
+    complete.
 
     A test that another summary calls anything but passed has that status: code under test can print
     a summary of its own, before or after the runner's.
@@ -36,7 +37,7 @@ def from_summary(said: str) -> dict[str, str]:
 
 
 def lines_of_summary(text: str) -> dict[str, str]:
-    """Return test -> status of each line that says one, wherever it stands."""
+    """Return the status of each test that a line of the text states, wherever the line stands."""
     found = (SUMMARY.match(line) for line in text.splitlines())
     statuses: dict[str, str] = {}
     for match in found:
@@ -46,7 +47,10 @@ def lines_of_summary(text: str) -> dict[str, str]:
 
 
 def all_passed(said: str, wanted: list[str], exit_code: int) -> bool:
-    """Return whether these tests passed, in a run that ended well or names a failure."""
+    """Return whether the `wanted` tests passed, by pytest's output `said`.
+
+    False if the run ended with an error code although its summary names no failure.
+    """
     statuses = from_summary(said)
     ends = exit_code == 0 or {"failed", "error"} & set(statuses.values())
     return bool(ends) and all(statuses.get(name) == "passed" for name in wanted)

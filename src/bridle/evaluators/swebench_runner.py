@@ -17,12 +17,14 @@ Instance = dict[str, Any]
 
 
 def swebench_script(instance: Instance) -> str:
+    """Return the shell script that runs the tests of a SWE-bench instance."""
     from swebench.harness.utils import make_test_spec
 
     return str(make_test_spec(instance).eval_script)
 
 
 def swebench_report(instance: Instance, prediction: Instance, log: str) -> Instance:
+    """Return SWE-bench's report on a prediction, from the log of the instance's tests."""
     from swebench.harness.grading import get_eval_report
     from swebench.harness.utils import make_test_spec
 
@@ -32,7 +34,9 @@ def swebench_report(instance: Instance, prediction: Instance, log: str) -> Insta
 
 
 def swesmith_script(instance: Instance) -> str:
-    """Return the profile's command, run on the tests as the commit before the last has them."""
+    """Return the shell script that runs the tests of a SWE-smith instance, as before the last
+    commit.
+    """
     from swesmith.constants import TEST_OUTPUT_END, TEST_OUTPUT_START
     from swesmith.profiles import registry
 
@@ -44,13 +48,14 @@ def swesmith_script(instance: Instance) -> str:
 
 
 def swesmith_report(instance: Instance, prediction: Instance, log: str) -> Instance:
+    """Return SWE-smith's report on a prediction, from the log of the instance's tests."""
     from swesmith.harness.grading import get_eval_report
 
     return dict(get_eval_report(prediction, instance, log))
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Print, as JSON, the test script or the report of the instance on stdin."""
     with redirect_stdout(sys.stderr):
         given = json.load(sys.stdin)
         instance = given["instance"]
