@@ -116,7 +116,7 @@ CONVERSIONS: dict[int, Sequence[str]] = {
 
 
 def open_for_writing(path: Path, *, fsync: bool) -> sqlite3.Connection:
-    """Open or make the file at `path`; an older version is converted in place.
+    """Open or make the capture file at `path`; an older version is converted in place.
 
     The connection may be used from any one thread at a time. `fsync` makes every transaction
     durable against power loss; without it a killed process still loses nothing, and a power loss
@@ -141,7 +141,7 @@ def open_for_writing(path: Path, *, fsync: bool) -> sqlite3.Connection:
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """Open an existing file without changing what it holds, also while another process writes.
+    """Open a capture file without changing it, also while another process writes.
 
     An older version is converted in a copy in memory. Raises `StoreError`.
     """
@@ -267,7 +267,7 @@ _SAMPLING_VALUES = attrgetter(*_SAMPLING_DEFAULTS)
 
 
 def sampling_json(sampling: Sampling) -> str:
-    """Write only the fields that differ from an empty `Sampling`."""
+    """Return sampling parameters as JSON text, only those that are set."""
     given: dict[str, Any] = {}
     for (field, default), value in zip(_SAMPLING_FIELDS, _SAMPLING_VALUES(sampling), strict=True):
         if value != default:
@@ -286,8 +286,9 @@ def _sampling_of(text: str) -> Sampling:
 def exchange_row(
     session: int, exchange: Exchange, texts: bytes, head: bytes, sampling: str
 ) -> tuple[Any, ...]:
-    """Make the columns of `exchanges` without `n`. `head` is the digest of the request's head,
-    `sampling` is `sampling_json` of its sampling.
+    """Return the values of a row of the table `exchanges`, without its number.
+
+    `head` is the digest of the request's head, `sampling` the JSON text of its sampling parameters.
     """
     request, versions = exchange.request, exchange.versions
     blobs: list[bytearray] = []
@@ -344,9 +345,10 @@ def exchange_row(
 
 
 def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> SessionRows:
-    """Decode a session's rows to exchanges, in commit order, and their texts, still packed.
+    """Return a session's exchanges from their rows, in commit order, and their texts, still packed.
 
-    A row that cannot be decoded (an array of half a number, an unknown kind) goes to `damaged`.
+    A row that cannot be decoded (an array of half a number, an unknown kind) is returned as
+    `damaged`.
     """
     found = SessionRows([], SessionTexts(), [])
     # The same text again and again, row after row.
@@ -428,7 +430,7 @@ def _exchange_of(
 
 
 def delivery_row(session: int, n: int, delivery: Delivery) -> tuple[Any, ...]:
-    """Make the columns of `deliveries`."""
+    """Return the values of a row of the table `deliveries`."""
     detail = _text(delivery.detail) if delivery.detail else ""
     joined_by = _json(delivery.joined_by) if delivery.joined_by else "[]"
     state = delivery.state._value_  # see `exchange_row`
@@ -436,21 +438,23 @@ def delivery_row(session: int, n: int, delivery: Delivery) -> tuple[Any, ...]:
 
 
 def session_row(session: SessionRecord) -> tuple[Any, ...]:
-    """Make the columns of `sessions` without `n`."""
+    """Return the values of a row of the table `sessions`, without its number."""
     return session.session_id, session.opened_at, session.task_id, _json(session.metadata)
 
 
 def session_of(row: tuple[Any, ...]) -> SessionRecord:
+    """Return the session that a row of the table `sessions` describes."""
     return SessionRecord(row[1], row[2], row[3], _of_json(row[4]))
 
 
 def delivery_of(session_id: str, row: tuple[Any, ...]) -> Delivery:
-    """Decode all columns of `deliveries`."""
+    """Return the delivery that a row of the table `deliveries` describes."""
     joined_by = () if row[6] == "[]" else tuple(_of_json(row[6]))
     return Delivery(row[2], session_id, _STATES[row[3]], row[4], row[5], joined_by)
 
 
 def outcome_row(session: int, outcome: Outcome) -> tuple[Any, ...]:
+    """Return the values of a row of the table `outcomes`."""
     rewards = None if outcome.trace_rewards is None else _json(outcome.trace_rewards)
     return (
         session,
@@ -465,6 +469,7 @@ def outcome_row(session: int, outcome: Outcome) -> tuple[Any, ...]:
 
 
 def outcome_of(session_id: str, row: tuple[Any, ...]) -> Outcome:
+    """Return the outcome that a row of the table `outcomes` describes."""
     return Outcome(
         session_id=session_id,
         status=row[1],
@@ -478,13 +483,13 @@ def outcome_of(session_id: str, row: tuple[Any, ...]) -> Outcome:
 
 
 def score_json(score: Score) -> str:
-    """Write one entry of the list `sessions.scores`."""
+    """Return a reward that was given later as one entry of the column `sessions.scores`."""
     facts = dataclasses.asdict(score)
     return _json(facts | {"by": _text(score.by), "why": _text(score.why)})
 
 
 def scores_of(text: str | None) -> Sequence[Score]:
-    """Decode `sessions.scores`, oldest first."""
+    """Return the rewards in the column `sessions.scores`, oldest first."""
     entries = () if text is None else _of_json(text)
     return [
         Score(**entry | {"trace_rewards": rewards and tuple(rewards)})
@@ -494,7 +499,7 @@ def scores_of(text: str | None) -> Sequence[Score]:
 
 
 def sync_file(file: Path) -> None:
-    """Sync a write-ahead log to the disk.
+    """Flush a write-ahead log file to the disk.
 
     Never for the database file: closing it here would drop SQLite's own locks on it. Records that a
     checkpoint moved out of the log were synced by the checkpoint.

@@ -61,6 +61,7 @@ class SqliteReader:
         self._lock = threading.Lock()
 
     def sessions(self) -> Sequence[SessionRecord]:
+        """Return all sessions in the order they were opened."""
         with self._reading():
             rows = self._rows("SELECT * FROM sessions ORDER BY n")
             return [formats.session_of(row) for row in rows]
@@ -82,7 +83,8 @@ class SqliteReader:
             }
 
     def totals(self, after: int = 0) -> tuple[Mapping[str, Totals], int]:
-        """Sum up the exchanges after row `after` by session id; also return the last row.
+        """Return sums over the exchanges after row `after`, by session id, and the last row's
+        number.
 
         Add the result to that of earlier rows: so a refresh costs only the new rows.
         """
@@ -96,12 +98,14 @@ class SqliteReader:
     def texts(self, after: int, count: int) -> Sequence[tuple[int, str, bytes]]:
         """Return (row, session id, packed texts) of `count` exchanges after row `after`.
 
-        Their texts are those that their session had not had before (`bridle.capture.texts`).
+        The texts are those that no earlier exchange of the session has (see
+        `bridle.capture.texts`).
         """
         with self._reading():
             return self._rows(_TEXTS, (after, count))
 
     def exchanges_after(self, after: int) -> int:
+        """Return how many exchanges were written after row `after`."""
         with self._reading():
             return int(self._rows("SELECT count(*) FROM exchanges WHERE n > ?", (after,))[0][0])
 
@@ -112,7 +116,7 @@ class SqliteReader:
             return tuple(counts)
 
     def size(self) -> int:
-        """Return the bytes of the file that hold records, without freed pages."""
+        """Return how many bytes of the file hold records, without freed pages."""
         with self._reading():
             ((pages,), (free,), (each,)) = (
                 self._rows(f"PRAGMA {name}")[0]
@@ -133,7 +137,7 @@ class SqliteReader:
         raise self.never_opened(session_id)
 
     def never_opened(self, session_id: str) -> StoreError:
-        """Make the error for a session that the file does not hold."""
+        """Return the error for a session that the file does not have."""
         return StoreError(f"{self.path}: session {session_id!r} was never opened")
 
     def exchanges(self, session_id: str) -> Sequence[Exchange]:
@@ -153,6 +157,7 @@ class SqliteReader:
         return self._exchange_rows(session_id).texts
 
     def deliveries(self, session_id: str) -> Mapping[str, Delivery]:
+        """Return the last delivery record of each exchange of a session, by exchange id."""
         with self._reading():
             rows = self._session_rows(
                 "SELECT * FROM deliveries WHERE session = ? ORDER BY n",
@@ -161,6 +166,9 @@ class SqliteReader:
             return {row[2]: formats.delivery_of(session_id, row) for row in rows}
 
     def outcome(self, session_id: str) -> Outcome | None:
+        """Return a session's outcome with its later rewards; `None` = it still runs, or was
+        killed.
+        """
         with self._reading():
             query = "SELECT scores, o.* FROM outcomes o JOIN sessions ON n = session WHERE n = ?"
             for scores, *row in self._session_rows(query, session_id):
@@ -170,7 +178,7 @@ class SqliteReader:
             return None
 
     def read(self, session_id: str) -> SessionCapture:
-        """Return everything of one session; texts are unpacked on demand.
+        """Return all records of one session; texts are unpacked on demand.
 
         Damaged rows are listed in `damaged`. Raises `StoreError` if the session was never opened.
         """
@@ -187,7 +195,7 @@ class SqliteReader:
         )
 
     def close(self) -> None:
-        """Release the file; idempotent."""
+        """Close the file; idempotent."""
         with self._lock:
             self._connection.close()
 
@@ -228,7 +236,7 @@ _ROWS = {
 
 
 def excerpt(source: Path, session_id: str) -> bytes | None:
-    """Make a capture file with one session of the file `source`, as it is at this moment.
+    """Return a capture file with one session of the file `source`, as it is at this moment.
 
     `None` = it has no such session. Others may write to `source` meanwhile. Raises `StoreError`.
     """

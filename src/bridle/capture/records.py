@@ -42,10 +42,12 @@ _NONE = LogprobMode.NONE
 
 
 def no_ids() -> Ids:
+    """Return an empty array of token ids."""
     return np.empty(0, dtype=np.int32)
 
 
 def no_logprobs() -> Logprobs:
+    """Return an empty array of logprobs."""
     return np.empty(0, dtype=np.float32)
 
 
@@ -281,23 +283,28 @@ class Store(Protocol):
         """
 
     def commit_now(self, commits: Sequence[Commit]) -> Sequence[asyncio.Future[None]] | None:
-        """Record each as `commit` does, together where that can be.
+        """Record several exchanges as `commit` does, in one transaction where possible.
 
         `None` = all are durable; else each is when its future is done. After a `StoreError` none is
         recorded.
         """
 
     async def deliver(self, delivery: Delivery) -> None:
-        """Record the state of a reply; readers in this process see it at once."""
+        """Record whether a reply was delivered; readers in this process see it at once."""
 
     def deliver_soon(self, delivery: Delivery, failed: Callable[[StoreError], object]) -> None:
-        """Record as `deliver` does, without a wait; `failed` gets the error of a failure."""
+        """Record whether a reply was delivered, without waiting until it is written.
+
+        `failed` gets the error of a failure.
+        """
 
     async def close_session(self, outcome: Outcome) -> None:
         """Record the end of a session; a second outcome of the same session is an error."""
 
     async def score(self, score: Score) -> None:
-        """Record a reward that is given later; outcomes read from then on have it."""
+        """Record a reward that is given after the session's end; later readers of its outcome get
+        it.
+        """
 
     async def forget(self, session_id: str) -> None:
         """Remove all records of a session; an unknown one is ignored."""
@@ -309,10 +316,10 @@ class Store(Protocol):
         """Return when all earlier records are durable."""
 
     async def check(self) -> None:
-        """Raise the `StoreError` that a small record would meet now."""
+        """Raise the `StoreError` that writing a small record would raise now."""
 
     async def aclose(self) -> None:
-        """Flush and release; idempotent."""
+        """Write all records and close the store; idempotent."""
 
     # Reading: synchronous, from any thread, sees all that was given before in this process.
 
@@ -332,7 +339,7 @@ class Store(Protocol):
         """Return the session's outcome; `None` = it still runs, or was killed."""
 
     def read(self, session_id: str) -> SessionCapture:
-        """Return everything of one session. Raises `StoreError` if it was never opened."""
+        """Return all records of one session. Raises `StoreError` if it was never opened."""
 
     def size(self) -> int:
         """Return the bytes that the records take, without freed space."""

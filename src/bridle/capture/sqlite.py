@@ -107,10 +107,11 @@ class SqliteStore:
 
     @classmethod
     async def open(cls, path: str | Path, fsync: Literal["off", "group"] = "off") -> SqliteStore:
-        """Open or create the file at `path`; `aclose` releases it.
+        """Open or make the capture file at `path`; `aclose` closes it.
 
-        A file of a killed process is recovered: every committed record is there, a torn tail is
-        cut. Raises `StoreError` for an unusable folder, a foreign or corrupt file, a newer format.
+        The file of a killed process is recovered: every committed record is there, an incomplete
+        one at its end is removed. Raises `StoreError` for an unusable folder, a foreign or corrupt
+        file, a newer format.
         """
         path = Path(path)
         with ExitStack() as opened:
@@ -122,6 +123,7 @@ class SqliteStore:
         return cls(path, _Writer(path, connection, group), reader)
 
     async def open_session(self, session: SessionRecord) -> None:
+        """Record a session; a second one of the same id is an error."""
         await self._write(lambda writer: writer.open_session(session))
 
     async def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
@@ -130,7 +132,7 @@ class SqliteStore:
             await written
 
     def commit_now(self, commits: Sequence[Commit]) -> Sequence[asyncio.Future[None]] | None:
-        """Record exchanges in one transaction; `None` = they are written, else see `_write_now`."""
+        """Record exchanges in one transaction; `None` = written, else futures of each."""
         size = 0
         works: list[Work] = []
         for exchange, bodies in commits:
@@ -141,6 +143,7 @@ class SqliteStore:
         return self._write_now(works, size=size)
 
     async def deliver(self, delivery: Delivery) -> None:
+        """Record whether a reply was delivered, and wait until it is written."""
         self._check_open()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -149,10 +152,7 @@ class SqliteStore:
         await done
 
     def deliver_soon(self, delivery: Delivery, failed: Callable[[StoreError], object]) -> None:
-        """Record the state of a reply; readers in this process see it at once.
-
-        It is written with the next exchange, or soon; no reply waits for it.
-        """
+        """Record whether a reply was delivered; it is written later, but readers see it at once."""
         work = partial(_Writer.deliver, delivery=delivery)
         job = Job(work, asyncio.get_running_loop(), failed=failed)
         if self._closed:
@@ -161,13 +161,15 @@ class SqliteStore:
             self._writer.give_later(job, LATER_S)
 
     async def close_session(self, outcome: Outcome) -> None:
+        """Record the end of a session; a second outcome of the same session is an error."""
         await self._write(lambda writer: writer.close_session(outcome))
 
     async def score(self, score: Score) -> None:
+        """Record a reward that is given after the session's end."""
         await self._write(lambda writer: writer.score(score))
 
     async def forget(self, session_id: str) -> None:
-        """Remove all of a session; freed pages are reused, the file does not shrink."""
+        """Remove all records of a session; freed pages are reused, the file does not shrink."""
         await self._write(lambda writer: writer.forget(session_id), size=sys.maxsize)
 
     async def written(self) -> None:
@@ -181,13 +183,15 @@ class SqliteStore:
         await self._write(lambda writer: writer.want_sync(), size=sys.maxsize)
 
     async def check(self) -> None:
-        """Raise the `StoreError` that a record would meet now; needs 1 MiB of free disk."""
+        """Raise the `StoreError` that writing a record would raise now; needs 1 MiB of free
+        disk.
+        """
         with boundary(StoreError, f"{self.path}: cannot write"):
             await asyncio.to_thread(check_room, self.path.parent)
         await self._write(lambda writer: writer.touch())
 
     async def aclose(self) -> None:
-        """Write all given records and release the file; idempotent."""
+        """Write all pending records and close the file; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -201,24 +205,31 @@ class SqliteStore:
         await self.aclose()
 
     def sessions(self) -> Sequence[SessionRecord]:
+        """Return all sessions in the order they were opened."""
         return self._given_before().sessions()
 
     def exchanges(self, session_id: str) -> Sequence[Exchange]:
+        """Return a session's exchanges in commit order; empty if it is unknown."""
         return self._given_before().exchanges(session_id)
 
     def deliveries(self, session_id: str) -> Mapping[str, Delivery]:
+        """Return the last delivery record of each exchange of a session, by exchange id."""
         return self._given_before().deliveries(session_id)
 
     def bodies(self, session_id: str) -> Mapping[bytes, bytes]:
+        """Return all content-addressed bodies of a session."""
         return self._given_before().bodies(session_id)
 
     def read(self, session_id: str) -> SessionCapture:
+        """Return all records of one session. Raises `StoreError` if it was never opened."""
         return self._given_before().read(session_id)
 
     def outcome(self, session_id: str) -> Outcome | None:
+        """Return the session's outcome; `None` = it still runs, or was killed."""
         return self._given_before().outcome(session_id)
 
     def size(self) -> int:
+        """Return how many bytes the records take, without freed space."""
         return self._given_before().size()
 
     def _check_open(self) -> None:
@@ -602,7 +613,7 @@ class Job:
     def finish(
         self, error: StoreError | None, here: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        """Pass the result to the caller, whose loop may be closed; `here` is this thread's loop."""
+        """Pass a write's result to its caller; `here` is the event loop of this thread."""
         if self.done is None and error is None:
             return
         if self.loop is here:
@@ -645,26 +656,29 @@ class Jobs:
 
     @property
     def empty(self) -> bool:
+        """Return whether no job is queued."""
         return self._queue.empty()
 
     def give(self, *jobs: Job) -> None:
-        """Queue the deferred jobs, then `jobs`."""
+        """Queue the deferred jobs, then these."""
         with self._counting:
             for job in (*self.take_left(), *jobs):
                 self.given += 1
                 self._queue.put(job)
 
     def put(self, event: threading.Event | None) -> None:
-        """Queue the deferred jobs, then an event to set, or `None` to end the thread."""
+        """Queue the deferred jobs, then an event for the thread to set, or `None` to end the
+        thread.
+        """
         self.give()
         self._queue.put(event)
 
     def get(self) -> Job | threading.Event | None:
-        """Wait for the next item of the queue."""
+        """Wait for the next job or event of the queue, and return it."""
         return self._queue.get()
 
     def take_left(self) -> list[Job]:
-        """Return all deferred jobs; they are the caller's now."""
+        """Return all deferred jobs, and remove them from the queue: the caller does them."""
         jobs: list[Job] = []
         if not self.left:
             return jobs

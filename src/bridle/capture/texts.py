@@ -65,9 +65,9 @@ Packed: TypeAlias = tuple[int, bytes, bytes]
 
 
 def body_entries(digest: bytes, body: bytes) -> Sequence[Packed]:
-    """Make the entries of a body: itself, or its data and the text around them.
+    """Return a body as entries to pack: whole, or its inline data apart from the text around it.
 
-    One of fewer than `DATA_BYTES` is stored as it is.
+    A body of fewer than `DATA_BYTES` is one entry.
     """
     data, parts, texts, at = [], [], [], 0
     for match in _BASE64.finditer(body):
@@ -97,7 +97,9 @@ def _whole(parted: bytes, data: Mapping[bytes, bytes]) -> bytes:
 
 
 def pack(entries: Iterable[Packed]) -> bytes:
-    """Pack entries into one blob, compressed if that saves an eighth or more."""
+    """Return entries (texts with their digests) as one blob, compressed if that saves an eighth or
+    more.
+    """
     parts: list[bytes] = []
     for kind, digest, text in entries:
         parts += (_ENTRY.pack(kind, digest, len(text)), text)
@@ -115,7 +117,10 @@ def pack(entries: Iterable[Packed]) -> bytes:
 
 
 def unpack(blob: bytes) -> Iterator[TextEntry]:
-    """Yield the entries of a blob; `ValueError`, `zlib.error`, `struct.error` if malformed."""
+    """Yield the entries (texts with their digests) of a blob.
+
+    Raises `ValueError`, `zlib.error` or `struct.error` if it is malformed.
+    """
     codec, packed = blob[:1], blob[1:]
     if codec == b"\x01":
         packed = zlib.decompress(packed)
@@ -132,7 +137,10 @@ def unpack(blob: bytes) -> Iterator[TextEntry]:
 
 
 def body_digests(blob: bytes) -> Iterator[bytes]:
-    """Yield the digests of the bodies, and of their data, in a blob; raises as `unpack`."""
+    """Yield the digests of the bodies in a blob, and of the inline data in them.
+
+    Raises `ValueError`, `zlib.error` or `struct.error` if it is malformed.
+    """
     return (entry.digest for entry in unpack(blob) if entry.kind in {BODY, DATA, PARTED})
 
 
@@ -159,9 +167,9 @@ class SessionTexts(Mapping[bytes, bytes]):
         """Blob number -> its damage; complete once a text was read."""
 
     def add(self, blob: bytes, head: bytes) -> bytes:
-        """Add the next row's blob; return the text of its request's head.
+        """Add the packed texts of the session's next exchange; return the head of its request.
 
-        The first exchange with a head has its text, so most rows need no unpacking. A head whose
+        The first exchange with a head stores its text, so most rows need no unpacking. A head whose
         text is damaged is `b""`.
         """
         self._blobs.append(blob)
@@ -181,10 +189,13 @@ class SessionTexts(Mapping[bytes, bytes]):
 
     @property
     def rows(self) -> int:
+        """Number of exchanges whose texts were added."""
         return len(self._blobs)
 
     def reply(self, number: int) -> bytes:
-        """Return the reply of the row with that number. Raises `StoreError` if it is damaged."""
+        """Return the reply of the exchange in row `number`. Raises `StoreError` if it is
+        damaged.
+        """
         self._loaded()
         if number in self.damaged:
             raise StoreError(f"a row's texts are damaged: {self.damaged[number]}")
@@ -230,10 +241,10 @@ class StoredExchange(Exchange):
     def of(
         cls, texts: SessionTexts, request: Callable[[], RequestRecord], *values: object
     ) -> StoredExchange:
-        """Make the exchange of the row that `texts` got last, from its other fields in order.
+        """Return the exchange of the row that was last added to `texts`.
 
-        The slots are set directly, but for the two that are read later. Raises `ValueError` as
-        `Exchange` does, or if values are missing.
+        `values` are its other fields in order. Its request and its reply are unpacked at their
+        first use. Raises `ValueError` as `Exchange` does, or if values are missing.
         """
         exchange = cls.__new__(cls)
         for give, value in zip(_GIVE, values, strict=True):

@@ -38,7 +38,7 @@ _POSTS: dict[tuple[str, Dialect], Route] = {}
 
 
 def recognise(method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-    """Name the dialect and the action of a request; `None` = nothing that we know.
+    """Return the dialect and the action of an HTTP request; `None` = no known route.
 
     `path` has its session prefix removed; any other prefix is accepted. `query` is the part after
     the question mark, `headers` have lower-case names.

@@ -95,7 +95,11 @@ class Anthropic(WireFormat):
         super().__init__(read_tools, read_message)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-        """Recognise `POST .../messages`, token counts, the model list and Claude Code's probes."""
+        """Return the route of a request: messages, token counts, model list or Claude Code's
+        probes.
+
+        `None` = not of Anthropic's API.
+        """
         del query
         words = tidy(path)
         kind = None
@@ -187,11 +191,13 @@ class Anthropic(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
+        """Return the whole reply as non-streaming clients get it."""
         thinking, toolsets = request.extra.get("thinking"), request.extra.get("toolsets", ())
         return encode(message_json(head, reply, usage, thinking, toolsets))
 
     def continued(self, body: bytes, kept: StoredReply) -> bytes:
-        """Return a request that continues a thread, as the one with the thread's whole history.
+        """Return a request that continues a thread, rewritten as a request with the thread's whole
+        history.
 
         The system prompt and the tools are the thread's; `RequestError` where they are sent again.
         `thread` comes last: the bytes before it are the same in every request of the thread, and
@@ -213,21 +219,27 @@ class Anthropic(WireFormat):
         return encode({**begun, **fields, **last})
 
     def unknown_previous(self, message_id: str) -> RequestError:
-        """Return the refusal after which the SDKs send their whole history again."""
+        """Return the error for an unknown thread, after which the SDKs send their whole history
+        again.
+        """
         message = f"thread.previous_message_id: no thread was found for {message_id!r}"
         return RequestError(message, status=404, code="thread_not_found", param="thread")
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
+        """Return the assistant messages of a reply that this gateway sent."""
         return read_message(an_object(decode(reply_json, "reply"), "reply"), "reply")
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
+        """Return an encoder for one streaming reply."""
         thinking, toolsets = request.extra.get("thinking"), request.extra.get("toolsets", ())
         return MessagesStream(head, thinking=thinking, toolsets=toolsets)
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body of a refused request, in Anthropic's form."""
         return status_of(error), retry_headers(error), encode(error_body(error))
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
+        """Return the model list, or the one model that the route names."""
 
         def model(name: str) -> JSON:
             return {
@@ -246,6 +258,7 @@ class Anthropic(WireFormat):
         return encode({**listed, "first_id": None, "last_id": None, **ends})
 
     def token_count(self, count: int) -> bytes:
+        """Return the answer to a token-counting request."""
         return encode({"input_tokens": count})
 
 
@@ -313,7 +326,10 @@ def _read_schema(head: JSON, output: JSON) -> JSON | None:
 
 
 def read_tools(value: object, path: str) -> ToolList:
-    """Read the `tools` that the client runs; a deferred one is shown when a reference names it."""
+    """Parse the field `tools`, of which those that the client runs are kept.
+
+    A deferred tool is shown to the model when a reference names it.
+    """
     specs: list[ToolSpec] = []
     deferred: dict[str, ToolSpec] = {}
     removed: list[str] = []
@@ -370,7 +386,9 @@ _ROLES = {"user": Role.USER, "assistant": Role.ASSISTANT, "system": Role.SYSTEM}
 
 
 def read_system(value: Any, path: str) -> tuple[tuple[Message, ...], dict[str, list[str]]]:
-    """Return the message of the `system` field (none if it is empty), and what rules removed."""
+    """Return the message of the field `system` (none if it is empty), and the texts that rules
+    removed.
+    """
     parts = tuple(_parts(value, path))
     leading = [part.text for part in parts[:1] if isinstance(part, TextPart)]
     skip, removed = split_billing(leading if isinstance(value, list) else [])
@@ -379,7 +397,7 @@ def read_system(value: Any, path: str) -> tuple[tuple[Message, ...], dict[str, l
 
 
 def read_message(value: JSON, path: str) -> tuple[Message, ...]:
-    """Read one wire message: one internal message, or several where it has tool results."""
+    """Return the internal messages of one wire message: several where it has tool results."""
     name = name_at(value, "role", path)
     role = _ROLES.get(name)
     if role is None:
@@ -397,7 +415,10 @@ def read_message(value: JSON, path: str) -> tuple[Message, ...]:
 
 
 def hosted_end(span: bytes) -> str | None:
-    """Return the type of a last block of a provider's own tool in a raw message; `None` = none."""
+    """Return the type of the last block of a raw message if it is of a tool that the provider runs.
+
+    `None` = it is not.
+    """
     *_, (last, _) = _blocks(decode(span, "").get("content"), "")
     kind = str(last.get("type"))
     return kind if _is_hosted(kind) else None

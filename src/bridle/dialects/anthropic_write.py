@@ -54,7 +54,11 @@ def message_json(
     thinking: str | None,
     toolsets: Collection[str] = (),
 ) -> JSON:
-    """Return the reply. `thinking`: `text`, `omitted` (signature only), or `None` (no block)."""
+    """Return a reply as a message of Anthropic's API.
+
+    `thinking` says how its reasoning is shown: `text`, `omitted` (signature only), or `None` (no
+    block).
+    """
     content: list[JSON] = []
     if reply.reasoning and thinking is not None:
         content.append(thinking_block(head, 0, reply.reasoning if thinking == "text" else ""))
@@ -76,14 +80,16 @@ def message_json(
 
 
 def thinking_block(head: ReplyHead, number: int, text: str) -> JSON:
-    """Thinking block `number` of a reply, with the signature by which we know it again."""
+    """Return a reply's reasoning as thinking block `number`, with a signature by which the gateway
+    recognises the block in later requests.
+    """
     return {"type": "thinking", "thinking": text, "signature": signature(head.reply_id, number)}
 
 
 def call_block(head: ReplyHead, index: int, call: ToolCall, toolsets: Collection[str] = ()) -> JSON:
-    """Call `index` of a reply; arguments that are no object are wrapped, in streams too.
+    """Return tool call `index` of a reply as a block; arguments that are no object are wrapped.
 
-    A call of one of the `toolsets` is one of its action.
+    A call of one of the `toolsets` is written as a call of its action.
     """
     found = member_call(call) if call.name in toolsets else None
     name, arguments = found or (call.name, call.arguments)
@@ -97,7 +103,7 @@ def call_block(head: ReplyHead, index: int, call: ToolCall, toolsets: Collection
 
 
 def stop_reason(reply: Reply) -> tuple[str, str | None]:
-    """Return the stop reason, and the stop sequence where one ended the reply."""
+    """Return Anthropic's stop reason of a reply, and the stop sequence where one ended it."""
     if reply.finish_reason is not FinishReason.STOP:
         return "max_tokens", None
     if reply.tool_calls:
@@ -108,7 +114,7 @@ def stop_reason(reply: Reply) -> tuple[str, str | None]:
 
 
 def usage_json(usage: Usage) -> JSON:
-    """Return token counts; cached tokens are not part of `input_tokens`."""
+    """Return token counts in Anthropic's form; cached tokens are not part of `input_tokens`."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -121,11 +127,12 @@ def usage_json(usage: Usage) -> JSON:
 
 
 def status_of(error: RequestError) -> int:
+    """Return the HTTP status with which Anthropic's API reports such an error."""
     return _ERRORS.get(error.code, (error.status, ""))[0]
 
 
 def error_body(error: RequestError) -> JSON:
-    """Return the error object, as a body or as the data of an `error` event."""
+    """Return an error as Anthropic's object, for a body or for the data of an `error` event."""
     kind = _ERRORS.get(error.code, (0, "invalid_request_error"))[1]
     shown: JSON = {"type": kind, "message": _error_message(error)}
     if error.code == "thread_not_found":
@@ -162,13 +169,15 @@ class MessagesStream(StreamEncoder):
         self._thoughts = 0
 
     def open(self) -> bytes:
-        """Return `message_start` and a ping, as the provider begins."""
+        """Return the events that begin the stream: `message_start` and a ping, as Anthropic sends
+        them.
+        """
         nothing = Reply("", None, (), FinishReason.STOP)
         message = message_json(self._head, nothing, Usage(self._head.prompt_tokens, 0), None)
         return _event("message_start", message=message | {"stop_reason": None}) + _PING
 
     def write_reasoning(self, text: str) -> bytes:
-        """Return a thinking delta; nothing for a client that did not ask."""
+        """Return the events of a piece of reasoning; none for a client that did not ask for it."""
         if self._thinking is None:
             return b""
         begin = self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
@@ -177,10 +186,12 @@ class MessagesStream(StreamEncoder):
         return begin + self._delta({"type": "thinking_delta", "thinking": text})
 
     def write_text(self, text: str) -> bytes:
+        """Return the events of a piece of text."""
         begin = self._begin("text", {"type": "text", "text": ""})
         return begin + self._delta({"type": "text_delta", "text": text})
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
+        """Return the events of one whole tool call."""
         block = call_block(self._head, index, ToolCall(call_id, name, arguments), self._toolsets)
         given = bytes(block["input"]).decode()
         begin = self._end() + self._begin("tool_use", {**block, "input": {}})
@@ -188,20 +199,21 @@ class MessagesStream(StreamEncoder):
         return begin + delta + self._end()
 
     def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Return the end of the open block, and the event with stop reason and usage."""
+        """Return the end of the open block, and the last event, with stop reason and usage."""
         reason, stop = stop_reason(reply)
         delta = {"stop_reason": reason, "stop_sequence": stop}
         last = _event("message_delta", delta=delta, usage=usage_json(usage))
         return self._end(), last + _event("message_stop")
 
     def keepalive(self) -> bytes:
+        """Return a ping event, which keeps the client waiting."""
         return _PING
 
     def error(self, error: RequestError) -> bytes:
-        """Return an `error` event; a failure of ours in the form of the provider's own.
+        """Return an `error` event; a failure of the gateway is reported as `overloaded_error`.
 
-        At `overloaded_error` every client that tries again at all does so; at `api_error` opencode
-        and Qwen Code end their run.
+        At that every client that tries again at all does so; at `api_error` opencode and Qwen Code
+        end their run.
         """
         return event_bytes(encode(_OVERLOADED if error.passes else error_body(error)), "error")
 
@@ -368,7 +380,7 @@ _ALIASES = {"str_replace_based_edit_tool": "text_editor_20250429"}
 
 
 def client_run(kind: str, name: str, tool: JSON) -> ToolSpec | None:
-    """Return the function for a tool of type `kind` (`bash_20250124`...).
+    """Return the function for a tool of type `kind` (`bash_20250124`...) that the client runs.
 
     `None` for a tool that the client does not run.
     """
@@ -407,7 +419,7 @@ def client_run(kind: str, name: str, tool: JSON) -> ToolSpec | None:
 def toolset(kind: str, tool: JSON, path: str) -> tuple[ToolSpec, bool] | None:
     """Return the function for a toolset of type `kind`, and whether its loading is deferred.
 
-    `None` for what is no toolset that the client runs.
+    `None` for a tool that is no toolset run by the client.
     """
     family, found, _ = kind.partition("_toolset_")
     if not found or family not in _TOOLSETS:
@@ -427,7 +439,9 @@ def toolset(kind: str, tool: JSON, path: str) -> tuple[ToolSpec, bool] | None:
 
 
 def member_call(call: ToolCall) -> tuple[str, str] | None:
-    """Return action and arguments of a call of a toolset's function; `None` = no action."""
+    """Return action and arguments from a call of a toolset's function; `None` = it names no
+    action.
+    """
     try:
         given = json.loads(call.arguments)
     except (ValueError, RecursionError):

@@ -31,7 +31,7 @@ from bridle.types import (
 
 
 def retry_headers(error: RequestError) -> dict[str, str]:
-    """Headers of a refusal: its type, and when to come back, or not to.
+    """Return the headers of a refused request: its type, and after how long to retry, or not to.
 
     `retry-after-ms` and `x-should-retry` are what the OpenAI and Anthropic SDKs obey first.
     """
@@ -159,11 +159,14 @@ class StreamEncoder(ABC):
         return self.write_text(text) if text else b""
 
     def tool_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
+        """Return the events of one whole tool call, and count it as sent."""
         self._calls += 1
         return self.write_call(index, call_id, name, arguments)
 
     def close(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Return the unsent rest of `reply` with its end, and the last event."""
+        """Return the parts of `reply` that were not sent yet with the reply's end, and the last
+        event.
+        """
         pieces = [
             self.reasoning(_unsent(reply.reasoning or "", self._reasoning)),
             self.text(_unsent(reply.content, self._text)),
@@ -185,7 +188,9 @@ class StreamEncoder(ABC):
         """Return the events of one whole tool call."""
 
     def write_calls(self, first: int, calls: Sequence[ToolCall]) -> bytes:
-        """Return the events of the last calls of a reply; `first` is the index of the first one."""
+        """Return the events of the last tool calls of a reply; `first` is the index of the first
+        one.
+        """
         return b"".join(
             self.write_call(index, call.id or "", call.name, call.arguments)
             for index, call in enumerate(calls, first)
@@ -193,15 +198,19 @@ class StreamEncoder(ABC):
 
     @abstractmethod
     def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Return the end of a reply whose pieces are sent, and apart from it the last event."""
+        """Return the end of a reply whose pieces were all sent, and apart from it the last
+        event.
+        """
 
     @abstractmethod
     def keepalive(self) -> bytes:
-        """Return bytes without a meaning that keep this client waiting."""
+        """Return bytes without a meaning that keep the client waiting."""
 
     @abstractmethod
     def error(self, error: RequestError) -> bytes | None:
-        """Return an error event for a started stream; `None` = cut it, and the client retries."""
+        """Return an error event for a started stream; `None` = close the connection: the client
+        retries.
+        """
 
 
 def _unsent(whole: str, sent: str) -> str:
@@ -226,15 +235,15 @@ class WireFormat(ABC):
 
     @abstractmethod
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-        """Recognise a path (session prefix removed); `None` = not of this dialect.
+        """Return the route of a request (session prefix removed); `None` = not of this dialect.
 
         `headers` have lower-case names. Any prefix before the API's own path is accepted.
         """
 
     def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
-        """Normalise a request. `RequestError` names the path of what is wrong.
+        """Parse a request. `RequestError` names the path of the field that is wrong.
 
-        Only spans whose digest is not in `memo` are decoded; they are added to it.
+        Only spans (raw messages) whose digest is not in `memo` are decoded; they are added to it.
         """
         try:
             return self._parse(route, body, memo)
@@ -245,7 +254,10 @@ class WireFormat(ABC):
     def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest: ...
 
     def read_new(self, spans: Sequence[bytes]) -> list[Message] | None:
-        """Read the messages of further spans as `parse` does; `None` = only `parse` can."""
+        """Return the messages of further spans (raw messages) of a request that was read before.
+
+        `None` = only `parse` can read them.
+        """
         found: list[Message] = []
         try:
             for span in spans:
@@ -262,13 +274,13 @@ class WireFormat(ABC):
 
     @abstractmethod
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """Return the assistant messages of a reply of ours, read by the code that reads requests.
+        """Return the assistant messages of a reply that this gateway sent, read as a request's are.
 
-        They are what a faithful harness will send back, so their atoms are the exchange's key.
+        A harness that repeats the reply unchanged sends these, so they identify the exchange.
         """
 
     def body(self, head: bytes, spans: Sequence[bytes], tools: bytes | None) -> bytes:
-        """Rebuild a request's JSON from what capture keeps of it (`ModelRequest.head`,
+        """Return a request's JSON from the parts that capture keeps of it (`ModelRequest.head`,
         `message_spans`, `tools_span`): `parse` reads it as it read the original.
         """
         fields = [b'"%s":[%s]' % (self.messages_field.encode(), b",".join(spans))]
@@ -284,19 +296,19 @@ class WireFormat(ABC):
 
     @abstractmethod
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of a refused request, in the provider's shape."""
+        """Return status, headers and body of a refused request, in the provider's form."""
 
     def refuses_in_stream(self, error: RequestError) -> bool:
-        """Return whether streaming clients act on this refusal only inside a started stream.
+        """Return whether streaming clients act on this error only inside a started stream.
 
-        Then a streaming request gets 200, `open()` and the encoder's `error(...)`.
+        Then a streaming request gets status 200 and the error as an event.
         """
         del error
         return False
 
     @abstractmethod
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
-        """Return a model list, or one model where `route.kind` is MODEL."""
+        """Return a model list, or one model where the route names one (`route.kind` is MODEL)."""
 
     @abstractmethod
     def token_count(self, count: int) -> bytes:
@@ -317,12 +329,14 @@ class AssistantTurn:
     _before: list[Message] = field(default_factory=list)
 
     def add(self, parts: Sequence[Part]) -> None:
+        """Add parts to the message; after a tool call they begin another message."""
         if parts and self.calls:
             self._before.append(self._message())
             self.content, self.thoughts, self.calls, self.ids = [], [], [], []
         self.content += parts
 
     def messages(self) -> tuple[Message, ...]:
+        """Return the messages that were read, the one in progress last."""
         return (*self._before, self._message())
 
     def _message(self) -> Message:
@@ -361,7 +375,7 @@ def tidy(path: str) -> str:
 
 
 def caller(path: str, headers: dict[str, str]) -> Dialect:
-    """Return the provider whose client asks, where only the headers tell."""
+    """Return the provider whose client sent the request, where only the headers tell."""
     if "x-goog-api-key" in headers or "x-goog-api-client" in headers or "/v1beta/" in path + "/":
         return Dialect.GOOGLE
     if "anthropic-version" in headers:

@@ -52,9 +52,9 @@ RULES: dict[str, NoiseRule] = {rule.name: rule for rule in (BILLING, SERVER_TOOL
 
 
 def split_billing(texts: Sequence[str]) -> tuple[int, dict[str, list[str]]]:
-    """Count the leading system blocks to skip as billing headers (`BILLING`).
+    """Return how many leading system blocks are billing headers, and their texts by rule.
 
-    Also returns the removed texts, by the name of the rule.
+    These blocks (`BILLING`) differ in every request and would spoil shared prefixes.
     """
     if texts and texts[0].startswith("x-anthropic-billing-header:"):
         return 1, {BILLING.name: [texts[0]]}
@@ -167,7 +167,9 @@ _DATE = re.compile(r"[-=]v?20\d\d-?\d\d-?\d\d$")
 
 
 def unknown_betas(headers: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the betas in a request's headers (names in lower case) that `BETAS` lacks."""
+    """Return the beta features in a request's headers (names in lower case) that the gateway does
+    not know.
+    """
     named = [headers[name] for name in ("anthropic-beta", "openai-beta") if name in headers]
     if not named:
         return ()
@@ -176,10 +178,10 @@ def unknown_betas(headers: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def ignored_fields(head: JSON, table: str, path: str = "") -> JSON:
-    """Return the fields of `head` that have no effect: `unenforced`, `unknown`, if there are any.
+    """Return the fields of a request that have no effect, by kind: `unenforced` and `unknown`.
 
-    `table` is a key of `FIELDS`; `path` precedes the names. `RequestError` for a field that
-    is refused.
+    `table` is a key of `FIELDS`; `path` precedes the names. `RequestError` for a field that is
+    refused.
     """
     uses = FIELDS[table]
     found: dict[str, list[str]] = {}
@@ -219,7 +221,9 @@ FORMATS = ("json_schema", "json_object", "text")
 
 
 def note_unknown_value(value: Any, known: Collection[str], name: str, ineffective: JSON) -> None:
-    """Add `name` to the unenforced fields of `ignored_fields` unless its value is null or known."""
+    """Add the field `name` to the `unenforced` ones of `ineffective` unless its value is null or
+    known.
+    """
     if value is not None and value not in known:
         ineffective.setdefault("unenforced", []).append(name)
 
@@ -236,9 +240,10 @@ _LEAST = {"top_k": -1, "max_tokens": 1, "min_tokens": 0, "seed": None}
 
 
 def read_sampling(head: JSON, names: Mapping[str, str], path: str = "", **more: Any) -> Sampling:
-    """Read sampling parameters; `names` has the wire's name of each one that the dialect knows.
+    """Return a request's sampling parameters.
 
-    `more` are members of `Sampling` that the dialect reads itself.
+    `names` has the wire's name of each one that the dialect knows. `more` are parameters that the
+    dialect reads itself.
     """
     for ours, name in names.items():
         if ours in _BOUNDS:
@@ -340,7 +345,9 @@ _NO_REASONING_BASE64 = {base64.b64encode(text.encode()).decode() for text in _NO
 def watch_members(
     dialect: Dialect, read: Callable[[JSON, str], tuple[Message, ...]]
 ) -> Callable[[JSON, str], tuple[Message, ...]]:
-    """Wrap `read` so that the first message names the unknown members of the wire message."""
+    """Return `read` changed so that its first message records the unknown members of the wire
+    message.
+    """
     common = _MEMBERS[dialect]["message"]
     flat = {str, type(None)}
 
@@ -394,7 +401,7 @@ def _is_foreign(opaque: str) -> bool:
 
 
 def camel(value: JSON) -> JSON:
-    """Return the object with its own keys in camelCase; deeper objects are left alone."""
+    """Return the object with its own keys in camelCase; objects inside it are unchanged."""
     if "_" not in "".join(value):
         return value
     return {_SNAKE.sub(lambda found: found[1].upper(), key): item for key, item in value.items()}

@@ -106,7 +106,10 @@ class Google(WireFormat):
         self._older_tools = ToolMemo(partial(read_tools, older=True))
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-        """Recognise `POST .../models/NAME:METHOD`, and Google's model list."""
+        """Return the route of a request: `POST .../models/NAME:METHOD`, or the model list.
+
+        `None` = not of Google's API.
+        """
         _, found, rest = tidy(path).rpartition("/models/")
         name, colon, verb = rest.rpartition(":")
         if method != "POST" or not found or not colon:
@@ -187,10 +190,12 @@ class Google(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
+        """Return the whole reply as non-streaming clients get it."""
         shown = bool(request.extra.get("thoughts"))
         return encode(content_json(head, reply, usage, thoughts=shown))
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
+        """Return the assistant messages of a reply that this gateway sent."""
         candidates = objects(decode(reply_json, "reply")["candidates"], "candidates")
         return tuple(
             message
@@ -199,6 +204,7 @@ class Google(WireFormat):
         )
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
+        """Return an encoder for one streaming reply."""
         return ContentStream(
             head,
             thoughts=bool(request.extra.get("thoughts")),
@@ -206,9 +212,11 @@ class Google(WireFormat):
         )
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body of a refused request, in Google's form."""
         return error_response(error)
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
+        """Return the model list, or the one model that the route names."""
 
         def model(name: str) -> JSON:
             return {
@@ -225,6 +233,7 @@ class Google(WireFormat):
         return encode({"models": [model(name) for name in names]})
 
     def token_count(self, count: int) -> bytes:
+        """Return the answer to a token-counting request."""
         return encode({"totalTokens": count})
 
 
@@ -284,9 +293,9 @@ def _read_thinking(thinking: JSON, path: str, *, shown: bool) -> bool | None:
 
 
 def read_tools(value: object, path: str, *, older: bool = False) -> ToolList:
-    """Return `tools`: an array of objects with function declarations, or one such object.
+    """Parse the field `tools`: an array of objects with function declarations, or one such object.
 
-    `older` chooses the actions of computer use: `speaks_older`.
+    With `older`, computer use has the actions of Gemini before 3.5.
     """
     specs: list[ToolSpec] = []
     predefined: list[ToolSpec] = []
@@ -331,7 +340,7 @@ _ROLES = {"user": Role.USER, "function": Role.USER, "tool": Role.USER, "model": 
 
 
 def plain_schema(value: JSON) -> JSON:
-    """Return a Google schema as JSON schema: type names are in lower case."""
+    """Return a Google schema as JSON schema, whose type names are in lower case."""
     return {key: _schema_member(key, item) for key, item in value.items()}
 
 
@@ -350,7 +359,7 @@ def _schema_member(key: str, value: Any) -> Any:
 
 
 def read_system(value: Any, path: str) -> tuple[Message, ...]:
-    """Return the message of `systemInstruction`: a content, or a bare text."""
+    """Return the message of the field `systemInstruction`: a content object, or a bare text."""
     if value is None or value == "":
         return ()
     if isinstance(value, str):
@@ -363,7 +372,7 @@ def read_system(value: Any, path: str) -> tuple[Message, ...]:
 
 
 def read_content(value: JSON, path: str) -> tuple[Message, ...]:
-    """Read one content: one message, or several where it has function responses."""
+    """Return the messages of one content object: several where it has function responses."""
     name = text_at(value, "role", path) or "user"
     role = _ROLES.get(name)
     if role is None:
@@ -542,7 +551,10 @@ def speaks_older(model: str) -> bool:
 
 
 def computer_use(given: JSON, path: str, *, older: bool) -> tuple[ToolSpec, ...]:
-    """Return the functions of `computerUse`; none for mobile devices (not published)."""
+    """Return the functions of the tool `computerUse`; none for mobile devices (not published).
+
+    With `older`, they are the actions of Gemini before 3.5.
+    """
     fields = camel(given)
     if text_at(fields, "environment", path) == "ENVIRONMENT_MOBILE":
         return ()

@@ -41,6 +41,7 @@ that is used up is a refusal of permission."""
 
 
 def content_json(head: ReplyHead, reply: Reply, usage: Usage, *, thoughts: bool) -> JSON:
+    """Return a reply as a response of Google's API; with `thoughts` its reasoning is shown."""
     parts: list[JSON] = []
     if reply.reasoning and thoughts:
         parts.append({"text": reply.reasoning, "thought": True})
@@ -51,12 +52,14 @@ def content_json(head: ReplyHead, reply: Reply, usage: Usage, *, thoughts: bool)
 
 
 def sign(head: ReplyHead, index: int) -> JSON:
-    """Return the signature member of call `index`, or of the text where there is no call."""
+    """Return the member `thoughtSignature` of tool call `index`, or of the text where there is no
+    call.
+    """
     return {"thoughtSignature": signature(head.reply_id, index)}
 
 
 def call_part(head: ReplyHead, index: int, call: ToolCall) -> JSON:
-    """Call `index` of a reply; arguments that are no object are wrapped."""
+    """Return tool call `index` of a reply as a part; arguments that are no object are wrapped."""
     function = {
         "id": call_id("call", call.id, head.reply_id, index),
         "name": call.name,
@@ -68,7 +71,7 @@ def call_part(head: ReplyHead, index: int, call: ToolCall) -> JSON:
 def response_json(
     head: ReplyHead, parts: list[JSON], finish: str | None = None, usage: Usage | None = None
 ) -> JSON:
-    """Return a response, whole or one piece of a stream."""
+    """Return parts of a reply as a response object, the whole reply or one piece of a stream."""
     candidate: JSON = {"content": {"parts": parts, "role": "model"}, "index": 0}
     if finish is not None:
         candidate["finishReason"] = finish
@@ -79,12 +82,12 @@ def response_json(
 
 
 def finish_reason(reply: Reply) -> str:
-    """Google's word for how a reply ended; calls end it like text."""
+    """Return Google's finish reason of a reply; a reply with calls ends like one with text."""
     return "STOP" if reply.finish_reason is FinishReason.STOP else "MAX_TOKENS"
 
 
 def usage_json(usage: Usage) -> JSON:
-    """Return token counts; thoughts are counted apart from the candidate."""
+    """Return token counts in Google's form; those of thoughts are apart from the candidate's."""
     counts = {
         "promptTokenCount": usage.prompt_tokens,
         "candidatesTokenCount": usage.completion_tokens - usage.reasoning_tokens,
@@ -101,7 +104,7 @@ def usage_json(usage: Usage) -> JSON:
 
 
 def error_json(error: RequestError) -> JSON:
-    """Return the error object, as a body or as a piece of a stream."""
+    """Return an error as Google's object, for a body or for a piece of a stream."""
     status, name = _ERRORS.get(error.code, (error.status, "INVALID_ARGUMENT"))
     details: list[JSON] = []
     if error.param is not None:
@@ -116,7 +119,7 @@ def error_json(error: RequestError) -> JSON:
 
 
 def error_response(error: RequestError) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of a refused request."""
+    """Return status, headers and body of a refused request, in Google's form."""
     shown = error_json(error)
     return shown["error"]["code"], retry_headers(error), encode(shown)
 
@@ -147,33 +150,43 @@ class ContentStream(StreamEncoder):
         self._items = 0
 
     def open(self) -> bytes:
+        """Return the bytes that begin the stream: nothing for server-sent events, else `[`."""
         return b"" if self._sse else b"["
 
     def write_reasoning(self, text: str) -> bytes:
-        """Return a thought part; nothing for a client that did not ask."""
+        """Return the event of a piece of reasoning; nothing for a client that did not ask
+        for it.
+        """
         return self._piece([{"text": text, "thought": True}]) if self._thoughts else b""
 
     def write_text(self, text: str) -> bytes:
+        """Return the event of a piece of text."""
         return self._piece([{"text": text}])
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
+        """Return the event of one whole tool call."""
         return self.write_calls(index, [ToolCall(call_id, name, arguments)])
 
     def write_calls(self, first: int, calls: Sequence[ToolCall]) -> bytes:
+        """Return one event with the last tool calls of a reply; nothing without calls."""
         parts = [call_part(self._head, index, call) for index, call in enumerate(calls, first)]
         return self._piece(parts) if parts else b""
 
     def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Write the finish reason, usage, and the signature where no call had one."""
+        """Return the end of the reply with finish reason and usage, and a signature where no call
+        had one.
+        """
         signed = reply.content and not reply.tool_calls
         parts = [{"text": "", **(sign(self._head, 0) if signed else {})}]
         last = self._framed(response_json(self._head, parts, finish_reason(reply), usage))
         return b"", last if self._sse else last + b"]"
 
     def keepalive(self) -> bytes:
+        """Return an empty line, which keeps the client waiting."""
         return b"\r\n"
 
     def error(self, error: RequestError) -> bytes:
+        """Return an error object as a piece of the stream."""
         shown = self._framed(error_json(error))
         return shown if self._sse else shown + b"]"
 

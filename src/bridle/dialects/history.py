@@ -55,10 +55,11 @@ class Begun:
     """Length of `tail`."""
 
     def grown(self, body: bytes) -> bytes | None:
-        """Return the bytes of `body` between a comma behind these items and the same `tail`.
+        """Return the text of the new items if `body` is this earlier body with more items, else
+        `None`.
 
-        If that is whole items, `body` is this one with more of them, and all else in it is known.
-        `None` if it does not begin and end like this.
+        It must begin with the earlier items and end with the same `tail`; only the bytes between
+        are new, and all other fields are known.
         """
         start, end = self.size, len(body) - self.behind
         if not self.fields or start >= end or body[start] != _COMMA:
@@ -67,7 +68,9 @@ class Begun:
         return body[start + 1 : end] if alike else None
 
     def rest(self, body: bytes) -> bytes | None:
-        """Return `body` without the items that are known; `None` if it does not begin like this."""
+        """Return `body` without the items of this earlier body; `None` if it does not begin with
+        them.
+        """
         if not body.startswith(self.prefix):
             return None
         after = body[self.size :]
@@ -106,7 +109,11 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         """Body, start and end of the items that are being read, and the other fields."""
 
     def grown(self, body: bytes, key: str, salt: bytes) -> tuple[Begun, bytes] | None:
-        """Return the longest known body that `body` may extend, and the text of the new items."""
+        """Return the longest earlier body that `body` extends by further items only, and their
+        text.
+
+        `None` = there is none.
+        """
         self.same = None
         if self._begun:  # mostly the newest, which mostly is the longest one that fits
             newest, others = self._begun[0], self._begun[1:]
@@ -119,21 +126,27 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         return self._longest(Begun.grown, body, key, salt)
 
     def find(self, body: bytes, key: str, salt: bytes) -> tuple[Begun, bytes] | None:
-        """Return the longest known beginning of `body`, and the body without its items."""
+        """Return the longest earlier body whose items `body` begins with, and `body` without these
+        items.
+
+        `None` = there is none.
+        """
         self._found = self._place = None
         return self._longest(Begun.rest, body, key, salt)
 
     def newest(self, digests: tuple[bytes, ...]) -> Begun | None:
-        """Return the newest beginning, if these very `digests` were made for its body and its
-        other fields are kept.
+        """Return the newest earlier body if `digests` are those of its items and its other fields
+        are kept.
         """
         found = self._begun[0] if self._begun else None
         return found if found is not None and found.fields and found.digests is digests else None
 
     def head(self, key: Hashable, read: Callable[[], T]) -> T:
-        """Return `read()` for the fields of a request without its messages; `key` is all of them.
+        """Return `read()` for a request's fields other than its messages, from the cache if `key`
+        is known.
 
-        The last `KEPT` are remembered, so the caller must not change what it gets.
+        `key` holds all these fields. The last `KEPT` are remembered, so the caller must not change
+        what it gets.
         """
         found: T | None = self._heads.get(key)
         if found is None:
@@ -144,12 +157,12 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         return found
 
     def news(self, body: bytes) -> int:
-        """Count the bytes of `body` behind the longest known beginning."""
+        """Return how many bytes of `body` follow the longest earlier body that it begins with."""
         known = [one.size for one in self._begun if body.startswith(one.prefix)]
         return len(body) - max(known, default=0)
 
     def adopt(self, other: RequestHistory) -> None:
-        """Take over what another one remembers, as the newest."""
+        """Take over the earlier bodies that another history remembers, as the newest."""
         self.update(other)
         self._begun = [*other._begun, *self._begun][:KEPT]
 
@@ -174,9 +187,9 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
         end: int,
         fields: Mapping[str, msgspec.Raw],
     ) -> None:
-        """Note that the items between these offsets of `body` will be read, after those `found`.
+        """Record that the items between two offsets of `body` will be read, after those of `found`.
 
-        `fields` are the body's others.
+        `fields` are the body's other fields.
         """
         self._found = found
         self._place = None
@@ -187,7 +200,7 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
             self._place = body, start, end, kept
 
     def begun(self, items: Sequence[bytes]) -> Begun | None:
-        """Return the record of the first of these items."""
+        """Return the record of the earlier body that these items begin with."""
         found, self._found = self._found, None
         if found is None or not items or items[0] is not found.items[0]:
             return None
@@ -205,7 +218,7 @@ class RequestHistory(dict[bytes, tuple[Message, ...]]):
     ) -> None:
         """Keep the messages of the body just read, so that the next body need not repeat the work.
 
-        They replace `begun`, the record of the shorter conversation that this body extends.
+        They replace `begun`, the record of the shorter body that this one extends.
         """
         place, self._place = self._place, None
         if place is None:

@@ -25,32 +25,37 @@ _NAME = msgspec.json.Decoder(_Named)
 
 
 def reply_id(reply_json: bytes) -> str:
-    """Return the id of a reply of ours, of any dialect."""
+    """Return the id of a reply that this gateway sent, in any dialect."""
     named = _NAME.decode(reply_json)
     return named.id or named.responseId
 
 
 def bare_id(identity: str) -> str:
-    """Return the random part of an id, without its dialect's prefix."""
+    """Return an id without its dialect's prefix."""
     return identity.replace("-", "_").rpartition("_")[2]
 
 
 def item_id(prefix: str, reply_id: str, index: int) -> str:
+    """Return the id of item `index` of a reply, with the dialect's prefix."""
     return f"{prefix}_{reply_id}{index:03d}"
 
 
 def call_id(prefix: str, ours: str | None, reply_id: str, index: int) -> str:
-    """Return a call's id with the dialect's prefix; it is made from the reply's id if need be."""
+    """Return a tool call's id with the dialect's prefix.
+
+    Without an id of its own (`ours`), it is made from the reply's id and the call's index.
+    """
     if not ours:
         return item_id(prefix, reply_id, index)
     return f"{prefix}_{ours.removeprefix(_CALL)}" if ours.startswith(_CALL) else ours
 
 
 def signature(reply_id: str, index: int) -> str:
-    """Return an opaque value for block `index`: base64 that is the same in the URL-safe alphabet.
+    """Return the opaque signature of block `index` of a reply, by which later requests are
+    recognised.
 
-    The base64 of ASCII letters and digits never holds the two characters in which the alphabets
-    differ.
+    It is the base64 of ASCII letters and digits, which never holds the two characters in which the
+    standard and the URL-safe alphabet differ.
     """
     text = f"{reply_id}{index:03d}"
     return base64.b64encode((text + "0" * (-len(text) % 3)).encode()).decode()
@@ -60,7 +65,7 @@ _SIGNATURE = re.compile(rb"[0-9a-f]{24}[0-9]{3}")
 
 
 def is_signature(text: str) -> bool:
-    """Return whether `text` has the form of a signature of ours."""
+    """Return whether `text` has the form of a signature that this gateway makes."""
     try:
         return _SIGNATURE.fullmatch(base64.b64decode(text, validate=True)) is not None
     except ValueError:
@@ -68,6 +73,8 @@ def is_signature(text: str) -> bool:
 
 
 def standard_base64(text: str) -> str:
-    """Return base64 in the standard alphabet, padded; Google's Python clients echo the other."""
+    """Return base64 in the standard alphabet, padded; Google's Python clients send the URL-safe
+    one.
+    """
     plain = text.translate({ord("-"): "+", ord("_"): "/"}).rstrip("=")
     return plain + "=" * (-len(plain) % 4)

@@ -47,9 +47,8 @@ _LONG_NUMBER: Final = re.compile(rb"\d{19}|[eE]\+?\d{3}")
 
 
 def field_too_deep(raw: bytes) -> str:
-    """Name the field of JSON in which the nesting exceeds `MOST_NESTED`; empty = there is none.
-
-    The path of its first three levels, like `tools[0].function`.
+    """Return the path (as `tools[0].function`) of the JSON field that is nested deeper than
+    `MOST_NESTED`, in its first three levels; empty = there is none.
     """
     path: list[str | int] = []
     for token in _TOKEN.finditer(raw) if len(raw) <= MOST_SCANNED else ():
@@ -75,9 +74,9 @@ def _dotted(path: list[str | int]) -> str:
 
 
 def check_json(raw: bytes) -> None:
-    """Raise the `RequestError` that names a field of `raw` that no JSON parser reads alike.
+    """Raise `RequestError` for a field that JSON parsers read differently.
 
-    It is nested too deeply, or a number of more than 64 bits. What is no JSON passes.
+    It is nested too deeply, or a number of more than 64 bits. Text that is no JSON passes.
     """
     if raw.count(b"{") + raw.count(b"[") > MOST_NESTED and (field := field_too_deep(raw)):
         raise too_deep(field)
@@ -101,7 +100,7 @@ def check_json(raw: bytes) -> None:
 
 
 def too_deep(path: str) -> RequestError:
-    """Return the refusal of a value that is nested too deeply. An empty `path` is the body."""
+    """Return the error for a value that is nested too deeply. An empty `path` is the body."""
     where = f"'{path}' is" if path else "The request body is"
     message = f"{where} nested too deeply: at most {MOST_NESTED} levels."
     return RequestError(message, param=path or None)
@@ -110,7 +109,7 @@ def too_deep(path: str) -> RequestError:
 def check_depth(raw: bytes, value: Any, path: str) -> None:
     """Raise `RequestError` if `value`, decoded from `raw`, has more than `MOST_NESTED` levels.
 
-    Most often the brackets are too few for that, which two looks at the bytes tell.
+    Most often the brackets are too few for that, which counting them in the bytes shows.
     """
     if len(raw) <= 2 * MOST_NESTED or raw.count(b"{") + raw.count(b"[") <= MOST_NESTED:
         return
@@ -190,12 +189,12 @@ session, so that a request's history is decoded once however often it is sent.""
 
 
 def content_digest(raw: bytes) -> bytes:
-    """16-byte content address of a raw span or body (sha256, truncated)."""
+    """Return the 16-byte content address (sha256, truncated) of a raw message or body."""
     return hashlib.sha256(raw).digest()[:16]
 
 
 def encode(value: Any) -> bytes:
-    """Compact JSON of a value; lone surrogates in its text become U+FFFD."""
+    """Return a value as compact JSON; lone surrogates in its text become U+FFFD."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -203,19 +202,19 @@ def encode(value: Any) -> bytes:
 
 
 def one_line(raw: bytes | msgspec.Raw) -> msgspec.Raw:
-    """Return JSON text without white space around its tokens, as an event needs it."""
+    """Return JSON text without white space between its tokens, on one line as an event needs it."""
     return msgspec.Raw(msgspec.json.format(bytes(raw), indent=-1))
 
 
 def wrong(path: str, expected: str, value: Any) -> RequestError:
-    """Return the refusal of a value of the wrong type: where it is, the expected type, its type."""
+    """Return the error for a value of the wrong type: where it is, the expected type, its type."""
     where = f"'{path}'" if path else "the request body"
     message = f"Invalid type for {where}: expected {expected}, but got {_kind(value)} instead."
     return RequestError(message, param=path or None)
 
 
 def missing(path: str) -> RequestError:
-    """Return the refusal of a request without a field that it must have."""
+    """Return the error for a request without a field that it must have."""
     return RequestError(f"Missing required parameter: '{path}'.", param=path)
 
 
@@ -277,7 +276,9 @@ def _lenient(raw: bytes, path: str) -> Any:
 
 
 def decode(raw: bytes | msgspec.Raw, path: str) -> Any:
-    """Decode one raw span. `RequestError` names `path` if it is no JSON, or nested too deeply."""
+    """Return the value of raw JSON. `RequestError` names `path` if it is no JSON, or nested too
+    deeply.
+    """
     try:
         value = _VALUE.decode(raw)
     except _REFUSED:
@@ -306,12 +307,12 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
 def split_body(
     body: bytes, key: str, memo: SpanMemo | None = None, salt: bytes = b""
 ) -> tuple[dict[str, msgspec.Raw], tuple[bytes, ...] | None]:
-    """Return the body's fields, and the raw items of its array `key` in place of that field.
+    """Return the body's fields, and the raw items of its array `key` apart from them.
 
     A first pass finds the items, a second one the other fields in the rest of the body, without the
-    items and the tool list. Items that a `RequestHistory` knows are not read again. `None` for the
-    items (the field is then among the fields) where the body is too unusual for that;
-    `RequestError` as `split_object`.
+    items and the tool list. Items that `memo` (a `RequestHistory`) knows are not read again. `None`
+    for the items (the array is then among the fields) where the body is too unusual for that;
+    `RequestError` if it is no JSON object.
     """
     history = memo if isinstance(memo, RequestHistory) else None
     if history is not None and (grown := history.grown(body, key, salt)) is not None:
@@ -346,7 +347,9 @@ def split_body(
 
 
 def split_grown(inside: bytes) -> tuple[bytes, ...] | None:
-    """Return the raw items of an array that stand behind a comma; `None` = they are none."""
+    """Return the raw items in the part of an array that begins with a comma; `None` = it is no such
+    part.
+    """
     try:
         return tuple(map(bytes, _ARRAY.decode(b"[%b]" % inside))) or None
     except _REFUSED:
@@ -396,7 +399,7 @@ def _address(view: bytes | msgspec.Raw) -> int:
 
 
 def split_array(raw: msgspec.Raw, path: str) -> tuple[bytes, ...]:
-    """Return the raw JSON of each item of an array."""
+    """Return the items of a raw JSON array, each still raw."""
     try:
         found = _ARRAY.decode(raw)
         check_count(len(found), path)
@@ -411,14 +414,17 @@ def split_array(raw: msgspec.Raw, path: str) -> tuple[bytes, ...]:
 
 
 def split_field(fields: dict[str, msgspec.Raw], key: str) -> tuple[bytes, ...]:
-    """Return the raw items of the array field `key`, which is taken out and must be there."""
+    """Remove the array field `key` from the fields, and return its raw items.
+
+    `RequestError` if the field is missing.
+    """
     if (raw := fields.pop(key, None)) is None:
         raise missing(key)
     return split_array(raw, key)
 
 
 def read_head(memo: SpanMemo, key: Hashable, read: Callable[[], T]) -> T:
-    """Return `read()` for the fields of `key`, or its value if the session sent them before.
+    """Return `read()`, or its value from the cache if the session sent the fields in `key` before.
 
     The caller must not change it.
     """
@@ -433,10 +439,12 @@ def read_spans(
     read: ReadMessages,
     plain: Callable[[bytes], Message | None] | None = None,
 ) -> tuple[list[Message], tuple[bytes, ...], tuple[int, ...]]:
-    """Messages, digests and message counts of `spans`, decoding only those not in `memo`.
+    """Return the messages of raw wire messages (`spans`), and per span its digest and message
+    count.
 
-    `salt` names the dialect in the memo's keys: one session may speak several. `plain` reads a span
-    of the usual form, as `read` does; `None` = it is of another one.
+    Only spans that are not in `memo` are decoded. `salt` names the dialect in the memo's keys: one
+    session may use several. `plain` reads a span of the usual form, as `read` does; `None` = the
+    span has another form.
     """
     history = memo if isinstance(memo, RequestHistory) else None
     begun = None if history is None else history.begun(spans)
@@ -469,7 +477,7 @@ def read_spans(
 
 
 def an_object(value: Any, path: str) -> JSON:
-    """Return `value`, which must be an object."""
+    """Return `value`; raises `RequestError` if it is not an object."""
     if not isinstance(value, dict):
         raise wrong(path, "an object", value)
     return value
@@ -491,13 +499,14 @@ def _as_list(value: Any, path: str) -> list[Any]:
 
 
 def member(path: str, key: str) -> str:
+    """Return the path of the member `key` of the object at `path`, as `a.b`."""
     return f"{path}.{key}" if path else key
 
 
 def contents(value: Any, path: str, items: str = "parts") -> Iterator[tuple[Any, str]]:
-    """Yield each item of a message's content with its path: a string, or those of an array.
+    """Yield each item of a message's content with its path: a string, or the items of an array.
 
-    None for null or an empty string; `items` names them in the refusal of anything else.
+    Nothing for null or an empty string; `items` names the items in the error for anything else.
     """
     match value:
         case None | "":
@@ -611,7 +620,7 @@ def wholes_at(value: JSON, key: str, path: str) -> tuple[int, ...]:
 
 
 def first_of(value: JSON, keys: Iterable[str]) -> str:
-    """Return the first of `keys` that `value` has a value for; the last one if it has none."""
+    """Return the first of `keys` that has a value in `value`; the last one if none has."""
     for key in keys:
         if value.get(key) is not None:
             return key
@@ -622,7 +631,9 @@ def first_of(value: JSON, keys: Iterable[str]) -> str:
 
 
 def arguments_text(value: Any) -> str:
-    """Call arguments as text: a string as it is, nothing as "", any other value as compact JSON."""
+    """Return call arguments as text: a string unchanged, null as "", any other value as compact
+    JSON.
+    """
     match value:
         case None:
             return ""
@@ -633,7 +644,7 @@ def arguments_text(value: Any) -> str:
 
 
 def arguments_object(arguments: str) -> bytes:
-    """Return JSON text of call arguments for a dialect that needs an object.
+    """Return the JSON text of call arguments for a dialect that needs an object.
 
     An object stays as it was written, but on one line. Empty text and `null` are `{}`. Anything
     else goes under the key `INVALID_JSON`, which Anthropic's documentation uses for it, so that the

@@ -37,7 +37,7 @@ BLOCK_TYPE = "application/json"
 
 
 def data_part(media_type: str, data: str) -> MediaPart:
-    """Inline base64 data, standard or URL-safe; text that is no base64 is digested as it is."""
+    """Return inline base64 data as a part; text that is no base64 is digested as it is."""
     try:
         decoded = base64.b64decode(standard_base64(data), validate=True)
     except (binascii.Error, ValueError):
@@ -47,7 +47,10 @@ def data_part(media_type: str, data: str) -> MediaPart:
 
 
 def url_part(url: str, media_type: str) -> MediaPart:
-    """Return a URL as a part, or the data of a data URL; `media_type` is for URLs without one."""
+    """Return a URL as a part; of a data URL its data.
+
+    `media_type` is for URLs without one.
+    """
     if url.startswith("data:"):
         head, comma, data = url.removeprefix("data:").partition(",")
         kind, *flags = head.split(";")
@@ -58,14 +61,15 @@ def url_part(url: str, media_type: str) -> MediaPart:
 
 
 def block_part(block: JSON) -> MediaPart:
-    """Return a block of an unknown type as a part with its JSON."""
+    """Return a content block of an unknown type as a part that keeps its JSON."""
     text = json.dumps(_lasting(block), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     source = json.dumps(block, ensure_ascii=False, separators=(",", ":"))
     return MediaPart(BLOCK_TYPE, hashlib.sha256(text.encode()).hexdigest(), source)
 
 
 def block_text(block: JSON) -> TextPart:
-    """Return the text that the model is shown of a block: its type and its readable JSON.
+    """Return the text that the model is shown in place of an unknown block: its type and readable
+    JSON.
 
     Data of images and files is left out: as text it would be no picture, but fill the context.
     """
@@ -76,7 +80,7 @@ def block_text(block: JSON) -> TextPart:
 
 
 def block_name(part: Part) -> str | None:
-    """Return the type of a block of unknown type; `None` = the part is something else."""
+    """Return the type of a content block of unknown type; `None` = the part is something else."""
     if not isinstance(part, MediaPart) or part.media_type != BLOCK_TYPE:
         return None
     block = _block_in(part)
@@ -85,7 +89,9 @@ def block_name(part: Part) -> str | None:
 
 
 def shown_block(part: MediaPart) -> str | None:
-    """Return the text of a block kept as its JSON; `None` = the part is none, or names a file."""
+    """Return the text of an unknown block that was kept as its JSON; `None` = the part is
+    not one.
+    """
     if part.media_type != BLOCK_TYPE or part.source.startswith("data:"):
         return None
     block = _block_in(part)

@@ -138,7 +138,11 @@ class OpenAIChat(WireFormat):
         super().__init__(read_tools, read_message)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-        """Recognise `POST .../chat/completions`, OpenAI's model list and unsupported paths."""
+        """Return the route of a request: `POST .../chat/completions`, the model list, unsupported
+        paths.
+
+        `None` = not of OpenAI's API.
+        """
         del query
         words = tidy(path)
         if method == "POST" and words.endswith("/chat/completions"):
@@ -216,6 +220,7 @@ class OpenAIChat(WireFormat):
         }
 
     def read_new(self, spans: Sequence[bytes]) -> list[Message] | None:
+        """Return the messages of further raw messages; `None` = one of them has an unusual form."""
         found: list[Message] = []
         for span in spans:
             if (message := read_usual(span)) is None:
@@ -226,6 +231,7 @@ class OpenAIChat(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
+        """Return the whole reply as non-streaming clients get it."""
         message: JSON = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
@@ -252,6 +258,7 @@ class OpenAIChat(WireFormat):
         )
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
+        """Return the assistant messages of a reply that this gateway sent."""
         try:
             (choice,) = _TEXT_ONLY.decode(reply_json).choices
         except (msgspec.MsgspecError, ValueError):  # calls, or a completion's text
@@ -269,17 +276,20 @@ class OpenAIChat(WireFormat):
         )
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
+        """Return an encoder for one streaming reply."""
         freeform = request.extra.get("freeform", ())
         return ChatStream(head, include_usage=request.include_usage, freeform=freeform)
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body of a refused request, in OpenAI's form."""
         return error_response(error, chat_error_message(error))
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
+        """Return the model list, or the one model that the route names."""
         return models_json(route, names, context_length)
 
     def token_count(self, count: int) -> bytes:
-        """Chat Completions has no such route; this is what vLLM's `/tokenize` says."""
+        """Return a token count as vLLM's `/tokenize` does: Chat Completions has no such route."""
         return encode({"count": count})
 
 
@@ -334,7 +344,7 @@ _USUAL = msgspec.json.Decoder(_Usual)
 
 
 def read_usual(span: bytes) -> Message | None:
-    """Read a message of the usual form as `read_message` does; `None` = it has another one."""
+    """Parse a raw message of the usual form, faster than `read_message`; `None` = another form."""
     try:
         usual = _USUAL.decode(span)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -354,7 +364,7 @@ def read_usual(span: bytes) -> Message | None:
 
 
 def read_role(value: JSON, path: str, roles: Mapping[str, Role]) -> Role:
-    """Read the role of a message, which is one of `roles` by the wire's names."""
+    """Return the role of a message; `roles` maps the wire's names to roles."""
     name = name_at(value, "role", path)
     if name not in roles:
         known = ", ".join(f"'{known}'" for known in roles)
@@ -364,6 +374,7 @@ def read_role(value: JSON, path: str, roles: Mapping[str, Role]) -> Role:
 
 
 def read_message(value: JSON, path: str) -> tuple[Message, ...]:
+    """Return one wire message of Chat Completions as an internal message."""
     role = read_role(value, path, _ROLES)
     thoughts: list[str] = []
     given = value.get("content")
@@ -424,9 +435,9 @@ def _read_calls(value: JSON, path: str) -> Iterator[ToolCall]:
 
 
 def read_content(value: Any, path: str, thoughts: list[str]) -> Iterator[Part]:
-    """Yield the parts of a content: a string, a list of parts, or nothing. Empty text is no part.
+    """Yield the parts of a message's content: a string, a list of parts, or nothing.
 
-    Text of reasoning parts goes to `thoughts`.
+    Empty text is no part. Text of reasoning parts goes to `thoughts`.
     """
     for item, where in contents(value, path):
         yield from _read_part(item, where, thoughts)
@@ -471,7 +482,7 @@ def _some_text(text: str | None) -> Iterator[Part]:
 
 
 def read_tools(value: object, path: str) -> ToolList:
-    """Return `tools`, or the older `functions`."""
+    """Parse the field `tools`, or the older `functions`."""
     specs: list[ToolSpec] = []
     freeform: set[str] = set()
     removed: list[str] = []
@@ -496,7 +507,9 @@ def read_tools(value: object, path: str) -> ToolList:
 
 
 def read_options(head: JSON) -> Sampling:
-    """Read the sampling parameters, with vLLM's additions (`top_k`, `min_tokens`...)."""
+    """Return the request's sampling parameters, with vLLM's additions (`top_k`,
+    `min_tokens`...).
+    """
     budget = first_of(head, ("max_completion_tokens", "max_tokens"))
     return read_sampling(
         head,
@@ -519,7 +532,9 @@ def _read_bias(head: JSON) -> dict[str, float] | None:
 
 
 def read_choice(head: JSON, tools: ToolList) -> str:
-    """Read `tool_choice`, or the older `function_call`; of a list of allowed tools its mode."""
+    """Return the request's `tool_choice`, or the older `function_call`; of a list of tools its
+    mode.
+    """
     key = first_of(head, ("tool_choice", "function_call"))
     key = "tool_choice" if head.get(key) is None else key
     asked = head.get(key)
@@ -570,9 +585,9 @@ def read_schema(head: JSON) -> JSON | None:
 
 
 def read_thinking(head: JSON) -> bool | None:
-    """Read the switch for thinking in any form that servers of open models use.
+    """Return whether the request turns thinking on, in any form that servers of open models use.
 
-    `None` = the request has none.
+    `None` = it does not say.
     """
     kwargs = object_at(head, "chat_template_kwargs", "") or {}
     for found in (

@@ -44,14 +44,14 @@ from bridle.types import (
 
 
 def finish_reason(reply: Reply) -> str:
-    """OpenAI's word for how a reply ended; an aborted one is incomplete, so `length`."""
+    """Return OpenAI's finish reason of a reply; an aborted one is incomplete, so `length`."""
     if reply.finish_reason is not FinishReason.STOP:
         return "length"
     return "tool_calls" if reply.tool_calls else "stop"
 
 
 def tool_call_json(call: ToolCall, freeform: Collection[str]) -> JSON:
-    """Return one call as a member of a message."""
+    """Return one tool call as a message of Chat Completions has it."""
     if call.custom or call.name in freeform:
         text = call.arguments if call.custom else freeform_input(call.arguments)
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
@@ -60,7 +60,7 @@ def tool_call_json(call: ToolCall, freeform: Collection[str]) -> JSON:
 
 
 def logprobs_json(sampled: Sequence[tuple[str, float]]) -> JSON:
-    """Return the logprobs of all sampled tokens, control tokens too."""
+    """Return the logprobs of all sampled tokens, control tokens too, in OpenAI's form."""
     tokens = [
         {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
         for token, logprob in sampled
@@ -69,7 +69,9 @@ def logprobs_json(sampled: Sequence[tuple[str, float]]) -> JSON:
 
 
 def usage_json(usage: Usage) -> JSON:
-    """Return token counts. The details are always objects (trae-agent fails on null)."""
+    """Return token counts in OpenAI's form; the details are always objects (trae-agent fails on
+    null).
+    """
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -80,7 +82,9 @@ def usage_json(usage: Usage) -> JSON:
 
 
 def models_json(route: Route, names: Sequence[str], context_length: int) -> bytes:
-    """OpenAI's model list, or the one model that the path names; the length is vLLM's addition."""
+    """Return OpenAI's model list, or the one model that the path names, with vLLM's context
+    length.
+    """
 
     def model(name: str) -> JSON:
         return {
@@ -117,20 +121,20 @@ _SHAPES: dict[str, tuple[int, str, str | None]] = {
 
 
 def error_object(error: RequestError, message: str) -> JSON:
-    """Return the value under `error`."""
+    """Return an error as the value of the member `error` of OpenAI's bodies."""
     _, kind, code = _SHAPES.get(error.code, (0, "invalid_request_error", None))
     return {"message": message, "type": kind, "param": error.param, "code": code}
 
 
 def error_response(error: RequestError, message: str) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of a refused request."""
+    """Return status, headers and body of a refused request, in OpenAI's form."""
     status = _SHAPES.get(error.code, (error.status, "", None))[0]
     headers = retry_headers(error)
     return status, headers, encode({"error": error_object(error, message)})
 
 
 def chat_error_message(error: RequestError) -> str:
-    """Return the text of an error, with Chat Completions' own words for an overflow."""
+    """Return the text of an error; for a context overflow it is Chat Completions' own."""
     if error.code != "context_length_exceeded" or error.context_length is None:
         return str(error)
     return (
@@ -168,21 +172,26 @@ class ChatStream(StreamEncoder):
         self._common = common[:-1]
 
     def open(self) -> bytes:
+        """Return the chunk that begins the stream, with the role."""
         return self._delta({"role": "assistant", "content": ""})
 
     def write_reasoning(self, text: str) -> bytes:
+        """Return the chunk of a piece of reasoning."""
         return self._delta({"reasoning_content": text})
 
     def write_text(self, text: str) -> bytes:
+        """Return the chunk of a piece of text."""
         return self._delta({"content": text})
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        """Return the whole call in one delta, as providers send short ones."""
+        """Return a whole tool call in one chunk, as providers send short ones."""
         call = tool_call_json(ToolCall(call_id, name, arguments), self._freeform)
         return self._delta({"tool_calls": [{"index": index, **call}]})
 
     def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Write the finish chunk, the usage chunk if asked for, and `[DONE]`."""
+        """Return the chunk with the finish reason, and the rest: the usage if asked for, and
+        `[DONE]`.
+        """
         reason = b',"finish_reason":' + encode(finish_reason(reply)) + b"}]"
         null = b',"usage":null' if self._include_usage else b""
         last = self._before + b"{}" + reason + null + b"}\n\n"
@@ -196,6 +205,7 @@ class ChatStream(StreamEncoder):
         return self._delta({})
 
     def error(self, error: RequestError) -> bytes | None:
+        """Return `None`: a started stream is cut, at which clients retry."""
         del error
         return None
 

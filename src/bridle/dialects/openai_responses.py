@@ -109,7 +109,11 @@ class OpenAIResponses(WireFormat):
         super().__init__(read_tools, read_item)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-        """Recognise `POST .../responses`, token counts, stored replies and websocket upgrades."""
+        """Return the route of a request: `POST .../responses`, token counts, stored replies,
+        websockets.
+
+        `None` = not of the Responses API.
+        """
         del query
         _, found, rest = (tidy(path) + "/").rpartition("/responses/")
         if not found:
@@ -209,22 +213,25 @@ class OpenAIResponses(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """Return a `response` object, or what `compact` answers."""
+        """Return the whole reply as non-streaming clients get it: a `response`, or a compaction."""
         dress = request.extra.get("dress") or Dress()
         whole = compaction_json if request.extra.get("compact") else response_json
         return encode(whole(head, dress, reply, usage))
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
+        """Return the assistant messages of a reply that this gateway sent."""
         items = self.output_items(reply_json)
         read, digests, lengths = read_spans(items, {}, _SALT, "output", read_item)
         return tuple(_Spans(items, digests, lengths, read).messages)
 
     def output_items(self, reply_json: bytes) -> tuple[bytes, ...]:
-        """Return the raw output items of a reply of ours, which the next request repeats."""
+        """Return the raw output items of a reply that this gateway sent; the next request repeats
+        them.
+        """
         return split_array(split_object(reply_json)["output"], "output")
 
     def history(self, kept: StoredReply) -> tuple[bytes, ...]:
-        """Return the items that a request continues: those of the request before and of its reply.
+        """Return the items of a stored request and its reply, which a later request continues.
 
         A compaction item in the reply replaces everything before it.
         """
@@ -237,7 +244,7 @@ class OpenAIResponses(WireFormat):
     def resolved(self, body: bytes, find: Callable[[str], bytes | None]) -> bytes:
         """Return a request with each `item_reference` replaced by the item that `find` returns.
 
-        What it does not know stays, and is refused when the request is read.
+        A reference that `find` does not know stays, and is refused when the request is read.
         """
         if b"item_reference" not in body:
             return body
@@ -251,11 +258,12 @@ class OpenAIResponses(WireFormat):
         return encode({**fields, "input": whole})
 
     def continued(self, body: bytes, kept: StoredReply) -> bytes:
-        """Return a request with `previous_response_id` as the one with its whole history.
+        """Return a request with `previous_response_id`, rewritten as a request with its whole
+        history.
 
-        The instructions are the new request's own, as the API defines. The id stays for
-        the record, after the items: the bytes before it are then the same in every request that
-        continues like this, and are read once.
+        The instructions are the new request's own, as the API defines. The id stays for the record,
+        after the items: the bytes before it are then the same in every request that continues like
+        this, and are read once.
         """
         fields = split_object(body)
         items = [*self.history(kept), *_input_items(fields)]
@@ -264,25 +272,32 @@ class OpenAIResponses(WireFormat):
         return encode({**fields, "input": whole, "previous_response_id": previous})
 
     def unknown_previous(self, response_id: str) -> RequestError:
-        """OpenAI's refusal of an id that is not kept."""
+        """Return OpenAI's error for a `previous_response_id` that is not stored."""
         message = f"Previous response with id {response_id!r} not found."
         return RequestError(message, status=404, code="not_found", param="previous_response_id")
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
+        """Return an encoder for one streaming reply."""
         return ResponsesStream(head, request.extra.get("dress") or Dress())
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body of a refused request, in OpenAI's form."""
         return error_response(error, responses_message(error))
 
     def refuses_in_stream(self, error: RequestError) -> bool:
-        """Refuse an overflow there: Codex reads `response.failed`; a bare 400 ends its run."""
+        """Return True for a context overflow, which streaming clients must get inside a started
+        stream.
+
+        Codex reads `response.failed` there; a bare 400 ends its run.
+        """
         return error.code == "context_length_exceeded"
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
-        """OpenAI's list; its route is Chat Completions'."""
+        """Return OpenAI's model list; its route belongs to Chat Completions."""
         return models_json(route, names, context_length)
 
     def token_count(self, count: int) -> bytes:
+        """Return the answer to a token-counting request."""
         return encode({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -443,7 +458,7 @@ _ROLES = {
 
 
 def read_instructions(value: Any) -> tuple[Message, ...]:
-    """Return the message of `instructions`: a string, or a list of items."""
+    """Return the message of the field `instructions`: a string, or a list of items."""
     if value is None or value == "":
         return ()
     if isinstance(value, str):
@@ -453,11 +468,11 @@ def read_instructions(value: Any) -> tuple[Message, ...]:
 
 
 def join_turn(before: Message, after: Message) -> Message | None:
-    """Two messages of assistant items as one, or `None` where a new message begins.
+    """Return two successive assistant messages as one, or `None` where they must stay apart.
 
     Reasoning begins a turn, so it is not joined to anything but reasoning; text does not follow
-    calls or text within one message, because a reply of ours has one message item, before its
-    calls: Codex keeps the complete items of a reply that broke off, and adds those of the next.
+    calls or text within one message, because a reply of the gateway has one message item, before
+    its calls: Codex keeps the complete items of a reply that broke off, and adds those of the next.
     """
     if before.role is not Role.ASSISTANT or after.role is not Role.ASSISTANT:
         return None
@@ -476,7 +491,7 @@ def join_turn(before: Message, after: Message) -> Message | None:
 
 
 def read_item(item: JSON, path: str) -> tuple[Message, ...]:
-    """Read one input or output item: one message, or none (`additional_tools`, an update)."""
+    """Return the message of one input or output item; none for `additional_tools` or an update."""
     kind = text_at(item, "type", path)
     if kind is None and "role" not in item:
         raise RequestError(f"'{path}' has neither 'type' nor 'role'.", param=path)
@@ -585,7 +600,9 @@ def _read_output(item: JSON, kind: str, path: str) -> Iterator[Part]:
 
 
 def read_parts(value: Any, path: str) -> Iterator[Part]:
-    """Yield the parts of a content: a string or a list of parts; empty text gives no part."""
+    """Yield the parts of an item's content: a string or a list of parts; empty text gives
+    no part.
+    """
     for item, where in contents(value, path):
         if not isinstance(item, str):
             yield from _read_part(an_object(item, where), where)

@@ -137,14 +137,14 @@ arguments, the description, the arguments' schema, and which of them there must 
 
 
 def qualified_name(namespace: str | None, name: str) -> str:
-    """Our name of a tool in a namespace."""
+    """Return the name under which the model is shown a tool of a namespace."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 def read_tools(value: object, path: str) -> ToolList:
-    """Return `tools`, or the tools of an `additional_tools` item."""
+    """Parse the field `tools`, or the tools of an `additional_tools` item."""
     found = ToolList()
     for tool, where in objects(value, path):
         found = found.plus(_read_tool(tool, where, None))
@@ -183,7 +183,9 @@ def _read_tool(tool: JSON, path: str, namespace: str | None) -> ToolList:
 
 
 def call_of_item(item: JSON, kind: str, call_id: str | None, path: str) -> ToolCall | None:
-    """Read the call in an item of a tool with an item type of its own."""
+    """Return the tool call in an item whose type belongs to one tool; `None` = it is no
+    such item.
+    """
     name = kind.removesuffix("_call")
     if name == kind or name not in _OWN_TOOLS:
         return None
@@ -200,7 +202,8 @@ def call_of_item(item: JSON, kind: str, call_id: str | None, path: str) -> ToolC
 
 
 def item_of_call(name: str, arguments: str, tool: str = "") -> JSON | None:
-    """Return a call of tool `name` in the tool's own item type; `None` if its arguments do not fit.
+    """Return a call of tool `name` as an item of the tool's own type; `None` if its arguments do
+    not fit.
 
     `tool` is the type of the tool that the request named: `computer` has a list of actions.
     """
@@ -241,7 +244,9 @@ class Dress:
 def response_json(
     head: ReplyHead, dress: Dress, reply: Reply | None = None, usage: Usage | None = None
 ) -> JSON:
-    """Return the response object; without a `reply`, one in progress."""
+    """Return a reply as the Responses API's object; without a `reply`, the object of one in
+    progress.
+    """
     status, details = "in_progress", None
     output: list[JSON] = []
     if reply is not None:
@@ -266,7 +271,9 @@ def response_json(
 
 
 def compaction_json(head: ReplyHead, dress: Dress, reply: Reply, usage: Usage) -> JSON:
-    """Return the answer of `POST /responses/compact`: one item in place of all before it."""
+    """Return the answer of `POST /responses/compact`: one item that replaces all items
+    before it.
+    """
     return {
         "id": f"resp_{head.reply_id}",
         "object": "response.compaction",
@@ -277,14 +284,14 @@ def compaction_json(head: ReplyHead, dress: Dress, reply: Reply, usage: Usage) -
 
 
 def status_of(reply: Reply) -> tuple[str, JSON | None]:
-    """Return the status of an ended reply, and what is incomplete about it."""
+    """Return the Responses API's status of an ended reply, and why it is incomplete if so."""
     if reply.finish_reason is FinishReason.STOP:
         return "completed", None
     return "incomplete", {"reason": "max_output_tokens"}
 
 
 def output_items(head: ReplyHead, dress: Dress, reply: Reply) -> list[JSON]:
-    """Reasoning, message, calls; or the one compaction item."""
+    """Return a reply's output items: reasoning, message, calls; or one compaction item."""
     if dress.compacts:
         return [compaction_item(head, reply.content)]
     items: list[JSON] = []
@@ -298,12 +305,13 @@ def output_items(head: ReplyHead, dress: Dress, reply: Reply) -> list[JSON]:
 
 
 def compaction_item(head: ReplyHead, text: str) -> JSON:
-    """Return the item that replaces the conversation so far."""
+    """Return the item that replaces the conversation so far by its summary `text`."""
     identity = item_id("cmp", head.reply_id, 0)
     return {"id": identity, "type": "compaction", "encrypted_content": compacted(text)}
 
 
 def reasoning_item(head: ReplyHead, dress: Dress, index: int, text: str) -> JSON:
+    """Return the reasoning of a reply as output item `index`."""
     summary = [{"type": "summary_text", "text": text}] if dress.summary and text else []
     item: JSON = {
         "id": item_id("rs", head.reply_id, index),
@@ -316,6 +324,7 @@ def reasoning_item(head: ReplyHead, dress: Dress, index: int, text: str) -> JSON
 
 
 def message_item(head: ReplyHead, index: int, text: str) -> JSON:
+    """Return the text of a reply as output item `index`."""
     return {
         "id": item_id("msg", head.reply_id, index),
         "type": "message",
@@ -326,11 +335,14 @@ def message_item(head: ReplyHead, index: int, text: str) -> JSON:
 
 
 def output_text(text: str) -> JSON:
+    """Return text as a content part of a message item."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def call_item(head: ReplyHead, dress: Dress, index: int, call: ToolCall) -> JSON:
-    """Return a call in the item type of its tool; one that does not fit it is a `function_call`."""
+    """Return a tool call as an item of its tool's type; one that does not fit is a
+    `function_call`.
+    """
     common: JSON = {
         "status": "completed",
         "call_id": call.id or item_id("call", head.reply_id, index),
@@ -351,7 +363,7 @@ def call_item(head: ReplyHead, dress: Dress, index: int, call: ToolCall) -> JSON
 
 
 def usage_json(usage: Usage) -> JSON:
-    """Return token counts; the details are always objects."""
+    """Return token counts in the Responses API's form; the details are always objects."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -365,12 +377,14 @@ _COMPACTED = "bridle1."
 
 
 def compacted(text: str) -> str:
-    """Return the opaque content of a compaction item of ours: it must carry the summary itself."""
+    """Return a summary as the opaque content of a compaction item, from which it can be
+    read again.
+    """
     return _COMPACTED + base64.urlsafe_b64encode(without_lone_surrogates(text).encode()).decode()
 
 
 def summary_in(content: str | None) -> str | None:
-    """Return the summary in a compaction item of ours; `None` for somebody else's."""
+    """Return the summary in a compaction item that this gateway made; `None` for another's."""
     if content is None or not content.startswith(_COMPACTED):
         return None
     try:
@@ -381,7 +395,7 @@ def summary_in(content: str | None) -> str | None:
 
 
 def responses_message(error: RequestError) -> str:
-    """Return the text of an error, with Responses' own words for an overflow."""
+    """Return the text of an error; for a context overflow it is the Responses API's own."""
     if error.code != "context_length_exceeded":
         return str(error)
     numbers = ""
@@ -415,12 +429,15 @@ class ResponsesStream(StreamEncoder):
         self._filled = ""
 
     def open(self) -> bytes:
+        """Return the events that begin the stream: `response.created` and
+        `response.in_progress`.
+        """
         begun = response_json(self._head, self._dress)
         created = self._event("response.created", response=begun)
         return created + self._event("response.in_progress", response=begun)
 
     def write_reasoning(self, text: str) -> bytes:
-        """Return a summary delta; without a summary, an item without text."""
+        """Return the events of a piece of reasoning: a summary, or an item without text."""
         if self._dress.compacts:
             return b""
         begin = self._begin("reasoning")
@@ -432,7 +449,9 @@ class ResponsesStream(StreamEncoder):
         )
 
     def write_text(self, text: str) -> bytes:
-        """Return a text delta; nothing where the whole reply becomes one compaction item."""
+        """Return the events of a piece of text; none where the whole reply becomes one compaction
+        item.
+        """
         if self._dress.compacts:
             return b""
         begin = self._begin("message")
@@ -442,7 +461,9 @@ class ResponsesStream(StreamEncoder):
         )
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        """Return a whole call item; nothing where the whole reply becomes one compaction item."""
+        """Return the events of a whole tool call; none where the reply becomes one
+        compaction item.
+        """
         del index
         if self._dress.compacts:
             return b""
@@ -458,7 +479,9 @@ class ResponsesStream(StreamEncoder):
         return b"".join(events) + self._done(item)
 
     def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Return the end of the open item, and the response with the items that were streamed."""
+        """Return the end of the open item, and the last event: the response with all streamed
+        items.
+        """
         before = self._end()
         if self._dress.compacts:
             item = compaction_item(self._head, reply.content)
@@ -473,7 +496,8 @@ class ResponsesStream(StreamEncoder):
         return self._event("response.in_progress", response=response_json(self._head, self._dress))
 
     def error(self, error: RequestError) -> bytes:
-        """Return `response.failed` with the error's code; a failure of ours is a `server_error`.
+        """Return `response.failed` with the error's code; a failure of the gateway is a
+        `server_error`.
 
         At that Codex asks again; at `server_is_overloaded` it ends its run.
         """
@@ -581,7 +605,7 @@ _NO_STATUS = frozenset(
 
 
 def items_page(spans: Sequence[bytes], query: str) -> bytes:
-    """Return the answer of `input_items`: a page of the items in `spans`, by default newest first.
+    """Return one page of a stored request's items as JSON, by default newest first.
 
     `query` may have `limit`, `order` and `after`. `RequestError` names a value that is wrong.
     """
@@ -606,6 +630,7 @@ def items_page(spans: Sequence[bytes], query: str) -> bytes:
 
 
 def deleted_json(response_id: str) -> bytes:
+    """Return the answer that a stored response was deleted."""
     return encode({"id": response_id, "object": "response", "deleted": True})
 
 

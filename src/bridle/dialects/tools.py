@@ -45,6 +45,7 @@ class ToolList:
     """Tools that rules removed: rule name -> tools."""
 
     def plus(self, other: ToolList) -> ToolList:
+        """Return both tool lists as one."""
         removed = {name: list(tools) for name, tools in self.removed.items()}
         for name, tools in other.removed.items():
             removed.setdefault(name, []).extend(tools)
@@ -65,7 +66,10 @@ class ToolMemo:
         self._known: dict[bytes, ToolList] = {}
 
     def read(self, raw: bytes, path: str) -> ToolList:
-        """Read a raw tool list. `RequestError` names what is wrong in it."""
+        """Parse a raw tool list, or return the result for one that was parsed before.
+
+        `RequestError` names the part of it that is wrong.
+        """
         digest = list_digest(raw)
         found = self._known.pop(digest, None)
         if found is None:
@@ -84,10 +88,10 @@ _sent: list[tuple[bytes, bytes]] = []
 
 
 def tools_sent(raw: msgspec.Raw | None) -> bytes | None:
-    """Return the raw tool list, or `None` where none or an empty one was sent.
+    """Return the raw tool list of a request, or `None` where none or an empty one was sent.
 
-    A list that was sent before is the very object of then, of which `list_digest` knows: comparing
-    60 kB takes 3 us, hashing them 30 or, without the processor's help, 150.
+    For a list that was sent before, the earlier object is returned, whose digest is cached:
+    comparing 60 kB takes 3 us, hashing them 30 or, without the processor's help, 150.
     """
     if raw is None:
         return None
@@ -106,7 +110,7 @@ def tools_sent(raw: msgspec.Raw | None) -> bytes | None:
 
 
 def list_digest(raw: bytes) -> bytes:
-    """Return the content digest of a raw tool list, cached if `tools_sent` returned it lately."""
+    """Return the content digest of a raw tool list; that of a recently sent list is cached."""
     for known, digest in _sent:
         if known is raw:
             return digest
@@ -124,17 +128,17 @@ def check_choice(choice: str, tools: ToolList, path: str) -> str:
 
 
 def object_schema(properties: JSON, required: Sequence[str] = ()) -> JSON:
-    """Return the JSON schema of a function's arguments."""
+    """Return the JSON schema of a function's arguments: an object with these properties."""
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
 def provider_run(types: list[str]) -> dict[str, list[str]]:
-    """Return the part of `ToolList.removed` for tools of these types, which the provider runs."""
+    """Return the record that tools of these types were removed because the provider runs them."""
     return {SERVER_TOOLS.name: types} if types else {}
 
 
 def function_spec(value: JSON, path: str, schema: JSON | None, name: str | None = None) -> ToolSpec:
-    """Read a function; `name` is ours where it is not the wire's."""
+    """Return a function of the wire's tool list as a tool; `name` replaces its own name."""
     return ToolSpec(
         name or name_at(value, "name", path),
         text_at(value, "description", path),
@@ -144,7 +148,7 @@ def function_spec(value: JSON, path: str, schema: JSON | None, name: str | None 
 
 
 def freeform_spec(value: JSON, path: str, name: str | None = None) -> ToolSpec:
-    """Read a freeform tool as a function, whose description contains the tool's grammar."""
+    """Return a freeform tool as a function, whose description contains the tool's grammar."""
     description = text_at(value, "description", path)
     grammar = _freeform_grammar(object_at(value, "format", path) or {})
     argument = {"type": "string", "description": "The tool's input, as it is."}
@@ -163,7 +167,7 @@ def _freeform_grammar(form: JSON) -> str | None:
 
 
 def freeform_input(arguments: str) -> str:
-    """Return the text for a freeform tool: the argument `input`, else the arguments as they are."""
+    """Return the text for a freeform tool: the argument `input`, else all arguments as text."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -173,7 +177,7 @@ def freeform_input(arguments: str) -> str:
 
 
 def as_function(call: ToolCall) -> ToolCall:
-    """Return a call as the model made it: a freeform one as a call of its function."""
+    """Return a tool call as the model sampled it: a freeform call as a call of its function."""
     if not call.custom:
         return call
     return ToolCall(call.id, call.name, json.dumps({"input": call.arguments}, ensure_ascii=False))
