@@ -86,14 +86,20 @@ class BatchScheduler:
     # ---- from other threads
 
     def post(self, work: Callable[[], None] | None) -> bool:
-        """Run `work` between two steps; `None` ends the thread. `False` = the thread has ended."""
+        """Queue `work`, which the engine's thread runs between two steps; `None` ends the thread.
+
+        `False` = the thread has ended.
+        """
         with self._lock:
             if not self._ended:
                 self._inbox.put(work)
             return not self._ended
 
     def ask(self, work: Callable[[], None]) -> Future[None]:
-        """Run `work` as `post` does; the future gets its completion or its error."""
+        """Queue `work`, which the engine's thread runs between two steps.
+
+        The future gets its completion or its error.
+        """
         answer: Future[None] = Future()
 
         def do() -> None:
@@ -111,7 +117,7 @@ class BatchScheduler:
     # ---- the thread
 
     def run(self) -> None:
-        """Sample until `None` is posted; errors that belong to no single call escape."""
+        """Run the sampling loop until it is ended; errors that belong to no single call escape."""
         with torch.inference_mode():
             while self._run_posted():
                 if self._running or self._waiting:
@@ -131,12 +137,14 @@ class BatchScheduler:
             idle = False
 
     def submit(self, call: BatchedCall) -> None:
-        """Queue a call (posted)."""
+        """Queue a call to be sampled; to be run in the engine's thread."""
         self._unanswered.add(call)
         self._waiting.append(call)
 
     def abort(self, call: BatchedCall, *, silently: bool) -> None:
-        """End a call; unless `silently`, its caller gets a last chunk (posted)."""
+        """End a call; unless `silently`, its caller gets a last chunk. To be run in the engine's
+        thread.
+        """
         if call not in self._unanswered:
             return
         call.finish = FinishReason.ABORT
@@ -148,7 +156,7 @@ class BatchScheduler:
         self._send([call])
 
     def end(self, error: EngineError) -> None:
-        """Refuse new work and send `error` to every caller, including those in the inbox."""
+        """Refuse new work and send `error` to every caller, including those of queued calls."""
         with self._lock:
             self._ended = True
         while not self._inbox.empty():
@@ -161,10 +169,10 @@ class BatchScheduler:
         self._waiting.clear()
 
     def update(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Copy new weights in; calls in flight continue under them (posted).
+        """Copy new weights in; running calls continue under them. To be run in the engine's thread.
 
-        Their caches then hold keys of both weights and serve no other call; the prefix cache is
-        cleared.
+        The running calls' caches then hold keys of both weights and serve no other call; the prefix
+        cache is cleared.
         """
         own = self._loaded.model.state_dict()
         with torch.no_grad():
@@ -329,7 +337,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def sample(logits: torch.Tensor, calls: Sequence[BatchedCall]) -> tuple[list[int], list[float]]:
-    """Draw one token for each row of `logits`, shape (B, V); row b belongs to `calls[b]`.
+    """Sample one token for each row of `logits`, shape (B, V); row b belongs to `calls[b]`.
 
     Returns token ids and logprobs (nats). A row that holds NaN gives a NaN logprob. May change
     `logits` in place.

@@ -51,7 +51,9 @@ class Uniforms:
         self._block: list[float] = []
 
     def next(self) -> float:
-        """Return the next number, at most 1 - 2**-24, so that a product with it never rounds up."""
+        """Return the next random number in [0, 1 - 2**-24], so that a product with it never rounds
+        up.
+        """
         if not self._block:
             drawn = self._generator.random(UNIFORM_BLOCK, dtype=np.float32)
             self._block = drawn[::-1].astype(float).tolist()
@@ -75,7 +77,7 @@ class StopStrings:
         self._tail = ""
 
     def push(self, token: int) -> str | None:
-        """Add the next sampled id; return the stop string that it completes, if any."""
+        """Add the next sampled token; return the stop string that it completes, if any."""
         self._ids.append(token)
         text = self._decode(self._ids)
         whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
@@ -159,16 +161,17 @@ class BatchedCall:
 
     @property
     def sampled(self) -> int:
+        """Number of sampled tokens."""
         return self.length - self.prompt_length
 
     @property
     def pending(self) -> int:
-        """Return how many ids the cache does not cover; 1 = ready for a decode step."""
+        """Number of ids that the cache does not cover; 1 = ready for a decode step."""
         return self.length - self.computed
 
     @property
     def suppressed(self) -> frozenset[int]:
-        """Ids that may not be sampled now: those that would end the call before `min_tokens`."""
+        """Ids that may not be sampled now, because they would end the call before `min_tokens`."""
         return self.stop_ids if self.sampled < self.min_tokens else frozenset()
 
     def append(self, token: int, logprob: float, version: int) -> None:
@@ -196,7 +199,7 @@ class BatchedCall:
             self.finish = FinishReason.LENGTH
 
     def routed(self, start: int, rows: Rows) -> None:
-        """Take the experts of the ids from `start` on; what is known of one stays."""
+        """Record the experts of the ids from position `start` on; known ones are kept."""
         end = start + len(rows)
         if start > self._routed or end <= self._routed:
             return
@@ -210,11 +213,13 @@ class BatchedCall:
 
     @property
     def experts(self) -> Rows | None:
-        """Return those of the first ids, as far as they are known; `None` = a model without."""
+        """Return the experts of the leading ids for which they are known; `None` = the model has
+        none.
+        """
         return None if self._experts is None else self._experts[: self._routed]
 
     def has_unsent(self) -> bool:
-        """Return whether tokens or the end are not yet sent to the caller."""
+        """Return whether the caller has not yet been sent all tokens and the end."""
         return self.finish is not None or self.sampled > self._sent
 
     def chunk(self) -> GenerateChunk:
@@ -248,7 +253,7 @@ class BatchedCall:
 
 
 def common_prefix(a: Ids, b: Ids) -> int:
-    """Count the equal leading ids."""
+    """Return how many leading ids of both are equal."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     first = int(differ.argmax()) if n else 0

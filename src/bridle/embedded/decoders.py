@@ -62,29 +62,29 @@ class Decoder(Protocol):
     prefixes: PrefixStore
 
     def limit(self, cache_bytes: int) -> int | None:
-        """Start over with a cache of at most this size; return how many tokens of one call fit.
+        """Empty the cache and limit its size; return how many tokens of one call fit.
 
         `None` = there is no limit.
         """
 
     def admit(self, call: BatchedCall, version: int) -> bool:
-        """Let `call` join, reusing caches of weights `version`; `False` = no room now."""
+        """Add a call, reusing cached prefixes of weights `version`; `False` = no room now."""
 
     def reserve(self, work: Sequence[tuple[BatchedCall, int]]) -> bool:
-        """Make room to compute `work`; `False` = there is none."""
+        """Reserve cache for the next tokens of these calls; `False` = there is no room."""
 
     def forward(self, work: Sequence[tuple[BatchedCall, int]]) -> torch.Tensor:
-        """Compute the next `count` ids of each call; advances `computed`.
+        """Compute the next `count` ids of each call; advances the calls' `computed`.
 
-        Returns logits of shape (R, vocabulary): one row, in order, for each call of `work` that
-        has nothing left to compute.
+        Returns logits of shape (R, vocabulary): one row, in order, for each call of `work` that has
+        nothing left to compute.
         """
 
     def release(self, call: BatchedCall, *, keep: bool) -> None:
-        """Let `call` leave; with `keep` its cache may serve later calls."""
+        """Remove a call; with `keep` its cache may serve later calls."""
 
     def wipe(self) -> None:
-        """Remove numbers that are not finite from freed memory."""
+        """Overwrite freed cache memory, so that no infinite number or NaN is left in it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +111,7 @@ class PrefixStore:
         return len(self._entries)
 
     def find(self, ids: Ids) -> tuple[CachedPrefix | None, int]:
-        """Return the entry with the longest common prefix, and that prefix's length (0 = none)."""
+        """Return the entry with the longest common prefix with `ids`, and its length (0 = none)."""
         best, matched = None, 0
         for entry in reversed(self._entries):
             common = common_prefix(entry.ids, ids)
@@ -122,7 +122,7 @@ class PrefixStore:
         return best, matched
 
     def add(self, ids: Ids, cache: Cache, size_bytes: int, experts: Rows | None = None) -> None:
-        """Store `cache` for `ids`, unless it exceeds the whole budget.
+        """Store the key-value cache of `ids`, unless it exceeds the whole budget.
 
         An entry that is a prefix of `ids` is dropped.
         """
@@ -145,13 +145,14 @@ class PrefixStore:
         return len(ids) > 0 and self.find(ids)[1] == len(ids)
 
     def remove(self, entry: CachedPrefix) -> None:
-        """Drop one entry; removing it again does nothing."""
+        """Remove one entry; removing it again does nothing."""
         if entry not in self._entries:
             return
         del self._entries[entry]
         self.size_bytes -= entry.size_bytes
 
     def clear(self) -> None:
+        """Remove all entries."""
         self._entries.clear()
         self.size_bytes = 0
 
@@ -178,7 +179,9 @@ class SlotCache:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the pass's keys and values, shape (B, heads, N, d); return all that it reads."""
+        """Store a forward pass's keys and values, shape (B, heads, N, d); return all keys and
+        values that the pass attends to.
+        """
         pair = self.layers.get(layer_idx)
         if pair is None:
             pair = [
@@ -191,11 +194,13 @@ class SlotCache:
         return pair[0][self.view], pair[1][self.view]
 
     def get_seq_length(self, *_: object) -> int:
-        """Return 0; some models ask before they read the positions that they are given."""
+        """Return 0: models ask for it although they are given the positions of their tokens."""
         return 0
 
     def resize(self, slots: int, length: int, keep: int) -> None:
-        """Make every layer hold `slots` of `length`; the first `keep` slots keep what fits."""
+        """Change every layer to `slots` slots of `length` tokens; the first `keep` slots keep what
+        fits.
+        """
         for pair in self.layers.values():
             for i, old in enumerate(pair):
                 if old.shape[0] == slots and old.shape[2] == length:
@@ -207,7 +212,7 @@ class SlotCache:
         self.slots, self.length = slots, length
 
     def token_bytes(self) -> int:
-        """Return bytes of cache per token and slot; 0 before the first step."""
+        """Return the bytes of cache per token and slot; 0 before the first step."""
         tensors = [tensor for pair in self.layers.values() for tensor in pair]
         return sum(t.shape[1] * t.shape[3] * t.element_size() for t in tensors)
 
@@ -234,12 +239,14 @@ class SlotDecoder:
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def limit(self, cache_bytes: int) -> int | None:
+        """Empty the cache and limit its size; return how many tokens of one call fit."""
         per_token = self._cache.token_bytes()
         self._cache_bytes = cache_bytes
         self._cache.resize(0, 0, keep=0)
         return cache_bytes // per_token // LENGTH_STEP * LENGTH_STEP
 
     def admit(self, call: BatchedCall, version: int) -> bool:
+        """Add a call, which takes over the longest cached prefix; `False` = no room now."""
         entry, matched = self.prefixes.find(call.ids[: call.length - 1])
         giver: int | None = None
         for slot, other in enumerate(self._calls):
@@ -272,6 +279,7 @@ class SlotDecoder:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def release(self, call: BatchedCall, *, keep: bool) -> None:
+        """Remove a call and free its slot; with `keep` its cache is stored for later calls."""
         slot = self._calls.index(call)
         ids = call.ids[: call.computed]
         if keep and not self.prefixes.covers(ids):
@@ -289,11 +297,13 @@ class SlotDecoder:
         call.cache_version = -1
 
     def wipe(self) -> None:
+        """Set the cache of free slots to 0."""
         for pair in self._cache.layers.values():
             for tensor in pair:
                 tensor[len(self._calls) :] = 0
 
     def reserve(self, work: Sequence[tuple[BatchedCall, int]]) -> bool:
+        """Reserve cache for the next tokens of these calls; `False` = there is no room."""
         ends = [call.computed + count for call, count in work]
         # A decoding pass runs over all slots: each needs room for one more token.
         ends += [call.computed + 1 for call in self._calls]
@@ -315,6 +325,10 @@ class SlotDecoder:
         return False
 
     def forward(self, work: Sequence[tuple[BatchedCall, int]]) -> torch.Tensor:
+        """Compute the next ids of each call, those that decode in one batch; returns logits.
+
+        Each call with nothing left to compute has one row, in the order of `work`.
+        """
         slots = {call: slot for slot, call in enumerate(self._calls)}
         rows: dict[BatchedCall, torch.Tensor] = {}
         decoding = [call for call, _ in work if call.pending == 1]
@@ -414,9 +428,11 @@ class SingleDecoder:
         self.pieces = feeding is Feeding.PIECES
 
     def limit(self, cache_bytes: int) -> int | None:  # noqa: ARG002 - each cache grows by itself
+        """Return `None`: this decoder has no limit."""
         return None
 
     def admit(self, call: BatchedCall, version: int) -> bool:
+        """Add a call, which takes over the cache of an earlier call if it is a prefix."""
         call.state = None
         call.computed = 0
         call.cache_version = version
@@ -430,9 +446,11 @@ class SingleDecoder:
         return True
 
     def reserve(self, work: Sequence[tuple[BatchedCall, int]]) -> bool:  # noqa: ARG002 - see `limit`
+        """Return True: each call's cache grows by itself."""
         return True
 
     def release(self, call: BatchedCall, *, keep: bool) -> None:
+        """Remove a call; with `keep` its cache is stored for later calls."""
         if keep and call.state is not None:
             ids = call.ids[: call.computed]
             size_bytes = sum(_tensor_bytes(call.state.layers))
@@ -445,6 +463,10 @@ class SingleDecoder:
         """Do nothing: calls share no memory."""
 
     def forward(self, work: Sequence[tuple[BatchedCall, int]]) -> torch.Tensor:
+        """Compute the next ids of each call, one call after the other; returns logits.
+
+        Each call with nothing left to compute has one row, in the order of `work`.
+        """
         rows = []
         for call, count in work:
             last = self._advance(call, call.computed + count)
@@ -499,7 +521,7 @@ def _tensor_bytes(layers: Iterable[Any]) -> Iterable[int]:
 def proved_decoder(model: PreTrainedModel, vocab_size: int, length: int, **limits: int) -> Decoder:
     """Return the first decoder whose logits equal the model's plain forward pass.
 
-    Raises `EngineError` if none does. `length` is how many tokens the proof takes.
+    Raises `EngineError` if none does. `length` is the number of tokens that are compared.
     """
     random = np.random.default_rng(0)
     texts = [random.integers(0, vocab_size, n).astype(np.int32) for n in (length, length // 2)]

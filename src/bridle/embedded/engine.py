@@ -126,7 +126,7 @@ class EmbeddedEngine:
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
-        """Render a prompt by the model folder's own template; see `Templating`."""
+        """Return the prompt ids that the model folder's own chat template makes of messages."""
         tokenizer = await asyncio.to_thread(load_tokenizer, str(self._folder))
         return await asyncio.to_thread(tokenizer.prompt_ids, messages, tools, arguments)
 
@@ -211,7 +211,7 @@ class EmbeddedEngine:
         await asyncio.wrap_future(batch.ask(partial(batch.update, weights, version)))
 
     async def set_version(self, version: int) -> None:
-        """Label the present weights as policy `version`; see `engines.base.Versioned`."""
+        """Set the policy version of the present weights."""
         batch, _ = self._working()
         await asyncio.wrap_future(batch.ask(partial(batch.update, {}, version)))
 

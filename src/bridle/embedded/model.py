@@ -60,7 +60,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
     def decode(self, ids: list[int]) -> str:
-        """Return text of ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
@@ -74,7 +74,7 @@ def load(
     max_context: int | None,
     cache_bytes: int | None,
 ) -> LoadedModel:
-    """Load and check a model folder; takes seconds. Raises `EngineError` naming the fault."""
+    """Load and check a model folder; takes seconds. Raises `EngineError` naming what is wrong."""
     check_folder(folder)
     tokenizer = load_tokenizer(folder)
     where = _device(device)
@@ -123,9 +123,8 @@ def base_of(folder: Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `EngineError` unless the folder's config is one of a causal language model.
-
-    A LoRA adapter is one of its model's.
+    """Raise `EngineError` unless the folder holds a causal language model, or a LoRA adapter of
+    one.
     """
     folder = base_of(folder)
     from transformers import AutoConfig
@@ -161,9 +160,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def load_model(folder: Path, *, dtype: str, device: torch.device) -> PreTrainedModel:
     """Load the causal language model of a folder, in evaluation mode, on `device`.
 
-    `dtype` `auto` is float32 on a CPU and the checkpoint's own elsewhere. Raises `EngineError` if
-    the folder holds no causal language model, or not all of its weights. A LoRA adapter is merged
-    into its model.
+    With `dtype="auto"` it is float32 on a CPU and the checkpoint's own elsewhere. Raises
+    `EngineError` if the folder holds no causal language model, or not all of its weights. A LoRA
+    adapter is merged into its model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -190,7 +189,7 @@ def load_model(folder: Path, *, dtype: str, device: torch.device) -> PreTrainedM
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Put the LoRA adapter of a folder into its model, whose parameters are then those of it.
+    """Add the LoRA adapter of a folder to its base model and use it in forward passes.
 
     Raises `EngineError` if `peft` is missing or the adapter does not fit.
     """
@@ -223,7 +222,7 @@ def _merge(model: PreTrainedModel) -> None:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Hide transformers' progress bar, which would break into that of the caller."""
+    """Hide transformers' progress bar within the context: it would break into the caller's own."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()
@@ -315,12 +314,15 @@ class PlainModel:
         self._model = load_model(folder, dtype="float32", device=torch.device("cpu"))
 
     def logprobs(self, prompt: Ids, sampled: Ids, temperature: float) -> Logprobs:
-        """Return the logprobs of `sampled` after `prompt`, without top-k or top-p; float32 (T,)."""
+        """Return the logprobs of `sampled` after `prompt` by a plain forward pass; float32 (T,).
+
+        They are of the whole distribution at `temperature`, without top-k or top-p.
+        """
         ids = np.concatenate([prompt, sampled])
         return self.scores(ids, 0, temperature).logprobs[len(prompt) :]
 
     def scores(self, ids: Ids, top: int, temperature: float = 1.0) -> Scores:
-        """Return the logprobs of `ids`, and the `top` likeliest at each position."""
+        """Return the logprobs of `ids`, and the `top` likeliest tokens at each position."""
         rows = torch.from_numpy(ids.astype(np.int64))[None]
         with torch.inference_mode():
             logits = self._model(input_ids=rows, use_cache=False).logits[0, :-1]

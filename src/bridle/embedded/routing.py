@@ -46,7 +46,10 @@ class Routing:
 
     @contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:
-        """Yield the numbers of experts of each layer, shape (tokens, top_k), of a pass inside."""
+        """Within the context, record the experts of a forward pass.
+
+        Yields a list that gets, for each layer, the experts' numbers, shape (tokens, top_k).
+        """
         self._recorded = []
         try:
             yield self._recorded
@@ -55,11 +58,12 @@ class Routing:
 
     @contextmanager
     def replaying(self, rows: Rows | None) -> Iterator[None]:
-        """Have the tokens of a pass inside go to these experts; -1 and `None` = as the router says.
+        """Within the context, route the tokens of a forward pass to these experts; -1 and `None` =
+        as the router decides.
 
         `rows` has the shape (tokens, layers, top_k); layers without experts may be among them. With
-        gradient checkpointing it holds until the next pass, because the pass in backward is later.
-        Raises `TrainingError` for experts of another model.
+        gradient checkpointing it holds until the next pass, because the backward pass computes
+        later. Raises `TrainingError` for experts of another model.
         """
         self._replayed = None if rows is None else self._columns(rows)
         try:
@@ -108,9 +112,9 @@ class Routing:
                 self._recorded.append(chosen)
 
     def rows(self, recorded: list[torch.Tensor]) -> Rows | None:
-        """Return the rows of a recorded pass, shape (tokens, layers, top_k).
+        """Return the experts of a recorded forward pass, shape (tokens, layers, top_k).
 
-        `None` = a router says nothing that can be read.
+        `None` = a router's output has an unknown form.
         """
         if len(recorded) != len(self._names):
             return None
@@ -153,7 +157,9 @@ _known: WeakKeyDictionary[PreTrainedModel, Routing | None] = WeakKeyDictionary()
 
 
 def routing_of(model: PreTrainedModel) -> Routing | None:
-    """Return the model's routing, the same at each call; `None` = it has no experts."""
+    """Return access to the experts of a model, the same object at each call; `None` = it has no
+    experts.
+    """
     if model not in _known:
         named = dict(model.named_modules())
         routers = {

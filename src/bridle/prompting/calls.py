@@ -44,12 +44,13 @@ class _TooDeepError(ValueError):
 
 
 def text_bytes(text: str) -> bytes:
-    """UTF-8, lone surrogates kept: any string a harness can send has bytes."""
+    """Return text as UTF-8 in which lone surrogates are kept, so that any JSON string has bytes."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def canonical_arguments(text: str, defaults: Mapping[str, bytes] | None = None) -> bytes:
-    """Return one tag byte (`j` JSON, `r` raw) and the canonical bytes.
+    """Return a tool call's arguments in a canonical form: one tag byte (`j` JSON, `r` raw) and
+    bytes.
 
     `""`, white space and `null` are `{}`. A top-level key whose value equals its default in
     `defaults` is dropped.
@@ -70,8 +71,8 @@ def canonical_arguments(text: str, defaults: Mapping[str, bytes] | None = None) 
 
 
 def argument_texts(text: str) -> Iterator[str]:
-    """Yield every text among the values of a call's arguments, blank ones left out; none if no
-    JSON.
+    """Yield every text that is not blank among the values of a call's arguments; none if they are
+    no JSON.
     """
     try:
         left = [_parse(text)[0]]
@@ -86,7 +87,7 @@ def argument_texts(text: str) -> Iterator[str]:
 
 
 def parsed_object(text: str) -> dict[str, Any] | None:
-    """Return the object that a call's arguments are; `None` = they are malformed."""
+    """Return a call's arguments as a JSON object; `None` = they are malformed."""
     try:
         value = _parse(text)[0]
     except (ValueError, RecursionError):
@@ -97,7 +98,9 @@ def parsed_object(text: str) -> dict[str, Any] | None:
 
 
 def canonical_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
-    """Canonical bytes of a decoded JSON value; what no serialiser takes gives its `repr`."""
+    """Return the canonical bytes of a decoded JSON value; of any other value the bytes of its
+    `repr`.
+    """
     try:
         return _serialise(value, odd=_is_odd(value))
     except (ValueError, RecursionError, TypeError):
@@ -239,8 +242,11 @@ class Pairing:
         *,
         read: tuple[int, int],
     ) -> Pairing:
-        """Return the pairing of a request that continues this one's; `chain` is that of all its
-        atoms, `read` the numbers of atoms and hints of this one's.
+        """Return the pairing of calls with results for a request that continues this pairing's
+        request.
+
+        `chain` is that of all its atoms; `read` the numbers of atoms and hints of the earlier
+        request.
         """
         whole = Pairing(
             self.orphans.copy(),
@@ -261,7 +267,7 @@ class Pairing:
 
     @property
     def unpaired(self) -> Iterator[bytes]:
-        """The links of the calls without a result."""
+        """Yield the chain digests at the calls that have no result yet."""
         groups = (self._open.get(group, ()) for group in _ANY)
         return (self.calls[number][2] for numbers in groups for number in numbers)
 

@@ -125,7 +125,9 @@ class AtomMemo(dict[bytes, tuple[Atom, ...]]):
         self.walks = Walks()
 
     def defaults_of(self, request: ModelRequest, tools: bytes) -> Defaults:
-        """Return the defaults of a request's tools, whose digest is `tools`."""
+        """Return the default arguments in the schemas of a request's tools, whose digest is
+        `tools`.
+        """
         defaults = self.defaults.get(tools)
         if defaults is None:
             defaults = self.defaults[tools] = schema_defaults(request.tools)
@@ -133,7 +135,7 @@ class AtomMemo(dict[bytes, tuple[Atom, ...]]):
 
 
 def digest(kind: str, *fields: bytes) -> bytes:
-    """16 bytes over kind, number of fields, and each field with its length before it."""
+    """Return 16 bytes of a hash over `kind` and the fields, each with its length before it."""
     lengths = pack(f"<{len(fields)}Q", *map(len, fields))
     return sha256(b"".join((f"{kind}:{len(fields)}:".encode(), lengths, *fields))).digest()[:16]
 
@@ -153,10 +155,11 @@ SEEDS = {dialect: digest("bridle-chain-1", dialect.encode()) for dialect in Dial
 
 
 def canonical(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> Canonical:
-    """Return the request's atoms and chain.
+    """Return the atoms of a request (its texts, calls and results in normal form) and the chain of
+    hashes over them.
 
     `memo` belongs to one session (an `AtomMemo`; a plain dict works, hashing the chain anew each
-    time): only spans not seen before are normalised.
+    time): only spans (raw messages) not seen before are normalised.
     """
     tools = _tools_digest_of(request, memo) if request.tools else NO_TOOLS
     if type(memo) is not AtomMemo:
@@ -243,23 +246,26 @@ def _walked(
 
 
 def chain_after(link: bytes, atoms: Iterable[Atom]) -> bytes:
-    """Return the chain's digest after more atoms."""
+    """Return the hash chain's digest `link` continued by more atoms."""
     for atom in atoms:
         link = sha256(link + atom.digest).digest()[:16]
     return link
 
 
 def text_after(link: bytes, kind: AtomKind, text: str) -> bytes:
-    """Return the chain's digest after the atom of one text, which is not empty."""
+    """Return the hash chain's digest `link` continued by the atom of one text, which is not
+    empty.
+    """
     return sha256(link + _text_digest(kind, text)).digest()[:16]
 
 
 def answer_atoms(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[Atom, ...]:
-    """Return the atoms of a delivered answer, as a faithful harness will send them back.
+    """Return the atoms of a delivered reply, as a harness that repeats it unchanged will send them
+    back.
 
     `messages` are the assistant messages of the reply in its dialect's own shape. EVIDENCE stands
-    beside the atoms; an answer without any other atom (reasoning only, empty) cannot be found by
-    the chain.
+    beside the atoms; a reply without any other atom (reasoning only, empty) cannot be found by the
+    chain.
     """
     atoms: list[Atom] = []
     for offset, message in enumerate(messages):
@@ -269,7 +275,7 @@ def answer_atoms(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tupl
 
 
 def joined_atoms(request: ModelRequest, messages: Sequence[Message]) -> tuple[Atom, ...]:
-    """Return the atoms, no EVIDENCE, of an answer in one piece with what the client began of it.
+    """Return the atoms (no EVIDENCE) of a reply joined with the beginning that the client gave it.
 
     Most clients of a prefill send both back as one text. Empty = the client began nothing.
     """
@@ -281,10 +287,10 @@ def joined_atoms(request: ModelRequest, messages: Sequence[Message]) -> tuple[At
 
 
 def tools_digest(tools: Iterable[ToolSpec]) -> bytes:
-    """16 bytes over the ordered tools: name, description, schema. No tools give `NO_TOOLS`.
+    """Return 16 bytes of a hash over the ordered tools: name, description, schema.
 
-    Tools whose loading is deferred are not among a request's tools (the dialects see to it), so
-    they may come and go.
+    No tools give `NO_TOOLS`. Tools whose loading is deferred are not among a request's tools (the
+    dialects see to it), so they may come and go.
     """
     fields: list[bytes] = []
     for tool in tools:
@@ -315,18 +321,18 @@ def message_atoms(
 
 
 def only_text(content: Sequence[Part]) -> str | None:
-    """Return the text of a content that is one text; `None` = it is not."""
+    """Return the text of a message's content if it is one text; `None` = it is not."""
     if content and not content[1:] and type(part := content[0]) is TextPart:
         return part.text
     return None
 
 
 def results_in_call_order(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the messages with each run of tool results as the calls that they answer stand (R8).
+    """Return the messages with each run of tool results in the order of the calls that they answer.
 
-    A template without ids shows results by position only, so they come in the order of the calls;
-    a run is left in its own order unless the id of every result in it is known from the assistant
-    messages right before. A result without a name gets its call's, for templates that show it.
+    A template without ids shows results by position only. A run is left in its own order unless the
+    id of every result in it is known from the assistant messages right before. A result without a
+    name gets its call's, for templates that show it.
     """
     ordered = list(messages)
     start = 0 if Role.TOOL in [message.role for message in ordered] else len(ordered)
@@ -356,9 +362,10 @@ def _settled(calls: Sequence[ToolCall], results: Sequence[Message]) -> list[Mess
 
 
 def messages_after(messages: Sequence[Message], new_from: int) -> tuple[Message, ...]:
-    """Return the messages from `new_from` on, results named and ordered by the calls before them.
+    """Return the messages from `new_from` on, tool results named and ordered by the calls before
+    them.
 
-    What a prompt is extended by: as `results_in_call_order` of all, at the cost of these only.
+    A prompt is extended by these: as `results_in_call_order` of all, at the cost of these only.
     """
     first = new_from
     while first and messages[first - 1].role is Role.ASSISTANT:
@@ -613,7 +620,9 @@ class Walks:
         """Newest first."""
 
     def find(self, request: ModelRequest, tools: bytes) -> Known | None:
-        """Return the longest request that this one continues; `tools` is its tools' digest."""
+        """Return the longest earlier request that this one continues; `tools` is the digest of its
+        tools.
+        """
         head = request.messages[: request.head_messages]
         best, most = None, -1
         for known in self._known.get((request.dialect, tools), ()):
@@ -627,7 +636,11 @@ class Walks:
     def remember(
         self, request: ModelRequest, canonical: Canonical, *, instead_of: Known | None
     ) -> None:
-        """Keep a request, in place of the one that it continues. One without spans is not kept."""
+        """Keep a request, in place of the one that it continues, for later requests that continue
+        it.
+
+        One without spans (raw messages) is not kept.
+        """
         if not request.span_digests:
             return
         head = request.messages[: request.head_messages]

@@ -115,9 +115,9 @@ class Conversation(Index):
     def place(
         self, request: ModelRequest, canonical: Canonical, *, template_args: Hashable = None
     ) -> Placement:
-        """Find what `request` continues, and whether the parent's ids may be extended.
+        """Find the exchange that a request continues, and whether its token ids may be extended.
 
-        `template_args` are what beside messages and tools shapes the prompt; a parent's must equal
+        `template_args` are what shapes the prompt besides messages and tools; a parent's must equal
         them.
         """
         found = self._plainly(request, canonical)
@@ -432,7 +432,9 @@ _MASKABLE = frozenset({AtomKind.RESULT, AtomKind.USER})
 
 
 def habit_of(before: Canonical, after: Canonical) -> Habit:
-    """Return the change from the request `before` to a later one that does not begin with it."""
+    """Return how the harness changed the request `before` to `after`, which does not begin
+    with it.
+    """
     old_head, old = _parted(before.atoms)
     new_head, new = _parted(after.atoms)
     if old_head != new_head:

@@ -61,9 +61,10 @@ class ChatTemplate:
         thinking: bool | None,
         generation: bool = True,
     ) -> str:
-        """Return the prompt as text, marks included; with the beginning of a turn if `generation`.
+        """Return the prompt as text, control tokens included; with `generation` the next turn is
+        begun.
 
-        Raises `RenderError` with what the template says against the messages.
+        Raises `RenderError` with the template's own message for messages that it refuses.
         """
         switches = {} if thinking is None else {"enable_thinking": thinking}
         with boundary(RenderError, "the chat template refuses these messages"):
@@ -79,7 +80,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, *, thinking: bool | None
     ) -> list[int]:
-        """Return ids of a whole prompt, ready to sample."""
+        """Return the ids of a whole prompt, ready to sample."""
         return self._tokenizer.encode(self.text(messages, tools, thinking=thinking))
 
     def extend(
@@ -90,10 +91,10 @@ class ChatTemplate:
         closed: bool,
         thinking: bool | None,
     ) -> list[int] | None:
-        """Return ids after a sampled turn; `None` = this template cannot be extended by these
-        messages.
+        """Return the ids of new messages behind a sampled turn; `None` = this template cannot be
+        extended by these messages.
 
-        `closed` says whether the sampled turn ends with an end token; if not, one is put before.
+        `closed` says whether the sampled turn ends with an end token; if not, one is added.
         """
         if not self.extends or self.close is None:
             return None
@@ -215,10 +216,10 @@ class Parser(Protocol):
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
     ) -> Parsed:
-        """Parse a sampled turn."""
+        """Parse a sampled turn: text, reasoning and tool calls."""
 
     def get_stop_token_ids(self) -> Sequence[int]:
-        """Return ids that end a turn."""
+        """Return the ids that end a turn."""
 
 
 class WholeRenderer(Parser, Protocol):
@@ -227,7 +228,7 @@ class WholeRenderer(Parser, Protocol):
     def render_ids(
         self, messages: list[JSON], *, tools: list[JSON] | None, add_generation_prompt: bool
     ) -> list[int]:
-        """Return ids of a whole conversation."""
+        """Return the ids of a whole conversation."""
 
 
 class Family(WholeRenderer, Protocol):
@@ -241,7 +242,9 @@ class Family(WholeRenderer, Protocol):
         *,
         tools: list[JSON] | None,
     ) -> Bridged | None:
-        """Return the next prompt on top of these very ids; `None` = it refuses."""
+        """Return the next prompt, which begins with these very prompt and completion ids; `None` =
+        the family refuses.
+        """
 
 
 _TOOLS: list[JSON] = [
@@ -295,7 +298,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 def family_names() -> list[str]:
-    """Return the families that can be asked for by name."""
+    """Return the model families (of the package `renderers`) that can be asked for by name."""
     from renderers.base import MODEL_RENDERER_MAP  # type: ignore[import-untyped]
 
     return list(dict.fromkeys(MODEL_RENDERER_MAP.values()))
@@ -304,7 +307,8 @@ def family_names() -> list[str]:
 def make_family(
     name: str, tokenizer: PromptTokenizer, *, thinking: bool | None, history: History
 ) -> Family:
-    """Return a family's renderer for this tokenizer. `RenderError` if its tokens are not there.
+    """Return a model family's renderer for this tokenizer. `RenderError` if it lacks the family's
+    tokens.
 
     With `history="exact"` it extends over user messages too, keeping all reasoning.
     """
@@ -327,7 +331,8 @@ def make_family(
 def find_family(
     tokenizer: PromptTokenizer, template: ChatTemplate
 ) -> tuple[str, bool | None] | None:
-    """Return the first family that renders every probe as the template does, and how it thinks.
+    """Return the first model family that renders every probe as the chat template does, and the
+    setting of thinking under which it does.
 
     That is `None` where family and template agree by themselves, else the setting of the family
     that the template has for its default. `None` for both = no family.
@@ -346,7 +351,7 @@ def find_family(
 
 
 def differences(family: WholeRenderer, template: ChatTemplate) -> Iterator[str]:
-    """Yield names of the probes that the family renders otherwise than the template.
+    """Yield the names of the probe conversations that family and chat template render differently.
 
     A probe that the template refuses is no difference.
     """
@@ -384,8 +389,8 @@ class _PlainParser:
 
 
 def plain_parser(tokenizer: PromptTokenizer) -> Parser:
-    """Return a parser for a template of no known family, chosen by the markup that the template
-    names.
+    """Return a reply parser for a chat template of no known family, by the markup in the
+    template.
     """
     from renderers import (  # type: ignore[import-untyped]
         DefaultRenderer,
@@ -401,7 +406,8 @@ def plain_parser(tokenizer: PromptTokenizer) -> Parser:
 
 
 def check_reasoning(parser: Parser, tokenizer: PromptTokenizer, template: ChatTemplate) -> None:
-    """Read `x</think>y` under the generation prompt of a template that leaves `<think>` open.
+    """Check that a reply parser takes `x` in `x</think>y` for reasoning, where the template's
+    generation prompt leaves `<think>` open.
 
     Raises `RenderError` where the parser takes `x` for text: a harness would be shown reasoning.
     """
@@ -459,9 +465,10 @@ _PLAIN_CALLS = {"qwen3": _TAGGED, "qwen3.5": _TAGGED, "glm": _TAGGED, "deepseek-
 
 
 def live_marks(name: str | None, tokenizer: PromptTokenizer) -> ReplyMarks | None:
-    """Return the marks by which replies of family `name` (`None` = `plain_parser`'s) are read live.
+    """Return the marks by which replies of a model family can be parsed while they are sampled.
 
-    `None` = they can't: a call does not begin with a token of its own.
+    `name=None` is a template of no known family. `None` = they can't be: a call does not begin with
+    a token of its own.
     """
     held: tuple[str, ...] = _THINK
     calls: tuple[tuple[str, ...], tuple[str, ...]] | None

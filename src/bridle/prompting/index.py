@@ -31,7 +31,7 @@ _CONTENT = digest("bridle-content-1")
 
 
 def content_key(atoms: Iterable[Atom]) -> bytes:
-    """16 bytes over atoms without the history before them."""
+    """Return 16 bytes of a hash over atoms alone, whatever history precedes them."""
     return chain_after(_CONTENT, atoms)
 
 
@@ -72,7 +72,7 @@ class Indexed:
 
     @property
     def usable(self) -> bool:
-        """Return whether it can be a parent without an id that says so."""
+        """Return whether the exchange can be a parent of a request that names none of its ids."""
         return self.committed and self.state is not DeliveryState.ABANDONED
 
 
@@ -106,9 +106,9 @@ class Index:
     def begin(
         self, exchange_id: str, canonical: Canonical, *, continues: str | None = None
     ) -> None:
-        """Note an exchange in flight; its parent has one child more until it is forgotten.
+        """Record an exchange in progress; its parent has one child more until it is forgotten.
 
-        `continues` names the parent of one that was not placed, but is read from the store.
+        `continues` names the parent of one that is read from the store instead of placed.
         """
         prompt_key = canonical.chain[-1]
         parent = self._continued.pop(prompt_key, None)
@@ -140,9 +140,11 @@ class Index:
         template_args: Hashable = None,
         tokens: int = 0,
     ) -> None:
-        """Index an exchange: `answer` as `answer_atoms` made it of the reply, `issued` its ids.
+        """Record an exchange with the atoms of its reply (`answer`) and the ids that were issued in
+        it.
 
-        `joined` is `joined_atoms` of a reply that the client began, `tokens` how many were sampled.
+        `joined` are the atoms of the reply joined with a beginning that the client gave it,
+        `tokens` how many were sampled.
         """
         if exchange_id not in self._exchanges:
             self.begin(exchange_id, canonical)
@@ -172,7 +174,7 @@ class Index:
             self._by_id[id_key(value)] = exchange
 
     def forget(self, exchange_id: str) -> None:
-        """Remove an exchange in flight that failed: nothing was captured of it."""
+        """Remove an exchange in progress that failed: nothing was captured of it."""
         exchange = self._exchanges.pop(exchange_id, None)
         if exchange is not None:
             if exchange.continues is not None:
@@ -183,9 +185,9 @@ class Index:
     def mark(
         self, exchange_id: str, state: DeliveryState, *, delivered: Sequence[Atom] | None = None
     ) -> None:
-        """Note the delivery state of a reply.
+        """Record whether a reply was delivered.
 
-        `delivered` are the atoms that were written before the connection went, where that is
+        `delivered` are the atoms that were written before the connection was lost, where that is
         known: only they can come back, so only they are indexed. Unknown exchanges are ignored.
         """
         exchange = self._exchanges.get(exchange_id)
@@ -235,26 +237,27 @@ class Index:
     # ---- looking up
 
     def turns_at(self, key: bytes) -> list[Indexed]:
-        """Return exchanges whose answer ends at this point of a chain."""
+        """Return the exchanges whose request with its reply has this hash chain."""
         return self._by_turn.get(key, [])
 
     def prompts_at(self, key: bytes) -> list[Indexed]:
-        """Return exchanges, those in flight included, whose request ends at this point; oldest
-        first.
+        """Return the exchanges, those in progress included, whose request has this hash chain;
+        oldest first.
         """
         return self._by_prompt.get(key, [])
 
     def asked(self, exchange: Indexed) -> Canonical | None:
-        """Return the request of one of the last exchanges; `None` = it was asked longer ago."""
+        """Return the request of a recent exchange; `None` = it is too old to be remembered."""
         keys = (one for one in self._newest if one.chain[-1] == exchange.prompt_key)
         return next(keys, None)
 
     def known(self, exchange_id: str) -> Indexed | None:
+        """Return the exchange of this id; `None` = there is none."""
         return self._exchanges.get(exchange_id)
 
     def longest_said(self, atoms: Sequence[Atom]) -> tuple[int, Indexed | None]:
-        """Return the longest beginning of `atoms` that is a whole answer, and the newest that gave
-        it.
+        """Return the longest beginning of `atoms` that is a whole reply of this session: its
+        length, and the newest exchange that gave it.
 
         (0, `None`) = there is none.
         """
@@ -270,11 +273,11 @@ class Index:
         return length, owner
 
     def silent_at(self, key: bytes, hints: Sequence[Hint]) -> Indexed | None:
-        """Return the exchange of a turn without atoms that stands at `key`; `hints` is what it
-        carries.
+        """Return the exchange of a turn without atoms (no text, no call) at the point `key` of a
+        chain.
 
-        An id of ours says which it is, else its reasoning, under any history. Where it carries
-        neither, its place decides.
+        `hints` are the ids and reasoning in the turn: an id that the gateway issued decides, else
+        its reasoning, under any history. Without either, the point decides.
         """
         ids = [value for hint in reversed(hints) for value in reversed(hint.ids)]
         for value in ids:
@@ -292,8 +295,8 @@ class Index:
 
 
 def id_key(value: str) -> str:
-    """Return an id as it is looked up: Google's Python clients return base64 in its URL-safe
-    form.
+    """Return the form of an id under which it is looked up: Google's Python clients return base64
+    in its URL-safe form.
     """
     return value.translate(_URL_SAFE).rstrip("=")
 

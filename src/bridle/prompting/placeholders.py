@@ -92,6 +92,9 @@ class Layout:
     """Texts, and the ids behind each."""
 
     def ids(self, messages: list[JSON], tokenizer: PromptTokenizer) -> list[int]:
+        """Return the ids of messages of this layout: the fixed ids, and between them the texts,
+        tokenised.
+        """
         ids = self.first.copy()
         for (slots, text), behind in self.pieces:
             whole = ""
@@ -121,7 +124,8 @@ class Layouts:
     def suffix(
         self, tail: list[int], sampled: list[int], messages: list[JSON], *, tools: bool, ask: Suffix
     ) -> list[int] | None:
-        """Return the same as `ask`; from a layout where there is one.
+        """Return the ids that new messages add to a prompt: by a known layout, else those that
+        `ask` returns.
 
         `tools` says whether the request has any. A refusal is never remembered.
         """
@@ -150,7 +154,11 @@ class Layouts:
     def known(
         self, tail: list[int], output_ids: Ids, messages: list[JSON], *, tools: bool
     ) -> list[int] | None:
-        """Return the same by a layout that is known; `None` = none is. `tail`: of `END` ids."""
+        """Return the ids that new messages add to a prompt by a known layout; `None` = none is
+        known.
+
+        `tail` are the last `END` ids of the prompt.
+        """
         if (end := self.end(tail)) is None:
             return None
         if output_ids.size > 1:
@@ -195,7 +203,7 @@ class Layouts:
         return tuple(marks), tuple(fields), tools
 
     def end(self, tail: list[int]) -> tuple[int, ...] | None:
-        """Return the known end of a prompt, behind an ordinary token."""
+        """Return the known end of a prompt, behind an ordinary token; `None` = it is not known."""
         control = self._tokenizer.control_ids
         for end, listed, size in self._sizes:
             if tail[-size:] == listed and len(tail) > size and tail[-size - 1] not in control:
@@ -336,6 +344,7 @@ class PlaceholderFamily:
     def render_ids(
         self, messages: list[JSON], *, tools: list[JSON] | None, add_generation_prompt: bool
     ) -> list[int]:
+        """Return the ids of a whole conversation, whose long texts are tokenised apart."""
         ids = self._tokenizer.laid_out(
             lambda: self._family.render_ids(
                 messages, tools=tools, add_generation_prompt=add_generation_prompt
@@ -347,7 +356,8 @@ class PlaceholderFamily:
     def suffix(
         self, prompt: list[int], completion: list[int], new: list[JSON], tools: list[JSON] | None
     ) -> list[int] | None:
-        """Return the ids of a bridge behind those that it is given; `None` = it refuses.
+        """Return the ids that new messages add behind prompt and completion; `None` = the family
+        refuses.
 
         The family is asked only where no layout is known.
         """
@@ -360,6 +370,9 @@ class PlaceholderFamily:
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
     ) -> Parsed:
+        """Parse a sampled turn; one without control tokens without the family's parser where
+        possible.
+        """
         if self._plain is not None and (end := self.layouts.end(prompt_ids)) is not None:
             said = self._plain.read(token_ids, end, tools)
             if said is not None:
@@ -369,7 +382,8 @@ class PlaceholderFamily:
     def text(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
     ) -> str | None:
-        """Return what `parse_response` gives as content, where that is all; `None` = ask it.
+        """Return the text of a sampled turn that is text only; `None` = `parse_response` must parse
+        it.
 
         Of the prompt the last `END` ids are enough.
         """
@@ -378,6 +392,7 @@ class PlaceholderFamily:
         return self._plain.text(token_ids, end, tools)
 
     def get_stop_token_ids(self) -> list[int]:
+        """Return the ids that end a turn."""
         return list(self._stops)
 
     def _suffix(
@@ -401,7 +416,11 @@ def suffix_of(
     new: list[JSON],
     tools: list[JSON] | None,
 ) -> list[int] | None:
-    """Return the ids of a family's bridge behind those that it is given; `None` = it refuses."""
+    """Return the ids that a model family's renderer adds for new messages behind prompt and
+    completion.
+
+    `None` = it refuses.
+    """
     if isinstance(family, PlaceholderFamily):
         return family.suffix(prompt, completion, new, tools)
     found = family.bridge_to_next_turn(prompt, completion, new, tools=tools)
@@ -416,7 +435,7 @@ def with_placeholders(
 ) -> Family | PlaceholderFamily:
     """Return `family` with placeholders for long texts, or itself where that changes its ids.
 
-    `plain` replies, which hold no control token, are then read without its parser.
+    With `plain`, replies without control tokens are parsed without the family's parser.
     """
     made = PlaceholderFamily(family, tokenizer, plain=plain)
     return made if _agree(family, made) else family

@@ -68,20 +68,22 @@ class PromptIds:
 
     @classmethod
     def root(cls, ids: Ids) -> PromptIds:
-        """Return a prompt that extends nothing. `ids`: int32, shape (T,)."""
+        """Return a prompt that extends no other. `ids`: int32, shape (T,)."""
         return cls(None, (ids,))
 
     def extend(self, output_ids: Ids, suffix: Ids) -> PromptIds:
-        """Return the prompt of a child: this one, what was sampled under it, and new ids."""
+        """Return the prompt of the next call: this prompt, the ids sampled under it, and
+        new ids.
+        """
         json, self._array, self._json = self._json, None, None
         return PromptIds(self, (output_ids, suffix), json)
 
     def instead(self, suffix: Ids) -> PromptIds:
-        """Return the same prompt with another suffix."""
+        """Return the same prompt with `suffix` in place of its own new ids."""
         return PromptIds(self.before, (*self.segments[:-1], suffix))
 
     def behind(self, ids: Ids) -> PromptIds:
-        """Return the same prompt with more ids at its end; they belong to its own suffix."""
+        """Return the same prompt with more ids at its end, as part of its own new ids."""
         return self.instead(np.concatenate((self.suffix, ids)))
 
     def __len__(self) -> int:
@@ -89,7 +91,7 @@ class PromptIds:
 
     @property
     def digest(self) -> bytes:
-        """sha256 over all ids as little-endian int32, 32 bytes."""
+        """Return the sha256 (32 bytes) over all ids as little-endian int32."""
         return self.hashed.digest()
 
     def array(self) -> Ids:

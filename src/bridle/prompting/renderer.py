@@ -76,14 +76,14 @@ def load_renderer(
     family: str | None = None,
     new_call_id: Callable[[], str] | None = None,
 ) -> PromptRenderer:
-    """Return the renderer of a tokenizer folder, or of the one shipped in the package.
+    """Return the prompt renderer of a tokenizer folder, or of the tokenizer in this package.
 
     Args:
         source: A folder with a fast tokenizer and a chat template, or `builtin`.
         thinking: Whether thinking is on where a request does not say; `None` = the template's way.
         history: `exact` keeps sampled tokens in context for the whole conversation; `template`
             re-renders where the model's template drops reasoning.
-        family: A family's name, where it shall not be found by itself.
+        family: The model family's name; `None` = it is found by comparing renderings.
         new_call_id: Makes ids of tool calls; the default is `call_` and 96 random bits in hex.
 
     Raises:
@@ -159,7 +159,9 @@ class PromptRenderer:
 
     @property
     def differences(self) -> list[str]:
-        """Names of the fixed conversations that the family renders otherwise than the template."""
+        """Return the names of the probe conversations that the model family renders otherwise than
+        the chat template.
+        """
         family = self._family_for(thinking=None)
         if family is None or not self._tokens.fast.chat_template:
             return []
@@ -205,9 +207,10 @@ class PromptRenderer:
         *,
         thinking: bool | None,
     ) -> Ids | None:
-        """Return the ids that follow `parent` and `output_ids`; `None` = render anew.
+        """Return the ids that new messages add behind the prompt `parent` and the sampled
+        `output_ids`.
 
-        `RenderError` names a part that is not text.
+        `None` = the prompt must be rendered anew. `RenderError` names a part that is not text.
         """
         on = self._thinking if thinking is None else thinking
         family = self._families.get(on) or self._family_for(thinking=on)
@@ -243,10 +246,10 @@ class PromptRenderer:
         call_ids: Sequence[str] = (),
         calls_as_text: bool = False,
     ) -> Reply:
-        """Parse sampled ids as a reply. Never raises; `prompt_tail` as `PromptIds.tail` gives.
+        """Parse sampled ids as a reply. Never raises; `prompt_tail` are the last ids of the prompt.
 
-        `call_ids` are those that the first calls have been given already. With `calls_as_text`
-        what would be a call stays in the text as it was sampled.
+        `call_ids` are those that the first calls have been given already. With `calls_as_text` tool
+        calls stay in the text as they were sampled.
         """
         sampled: list[int] = output_ids.tolist()
         listed = chat_tools(tools) if tools else None
@@ -278,9 +281,10 @@ class PromptRenderer:
         stops: Sequence[str],
         calls_as_text: bool = False,
     ) -> LiveReader | None:
-        """Read one reply while it is sampled; `None` = this family's are known at the end only.
+        """Return a reader of one reply while it is sampled; `None` = replies of this model family
+        can be parsed at the end only.
 
-        What it gives out is always a beginning of what `parse` will say.
+        The text that it returns is always a beginning of what `parse` will return.
         """
         if self._marks is None:
             return None
@@ -318,9 +322,9 @@ class PromptRenderer:
         return self._tokens.decode(ids.tolist())
 
     def call_grammar(self, tools: Sequence[ToolSpec], choice: str) -> JSON | None:
-        """Return a structural tag by which a tool is called, as the function `call_grammar` does.
+        """Return a structural tag (grammar) that forces the tool call that `choice` demands.
 
-        `None` = this family's calls have no known form.
+        `None` = the form of this model family's calls is not known.
         """
         template = str(self._tokens.fast.chat_template or "")
         return call_grammar(self.family or tool_parser_of(template), tools, choice)
@@ -328,19 +332,23 @@ class PromptRenderer:
     def text_ids(self, text: str, *, control: bool) -> Ids:
         """Tokenise a text without a template.
 
-        `control`: as the tokenizer has it, with control tokens where the text spells them; else
-        nothing in it is more than text.
+        With `control`, control tokens that the text spells are control tokens; else they are plain
+        text.
         """
         if control:
             return _array(self.tokenizer.encode(text))
         return _array(self._tokens.encode(self._tokens.escape(text)))
 
     def apart(self, text: str) -> str:
-        """Return the text for a server that tokenises by itself and must find no control token."""
+        """Return the text changed so that a server that tokenises it finds no control token
+        in it.
+        """
         return self._tokens.apart(text)
 
     def template_args(self, request: ModelRequest) -> Hashable:
-        """Return what shapes the prompt of this request besides messages and tools: thinking."""
+        """Return the request's settings that shape its prompt besides messages and tools:
+        thinking.
+        """
         return self._thinking if request.thinking is None else request.thinking
 
     def _family_for(self, *, thinking: bool | None) -> Family | PlaceholderFamily | None:
@@ -368,10 +376,11 @@ CALL_FAMILIES: Final = frozenset({"qwen3", "prime-qwen3", "qwen3-vl"})
 
 
 def call_grammar(form: str | None, tools: Sequence[ToolSpec], choice: str) -> JSON | None:
-    """Return a structural tag for `choice` (`required`, or a tool's name); `None` = no such form is
-    known.
+    """Return a structural tag (grammar) that forces the tool call that `choice` demands:
+    `required`, or a tool's name.
 
-    `form` is the family's name, or that of the tool parser where there is no family.
+    `form` is the model family's name, or that of the tool parser where there is no family. `None` =
+    the form of its calls is not known.
     """
     offered = [tool for tool in tools if choice in ("required", tool.name)]
     if form not in CALL_FAMILIES or not offered:
@@ -411,9 +420,10 @@ def chat_messages(
     objects: bool = False,
     media: Callable[[MediaPart], JSON] | None = None,
 ) -> list[JSON]:
-    """Return the messages for a template. `RenderError` names a part that is not text.
+    """Return messages in the form that chat templates take. `RenderError` names a part that is not
+    text.
 
-    `media` gives the form of such parts, for engines that take them; an answer never holds any.
+    `media` gives the form of such parts, for engines that take them; a reply never holds any.
     Arguments that are no JSON object stay the text that they are; with `objects`, for templates
     that take nothing else, they become the one argument of an object. Assistant messages that are
     one turn in pieces (some dialects give reasoning, text and calls as items) become one message,
@@ -448,8 +458,8 @@ def server_messages(
     escape: Escape = str,
     media: Callable[[MediaPart], JSON] | None = None,
 ) -> list[JSON]:
-    """Return the messages as servers of OpenAI's chat take them: as for a template, arguments as
-    text.
+    """Return messages in the form that servers of OpenAI's chat route take, call arguments
+    as text.
     """
     chat = chat_messages(messages, escape, media=media)
     for call in (call for turn in chat for call in turn.get("tool_calls", ())):
@@ -479,7 +489,7 @@ def _content(
 
 
 def chat_tools(tools: Iterable[ToolSpec], escape: Escape | None = None) -> list[JSON] | None:
-    """Return the tools for a template; `None` if there are none.
+    """Return tools in the form that chat templates take; `None` if there are none.
 
     Without `escape`, for parsing only.
     """

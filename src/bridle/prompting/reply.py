@@ -84,11 +84,11 @@ def parse_reply(  # noqa: PLR0913 - one fact of the reply each
     new_id: Callable[[], str] | None,
     bare: bool = False,
 ) -> Reply:
-    """Parse one reply; never raises.
+    """Parse one sampled reply; never raises.
 
     Args:
-        family: What parses.
-        tokenizer: Decodes.
+        family: The parser of the model family.
+        tokenizer: Decodes the ids.
         output_ids: As sampled, end token included.
         tools: The request's tools; XML formats need their schemas.
         prompt_tail: The prompt's last ids: they say whether reasoning is open already.
@@ -143,7 +143,9 @@ def parse_reply(  # noqa: PLR0913 - one fact of the reply each
 def read_calls(
     family: Parser, region: list[int], *, tools: list[JSON] | None, new_id: Callable[[], str]
 ) -> list[ToolCall]:
-    """Return the whole calls of ids that begin where calls begin; none where a parser fails."""
+    """Return the complete tool calls in ids that begin where calls begin; none where the parser
+    fails.
+    """
     try:
         with boundary(RenderError, "parsing"):
             parsed = family.parse_response(region, tools=tools, prompt_ids=[])
@@ -153,8 +155,8 @@ def read_calls(
 
 
 def argument_text(raw: str, arguments: object) -> str:
-    """Return the arguments as sampled: their own text inside `raw`, else JSON of the parsed
-    value.
+    """Return a call's arguments as they were sampled (their text inside `raw`), else as JSON of the
+    parsed value.
     """
     if isinstance(arguments, str):
         return arguments
@@ -173,7 +175,7 @@ def argument_text(raw: str, arguments: object) -> str:
 
 
 def member(raw: str, key: str) -> tuple[str, Any] | None:
-    """Return a member's value in the text of a JSON object: its exact text and what it is.
+    """Return a member of the JSON object in the text `raw`: its exact text and its value.
 
     `None` = `raw` is no such object or has no such member.
     """
@@ -374,7 +376,9 @@ class PlainReplies:
         """True if a reply behind an end is read as one without a prompt."""
 
     def read(self, ids: list[int], end: End, tools: list[JSON] | None) -> Parsed | None:
-        """Return the parser's result for `ids` under a prompt with this end; `None` = unknown."""
+        """Return the parse of `ids`, sampled after a prompt with this end; `None` = the end alone
+        does not decide how they are parsed.
+        """
         if self._words(ids):
             text = self.text(ids, end, tools)
             return None if text is None else TextReply(text)
@@ -386,8 +390,8 @@ class PlainReplies:
         return self._parser.parse_response(ids, tools=tools, prompt_ids=[])
 
     def text(self, ids: list[int], end: End, tools: list[JSON] | None) -> str | None:
-        """Return the content that the parser reads in `ids`, where it finds nothing else; `None` =
-        unknown.
+        """Return the text of `ids` if the reply is text only and its prompt's end decides how it is
+        parsed; else `None`.
         """
         if not (words := self._words(ids)):
             return None
@@ -517,7 +521,7 @@ class LiveReader:
         """The calls that were given out."""
 
     def feed(self, ids: Sequence[int]) -> ReplyDelta:
-        """Return the part of the reply that becomes certain with `ids`."""
+        """Take sampled ids; return the part of the reply that is certain with them."""
         piece = ReplyDelta()
         if self._part is not _Part.CALLS and self._marks_part.isdisjoint(ids):
             self._plain([*ids], piece)
@@ -659,7 +663,7 @@ class _Decoder:
 
 
 def marker_prefix_length(text: str, markers: Sequence[str]) -> int:
-    """Return how many last characters may be the beginning of a marker."""
+    """Return how many of the text's last characters may be the beginning of one of the markers."""
     size = first = len(text)
     for marker in markers:
         at = text.find(marker[:1], max(size - len(marker) + 1, 0), first)

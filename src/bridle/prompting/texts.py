@@ -29,7 +29,7 @@ BUILTIN = "builtin"
 
 
 def tokenizer_record(source: str) -> JSON:
-    """Return the entry of a tokenizer in a session's record: its folder and its file's digest.
+    """Return the tokenizer's entry in a session's record: its folder and the digest of its file.
 
     `source` is a folder or `builtin`. `OSError` if its `tokenizer.json` cannot be read.
     """
@@ -39,10 +39,10 @@ def tokenizer_record(source: str) -> JSON:
 
 
 def decoder_of(metadata: JSON) -> Callable[[Ids], str] | None:
-    """Return a function from a session's ids to text, control tokens shown.
+    """Return a function that decodes a captured session's ids to text, control tokens shown.
 
-    `metadata` is that of its record. `None` where the record names no tokenizer, or the one that
-    it names is gone or has changed. Cheap: the tokenizer is loaded at the first call.
+    `metadata` is that of the session's record. `None` where the record names no tokenizer, or one
+    that is gone or has changed. Cheap: the tokenizer is loaded at the first call.
     """
     named = metadata.get(KEY)
     if not isinstance(named, dict):
@@ -56,9 +56,10 @@ def decoder_of(metadata: JSON) -> Callable[[Ids], str] | None:
 
 
 def encoder_of(named: JSON) -> tuple[Callable[[str], Ids], int] | None:
-    """Return a function from text to ids by a session's tokenizer, and the number of its ids.
+    """Return a function that encodes text by a captured session's tokenizer, and its number of ids.
 
-    `named` is the entry of its record. `None` where that tokenizer is gone or has changed.
+    `named` is the tokenizer's entry in the session's record. `None` where it is gone or has
+    changed.
     """
     if not (named and decoder_of({KEY: named})):
         return None

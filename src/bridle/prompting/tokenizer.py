@@ -77,7 +77,10 @@ class Allowance:
         """Set from another thread: the prompt is not wanted any more."""
 
     def take(self, tokens: int) -> None:
-        """Count tokens. `ContextOverflowError` when there are too many, or after `stopped`."""
+        """Subtract tokens from the allowance.
+
+        `ContextOverflowError` when there are too many, or after it was `stopped`.
+        """
         self._used += tokens
         if self.stopped or self._used > 2 * self._context_length:
             raise ContextOverflowError(self._used, self._context_length, None)
@@ -88,7 +91,7 @@ _ALLOWED: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
 
 @contextmanager
 def count_against(allowance: Allowance) -> Iterator[None]:
-    """Have all long texts that are tokenised meanwhile, in this context, counted."""
+    """Within the context, count the tokens of all long texts against an allowance."""
     token = _ALLOWED.set(allowance)
     try:
         yield
@@ -111,7 +114,8 @@ def chars_per_token(backend: Tokenizer) -> float:
 
 
 def takes_pieces(backend: Tokenizer) -> bool:
-    """Return whether the ids of a text are those of its pieces, in order.
+    """Return whether a tokenizer gives the same ids for a text and for its pieces one after the
+    other.
 
     So it is with byte-level BPE over words that a text is parted into from left to right.
     """
@@ -163,8 +167,9 @@ def tokenised(
 ) -> list[int]:
     """Return the ids of a text, without special tokens. `ContextOverflowError`, `RenderError`.
 
-    `added` finds the tokenizer's added tokens, near which no piece ends; `None` = the text is to be
-    tokenised whole. `encode` gives what `backend` gives; `None` = `backend` itself.
+    `added` finds the tokenizer's added tokens, near which a long text is not divided; `None` = it
+    is not divided at all. `encode` returns the same ids as `backend`, faster; `None` = `backend`
+    itself.
     """
     ids_of_part = encode or partial(ids_of, backend)
     if len(text) < COUNTED:
@@ -214,7 +219,9 @@ def _end_in(backend: Tokenizer, text: str, added: re.Pattern[str]) -> int | None
 
 
 def ids_of(backend: Tokenizer, text: str) -> list[int]:
-    """Return ids of a text; without offsets, which nobody asks for, in two thirds of the time."""
+    """Return the ids of a text by the tokenizer, without computing offsets (in two thirds of the
+    time).
+    """
     return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
@@ -328,7 +335,7 @@ class PromptTokenizer:
         return len(self.fast)
 
     def escape(self, text: str) -> str:
-        """Return text of a message, made so that `encode` finds no control token in it.
+        """Return a message's text changed so that `encode` finds no control token in it.
 
         Lone surrogates, which no tokenizer takes, become U+FFFD.
         """
@@ -344,20 +351,21 @@ class PromptTokenizer:
         return text
 
     def apart(self, text: str) -> str:
-        """Return text of a message for a server that tokenises by itself: it finds no control token
-        there.
+        """Return a message's text changed so that a server that tokenises it finds no control token
+        in it.
 
-        `JOINER` stands behind the first character of whatever looks like one; nothing else changes.
+        `JOINER` is put behind the first character of each text that looks like one; nothing else
+        changes.
         """
         while self._to_part is not None and self._to_part.search(text):
             text = self._to_part.sub(lambda found: found[0][0] + JOINER + found[0][1:], text)
         return text
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: object) -> list[int]:  # noqa: FBT001, FBT002 - the shape that is asked for
-        """Return ids of rendered text; its escaped parts become ordinary tokens.
+        """Return the ids of a rendered prompt; its escaped parts become ordinary tokens.
 
-        What a template says in every turn (`SHORT`) and the long texts that sessions share
-        (`LONG`: system prompts, tools, a task) are remembered.
+        The ids of texts that a template repeats in every turn (`SHORT`) and of long texts that
+        sessions share (`LONG`: system prompts, tools, a task) are cached.
         """
         if add_special_tokens:
             return self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
@@ -396,7 +404,9 @@ class PromptTokenizer:
 
     @contextmanager
     def placeholders(self) -> Iterator[list[str]]:
-        """Encode the n-th long text of this thread as `[-n]`, and collect it in the list."""
+        """Within the context, `encode` returns `[-n]` for the n-th long text of this thread and
+        adds the text to the list that is yielded.
+        """
         long_texts: list[str] = []
         token = _LONG_TEXTS.set(long_texts)
         try:
@@ -405,7 +415,9 @@ class PromptTokenizer:
             _LONG_TEXTS.reset(token)
 
     def laid_out(self, lay: Callable[[], list[int] | None]) -> list[int] | None:
-        """Return the ids that `lay` gives, with long texts tokenised when it is done."""
+        """Return the ids that `lay` returns; long texts in them are tokenised after it has
+        returned.
+        """
         with self.placeholders() as texts:
             ids = lay()
         if ids is None or not texts:
@@ -432,14 +444,17 @@ class PromptTokenizer:
         return ids
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: object) -> str:  # noqa: ANN401, FBT001, FBT002 - the shape that is asked for
-        """Return text of ids, control tokens shown unless `skip_special_tokens`."""
+        """Return the text of token ids, control tokens shown unless `skip_special_tokens`."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         if skip_special_tokens:
             return self._backend.decode(ids, skip_special_tokens=True)
         return self.text(ids)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:  # noqa: ANN401 - the shape that is asked for
-        """Id of a token, or ids of a list; unknown ones give the unknown token's id or `None`."""
+        """Return the id of a token, or the ids of a list.
+
+        Unknown tokens give the unknown token's id or `None`.
+        """
         if isinstance(tokens, str):
             if (added := self.added.get(tokens)) is not None:
                 return added
@@ -449,7 +464,7 @@ class PromptTokenizer:
 
 
 def load_tokenizer(folder: Path) -> PromptTokenizer:
-    """Return the tokenizer in `folder`. `RenderError` says what is missing."""
+    """Return the tokenizer in `folder`. `RenderError` says which file is missing."""
     if not (folder / "tokenizer.json").is_file():
         raise RenderError(
             f"{folder}: no tokenizer.json; give a folder with a fast tokenizer "
@@ -465,7 +480,9 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
 
 
 def stop_ids_of(folder: Path, tokenizer: PromptTokenizer) -> list[int]:
-    """End tokens that the folder itself names: the tokenizer's and the generation config's."""
+    """Return the ids of the end tokens that the tokenizer and the generation config in `folder`
+    name.
+    """
     found = [] if tokenizer.fast.eos_token_id is None else [int(tokenizer.fast.eos_token_id)]
     path = folder / "generation_config.json"
     if path.is_file():
@@ -500,8 +517,10 @@ Decode = Callable[[list[int]], str]
 
 
 def quick_bpe(backend: Tokenizer) -> tiktoken.Encoding | None:
-    """Return tiktoken's encoding of normalized text without added tokens; `None` = it may give
-    other ids.
+    """Return tiktoken's encoding that gives the tokenizer's ids for normalised text without added
+    tokens.
+
+    `None` = it may give other ids.
     """
     try:
         return _quick(backend)
@@ -511,7 +530,10 @@ def quick_bpe(backend: Tokenizer) -> tiktoken.Encoding | None:
 
 
 def safe_encoder(backend: Tokenizer, bpe: tiktoken.Encoding | None) -> Encode:
-    """Encode as `backend` does without special tokens, by `bpe` wherever that is the same."""
+    """Return a function that encodes as `backend` does without special tokens.
+
+    It uses the faster `bpe` wherever that gives the same ids.
+    """
 
     def slow(text: str) -> list[int]:
         return ids_of(backend, text)
@@ -538,7 +560,10 @@ def safe_encoder(backend: Tokenizer, bpe: tiktoken.Encoding | None) -> Encode:
 
 
 def safe_decoder(backend: Tokenizer, bpe: tiktoken.Encoding | None) -> Decode:
-    """Decode as `backend` does, added tokens shown, by `bpe` wherever that is the same."""
+    """Return a function that decodes as `backend` does, added tokens shown.
+
+    It uses the faster `bpe` wherever that gives the same text.
+    """
 
     def slow(ids: list[int]) -> str:
         return backend.decode(ids, skip_special_tokens=False)

@@ -94,13 +94,13 @@ def drift_of(
     tools: Sequence[ToolSpec] = (),
     reasoning: Collection[bytes] = (),
 ) -> Drift:
-    """Return the kind of difference between an echoed turn and the delivered answer.
+    """Return how a turn that the harness sent back differs from the reply that was delivered.
 
     Args:
         echo: The turn's atoms as they came back (TEXT, CALL).
         answer: The atoms that were delivered; not equal to `echo`.
         tools: The request's tools, whose schemas explain normalised arguments.
-        reasoning: Digests of the answer's reasoning.
+        reasoning: Digests of the reply's reasoning.
     """
     if is_beginning(echo, answer):
         return Drift.PARTIAL
@@ -157,7 +157,10 @@ def _is_inlined(echo: Sequence[Atom], said: str, reasoning: Collection[bytes]) -
 
 
 def is_beginning(echo: Sequence[Atom], answer: Sequence[Atom]) -> bool:
-    """Return whether `echo` is a proper prefix of `answer`; its last text may be cut."""
+    """Return whether the returned turn `echo` is a part of the reply `answer` from its beginning.
+
+    Its last text may be cut.
+    """
     if not echo or len(echo) > len(answer):
         return False
     *whole, last = echo
@@ -171,7 +174,7 @@ def is_beginning(echo: Sequence[Atom], answer: Sequence[Atom]) -> bool:
 
 
 def has_text(answer: Sequence[Atom]) -> bool:
-    """Return whether the answer has text by which its echo can be recognised."""
+    """Return whether a reply has text by which it can be recognised when it comes back."""
     return any(atom.kind is AtomKind.TEXT for atom in answer)
 
 
@@ -190,7 +193,9 @@ MAX_DEPTH: Final = 50
 
 
 def explains(schema: JSON, sampled: Any, echoed: Any) -> bool:  # noqa: ANN401 - any JSON values
-    """Return whether validating `sampled` by `schema` may give `echoed`."""
+    """Return whether a client that validates `sampled` arguments by `schema` may send back
+    `echoed`.
+    """
     return _Comparison(schema).explains(schema, sampled, echoed, 0)
 
 
@@ -314,7 +319,7 @@ class TurnCounts:
 
     @property
     def ours(self) -> int:
-        """Turns that we sampled."""
+        """Number of turns that the policy sampled."""
         return self.verbatim + self.rerendered
 
     def with_one_more(self) -> TurnCounts:
@@ -324,7 +329,7 @@ class TurnCounts:
         )
 
     def as_json(self) -> JSON:
-        """Return the counts as capture keeps them."""
+        """Return the counts as JSON for the capture."""
         return {
             "verbatim": self.verbatim,
             "rerendered": self.rerendered,
@@ -358,12 +363,13 @@ def count_turns(
     before: TurnCounts | None = None,
     rewritten: str | None = None,
 ) -> TurnCounts:
-    """Return the counts of a request.
+    """Return how many assistant turns of a request are verbatim, re-rendered, foreign or given.
 
-    An extension gives its parent's counts as `before` and the index of its `first` message
-    after the parent's reply: only turns from there on are looked at, and the parent's own is
-    verbatim. Turns that no ids of an ancestor hold are rendered from text. `rewritten` is the
-    exchange whose reply the placement found in the last turn, though it was changed.
+    A request that extends another gives its parent's counts as `before` and the index of its
+    `first` message after the parent's reply: only turns from there on are looked at, and the
+    parent's own is verbatim. Turns that no ids of an ancestor hold are rendered from text.
+    `rewritten` is the exchange whose reply the placement found in the last turn, though it was
+    changed.
     """
     if before is None:
         first, before, verbatim = 0, TurnCounts(), 0
@@ -395,7 +401,9 @@ def count_turns(
 
 
 def note_given(index: Index, messages: Sequence[Message], canonical: Canonical) -> None:
-    """Have the turns of a stored root that nobody sampled count as given."""
+    """Record the assistant turns of a stored root that the policy did not sample as given by the
+    harness.
+    """
     turns = turns_of(index, messages, canonical)
     index.given.update(turn.content for turn in turns if turn.owner is None)
 
@@ -498,7 +506,9 @@ class Lineage:
         """Exchange -> the texts by which its summary is known; oldest first."""
 
     def note(self, exchange_id: str, messages: Sequence[Message], *, summary: bool) -> None:
-        """Remember a reply, given as its assistant messages; `summary` = it is one."""
+        """Record a reply, given as its assistant messages; `summary` says whether it is a
+        summary.
+        """
         for message in messages:
             for call in message.tool_calls:
                 self._asked.update(map(_key, argument_texts(call.arguments)))
@@ -507,7 +517,9 @@ class Lineage:
             self._summaries.append((exchange_id, (text, *parts)))
 
     def is_spawned(self, messages: Sequence[Message]) -> bool:
-        """Return whether a user's text is a sampled call's argument: a sub-agent's instruction."""
+        """Return whether a user's text is an argument of an earlier tool call: a sub-agent's
+        instruction.
+        """
         if not self._asked:
             return False
         return any(
@@ -519,9 +531,10 @@ class Lineage:
         )
 
     def summarised_by(self, messages: Sequence[Message]) -> str | None:
-        """Return the newest exchange whose summary some text holds; `None` = there is none.
+        """Return the newest exchange whose summary is contained in a message; `None` = there is
+        none.
 
-        Harnesses let the user tell it, or the model.
+        Harnesses put the summary into a user's or an assistant's message.
         """
         texts = [message.text for message in messages] if self._summaries else []
         for exchange_id, parts in reversed(self._summaries):
