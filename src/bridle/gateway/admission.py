@@ -78,13 +78,13 @@ class Taken:
         self.give_back()
 
     def give_back(self) -> None:
-        """Give back what was taken; once."""
+        """Return the reserved bytes to the session's share; only once."""
         self.session.in_hand.requests -= 1
         self.session.in_hand.size -= self.size
         self._admission.bytes_in_hand -= self.size
 
     def grow(self, size: int) -> None:
-        """Take so many bytes more."""
+        """Reserve so many bytes more."""
         most, in_hand = self._admission.max_body_bytes, self.session.in_hand
         if in_hand.size + size > SESSION_BODIES * most:
             raise _too_many("this session has too many large requests at the moment", 429)
@@ -107,11 +107,14 @@ class Admission:
         self._threads = asyncio.Semaphore(THREADS)
 
     def of(self, session: GatewaySession) -> Taken:
-        """Return a part of the session's share. `RequestError` beyond that."""
+        """Reserve memory for a request from the session's share. `RequestError` if none is left."""
         return Taken(self, session)
 
     async def body(self, http: web.BaseRequest, taken: Taken) -> bytes:
-        """Return the whole body, decoded, within the limits of size and time. `RequestError`."""
+        """Return the whole body of a request, decompressed, within the limits of size and time.
+
+        Raises `RequestError`.
+        """
         if (http.content_length or 0) > self.max_body_bytes:
             raise self._too_large()
         try:
@@ -149,7 +152,9 @@ class Admission:
     async def read(
         self, session: GatewaySession, wire: WireFormat, route: Route, body: bytes
     ) -> ModelRequest:
-        """Parse a body. `RequestError` for what is wrong with it, or when it is far too long."""
+        """Parse a request's body. `RequestError` for what is wrong with it, or if it is far too
+        long.
+        """
         if len(body) <= LONG_BYTES or session.messages.news(body) <= LONG_BYTES:
             return wire.parse(route, body, session.messages)
         messages, atoms = RequestHistory(), AtomMemo()
@@ -169,7 +174,9 @@ class Admission:
         return request
 
     def refused(self, session: GatewaySession, body: bytes) -> None:
-        """Note that nothing was sampled for a body that was read: it is not remembered for long."""
+        """Record that nothing was sampled for a body that was read, so that it is not kept in
+        memory.
+        """
         session.in_hand.refused += len(body)
         if session.in_hand.refused > REFUSED_BYTES:
             session.in_hand.refused = 0

@@ -234,10 +234,10 @@ class GatewayServer(Stacked):
     async def update_weights(
         self, source: Weights, version: int, *, mode: PauseMode = "abort", timeout_s: float = 60.0
     ) -> None:
-        """Have the policy's engines sample from `source` as `version`; sessions go on.
+        """Load the weights `source` into the policy's engines as `version`; sessions go on.
 
-        What was being sampled is held in this `mode` and resumed. `EngineError` if some replica did
-        not take the weights.
+        Running calls are held in this `mode` and resumed. `EngineError` if some replica did not
+        take the weights.
         """
         await self._engine.update_weights(source, version, mode=mode, timeout_s=timeout_s)
         self._exchanges.policy.version = version
@@ -315,11 +315,11 @@ class GatewayServer(Stacked):
         limits: Limits | None = None,
         replay: Replay | None = None,
     ) -> SessionHandle:
-        """Open a session; the handle has the only copy of its key.
+        """Open a session; the returned handle has the only copy of its key.
 
-        `session_id` `None` = one is made. `replay` has the replies that it gets first (a fork);
-        they are lost if the gateway's process ends. `ConfigError` if the id is taken or cannot be
-        one, `StoreError` if the session cannot be recorded.
+        `session_id` `None` = one is made. `replay` has the captured replies that it gets first (a
+        fork); they are lost if the gateway's process ends. `ConfigError` if the id is taken or
+        cannot be one, `StoreError` if the session cannot be recorded.
         """
         session_id = session_id or new_session_id()
         self._registry.check_new_id(session_id)
@@ -350,7 +350,7 @@ class GatewayServer(Stacked):
         return SessionHandle(session_id, key, base_urls)
 
     async def seal(self, session_id: str) -> SessionFacts:
-        """End a session: its key is dead at once, calls in flight are cancelled, commits awaited.
+        """End a session: its key is invalid at once, running calls are cancelled, commits awaited.
 
         Idempotent. `KeyError` if there is no such session.
         """
@@ -399,27 +399,34 @@ class GatewayServer(Stacked):
         return session.facts()
 
     async def set_policy(self, wanted: SetPolicy) -> None:
-        """Do what `POST /policy` does. `EngineError` if an engine failed to."""
+        """Change the policy (version, weights, pause) as `POST /policy` does.
+
+        `EngineError` if an engine failed to.
+        """
         await set_policy(wanted, self._exchanges.policy, self._engine)
 
     async def add_replica(self, engine: str) -> None:
-        """Do what `POST /replicas` does. `ConfigError`, `EngineError`."""
+        """Add an inference server as `POST /replicas` does. Raises `ConfigError` or
+        `EngineError`.
+        """
         await add_replica(AddReplica(engine=engine), self._engine)
 
     async def remove_replica(self, name: str, drain_s: float) -> None:
-        """Do what `DELETE /replicas` does. `ConfigError` if no replica has that name."""
+        """Remove an inference server as `DELETE /replicas` does. `ConfigError` if none has that
+        name.
+        """
         await remove_replica(name, str(drain_s), self._engine)
 
     def metrics(self) -> str:
-        """Return the reply of `GET /metrics`."""
+        """Return the gateway's metrics as Prometheus text, the reply of `GET /metrics`."""
         return self._metrics.render().decode()
 
     def policy(self) -> JSON:
-        """Return the reply of `GET /policy`."""
+        """Return the policy version and whether sampling is held, the reply of `GET /policy`."""
         return policy_json(self._exchanges.policy, self._engine, self.info.model)
 
     def forget(self, session_id: str) -> bool:
-        """Drop an ended session from memory; whether there was one. What is stored stays.
+        """Drop an ended session from memory; return whether there was one. Its stored records stay.
 
         Its id and its key are then as unknown as any other.
         """
@@ -432,11 +439,15 @@ class GatewayServer(Stacked):
         return True
 
     def session_ids(self) -> list[str]:
-        """Return all sessions, those of earlier processes on this store included, oldest first."""
+        """Return the ids of all sessions, those of earlier processes on this store included, oldest
+        first.
+        """
         return [session.session_id for session in self._registry]
 
     def page(self, after: int, limit: int) -> tuple[list[str], int | None]:
-        """Return ids of up to `limit` sessions behind `after`, and where the next ones follow."""
+        """Return the ids of up to `limit` sessions after number `after`, and the `after` of the
+        next page.
+        """
         found = self._registry.page(after, limit + 1)
         more = found[limit - 1].number if len(found) > limit else None
         return [session.session_id for session in found[:limit]], more
@@ -449,9 +460,9 @@ class GatewayServer(Stacked):
 
 
 def check_engine(info: EngineInfo, *, allow_untokenized: bool) -> None:
-    """Refuse an engine that cannot give what training needs (law 8).
+    """Raise `EngineError` for an engine that cannot give what training needs.
 
-    `EngineError` says what is missing and how to get it.
+    The message says what is missing and how to get it.
     """
     missing = []
     if not info.token_in:

@@ -65,11 +65,12 @@ class SamplingPlan:
     def effective(
         self, asked: Sampling, *, budget: int, stop_token_ids: tuple[int, ...], salt: str
     ) -> Sampling:
-        """Return the engine's parameters: per field the policy's, its default, or the request's.
+        """Return the sampling parameters for the engine: per field the policy's, its default, or
+        the request's.
 
         `budget` becomes `max_tokens`; stop strings stay as asked; `stop_token_ids` (the model's
-        own) are added to those asked for. `salt` (session and call) makes a seed of ours another
-        one for each call, so that a group is not copies of one run.
+        own) are added to those asked for. `salt` (session and call) changes the policy's seed for
+        each call, so that a group is not copies of one run.
         """
         known, stops, decided = self._decided
         if known is not asked or stops is not stop_token_ids:
@@ -114,9 +115,8 @@ def output_budget(
 ) -> int:
     """Return the most tokens that a call may sample: the least of what each party allows.
 
-    What the session has left is reserved after this (`TokenAccount`).
-
-    Raises the context overflow when fewer than `minimum` tokens of the context are left.
+    What the session has left is reserved later (`TokenAccount`). Raises the context overflow when
+    fewer than `minimum` tokens of the context are left.
     """
     left = context_length - prompt_tokens
     if left < minimum:
@@ -130,8 +130,8 @@ def output_budget(
 def reached_limit(limits: Limits, *, turns: int, tokens: int, seconds: float) -> str | None:
     """Return the limit that a further call would exceed: `turns`, `tokens`, `seconds` or `None`.
 
-    `turns` counts committed calls and those in flight; `tokens` counts committed ones; `seconds`
-    is the time since the first call.
+    `turns` counts committed and running calls; `tokens` those of committed ones; `seconds` is the
+    time since the first call.
     """
     if limits.max_turns is not None and turns >= limits.max_turns:
         return "turns"
@@ -143,7 +143,9 @@ def reached_limit(limits: Limits, *, turns: int, tokens: int, seconds: float) ->
 
 
 def too_many_in_flight(limits: Limits, in_flight: int) -> RequestError | None:
-    """Return the refusal of a call beyond `max_calls_in_flight`; it passes by itself."""
+    """Return the error for a call beyond `max_calls_in_flight`, which a client may retry; `None` =
+    there is room.
+    """
     if limits.max_calls_in_flight is None or in_flight < limits.max_calls_in_flight:
         return None
     return RequestError(
@@ -168,10 +170,11 @@ class TokenAccount:
         """Tokens that calls in flight may still sample."""
 
     async def reserve(self, most: int, spent: Callable[[], int]) -> int:
-        """Reserve `most` tokens, or all that are left if nobody else holds any; at least 1.
+        """Reserve `most` tokens, or all that are left if no other call holds any; at least 1.
 
-        Waits while others hold what this call would need: they may not use all of it. `spent` tells
-        the tokens of committed calls. Raises the refusal when nothing is left.
+        Waits while other calls hold the tokens that this one needs: they may not use all of them.
+        `spent` returns the tokens of committed calls. Raises the error of a spent session when
+        nothing is left.
         """
         while (taken := self.take(most, spent)) is None:
             self._freed = self._freed or asyncio.Event()
@@ -179,7 +182,7 @@ class TokenAccount:
         return taken
 
     def take(self, most: int, spent: Callable[[], int]) -> int | None:
-        """Reserve without waiting; `None` = `reserve` would wait."""
+        """Reserve tokens without waiting; `None` = `reserve` would wait."""
         if self._limit is not None:
             left = self._limit - spent() - self.reserved
             if left <= 0 and not self.reserved:
@@ -210,7 +213,7 @@ _UNASKED = (None,) * len(_SHAPING)
 def grammar_of(
     request: ModelRequest, plan: SamplingPlan, info: EngineInfo, renderer: PromptRenderer
 ) -> JSON | None:
-    """Return the grammar to sample under; `None` = freely."""
+    """Return the grammar that constrains the reply; `None` = there is none."""
     if not (plan.enforces and info.grammar):
         return None
     if request.tool_choice not in ("auto", "none"):
@@ -222,19 +225,19 @@ def grammar_of(
 
 
 def is_for_calls(grammar: JSON | None) -> bool:
-    """Return whether a grammar is the gateway's own, for calls: an engine may refuse it."""
+    """Return whether a grammar was made by the gateway to force a tool call: an engine may refuse
+    it.
+    """
     return grammar is not None and "structural_tag" in grammar
 
 
 def takes_calls(request: ModelRequest) -> bool:
-    """Return whether the reply may hold calls."""
+    """Return whether the reply to a request may contain tool calls."""
     return bool(request.tools) and request.tool_choice != "none"
 
 
 def without_calls(reply: Reply) -> Reply:
-    """Return the reply of an engine that parsed calls where none was wanted: each is a line of
-    text.
-    """
+    """Return a reply whose tool calls, which the request did not allow, are lines of its text."""
     calls = [
         f'{{"name": {json.dumps(c.name)}, "arguments": {c.arguments}}}' for c in reply.tool_calls
     ]
@@ -245,7 +248,7 @@ def without_calls(reply: Reply) -> Reply:
 def unenforced(
     request: ModelRequest, reply: Reply, effective: Sampling, *, constrained: bool
 ) -> list[str]:
-    """Return names of what the request asked of its answer and nobody saw to."""
+    """Return the names of the request's demands on its reply that were not enforced."""
     extra, found = request.extra, []
     if "unenforced" in extra:
         found += extra["unenforced"]
@@ -273,8 +276,8 @@ def unenforced(
 
 
 def refusal(error: EngineError, request: ModelRequest) -> BridleError:
-    """Return the engine's error; a grammar that it cannot use is reported as a mistake of the
-    request.
+    """Return the engine's error; a grammar that it cannot use is reported as the request's
+    mistake.
     """
     if error.status == 400 and request.response_schema is not None:
         return RequestError("this model cannot answer in a given format", param="response_format")

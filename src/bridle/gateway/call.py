@@ -127,12 +127,12 @@ class SpanList:
             base._whole = None  # noqa: SLF001 - another instance of this class
 
     def grown(self, new: tuple[bytes, ...]) -> SpanList:
-        """Return the list of a request that has `new` messages behind these."""
+        """Return the list of digests of a request that has `new` messages behind these."""
         before = self._whole or self.whole()
         return SpanList(self, before + new, len(before))
 
     def whole(self) -> tuple[bytes, ...]:
-        """Return all digests, in order."""
+        """Return the digests of all messages, in order."""
         chain: list[SpanList] = []
         node: SpanList | None = self
         while node is not None and node._whole is None:  # noqa: SLF001 - see above
@@ -144,7 +144,9 @@ class SpanList:
         return digests
 
     def record(self, head: bytes, base_id: str | None, tools: bytes | None) -> RequestRecord:
-        """Return the request as capture keeps it; `base_id` is the exchange of `base`."""
+        """Return the request as capture stores it; `base_id` is the exchange whose messages it
+        continues.
+        """
         return RequestRecord(
             head=head,
             base=base_id if self.kept else None,
@@ -239,7 +241,7 @@ class Call:
     """Runs while nobody waits for an undelivered call."""
 
     def enter(self, stage: Stage) -> None:
-        """Go to `stage`; only along `NEXT`."""
+        """Set the call's stage; only to one that `NEXT` allows."""
         assert stage in NEXT[self.stage], f"{self.exchange_id}: {self.stage} -> {stage}"
         self.stage = stage
         if stage is Stage.COMMITTED or stage is Stage.FAILED:
@@ -252,7 +254,7 @@ class Call:
 
     @property
     def done(self) -> asyncio.Event:
-        """Set when the stage is COMMITTED or FAILED."""
+        """Event that is set when the call is committed or has failed."""
         if self._done is None:
             self._done = asyncio.Event()
             if not self.in_flight:
@@ -261,7 +263,7 @@ class Call:
 
     @property
     def began(self) -> asyncio.Event:
-        """Set at the first sampled token, and at every end."""
+        """Event that is set at the first sampled token, and when the call ends."""
         if self._began is None:
             self._began = asyncio.Event()
             if self.first_token_s is not None or not self.in_flight:
@@ -269,21 +271,21 @@ class Call:
         return self._began
 
     def note_first_token(self) -> None:
-        """Note the time of the first part of the sample, and wake those who wait for it."""
+        """Record the time of the first sampled token, and wake those who wait for it."""
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.clock_start
             if self._began is not None:
                 self._began.set()
 
     def on_leash(self) -> asyncio.Timeout:
-        """Around the sampling of a reply that may leave in part, for `cut`."""
+        """Return a timeout for the sampling of a streamed reply, by which `cut` can end it."""
         self.leash = asyncio.timeout(None)
         return self.leash
 
     def cut(self) -> bool:
-        """End the sampling of a call that has left in part: what was sampled stands.
+        """End the sampling of a call of which a part was sent: the tokens so far are kept.
 
-        `False` = nothing has left, or it is not being sampled; then nothing is done.
+        `False` = no part was sent, or it is not being sampled; then nothing is done.
         """
         if self.leash is None or self.live is None or not self.live.partly_sent:
             return False
@@ -293,7 +295,7 @@ class Call:
 
     @property
     def in_flight(self) -> bool:
-        """Neither committed nor failed."""
+        """Return whether the call is neither committed nor failed."""
         return self.stage is not Stage.COMMITTED and self.stage is not Stage.FAILED
 
     @property
@@ -302,7 +304,9 @@ class Call:
         return self.delivery in DELIVERED
 
     def posed(self) -> Question:
-        """Return the question; only before the reply is delivered."""
+        """Return the call's question (parsed request and its place); only before the reply is
+        delivered.
+        """
         assert self.question is not None, f"{self.exchange_id} is already delivered"
         return self.question
 
@@ -312,13 +316,13 @@ class Call:
         return self.answer
 
     def sampled(self) -> tuple[PromptIds, Ids]:
-        """Prompt and sampled ids; only of a committed call."""
+        """Return the prompt and the sampled ids of a committed call."""
         assert self.prompt is not None, f"{self.exchange_id} has no prompt"
         assert self.output_ids is not None, f"{self.exchange_id} has no output"
         return self.prompt, self.output_ids
 
     def release(self) -> None:
-        """Drop what nobody can ask for any more."""
+        """Free the call's request and reply, which nobody can ask for any more."""
         self.question = None
         self.answer = None
         self.live = None
@@ -328,4 +332,4 @@ class Flight(Protocol):
     """A call on its way outside of a task (`bridle.gateway.plain`)."""
 
     def hand_over(self) -> None:
-        """Have a task go on with the call; its client is answered by that."""
+        """Continue the call in a task, which also answers its client."""

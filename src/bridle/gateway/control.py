@@ -111,17 +111,22 @@ class SessionControl(Protocol):
         metadata: JSON | None = None,
         sampling: SamplingPolicy | None = None,
         limits: Limits | None = None,
-    ) -> SessionHandle: ...
+    ) -> SessionHandle:
+        """Open a session; the returned handle has its key."""
 
-    async def seal(self, session_id: str) -> SessionFacts: ...
+    async def seal(self, session_id: str) -> SessionFacts:
+        """End a session: its key is invalid at once, running calls are cancelled, commits
+        awaited.
+        """
 
-    def facts(self, session_id: str) -> SessionFacts: ...
+    def facts(self, session_id: str) -> SessionFacts:
+        """Return the results of a session so far. `KeyError` if no session has that id."""
 
     def forget(self, session_id: str) -> bool:
         """Drop an ended session from memory."""
 
     def page(self, after: int, limit: int) -> tuple[list[str], int | None]:
-        """Return ids of some sessions, oldest first, and where the next ones follow."""
+        """Return the ids of some sessions, oldest first, and the `after` of the next page."""
 
 
 def control_token(settings: GatewaySettings) -> str:
@@ -160,7 +165,7 @@ class Refusal(Exception):
         self._retry_after_s = retry_after_s
 
     def response(self) -> web.Response:
-        """Return the answer."""
+        """Return the error as an HTTP response."""
         response = _error(self.status, str(self))
         if self._retry_after_s:
             response.headers["Retry-After"] = str(self._retry_after_s)
@@ -187,7 +192,7 @@ class TokenCheck:
 
 
 async def read_body(http: web.BaseRequest) -> bytes:
-    """Read a control request's body. `Refusal` if it is too large or too slow."""
+    """Return a control request's body. `Refusal` if it is too large or too slow."""
     if (http.content_length or 0) > MAX_BODY_BYTES:
         raise Refusal(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
     try:
@@ -422,9 +427,9 @@ def encode(value: object) -> bytes:
 
 
 def exchanges_json(exchanges: Sequence[Exchange], deliveries: Mapping[str, Delivery]) -> list[JSON]:
-    """Return one object per exchange, in commit order; `encode` turns it into bytes.
+    """Return one object per exchange, in commit order, which `encode` makes JSON of.
 
-    `prompt_ids` are `None` where an exchange that they stand on could not be read.
+    `prompt_ids` are `None` where an exchange that they depend on could not be read.
     """
     whole: dict[str, Ids] = {}
     shown = []

@@ -71,7 +71,9 @@ class Head:
 
 
 def read_head(http: web.BaseRequest) -> Head:
-    """Read the head of a request; the same one as before on its connection costs a comparison."""
+    """Return the parsed head of a model request; a repeated head on a connection is not parsed
+    again.
+    """
     raw, method, connection = http.raw_path, http.method, http.protocol
     fields = [one for one in http.raw_headers if one[0] not in _LENGTHS]
     assert isinstance(connection, Connection)
@@ -118,7 +120,7 @@ class DataPlane:
         self._turnstile = Turnstile(BEGUN_PER_ROUND)
 
     async def handle(self, http: web.BaseRequest, head: Head) -> web.StreamResponse:
-        """Serve one request; errors leave in the dialect's shape."""
+        """Serve one model request; errors are in the dialect's form."""
         connection = http.protocol
         assert isinstance(connection, Connection)
         if connection.handed is None:

@@ -77,7 +77,8 @@ class EngineTemplate:
         self._renderer = renderer
 
     async def prompt(self, messages: Sequence[Message], request: ModelRequest) -> Templated | None:
-        """Return the ids of `messages`; `None` = the template refuses them.
+        """Return the prompt ids that the engine's own template makes of `messages`; `None` = it
+        refuses them.
 
         Raises `RenderError` for parts that are not text, `EngineError` if the engine fails.
         """
@@ -97,7 +98,9 @@ class EngineTemplate:
 
 
 def template_arguments(renderer: PromptRenderer, request: ModelRequest) -> JSON:
-    """Return the arguments of an engine's template besides messages and tools."""
+    """Return the arguments that the request gives to the engine's chat template, besides messages
+    and tools.
+    """
     thinking = renderer.template_args(request)
     return {} if thinking is None else {"enable_thinking": thinking}
 
@@ -121,13 +124,14 @@ class Shown:
 
 
 def unplaced(images: Sequence[JSON]) -> list[JSON]:
-    """Return the images without their places."""
+    """Return the images without their positions in the prompt."""
     lost = {"start", "length"}
     return [{name: value for name, value in image.items() if name not in lost} for image in images]
 
 
 async def show(served: Served, request: ModelRequest) -> Shown | None:
-    """Have the engine render a request with images; `None` = no images, or an engine without them.
+    """Return the engine's rendering of a request with images; `None` = it has no images, or the
+    engine takes none.
 
     `RequestError` for images that are refused, with the reason where it is safe to tell.
     """
@@ -167,8 +171,8 @@ async def _seen(
 
 
 def pictures(shown: Shown, images: Sequence[JSON]) -> tuple[Picture, ...] | None:
-    """Return the images of the messages at the places that `images` gives; `None` = a place is
-    missing.
+    """Return the images of the messages at the positions that `images` gives; `None` = a position
+    is missing.
     """
     urls = [
         part["image_url"]["url"]
@@ -188,7 +192,7 @@ def pictures(shown: Shown, images: Sequence[JSON]) -> tuple[Picture, ...] | None
 
 
 def media_of(messages: Sequence[Message]) -> list[MediaPart]:
-    """Return all parts of the messages that are not shown as text, in order."""
+    """Return all parts of the messages that are not shown as text (images, files), in order."""
     return [
         part
         for message in messages

@@ -98,7 +98,8 @@ class Exchanges:
     async def admit(
         self, session: GatewaySession, wire: WireFormat, request: ModelRequest, asked: Asked
     ) -> Call:
-        """Begin a call, or join the one that this request repeats; the client is attached.
+        """Begin a call for a request, or join the running call that it repeats, with its client
+        attached.
 
         Raises `RequestError` when the request is refused: paused, or a limit of the session.
         """
@@ -122,8 +123,9 @@ class Exchanges:
         return call
 
     def begun(self, session: GatewaySession, question: Question, asked: Asked) -> Call:
-        """Make the call of a question known to its session, but for the conversation; the client is
-        attached.
+        """Create the call of a question and register it with its session; the client is attached.
+
+        Its place in the conversation is not registered here.
         """
         request, served = question.request, question.served
         drawn, now = os.urandom(24).hex(), time.time()
@@ -150,12 +152,12 @@ class Exchanges:
         return call
 
     def start(self, session: GatewaySession, call: Call, work: Coroutine[None, None, None]) -> None:
-        """Have a task take a call to its commit or its failure by this work."""
+        """Start a task that takes a call to its commit or its failure by `work`."""
         call.task = self._nursery.start(self._run(session, call, work), name="call")
         call.task.add_done_callback(partial(self._over, session, call, work))
 
     def check_length(self, request: ModelRequest) -> None:
-        """Refuse a request that is far too long for its model. `RequestError`."""
+        """Raise `RequestError` for a request that is far too long for its model."""
         self.models.find(request.model, Kind.AGENT).prompts.check_length(request)
 
     async def count(self, session: GatewaySession, wire: WireFormat, request: ModelRequest) -> int:
@@ -169,6 +171,7 @@ class Exchanges:
     def place(
         self, session: GatewaySession, wire: WireFormat, request: ModelRequest, served: Served
     ) -> Question:
+        """Find the exchange that a request continues and the engine that answers it."""
         if session.tip is not None:
             settle(session)
         key = canonical(request, session.atoms)
@@ -183,7 +186,9 @@ class Exchanges:
         return Question(request, wire, key, placement, template_args, served, asked_for, parent)
 
     def refuse_if_spent(self, session: GatewaySession) -> None:
-        """Raise if the gateway ends, is paused, or the limits of the session leave no call."""
+        """Raise `RequestError` if the gateway ends, is paused, or the session's limits allow no
+        call.
+        """
         if self.closing:
             raise faults.shutting_down()
         if self.policy.paused:
@@ -226,7 +231,7 @@ class Exchanges:
             self.end(session, call)
 
     def end(self, session: GatewaySession, call: Call) -> None:
-        """Account for a call that is over."""
+        """Update the session's counts when a call is over."""
         session.running.discard(call)
         session.account.release(call.reserved)
         self._metrics.in_flight.values[()] -= 1
@@ -269,7 +274,7 @@ class Exchanges:
     async def resumed(
         self, session: GatewaySession, call: Call, prompted: Prompted, effective: Sampling
     ) -> None:
-        """Go on with a call that the engine was given outside of a task, and commit it."""
+        """Continue a call whose engine call was begun outside a task, and commit it."""
         sampled = await self._sampled(session, call, call.posed(), prompted, effective)
         await self.finish(session, call, prompted, effective, sampled)
 
@@ -298,7 +303,7 @@ class Exchanges:
         prompted: Prompted,
         captured: Captured | None = None,
     ) -> None:
-        """Sample under the prompt, or give the captured reply again, and commit it."""
+        """Sample a reply under the prompt, or take the captured one, and commit it."""
         question = call.posed()
         request, served = question.request, question.served
         length = prompted.prompt.length
@@ -318,17 +323,17 @@ class Exchanges:
     def know(
         self, session: GatewaySession, call: Call, question: Question, prompted: Prompted
     ) -> None:
-        """Note what follows from the prompt."""
+        """Record in the call what follows from its prompt."""
         call.head.prompt_tokens = prompted.prompt.length
         call.turns = lineage.turns_shown(session, question, prompted.parent)
 
     def live(
         self, session: GatewaySession, call: Call, prompted: Prompted, effective: Sampling
     ) -> LiveReply | None:
-        """Return the reply to be, if it leaves while it is sampled; `None` = it leaves whole.
+        """Return the reply that is sent while it is sampled; `None` = it is sent when it is whole.
 
-        What may have to begin again (`seam`: a grammar, images) leaves whole; so do samples that
-        no template is for, and those whose logprobs leave beside them.
+        Replies that may be sampled again from their start (with a grammar or images) are sent
+        whole; so are those without a chat template, and those with logprobs.
         """
         question = call.posed()
         request = question.request
@@ -419,7 +424,9 @@ class Exchanges:
     def link(
         self, session: GatewaySession, call: Call, question: Question, parent: Call | None
     ) -> None:
-        """Tie the call to what it continues: that reply is shown, its messages are stored."""
+        """Link the call to the one that it continues, whose reply is thereby shown to be
+        delivered.
+        """
         placement = question.placement
         partly = placement.kind is PlacementKind.PARTIAL
         if parent is not None and not partly and parent.finish is not FinishReason.ABORT:
@@ -450,7 +457,9 @@ class Exchanges:
         return self.sampling(session, question, call.reserved)
 
     def budget(self, session: GatewaySession, question: Question, prompt_tokens: int) -> int:
-        """Return the most tokens to sample, but for what the session has left; the overflow."""
+        """Return the most tokens to sample, without the session's own limit. Raises the context
+        overflow.
+        """
         return budgets.output_budget(
             prompt_tokens=prompt_tokens,
             context_length=question.served.info.context_length,
@@ -460,6 +469,7 @@ class Exchanges:
         )
 
     def sampling(self, session: GatewaySession, question: Question, reserved: int) -> Sampling:
+        """Return the sampling parameters for the engine, with `reserved` as the most tokens."""
         return (question.served.plan or session.plan).effective(
             question.request.sampling,
             budget=reserved,
@@ -477,7 +487,9 @@ class Exchanges:
         effective: Sampling,
         sampled: SampledReply,
     ) -> None:
-        """Parse the reply, index it, make it durable; then the call is COMMITTED."""
+        """Parse the sampled reply, index it and write the exchange durably; then the call is
+        COMMITTED.
+        """
         finished = self.finished(session, call, call.posed(), prompted, effective, sampled)
         exchange, bodies = self.indexed(session, finished)
         await self.written(session, finished, bodies, self._store.commit(exchange, bodies))
@@ -491,7 +503,7 @@ class Exchanges:
         effective: Sampling,
         sampled: SampledReply,
     ) -> Finished:
-        """Return the facts of a call whose reply is whole; it is COMMITTING then."""
+        """Return the facts of a call whose reply is whole, and set its stage to COMMITTING."""
         request, wire, served = question.request, question.wire, question.served
         prompt, extended = sampled_under(prompted, sampled)
         call.turns = call.turns if extended else lineage.turns_under(session, call, prompt)
@@ -534,7 +546,7 @@ class Exchanges:
         bodies: Mapping[bytes, bytes],
         writing: Awaitable[None],
     ) -> None:
-        """Wait until the exchange is durable; then the call is COMMITTED."""
+        """Wait until the exchange is durable; then set the call's stage to COMMITTED."""
         try:
             await writing
         except BaseException:
@@ -545,7 +557,7 @@ class Exchanges:
     def committed(
         self, session: GatewaySession, finished: Finished, bodies: Mapping[bytes, bytes]
     ) -> None:
-        """Account for an exchange that the store has made durable; its reply may leave now.
+        """Update counts for an exchange that the store has made durable, and let its reply leave.
 
         `bodies` are the raw messages that it stored, by digest.
         """
@@ -572,9 +584,9 @@ class Exchanges:
     def indexed(
         self, session: GatewaySession, finished: Finished
     ) -> tuple[Exchange, Mapping[bytes, bytes]]:
-        """Index the exchange; give its record, and the bodies that are new with it.
+        """Add the exchange to the index; return its record, and the bodies that are new with it.
 
-        A child that comes before they are durable finds it and waits for its `done`.
+        A request that continues it before they are durable finds it and waits for its `done`.
         """
         question = finished.question
         shown = question.wire.reply_messages(finished.answer.body)

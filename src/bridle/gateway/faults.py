@@ -37,7 +37,7 @@ Others below 500 (keys, paths) are our own mistakes and are reported as failures
 
 
 def request_error(error: BaseException) -> RequestError:
-    """Return the refusal that a harness gets for `error`; a `RequestError` is returned as it is."""
+    """Return the error that a harness gets for `error`; a `RequestError` is returned as it is."""
     match error:
         case RequestError():
             return error
@@ -55,9 +55,9 @@ def request_error(error: BaseException) -> RequestError:
 
 
 def without_frames(error: Exception) -> Exception:
-    """Forget where an error and its causes were raised, and all variables there.
+    """Remove the tracebacks of an error and its causes, with all variables in them.
 
-    They hold the call, whose error this is, with its prompt.
+    The variables hold the call, whose error this is, with its prompt.
     """
     one: BaseException | None = error
     while one is not None:
@@ -69,7 +69,9 @@ def without_frames(error: Exception) -> Exception:
 
 
 def trace_of(error: BaseException) -> str:
-    """Format a traceback without the values of variables, which may hold keys and prompts."""
+    """Return a traceback as text without the values of variables, which may hold keys and
+    prompts.
+    """
     return redact("".join(traceback.format_exception(error)))
 
 
@@ -97,7 +99,9 @@ def _passing(
 
 
 def overflow(prompt_tokens: int, context_length: int) -> RequestError:
-    """Return the error of a prompt that leaves no room to sample, with both numbers for clients."""
+    """Return the error for a prompt that leaves no room to sample, with both numbers for
+    clients.
+    """
     return RequestError(
         f"prompt is too long: {prompt_tokens} tokens > {context_length} maximum "
         f"(this model's maximum context length is {context_length} tokens)",
@@ -109,7 +113,7 @@ def overflow(prompt_tokens: int, context_length: int) -> RequestError:
 
 
 def orphan(found: Orphan) -> RequestError:
-    """Return the error of a tool result whose call stands nowhere before it."""
+    """Return the error for a tool result whose call is nowhere before it in the request."""
     named = f"the id {found.call_id!r}" if found.call_id else f"the name {found.name!r}"
     which = named if found.call_id or found.name else "neither an id nor a name"
     return RequestError(
@@ -120,32 +124,34 @@ def orphan(found: Orphan) -> RequestError:
 
 
 def unauthorized(message: str = "unknown or missing session key") -> RequestError:
-    """Return the error of a key that belongs to no open session."""
+    """Return the error for a key that belongs to no open session."""
     return RequestError(message, status=401, code="authentication_error")
 
 
 def session_ended() -> RequestError:
-    """Return the error of a sealed session, whose key is dead."""
+    """Return the error for a call to a sealed session, whose key is invalid."""
     return unauthorized("this session has ended; its key is no longer valid")
 
 
 def spent(limit: str) -> RequestError:
-    """Return the error of a session that has reached a limit; waiting does not help."""
+    """Return the error for a session that has reached a limit; waiting does not help."""
     return RequestError(
         f"the session's budget of {limit} is used up", status=429, code="budget_exhausted"
     )
 
 
 def paused() -> RequestError:
-    """Whoever updates the weights has paused sampling; it passes by itself."""
+    """Return the error for a call while sampling is paused for a weight update; the client may
+    retry.
+    """
     return _passing("the model is paused; try again later", 503, "paused")
 
 
 def shutting_down() -> RequestError:
-    """Return the error of a gateway that ends; another one may take over."""
+    """Return the error for a call to a gateway that ends; another one may take over."""
     return RequestError("the gateway is shutting down", status=503, code="overloaded")
 
 
 def client_left() -> RequestError:
-    """Return the error of a call whose clients have all left; no client reads it."""
+    """Return the error for a call whose clients have all left; no client reads it."""
     return RequestError("nobody waits for this call", status=499, code="engine_error")

@@ -25,12 +25,12 @@ _KEY = re.compile(r"bk-[A-Za-z0-9_-]{8,}")
 
 
 def mint_key() -> str:
-    """Return a new key: `bk-` and 43 URL-safe characters that hold 256 random bits."""
+    """Return a new session key: `bk-` and 43 URL-safe characters that hold 256 random bits."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def key_digest(key: str) -> bytes:
-    """sha256 of a key; the only form in which it is kept."""
+    """Return the sha256 digest of a session key, the only form in which it is stored."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -84,7 +84,9 @@ class WrongTokens:
         """Time at which a peer's wrong tokens are forgotten; each adds `EACH_S`."""
 
     def wait_s(self, address: str | None) -> int:
-        """Count a wrong token; whole seconds for which the peer must wait, 0 while it need not."""
+        """Count a wrong token of a client; return for how many seconds it must wait, 0 while it
+        need not.
+        """
         peer, now = _peer(address or ""), self._clock()
         free_at = max(self._free_at.pop(peer, now), now)
         wait_s = free_at + EACH_S - (now + AT_ONCE * EACH_S)

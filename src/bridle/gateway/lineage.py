@@ -32,7 +32,7 @@ def index_reply(
     tokens: int,
     kind: Kind,
 ) -> None:
-    """Have a committed reply found by the requests that show it.
+    """Index a committed reply, so that requests that contain it are recognised as its continuation.
 
     `asked` is its request, the canonical form and the template arguments of it; `shown` is the
     reply as its dialect's messages, `tokens` how many were sampled.
@@ -53,9 +53,11 @@ def index_reply(
 def turns_shown(
     session: GatewaySession, question: Question, parent: Call | None
 ) -> TurnCounts | None:
-    """Return the counts of a request whose prompt extends `parent`; `None` = it is a root.
+    """Return the counts of assistant turns (verbatim, re-rendered, foreign) of a request whose
+    prompt extends `parent`.
 
-    `None` is returned where those of the parent are not known (a capture file of an older version).
+    `None` = it is a root, or the counts of the parent are not known (a capture file of an older
+    version).
     """
     request, before = question.request, None
     if parent is not None and (before := parent.turns) is None:
@@ -73,7 +75,8 @@ def turns_shown(
 
 
 def turns_under(session: GatewaySession, call: Call, prompt: PromptIds) -> TurnCounts | None:
-    """Return the counts of a call whose `prompt` was not made from its parent's ids.
+    """Return the counts of assistant turns of a call whose `prompt` was not made from its parent's
+    ids.
 
     An engine that rendered the messages itself may have come to the same ids.
     """
@@ -85,7 +88,9 @@ def turns_under(session: GatewaySession, call: Call, prompt: PromptIds) -> TurnC
 
 
 def standing(prompt: PromptIds, parent: Call | None) -> Call | None:
-    """`parent`, if a prompt that was not made from its ids begins with all of them."""
+    """Return `parent` if a prompt that was not made from its ids begins with all of them, else
+    `None`.
+    """
     if parent is None or parent.prompt is None:
         return None
     before, output_ids = parent.sampled()
@@ -103,8 +108,10 @@ SUMMARISED: Final = "summarised"
 def after_summary(
     session: GatewaySession, request: ModelRequest, placement: Placement
 ) -> Placement:
-    """Place a root (`placement`) whose text holds a summary of ours as its writer's
-    continuation.
+    """Return the placement of a root as a continuation, if its text contains a summary of this
+    session.
+
+    It then continues the exchange that wrote the summary.
     """
     parent = session.lineage.summarised_by(request.messages)
     if parent not in session.calls:
@@ -113,9 +120,10 @@ def after_summary(
 
 
 def of_subagent(session: GatewaySession, question: Question, asked: Asked) -> Asked:
-    """Classify a call without a mark as a sub-agent's if its task is in a call of ours.
+    """Return the call's kind as sub-agent if its task is an argument of an earlier call of this
+    session.
 
-    So are those that continue one.
+    So are calls that continue a sub-agent's. Calls whose kind is marked are left alone.
     """
     if asked.kind is not Kind.AGENT or asked.kind_rule is not None:
         return asked

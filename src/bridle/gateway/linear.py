@@ -103,10 +103,10 @@ class Tip:
     """Those that are not settled, oldest first."""
 
     def next(self, data: bytes, at: int, session: GatewaySession) -> Question | None:
-        """Read the request `data[at:]` if it goes on from the last reply; `None` = it does not, or
-        is unusual.
+        """Parse the request `data[at:]` if it continues the last reply; `None` = it does not, or is
+        unusual.
 
-        Its `request` has the messages from that reply on only.
+        The returned question's `request` has only the messages after that reply.
         """
         start, end = at + len(self.body), len(data) - len(self.tail)
         grows = 0 < end - start <= LONG_BYTES and data[start] == _COMMA
@@ -169,7 +169,7 @@ class Tip:
         return link if new and results == len(calls) else None
 
     def begun(self, call: Call, question: Question) -> LinearTurn:
-        """Tie the call of the request that `next` read last to the one that it goes on from."""
+        """Link the call of the request that `next` read last to the call that it continues."""
         assert self.newest is not None, "the request was read"
         self.body, link = self.newest
         parent, before = self.call, self.call.turns
@@ -183,7 +183,9 @@ class Tip:
         return turn
 
     def goes_on(self, turn: LinearTurn, session: GatewaySession) -> bool:
-        """Go on to a turn whose reply was delivered; `False` = what follows it needs a search."""
+        """Move the tip to a turn whose reply was delivered; `False` = what follows it needs a
+        search.
+        """
         assert turn.shown is not None, "it was sampled"
         after = _link_after(turn.link, turn.shown, self.question.request)
         if after is None or turn.call.finish is FinishReason.ABORT:
@@ -212,8 +214,10 @@ def _link_after(link: bytes, shown: tuple[Message, ...], request: ModelRequest) 
 def tip_of(
     session: GatewaySession, request: ModelRequest, known: KnownHead, models: Models
 ) -> Tip | None:
-    """Return the tip at the reply to `request`, which has this head and was just answered; `None` =
-    what follows needs a search.
+    """Return the session's tip: the state by which a request that only adds messages to the reply
+    just given is read without a search.
+
+    `None` = what follows needs a search.
     """
     if session.newest is None or session.newest[1].request is not request:
         return None
@@ -270,7 +274,7 @@ def _only_child(session: GatewaySession, call: Call, question: Question) -> byte
 
 
 def settle(session: GatewaySession) -> None:
-    """Have the session's memory know the turns that went on without it."""
+    """Add the turns that were read without a search to the session's index."""
     tip, session.tip = session.tip, None
     if tip is None:
         return

@@ -68,7 +68,7 @@ class DisconnectListener(Protocol):
     """Whoever waits at a connection for a reply."""
 
     def lost(self) -> None:
-        """Handle the loss of the connection."""
+        """Act on the loss of the connection."""
 
 
 class ConnectionServer(DisconnectListener, Protocol):
@@ -76,10 +76,10 @@ class ConnectionServer(DisconnectListener, Protocol):
 
     @property
     def flight(self) -> object:
-        """The request that it serves; `None` = none."""
+        """Request that the connection serves; `None` = none."""
 
     def received(self, data: bytes) -> bool:
-        """Take what arrived; `False` = it is aiohttp's."""
+        """Take received bytes; `False` = aiohttp is to read them."""
 
 
 class Connection(RequestHandler):
@@ -135,7 +135,7 @@ class Connection(RequestHandler):
         return waiter is not None and not waiter.done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accept a client; it gets the time of a head to send its first byte."""
+        """Accept a client, which must send its first byte within the time limit for a head."""
         super().connection_made(transport)
         self._begin_deadline()
 
@@ -145,14 +145,14 @@ class Connection(RequestHandler):
         self._names_agent = False
 
     def data_received(self, data: bytes) -> None:
-        """Start the clock at a request's first byte."""
+        """Take received bytes; the first of a request starts the time limits."""
         if self._lingers:
             return
         if self.line is None or not self.line.received(data):
             self.pass_on(data)
 
     def pass_on(self, data: bytes) -> None:
-        """Have aiohttp read what arrived."""
+        """Pass received bytes to aiohttp."""
         waiter = self._waiter
         in_head = waiter is not None and not waiter.done()  # of the next request
         if in_head:
@@ -187,7 +187,7 @@ class Connection(RequestHandler):
             self._manager.make_room()
 
     def head_arrived(self) -> None:
-        """Handle a request whose head is whole."""
+        """End the time limit of a request's head, which has arrived."""
         self.was_served = True
         if self._unfinished:
             self._let_go()
@@ -198,7 +198,7 @@ class Connection(RequestHandler):
         """Discard what the client still sends, until it closes (cancellation) or `LINGER_S` later.
 
         A connection that is closed while its client sends is reset, and the client may lose its
-        answer. What is discarded is not unpacked.
+        answer. The discarded bytes are not decompressed.
         """
         self._lingers = True
         if self.transport is not None:
@@ -206,7 +206,7 @@ class Connection(RequestHandler):
         await asyncio.sleep(LINGER_S)
 
     def write_reply(self, data: bytes) -> None:
-        """Write a whole reply to a request that aiohttp knows nothing of."""
+        """Write a whole reply to a request that was read without aiohttp."""
         assert self.transport is not None
         self.transport.write(data)
         self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
@@ -222,7 +222,7 @@ class Connection(RequestHandler):
             self._deadline = None
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Handle a client that has gone."""
+        """Release what the connection holds, because its client has gone."""
         self._end_deadline()
         self._let_go()
         for served in (self.line, self.handed):
@@ -268,7 +268,9 @@ class _Server(web.Server):
 
 
 def most_connections() -> int:
-    """Return half of the files that the process may have open: a model call has a second one."""
+    """Return half of the files that the process may open: a model call needs a second
+    connection.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MANY_CONNECTIONS if soft == resource.RLIM_INFINITY else max(soft // 2, 16)
 

@@ -25,7 +25,7 @@ class Mark:
     calls: int = 0
 
     def within(self, reply: Reply) -> Reply:
-        """Return the beginning of `reply` that ends here."""
+        """Return the beginning of `reply` up to this mark."""
         return Reply(
             content=reply.content[: self.text],
             reasoning=(reply.reasoning or "")[: self.reasoning] or None,
@@ -72,16 +72,16 @@ class LiveReply:
 
     @property
     def is_live(self) -> bool:
-        """Return whether pieces can be sent before the end."""
+        """Return whether pieces of the reply can be sent before its end."""
         return self._reader is not None or self._by_engine
 
     @property
     def call_ids(self) -> list[str]:
-        """Ids of the calls that may have left."""
+        """Ids of the tool calls of which a part may have been sent."""
         return [call.id or "" for call in self._calls]
 
     def feed(self, chunk: GenerateChunk) -> None:
-        """Take what the engine has sampled."""
+        """Take a chunk of sampled tokens."""
         reported = chunk.prompt_ids_json
         if reported is not None and reported != self._prompt.json():
             self._held = True  # sampled under another prompt, which may read otherwise
@@ -116,12 +116,14 @@ class LiveReply:
             follower()
 
     def wake(self) -> None:
-        """Let all followers look again."""
+        """Wake all connections that stream this reply."""
         for follower in self.followers:
             follower()
 
     def after(self, mark: Mark, encoder: StreamEncoder) -> tuple[bytes, Mark]:
-        """Return the events of what lies behind `mark`, and where that ends."""
+        """Return the stream events of the part of the reply behind `mark`, and the mark at
+        its end.
+        """
         end, events = self._end, b""
         if encoder.calls_at_end and end.calls != mark.calls:
             end = Mark(end.reasoning, end.text, mark.calls)
@@ -134,7 +136,7 @@ class LiveReply:
         return events, end
 
     def note(self, mark: Mark) -> None:
-        """Note that the reply up to `mark` was written to a client."""
+        """Record that the reply up to `mark` was written to a client."""
         self.partly_sent = True
         if (mark.calls, mark.text, mark.reasoning) > (
             self.sent.calls,
@@ -144,7 +146,7 @@ class LiveReply:
             self.sent = mark
 
     def delivered(self) -> Reply:
-        """Return the part that was written to the client that received most."""
+        """Return the part of the reply that was written to the client that received most."""
         whole = Reply(
             self._text.getvalue(),
             self._reasoning.getvalue(),

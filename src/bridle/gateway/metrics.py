@@ -43,6 +43,7 @@ class Tally:
             self.values[()] = 0
 
     def family(self) -> Metric:
+        """Return the counter or gauge with all its labels' values for Prometheus."""
         kind = GaugeMetricFamily if self._sinks else CounterMetricFamily
         family = kind(self._name, self._text, labels=self._labels)
         for of, value in self.values.items():
@@ -60,11 +61,12 @@ class Spread:
         self._created = time.time()
 
     def observe(self, seconds: float) -> None:
-        """Count one more."""
+        """Add one duration to the histogram."""
         self._counts[bisect_left(self._bounds, seconds)] += 1
         self._total += seconds
 
     def family(self) -> Metric:
+        """Return the histogram for Prometheus."""
         names = [*map(floatToGoString, self._bounds)]
         family = HistogramMetricFamily(self._name, self._text)
         family.add_metric([], [*zip(names, accumulate(self._counts), strict=True)], self._total)
@@ -126,15 +128,17 @@ class Metrics:
         self.duration.observe(seconds)
 
     def watch(self, pools: Callable[[], Mapping[str, EnginePool]]) -> None:
-        """Tell the replicas of these pools, by the name of their model, whenever somebody asks."""
+        """Include the state of these pools' replicas, by the name of their model, in every
+        rendering.
+        """
         self._registry.register(_Replicas(pools))
 
     def watch_disk(self, folder: Path) -> None:
-        """Tell how much room there is where `folder` lies."""
+        """Include the free space of the disk that has `folder` in every rendering."""
         self._registry.register(_Disk(folder))
 
     def render(self) -> bytes:
-        """Return all of them as Prometheus text, version 0.0.4."""
+        """Return all metrics as Prometheus text, version 0.0.4."""
         return generate_latest(self._registry)
 
 

@@ -44,7 +44,7 @@ class OtherModel:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Names and globs that it answers to."""
+        """Model names and globs that this entry answers to."""
         return (self.name, *self.spec.match)
 
 
@@ -65,7 +65,9 @@ class Served:
     """The model's name on the engine's side; `None` = its only one."""
 
     def template_args(self, request: ModelRequest) -> Hashable:
-        """Return what shapes a prompt besides messages and tools; never equal for two engines."""
+        """Return the settings that shape a prompt besides messages and tools; never equal for two
+        engines.
+        """
         args = self.renderer.template_args(request)
         return args if self.other is None else (self.other, args)
 
@@ -87,7 +89,7 @@ class Models:
         self._found: dict[tuple[str, Kind], Served] = {}
 
     def add(self, other: OtherModel, info: EngineInfo) -> None:
-        """Make an entry known, its engine started; `info` is what that said."""
+        """Add an entry whose engine is started; `info` are that engine's capabilities."""
         policy, spec = self.policy, other.spec
         own = other.engine is not None
         engine = other.engine or policy.engine
@@ -110,7 +112,10 @@ class Models:
         self._found.clear()
 
     def find(self, model: str, kind: Kind) -> Served:
-        """By exact name, then by glob, then by kind, each in the table's order; else the policy."""
+        """Return the engine for a model name and a kind of call.
+
+        By exact name, then by glob, then by kind, each in the table's order; else the policy.
+        """
         found = self._found.get((model, kind))
         if found is None:
             found = next(self._candidates(model, kind), self.policy)
@@ -131,17 +136,21 @@ class Models:
                 yield entry.served
 
     def of(self, other: str | None) -> Served:
-        """Return the engine of that name, or the policy where there is none of it (any more)."""
+        """Return the engine of that name, or the policy's if there is none of it (any more)."""
         named = (entry.served for entry in self._entries if entry.served.other == other)
         return self.policy if other is None else next(named, self.policy)
 
     def template_args_of(self, other: str | None, request: ModelRequest) -> Hashable:
-        """`Served.template_args` as they were for an engine that may be gone."""
+        """Return the settings that shape a prompt besides messages and tools, for an engine that
+        may have been removed.
+        """
         args = self.of(other).renderer.template_args(request)
         return args if other is None else (other, args)
 
     def names(self) -> list[str]:
-        """Model names to be listed: the policy's, then every exact name of the table."""
+        """Return the model names for the model list: the policy's, then every exact name of the
+        table.
+        """
         listed = [
             self.policy.info.model,
             *(name for entry in self._entries for name in entry.names),
@@ -157,7 +166,8 @@ def make_policy(
     *,
     by_engine: bool = False,
 ) -> Served:
-    """Make the policy, which answers whatever no entry of the table is for.
+    """Return the engine entry of the policy, which answers every model name without an entry of its
+    own.
 
     `by_engine` = the engine's own template renders the roots; it must be `Templating`.
     """
@@ -174,7 +184,9 @@ def make_policy(
 def make_sampler(
     engine: Engine, info: EngineInfo, renderer: PromptRenderer, version: Callable[[], int]
 ) -> Sampler:
-    """Make the sampler of an engine; `version` = of tokens whose engine does not report theirs."""
+    """Return the sampler of an engine; `version` returns that of tokens whose engine
+    reports none.
+    """
     return Sampler(
         engine,
         mode=info.logprob_mode,
@@ -184,7 +196,9 @@ def make_sampler(
 
 
 def check_models(models: Sequence[OtherModel]) -> None:
-    """Refuse a table in which a name stands twice, or an entry that changes nothing."""
+    """Raise `ConfigError` for a table in which a name occurs twice, or an entry that changes
+    nothing.
+    """
     seen: dict[str, str] = {}
     for model in models:
         if model.name == POLICY:

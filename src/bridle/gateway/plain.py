@@ -81,7 +81,7 @@ class Handed:
     deliveries: Deliveries
 
     def lost(self) -> None:
-        """Handle a client that has gone before that."""
+        """Act on the loss of the client before its reply."""
         self.taken.give_back()
         self.deliveries.left(self.session, self.call, partly=False)
 
@@ -112,16 +112,18 @@ class KnownHead:
         answers them; `None` = not known."""
 
     def is_fixed(self, request: ModelRequest) -> bool:
-        """Return whether `said` says of all requests with this one's fields what it said of it."""
+        """Return whether all requests with this one's fields get the same engine and settings as
+        it.
+        """
         known = self._said
         return known is not None and known[0] is request.extra and known[1] == request.model
 
     def said(
         self, session: GatewaySession, request: ModelRequest, models: Models
     ) -> tuple[Asked, Served, EnginePool] | None:
-        """Read what a request says besides its messages, and find who answers it.
+        """Return a request's settings besides its messages, and the engine and pool that answer it.
 
-        `None` = it does not want a sample of its own, not constrained, from a pool of engines.
+        `None` = it does not want one unconstrained sample of its own from a pool of engines.
         """
         known = self._said
         if known is not None and known[0] is request.extra and known[1] == request.model:
@@ -160,7 +162,7 @@ class PlainConnection:
         self._timer: asyncio.TimerHandle | None = None
 
     def received(self, data: bytes) -> bool:
-        """Take what arrived; `False` = it is the general path's."""
+        """Take received bytes; `False` = the general path is to read them."""
         if self.flight is not None:  # a client that does not wait for its reply
             self.flight.hand_over()
             return False
@@ -229,7 +231,7 @@ class PlainConnection:
         self.connection.pass_on(data)
 
     def lost(self) -> None:
-        """Handle a client that has gone."""
+        """Detach the client, which has gone, from its call."""
         if self._parts:
             _, taken = self._whole()
             taken.give_back()
@@ -269,14 +271,16 @@ class PlainPath:
         """Calls that it answered."""
 
     def line(self, connection: Connection) -> PlainConnection:
-        """See `Listener`."""
+        """Return the reader of a new connection."""
         return PlainConnection(self, connection)
 
     def offer(
         self, http: web.BaseRequest, session: GatewaySession, headers: dict[str, str], route: Route,
         wire: WireFormat, request: ModelRequest,
     ) -> None:  # fmt: skip
-        """Have further requests with this one's head take the plain path; it was answered."""
+        """Register the head of an answered request, so that later ones with it take the
+        plain path.
+        """
         known = self._offered(http, session, headers, route, wire)
         leaves_whole = not request.stream or self.settings.stream == "whole"
         if known is not None and leaves_whole and session.tip is None and not session.sealed:
@@ -319,7 +323,7 @@ class PlainPath:
         return self._known.get((data[: length.start(1)], data[length.end(1) : end]))
 
     def write(self) -> None:
-        """Write the exchanges that wait for it, in one transaction."""
+        """Write the exchanges that are queued, in one transaction."""
         flights, self.unwritten = self.unwritten, []
         if not flights:
             return
@@ -346,8 +350,9 @@ class PlainPath:
                 log.error("plain_path_failed", trace=trace_of(error))  # noqa: TRY400 - no variables
 
     def take(self, line: PlainConnection, data: bytes, start: int, taken: Taken) -> bool:
-        """Begin the call of a whole request, its body behind `start`; `False` = nothing is done,
-        and what was taken is given back.
+        """Begin the call of a complete request, whose body begins at `start`.
+
+        `False` = nothing is done, and `taken` is given back.
         """
         flight = None
         try:
@@ -492,7 +497,7 @@ class PlainCall:
     """The end of the write in the store's thread; `None` = it does not write it."""
 
     def begin(self) -> None:
-        """Give the call to the engine."""
+        """Send the call to the engine."""
         exchanges, session, call = self.path.exchanges, self.taken.session, self.call
         question, prompted = self.question, self.prompted
         if self.tip is None:
@@ -520,7 +525,7 @@ class PlainCall:
             self.alarm = asyncio.get_running_loop().call_later(patience_s, self.hand_over)
 
     def arrived(self, _: asyncio.Future[Any]) -> None:
-        """Commit the engine's reply, or handle its failure; then answer."""
+        """Take the engine's reply, commit it and answer; or handle its failure."""
         call, session, exchanges = self.call, self.taken.session, self.path.exchanges
         if call.flight is not self:
             return  # a task goes on with it
@@ -556,11 +561,11 @@ class PlainCall:
             asyncio.get_running_loop().call_soon(path.write)
 
     def not_written(self, error: Exception) -> None:
-        """Hand over a call whose exchange cannot be written."""
+        """Pass a call whose exchange cannot be written to the general path."""
         self.hand_over(self._written(_failing(error)))
 
     def writes(self, writing: asyncio.Future[None]) -> None:
-        """Wait for the store's thread."""
+        """Wait until the store's thread has written the exchange."""
         self.writing = writing
         writing.add_done_callback(self._durable)
 
@@ -578,7 +583,7 @@ class PlainCall:
             self.committed()
 
     def committed(self) -> None:
-        """Answer the client, if its connection takes the reply at once: the exchange is durable.
+        """Answer the client of a durable exchange, if its connection takes the reply at once.
 
         The reply leaves before anything else is done.
         """
@@ -629,9 +634,9 @@ class PlainCall:
     # ---- what is not plain
 
     def hand_over(self, work: Coroutine[None, None, None] | None = None) -> None:
-        """Have a task go on with the call, and the general path answer its client.
+        """Continue the call in a task, and answer its client on the general path.
 
-        `work` is what is left to do; `None` = to wait for the engine or the store, and all that
+        `work` is the rest of the work; `None` = wait for the engine or the store, and all that
         follows.
         """
         self._start_task(work)

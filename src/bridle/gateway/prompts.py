@@ -71,12 +71,11 @@ class Prompts:
     async def prompted(
         self, question: Question, parent: Call | None, shown: Shown | None = None
     ) -> Prompted:
-        """Return the ids to sample under: the parent's extended, else rendered anew.
+        """Return the prompt ids of a call: the parent's extended, else rendered anew.
 
-        `parent` is the call that the question's placement names; `shown` is what the
-        engine reported of messages with images. Raises `RenderError`, `EngineError` if the engine
-        was to render and failed, or `RequestError` for a prefill that the model's template does
-        not take.
+        `parent` is the call that the question's placement names; `shown` is what the engine
+        reported of messages with images. Raises `RenderError`, `EngineError` if the engine was to
+        render and failed, or `RequestError` for a prefill that the model's template does not take.
         """
         request, placement = question.request, question.placement
         if shown is not None:
@@ -101,9 +100,10 @@ class Prompts:
         return await self._root(messages, request, reason or "first")
 
     def check_length(self, request: ModelRequest) -> None:
-        """Refuse a request whose characters are more than the context's tokens can stand for.
+        """Raise `RequestError` for a request with more characters than the context's tokens can
+        stand for.
 
-        `RequestError`, the provider's own for a prompt that is too long.
+        It is the provider's own error for a prompt that is too long.
         """
         least = characters(request.messages, request.tools_span)
         least = math.ceil(least / self._renderer.chars_per_token)
@@ -148,9 +148,9 @@ class Prompts:
         )
 
     def extended_now(self, question: Question, parent: Call, size: int) -> Prompted | None:
-        """Return the parent's prompt extended, as `prompted` does; `None` = that is to be asked.
+        """Return the parent's prompt extended by the new messages, if that takes little time.
 
-        Only where it takes little time. `size`: of the request, bytes. `RenderError`.
+        `None` = `prompted` is to do it. `size` is the request's, in bytes. Raises `RenderError`.
         """
         new = messages_after(question.request.messages, question.placement.new_from)
         if len(new) > MANY or (size > LONG_CHARS and characters(new, None) > LONG_CHARS):
@@ -266,7 +266,7 @@ class Prompts:
         return replace(turn, content=rest if found else turn.content)
 
     def with_logprobs(self, reply: Reply, sampled: SampledReply) -> Reply:
-        """`reply` with the logprobs of its tokens, for a client that asked for them."""
+        """Return the reply with the logprobs of its tokens, for a client that asked for them."""
         if len(sampled.logprobs) != len(sampled.output_ids):
             return reply
         ids = sampled.output_ids
@@ -276,7 +276,7 @@ class Prompts:
 
 
 def characters(messages: Sequence[Message], tools: bytes | None) -> int:
-    """Characters of messages and a tool list that a prompt shows; images have none."""
+    """Return how many characters of messages and a tool list a prompt shows; images have none."""
     found = len(tools or b"")
     for message in messages:
         if message.reasoning:

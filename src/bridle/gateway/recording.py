@@ -69,7 +69,7 @@ class Finished:
 
 
 def issued_ids(messages: tuple[Message, ...]) -> list[str]:
-    """Return every id and opaque value of a reply that only we can have made."""
+    """Return every id and signature in a reply that only this gateway can have made."""
     issued: list[str] = []
     for message in messages:
         if message.tool_calls:
@@ -79,9 +79,10 @@ def issued_ids(messages: tuple[Message, ...]) -> list[str]:
 
 
 def exchange_record(finished: Finished, index: int, unpaired: int = 0) -> Exchange:
-    """Return the exchange of a finished call; `index` is its place in the order of commit.
+    """Return the record of a finished call; `index` is its place in the order of commit.
 
-    `unpaired`: calls without a result that the session's requests did not show before.
+    `unpaired` counts its tool calls without a result that the session's requests did not show
+    before.
     """
     call, sample = finished.call, finished.sample
     request = finished.question.request
@@ -131,7 +132,7 @@ def _experts(sample: SampledReply, prompt_length: int) -> bytes | None:
 
 
 def sampled_under(prompted: Prompted, sample: SampledReply) -> tuple[PromptIds, Call | None]:
-    """Return the prompt that the engine really used, and the call whose ids it extends."""
+    """Return the prompt that the engine really used, and the earlier call whose ids it extends."""
     if sample.engine_prompt is not None:
         return sample.engine_prompt, None
     return prompted.prompt, prompted.parent
@@ -144,7 +145,7 @@ def _root_reason(finished: Finished) -> str | None:
 
 
 def new_bodies(finished: Finished, stored: set[bytes]) -> Mapping[bytes, bytes]:
-    """Return the raw messages and tools whose digests are not in `stored`."""
+    """Return the raw messages and tools of a call whose digests are not in `stored`."""
     request, span_list = finished.question.request, finished.call.spans
     new_spans = request.message_spans[len(request.message_spans) - len(span_list.new) :]
     spans = zip(span_list.new, new_spans, strict=True)
@@ -247,8 +248,9 @@ def _unknown(finished: Finished) -> JSON:
 
 
 def images_of(finished: Finished) -> Sequence[JSON]:
-    """Return the images of the prompt, in order; with their places, if the engine used our
-    prompt.
+    """Return the images of the prompt, in order.
+
+    They have their positions if the engine used the prompt that was sent.
     """
     shown = finished.prompted.shown
     images = finished.prompted.images if shown is None else shown.images

@@ -55,13 +55,16 @@ RETRIED: Final = frozenset({408, 409, 429})
 
 
 def question_key(request: ModelRequest, canonical: Canonical, template_args: Hashable) -> bytes:
-    """16 bytes over all that makes two calls samples of one question; `stream` is no part of it."""
+    """Return 16 bytes of a hash over all that makes two calls samples of one question.
+
+    `stream` is no part of it.
+    """
     whole = canonical.chain[-1] + question_rest(request, canonical.tools_digest, template_args)
     return blake2b(whole, digest_size=16).digest()
 
 
 def question_rest(request: ModelRequest, tools_digest: bytes, template_args: Hashable) -> bytes:
-    """Return what `question_key` covers besides the chain of messages."""
+    """Return the part of a question's hash that covers everything besides the messages."""
     sampling = request.sampling
     asked = (
         request.model,
@@ -100,22 +103,22 @@ class Tries:
         """Set, and dropped, when a client is detached from a call; made by the first who waits."""
 
     def begin(self, call: Call) -> None:
-        """Register a call that may be joined until it is delivered."""
+        """Register a call that retries may join until its reply is delivered."""
         key = call.question_key
         self._open[key] = [*self._open[key], call] if key in self._open else [call]
 
     def named(self, call: Call, idempotency_key: str) -> None:
-        """Note the idempotency key that a client of `call` sent."""
+        """Record the idempotency key that a client of the call sent."""
         call.idempotency_keys |= {idempotency_key}
         self._by_idempotency[idempotency_key] = call
 
     def same_key(self, question: bytes, asked: Asked) -> Call | None:
-        """Return the call of the same idempotency key and question, delivered or not."""
+        """Return the call with the same idempotency key and question, delivered or not."""
         call = self._by_idempotency.get(asked.idempotency_key or "")
         return call if call is not None and call.question_key == question else None
 
     def end(self, call: Call) -> None:
-        """Remove a call that is delivered or failed: nobody joins it any more."""
+        """Remove a call that is delivered or failed: no retry joins it any more."""
         key = call.question_key
         if (found := self._open.get(key)) is None:
             return
@@ -125,13 +128,13 @@ class Tries:
             del self._open[key]
 
     def failed(self, call: Call) -> None:
-        """Note that a call failed; a client that waits must still get the error."""
+        """Record that a call failed; a client that waits must still get the error."""
         self.end(call)
         if not call.clients:
             self._refuse(call.question_key, call.asked.user_agent, call.retry_count)
 
     def refused(self, question: bytes, asked: Asked, error: RequestError) -> None:
-        """Note that a client got `error`; a retry after that is a new sample."""
+        """Record that a client got `error`; a retry after that is a new sample."""
         if error.status >= 500 or error.status in RETRIED:
             self._refuse(question, asked.user_agent, asked.retry_count)
 
@@ -139,15 +142,15 @@ class Tries:
         self._refused[question, user_agent, retry_count + 1] += 1
 
     def detached(self) -> None:
-        """Wake those that wait: a client has left a call, or has its reply."""
+        """Wake the requests that wait, because a client has left a call or has its reply."""
         if self._changed is not None:
             self._changed.set()
             self._changed = None
 
     def find(self, question: bytes, asked: Asked) -> Call | None:
-        """Return the call that a request joins; `None` = there is none now.
+        """Return the call that a retry joins; `None` = there is none now.
 
-        Of several lost calls, the one whose next retry this is, then the newest.
+        Of several calls without a client, the one whose next retry this is, then the newest.
         """
         if not (undelivered := self._open.get(question)):
             return None
@@ -160,10 +163,10 @@ class Tries:
         return min(found, key=lambda call: call.retry_count != expected, default=None)
 
     async def waited(self, question: bytes, asked: Asked) -> bool:
-        """Return whether a retry had to wait for the connection of its first try to close.
+        """Wait until the connection of a retry's first try closes; return whether it had to wait.
 
-        It need not where `find` finds a call, where a try of it was refused (which it takes), and
-        where no call like its own has a client.
+        It need not where `find` finds a call, where a try of it was refused (that refusal is then
+        used up), and where no call like its own has a client.
         """
         if asked.retry_count == 0 or self.find(question, asked) is not None:
             return False
@@ -337,18 +340,18 @@ class GatewaySession:
         self.last_error_code: str | None = None
 
     def seconds(self) -> float:
-        """Return the time since the first question, which the first call asks."""
+        """Return the seconds since the session's first call."""
         now = time.monotonic()
         if self._first_call_at is None:
             self._first_call_at = now
         return now - self._first_call_at
 
     def in_flight(self) -> int:
-        """Calls that are neither committed nor failed."""
+        """Return how many calls are neither committed nor failed."""
         return len(self.running)
 
     def facts(self) -> SessionFacts:
-        """Return a snapshot of the counters."""
+        """Return the session's results so far: counts, times and the last error."""
         return SessionFacts(
             session_id=self.session_id,
             calls=self.requests,
@@ -363,9 +366,9 @@ class GatewaySession:
         )
 
     def check(self, asked: Canonical) -> None:
-        """Refuse a request with a tool result whose call it does not show, unless they are served.
+        """Raise `RequestError` for a tool result whose call the request does not show.
 
-        Raises `RequestError`.
+        Sessions that allow such requests are not checked.
         """
         if asked.pairing.orphans and self.plan.refuses_orphans:
             raise faults.orphan(asked.pairing.orphans[0])
@@ -377,13 +380,13 @@ class GatewaySession:
         return len(self._unpaired) - before
 
     def note_error(self, message: str, code: str | None = None) -> None:
-        """Note that the last reply to the harness is an error."""
+        """Record that the last reply to the harness is an error."""
         self.failed_last = True
         self.last_error = message
         self.last_error_code = code
 
     def forget_conversation(self) -> None:
-        """Free what only a living session needs."""
+        """Free the memory that only an open session needs."""
         self.conversation = Conversation()
         self.tip = self.newest = None
         self.calls.clear()
@@ -410,14 +413,14 @@ class Registry:
         return len(self._by_id)
 
     def add(self, session: GatewaySession, digest: bytes) -> None:
-        """Make a session known under the hash of its key."""
+        """Register a session under the hash of its key."""
         self._opened += 1
         session.number = self._opened
         self._by_id[session.session_id] = session
         self._by_key[digest] = (digest, session)
 
     def remove(self, session: GatewaySession, digest: bytes) -> None:
-        """Forget a session that could not be opened, or is over."""
+        """Remove a session that could not be opened, or is over."""
         del self._by_id[session.session_id]
         del self._by_key[digest]
         if session.sealed:
@@ -426,7 +429,7 @@ class Registry:
                 self._ended.popitem(last=False)
 
     def page(self, after: int, limit: int) -> list[GatewaySession]:
-        """Up to `limit` sessions with numbers above `after`, oldest first."""
+        """Return up to `limit` sessions with numbers above `after`, oldest first."""
         rest = (session for session in self._by_id.values() if session.number > after)
         return list(islice(rest, limit))
 
@@ -452,7 +455,7 @@ class Registry:
         return known[1]
 
     def authenticate(self, path_token: str | None, keys: Sequence[str]) -> GatewaySession:
-        """Return the living session that the path and the keys name.
+        """Return the open session that the path and the keys of a request name.
 
         `path_token` is what follows `/s/`: a session id, or a key; `None` = no such prefix. Keys
         beside a key in the path may be anything that names no other session (clients that want one
@@ -477,12 +480,12 @@ class Registry:
 
 
 def new_session_id() -> str:
-    """Make an id for a session whose opener named none."""
+    """Return a new id for a session that was opened without one."""
     return f"s-{secrets.token_hex(8)}"
 
 
 def stored_settings(digest: bytes, sampling: SamplingPolicy, limits: Limits) -> JSON:
-    """Return the gateway's part of a session record, under `STORED_AS`."""
+    """Return the gateway's settings of a session as its record stores them."""
     return {
         "key_sha256": digest.hex(),
         "sampling": sampling.model_dump(mode="json"),
@@ -491,7 +494,9 @@ def stored_settings(digest: bytes, sampling: SamplingPolicy, limits: Limits) -> 
 
 
 def facts_of(outcome: Outcome | None) -> SessionFacts | None:
-    """Return the facts of a session that was deleted; `None` = it was not."""
+    """Return the results of a session that was deleted, from its outcome; `None` = it was not
+    deleted.
+    """
     kept = None if outcome is None else outcome.metadata.get(FACTS)
     return None if kept is None else SessionFacts(**kept)
 

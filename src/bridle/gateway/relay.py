@@ -33,13 +33,14 @@ SSE_HEADERS: Final = {
 def json_response(
     body: bytes, status: int = 200, headers: dict[str, str] | None = None
 ) -> web.Response:
+    """Return an HTTP response with a JSON body."""
     return web.Response(
         body=body, status=status, headers={"Content-Type": JSON_TYPE, **(headers or {})}
     )
 
 
 def refusal(wire: WireFormat, error: RequestError) -> web.Response:
-    """Return an error in the provider's shape."""
+    """Return an error as an HTTP response in the provider's form."""
     status, headers, body = wire.error(error)
     return json_response(body, status, headers)
 
@@ -212,7 +213,9 @@ _STREAM_HEADS: Final = {
 
 
 def whole_stream(call: Call, request: ModelRequest, route: Route, wire: WireFormat) -> bytes:
-    """Return a committed reply as a stream over a connection that stays, its head included."""
+    """Return the bytes of a committed reply as a whole stream with its head, over a connection that
+    stays open.
+    """
     encoder, answer = wire.stream(request, call.head), call.answered()
     opening = encoder.open()
     before, last = encoder.close(answer.reply, answer.usage)

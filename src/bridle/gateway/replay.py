@@ -55,10 +55,11 @@ class Captured:
 
     @property
     def exchange(self) -> Exchange:
+        """Exchange with the captured reply."""
         return self.node.exchange
 
     def sample(self, decode: Callable[[Ids], str]) -> SampledReply:
-        """Return the reply as if it had been sampled now."""
+        """Return the captured reply as if it had been sampled now."""
         exchange = self.exchange
         stops = exchange.sampling.stop
         text = decode(exchange.output_ids) if stops else ""
@@ -114,9 +115,9 @@ class Replay:
     def take(
         self, prompted: Prompted, kind: Kind, decode: Callable[[Ids], str]
     ) -> tuple[Prompted, Captured | None]:
-        """Take the captured reply to a prompt; `None` = the engine is to sample.
+        """Return the captured reply to a prompt, and the prompt; `None` = the engine is to sample.
 
-        Returns the prompt with it: the captured one where they differ in named texts only.
+        The prompt is the captured one where they differ only in texts that are known to vary.
         `RequestError` for a prompt that was not captured, at the fork point or before.
         """
         prompt = prompted.prompt
@@ -162,13 +163,15 @@ class Replay:
         return replace(prompted, prompt=prompted.prompt.instead(old[kept:]), noise=names)
 
     def put_back(self, captured: Captured) -> None:
-        """Return a reply whose call failed before its commit: the harness may ask again."""
+        """Put back a captured reply whose call failed before its commit: the harness may
+        ask again.
+        """
         insort(self._left, captured, key=lambda one: one.exchange.index)
         self._given -= 1
 
     def facts(self) -> JSON:
-        """Return the session and reply that it begins at, the replies given again, those that were
-        not asked for, and how true the fork is.
+        """Return the session and reply that the fork begins at, how many replies were replayed and
+        how many not asked for, and how exactly the fork repeats the session.
         """
         left = sum(one.exchange.kind in CONVERSATIONS for one in self._left)
         met = not left and (self._forked or not self._following)
@@ -179,7 +182,7 @@ class Replay:
 
 
 def replay_of(capture: SessionCapture, at: int, noise: Sequence[Varying] = ()) -> Replay:
-    """Make the replay of a captured session's first `at` delivered replies of the policy.
+    """Return a replay of the policy's first `at` delivered replies in a captured session.
 
     `ConfigError` if it has fewer, or if one of them cannot be given again.
     """
@@ -201,13 +204,15 @@ def replay_of(capture: SessionCapture, at: int, noise: Sequence[Varying] = ()) -
 
 
 def replies_of(capture: SessionCapture) -> tuple[int, int]:
-    """Count a session's replies that were given again or sampled, and those given again."""
+    """Return how many of a session's replies were replayed or sampled, and how many replayed."""
     shown = _received(capture)
     return len(fork_points(capture)), sum("replayed" in node.exchange.extra for node in shown)
 
 
 def fork_points(capture: SessionCapture) -> dict[str, int]:
-    """Return the exchanges after which a fork can begin, each with the `at` of that fork."""
+    """Return the exchanges after which a fork can begin, each with the number of replies to
+    replay.
+    """
     shown = itertools.takewhile(lambda node: not _unfit(node), _received(capture))
     return {node.exchange.exchange_id: at for at, node in enumerate(shown, 1)}
 

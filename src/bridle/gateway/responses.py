@@ -48,27 +48,29 @@ class Shelf:
         """By id; the newest last."""
 
     def keep(self, response_id: str, exchange_id: str, kept: StoredReply) -> None:
-        """Register a committed reply: it can be named from here on, and its items are in memory."""
+        """Register a committed reply, so that requests can refer to it; its items are kept in
+        memory.
+        """
         self.know(response_id, exchange_id)
         self._newest[response_id] = kept
         if len(self._newest) > NEWEST:
             del self._newest[next(iter(self._newest))]
 
     def know(self, response_id: str, exchange_id: str) -> None:
-        """Register a reply of an earlier process."""
+        """Register a reply of an earlier process, so that requests can refer to it."""
         self._exchanges[response_id] = exchange_id
 
     def forget(self, response_id: str) -> None:
-        """Remove a reply: it cannot be named any more."""
+        """Remove a reply: requests cannot refer to it any more."""
         self._exchanges.pop(response_id, None)
         self._newest.pop(response_id, None)
 
     def exchange_of(self, response_id: str) -> str | None:
-        """Return the exchange of a kept reply; `None` = there is none of that id."""
+        """Return the exchange of a stored reply; `None` = there is none of that id."""
         return self._exchanges.get(response_id)
 
     def at_hand(self, response_id: str) -> StoredReply | None:
-        """Return the reply and its request, if they need not be read from the store."""
+        """Return the reply and its request if they are in memory; else `None`."""
         return self._newest.get(response_id)
 
 
@@ -81,7 +83,7 @@ class Responses:
         self._messages = Anthropic()
 
     def resolved(self, session: GatewaySession, dialect: Dialect, body: bytes) -> bytes:
-        """Return a request's body with the items of kept replies in place of references to them."""
+        """Return a request's body with references to stored replies replaced by their items."""
         if dialect is not Dialect.OPENAI_RESPONSES:
             return body
         return self._wire.resolved(body, lambda item_id: self._item(session, item_id))
@@ -99,7 +101,7 @@ class Responses:
     def whole(
         self, session: GatewaySession, route: Route, body: bytes, request: ModelRequest
     ) -> ModelRequest:
-        """`request`, with the whole history where it continues a kept reply.
+        """Return the request with its whole history where it continues a stored reply.
 
         Raises the provider's 404 `RequestError` for an id that this session does not know.
         """
@@ -114,9 +116,9 @@ class Responses:
         return wire.parse(route, wire.continued(body, found), session.messages)
 
     async def answer(self, session: GatewaySession, route: Route, query: str) -> bytes:
-        """Return the JSON of what is asked about one kept reply.
+        """Return the JSON answer to a request about one stored reply (show, items, delete).
 
-        `RequestError` as the API has it.
+        Raises the API's own `RequestError`.
         """
         response_id = route.resource or ""
         found = self._find(session, response_id)

@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 
 def register_stored(registry: Registry, store: Store) -> None:
-    """Make every session that a gateway opened in `store` known again; ended ones stay sealed."""
+    """Register every session that an earlier gateway opened in `store`; ended ones stay sealed."""
     for record in store.sessions():
         kept = record.metadata.get(STORED_AS)
         if kept is None:
@@ -67,7 +67,7 @@ class Restorer:
         self._models = models
 
     def count(self, session: GatewaySession) -> None:
-        """Have the facts of a session of an earlier process counted. `StoreError`."""
+        """Compute the counts of a session of an earlier process. `StoreError`."""
         if session.counted:
             return
         session.counted = True
@@ -82,9 +82,10 @@ class Restorer:
         )
 
     def restore(self, session: GatewaySession) -> None:
-        """Bring the session's exchanges back; nothing if they are there. `StoreError`.
+        """Read a session's exchanges from the store, unless they are in memory. `StoreError`.
 
-        An exchange that cannot be read (a damaged row) is left out: what continues it starts anew.
+        An exchange that cannot be read (a damaged row) is left out: requests that continue it are
+        roots.
         """
         self.count(session)
         if session.restored:

@@ -33,10 +33,10 @@ class Deliveries:
         self._metrics = metrics
 
     def joined(self, session: GatewaySession, question: bytes, asked: Asked) -> Call | None:
-        """Return the call that a request joins, its client attached; `None` = it is a sample of its
-        own.
+        """Return the call that a retry joins, its client attached; `None` = the request is a new
+        sample.
 
-        The reply that was delivered under the same idempotency key is superseded then: its client
+        A reply that was delivered under the same idempotency key is superseded then: its client
         asks for it again, so it never arrived.
         """
         call = session.tries.find(question, asked)
@@ -65,7 +65,7 @@ class Deliveries:
             call.grace = None
 
     def received(self, session: GatewaySession, call: Call) -> None:
-        """Note that a client got the whole reply over a live connection."""
+        """Record that a client got the whole reply over a live connection."""
         call.clients -= 1
         if call.delivery is not DeliveryState.DELIVERED:
             self.record(session, call, DeliveryState.DELIVERED)
@@ -75,7 +75,7 @@ class Deliveries:
         session.tries.detached()
 
     def refused(self, session: GatewaySession, call: Call, error: RequestError) -> None:
-        """Note that a client got the error of the call."""
+        """Record that a client got the error of the call."""
         call.clients -= 1
         session.note_error(str(error), error.code)
         if call.stage is Stage.FAILED:
@@ -84,7 +84,7 @@ class Deliveries:
         session.tries.detached()
 
     def left(self, session: GatewaySession, call: Call, *, partly: bool) -> None:
-        """Note that a client left before it had the whole reply; `partly` = it had some of it."""
+        """Record that a client left before it had the whole reply; `partly` = it had some of it."""
         call.clients -= 1
         call.partly_written |= partly
         self._release(call)
@@ -100,7 +100,9 @@ class Deliveries:
             call.grace = loop.call_later(self._grace_s, self.expire, session, call)
 
     def expire(self, session: GatewaySession, call: Call) -> None:
-        """Cancel `call`, which nobody claimed, or keep it as abandoned if it had ended."""
+        """Cancel a call whose reply no client waits for, or mark it as abandoned if it had
+        ended.
+        """
         if call.grace is not None:
             call.grace.cancel()
             call.grace = None
@@ -117,18 +119,20 @@ class Deliveries:
                 pass  # `committed` looks again; a failed call has nothing to record
 
     def close(self, session: GatewaySession, call: Call) -> None:
-        """Close the session: record what became of a reply that is not known to be delivered."""
+        """Record at the session's end what became of a reply that is not known to be delivered."""
         if call.stage is Stage.COMMITTED and call.delivery is None:
             cut = call.partly_written or call.clients > 0
             self.record(session, call, DeliveryState.CUT if cut else DeliveryState.ABANDONED)
 
     def committed(self, session: GatewaySession, call: Call) -> None:
-        """`call` is durable; if its grace ran out meanwhile, it is abandoned."""
+        """Handle a call that is durable: it is abandoned if the time for its retry has passed."""
         if call.clients == 0 and call.grace is None:
             self.expire(session, call)
 
     def broken(self, session: GatewaySession, call: Call) -> None:
-        """`call` came to no end; what had left of it, and what was sampled, is durable."""
+        """Record that a call broke off; the part that was sent and the sampled tokens are
+        durable.
+        """
         self.record(session, call, DeliveryState.CUT)
 
     def _expect_echo(self, session: GatewaySession, call: Call) -> None:
@@ -158,7 +162,9 @@ class Deliveries:
     def record(
         self, session: GatewaySession, call: Call, state: DeliveryState, detail: str = ""
     ) -> None:
-        """Write down what became of a reply; the conversation and the facts know it at once."""
+        """Write the delivery state of a reply; the conversation and the session's counts get it at
+        once.
+        """
         before, call.delivery = call.delivery in DELIVERED, state
         delivered = state in DELIVERED
         if state is DeliveryState.DELIVERED and not before:

@@ -36,12 +36,14 @@ class Target:
 
     @property
     def is_control(self) -> bool:
-        """Return whether it is one of `CONTROL_ROUTES`."""
+        """Return whether the path is one of `CONTROL_ROUTES`."""
         return self.token is None and self.path.split("/", 2)[1] in CONTROL_ROUTES
 
 
 def split_target(raw: str) -> Target:
-    """Take a raw request target apart; an absolute one (as proxies send) loses its host."""
+    """Return the parts of a raw request target; an absolute one (as proxies send) loses its
+    host.
+    """
     if not raw.startswith("/"):
         parts = urlsplit(raw)
         raw = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -61,7 +63,8 @@ def asked(
     harness: str | None = None,
     declared: Sequence[KindRule] = (),
 ) -> Asked:
-    """Read a request's headers, whose names are in lower case.
+    """Return what a request's headers (names in lower case) and fields say about the call: its
+    kind, idempotency key and retry count.
 
     `harness` is the name of the session's, `None` = not known; `declared` are its own kind rules.
     """

@@ -50,7 +50,7 @@ _CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 def rest(request: GenerateRequest, prompt: PromptIds, sofar: Ids, tries: int) -> GenerateRequest:
-    """Return the request for the rest of `request` after the tokens `sofar`.
+    """Return the request for the rest of a reply of which the tokens `sofar` were sampled.
 
     `prompt` is its prompt, `tries` how often it was given to an engine. A call that would begin
     again is not streamed, so that nothing of it is shown which a later try would not repeat.
@@ -84,11 +84,11 @@ async def stopping(
     decode: Callable[[Ids], str],
     abort: Callable[[], Awaitable[None]],
 ) -> AsyncGenerator[GenerateChunk, None]:
-    """Yield the chunks of a resumed call, up to a stop string that began in `before`.
+    """Yield the chunks of a resumed call, up to a stop string that began in the tokens `before`.
 
     `decode` shows no control tokens, as engines look for stop strings. `least` is how many tokens
     must be sampled in all before one counts. `abort` ends the engine's call, whose last chunk then
-    tells the versions.
+    has the versions.
     """
     seam = _Seam(before, stop, least, decode)
     async with aclosing(chunks):
@@ -170,7 +170,7 @@ class Extras:
     """Of the tries that ended and reported something, with the `tokens` that the call had then."""
 
     def add(self, extra: JSON, *, begun: int, at: int, size: int) -> None:
-        """Take what the engine reported with a piece of `size` tokens.
+        """Record the extra data that the engine reported with a piece of `size` tokens.
 
         `begun` is the number of tokens before its try, `at` those before the piece itself.
         """
@@ -184,13 +184,13 @@ class Extras:
                 self._whole[name] = value
 
     def end_try(self, tokens: int) -> None:
-        """Note that a try ended when the call had so many tokens."""
+        """Record that a try ended when the call had so many tokens."""
         if self._whole:
             self._tries.append({"tokens": tokens, **self._whole})
             self._whole = {}
 
     def clear(self) -> None:
-        """Forget what was reported: the call begins again."""
+        """Drop the recorded data, because the call is sampled again from its start."""
         self._lists.clear()
         self._tries.clear()
 
@@ -213,7 +213,7 @@ class Extras:
 
 
 def first_of(extra: JSON, size: int, kept: int) -> JSON:
-    """Return the extras of `size` tokens, of which the first `kept` stand."""
+    """Return the extra data of a reply of `size` tokens cut to its first `kept` tokens."""
     return {
         name: value[:kept] if isinstance(value, list) and len(value) == size else value
         for name, value in extra.items()
@@ -299,10 +299,11 @@ class Sofar:
     """`None` = the engine reported nothing beside the tokens."""
 
     def output_ids(self) -> Ids:
+        """Return the ids of the tokens that were sampled so far."""
         return _joined(self.ids) if self.ids else no_ids()
 
     def begin_again(self) -> None:
-        """Forget the tokens: the next try starts at the prompt."""
+        """Drop the tokens: the next try starts at the prompt."""
         self.discarded += self.tokens
         self.tokens = 0
         self.ids.clear()
@@ -313,14 +314,14 @@ class Sofar:
             self.extras.clear()
 
     def disown(self, version: int) -> None:
-        """End a try whose tokens cannot be trusted: the call has none from here on."""
+        """End a try whose tokens cannot be trusted, and drop all tokens of the call."""
         self.begin_again()
         self.reported_prompt = None
         self.add(GenerateChunk(no_ids(), no_logprobs()))
         self.end_try((), version)
 
     def add(self, chunk: GenerateChunk) -> None:
-        """Take what came."""
+        """Add a chunk of sampled tokens."""
         if not self.ids and self.reported_prompt is None:
             self.reported_prompt = chunk.prompt_ids_json
         if chunk.extra:
@@ -335,9 +336,10 @@ class Sofar:
     def end_try(
         self, reported: tuple[VersionSpan, ...], version: int, *, moved: bool = False
     ) -> None:
-        """Close one try: its spans count from its own first token; `version` if it reported none.
+        """End one try and record its policy versions; `version` if the engine reported none.
 
-        One that was `moved` for no reason of its own is not counted as fruitless.
+        The spans count from the try's own first token. One that was `moved` to another replica
+        without a fault of its own is not counted as fruitless.
         """
         start, self.tokens = self.tokens, sum(map(len, self.ids))
         spans = reported or (VersionSpan(version, 0, self.tokens - start),)
@@ -414,7 +416,7 @@ class Sampler:
                 await asyncio.sleep(BACKOFF_S * 2**sofar.fruitless)
 
     def cut(self, request: GenerateRequest, sofar: Sofar) -> SampledReply:
-        """Return the tokens of a call that will not end as a sample of their own."""
+        """Return the tokens so far of a call that broke off, as a sample of their own."""
         if sum(map(len, sofar.ids)) > sofar.tokens:
             sofar.end_try((), self._version())
         return self._whole(request, sofar, GenerateChunk(no_ids(), no_logprobs(), _ABORT))
@@ -537,9 +539,10 @@ def _joined(arrays: list[Array]) -> Array:
 def another_prompt(
     request: GenerateRequest, reported: bytes | None
 ) -> tuple[PromptIds | None, int | None]:
-    """Return the engine's own prompt and where it leaves ours; `(None, None)` if it used ours.
+    """Return the prompt that the engine used and where it differs from the one that was sent.
 
-    `reported` is the JSON text of the ids it used; `None` = the engine reports none: ours count.
+    `(None, None)` if they are equal. `reported` is the JSON text of the ids that the engine used;
+    `None` = it reports none, and those that were sent count.
     """
     if reported is None or reported == request.prompt.json():
         return None, None

@@ -45,7 +45,7 @@ class Policy:
 
     @classmethod
     def of(cls, version: int, data_dir: Path | None) -> Self:
-        """Return the policy of a gateway with this data folder."""
+        """Return the policy's state at `version`, with its file in the gateway's data folder."""
         return cls(version, file=None if data_dir is None else data_dir / WEIGHTS_FILE)
 
 
@@ -118,7 +118,8 @@ class SetEngine(Settings):
         return self
 
     def policy(self, engine: str) -> SetPolicy:
-        """Return the same as a request for the replica `engine`, its name or id; `all` = all.
+        """Return the request as one of `POST /policy` for the replica `engine`, its name or id;
+        `all` = all.
 
         `ValidationError` if its fields do not go together.
         """
@@ -142,11 +143,11 @@ class AddReplica(Settings):
 
 
 async def set_policy(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> None:
-    """Do what `POST /policy` asks for.
+    """Change the policy of the engines as `POST /policy` asks for.
 
-    `ConfigError` for a mistake, after which nothing has changed; `EngineError` if the engines did
-    not do their part, `StoreError` if they did and what they loaded could not be written down for
-    the gateway's next life: the same may be asked again.
+    `ConfigError` for a mistake, after which nothing has changed; `EngineError` if the engines could
+    not do it, `StoreError` if they did and the new weights could not be recorded for the gateway's
+    next process: the same may be asked again.
     """
     if wanted.released is not None:
         await _hand_over(wanted, policy, engines)
@@ -204,9 +205,9 @@ async def _hand_over(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> 
 
 
 def kept_releases(data_dir: Path | None) -> dict[str, Release]:
-    """Return the servers that trainers had when the last process of a gateway ended.
+    """Return the servers that were released to trainers when a gateway's last process ended.
 
-    `ConfigError` if what it left cannot be read.
+    `ConfigError` if its file cannot be read.
     """
     if data_dir is None or not (path := data_dir / RELEASED_FILE).exists():
         return {}
@@ -215,9 +216,10 @@ def kept_releases(data_dir: Path | None) -> dict[str, Release]:
 
 
 def kept_weights(data_dir: Path | None) -> tuple[str, int] | None:
-    """Return the folder and version that the last life of a gateway had loaded; `None` = none.
+    """Return the folder and version of the weights that a gateway's last process had loaded; `None`
+    = none.
 
-    `ConfigError` if what it left cannot be read.
+    `ConfigError` if its file cannot be read.
     """
     if data_dir is None or not (path := data_dir / WEIGHTS_FILE).exists():
         return None
@@ -265,20 +267,24 @@ _SHOWN: Final = ("id", "name", "state", "for_s", "version", "released_by", "erro
 
 
 def engines_json(replicas: Sequence[JSON]) -> list[JSON]:
-    """Return the list of `GET /engines`, of what `GET /replicas` shows."""
+    """Return the list of `GET /engines`, made from the list of `GET /replicas`."""
     shown = [{name: one[name] for name in _SHOWN} for one in replicas]
     return [one | ({"state": "serving"} if one["state"] == "live" else {}) for one in shown]
 
 
 async def add_replica(wanted: AddReplica, engines: EnginePool) -> None:
-    """Add a server. `ConfigError` if it is there already, `EngineError` if it cannot serve."""
+    """Add an inference server. `ConfigError` if it is there already, `EngineError` if it cannot
+    serve.
+    """
     from bridle.engines import open_engine
 
     await engines.add(make_replica(wanted.engine, open_engine))
 
 
 async def remove_replica(name: str, drain_s: str, engines: EnginePool) -> None:
-    """Remove a replica, its calls after `drain_s` seconds. `ConfigError` names a mistake."""
+    """Remove an inference server, its calls after `drain_s` seconds. `ConfigError` names a
+    mistake.
+    """
     try:
         seconds = float(drain_s)
     except ValueError:

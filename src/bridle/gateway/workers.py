@@ -457,7 +457,9 @@ _SUMMED: Final = (
 
 
 def merged_replicas(listed: Sequence[Sequence[JSON]]) -> list[JSON]:
-    """Merge the workers' lists of replicas: counts are added up, a worker's trouble is kept."""
+    """Return the workers' lists of replicas as one: counts are added up, a worker's error
+    is kept.
+    """
     merged: dict[str, JSON] = {}
     for one in (replica for replicas in listed for replica in replicas):
         before = merged.get(one["name"])
@@ -552,7 +554,7 @@ class Worker:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Start the process and return when it serves.
+        """Start the worker's process and return when it serves.
 
         Raises the `BridleError` that the process reports if it cannot start.
         """
@@ -588,7 +590,7 @@ class Worker:
         return self._process
 
     async def keep_running(self) -> None:
-        """Restart the process whenever it ends, until cancelled."""
+        """Restart the worker's process whenever it ends, until cancelled."""
         failures = 0
         while True:
             if self._process is not None:
@@ -606,7 +608,7 @@ class Worker:
                 log.error("worker_did_not_start", worker=self.name, error=str(error))  # noqa: TRY400 - the text says all
 
     async def stop(self) -> None:
-        """Ask the process to stop, and kill it if it has not after `END_S`; idempotent.
+        """Ask the worker's process to stop, and kill it if it has not after `END_S`; idempotent.
 
         `keep_running` is to be cancelled before.
         """
