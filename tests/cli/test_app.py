@@ -34,18 +34,18 @@ VERBS = {
 }
 
 
-def test_the_version_is_the_packages(say):
+def test_version_option_prints_the_version_of_the_package(say):
     assert bridle.__version__ in say("--version").out
 
 
-def test_every_verb_is_there_and_has_help(say):
+def test_every_subcommand_exists_and_has_help(say):
     assert set(EVERY) == VERBS | {"harness", "tasks"}
     for verb in (*VERBS, "harness"):
         assert say(verb, "--help").code == 0
 
 
 @pytest.mark.parametrize("verb", [(), ("run",), ("harness", "check")])
-def test_the_short_flag_of_help_is_that_of_the_long_one(say, verb):
+def test_short_help_flag_prints_the_same_as_the_long_one(say, verb):
     assert say(*verb, "-h").out == say(*verb, "--help").out != ""
 
 
@@ -68,7 +68,7 @@ def noisy():
 
 
 @pytest.mark.parametrize("flag", [("noisy", "-q"), ("--quiet", "noisy")])
-def test_quiet_leaves_results_warnings_and_errors(say, noisy, flag):
+def test_quiet_flag_hides_notes_but_not_results_warnings_or_errors(say, noisy, flag):
     assert "a note" in say("noisy").err
 
     said = say(*flag)
@@ -80,7 +80,7 @@ def test_quiet_leaves_results_warnings_and_errors(say, noisy, flag):
     assert said.err.endswith("bridle: the fault\n")
 
 
-def test_verbose_shows_where_an_error_came_from(say, noisy):
+def test_verbose_flag_prints_the_traceback_of_an_error(say, noisy):
     assert "Traceback" not in say("noisy").err
 
     said = say("noisy", "-v")
@@ -90,7 +90,7 @@ def test_verbose_shows_where_an_error_came_from(say, noisy):
     assert say("show", "--", "-v").err.startswith("bridle: no session '-v'")
 
 
-def test_every_verb_speaks_json():
+def test_every_subcommand_has_a_json_flag():
     def verbs(command, path):
         for name, below in getattr(command, "commands", {"": command}).items():
             yield from verbs(below, (*path, name)) if name else [(path, command)]
@@ -105,7 +105,7 @@ def test_every_verb_speaks_json():
 
 
 @pytest.mark.parametrize(("words", "place"), [("bridle tra", "1"), ("bridle nope tra", "2")])
-def test_a_shell_completes_verbs(words, place):
+def test_bash_completion_completes_subcommand_names(words, place):
     asked = {"_BRIDLE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
     done = subprocess.run(
         [Path(sys.executable).with_name("bridle")],
@@ -119,18 +119,18 @@ def test_a_shell_completes_verbs(words, place):
 
 
 @pytest.mark.parametrize("verb", ["harness", "tasks"])
-def test_verbs_with_verbs_of_their_own_install_no_completion(say, verb):
+def test_subcommand_groups_have_no_completion_option(say, verb):
     assert "completion" not in say(verb, "--help").out
 
 
-def test_a_verb_is_suggested_for_one_that_is_misspelt(say):
+def test_a_misspelt_subcommand_gets_a_suggestion(say):
     said = say("shwo")
 
     assert said.code == 2
     assert "Did you mean 'show'" in said.err
 
 
-def test_errors_are_one_line_with_brackets_kept(say, tmp_path):
+def test_an_error_message_keeps_brackets_and_has_no_traceback(say, tmp_path):
     said = say("show", "[x]", "--run", tmp_path)
 
     assert said.code == 2
@@ -157,14 +157,14 @@ def failing():
 
 
 @pytest.mark.parametrize("bug", [Bug(), ModuleNotFoundError("no x", name="x"), OSError(5, "eh")])
-def test_our_own_bugs_are_not_hidden(failing, bug):
+def test_unexpected_exceptions_are_raised_and_not_turned_into_messages(failing, bug):
     failing(bug)
 
     with pytest.raises(type(bug)):
         main(["fail"])
 
 
-def test_the_extra_of_a_missing_package_is_named(say, failing):
+def test_error_for_a_missing_package_names_the_extra_to_install(say, failing):
     failing(ModuleNotFoundError("No module named 'torch'", name="torch"))
 
     said = say("fail")
@@ -174,7 +174,7 @@ def test_the_extra_of_a_missing_package_is_named(say, failing):
     assert install_extra("embedded") in said.err
 
 
-def test_a_file_that_the_system_refuses_is_named(say, failing):
+def test_a_permission_error_names_the_file_and_exits_with_code_3(say, failing):
     failing(PermissionError(13, "Permission denied", "/some/[file]"))
 
     said = say("fail")
@@ -198,7 +198,7 @@ def test_help_loads_no_heavy_package():
     assert "LOADED []" in done.stdout
 
 
-def test_the_module_runs_and_its_exit_code_is_the_command_lines():
+def test_python_m_bridle_cli_exits_with_the_code_of_the_command():
     command = [sys.executable, "-m", "bridle.cli", "show", "nothing", "--run", "/nonexistent"]
     done = subprocess.run(command, capture_output=True, check=False, text=True)
 
@@ -234,7 +234,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
-def test_what_is_not_there_is_named_with_the_documented_code(say, tmp_path, monkeypatch, verb):
+def test_faulty_arguments_exit_with_the_documented_code_and_create_no_file(
+    say, tmp_path, monkeypatch, verb
+):
     monkeypatch.chdir(tmp_path)
     arguments, code = FAULTS[verb]
     said = say(verb, *arguments)
@@ -245,7 +247,7 @@ def test_what_is_not_there_is_named_with_the_documented_code(say, tmp_path, monk
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
-def test_an_unknown_flag_is_code_2(say, verb):
+def test_an_unknown_flag_exits_with_code_2(say, verb):
     said = say(verb, "--no-such-flag")
     assert said.code == 2
     assert "no-such-flag" in said.err

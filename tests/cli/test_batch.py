@@ -22,7 +22,7 @@ from bridle.node.base import Installing, SessionChanged
 from bridle.types import SessionStatus
 
 
-def test_a_finished_run_has_the_same_trajectories_as_lines_and_as_parquet(finished_run):
+def test_a_finished_run_writes_as_many_trajectories_to_jsonl_as_to_parquet(finished_run):
     lines = (finished_run / "trajectories.jsonl").read_text().splitlines()
 
     assert len(read_trajectories(finished_run / "trajectories.parquet")) == len(lines) == 3
@@ -38,7 +38,7 @@ def changed(number: int, status: SessionStatus, reward: float | None = None) -> 
     return SessionChanged(f"s{number}", "t", number, "pi", status, 0.0, reward=reward)
 
 
-def test_the_board_counts_running_completed_and_reward():
+def test_progress_bar_shows_running_and_completed_sessions_and_mean_reward():
     shown, bars = board(3)
     shown.hear(Installing("pi", "step 1"))
     assert "installing pi: step 1" in bars.tasks[0].fields["note"]
@@ -66,7 +66,7 @@ def written(folder, *tasks):
     return path
 
 
-def test_all_problems_of_a_run_are_reported_at_once_and_nothing_is_made(say, tmp_path):
+def test_all_problems_of_a_run_are_reported_at_once_and_no_output_folder_is_created(say, tmp_path):
     scorer = {"strategy": "function", "config": {"function": "gone.py:score"}}
     tasks = written(
         tmp_path,
@@ -109,7 +109,7 @@ def test_wrong_tasks_and_a_missing_engine_are_reported_together(say, tmp_path):
     assert "give --engine" in said.err
 
 
-def test_a_dead_engine_alone_is_no_mistake_of_the_users(say, tmp_path):
+def test_a_run_with_an_unreachable_engine_exits_with_code_3(say, tmp_path):
     tasks = written(tmp_path, {})
     said = say(
         *("run", tasks, "--engine", "http://127.0.0.1:9", "--out", tmp_path / "out"),
@@ -119,7 +119,7 @@ def test_a_dead_engine_alone_is_no_mistake_of_the_users(say, tmp_path):
     assert "start it, or name another" in " ".join(said.err.split())
 
 
-def test_one_problem_is_raised_as_it_is_and_several_as_a_mistake_if_one_is():
+def test_several_problems_become_one_config_error_if_any_of_them_is_a_config_error():
     problems = Problems()
     problems.raise_any()
     with problems.noting():
@@ -135,7 +135,7 @@ def test_one_problem_is_raised_as_it_is_and_several_as_a_mistake_if_one_is():
         outer.raise_any()
 
 
-def test_a_tokenizer_is_named_by_its_hub_id(tmp_path):
+def test_a_tokenizer_given_by_hub_id_is_found_in_the_hub_cache(tmp_path):
     """In the layout of the hub's own cache, and offline."""
     model = tmp_path / "models--org--small"
     (model / "snapshots").mkdir(parents=True)

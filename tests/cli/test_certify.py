@@ -43,14 +43,14 @@ def played(finished_run, tmp_path):
     return shutil.copytree(finished_run, tmp_path / "run")
 
 
-def test_a_trainer_that_agrees_is_certified(say, files):
+def test_a_trainer_whose_logprobs_agree_with_the_rollout_is_certified(say, files):
     said = say("certify", *files(run(0)))
     assert said.code == 0, said.err
     assert "trainer and rollout agree" in said.out
     assert "dtype" in said.out
 
 
-def test_a_mismatch_ends_with_code_1_its_cause_and_its_turns(say, files):
+def test_a_logprob_mismatch_exits_with_code_1_and_reports_cause_and_turns(say, files):
     arguments = files(PLANTED["temperature"](0))
     said = say("certify", *arguments)
     assert said.code == 1
@@ -68,7 +68,7 @@ def test_a_mismatch_ends_with_code_1_its_cause_and_its_turns(say, files):
     assert facts["weights"]["same"] is True
 
 
-def test_tokens_without_a_logprob_are_reported(say, files, tmp_path):
+def test_tokens_without_a_logprob_of_the_trainer_are_reported(say, files, tmp_path):
     arguments = files(run(0))
     answers, facts = read_logprobs(tmp_path / "logprobs.parquet")
     write_logprobs(tmp_path / "logprobs.parquet", answers[1:], facts)
@@ -99,7 +99,7 @@ def test_the_reference_trainer_computes_the_logprobs_of_a_run(say, played, tmp_p
     assert reply | again == reply
 
 
-def test_a_checkpoint_is_computed_in_the_precision_that_it_trains_in(say, played, tmp_path):
+def test_logprobs_of_a_checkpoint_are_recomputed_in_its_training_dtype(say, played, tmp_path):
     plain = untrained(tmp_path / "model")
     learner = Learner.load(plain, GrpoSettings(dtype="bfloat16"))
     saved = save_checkpoint(tmp_path, learner, load_tokenizer(plain), {"step": 1}, keep=1)
@@ -115,7 +115,7 @@ def test_a_checkpoint_is_computed_in_the_precision_that_it_trains_in(say, played
     assert 1e-5 < np.abs(apart).max() < 0.1
 
 
-def test_what_was_given_wrong_is_said(say, files, tmp_path):
+def test_certify_refuses_conflicting_arguments_and_a_faulty_engine_file(say, files, tmp_path):
     run_, logprobs, _, engine = files(run(0))
     assert "give one of" in say("certify", run_).err
     assert "give one of" in say("certify", run_, logprobs, "--model", tmp_path).err
@@ -127,7 +127,7 @@ def test_what_was_given_wrong_is_said(say, files, tmp_path):
     assert say("certify", run_, logprobs, "--engine", engine).code == 2
 
 
-def test_sessions_of_two_temperatures_need_a_file_of_logprobs(say, files, tmp_path):
+def test_certify_with_a_model_refuses_sessions_of_two_temperatures(say, files, tmp_path):
     made = run(0)
     first = made.traces[0]
     sampling = {"sampling": {"temperature": [0.5, 1.0]}}

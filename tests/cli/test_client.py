@@ -20,7 +20,7 @@ from tests.server.house import (
 from bridle.server.app import serve_api
 
 
-def test_a_wrong_file_is_reported_before_the_server_is_called(tmp_path, say):
+def test_an_invalid_task_file_is_reported_before_the_server_is_called(tmp_path, say):
     file = tmp_path / "tasks.json"
     file.write_text(json.dumps([{"task_id": "a"}]))
     said = say("submit", file, "--server", "http://127.0.0.1:1")
@@ -31,7 +31,7 @@ def test_a_priority_out_of_bounds_is_refused(tmp_path, say):
     assert say("submit", tmp_path, "--priority", "101").code == 2
 
 
-async def test_a_server_and_a_task_are_shown_in_counts(tmp_path, say):
+async def test_status_command_shows_slots_of_the_server_and_sessions_of_a_task(tmp_path, say):
     async with (
         a_service(tmp_path) as service,
         serve_api(served(service), host="127.0.0.1", port=0) as url,
@@ -49,7 +49,7 @@ async def test_a_server_and_a_task_are_shown_in_counts(tmp_path, say):
         assert (said.code, "no task 'nobody'" in said.err) == (3, True)
 
 
-async def test_the_exit_code_tells_of_one_that_was_not_completed(tmp_path, say):
+async def test_watch_command_exits_with_code_1_if_a_task_did_not_complete(tmp_path, say):
     workers = FakeWorkers(answers={"b": failure("harness_crash")})
     async with (
         a_service(tmp_path, workers) as service,
@@ -66,7 +66,7 @@ async def test_the_exit_code_tells_of_one_that_was_not_completed(tmp_path, say):
         assert (said.code, "0 tasks" in said.out) == (0, True)
 
 
-async def test_a_running_task_is_ended(tmp_path, say):
+async def test_cancel_command_ends_a_running_task_and_reports_unknown_ids(tmp_path, say):
     workers = FakeWorkers(held=True)
     async with (
         a_service(tmp_path, workers) as service,
@@ -83,7 +83,7 @@ async def test_a_running_task_is_ended(tmp_path, say):
 
 @pytest.mark.timeout(40)
 @pytest.mark.parametrize("verb", [["status"], ["cancel", "a"], ["watch", "a"]])
-def test_a_server_that_is_not_there_is_said_in_one_line(say, verb):
+def test_an_unreachable_server_is_reported_in_one_line(say, verb):
     said = say(*verb, "--server", "http://127.0.0.1:1")
     assert (said.code, said.err.count("\n")) == (3, 1)
     assert "http://127.0.0.1:1 cannot be reached" in said.err

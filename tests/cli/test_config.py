@@ -46,7 +46,7 @@ def path(tmp_path):
     return file
 
 
-def test_a_file_names_replicas_routing_and_models(path):
+def test_config_file_sets_engines_gateway_routing_and_models(path):
     config = load_config(path)
     assert config.engines == ("http://10.0.0.1:8000", "http://10.0.0.2:8000")
     assert (config.gateway.port, config.gateway.retry_grace_s) == (9000, 3)
@@ -55,7 +55,7 @@ def test_a_file_names_replicas_routing_and_models(path):
     assert config.models["judge"].match == ("gpt-4o*",)
 
 
-def test_variables_come_before_the_file_and_flags_before_variables(path, monkeypatch):
+def test_environment_variables_override_the_file_and_flags_override_variables(path, monkeypatch):
     monkeypatch.setenv("BRIDLE_GATEWAY__PORT", "9001")
     monkeypatch.setenv("BRIDLE_GATEWAY__HOST", "10.0.0.9")
     monkeypatch.setenv("BRIDLE_EXECUTOR__RAY__ADDRESS", "head:6379")
@@ -72,7 +72,7 @@ def test_variables_come_before_the_file_and_flags_before_variables(path, monkeyp
     assert config.tokenizer == "Qwen/Qwen3-4B"
 
 
-def test_a_variable_of_an_unknown_key_is_named(path, monkeypatch):
+def test_an_environment_variable_of_an_unknown_key_is_refused_with_a_suggestion(path, monkeypatch):
     monkeypatch.setenv("BRIDLE_GATEWAY__RETRY_GRACE", "1")
 
     said = r"variables .*gateway\.retry_grace: .*did you mean 'retry_grace_s'"
@@ -80,7 +80,7 @@ def test_a_variable_of_an_unknown_key_is_named(path, monkeypatch):
         load_config(path)
 
 
-def test_flags_come_before_the_file_and_those_not_given_leave_it_alone(path):
+def test_flags_override_the_config_file_and_absent_flags_do_not(path):
     config = load_config(
         path, engines=["scripted:x"], tokenizer="dir", gateway={"port": 1, "host": None}
     )
@@ -89,7 +89,7 @@ def test_flags_come_before_the_file_and_those_not_given_leave_it_alone(path):
     assert config.gateway.host == "127.0.0.1"
 
 
-def test_without_a_file_the_flags_are_all():
+def test_flags_alone_make_a_config_without_a_file():
     config = load_config(None, engines=["scripted:x"], gateway={"stream": "live"})
     assert (config.gateway.stream, config.models) == ("live", {})
 
@@ -104,14 +104,14 @@ def test_without_a_file_the_flags_are_all():
         ("engines = [", "bridle.toml"),
     ],
 )
-def test_a_mistake_is_named(tmp_path, text, named):
+def test_an_invalid_config_file_is_refused_with_the_fault(tmp_path, text, named):
     file = tmp_path / "bridle.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=named):
         load_config(file)
 
 
-def test_the_guide_s_file_is_one(tmp_path):
+def test_config_file_of_the_routing_guide_loads(tmp_path):
     guide = Path(__file__).parents[2] / "docs" / "guides" / "routing.md"
     (text,) = re.findall(r"```toml\n(.*?)```", guide.read_text(), re.DOTALL)
     file = tmp_path / "bridle.toml"
@@ -121,12 +121,12 @@ def test_the_guide_s_file_is_one(tmp_path):
     assert list(config.models) == ["judge", "claude-haiku-*", "quiet"]
 
 
-def test_the_guide_names_every_key_of_routing():
+def test_routing_guide_documents_every_routing_key():
     guide = Path(__file__).parents[2] / "docs" / "guides" / "routing.md"
     assert not [key for key in RoutingSettings.model_fields if f"`{key}`" not in guide.read_text()]
 
 
-def test_each_engine_has_the_tokenizer_that_goes_with_it():
+def test_default_tokenizer_depends_on_the_kind_of_engine():
     assert default_tokenizer("scripted:x.json") == "builtin"
     assert default_tokenizer("embedded:/models/m") == "/models/m"
     assert default_tokenizer("http://127.0.0.1:8000") is None
@@ -143,13 +143,13 @@ def names(pool):
     return [one["name"] for one in pool.replicas()]
 
 
-def test_one_engine_in_this_process_may_be_there_twice_but_a_server_only_once(script):
+def test_an_in_process_engine_may_be_listed_twice_but_an_engine_url_only_once(script):
     assert names(open_replicas([script, script], "builtin")) == [script, f"{script}#2"]
     with pytest.raises(ConfigError, match="two replicas"):
         open_replicas(["http://127.0.0.1:9", "http://127.0.0.1:9"], None)
 
 
-def test_a_config_becomes_replicas_a_renderer_and_other_models(script, tmp_path):
+def test_setup_opens_replicas_and_models_of_the_config(script, tmp_path):
     file = tmp_path / "bridle.toml"
     file.write_text(
         f"""
@@ -180,7 +180,7 @@ def test_a_template_family_that_does_not_exist_is_refused_with_those_that_do(tmp
         open_setup(load_config(path))
 
 
-def test_a_model_that_changes_nothing_is_refused(script, tmp_path):
+def test_a_models_entry_without_settings_is_refused(script, tmp_path):
     file = tmp_path / "bridle.toml"
     file.write_text(f'engines = ["{script}"]\n[models.idle]\n')
     with pytest.raises(ConfigError, match=r"models\.idle: needs"):
@@ -192,7 +192,7 @@ def test_an_unknown_engine_is_refused_by_name():
         open_setup(load_config(None, engines=["magic:thing"]))
 
 
-def test_a_model_folder_that_is_missing_is_one_problem_and_not_two():
+def test_a_missing_model_folder_is_reported_once():
     with pytest.raises(ConfigError, match=r"^model folder gone does not exist$"):
         open_setup(load_config(None, engines=["embedded:gone"]))
 

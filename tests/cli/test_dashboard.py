@@ -55,7 +55,7 @@ def fetch(url, **headers):
         return answer.status, answer.read().decode()
 
 
-def test_a_finished_run_is_shown_and_the_run_is_not_changed(finished_run):
+def test_dashboard_shows_a_finished_run_without_changing_its_files(finished_run):
     before = {path: path.stat().st_mtime_ns for path in finished_run.rglob("*") if path.is_file()}
 
     with serving(finished_run) as url:
@@ -68,7 +68,7 @@ def test_a_finished_run_is_shown_and_the_run_is_not_changed(finished_run):
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_with_a_token_it_is_needed(finished_run):
+def test_dashboard_with_a_token_refuses_requests_without_the_token(finished_run):
     token = "a-token-for-the-browser"
     with serving(finished_run, BRIDLE_DASHBOARD_TOKEN=token) as url:
         with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -78,7 +78,7 @@ def test_with_a_token_it_is_needed(finished_run):
     assert status == 200
 
 
-def test_a_folder_that_is_not_there_or_empty_is_refused(say, tmp_path):
+def test_dashboard_refuses_a_missing_or_empty_folder(say, tmp_path):
     gone = say("dashboard", tmp_path / "none")
     empty = say("dashboard", tmp_path)
 
@@ -88,7 +88,7 @@ def test_a_folder_that_is_not_there_or_empty_is_refused(say, tmp_path):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "machine.example"])
-def test_others_may_look_only_with_a_token(host):
+def test_dashboard_on_a_public_address_needs_a_token(host):
     with pytest.raises(ConfigError, match="BRIDLE_DASHBOARD_TOKEN"):
         access_control(host, None)
     assert access_control(host, "a-token") is not None
@@ -135,7 +135,7 @@ def tenants(tmp_path):
     )
 
 
-async def test_a_reader_sees_conversations_under_ui(tmp_path):
+async def test_dashboard_under_ui_shows_only_the_sessions_of_the_token_s_owner(tmp_path):
     async with (
         server_of(tenants(tmp_path), dashboard=True) as opened,
         AsyncClient(opened.url, token="the-token-of-a-trainer") as trainer,
@@ -182,7 +182,9 @@ async def test_a_reader_sees_conversations_under_ui(tmp_path):
     assert api.status_code == 401, "the cookie opens the dashboard and nothing else"
 
 
-async def test_who_may_submit_forks_a_session_from_its_page_and_sees_the_tree(tmp_path):
+async def test_a_submit_token_forks_a_session_from_its_dashboard_page_and_a_read_token_cannot(
+    tmp_path,
+):
     async with (
         server_of(tenants(tmp_path), dashboard=True) as opened,
         AsyncClient(opened.url, token="the-token-of-a-person") as person,
@@ -219,7 +221,7 @@ async def test_who_may_submit_forks_a_session_from_its_page_and_sees_the_tree(tm
         assert "<b>2 forks</b>, mean of 3" in page.text
 
 
-def test_a_dashboard_of_a_server_by_itself_asks_for_the_server_s_token(tmp_path, say):
+def test_a_separate_dashboard_of_a_server_needs_the_token_of_the_server(tmp_path, say):
     from tests.cli.test_dashboard import fetch, serving
 
     with a_server(tmp_path, "--dashboard") as url, serving(url) as looking:
@@ -241,7 +243,7 @@ def test_a_dashboard_of_a_server_by_itself_asks_for_the_server_s_token(tmp_path,
     assert say("dashboard", "http://127.0.0.1:1").code == 3
 
 
-def test_only_who_may_read_may_look():
+def test_only_tokens_with_the_read_or_admin_role_may_read():
     roles = {"reads": TokenRole.READ, "submits": TokenRole.SUBMIT, "all": TokenRole.ADMIN}
     auth = Auth(
         [

@@ -17,7 +17,7 @@ from bridle.scripted.server import EngineServer
 from bridle.testing import scripted_engine
 
 
-def test_every_finding_that_is_not_ok_says_what_to_do(say, monkeypatch, tmp_path):
+def test_every_failed_doctor_finding_gives_advice(say, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
 
     said = say("doctor", "--json")
@@ -30,14 +30,14 @@ def test_every_finding_that_is_not_ok_says_what_to_do(say, monkeypatch, tmp_path
     assert all(finding["advice"] for finding in said.json if not finding["ok"])
 
 
-def test_a_machine_with_all_of_it_is_well(say):
+def test_doctor_checks_python_git_npm_and_cache_and_exits_with_1_if_any_is_missing(say):
     said = say("doctor")
 
     assert {finding.what for finding in doctor.machine()} >= {"python", "git", "npm", "cache"}
     assert "MISSING" not in said.out or said.code == 1
 
 
-def test_what_requests_held_that_the_gateway_does_not_know_is_named(say, tmp_path):
+def test_doctor_lists_request_fields_unknown_to_the_gateway(say, tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "broken").mkdir()
     lines = [{"unknown": {"frobnicate": 2}}, {"unknown": {}}, {"unknown": {"frobnicate": 1}}]
@@ -51,7 +51,7 @@ def test_what_requests_held_that_the_gateway_does_not_know_is_named(say, tmp_pat
     assert finding.what in say("doctor", "--runs", tmp_path).out
 
 
-def test_an_engine_is_probed(say, tmp_path):
+def test_doctor_probes_an_engine_and_fails_if_it_is_unreachable(say, tmp_path):
     (tmp_path / "s.json").write_text(json.dumps({"conversations": [{"turns": [{"content": "x"}]}]}))
 
     good = say("doctor", "--engine", f"scripted:{tmp_path / 's.json'}", "--json")
@@ -63,7 +63,7 @@ def test_an_engine_is_probed(say, tmp_path):
     assert "127.0.0.1:9" in json.dumps(gone.json)
 
 
-def test_replicas_are_probed_one_by_one_and_held_against_each_other(say, tmp_path):
+def test_doctor_probes_each_replica_and_fails_if_models_differ_or_a_replica_is_down(say, tmp_path):
     for name, model in (("a", "m"), ("b", "m"), ("c", "n")):
         turns = {"conversations": [{"turns": [{"content": "x"}]}], "model": model}
         (tmp_path / name).write_text(json.dumps(turns))
@@ -82,7 +82,7 @@ def test_replicas_are_probed_one_by_one_and_held_against_each_other(say, tmp_pat
     assert fewer.json[-1]["found"] == "1 of 2 answer"
 
 
-def test_the_local_runtime_conforms(say):
+def test_local_runtime_passes_the_conformance_checks_of_doctor(say):
     said = say("doctor", "--runtime", "local", "--json")
 
     assert said.code == 0
@@ -106,7 +106,7 @@ def test_a_scripted_engine_renders_as_the_gateway_does(say, script):
     assert reported(said)["rendering"]["found"] == "7 of 7 alike"
 
 
-def test_a_folder_without_a_model_cannot_judge_logprobs(say, script):
+def test_doctor_cannot_recompute_logprobs_without_model_weights_on_this_machine(say, script):
     said = say("doctor", "--engine", script, "--logprobs", "--json")
     finding = reported(said)["recomputed logprobs"]
     assert (said.code, finding["ok"]) == (1, False)
@@ -122,7 +122,7 @@ def test_the_embedded_engines_logprobs_are_those_of_a_plain_forward_pass(say, tm
     assert "from a plain forward pass" in finding["found"]
 
 
-async def test_a_served_engine_is_held_against_our_renderer():
+async def test_doctor_compares_the_rendering_of_an_sglang_server_with_the_gateway():
     async with SglangServer(scripted_engine([{"content": "x"}])) as server:
         engine = SglangEngine(server.url)
         info = await engine.start()
@@ -132,7 +132,7 @@ async def test_a_served_engine_is_held_against_our_renderer():
     assert "of 7 alike" in found["rendering"].found
 
 
-async def test_a_served_vllm_is_asked_for_its_parsers_and_its_template():
+async def test_doctor_reports_parsers_and_template_of_a_vllm_server():
     async with EngineServer(scripted_engine([{"content": "x"}])) as server:
         engine = VllmEngine(server.url)
         info = await engine.start()
@@ -142,7 +142,7 @@ async def test_a_served_vllm_is_asked_for_its_parsers_and_its_template():
     assert found["engine's template"].found == "it reports prompts, the same as its chat route's"
 
 
-async def test_without_a_tokenizer_there_is_nothing_to_compare():
+async def test_doctor_without_a_tokenizer_asks_for_one_and_compares_nothing():
     from dataclasses import replace
 
     engine = scripted_engine([{"content": "x"}])

@@ -36,7 +36,7 @@ def export(say, finished_run, tmp_path):
     return call
 
 
-def test_every_form_holds_every_session(say, finished_run, tmp_path, export):
+def test_every_export_format_holds_every_session(say, finished_run, tmp_path, export):
     lines = say("export", finished_run, "--format", "jsonl", "--out", tmp_path / "t.jsonl")
     parquet, _ = export("parquet")
     sft, examples = export("sft")
@@ -55,7 +55,7 @@ def test_every_form_holds_every_session(say, finished_run, tmp_path, export):
     assert sft.json["statistics"]["sources"]["tasks / command"]["turns_mean"] == 2
 
 
-def test_what_is_not_good_enough_is_left_out_and_counted(export):
+def test_export_filters_leave_sessions_out_and_count_them(export):
     sft, examples = export("sft", "--min-reward", 1.5)
     parquet, _ = export("parquet", "--turns", "3:")
     lines, kept = export("jsonl", "--turns", ":2", "--unique", "--keep", 1, "--finish", "stop")
@@ -66,7 +66,7 @@ def test_what_is_not_good_enough_is_left_out_and_counted(export):
     assert (len(kept), lines.json["statistics"]["accepted"]) == (3, 3)
 
 
-def test_skipped_sessions_are_reported(say, finished_run, tmp_path):
+def test_rejected_sessions_are_reported_with_their_reason(say, finished_run, tmp_path):
     said = say(
         "export", finished_run, "--format", "sft", "--out", tmp_path / "s.jsonl",
         "--max-repetition", 0, "--max-tokens", 1,
@@ -74,19 +74,19 @@ def test_skipped_sessions_are_reported(say, finished_run, tmp_path):
     assert "rejected: length 3" in said.out
 
 
-def test_groups_without_a_difference_give_no_pairs(export):
+def test_groups_with_equal_rewards_give_no_preference_pairs(export):
     said, lines = export("pairs")
     assert (said.json["pairs"], said.json["left_out"], lines) == (0, {"flat": 3}, [])
 
 
-def test_turns_that_are_no_range_are_refused(export):
+def test_a_malformed_turns_range_is_refused(export):
     for wrong in ("3", "a:"):
         said, _ = export("sft", "--turns", wrong)
         assert said.code == 2
         assert "is not MIN:MAX" in said.err
 
 
-def test_the_same_builder_gives_the_same_bytes(say, finished_run, tmp_path):
+def test_rebuild_with_the_same_builder_writes_identical_files(say, finished_run, tmp_path):
     said = say("rebuild", finished_run, "--out", tmp_path)
 
     assert said.code == 0
@@ -95,7 +95,7 @@ def test_the_same_builder_gives_the_same_bytes(say, finished_run, tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_another_builder_gives_its_own_traces_from_the_capture_file_alone(
+def test_rebuild_with_per_request_needs_only_the_capture_file_and_gives_a_trace_per_exchange(
     say, finished_run, tmp_path
 ):
     said = say(
@@ -114,7 +114,7 @@ def test_an_unknown_builder_is_named_with_the_known_ones(say, finished_run):
     assert "prefix_merging" in said.err
 
 
-def test_the_workers_of_a_gateway_are_rebuilt_together(say, finished_run, tmp_path):
+def test_rebuild_combines_the_captures_of_all_gateway_workers(say, finished_run, tmp_path):
     for number in range(2):
         (tmp_path / f"worker-{number}").mkdir()
         shutil.copy(finished_run / "capture.sqlite", tmp_path / f"worker-{number}")
@@ -149,7 +149,7 @@ def lines(tmp_path):
     ]
 
 
-def test_one_command_runs_filters_and_writes_with_statistics(generate, tmp_path):
+def test_generate_runs_tasks_filters_sessions_and_writes_statistics(generate, tmp_path):
     said = generate("--json")
 
     assert said.code == 0
@@ -160,7 +160,7 @@ def test_one_command_runs_filters_and_writes_with_statistics(generate, tmp_path)
     assert parsed["rejected"] == {"reward": 1}
 
 
-def test_what_was_run_is_not_run_again(generate, tmp_path):
+def test_generate_does_not_run_finished_sessions_again(generate, tmp_path):
     first = generate("--first", 1, "--json")
     rest = generate("--json")
     again = generate("--format", "parquet", "--json")
@@ -172,14 +172,14 @@ def test_what_was_run_is_not_run_again(generate, tmp_path):
     assert (tmp_path / "data" / "data.parquet").is_file()
 
 
-def test_with_keep_a_task_is_tried_until_enough_is_accepted(generate, tmp_path):
+def test_generate_with_keep_samples_a_task_until_enough_sessions_are_accepted(generate, tmp_path):
     said = generate("--keep", 1, "--samples", 3, "--runtime", "local", "--first", 2, "--json")
     statistics = said.json["statistics"]
     assert (statistics["attempted"], statistics["accepted"]) == (1 + 3, 1)
     assert said.json["rounds"] == 3
 
 
-def test_another_harness_takes_the_tasks_own_command_away(generate):
+def test_generate_with_another_harness_does_not_use_the_command_of_the_task(generate):
     assert generate("--harness", "command").code == 2
 
 
@@ -205,7 +205,7 @@ def hosted(script):
         thread.join()
 
 
-def test_a_hosted_model_gives_messages_without_ids(say, finished_run, tmp_path):
+def test_a_hosted_model_gives_examples_with_messages_and_no_token_ids(say, finished_run, tmp_path):
     with hosted(finished_run.parent / "script.json") as url:
         said = say(
             "generate", finished_run.parent / "tasks.jsonl", "--first", 1, "--json",
@@ -222,7 +222,7 @@ def test_a_hosted_model_gives_messages_without_ids(say, finished_run, tmp_path):
     assert (line["input_ids"], line["loss_mask"]) == (None, None)
 
 
-def test_nothing_accepted_ends_with_code_1(generate):
+def test_generate_exits_with_code_1_if_no_session_is_accepted(generate):
     said = generate("--min-reward", 2, "--first", 1)
     assert said.code == 1
     assert "rejected: reward 1" in said.out
@@ -250,7 +250,7 @@ def test_a_rejected_reply_is_left_out_of_the_data_set(say, finished_run, tmp_pat
     assert (said.json["examples"], len(lines(tmp_path))) == (1, 1)
 
 
-async def test_what_failed_on_our_side_or_was_killed_is_wanted_again(tmp_path):
+async def test_generate_repeats_sessions_that_were_killed_or_failed_in_infrastructure(tmp_path):
     async def played(name, **ended):
         made = MadeSession(name)
         made.call()

@@ -29,7 +29,7 @@ from bridle.types import Kind
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_a_session_over_http_is_captured_and_survives_the_end(tmp_path):
+def test_a_session_over_http_is_captured_and_readable_after_the_gateway_ends(tmp_path):
     (tmp_path / "s.json").write_text(
         json.dumps({"conversations": [{"turns": [{"content": "hi"}]}]})
     )
@@ -74,7 +74,7 @@ def test_a_session_over_http_is_captured_and_survives_the_end(tmp_path):
         assert [exchange.extra.get("prompt") for exchange in exchanges] == ["engine", "engine"]
 
 
-def test_without_an_engine_it_says_where_one_is_named(say):
+def test_gateway_without_an_engine_is_refused_with_the_flag_and_the_config_key(say):
     said = say("gateway", "--data", "nowhere")
     assert said.code == 2
     assert "--engine" in said.err
@@ -99,13 +99,13 @@ def test_a_gateway_on_a_folder_in_use_exits_with_one_line(say, tmp_path):
     assert "Traceback" not in said.err
 
 
-def test_an_embedded_engine_is_not_divided_among_processes(say, tmp_path):
+def test_several_workers_with_an_embedded_engine_are_refused(say, tmp_path):
     said = say("gateway", "--workers", 2, "--engine", "embedded:x", "--data", tmp_path / "data")
     assert said.code == 2
     assert "bridle engine" in said.err
 
 
-def test_why_a_worker_cannot_start_is_the_commands_own_error(say, tmp_path):
+def test_start_error_of_a_worker_is_the_error_of_the_gateway_command(say, tmp_path):
     missing = f"scripted:{tmp_path / 'nothing.json'}"
     command = ("--workers", 2, "--port", 0, "--engine", missing, "--data", tmp_path / "data")
     said = say("gateway", *command)
@@ -209,7 +209,7 @@ def test_workers_end_when_their_supervisor_is_killed(tmp_path):
             time.sleep(0.01)
 
 
-def test_a_worker_has_the_settings_of_the_gateway_but_for_its_own(tmp_path):
+def test_a_worker_inherits_gateway_settings_except_its_ports_token_and_data_folder(tmp_path):
     config = load_config(
         None,
         engines=["http://e:1"],
@@ -229,7 +229,7 @@ def test_a_worker_has_the_settings_of_the_gateway_but_for_its_own(tmp_path):
     assert read.gateway.model_dump(include=set(own), mode="json") == own
 
 
-def test_a_scripted_engine_answers_in_vllms_shape_until_it_is_asked_to_end(tmp_path):
+def test_engine_command_serves_a_script_in_vllm_s_format_until_sigterm(tmp_path):
     (tmp_path / "s.json").write_text(
         json.dumps({"conversations": [{"turns": [{"content": "hi"}]}]})
     )

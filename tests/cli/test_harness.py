@@ -16,7 +16,7 @@ from bridle.scripted.script import make_script
 from bridle.trajectory.transcript import script_of
 
 
-def test_the_list_has_every_harness_with_version_dialects_and_whether_it_is_here(
+def test_harness_list_has_version_dialects_and_install_state_of_every_harness(
     say, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path))
@@ -42,27 +42,27 @@ def installed(say, name):
     return row["installed"]
 
 
-def test_the_list_is_a_table_for_people(say):
+def test_harness_list_without_json_is_a_table(say):
     said = say("harness", "list").out
 
     assert "installed" in said
     assert "qwen_code" in said
 
 
-def test_a_check_that_works_is_code_0(say):
+def test_harness_check_of_a_working_harness_exits_with_code_0(say):
     said = say("harness", "check", "function", "--json")
 
     assert (said.code, said.json["works"]) == (0, True)
 
 
-def test_an_unknown_name_is_code_2(say):
+def test_harness_check_of_an_unknown_harness_exits_with_code_2(say):
     said = say("harness", "check", "nobody")
 
     assert said.code == 2
     assert "known:" in said.err
 
 
-def test_unused_bundles_are_removed_and_listed(say, tmp_path, monkeypatch):
+def test_harness_prune_removes_and_lists_unused_bundles(say, tmp_path, monkeypatch):
     monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path))
     bundle = tmp_path / "bundles" / "pi-0.1-0123456789ab"
     bundle.mkdir(parents=True)
@@ -80,7 +80,7 @@ def test_unused_bundles_are_removed_and_listed(say, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["command", "function"])
-def test_a_harness_that_makes_its_tool_call_works(name):
+def test_harness_check_reports_a_harness_that_makes_its_tool_call_as_working(name):
     report = check_harness(name)
 
     assert report["works"]
@@ -90,7 +90,7 @@ def test_a_harness_that_makes_its_tool_call_works(name):
     assert report["unknown to the gateway"] == {}
 
 
-def test_a_changed_history_is_reported_with_its_cost():
+def test_a_changed_history_is_reported_with_its_cause_and_its_token_cost():
     line = {"turns_shown": 45, "turns_verbatim": 0, "tokens_rerendered": 300,
             "habits": {"system_changed": 9}}  # fmt: skip
     assert history_of(line) == (
@@ -102,7 +102,7 @@ def test_a_changed_history_is_reported_with_its_cost():
     assert history_of(line | {"turns_shown": 0}) == "shows no turn of the model again"
 
 
-def test_a_check_names_what_varies_in_a_replay():
+def test_harness_check_reports_an_exact_replay_of_the_command_harness():
     assert check_harness("command", replay=True)["replay"] == "exact"
 
 
@@ -129,7 +129,7 @@ class Unsteady(CommandHarness):
 """A harness whose first prompt has the words of a set, in the order that Python draws."""
 
 
-def test_a_check_names_the_setting_with_which_a_harness_repeats_itself(tmp_path, monkeypatch):
+def test_harness_check_names_the_setting_that_makes_a_replay_exact(tmp_path, monkeypatch):
     (tmp_path / "unsteady.py").write_text(UNSTEADY)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(HARNESSES, "unsteady", "unsteady:Unsteady")
@@ -141,7 +141,7 @@ def test_a_check_names_the_setting_with_which_a_harness_repeats_itself(tmp_path,
     assert report.endswith("; exact with agent.env PYTHONHASHSEED = '0'")
 
 
-def test_a_program_on_the_runtimes_path_is_checked_without_being_installed(
+def test_harness_check_of_version_image_uses_the_program_on_path_and_installs_nothing(
     say, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("PATH", f"{write_pi(tmp_path / 'bin').parent}:{os.environ['PATH']}")
@@ -155,7 +155,7 @@ def test_a_program_on_the_runtimes_path_is_checked_without_being_installed(
     assert not (tmp_path / "cache" / "bundles").exists()
 
 
-def test_a_program_that_the_image_lacks_is_named(say, tmp_path, monkeypatch):
+def test_harness_check_names_a_program_that_the_image_lacks(say, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
 
     said = say("harness", "check", "qwen_code", "--version", "image", "--json")
@@ -170,7 +170,7 @@ def test_a_program_that_the_image_lacks_is_named(say, tmp_path, monkeypatch):
     ("name", "noise"),
     [("codex", "exec_result"), ("copilot", "session_id"), ("openclaw", "session_id")],
 )
-def test_a_harness_with_random_texts_replays_but_for_their_names(name, noise):
+def test_replay_of_a_harness_with_random_texts_is_equivalent_except_for_those_texts(name, noise):
     report = check_harness(name, replay=True)["replay"]
 
     assert report.startswith("equivalent but for")
@@ -180,14 +180,14 @@ def test_a_harness_with_random_texts_replays_but_for_their_names(name, noise):
 @pytest.mark.harnesses
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "what"), [("aider", "edit"), ("mini_swe_agent", "tool call")])
-def test_a_program_that_ends_in_a_way_of_its_own_works(name, what):
+def test_harness_check_works_for_aider_and_mini_swe_agent(name, what):
     report = check_harness(name)
 
     assert report["works"], report
     assert report[what] == "made"
 
 
-def test_a_replayed_session_has_the_exact_sampled_ids_in_order(finished_run):
+def test_script_of_a_captured_session_has_the_exact_sampled_ids_in_order(finished_run):
     capture = next(sessions(finished_run))
 
     script = script_of(capture)

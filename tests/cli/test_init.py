@@ -38,7 +38,7 @@ def project(tmp_path, monkeypatch):
     return folder
 
 
-def test_an_agent_in_a_virtual_environment_works_in_the_sandbox_at_once(say, project):
+def test_init_task_runs_an_agent_of_a_virtual_environment_in_the_sandbox(say, project):
     said = say("init", "mine", "--agent", "project/my_agent.py", "--json")
     assert said.code == 0, said.out + said.err
     assert "proved: 1 scripted model call(s) answered" in said.err
@@ -50,7 +50,7 @@ def test_an_agent_in_a_virtual_environment_works_in_the_sandbox_at_once(say, pro
     assert [line["reward"] for line in ran.json["sessions"]] == [1.0]
 
 
-def test_an_agent_that_does_not_start_is_shown_with_its_own_words(say, project):
+def test_init_and_doctor_show_the_error_of_an_agent_that_does_not_start(say, project):
     (project / "my_agent.py").write_text("import no_such_module")
     said = say("init", "mine", "--agent", "project/my_agent.py")
     assert said.code == 1
@@ -61,7 +61,9 @@ def test_an_agent_that_does_not_start_is_shown_with_its_own_words(say, project):
     assert "no_such_module" in finding["advice"]
 
 
-def test_what_an_agent_needs_is_found(project, tmp_path, monkeypatch):
+def test_init_finds_the_interpreter_and_the_folders_that_an_agent_needs(
+    project, tmp_path, monkeypatch
+):
     found = find_agent("project/my_agent.py:ask")
     assert found.agent["harness"] == "function"
     assert found.agent["settings"] == {"python": str(project / ".venv/bin/python")}
@@ -74,7 +76,7 @@ def test_what_an_agent_needs_is_found(project, tmp_path, monkeypatch):
     assert find_agent(".venv/bin/python my_agent.py {instruction}") == through_uv
 
 
-def test_an_environment_whose_python_is_a_link_to_a_link_is_shown_with_it(say, project, tmp_path):
+def test_init_binds_the_folder_of_a_python_link_that_leads_to_another_link(say, project, tmp_path):
     """Python 3.13 makes such an environment where `python3` itself is a link."""
     python = project / ".venv" / "bin" / "python"
     link = tmp_path / "links" / "python3"
@@ -123,7 +125,7 @@ def test_the_folder_that_init_makes_is_a_task_set_and_the_script_it_prints_exist
     assert load_script(tmp_path / script).conversations
 
 
-def test_a_second_time_changes_nothing(say, tmp_path):
+def test_init_on_an_existing_task_folder_is_refused_and_changes_nothing(say, tmp_path):
     say("init", tmp_path)
     (tmp_path / "hello" / "task.toml").write_text("mine")
 
@@ -133,7 +135,7 @@ def test_a_second_time_changes_nothing(say, tmp_path):
     assert (tmp_path / "hello" / "task.toml").read_text() == "mine"
 
 
-def test_a_folder_that_cannot_be_made_is_named(say, tmp_path):
+def test_init_names_a_folder_that_cannot_be_created(say, tmp_path):
     (tmp_path / "mine").write_text("a file")
 
     said = say("init", tmp_path / "mine")
@@ -142,7 +144,7 @@ def test_a_folder_that_cannot_be_made_is_named(say, tmp_path):
     assert str(tmp_path / "mine") in said.err
 
 
-def test_a_folder_that_is_no_demos_is_not_touched(say, tmp_path):
+def test_demo_refuses_an_output_folder_that_is_no_earlier_demo(say, tmp_path):
     (tmp_path / "precious").write_text("mine")
 
     said = say("demo", "--out", tmp_path)
@@ -153,7 +155,7 @@ def test_a_folder_that_is_no_demos_is_not_touched(say, tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_a_wheel_brings_the_demo(tmp_path):
+def test_wheel_contains_the_demo(tmp_path):
     """Built from the checkout; the demo that is loaded is the wheel's own."""
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
@@ -182,11 +184,11 @@ def test_a_wheel_brings_the_demo(tmp_path):
     ], done.stderr
 
 
-def test_the_light_agent_is_started_with_this_python():
+def test_light_agent_of_the_demo_starts_with_the_current_python():
     assert light_agent_command().startswith(sys.executable)
 
 
-def test_a_part_shows_its_sessions_and_law_2(finished_run):
+def test_demo_prints_sessions_token_balance_and_conversation_tree(finished_run):
     sessions = json.loads((finished_run / "summary.json").read_text())["sessions"]
     written, before = io.StringIO(), console.file
     console.file = written
@@ -203,7 +205,7 @@ def test_a_part_shows_its_sessions_and_law_2(finished_run):
 
 @pytest.mark.harnesses
 @pytest.mark.timeout(1800)
-def test_both_real_harnesses_solve_their_jobs_and_nothing_is_lost(tmp_path):
+def test_demo_tasks_are_solved_by_pi_and_mini_swe_agent_and_every_captured_token_trains(tmp_path):
     part = harnesses_part(tmp_path, 2)
 
     assert sorted(line["harness"] for line in part.sessions) == ["mini_swe_agent"] * 2 + ["pi"] * 2

@@ -55,14 +55,14 @@ def printed():
 
 
 @pytest.mark.parametrize("width", [20, 80, 160, 400])
-def test_an_id_is_whole_at_any_width(printed, width):
+def test_a_session_id_in_a_table_is_not_cut_at_any_width(printed, width):
     out = printed(width, lambda: terminal.print_table("run", COLUMNS, [row(LINE)]))
 
     assert re.search(rf"(^|\s){re.escape(LONG)}($|\s)", out, re.MULTILINE)
     assert "150" in out
 
 
-def test_a_table_that_is_too_wide_leaves_out_nothing(printed):
+def test_a_table_wider_than_the_terminal_prints_every_cell(printed):
     out = printed(80, lambda: terminal.print_table("run", COLUMNS, [row(LINE)]))
 
     title, session, cells = out.splitlines()
@@ -82,14 +82,14 @@ def test_text_is_printed_unchanged(printed, text):
     assert printed(80, print_it).count(text) == 3
 
 
-def test_the_consoles_of_the_command_line_take_no_markup():
+def test_consoles_print_markup_literally():
     for console in (terminal.console, terminal.notes):
         assert isinstance(console, Console)
         assert console.render_str("[bold]x").plain == "[bold]x"
 
 
 @pytest.mark.parametrize(("env", "width"), [({}, 160), ({"COLUMNS": "80"}, 80)])
-def test_without_a_terminal_columns_sets_the_width(env, width):
+def test_output_width_without_a_terminal_is_that_of_the_columns_variable(env, width):
     code = "from bridle.cli.terminal import console; print(console.width)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, text=True, env=env
@@ -141,7 +141,7 @@ def test_storage_without_a_driver_is_refused_at_the_start(say, here, url, why):
 
 
 @pytest.mark.parametrize("verb", ["gateway", "init"])
-def test_a_folder_that_the_system_refuses_is_named(say, here, verb):
+def test_a_folder_that_the_operating_system_refuses_is_named(say, here, verb):
     said = say(*WANT_A_FOLDER[verb], "/proc/refused")
 
     assert said.code == 3
@@ -162,7 +162,7 @@ def test_rebuilding_into_a_file_is_refused(say, finished_run, here):
     assert f"{FILE} is a file; name a folder" in said.err
 
 
-def test_rebuilding_what_is_no_run_makes_no_folder(say, here):
+def test_rebuilding_a_missing_run_creates_no_folder(say, here):
     said = say("rebuild", "nowhere")
 
     assert said.code == 2
@@ -170,7 +170,7 @@ def test_rebuilding_what_is_no_run_makes_no_folder(say, here):
 
 
 @pytest.mark.parametrize("verb", ["run", "gateway", "serve", "engine"])
-def test_a_tokenizer_that_is_not_there_is_named(say, here, verb):
+def test_a_missing_tokenizer_folder_is_named(say, here, verb):
     engine = (SCRIPTED[1],) if verb == "engine" else SCRIPTED
     tasks = ("mine",) if verb == "run" else ("--port", 0)
 
@@ -225,13 +225,13 @@ def test_a_folder_as_config_file_is_named(say, here):
     assert "mine: cannot be read" in said.err
 
 
-def test_a_folder_that_can_be_made_is_not_made_by_the_check(tmp_path):
+def test_path_checks_do_not_create_the_folder(tmp_path):
     assert check_folder(tmp_path / "a" / "b", "--out") == tmp_path / "a" / "b"
     assert check_file(tmp_path / "a" / "b.json", "--out") == tmp_path / "a" / "b.json"
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_without_permission_is_named(tmp_path):
+def test_an_unwritable_folder_is_refused(tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)
     try:
@@ -247,7 +247,7 @@ HOSTILE = "a\x1b]0;title\x07b\x9b2Jc\x1b[31md"
 """Sets a terminal's title, clears it, and colours what follows."""
 
 
-def test_no_text_of_an_agent_is_obeyed_by_a_terminal():
+def test_terminal_escapes_in_agent_text_are_removed():
     shown = io.StringIO()
     console = terminal.Plain(file=shown, force_terminal=True, markup=False, width=80)
 

@@ -12,7 +12,7 @@ import threading
 from bridle.cli.process import OPEN_FILES, long_running, open_files_limit, run_until_signal
 
 
-def test_a_signal_sets_stop_and_what_was_opened_is_closed():
+def test_sigterm_sets_the_stop_event_and_open_resources_are_closed():
     seen = []
 
     async def serve(stop: asyncio.Event) -> None:
@@ -45,7 +45,7 @@ run_until_signal(serve, end_s=0.1)
 """
 
 
-def test_a_process_that_does_not_close_in_time_is_ended():
+def test_a_process_that_does_not_close_in_time_after_a_signal_exits_with_code_1():
     ended = subprocess.run(
         [sys.executable, "-c", NEVER_ENDS], capture_output=True, timeout=120, check=False
     )
@@ -53,7 +53,7 @@ def test_a_process_that_does_not_close_in_time_is_ended():
     assert b"not closed within 0.1 s of the signal" in ended.stderr
 
 
-def test_a_long_running_process_looks_for_garbage_less_often_and_as_before_afterwards():
+def test_long_running_raises_the_gc_threshold_and_restores_it_at_the_end():
     before = gc.get_threshold()
     frozen = gc.get_freeze_count()
     with long_running():
@@ -63,7 +63,7 @@ def test_a_long_running_process_looks_for_garbage_less_often_and_as_before_after
     assert gc.get_freeze_count() == 0
 
 
-def test_a_long_running_process_may_hold_as_many_files_open_as_the_system_lets_it():
+def test_long_running_raises_the_open_file_limit_and_restores_it_at_the_end():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
     try:
@@ -75,7 +75,7 @@ def test_a_long_running_process_may_hold_as_many_files_open_as_the_system_lets_i
     assert meanwhile == (open_files_limit(256, before[1]), before[1])
 
 
-def test_a_limit_is_never_lowered_and_never_above_the_hard_one():
+def test_open_file_limit_is_never_lowered_and_never_above_the_hard_limit():
     without = resource.RLIM_INFINITY
     assert open_files_limit(1024, 4096) == 4096
     assert open_files_limit(1024, 1 << 20) == open_files_limit(1024, without) == OPEN_FILES

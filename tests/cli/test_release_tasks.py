@@ -90,13 +90,13 @@ def play(say, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [a_part(name) for name in NAMES])
-def test_a_release_task_is_verified(name, say):
+def test_tasks_verify_finds_each_release_task_sound(name, say):
     said = say("tasks", "verify", release(name), "--json")
     assert (said.code, said.json[0]["verdict"]) == (0, "sound"), said.out
 
 
 @pytest.mark.parametrize("name", [a_part(name) for name in NAMES])
-def test_a_kept_task_names_no_checkout(name):
+def test_binds_of_a_cached_release_task_are_resolved_paths(name):
     """The task outlives the checkout whose `.cache` led to it."""
     runtime = json.loads((release(name) / "task.json").read_text())["runtime"]
     places = [Path(each) for each in runtime["kwargs"]["binds"]]

@@ -20,7 +20,7 @@ from bridle.trajectory.sample import MaskReason
 HARBOR = Path(__file__).parents[2] / "examples" / "harbor-tasks"
 
 
-def test_overrides_apply_to_every_task_and_the_run_folder_says_so(say, finished_run, tmp_path):
+def test_run_flags_override_every_task_and_are_recorded_in_run_json(say, finished_run, tmp_path):
     tasks = finished_run.parent / "tasks.jsonl"
     script = finished_run.parent / "script.json"
 
@@ -40,7 +40,7 @@ def test_overrides_apply_to_every_task_and_the_run_folder_says_so(say, finished_
     assert [line["traces"] for line in summary["sessions"]] == [2, 2]
 
 
-def test_a_template_stands_around_every_instruction(say, finished_run, tmp_path):
+def test_template_option_wraps_every_instruction(say, finished_run, tmp_path):
     (tmp_path / "around.txt").write_text("Be quick.\n{{ instruction }}")
     script = finished_run.parent / "script.json"
     said = say(
@@ -52,7 +52,9 @@ def test_a_template_stands_around_every_instruction(say, finished_run, tmp_path)
     assert task["instruction"].startswith("Be quick.\n")
 
 
-def test_a_run_without_success_ends_with_code_1_and_unknown_reward(say, finished_run, tmp_path):
+def test_a_run_without_a_completed_session_exits_with_code_1_and_unknown_mean_reward(
+    say, finished_run, tmp_path
+):
     task = {
         "task_id": "none",
         "instruction": "nothing",
@@ -71,7 +73,7 @@ def test_a_run_without_success_ends_with_code_1_and_unknown_reward(say, finished
 
 
 @pytest.mark.parametrize(("harness", "mean"), [("oracle", "1.000"), ("empty", "0.000")])
-def test_a_task_set_is_checked_without_an_engine(say, tmp_path, harness, mean):
+def test_oracle_and_empty_harnesses_run_a_task_set_without_an_engine(say, tmp_path, harness, mean):
     said = say(
         "run", HARBOR, "--harness", harness, "--runtime", "local", "--network", "open",
         "--first", 2, "--out", tmp_path / "run", "--report",
@@ -106,7 +108,7 @@ def captures(folder):
         return [reader.read(session.session_id) for session in reader.sessions()]
 
 
-def test_a_fork_gets_the_captured_replies_and_then_samples_under_the_captured_prompt(
+def test_a_fork_replays_the_captured_replies_and_then_samples_from_the_captured_prompt(
     say, run, other, tmp_path
 ):
     (original, *_) = captures(run)
@@ -130,7 +132,7 @@ def test_a_fork_gets_the_captured_replies_and_then_samples_under_the_captured_pr
         assert not np.array_equal(second.output_ids, after.output_ids)
 
 
-def test_tokens_before_the_fork_train_in_the_captured_session_alone(say, run, other, tmp_path):
+def test_replayed_tokens_of_a_fork_are_excluded_from_training(say, run, other, tmp_path):
     (original, *_) = captures(run)
     name = original.session.session_id
     say("fork", name, "--run", run, "--at", 1, "--engine", other, "--out", tmp_path / "forks")
@@ -145,7 +147,9 @@ def test_tokens_before_the_fork_train_in_the_captured_session_alone(say, run, ot
     assert trace.loss_mask.sum() == len(own.output_ids)
 
 
-def test_all_replies_are_given_again_without_an_engine(say, run, other, tmp_path):
+def test_a_fork_after_the_last_reply_replays_all_replies_and_trains_no_token(
+    say, run, other, tmp_path
+):
     (original, *_) = captures(run)
     words = ("--run", run, "--at", 2, "--engine", other, "--out", tmp_path / "forks", "--json")
     said = say("fork", original.session.session_id, *words)
@@ -156,7 +160,7 @@ def test_all_replies_are_given_again_without_an_engine(say, run, other, tmp_path
     assert (line["reward"], line["tokens_trained"]) == (1.0, 0)
 
 
-def test_a_workspace_that_is_not_the_same_ends_the_fork_at_the_first_different_token(
+def test_a_fork_with_a_changed_workspace_fails_at_the_first_different_prompt_token(
     say, run, other, tmp_path
 ):
     (original, *_) = captures(run)
@@ -187,7 +191,7 @@ def test_a_fork_point_that_was_not_captured_is_refused(say, run, tmp_path, words
     assert not (tmp_path / "f").exists()
 
 
-def test_a_fork_makes_prompts_as_its_run_did(say, finished_run, tmp_path):
+def test_a_fork_uses_the_rendering_settings_of_its_run(say, finished_run, tmp_path):
     script = finished_run.parent / "script.json"
     file = tmp_path / "bridle.toml"
     file.write_text(f"engines = ['scripted:{script}']\n[rendering]\nhistory = 'template'\n")
@@ -197,7 +201,7 @@ def test_a_fork_makes_prompts_as_its_run_did(say, finished_run, tmp_path):
         assert setup_of(tmp_path / "run", engines).rendering.history == "template"
 
 
-def test_only_sessions_whose_task_the_run_holds_are_forked(say, run):
+def test_a_fork_of_a_session_whose_task_is_not_in_the_run_is_refused(say, run):
     (original, *_) = captures(run)
     path = run / "run.json"
     facts = json.loads(path.read_text())
@@ -208,7 +212,7 @@ def test_only_sessions_whose_task_the_run_holds_are_forked(say, run):
     assert "only sessions of bridle run can be forked" in " ".join(said.err.split())
 
 
-def test_a_task_file_names_a_fork_beside_itself_and_what_is_missing_is_said_before_the_run(
+def test_a_fork_in_a_task_file_runs_and_a_missing_capture_is_refused_before_the_run(
     say, run, other, tmp_path
 ):
     (original, *_) = captures(run)
@@ -233,7 +237,7 @@ def test_a_task_file_names_a_fork_beside_itself_and_what_is_missing_is_said_befo
         assert not (tmp_path / name).exists()
 
 
-def test_python_forks_a_session_as_the_command_does(run, other, tmp_path):
+def test_python_api_forks_a_session_as_the_command_does(run, other, tmp_path):
     (original, *_) = captures(run)
     session_id, folder = original.session.session_id, tmp_path / "forks"
     found = bridle.fork(session_id, at=1, samples=2, run=run, engine=other, data=folder)

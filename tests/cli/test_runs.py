@@ -18,12 +18,12 @@ def test_a_folder_without_capture_is_no_run(tmp_path):
         capture_files(tmp_path)
 
 
-def test_an_unknown_session_says_where_was_looked(finished_run):
+def test_error_for_an_unknown_session_names_the_searched_folder(finished_run):
     with pytest.raises(ConfigError, match=str(finished_run)):
         find_session("nobody", finished_run)
 
 
-def test_the_files_of_a_gateways_workers_are_one_run(finished_run, tmp_path):
+def test_captures_of_gateway_workers_are_read_as_one_run(finished_run, tmp_path):
     data = tmp_path / "gateway"
     for number in (0, 10, 2):
         (data / f"worker-{number}").mkdir(parents=True)
@@ -40,9 +40,7 @@ def test_the_files_of_a_gateways_workers_are_one_run(finished_run, tmp_path):
         assert found.session.session_id == name
 
 
-def test_the_places_of_an_unknown_session_are_one_line_however_many_runs_there_are(
-    finished_run, tmp_path
-):
+def test_error_for_an_unknown_session_is_one_line_for_any_number_of_runs(finished_run, tmp_path):
     for number in range(30):
         (tmp_path / f"run-{number}").mkdir()
         (tmp_path / f"run-{number}" / "capture.sqlite").symlink_to(finished_run / "capture.sqlite")

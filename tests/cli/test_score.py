@@ -46,7 +46,7 @@ def rewards(run):
     return [json.loads(line)["reward"] for line in lines]
 
 
-def test_a_function_of_a_file_scores_every_session_again(say, run):
+def test_score_with_a_function_of_a_file_replaces_the_reward_of_every_session(say, run):
     said = say("score", run, "--function", f"{run.parent}/my_scores.py:length", "--json")
     assert said.code == 0, said.err
     tasks = json.loads((run / "run.json").read_text())["config"]["tasks"]
@@ -57,7 +57,7 @@ def test_a_function_of_a_file_scores_every_session_again(say, run):
     assert set(pq.read_table(run / "trajectories.parquet")["reward"].to_pylist()) == {2.0}
 
 
-def test_one_session_gets_a_reward_by_hand_and_keeps_what_it_had_before(say, run):
+def test_score_sets_the_reward_of_one_session_and_reports_the_earlier_reward(say, run):
     before = rewards(run)
     (first, *_) = say("show", run, "--json").json
     said = say(
@@ -139,7 +139,7 @@ def test_several_scorers_are_compared_and_change_no_reward(say, run):
     assert kept["pairs"] == said.json["pairs"]
 
 
-def test_a_scorer_that_fails_is_named_beside_the_others(say, run):
+def test_comparison_of_scorers_reports_the_error_of_a_failing_scorer(say, run):
     (run.parent / "compared.py").write_text(COMPARED)
     none, some = (f"{run.parent}/compared.py:{name}" for name in ("none", "some"))
     said = say("score", run, "--function", none, "--function", some, "--json")
@@ -166,14 +166,14 @@ def test_scorers_that_cannot_be_compared_are_refused(say, run, words, error):
     assert not (run / "scorers.json").exists()
 
 
-def test_a_running_run_is_not_scored(say, run):
+def test_score_refuses_a_run_that_another_process_uses(say, run):
     with FolderLock(run):
         said = say("score", run, "--reward", "1")
     assert said.code == 2
     assert "is in use by process" in " ".join(said.err.split())
 
 
-def test_the_task_s_own_evaluator_scores_stored_sessions_again(say, run):
+def test_score_without_options_uses_the_evaluator_of_the_task(say, run):
     (run / "said.py").write_text("def score(attempt):\n    return 0.25 * len(attempt.traces)\n")
     change = {"evaluator": {"strategy": "function", "config": {"function": "said.py:score"}}}
     path = run / "run.json"
@@ -196,13 +196,13 @@ def test_an_evaluator_that_needs_the_work_folder_changes_no_reward(say, run):
     assert rewards(run) == before
 
 
-def test_another_evaluator_is_given_by_name(say, run):
+def test_score_with_a_named_evaluator_replaces_the_rewards(say, run):
     said = say("score", run, "--evaluator", "session_completed")
     assert said.code == 0, said.err
     assert rewards(run) == [1.0] * 3
 
 
-def test_a_session_whose_harness_crashed_after_a_reply_is_scored_and_did_not_complete(say, run):
+def test_scoring_a_crashed_session_sets_its_reward_and_keeps_its_error_status(say, run):
     with contextlib.closing(sqlite3.connect(run / "capture.sqlite")) as capture, capture:
         capture.execute("UPDATE outcomes SET status = 'ERROR', cause = 'harness_crash'")
     assert say("score", run, "--evaluator", "session_completed").code == 0

@@ -107,7 +107,7 @@ def test_tasks_are_submitted_watched_and_shown_from_the_command_line(tmp_path, s
             )
 
 
-async def test_a_whole_server_is_opened_in_a_process_and_leaves_nothing(tmp_path):
+async def test_a_reopened_server_knows_its_tasks_and_its_files_are_private(tmp_path):
     server = {"port": 0, "data": tmp_path / "data"}
     engines = [f"scripted:{script(tmp_path)}"]
     executor = {"node": {"run_slots": 2}}
@@ -140,7 +140,7 @@ def whole_config(tmp_path, **server):
     )
 
 
-async def test_a_page_whose_name_was_rebound_to_loopback_gets_nothing(tmp_path):
+async def test_a_dns_rebinding_request_gets_status_421_on_every_route(tmp_path):
     """DNS rebinding: to the browser the page and the server have one origin, `evil.example`."""
     page = {"host": "evil.example:8080", "origin": "http://evil.example:8080"}
     async with (
@@ -159,7 +159,7 @@ async def test_a_page_whose_name_was_rebound_to_loopback_gets_nothing(tmp_path):
             assert (await owner.status())["tasks"] == {}
 
 
-async def test_another_user_of_the_machine_neither_submits_nor_reads(tmp_path):
+async def test_every_route_except_health_and_openapi_answers_401_without_the_token(tmp_path):
     async with (
         server_of(whole_config(tmp_path)) as opened,
         httpx.AsyncClient(base_url=opened.url) as http,
@@ -175,7 +175,7 @@ async def test_another_user_of_the_machine_neither_submits_nor_reads(tmp_path):
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
 
 
-async def test_clients_of_the_same_user_find_the_token_by_themselves(tmp_path, say):
+async def test_a_client_of_the_same_user_finds_the_server_token(tmp_path, say):
     async with server_of(whole_config(tmp_path)) as opened:
         port = opened.url.rpartition(":")[2]
         token = (tmp_path / "data" / "server.token").read_text().strip()
@@ -195,7 +195,7 @@ async def test_clients_of_the_same_user_find_the_token_by_themselves(tmp_path, s
             await late.status()
 
 
-async def test_a_server_is_announced_before_it_answers(tmp_path, monkeypatch):
+async def test_a_server_is_announced_before_its_http_task_starts(tmp_path, monkeypatch):
     found = []
 
     def announced(url, token_file):
@@ -207,7 +207,7 @@ async def test_a_server_is_announced_before_it_answers(tmp_path, monkeypatch):
         assert found == [[]]
 
 
-async def test_a_server_that_is_open_to_others_has_a_token_too(tmp_path):
+async def test_a_public_server_needs_a_token_and_answers_421_to_unknown_hosts(tmp_path):
     """The names of `--allow-host` reach it, and addresses; other names do not."""
     config = whole_config(tmp_path, host="0.0.0.0", hosts=("trainer.example",))
     async with server_of(config) as opened, httpx.AsyncClient() as http:
@@ -220,7 +220,7 @@ async def test_a_server_that_is_open_to_others_has_a_token_too(tmp_path):
             assert response.status_code == status, host
 
 
-def test_flags_and_file_make_one_configuration(tmp_path):
+def test_server_flags_are_merged_with_the_config_file(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text(
         'engines = ["scripted:x"]\n[server]\nport = 9\nmax_inflight_groups = 4\n'
@@ -246,7 +246,7 @@ def test_a_server_that_waits_for_its_first_engine_ends_at_the_first_signal(tmp_p
             process.kill()
 
 
-async def test_a_served_server_follows_its_source(tmp_path, monkeypatch):
+async def test_serve_tries_to_join_engines_that_appear_in_its_engines_file(tmp_path, monkeypatch):
     monkeypatch.setattr(scheduler, "READ_EVERY_S", 0.01)
     script = tmp_path / "script.json"
     script.write_text(json.dumps({"conversations": [{"turns": [{"content": "Done."}]}]}))
@@ -268,7 +268,7 @@ def config(tmp_path):
     return load_config(file)
 
 
-async def test_a_node_is_opened_from_a_config_that_travelled(tmp_path, config):
+async def test_a_node_opens_from_a_pickled_config_and_runs_a_task(tmp_path, config):
     opens = pickle.loads(pickle.dumps(partial(open_node, config)))  # noqa: S301 - our own
     async with opens(tmp_path / "n", cpus=1.5) as node:
         assert (node.settings.run_slots, node.settings.post_slots) == (3, 3)
@@ -278,14 +278,16 @@ async def test_a_node_is_opened_from_a_config_that_travelled(tmp_path, config):
     assert (tmp_path / "n" / "capture.sqlite").exists()
 
 
-async def test_sessions_are_computed_in_this_process_unless_a_word_says_otherwise(tmp_path, config):
+async def test_sessions_run_in_the_server_process_by_default(tmp_path, config):
     async with workers_of(config, tmp_path, "owner") as workers:
         assert not workers.outlive
         assert not workers.expect("s")
         assert workers.capacity > 0
 
 
-async def test_without_ray_the_extra_is_named(tmp_path, config, monkeypatch):
+async def test_ray_executor_without_the_ray_package_is_refused_with_the_extra_to_install(
+    tmp_path, config, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "bridle.node.ray", raising=False)
     on_ray = config.model_copy(

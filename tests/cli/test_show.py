@@ -15,7 +15,7 @@ def first_session(say, run) -> str:
     return say("show", run, "--json").json[0]["session_id"]
 
 
-def test_a_run_is_a_table_with_law_2_under_it(say, finished_run):
+def test_show_prints_a_run_as_a_table_with_its_token_balance(say, finished_run):
     said = say("show", finished_run)
 
     assert said.code == 0
@@ -23,7 +23,7 @@ def test_a_run_is_a_table_with_law_2_under_it(say, finished_run):
     assert "excluded 0: holds" in said.out
 
 
-def test_a_session_is_found_by_the_beginning_of_its_id(say, finished_run):
+def test_a_session_is_found_by_a_prefix_of_its_id(say, finished_run):
     session = first_session(say, finished_run)
 
     said = say("show", session[:-2], "--run", finished_run)
@@ -35,7 +35,7 @@ def test_a_session_is_found_by_the_beginning_of_its_id(say, finished_run):
     assert found_above.json["stats"]["roots"] == 1
 
 
-def test_a_beginning_that_fits_more_than_one_session_is_refused(say, finished_run):
+def test_an_ambiguous_session_id_prefix_is_refused(say, finished_run):
     said = say("show", "q", "--run", finished_run)
 
     assert said.code == 2
@@ -43,7 +43,7 @@ def test_a_beginning_that_fits_more_than_one_session_is_refused(say, finished_ru
 
 
 @pytest.mark.parametrize(("trained", "verdict"), [(3, ": holds"), (2, "DOES NOT HOLD")])
-def test_the_law_line_tells_whether_the_numbers_add_up(trained, verdict):
+def test_token_balance_line_tells_whether_captured_equals_trained_plus_excluded(trained, verdict):
     line = {"tokens_captured": 5, "tokens_trained": trained, "tokens_excluded": {"cut": 2}}
 
     assert law_line([line]).endswith(verdict.lstrip(": "))
@@ -58,7 +58,7 @@ def test_a_session_without_numbers_still_has_a_row():
     assert row(line)[3] == "-"
 
 
-def test_a_run_is_one_page_that_says_whether_its_data_is_right(say, finished_run):
+def test_run_report_fits_40_lines_and_says_whether_laws_1_and_2_hold(say, finished_run):
     said = say("show", finished_run, "--report")
     numbers = say("show", finished_run, "--report", "--json").json
 
@@ -82,7 +82,7 @@ async def write(made, folder):
 
 
 @pytest.mark.parametrize("of", ["run", "report", "session"])
-def test_parts_of_requests_that_had_no_effect_are_named(say, tmp_path, of):
+def test_show_names_request_fields_that_had_no_effect(say, tmp_path, of):
     made = MadeSession("one")
     made.call(extra={"unknown": {"mood": 2}, "unenforced": ["min_p"]})
     made.end()
@@ -97,13 +97,13 @@ def test_parts_of_requests_that_had_no_effect_are_named(say, tmp_path, of):
     assert "asked for and not enforced: 1 min_p" in said.out
 
 
-def test_the_report_leads_with_turns_and_then_laws(say, finished_run):
+def test_run_report_lists_turns_before_laws(say, finished_run):
     said = say("show", finished_run, "--report").out
     order = ["turns  ", "merge ratio", "law 1", "law 2", "excluded  ", "forks"]
     assert sorted(order, key=said.index) == order
 
 
-def test_files_that_were_not_scored_or_not_kept_are_named_without_obeying_them():
+def test_names_of_unscored_and_lost_files_are_shown_with_control_characters_escaped():
     evaluation = {"unscorable": "too deep", "stayed": ["a\x1b[2Jb\u202e: no file"]}
     assert list(left_lines({"evaluation": evaluation, "left_out": {"out/z": "not there"}})) == [
         "reward 0: too deep",
@@ -113,7 +113,7 @@ def test_files_that_were_not_scored_or_not_kept_are_named_without_obeying_them()
     assert list(left_lines({"evaluation": None})) == []
 
 
-def test_a_run_is_shown_without_loading_what_runs_or_trains_need(finished_run):
+def test_show_imports_no_heavy_package(finished_run):
     code = """
 import sys
 from bridle.cli.__main__ import main

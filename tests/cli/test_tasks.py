@@ -79,7 +79,7 @@ def made(shared, say):
     return folder / "tinytext-1.1-1.2"
 
 
-def test_each_pair_is_kept_or_refused_with_its_cause(made, shared):
+def test_each_pair_of_releases_becomes_a_task_or_is_refused_with_a_cause(made, shared):
     rows = json.loads((shared / "said.json").read_text())
     assert [(row["task"], row["verdict"]) for row in rows] == [
         ("tinytext 1.2..1.3", "no tests"),
@@ -90,7 +90,7 @@ def test_each_pair_is_kept_or_refused_with_its_cause(made, shared):
     assert [path.name for path in made.parent.iterdir()] == [made.name]
 
 
-def test_a_task_has_its_statement_tests_and_locked_environment(made):
+def test_a_release_task_has_a_statement_tests_and_a_locked_environment(made):
     task = json.loads((made / "task.json").read_text())
     assert "version 1.1" in task["instruction"]
     assert "`shout` gives a text in capitals" in task["instruction"]
@@ -106,7 +106,7 @@ def test_a_task_has_its_statement_tests_and_locked_environment(made):
     assert all("--hash=sha256:" in line for line in lock)
 
 
-def test_a_task_is_a_harbor_folder_too_whose_image_has_nothing_of_the_release(made, shared):
+def test_harbor_folder_of_a_release_task_holds_nothing_of_the_newer_release(made, shared):
     folder = shared / "harbor" / made.name
     (read,) = load_tasks(folder, overrides={"runtime": {"backend": "docker"}})
     task = json.loads((made / "task.json").read_text())
@@ -139,7 +139,7 @@ def base_image(shared):
     return "bridle-test-pip"
 
 
-def test_a_harbor_folder_is_sound_in_the_image_that_is_built_of_it(
+def test_harbor_folder_of_a_release_task_is_sound_in_its_built_image(
     made, shared, base_image, say, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("BRIDLE_RUNTIME", "docker")
@@ -200,7 +200,7 @@ def test_an_agent_finds_the_older_release_and_no_trace_of_the_newer(run_with):
     assert "traces 0" in prompt
 
 
-def test_the_example_makes_and_resumes_a_data_set_of_a_package(shared, say, tmp_path):
+def test_offline_data_example_makes_and_resumes_a_data_set_of_a_package(shared, say, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PIP_CONFIG_FILE", "PIP_NO_INDEX", "PIP_FIND_LINKS", "BRIDLE_CACHE"):
             patch.delenv(name)
@@ -232,7 +232,7 @@ def test_the_example_makes_and_resumes_a_data_set_of_a_package(shared, say, tmp_
     assert len((tmp_path / "set" / "data.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_task_is_verified_again_in_an_environment_that_is_made_of_its_lock(made, shared):
+def test_a_release_task_is_sound_in_an_environment_rebuilt_from_its_lock(made, shared):
     assert made.is_dir()
     command = [sys.executable, "-m", "benchmarks.releases", str(shared)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES.parent)
@@ -273,7 +273,9 @@ def test_a_task_whose_solution_does_not_solve_it_is_not_sound(made, say, tmp_pat
     assert say("tasks", "verify", made).code == 0
 
 
-def test_source_distributions_are_not_run_where_nothing_contains_them(say, tmp_path, monkeypatch):
+def test_building_source_distributions_without_a_sandbox_needs_an_explicit_flag(
+    say, tmp_path, monkeypatch
+):
     monkeypatch.setenv("BRIDLE_RUNTIME", "local")
     said = say("tasks", "from-releases", "tinytext", "--out", tmp_path / "out")
     assert said.code == 2
@@ -283,7 +285,7 @@ def test_source_distributions_are_not_run_where_nothing_contains_them(say, tmp_p
     assert said.code == 0, said.out
 
 
-def test_harbor_folders_do_not_lie_among_the_tasks(say, tmp_path):
+def test_a_harbor_folder_inside_the_task_folder_is_refused(say, tmp_path):
     said = say("tasks", "from-releases", "tinytext", "--out", tmp_path, "--harbor", tmp_path / "h")
     assert (said.code, "must lie outside of --out" in said.err) == (2, True)
 
@@ -293,7 +295,7 @@ def test_a_version_that_the_index_lacks_is_named(say, tmp_path):
     assert (said.code, "tinytext 9.0 has no source distribution here" in said.err) == (2, True)
 
 
-def test_hint_none_tells_neither_tests_nor_notes(say, tmp_path):
+def test_instruction_with_hint_none_contains_neither_tests_nor_release_notes(say, tmp_path):
     wanted = ("tinytext==1.1..1.2", "--hint", "none")
     assert say("tasks", "from-releases", *wanted, "--out", tmp_path / "out").code == 0
     text = json.loads(Path(tmp_path, "out", "tinytext-1.1-1.2", "task.json").read_text())

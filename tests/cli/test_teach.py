@@ -30,7 +30,7 @@ def spec(request, teacher):
         yield request.param.format(folder=teacher, url=url)
 
 
-def test_the_columns_are_those_of_a_forward_pass_over_the_exact_ids(
+def test_teacher_logprobs_equal_those_of_a_forward_pass_over_the_exact_ids(
     say, finished_run, teacher, spec, tmp_path
 ):
     file = tmp_path / "teacher.parquet"
@@ -93,7 +93,7 @@ def test_a_served_teacher_with_another_tokenizer_is_refused(
     assert not file.exists()
 
 
-def test_a_server_whose_tokenizer_cannot_be_compared_is_refused(
+def test_a_teacher_server_whose_tokenizer_cannot_be_compared_is_refused(
     say, finished_run, teacher, tmp_path
 ):
     stub = teaching(teacher)
@@ -106,7 +106,7 @@ def test_a_server_whose_tokenizer_cannot_be_compared_is_refused(
     assert not file.exists()
 
 
-def test_an_engine_that_cannot_score_is_refused_with_the_forms_that_can(say, finished_run):
+def test_a_teacher_engine_that_cannot_score_is_refused_with_the_supported_forms(say, finished_run):
     said = say("teach", finished_run, "--teacher", "scripted:x")
     assert said.code == 2
     assert "is none of embedded:DIR, http://HOST:PORT" in " ".join(said.err.split())

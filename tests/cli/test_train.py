@@ -46,7 +46,7 @@ def config(folder, text):
     return path
 
 
-def test_flags_come_before_the_file_and_the_file_before_the_defaults(tmp_path):
+def test_flags_override_the_train_file_and_the_file_overrides_defaults(tmp_path):
     path = config(
         tmp_path,
         'model = "m"\ntasks = "t"\nsamples = 4\n[grpo]\nkl = 0.1\n[loop]\nsteps = 3\nmax_lag = 0\n',
@@ -68,13 +68,13 @@ def test_flags_come_before_the_file_and_the_file_before_the_defaults(tmp_path):
         ('model = "m"\ntasks = "t"\ngrpo = 3', "grpo"),
     ],
 )
-def test_a_mistake_in_the_file_is_named_with_the_file(tmp_path, text, message):
+def test_an_invalid_train_file_is_refused_with_the_file_and_the_key(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as raised:
         load_settings(config(tmp_path, text), {"grpo": {"learning_rate": None}})
     assert "train.toml" in str(raised.value)
 
 
-def test_without_a_model_the_command_says_so(say, tmp_path):
+def test_train_without_a_model_is_refused(say, tmp_path):
     said = say("train", "--tasks", tmp_path, "--out", tmp_path / "out")
     assert said.code == 2
     assert "model" in said.err
@@ -122,7 +122,7 @@ def test_a_training_runs_and_resumes_where_it_ended(say, lookup_file, tmp_path):
 
 
 @pytest.mark.timeout(180)
-def test_a_resumed_training_and_its_certificate_route_as_the_training_began(
+def test_resume_and_certify_keep_the_expert_routing_setting_of_the_first_training(
     say, lookup_file, tmp_path
 ):
     model, out = save_mixture(tmp_path / "model", ties=True), tmp_path / "out"
@@ -143,7 +143,7 @@ def test_a_resumed_training_and_its_certificate_route_as_the_training_began(
 
 
 @pytest.mark.timeout(180)
-def test_an_adapter_is_trained_and_resumed_as_one(say, lookup_file, tmp_path):
+def test_a_lora_training_resumes_only_with_its_own_lora_settings(say, lookup_file, tmp_path):
     model, out = untrained(tmp_path / "model"), tmp_path / "out"
     path = config(tmp_path, "[lora]\nrank = 2\n")
     flags = [
@@ -165,7 +165,7 @@ def test_an_adapter_is_trained_and_resumed_as_one(say, lookup_file, tmp_path):
     assert [one["step"] for one in more.json["evaluations"]] == [0, 1, 2]
 
 
-def test_success_with_each_harness_is_a_table():
+def test_success_rate_with_each_harness_is_printed_as_a_table():
     course = Course(
         evaluations=[
             {"step": 0, "reward": 0.25, "sessions": 8, "others": {"b": {"reward": 0.5}}},
@@ -192,7 +192,7 @@ def test_success_with_each_harness_is_a_table():
     ]
 
 
-def test_held_out_rewards_have_their_intervals():
+def test_held_out_rewards_are_printed_with_their_95_percent_intervals():
     """Courses of earlier versions have none."""
     held = [{"step": n, "reward": n / 4, "sessions": 8} for n in (1, 3)]
     written, before = io.StringIO(), console.file
@@ -208,7 +208,7 @@ def test_held_out_rewards_have_their_intervals():
     assert "95% intervals of these, in points: ± 12.5 and ± 12.5" in written.getvalue()
 
 
-def test_the_numbers_are_sums_and_the_largest_difference():
+def test_training_summary_sums_tokens_and_takes_the_largest_logprob_difference():
     update = {"tokens": 5, "logprob_error": 1e-6}
     course = Course(
         steps=[

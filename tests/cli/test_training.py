@@ -39,7 +39,7 @@ from bridle.training.settings import GrpoSettings
 TASK = Task(task_id="t", instruction="go", num_samples=2)
 
 
-async def test_a_folder_without_a_model_is_named_before_anything_runs(tmp_path):
+async def test_a_missing_model_folder_is_refused_before_the_training_starts(tmp_path):
     settings = TrainSettings(model=str(tmp_path / "gone"), tasks="x", out=str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="gone does not exist"):
         await train_here(settings, [TASK])
@@ -75,7 +75,7 @@ async def test_an_engine_with_another_tokenizer_is_refused(tmp_path):
         await train_here(settings, [TASK])
 
 
-def test_held_out_tasks_are_played_with_every_harness_under_its_label():
+def test_held_out_tasks_are_copied_for_each_harness_under_its_label():
     other = AgentSpec(harness="command", command="true")
     both = with_other_harnesses([TASK], {"script": other})
     assert [task.task_id for task in both] == ["t", "script:t"]
@@ -107,7 +107,7 @@ async def test_a_task_that_samples_at_another_temperature_is_refused(tmp_path, o
         await train_here(settings, [task])
 
 
-def test_the_token_of_a_server_is_in_no_file():
+def test_server_token_is_left_out_of_serialised_settings():
     url = "http://x:the-token-of-a-server@host:8080"
     settings = TrainSettings.model_validate({"model": "m", "tasks": "t", "server": url})
     assert settings.server == url
@@ -128,7 +128,7 @@ class Taker:
 
 
 @pytest.mark.parametrize("embedded", [True, False])
-async def test_weights_go_by_memory_or_through_a_folder_that_the_next_one_replaces(
+async def test_weights_go_to_an_embedded_engine_in_memory_and_to_others_through_one_folder(
     embedded, tmp_path
 ):
     learner = Learner.load(untrained(tmp_path / "model"), GrpoSettings())
@@ -149,7 +149,7 @@ async def test_weights_go_by_memory_or_through_a_folder_that_the_next_one_replac
         assert transformers.AutoModelForCausalLM.from_pretrained(last) is not None
 
 
-async def test_a_training_on_a_server_resumes_after_its_death(tmp_path):
+async def test_a_killed_training_on_a_server_resumes_from_its_last_checkpoint(tmp_path):
     model = untrained(tmp_path / "model")
     settings = {
         "model": str(model),
@@ -201,7 +201,7 @@ async def test_a_server_and_engines_at_once_are_refused(tmp_path):
             pass
 
 
-def test_a_training_has_one_name_in_all_its_lives(tmp_path):
+def test_name_of_a_training_depends_only_on_its_folder(tmp_path):
     first = _name(tmp_path / "a")
     assert _name(tmp_path / "a") == first != _name(tmp_path / "b")
     assert "." not in first

@@ -40,7 +40,9 @@ def rows_of(manifest):
     return {row["task"]: row for row in map(json.loads, manifest.read_text().splitlines())}
 
 
-def test_a_manifest_has_each_tasks_verdict_and_is_resumed(tasks, say, tmp_path):
+def test_verify_writes_each_verdict_to_the_manifest_and_repeats_only_changed_tasks(
+    tasks, say, tmp_path
+):
     manifest = tmp_path / "manifest.jsonl"
     assert say("tasks", "verify", tasks, "--manifest", manifest, "--json").code == 1
     rows = rows_of(manifest)
@@ -96,7 +98,7 @@ def test_the_detail_of_a_verdict_says_what_the_evaluator_found(tasks, say, comma
     ],
     ids=["tests", "evaluation", "solution", "tests that fail, too"],
 )
-def test_a_task_that_only_takes_too_long_has_a_verdict_of_its_own(
+def test_a_task_that_only_times_out_has_the_verdict_out_of_time(
     tasks, say, tmp_path, solution, budgets, config, verdict
 ):
     path = tasks / "sound" / "task.json"
@@ -108,7 +110,7 @@ def test_a_task_that_only_takes_too_long_has_a_verdict_of_its_own(
     assert row["verdict"] == verdict, row["detail"]
 
 
-def test_a_run_that_requires_a_manifest_refuses_what_is_not_sound_in_it(tasks, say, tmp_path):
+def test_a_run_with_a_manifest_refuses_tasks_that_are_not_verified_as_sound(tasks, say, tmp_path):
     manifest = tmp_path / "manifest.jsonl"
     say("tasks", "verify", tasks, "--manifest", manifest)
     words = ("--harness", "empty", "--verified", manifest, "--out")
@@ -137,7 +139,7 @@ def test_a_training_refuses_tasks_and_held_out_tasks_that_are_not_verified(tasks
         assert "idle (oracle is not 1)" in said
 
 
-def test_a_server_takes_only_verified_tasks_where_its_operator_says_so(tmp_path):
+def test_a_server_with_a_manifest_accepts_only_verified_tasks(tmp_path):
     manifest = tmp_path / "manifest.jsonl"
     with pytest.raises(ConfigError, match="no such file"):
         ServerSettings(permits=SubmissionPolicy(verified=manifest)).checked()
@@ -156,7 +158,7 @@ def test_a_server_takes_only_verified_tasks_where_its_operator_says_so(tmp_path)
 
 
 @pytest.mark.parametrize("changed", ["answer.txt", "scores.py", "tests/check.sh"])
-def test_a_changed_file_of_a_task_in_a_list_is_not_verified(tmp_path, changed):
+def test_a_task_whose_file_has_changed_is_no_longer_verified(tmp_path, changed):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "check.sh").write_text("true")
     (tmp_path / "answer.txt").write_text("right")
