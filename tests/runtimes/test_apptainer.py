@@ -82,13 +82,13 @@ def test_unsupported_options_are_refused(asked, named, tmp_path):
         ApptainerRuntime(RuntimeSpec(**asked), "s", tmp_path)
 
 
-async def test_a_missing_program_is_named(tmp_path, monkeypatch):
+async def test_start_without_the_apptainer_command_names_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeFailure, match="needs the command apptainer"):
         await ApptainerRuntime(RuntimeSpec(image="x"), "s", tmp_path).start()
 
 
-def test_an_instance_has_an_overlay_folders_of_its_own_and_a_loopback(tmp_path):
+def test_instance_options_set_overlay_binds_and_a_network_with_loopback_only(tmp_path):
     spec = RuntimeSpec(image="x.sif", gpus=1, kwargs={"binds": ["/data"]})
     mount = Mount(tmp_path / "bundle", "/opt/bridle/pi")
     line = " ".join(ApptainerRuntime(spec, "s", Path("/s"), [mount]).options())
@@ -106,7 +106,7 @@ def test_an_instance_has_an_overlay_folders_of_its_own_and_a_loopback(tmp_path):
     assert "/s/work:/w" in open_one.options()
 
 
-async def test_commands_enter_it_and_files_go_in_and_out(started, fake, tmp_path):
+async def test_commands_and_file_transfers_run_inside_the_instance(started, fake, tmp_path):
     result = await started.exec('echo "$KEY $BRIDLE_EXEC"; pwd; exit 3', env={"KEY": "a b"})
     assert (result.exit_code, result.stdout.splitlines()) == (
         3,
@@ -121,12 +121,12 @@ async def test_commands_enter_it_and_files_go_in_and_out(started, fake, tmp_path
     assert {line.split()[1] for line in calls(fake, "exec")} == {f"instance://{name}"}
 
 
-async def test_a_value_of_the_environment_is_not_on_the_command_line(started, fake):
+async def test_environment_values_are_not_on_the_apptainer_command_line(started, fake):
     await started.exec("true", env={"KEY": "s3cret"})
     assert "s3cret" not in (fake / "calls").read_text()
 
 
-async def test_after_a_kill_the_next_command_starts_it_again(started, fake):
+async def test_a_command_after_a_kill_starts_a_new_instance(started, fake):
     before = first_process(fake)
     await started.kill()
     await started.kill()
@@ -160,7 +160,7 @@ async def _outcome(work):
         return str(error)
 
 
-async def test_apptainers_message_is_in_the_error(fake, tmp_path):
+async def test_an_error_contains_the_message_of_apptainer(fake, tmp_path):
     runtime = ApptainerRuntime(RuntimeSpec(image="x", network="open"), "s", tmp_path)
     (fake / "apptainer").write_text("#!/bin/sh\necho 'FATAL: no such image' >&2; exit 255\n")
     with pytest.raises(RuntimeFailure, match="apptainer instance start: FATAL: no such image"):
@@ -175,7 +175,7 @@ async def test_apptainers_message_is_in_the_error(fake, tmp_path):
     await runtime.stop()
 
 
-def test_only_its_own_variables_reach_it(monkeypatch):
+def test_only_apptainer_s_own_variables_reach_the_apptainer_command(monkeypatch):
     monkeypatch.setenv("APPTAINER_CACHEDIR", "/cache")
     monkeypatch.setenv("APPTAINERENV_KEY", "secret")
     monkeypatch.setenv("BRIDLE_CONTROL_TOKEN", "secret")
@@ -189,7 +189,7 @@ if any(map(shutil.which, PROGRAMS)):
     @pytest.mark.sandbox
     @pytest.mark.timeout(180)
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-    async def test_it_conforms(check, tmp_path):
+    async def test_apptainer_runtime_passes_each_conformance_check(check, tmp_path):
         from tests.sandbox.rootfs import make_rootfs
 
         image = str(make_rootfs(tmp_path / "image"))

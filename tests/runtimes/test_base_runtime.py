@@ -60,7 +60,7 @@ async def place(tmp_path):
     return made
 
 
-async def test_a_line_is_bash_s_and_a_folder_is_the_workdir_s(place):
+async def test_a_command_string_runs_in_bash_and_a_relative_cwd_is_below_the_workdir(place):
     result = await place.exec("exit 4 | cat; pwd", cwd="deep", env={"A": "b"}, stdin=b"x")
     assert result.stdout.endswith(b"/work/deep\n")
     assert (place.asked.cwd, place.asked.env, place.asked.stdin) == ("/work/deep", {"A": "b"}, b"x")
@@ -68,7 +68,7 @@ async def test_a_line_is_bash_s_and_a_folder_is_the_workdir_s(place):
     assert (place.asked.cwd, place.asked.argv) == ("/elsewhere", ["true"])
 
 
-async def test_every_command_has_a_unique_mark(place):
+async def test_every_command_gets_a_unique_mark_in_its_environment(place):
     first = await place.exec("echo $BRIDLE_SESSION $BRIDLE_EXEC")
     second = await place.exec("echo $BRIDLE_SESSION $BRIDLE_EXEC")
     assert [first.stdout, second.stdout] == [b"s s/1\n", b"s s/2\n"]
@@ -112,7 +112,7 @@ async def test_a_missing_mount_is_named(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", CONTAINING)
-def test_the_gateway_has_one_address_inside(kind, tmp_path):
+def test_gateway_url_inside_a_sandbox_has_one_fixed_address(kind, tmp_path):
     runtime = kind(RuntimeSpec(image="/"), "s", tmp_path)
     assert runtime.gateway_url("http://127.0.0.1:81/s/x/v1") == "http://127.0.0.1:4000/s/x/v1"
     with pytest.raises(RuntimeFailure, match="has one gateway"):
@@ -127,14 +127,14 @@ def test_a_workdir_that_leads_upwards_is_refused():
         check_spec(RuntimeSpec(workdir="/a/../b"), "x", ())
 
 
-def test_variables_are_prefixed_outside():
+def test_environment_names_are_prefixed_outside_the_sandbox():
     assert prefix_names({"LD_PRELOAD": "x", "PATH": "y"}) == {
         "BRIDLE_IN_LD_PRELOAD": "x",
         "BRIDLE_IN_PATH": "y",
     }
 
 
-def test_variables_have_their_own_names_inside():
+def test_environment_names_are_restored_inside_the_sandbox():
     given = {"PATH": "/usr/bin:/bin", "A": "a b\nc 'd' $HOME", "EMPTY": ""}
     done = subprocess.run(
         ["/bin/bash", "-c", f"{RESTORE_ENV} exec env -0"],
@@ -179,7 +179,7 @@ async def echo(reader, writer):
     writer.close()
 
 
-async def test_bytes_and_half_closes_are_forwarded_both_ways():
+async def test_forwarder_passes_bytes_and_half_closes_both_ways():
     async with a_forwarder(echo) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         sent = bytes(range(256)) * 4000
@@ -190,7 +190,7 @@ async def test_bytes_and_half_closes_are_forwarded_both_ways():
 
 
 @pytest.mark.parametrize("busy", ["reading", "writing"])
-async def test_a_client_that_vanishes_is_seen_on_the_other_side(busy):
+async def test_forwarder_closes_the_upstream_connection_of_a_vanished_client(busy):
     arrived = asyncio.get_running_loop().create_future()
 
     async def serve(reader, writer):
@@ -217,7 +217,7 @@ async def test_a_client_that_vanishes_is_seen_on_the_other_side(busy):
             assert await arrived == b"x"
 
 
-async def test_many_connections_at_once_are_kept_apart():
+async def test_forwarder_keeps_100_concurrent_connections_apart():
     async with a_forwarder(echo) as (_, port):
 
         async def one(number):
@@ -233,7 +233,7 @@ async def test_many_connections_at_once_are_kept_apart():
 
 
 @pytest.mark.parametrize("target", [None, "closed"])
-async def test_where_nobody_answers_the_connection_ends(target):
+async def test_forwarder_without_a_reachable_target_closes_the_connection(target):
     async with a_forwarder(echo) as (forwarder, port):
         closed, number = listening()
         closed.close()
@@ -251,7 +251,7 @@ async def test_a_closed_forwarder_accepts_no_connection():
         await asyncio.open_connection("127.0.0.1", port)
 
 
-async def test_a_machine_without_a_free_descriptor_ends_no_forwarder():
+async def test_forwarder_survives_running_out_of_file_descriptors():
     async with a_forwarder(echo) as (_, port):
         client = socket.create_connection(("127.0.0.1", port))
         with every_descriptor_taken():
@@ -281,7 +281,7 @@ def descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def test_a_client_that_stays_when_the_gateway_has_closed_holds_no_descriptor():
+async def test_forwarder_frees_a_connection_that_the_gateway_closed_and_the_client_keeps_open():
     async def close(reader, writer):
         await reader.readexactly(1)
         writer.close()

@@ -32,7 +32,7 @@ def test_unsupported_options_are_refused(asked, named, tmp_path):
         BubblewrapRuntime(RuntimeSpec(**asked), "s", tmp_path)
 
 
-def test_a_missing_program_is_named_with_its_packages(tmp_path, monkeypatch):
+def test_message_about_missing_bwrap_names_the_packages_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     missing = what_is_missing()
     assert missing is not None
@@ -40,20 +40,20 @@ def test_a_missing_program_is_named_with_its_packages(tmp_path, monkeypatch):
     assert "install the packages bubblewrap" in missing
 
 
-async def test_a_machine_without_it_cannot_start_it(tmp_path, monkeypatch):
+async def test_start_without_bwrap_is_a_runtime_failure(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeFailure, match="needs bwrap"):
         await BubblewrapRuntime(RuntimeSpec(), "s", tmp_path).start()
 
 
-def test_an_open_network_needs_no_way(tmp_path):
+def test_gateway_url_is_unchanged_with_an_open_network(tmp_path):
     runtime = BubblewrapRuntime(RuntimeSpec(network="open"), "s", tmp_path)
     assert runtime.gateway_url("http://127.0.0.1:81/") == "http://127.0.0.1:81/"
 
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_it_conforms(check, tmp_path):
+async def test_bubblewrap_runtime_passes_each_conformance_check(check, tmp_path):
     await run_check(check, BubblewrapRuntime, tmp_path)
 
 
@@ -75,7 +75,7 @@ async def runtime(tmp_path):
 
 
 @pytest.mark.sandbox
-async def test_after_a_kill_the_next_command_finds_the_files_and_no_process(runtime):
+async def test_files_survive_a_kill_and_processes_do_not(runtime):
     place = await runtime()
     await place.exec("echo kept > file; (setsid sleep 60 </dev/null >/dev/null 2>&1 &)")
     await place.kill()
@@ -84,7 +84,7 @@ async def test_after_a_kill_the_next_command_finds_the_files_and_no_process(runt
 
 
 @pytest.mark.sandbox
-async def test_a_workdir_of_its_own_is_where_commands_run(runtime):
+async def test_commands_run_in_a_configured_workdir(runtime):
     place = await runtime(workdir="/testbed")
     result = await place.exec("pwd; touch here")
     assert (result.stdout, place.workdir) == (b"/testbed\n", "/testbed")
@@ -102,7 +102,7 @@ def bound(words, option):
     return {words[at + 2]: words[at + 1] for at, word in enumerate(words) if word == option}
 
 
-def test_the_system_is_read_only_and_the_session_has_three_folders_of_its_own(tmp_path):
+def test_system_folders_are_read_only_and_three_session_folders_are_writable(tmp_path):
     words = words_of(tmp_path)
     assert bound(words, "--bind") == {
         "/tmp": str(tmp_path / "tmp"),
@@ -114,7 +114,7 @@ def test_the_system_is_read_only_and_the_session_has_three_folders_of_its_own(tm
     assert {path.name for path in tmp_path.iterdir()} == {*OWN, "etc"}
 
 
-def test_nothing_secret_of_the_machine_is_seen(tmp_path):
+def test_host_secrets_and_home_folders_are_not_mounted(tmp_path):
     seen = set(bound(words_of(tmp_path), "--ro-bind"))
     for hidden in (
         "/",
@@ -131,13 +131,13 @@ def test_nothing_secret_of_the_machine_is_seen(tmp_path):
     assert (tmp_path / "etc" / "passwd").read_text().startswith("agent:x:1000:1000:")
 
 
-def test_the_network_is_the_machines_only_when_it_is_open(tmp_path):
+def test_host_network_is_shared_only_with_network_open(tmp_path):
     assert "--share-net" not in words_of(tmp_path)
     assert "--share-net" not in words_of(tmp_path, network="none")
     assert "--share-net" in words_of(tmp_path, network="open")
 
 
-def test_an_image_gives_the_system_but_not_the_sandboxs_own_folders(tmp_path):
+def test_image_folders_are_mounted_except_proc_tmp_and_root(tmp_path):
     image = tmp_path / "image"
     for name in ("usr/bin", "etc", "proc", "tmp", "root", "opt"):
         (image / name).mkdir(parents=True)
@@ -154,7 +154,7 @@ def test_an_image_gives_the_system_but_not_the_sandboxs_own_folders(tmp_path):
     assert bound(words, "--symlink")["/bin"] == "usr/bin"
 
 
-def test_bundles_and_the_operators_own_folders_are_read_only(tmp_path):
+def test_bundles_and_configured_binds_are_read_only(tmp_path):
     mounts = [Mount(Path("/host/bundle"), "/opt/bridle/pi")]
     binds = bound(
         words_of(tmp_path, mounts, kwargs={"binds": ["/data/set", "/data/cli:/opt/node"]}),
@@ -164,12 +164,12 @@ def test_bundles_and_the_operators_own_folders_are_read_only(tmp_path):
     assert (binds["/data/set"], binds["/opt/node"]) == ("/data/set", "/data/cli")
 
 
-def test_folders_of_the_sessions_own_are_seen_where_they_are_asked_for(tmp_path):
+def test_configured_session_folders_are_writable_at_their_targets(tmp_path):
     binds = bound(words_of(tmp_path, kwargs={"folders": ["/tests", "/logs"]}), "--bind")
     assert binds["/tests"] == str(tmp_path / "more" / "0")
     assert binds["/logs"] == str(tmp_path / "more" / "1")
 
 
 @pytest.mark.parametrize("option", ["--unshare-all", "--unshare-user", "--disable-userns"])
-def test_every_namespace_is_the_sandboxs_own(tmp_path, option):
+def test_all_namespaces_are_unshared_and_nested_user_namespaces_disabled(tmp_path, option):
     assert option in words_of(tmp_path)

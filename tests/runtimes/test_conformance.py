@@ -11,7 +11,7 @@ from bridle.runtimes.local import LocalRuntime
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_local_conforms(check, tmp_path):
+async def test_local_runtime_passes_each_conformance_check(check, tmp_path):
     await run_check(check, LocalRuntime, tmp_path)
 
 
@@ -24,13 +24,13 @@ class Lying(LocalRuntime):
         return replace(result, exit_code=0)
 
 
-async def test_a_runtime_that_lies_about_exit_codes_is_found(tmp_path):
+async def test_conformance_suite_detects_false_exit_codes(tmp_path):
     with pytest.raises(Nonconformity, match=r"ExecResult\(exit_code=0"):
         await run_check(conformance.exit_codes_are_true, Lying, tmp_path / "codes")
     await run_check(conformance.folders_come_out, Lying, tmp_path / "folders")
 
 
-async def test_the_suite_detects_a_runtime_that_survives_its_stop(tmp_path):
+async def test_conformance_suite_detects_a_runtime_that_runs_commands_after_stop(tmp_path):
     with pytest.raises(Nonconformity, match="no RuntimeFailure but ExecResult"):
         await run_check(conformance.stop_can_be_repeated_and_is_the_end, Lying, tmp_path)
 
@@ -40,6 +40,6 @@ class Broken(LocalRuntime):
         raise RuntimeFailure("no such image")
 
 
-async def test_a_runtime_that_does_not_start_says_why(tmp_path):
+async def test_conformance_check_raises_the_start_error_of_the_runtime(tmp_path):
     with pytest.raises(RuntimeFailure, match="no such image"):
         await run_check(conformance.exit_codes_are_true, Broken, tmp_path)

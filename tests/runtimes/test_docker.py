@@ -35,7 +35,7 @@ def test_unsupported_options_are_refused(asked, named, tmp_path):
         DockerRuntime(RuntimeSpec(**asked), "s", tmp_path)
 
 
-async def test_what_a_task_asks_for_are_options_of_the_container(tmp_path, monkeypatch):
+async def test_runtime_spec_becomes_docker_run_options(tmp_path, monkeypatch):
     limits = {"gpus": 2, "cpus": 1.5, "memory_mb": 64, "max_processes": 9, "storage_mb": 1}
     place = {"image": "x", "network": "none", "workdir": "/app", "kwargs": {"user": "1000"}}
     spec = RuntimeSpec.model_validate(limits | place)
@@ -75,7 +75,7 @@ async def test_a_container_that_is_not_started_runs_nothing(tmp_path):
 @pytest.mark.sandbox
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_it_conforms(check, tmp_path):
+async def test_docker_runtime_passes_each_conformance_check(check, tmp_path):
     await run_check(check, DockerRuntime, tmp_path, RuntimeSpec(**await spec_of("docker")))
 
 
@@ -87,13 +87,13 @@ class TestContainers:
         await runtime.start()
         return runtime
 
-    async def test_an_image_that_is_nowhere_is_named(self, tmp_path):
+    async def test_start_with_an_unavailable_image_names_the_image(self, tmp_path):
         runtime = DockerRuntime(RuntimeSpec(image="bridle-no-such-image:1"), "s", tmp_path)
         with pytest.raises(RuntimeFailure, match="'bridle-no-such-image:1' is not here"):
             await runtime.start()
         await runtime.stop()
 
-    async def test_files_outlive_a_kill_and_processes_do_not(self, tmp_path):
+    async def test_files_survive_a_kill_and_processes_do_not(self, tmp_path):
         runtime = await self.started(tmp_path)
         await runtime.exec("echo kept > file; (setsid sleep 60 </dev/null >/dev/null 2>&1 &)")
         await runtime.kill()
@@ -101,13 +101,13 @@ class TestContainers:
         await runtime.stop()
         assert result.stdout == b"kept\n0\n"
 
-    async def test_a_workdir_of_its_own_is_where_commands_run(self, tmp_path):
+    async def test_commands_run_in_a_configured_workdir(self, tmp_path):
         runtime = await self.started(tmp_path, workdir="/testbed")
         result = await runtime.exec("pwd; touch here")
         await runtime.stop()
         assert (result.stdout, runtime.workdir) == (b"/testbed\n", "/testbed")
 
-    async def test_files_for_a_folder_that_is_there_are_one_call(self, tmp_path, monkeypatch):
+    async def test_a_write_into_an_existing_folder_is_one_docker_cp(self, tmp_path, monkeypatch):
         runtime = await self.started(tmp_path)
         calls, wrapper = tmp_path / "calls", tmp_path / "programs" / "docker"
         wrapper.parent.mkdir()
@@ -123,7 +123,7 @@ class TestContainers:
         assert one == ["cp"]
         assert result.stdout == b"12"
 
-    async def test_a_value_of_the_environment_is_not_on_the_command_line(self, tmp_path):
+    async def test_environment_values_with_spaces_and_newlines_reach_the_command(self, tmp_path):
         runtime = await self.started(tmp_path)
         result = await runtime.exec('echo "$KEY"', env={"KEY": "a b\nc"})
         await runtime.stop()
@@ -145,13 +145,13 @@ def fake(tmp_path, monkeypatch):
     return make
 
 
-async def test_the_daemons_message_is_in_the_error(fake):
+async def test_an_error_contains_the_message_of_the_docker_daemon(fake):
     fake("echo no such thing >&2; exit 1")
     with pytest.raises(RuntimeFailure, match="docker inspect: no such thing"):
         await docker(["inspect", "x"])
 
 
-async def test_a_daemon_that_hangs_times_out(fake):
+async def test_docker_command_of_a_hanging_daemon_times_out(fake):
     fake("sleep 60")
     with pytest.raises(RuntimeFailure, match=r"docker ps: did not end within 0.1 s"):
         await docker(["ps"], timeout_s=0.1)
@@ -164,7 +164,7 @@ async def test_a_missing_docker_command_is_named(tmp_path, monkeypatch):
     assert await remove_left_behind() == 0
 
 
-def test_a_daemon_that_is_down_is_named_before_a_session_starts(fake):
+def test_check_daemon_reports_a_daemon_that_is_down(fake):
     calls = fake("echo Cannot connect to the Docker daemon. >&2; exit 1")
     with pytest.raises(RuntimeFailure, match="daemon cannot be used: Cannot connect to the Docker"):
         check_daemon()
@@ -173,13 +173,13 @@ def test_a_daemon_that_is_down_is_named_before_a_session_starts(fake):
     check_daemon()
 
 
-async def test_an_image_that_is_here_is_not_pulled(fake):
+async def test_a_local_image_is_not_pulled(fake):
     calls = fake('echo \'[{"Id": "x"}]\'')
     assert await image_facts("here:1") == {"Id": "x"}
     assert calls.read_text() == "image inspect here:1\n"
 
 
-def test_an_image_is_asked_for_at_once_in_one_event_loop_after_another(fake):
+def test_concurrent_image_lookups_work_in_successive_event_loops(fake):
     fake('echo \'[{"Id": "x"}]\'')
 
     async def ask_twice():
@@ -191,7 +191,7 @@ def test_an_image_is_asked_for_at_once_in_one_event_loop_after_another(fake):
         assert asyncio.run(ask_twice()) == [{"Id": "x"}] * 2
 
 
-async def test_an_image_that_cannot_be_pulled_is_named(fake):
+async def test_pull_failure_names_the_image(fake):
     calls = fake("echo nowhere >&2; exit 1")
     with pytest.raises(RuntimeFailure, match="image 'gone:1' is not here and cannot be pulled"):
         await image_facts("gone:1")
@@ -209,7 +209,7 @@ def test_pull_progress_is_read_from_the_output():
     assert layers(said + "ba9876543210: Pull complete\nDigest: sha256:0123456789ab\n") == (3, 3)
 
 
-async def test_a_pulled_image_is_known_afterwards(fake, tmp_path):
+async def test_a_missing_image_is_pulled_once_and_then_inspected(fake, tmp_path):
     calls = fake(f"""case "$1" in
     pull) echo "0123456789ab: Pull complete"; touch {tmp_path}/here;;
     image) [ -e {tmp_path}/here ] && echo '[{{"Id": "x"}}]';; esac""")
@@ -217,7 +217,7 @@ async def test_a_pulled_image_is_known_afterwards(fake, tmp_path):
     assert calls.read_text().splitlines().count("pull far:1") == 1
 
 
-async def test_an_image_of_a_folder_is_built_once(fake, tmp_path):
+async def test_an_image_with_a_build_folder_is_built_once(fake, tmp_path):
     calls = fake(f"""case "$1" in
     build) touch {tmp_path}/built;;
     image) [ -e {tmp_path}/built ] && echo '[{{"Id": "x"}}]';; esac""")
@@ -227,13 +227,13 @@ async def test_an_image_of_a_folder_is_built_once(fake, tmp_path):
     assert lines.count("build --quiet --force-rm --tag made:1 /tasks/environment") == 1
 
 
-async def test_a_folder_that_cannot_be_built_is_named(fake):
+async def test_build_failure_names_the_folder(fake):
     fake("echo no FROM >&2; exit 1")
     with pytest.raises(RuntimeFailure, match="cannot be built of /t: docker build: no FROM"):
         await image_facts("made:1", build="/t")
 
 
-async def test_containers_of_dead_processes_are_removed_and_of_living_ones_kept(fake):
+async def test_containers_of_dead_owners_are_removed_and_those_of_living_owners_kept(fake):
     place = owner_mark().split(".", 2)[2]
     owners = (owner_mark(), f"999999999.5.{place}", f"{os.getpid()}.1.{place}", "1.1.elsewhere.1")
     result = "".join(f"c{number} {owner}\\n" for number, owner in enumerate(owners, 1))
@@ -247,7 +247,7 @@ async def test_without_a_daemon_no_container_is_removed(fake):
     assert await remove_left_behind() == 0
 
 
-def test_the_command_gets_its_login_and_daemon_and_nothing_else(monkeypatch):
+def test_docker_command_gets_its_login_and_daemon_variables_and_no_secret(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///x")
     monkeypatch.setenv("SECRET", "x")
     found = client_environment()

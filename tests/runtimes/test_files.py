@@ -38,7 +38,7 @@ def source(tmp_path):
     return made
 
 
-def test_a_copy_has_the_same_files_modes_times_and_links_and_nothing_else(source, tmp_path):
+def test_a_tree_copy_keeps_files_modes_times_and_links_and_removes_other_entries(source, tmp_path):
     file, target = source / "a" / "b" / "file", tmp_path / "target"
     file.chmod(0o751)
     os.utime(file, ns=(1, 2_000_000_000))
@@ -51,7 +51,7 @@ def test_a_copy_has_the_same_files_modes_times_and_links_and_nothing_else(source
     assert [entry.name for entry in target.iterdir()] == ["a"]
 
 
-def test_unreadable_entries_are_copied_and_special_files_are_not(source, tmp_path):
+def test_a_tree_copy_includes_unreadable_entries_and_names_skipped_special_files(source, tmp_path):
     os.mkfifo(source / "a" / "pipe")
     (source / "a" / "b" / "file").chmod(0)
     (source / "a" / "b").chmod(0)
@@ -60,7 +60,7 @@ def test_unreadable_entries_are_copied_and_special_files_are_not(source, tmp_pat
     assert (tmp_path / "target" / "a" / "b" / "file").read_text() == "text"
 
 
-def test_kept_paths_stay_as_the_target_has_them(source, tmp_path):
+def test_paths_in_keep_are_not_overwritten_by_a_tree_copy(source, tmp_path):
     target = tmp_path / "target"
     (target / "a").mkdir(parents=True)
     (target / "a" / "mine").write_text("mine")
@@ -80,12 +80,12 @@ def test_kept_paths_stay_as_the_target_has_them(source, tmp_path):
         (CopyLimits(bytes=1), "more than 0 MiB"),
     ],
 )
-def test_a_copy_is_bounded(source, tmp_path, bounds, why):
+def test_a_tree_copy_beyond_its_file_depth_or_byte_limits_is_refused(source, tmp_path, bounds, why):
     with pytest.raises(TooMuch, match=why):
         replace_tree(source, tmp_path / "target", limits=bounds)
 
 
-def test_a_copy_from_another_file_system_is_whole(tmp_path):
+def test_a_tree_copy_across_file_systems_is_complete(tmp_path):
     content = os.urandom(3 << 20)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
         Path(other, "file").write_bytes(content)
@@ -93,7 +93,7 @@ def test_a_copy_from_another_file_system_is_whole(tmp_path):
     assert (tmp_path / "target" / "file").read_bytes() == content
 
 
-def test_holes_stay_holes(tmp_path):
+def test_a_tree_copy_keeps_the_holes_of_sparse_files(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     with (source / "sparse").open("wb") as file:
@@ -111,13 +111,13 @@ def test_holes_stay_holes(tmp_path):
         assert file.read(4) == b"end\0"
 
 
-def test_a_folder_that_is_a_link_is_not_entered(source, tmp_path):
+def test_a_tree_copy_refuses_a_source_that_is_a_symbolic_link(source, tmp_path):
     (tmp_path / "link").symlink_to(source)
     with pytest.raises(NotADirectoryError):
         replace_tree(tmp_path / "link", tmp_path / "target")
 
 
-def test_only_what_lies_in_the_folder_is_copied_out(source, tmp_path):
+def test_copy_out_refuses_links_that_lead_outside_the_folder(source, tmp_path):
     (source / "near").symlink_to("a/b/file")
     copy_out(source / "near", tmp_path / "near", source)
     assert (tmp_path / "near").read_text() == "text"
@@ -134,7 +134,7 @@ def test_copying_a_folder_behind_a_symbolic_link_copies_nothing(source, tmp_path
     assert not list((tmp_path / "target").iterdir())
 
 
-def test_links_to_one_large_file_are_no_way_to_fill_the_disk(tmp_path):
+def test_copy_out_counts_linked_files_toward_its_byte_limit(tmp_path):
     folder = tmp_path / "source" / "out"
     folder.mkdir(parents=True)
     (folder / "0").touch()
@@ -144,7 +144,7 @@ def test_links_to_one_large_file_are_no_way_to_fill_the_disk(tmp_path):
         copy_out(folder, tmp_path / "target", tmp_path / "source")
 
 
-def test_a_copied_folder_lacks_only_entries_that_may_not_leave_and_names_them(source, tmp_path):
+def test_take_out_skips_and_names_special_files_and_links_that_lead_outside(source, tmp_path):
     out = source / "a"
     os.mkfifo(out / "pipe")
     (out / "b" / "up").symlink_to("../near")
@@ -162,7 +162,7 @@ def test_a_copied_folder_lacks_only_entries_that_may_not_leave_and_names_them(so
     assert (tmp_path / "taken" / "b" / "up").read_text() == "text"
 
 
-def test_a_sparse_file_is_copied_out_of_an_unreadable_folder(source, tmp_path):
+def test_take_out_copies_a_sparse_file_out_of_an_unreadable_folder(source, tmp_path):
     file = source / "a" / "b" / "file"
     os.truncate(file, 1 << 30)
     (source / "a").chmod(0)
@@ -181,14 +181,14 @@ def test_a_sparse_file_is_copied_out_of_an_unreadable_folder(source, tmp_path):
         ("a/b/file", "more than 0 MiB"),
     ],
 )
-def test_a_failed_copy_leaves_nothing(source, tmp_path, name, why):
+def test_a_failed_take_out_leaves_no_target(source, tmp_path, name, why):
     (source / "door").symlink_to("a")
     with pytest.raises(RuntimeFailure, match=why):
         take_out(source / name, tmp_path / "taken", source, 1)
     assert not (tmp_path / "taken").exists()
 
 
-def test_paths_outside_the_session_are_refused(source, tmp_path):
+def test_take_out_refuses_a_path_outside_the_session_folder(source, tmp_path):
     with pytest.raises(RuntimeFailure, match="lies outside the session's own folder"):
         take_out(source / ".." / "x", tmp_path / "taken", source, 1)
 
@@ -215,7 +215,9 @@ def archived(path, *entries):
         ([(f"out/{number}", 0) for number in range(30)], "more than 20 files"),
     ],
 )
-def test_an_archive_that_is_a_bomb_is_refused_before_it_is_taken_out(tmp_path, entries, why):
+def test_an_archive_beyond_its_size_depth_or_file_limits_is_refused_before_extraction(
+    tmp_path, entries, why
+):
     with pytest.raises(TooMuch, match=why):
         check_archive(archived(tmp_path / "x.tar", *entries), CopyLimits(entries=20))
 
@@ -228,7 +230,7 @@ def test_the_size_of_an_archive_is_that_of_its_files(tmp_path):
         check_archive(archive, CopyLimits())
 
 
-def test_a_work_folder_of_1200_files_is_emptied_by_three_calls_of_rm(tmp_path):
+def test_emptying_a_work_folder_of_1200_files_takes_three_rm_calls(tmp_path):
     work, programs = tmp_path / "work", tmp_path / "programs"
     (work / "-rf" / "below").mkdir(parents=True)
     (work / "a b\n*").symlink_to(programs)
@@ -272,7 +274,7 @@ class OnlyArchives:
         copy_tree(source, self.work / target)
 
 
-async def test_put_work_replaces_files_and_keeps_the_checkers_own(source, tmp_path):
+async def test_put_work_replaces_files_except_kept_paths(source, tmp_path):
     work = tmp_path / "work"
     (work / "a" / "own").mkdir(parents=True)
     (work / "a" / "own" / "tool").write_text("ours")
@@ -335,14 +337,14 @@ def test_a_file_is_packed_under_the_name_of_its_target(tmp_path, stage):
     assert (tmp_path / "out" / "c").read_text() == "text"
 
 
-def test_bytes_are_packed_as_one_file_with_its_mode():
+def test_bytes_are_packed_as_one_file_with_the_given_mode():
     with tarfile.open(fileobj=io.BytesIO(pack_bytes(b"x\0y", "name", 0o600))) as tar:
         (entry,) = tar.getmembers()
         content = tar.extractfile(entry)
         assert (entry.name, entry.mode, content and content.read()) == ("name", 0o600, b"x\0y")
 
 
-def test_entries_that_lead_elsewhere_are_not_extracted(tmp_path, stage):
+def test_unpack_skips_special_files_and_entries_that_lead_outside_the_target(tmp_path, stage):
     (tmp_path / "secret").write_text("ours")
     packed(
         stage,
@@ -383,7 +385,9 @@ def chain_of_links(into):
 
 
 @pytest.mark.parametrize("any_link", [False, True])
-def test_no_chain_of_links_beyond_4096_bytes_leads_elsewhere(tmp_path, stage, any_link):
+def test_unpack_writes_nothing_outside_through_a_link_chain_beyond_4096_bytes(
+    tmp_path, stage, any_link
+):
     packed(stage, *chain_of_links(stage.resolve().parent / "unpacked" / "out"))
     (tmp_path / "victim").mkdir()
 
@@ -393,7 +397,7 @@ def test_no_chain_of_links_beyond_4096_bytes_leads_elsewhere(tmp_path, stage, an
     assert not list((tmp_path / "victim").iterdir())
 
 
-def test_a_file_is_not_written_through_a_link_of_its_name(tmp_path, stage):
+def test_unpack_writes_no_file_through_a_link_of_the_same_name(tmp_path, stage):
     entries = [("out/a", tarfile.SYMTYPE, "b"), ("out/a", tarfile.REGTYPE, b"1")]
     packed(stage, *entries, ("out/c", tarfile.LNKTYPE, "out/a"), ("out/d", tarfile.REGTYPE, b"1"))
 
@@ -403,14 +407,14 @@ def test_a_file_is_not_written_through_a_link_of_its_name(tmp_path, stage):
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
-def test_something_else_than_a_file_or_folder_is_refused(tmp_path, stage, kind):
+def test_unpack_refuses_a_link_or_special_file_as_the_root_entry(tmp_path, stage, kind):
     packed(stage, ("out", kind, "/etc/hostname"))
 
     with pytest.raises(RuntimeFailure, match="out is not there, or is no regular file"):
         unpack(stage, "out", tmp_path / "taken")
 
 
-def test_half_an_archive_is_refused(tmp_path, stage):
+def test_unpack_refuses_a_truncated_archive(tmp_path, stage):
     packed(stage, ("out", tarfile.REGTYPE, os.urandom(50_000)))
     stage.write_bytes(stage.read_bytes()[:20_000])
 
@@ -418,7 +422,7 @@ def test_half_an_archive_is_refused(tmp_path, stage):
         unpack(stage, "out", tmp_path / "taken")
 
 
-def test_only_what_is_kept_comes_out_with_all_folders(tmp_path, stage):
+def test_unpack_with_a_filter_extracts_matching_entries_and_all_folders(tmp_path, stage):
     packed(
         stage,
         ("out/a/mine/below", tarfile.REGTYPE, b"1"),
@@ -436,14 +440,14 @@ def test_only_what_is_kept_comes_out_with_all_folders(tmp_path, stage):
     assert (tmp_path / "taken/b/mine").read_bytes() == b"3"
 
 
-def test_a_folder_comes_out_without_a_second_copy(tmp_path, stage):
+def test_unpack_leaves_no_second_copy_in_the_staging_folder(tmp_path, stage):
     packed(stage, ("x/a", tarfile.REGTYPE, b"text"))
     unpack(stage, "x", tmp_path / "out")
     assert (tmp_path / "out" / "a").read_text() == "text"
     assert not list(tmp_path.glob("stage/**/a"))
 
 
-def test_a_folder_is_merged_into_one_that_is_there(tmp_path, stage):
+def test_unpack_merges_a_folder_into_an_existing_one(tmp_path, stage):
     packed(stage, ("out/new", tarfile.REGTYPE, b"1"))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "old").touch()
@@ -453,7 +457,7 @@ def test_a_folder_is_merged_into_one_that_is_there(tmp_path, stage):
     assert sorted(path.name for path in (tmp_path / "taken").iterdir()) == ["new", "old"]
 
 
-def test_folders_without_permissions_go_too(tmp_path):
+def test_remove_folders_removes_folders_without_permissions(tmp_path):
     locked = tmp_path / "a" / "locked" / "deep"
     locked.mkdir(parents=True)
     (locked / "file").touch()
@@ -465,7 +469,7 @@ def test_folders_without_permissions_go_too(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_target_of_a_link_is_not_removed(tmp_path):
+def test_remove_folders_does_not_follow_links_inside_a_folder(tmp_path):
     (tmp_path / "kept").mkdir(mode=0o755)
     (tmp_path / "kept" / "file").touch()
     (tmp_path / "a").mkdir()
@@ -476,7 +480,7 @@ def test_the_target_of_a_link_is_not_removed(tmp_path):
     assert (tmp_path / "kept" / "file").exists()
 
 
-def test_a_link_instead_of_a_folder_is_removed_without_its_target(tmp_path):
+def test_remove_folders_removes_a_link_in_place_of_a_folder_but_not_its_target(tmp_path):
     other = tmp_path / "other"
     (other / "inner").mkdir(parents=True)
     (other / "inner").chmod(0o500)
@@ -497,6 +501,6 @@ def test_a_link_instead_of_a_folder_is_removed_without_its_target(tmp_path):
         ("/home/u/../x", None),
     ],
 )
-def test_a_path_inside_is_found_in_the_folders_that_are_shared(inside, here):
+def test_sandbox_path_is_mapped_to_the_host_path_of_its_shared_folder(inside, here):
     folders = {"/work": Path("/s/work"), "/home/u": Path("/s/home")}
     assert host_path(PurePosixPath(inside), folders) == here

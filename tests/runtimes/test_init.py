@@ -18,7 +18,7 @@ from bridle.runtimes.docker import DockerRuntime
 from bridle.runtimes.local import LocalRuntime
 
 
-def test_every_name_in_the_table_loads():
+def test_every_runtime_name_in_the_table_loads_its_class():
     loaded: dict[str, object] = {name: runtime_class(name) for name in RUNTIMES}
     kinds: tuple[object, ...] = (LocalRuntime, BubblewrapRuntime, DockerRuntime, ApptainerRuntime)
     names = ("local", "bubblewrap", "docker", "apptainer")
@@ -30,7 +30,7 @@ def test_a_custom_runtime_is_loaded_by_its_path(tmp_path):
     assert isinstance(make_runtime(spec, "s", tmp_path), LocalRuntime)
 
 
-def test_an_unknown_runtime_is_named_with_those_that_are_known(tmp_path):
+def test_an_unknown_runtime_is_refused_with_the_known_names(tmp_path):
     with pytest.raises(ConfigError, match=r"unknown runtime 'dokcer'; known: .*local"):
         make_runtime(RuntimeSpec(backend="dokcer"), "s", tmp_path)
 
@@ -50,7 +50,7 @@ def machine(tmp_path, monkeypatch):
     return make
 
 
-def test_what_the_machine_lacks_for_a_runtime_is_named(machine):
+def test_check_machine_names_the_program_that_a_runtime_needs(machine):
     machine(None)
     for backend, lacking in (
         *(("bubblewrap", "needs bwrap"), ("docker", "needs the command docker")),
@@ -62,7 +62,7 @@ def test_what_the_machine_lacks_for_a_runtime_is_named(machine):
     check_machine("package.module:Class")
 
 
-def test_a_machine_whose_bwrap_works_contains(machine, tmp_path):
+def test_auto_backend_is_bubblewrap_where_bwrap_works(machine, tmp_path):
     machine('for word in "$@"; do :; done; [ "$word" = true ]')
     check_machine("bubblewrap")
     assert default_backend() == ("bubblewrap", "bwrap is there and works")
@@ -78,7 +78,9 @@ def test_a_machine_whose_bwrap_works_contains(machine, tmp_path):
         ("echo setting up uid map: Permission denied >&2; exit 1", "uid map: Permission denied"),
     ],
 )
-def test_one_whose_bwrap_does_not_falls_back_and_says_why(machine, tmp_path, bwrap, why, capsys):
+def test_auto_backend_falls_back_to_local_with_a_warning_where_bwrap_does_not_work(
+    machine, tmp_path, bwrap, why, capsys
+):
     machine(bwrap)
     backend, reason = default_backend()
     assert backend == "local"
@@ -89,24 +91,24 @@ def test_one_whose_bwrap_does_not_falls_back_and_says_why(machine, tmp_path, bwr
 
 
 @pytest.mark.parametrize("asked", [{"image": "python:3.12"}, {"image": "x", "gpus": 1}])
-def test_an_image_is_a_container_s(machine, tmp_path, asked):
+def test_auto_backend_for_an_image_name_is_docker(machine, tmp_path, asked):
     machine(None)
     assert resolve_auto(RuntimeSpec(**asked)).backend == "docker"
     assert isinstance(make_runtime(RuntimeSpec(**asked), "s", tmp_path), DockerRuntime)
 
 
-def test_a_root_folder_is_bubblewrap_s(machine, tmp_path):
+def test_auto_backend_for_a_root_folder_is_bubblewrap(machine, tmp_path):
     machine("true")
     assert resolve_auto(RuntimeSpec(image=str(tmp_path))).backend == "bubblewrap"
 
 
-def test_an_operator_names_another_one(monkeypatch):
+def test_bridle_runtime_variable_overrides_the_default_backend(monkeypatch):
     monkeypatch.setenv(VARIABLE, "my.place:Place")
     assert resolve_auto(RuntimeSpec()).backend == "my.place:Place"
     assert default_backend() == ("my.place:Place", "$BRIDLE_RUNTIME names it")
 
 
-def test_a_named_backend_is_not_replaced(machine):
+def test_an_explicit_backend_is_not_replaced_by_the_default(machine):
     machine("true")
     for spec in (RuntimeSpec(backend="local"), RuntimeSpec(backend="docker", image="x")):
         assert resolve_auto(spec) is spec

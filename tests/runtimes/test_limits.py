@@ -47,7 +47,7 @@ def files(folder):
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
-def test_version_2_has_one_folder_below_our_own(unified):
+def test_cgroup_v2_limits_are_written_in_one_folder_below_the_process_s_own(unified):
     group = made(unified)
     assert files(unified / "ours" / "s1") == {
         "memory.max": "1048576",
@@ -58,7 +58,7 @@ def test_version_2_has_one_folder_below_our_own(unified):
     assert group.procs_files == [str(unified / "ours" / "s1" / "cgroup.procs")]
 
 
-def test_version_1_has_a_folder_for_each_controller(version_1):
+def test_cgroup_v1_limits_are_written_in_a_folder_per_controller(version_1):
     group = made(version_1)
     assert files(version_1 / "memory" / "ours" / "s1") == {"memory.limit_in_bytes": "1048576"}
     assert files(version_1 / "pids" / "ours" / "s1") == {"pids.max": "7"}
@@ -69,12 +69,12 @@ def test_version_1_has_a_folder_for_each_controller(version_1):
     assert len(group.procs_files) == 3
 
 
-def test_a_missing_limit_needs_no_controller(version_1):
+def test_an_unset_limit_uses_no_cgroup_controller(version_1):
     group = made(version_1, ResourceLimits(processes=3))
     assert group.procs_files == [str(version_1 / "pids" / "ours" / "s1" / "cgroup.procs")]
 
 
-def test_where_groups_cannot_be_made_there_is_none(tmp_path, version_1):
+def test_make_returns_none_where_a_cgroup_cannot_be_created(tmp_path, version_1):
     assert Cgroup.make("s1", BOUNDS, mount=tmp_path / "no", own=tmp_path / "own") is None
     assert Cgroup.make("s1", BOUNDS, mount=version_1, own=tmp_path / "missing") is None
     (version_1 / "pids" / "ours").rmdir()
@@ -91,7 +91,7 @@ def test_where_groups_cannot_be_made_there_is_none(tmp_path, version_1):
         ("pids.events", "max 0\n", "max 2\n", "processes"),
     ],
 )
-def test_a_reached_limit_is_reported_once(unified, file, before, after, named):
+def test_a_reached_cgroup_limit_is_reported_once(unified, file, before, after, named):
     group = made(unified)
     path = unified / "ours" / "s1" / file
     path.write_text(before)
@@ -101,14 +101,14 @@ def test_a_reached_limit_is_reported_once(unified, file, before, after, named):
     assert group.reached() is None
 
 
-def test_version_1_counts_kills_in_another_file(version_1):
+def test_cgroup_v1_oom_kills_are_read_from_memory_oom_control(version_1):
     group = made(version_1)
     path = version_1 / "memory" / "ours" / "s1" / "memory.oom_control"
     path.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
     assert group.reached() == "memory"
 
 
-def test_an_empty_group_goes(version_1):
+def test_an_empty_cgroup_is_removed_and_removal_can_be_repeated(version_1):
     group = made(version_1)
     for folder in set(group.folders.values()):
         for path in folder.iterdir():
@@ -119,7 +119,7 @@ def test_an_empty_group_goes(version_1):
 
 
 @pytest.mark.parametrize("version", ["unified", "version_1"])
-def test_groups_of_the_dead_are_removed_and_no_others(version, request):
+def test_only_empty_cgroups_of_dead_owners_on_this_machine_are_removed(version, request):
     mount = request.getfixturevalue(version)
     place = owner_mark().split(".", 2)[2]
     names = {
@@ -142,7 +142,7 @@ def test_without_control_groups_there_is_nothing_to_remove(tmp_path):
 
 
 @pytest.mark.parametrize("at", ["ours", "."])
-def test_the_cores_that_may_be_used_are_those_of_the_smallest_limit(unified, at):
+def test_available_cores_are_those_of_the_smallest_cgroup_v2_limit_rounded_up(unified, at):
     all_of_them = available_cores(mount=unified, own=unified / "own")
     (unified / at / "cpu.max").write_text("max 100000\n")
     assert available_cores(mount=unified, own=unified / "own") == all_of_them >= 1
@@ -152,7 +152,7 @@ def test_the_cores_that_may_be_used_are_those_of_the_smallest_limit(unified, at)
     assert available_cores(mount=unified, own=unified / "own") == min(2, all_of_them)
 
 
-def test_version_1_limits_cores_in_two_files(version_1):
+def test_available_cores_follow_the_cgroup_v1_quota_and_period(version_1):
     all_of_them = available_cores(mount=version_1, own=version_1 / "own")
     quota, period = (version_1 / "cpu" / "ours" / f"cpu.cfs_{n}_us" for n in ("quota", "period"))
     period.write_text("100000\n")
@@ -162,7 +162,7 @@ def test_version_1_limits_cores_in_two_files(version_1):
     assert available_cores(mount=version_1, own=version_1 / "own") == 1
 
 
-def test_without_control_groups_all_cores_may_be_used(tmp_path):
+def test_available_cores_without_cgroups_are_at_least_one(tmp_path):
     assert available_cores(mount=tmp_path, own=tmp_path / "none") >= 1
 
 
@@ -195,12 +195,12 @@ def child():
     ("bounds", "named"),
     [(ResourceLimits(memory_bytes=50 << 20), "memory"), (ResourceLimits(processes=4), "processes")],
 )
-async def test_too_much_memory_or_too_many_threads_are_found(child, bounds, named):
+async def test_polling_detects_too_much_memory_or_too_many_threads(child, bounds, named):
     async with asyncio.timeout(15):
         assert await reached(members=[child], bounds=bounds) == named
 
 
-async def test_within_its_limits_nothing_is_found(child, tmp_path):
+async def test_polling_reports_nothing_within_the_limits(child, tmp_path):
     within = ResourceLimits(memory_bytes=4 << 30, processes=100)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
@@ -209,14 +209,14 @@ async def test_within_its_limits_nothing_is_found(child, tmp_path):
             )
 
 
-async def test_too_much_on_disk_is_found(tmp_path):
+async def test_polling_detects_too_much_disk_use(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "big").write_bytes(b"x" * (1 << 20))
     async with asyncio.timeout(15):
         assert await reached(folders=[tmp_path], storage=1 << 19) == "storage"
 
 
-def test_a_file_with_two_names_takes_its_room_once_and_holes_take_none(tmp_path):
+def test_disk_use_counts_hard_links_once_and_holes_not_at_all(tmp_path):
     (tmp_path / "one").write_bytes(os.urandom(1 << 20))
     os.link(tmp_path / "one", tmp_path / "two")
     (tmp_path / "link").symlink_to("/usr")
@@ -225,7 +225,7 @@ def test_a_file_with_two_names_takes_its_room_once_and_holes_take_none(tmp_path)
     assert 1 << 20 <= disk_use([tmp_path]) < 3 << 19
 
 
-def test_processes_of_one_number_space_are_found():
+def test_processes_of_a_pid_namespace_are_found():
     ours = pid_namespace(os.getpid())
     assert ours is not None
     assert os.getpid() in members_of(ours)

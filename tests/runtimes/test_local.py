@@ -40,11 +40,11 @@ def test_unsupported_options_are_refused(asked, named, tmp_path):
         LocalRuntime(RuntimeSpec(**asked), SESSION, tmp_path)
 
 
-def test_it_does_not_claim_to_contain(tmp_path):
+def test_local_runtime_reports_that_it_does_not_contain(tmp_path):
     assert LocalRuntime(RuntimeSpec(), SESSION, tmp_path).contains is False
 
 
-async def test_the_environment_holds_nothing_of_the_callers(runtime):
+async def test_environment_of_a_command_has_no_variable_of_the_caller(runtime):
     os.environ["OPENAI_API_KEY"] = "sk-caller"
     try:
         result = await runtime.exec(["env"])
@@ -72,7 +72,7 @@ async def test_stopping_one_runtime_of_a_session_does_not_stop_another(runtime, 
     await other.stop()
 
 
-async def test_the_workdir_may_be_a_folder_below(runtime, tmp_path):
+async def test_a_relative_workdir_is_a_folder_below_the_work_folder(runtime, tmp_path):
     assert runtime.workdir == str(tmp_path / "work" / "repo")
     assert (await runtime.exec("pwd")).stdout.decode().strip() == runtime.workdir
 
@@ -87,7 +87,7 @@ async def test_stop_leaves_an_empty_scratch_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_before_the_start_nothing_works(tmp_path):
+async def test_commands_and_files_are_refused_before_the_start(tmp_path):
     runtime = LocalRuntime(RuntimeSpec(), SESSION, tmp_path)
     for work in (runtime.exec("true"), runtime.write("x", b""), runtime.download("x", tmp_path)):
         with pytest.raises(RuntimeFailure, match="not started"):
@@ -100,7 +100,7 @@ async def test_a_missing_mount_is_named(tmp_path):
         await runtime.start()
 
 
-async def test_without_bash_it_does_not_start(tmp_path):
+async def test_start_without_bash_is_a_runtime_failure(tmp_path):
     runtime = LocalRuntime(RuntimeSpec(env={"PATH": "/nowhere"}), SESSION, tmp_path)
     with pytest.raises(RuntimeFailure, match="needs bash"):
         await runtime.start()
@@ -117,7 +117,7 @@ async def test_an_upload_of_a_missing_file_fails(runtime, tmp_path):
         await runtime.upload(tmp_path / "none", "here")
 
 
-async def test_a_socket_is_no_file_to_download(runtime, tmp_path):
+async def test_a_download_of_a_socket_is_refused(runtime, tmp_path):
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"{runtime.workdir}/socket")
     with pytest.raises(RuntimeFailure, match="is not a regular file"):

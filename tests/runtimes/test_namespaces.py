@@ -14,18 +14,18 @@ from bridle.runtimes.confinement import begin, enter, is_privileged, listen_insi
 HOLD = "echo up; exec sleep 60"
 
 
-def test_only_root_with_all_powers_is_privileged():
+def test_a_process_of_another_user_than_root_is_not_privileged():
     assert is_privileged() in {True, False}
     assert os.geteuid() == 0 or not is_privileged()
 
 
 @pytest.mark.parametrize("privileged", [True, False])
-def test_listening_in_a_dead_sandbox_fails(privileged):
+def test_listening_in_the_network_of_a_dead_sandbox_is_a_runtime_failure(privileged):
     with pytest.raises(RuntimeFailure, match=r"(?s)sandbox's network: .*No such file"):
         listen_inside(2**22 + 1, 4000, timeout_s=10, privileged=privileged)
 
 
-def test_entering_a_dead_sandbox_fails():
+def test_a_command_in_a_dead_sandbox_fails():
     command = [*enter(2**22 + 1), "/bin/true"]
     assert subprocess.run(command, capture_output=True, check=False).returncode != 0
 
@@ -67,14 +67,14 @@ def keys_of(*command):
 
 
 @pytest.mark.sandbox
-def test_a_started_sandbox_does_not_possess_our_keys():
+def test_a_started_sandbox_has_no_kernel_keys_of_its_starter():
     assert KEY in keys_of()
     assert KEY not in keys_of(*begin())
 
 
 @pytest.mark.sandbox
 class TestEntering:
-    def test_a_command_does_not_possess_our_keys(self, sandbox):
+    def test_a_command_in_a_sandbox_has_no_kernel_keys_of_its_starter(self, sandbox):
         assert KEY not in keys_of(*enter(sandbox))
 
     def run(self, sandbox, script, **options):
@@ -91,7 +91,7 @@ class TestEntering:
         assert self.run(sandbox, "kill -KILL $$").returncode == -9
         assert self.run(sandbox, "kill -SEGV $$").returncode == -11
 
-    def test_input_and_environment_reach_it(self, sandbox):
+    def test_stdin_and_environment_reach_a_command_in_the_sandbox(self, sandbox):
         done = self.run(sandbox, "cat; echo $GIVEN", input="in ", env={"GIVEN": "b"})
         assert done.stdout == "in b\n"
 
@@ -99,7 +99,9 @@ class TestEntering:
         "privileged",
         [pytest.param(is_privileged(), id="as-we-are"), pytest.param(False, id="plain")],
     )
-    def test_a_socket_in_its_network_is_ours_to_accept_on(self, sandbox, privileged):
+    def test_listen_inside_opens_a_socket_in_the_sandbox_network_and_keeps_our_own_network(
+        self, sandbox, privileged
+    ):
         ours = Path("/proc/self/ns/net").stat().st_ino
         listener = listen_inside(sandbox, 4123, timeout_s=10, privileged=privileged)
         assert Path("/proc/self/ns/net").stat().st_ino == ours

@@ -47,7 +47,7 @@ def on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLE)
 
 
-def test_it_has_at_most_a_hundred_lines():
+def test_example_runtime_has_at_most_100_lines():
     assert len((EXAMPLE / "hosted.py").read_text().splitlines()) <= 100
 
 
@@ -60,13 +60,13 @@ def test_it_has_at_most_a_hundred_lines():
     ],
     ids=lambda each: each.__name__,
 )
-async def test_it_conforms(check, service, tmp_path):
+async def test_example_runtime_passes_three_conformance_checks(check, service, tmp_path):
     await run_check(check, runtime_class(BACKEND), tmp_path, RuntimeSpec(kwargs=service))
 
 
 @pytest.mark.sandbox
 @pytest.mark.timeout(600)
-def test_the_program_of_the_page_holds_it_against_the_whole_suite(service, tmp_path):
+def test_conformance_program_in_the_guide_passes_on_the_example_runtime(service, tmp_path):
     page = (ROOT / "docs" / "guides" / "remote-sandboxes.md").read_text()
     [program] = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     at = service["deployment"]
@@ -87,7 +87,7 @@ def test_the_program_of_the_page_holds_it_against_the_whole_suite(service, tmp_p
     assert f"{len(CHECKS)} passed" in done.stdout
 
 
-def test_what_a_deployment_lacks_is_named(tmp_path):
+def test_missing_deployment_fields_are_named(tmp_path):
     spec = RuntimeSpec(
         backend=BACKEND, kwargs={"deployment": {"type": "remote", "url": "http://x"}}
     )
@@ -95,9 +95,7 @@ def test_what_a_deployment_lacks_is_named(tmp_path):
         make_runtime(spec, "s-1", tmp_path)
 
 
-async def test_a_service_that_refuses_fails_the_start_and_what_was_opened_is_closed(
-    service, tmp_path
-):
+async def test_a_service_that_refuses_the_token_fails_the_start(service, tmp_path):
     deployment = service["deployment"] | {"token": "another"}
     spec = RuntimeSpec(backend=BACKEND, kwargs={"deployment": deployment})
     runtime = make_runtime(spec, "s-1", tmp_path)
@@ -106,7 +104,7 @@ async def test_a_service_that_refuses_fails_the_start_and_what_was_opened_is_clo
     await runtime.stop()
 
 
-async def test_a_command_that_fails_on_the_host_says_what_it_said(service):
+async def test_error_of_a_failed_host_command_contains_its_output(service):
     host = load(BACKEND, {}, what="runtime").open_host(None, service["deployment"])
     await host.start()
     try:

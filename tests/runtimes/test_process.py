@@ -39,7 +39,7 @@ def command(line, tmp_path, **options):
     return Command(["bash", "-c", line], cwd=str(tmp_path), env=ENV, **options)
 
 
-async def test_a_file_that_is_no_program_is_exit_code_126(tmp_path):
+async def test_a_file_that_cannot_be_executed_gives_exit_code_126(tmp_path):
     (tmp_path / "text").write_text("no program")
     log = tmp_path / "log"
     result = await run_process(Command([str(tmp_path / "text")], str(tmp_path), ENV, log=log))
@@ -48,7 +48,7 @@ async def test_a_file_that_is_no_program_is_exit_code_126(tmp_path):
     assert log.read_bytes() == result.stderr
 
 
-async def test_an_unknown_program_needs_no_log(tmp_path):
+async def test_an_unknown_program_gives_exit_code_127(tmp_path):
     result = await run_process(Command(["no-such"], str(tmp_path), ENV))
     assert (result.exit_code, result.stderr) == (127, b"bridle: no-such: not found\n")
 
@@ -80,7 +80,7 @@ async def test_a_full_disk_kills_the_process_and_raises(tmp_path):
     assert time.monotonic() - began < 50
 
 
-async def test_a_process_left_behind_does_not_hold_the_result(tmp_path):
+async def test_a_background_child_does_not_delay_the_result(tmp_path):
     pid_file = tmp_path / "pid"
     began = time.monotonic()
     result = await run_process(command(f"sleep 60 & echo $! > {pid_file}; echo said", tmp_path))
@@ -95,7 +95,7 @@ async def test_a_timeout_has_no_exit_code_even_if_the_process_exits_well(tmp_pat
     assert (result.exit_code, result.signal, result.timed_out) == (None, None, True)
 
 
-async def test_without_pidfd_the_end_is_seen_all_the_same(tmp_path):
+async def test_exit_of_a_process_is_detected_without_pidfd(tmp_path):
     kept = os.pidfd_open
     del os.pidfd_open
     try:
@@ -105,12 +105,12 @@ async def test_without_pidfd_the_end_is_seen_all_the_same(tmp_path):
     assert result.exit_code == 5
 
 
-async def test_a_program_that_stops_reading_does_not_hang_us(tmp_path):
+async def test_a_program_that_stops_reading_stdin_does_not_block_the_result(tmp_path):
     result = await run_process(command("head -c 10; exit 3", tmp_path, stdin=b"y" * 10_000_000))
     assert (result.exit_code, result.stdout) == (3, b"y" * 10)
 
 
-async def test_input_can_be_a_file_and_output_can_go_to_one(tmp_path):
+async def test_stdin_can_be_read_from_a_file_and_stdout_written_to_a_file(tmp_path):
     (tmp_path / "in").write_bytes(b"x" * 3_000_000)
     result = await run_process(
         command("cat; echo noted >&2", tmp_path, stdin=tmp_path / "in", stdout=tmp_path / "out")
@@ -119,7 +119,7 @@ async def test_input_can_be_a_file_and_output_can_go_to_one(tmp_path):
     assert (tmp_path / "out").stat().st_size == 3_000_000
 
 
-async def test_children_of_a_dead_leader_get_the_rest_of_the_grace(tmp_path):
+async def test_children_of_a_dead_group_leader_get_the_rest_of_the_grace_period(tmp_path):
     late = "trap 'sleep 0.2; echo done > late; exit' TERM; touch up; while :; do sleep 0.02; done"
     leader = f"({late}) & until [ -e up ]; do sleep 0.02; done; sleep 60"
     result = await run_process(command(leader, tmp_path, timeout_s=4))
@@ -127,7 +127,7 @@ async def test_children_of_a_dead_leader_get_the_rest_of_the_grace(tmp_path):
     assert (tmp_path / "late").read_text() == "done\n"
 
 
-def test_uvloop_runs_processes_as_well(tmp_path):
+def test_run_process_works_under_uvloop(tmp_path):
     async def work():
         fine = await run_process(command("cat; exit 7", tmp_path, stdin=b"text"))
         late = await run_process(command("sleep 60", tmp_path, timeout_s=0.1))
@@ -142,7 +142,7 @@ def open_files():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def test_no_descriptor_stays_open(tmp_path):
+async def test_run_process_leaves_no_open_descriptor(tmp_path):
     await run_process(command("true", tmp_path))
     before = open_files()
     for _ in range(5):
@@ -182,29 +182,29 @@ def sleeper():
     end(process)
 
 
-def test_without_marks_nothing_is_marked_and_nobody_is_a_member():
+def test_an_empty_set_of_marks_matches_no_process():
     assert not is_marked(os.getpid(), ())
     assert members((), Leaders()) == set()
 
 
-def test_a_mark_is_the_whole_entry(sleeper):
+def test_a_mark_matches_only_a_whole_environment_entry(sleeper):
     assert is_marked(sleeper.pid, (MINE,))
     assert not is_marked(sleeper.pid, (MINE[:-1],))
     assert not is_marked(sleeper.pid, (MINE, b"OTHER=1"))
 
 
-def test_a_dead_process_is_not_marked():
+def test_a_missing_pid_is_not_marked():
     assert not is_marked(2**22 + 1, (MINE,))
 
 
-def test_marked_processes_bring_their_descendants(sleeper):
+def test_members_include_descendants_of_marked_processes(sleeper):
     found = members((MINE,), Leaders())
     assert sleeper.pid in found
     assert len(found) == 2  # bash and sleep
     assert os.getpid() not in found
 
 
-def test_a_process_without_marks_is_found_by_its_group():
+def test_an_unmarked_process_is_found_by_its_process_group():
     process = spawn("env -i /bin/bash -c 'sleep 60 & echo up; wait' & exit", env={"MARK": MARK})
     process.stdout.readline()
     leaders = Leaders()
@@ -229,13 +229,13 @@ def test_a_group_that_has_ended_is_forgotten():
     assert leaders.ours(()) == set()
 
 
-def test_a_reused_pid_is_not_ours(sleeper):
+def test_a_reused_pid_of_an_ended_leader_is_not_a_member(sleeper):
     leaders = Leaders(ended={sleeper.pid})
     assert members((), leaders) == set()
     assert leaders.ended == set()
 
 
-def test_zombies_are_not_living():
+def test_running_processes_excludes_zombies():
     process = spawn("exit")
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert process.pid not in {each.pid for each in running_processes()}
@@ -243,14 +243,14 @@ def test_zombies_are_not_living():
     process.stdout.close()
 
 
-async def test_end_all_says_how_many_it_found(sleeper):
+async def test_end_all_returns_the_number_of_ended_processes(sleeper):
     find = lambda: members((MINE,), Leaders())  # noqa: E731
     assert await end_all(find, grace_s=5) == 2
     assert await end_all(find, grace_s=5) == 0
     assert sleeper.wait() in {-signal.SIGTERM, 0}, "0: its child was ended first"
 
 
-async def test_end_all_kills_what_ignores_sigterm():
+async def test_end_all_kills_a_process_that_ignores_sigterm():
     process = spawn("trap '' TERM; echo up; while true; do sleep 0.01; done", env={"MARK": MARK})
     process.stdout.readline()
     await end_all(lambda: members((MINE,), Leaders()), grace_s=0.1)
@@ -269,7 +269,7 @@ async def test_a_process_that_survives_sigkill_is_named():
     await asyncio.sleep(0)
 
 
-def test_without_proc_nobody_is_found(tmp_path):
+def test_no_process_is_found_without_proc(tmp_path):
     kept = process.PROC
     process.PROC = tmp_path / "none"
     try:
@@ -278,7 +278,7 @@ def test_without_proc_nobody_is_found(tmp_path):
         process.PROC = kept
 
 
-def test_our_own_mark_is_not_dead():
+def test_owner_mark_of_this_process_is_not_dead():
     assert not is_dead(owner_mark())
     assert owner_mark().startswith(f"{os.getpid()}.{started_at(os.getpid())}.")
 
@@ -298,14 +298,14 @@ def test_a_reused_pid_is_a_dead_owner():
     assert is_dead(f"{pid}.1.{place}")
 
 
-def test_of_another_place_nobody_knows():
+def test_an_owner_mark_of_another_machine_or_form_is_not_dead():
     pid, started, _ = owner_mark().split(".", 2)
     assert not is_dead(f"{pid}.{started}.0badcafe.1")
     assert not is_dead("999999999.5")
     assert not is_dead("of somebody else")
 
 
-def test_no_owner_is_dead_on_a_machine_that_does_not_say_when_processes_started():
+def test_an_owner_mark_without_a_start_time_is_not_dead():
     pid, _, place = owner_mark().split(".", 2)
     assert not is_dead(f"{pid}.{None}.{place}")
 
@@ -326,7 +326,7 @@ def test_bounded_output_keeps_head_and_tail(pieces, limit):
     assert value == head + note + tail
 
 
-def test_memory_stays_bounded_under_a_flood():
+def test_bounded_output_keeps_bounded_memory_under_a_flood():
     kept, piece = BoundedOutput(1000), b"x" * 10_000
     tracemalloc.start()
     try:
@@ -337,7 +337,7 @@ def test_memory_stays_bounded_under_a_flood():
         tracemalloc.stop()
 
 
-def test_a_log_stops_at_its_limit_and_says_so(tmp_path):
+def test_a_log_stops_at_its_size_limit_with_a_note(tmp_path):
     log = LogFile(tmp_path / "deep" / "log", limit=10)
     log.feed(b"12345")
     log.feed(b"67890abc")
@@ -348,7 +348,7 @@ def test_a_log_stops_at_its_limit_and_says_so(tmp_path):
     assert text == "1234567890\n[bridle: the log's size limit is reached]\n"
 
 
-def test_a_log_on_a_full_disk_fails_aloud():
+def test_a_log_on_a_full_disk_raises_enospc():
     log = LogFile(Path("/dev/full"))
     with pytest.raises(OSError, match="No space left") as failure:
         log.feed(b"text")

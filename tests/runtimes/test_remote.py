@@ -62,11 +62,11 @@ class Elsewhere(Remote):
     ],
     ids=lambda each: each.__name__,
 )
-async def test_a_host_conforms(check, kind, tmp_path):
+async def test_a_remote_host_passes_three_conformance_checks(check, kind, tmp_path):
     await run_check(check, kind, tmp_path)
 
 
-async def test_a_session_on_a_host_leaves_nothing_there(tmp_path):
+async def test_stop_removes_the_session_folder_on_the_remote_host(tmp_path):
     bundle = tmp_path / "bundle"
     bundle.mkdir()
     (bundle / "tool").write_text("tool")
@@ -114,19 +114,19 @@ def test_unsupported_options_of_a_host_are_refused(spec, said, tmp_path):
         make_runtime(RuntimeSpec(backend="remote", **spec), "s-1", tmp_path)
 
 
-def test_a_deployment_that_is_not_there_is_refused_with_those_that_are():
+def test_an_unknown_deployment_type_is_refused_with_the_known_types():
     with pytest.raises(ConfigError, match=rf"one of .*{KINDS[-1]}.*, not 'moon'"):
         RexHost({"type": "moon"})
 
 
-def test_the_package_that_is_missing_is_named(monkeypatch):
+def test_a_missing_remote_package_is_refused_with_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "swerex.deployment", None)
     with pytest.raises(ConfigError, match=r"run pip install .*\[remote\]'"):
         RexHost({"type": "local"})
 
 
 @pytest.mark.sandbox
-def test_a_field_that_a_deployment_does_not_have_is_named():
+def test_an_unknown_deployment_field_is_named():
     with pytest.raises(ConfigError, match="type 'docker': memory"):
         RexHost({"type": "docker", "image": "x", "memory": 1})
 
@@ -161,12 +161,12 @@ def server():
 @pytest.mark.sandbox
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_the_local_deployment_conforms(check, tmp_path):
+async def test_swe_rex_local_deployment_passes_each_conformance_check(check, tmp_path):
     await run_check(check, RemoteRuntime, tmp_path)
 
 
 @pytest.mark.sandbox
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_a_server_conforms(check, server, tmp_path):
+async def test_swe_rex_server_passes_each_conformance_check(check, server, tmp_path):
     await run_check(check, RemoteRuntime, tmp_path, RuntimeSpec(kwargs=server))

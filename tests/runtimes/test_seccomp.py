@@ -49,7 +49,7 @@ def call(machine):
     return answer
 
 
-def test_refused_calls_fail_with_eperm_and_their_neighbours_are_decided_alone(machine, call):
+def test_refused_system_calls_fail_with_eperm_and_all_others_are_allowed(machine, call):
     numbers = set(refused_calls(machine).values())
     assert {call(number) for number in numbers} == {EPERM}
     others = set(range(424)) - numbers
@@ -63,19 +63,19 @@ def test_refused_calls_fail_with_eperm_and_their_neighbours_are_decided_alone(ma
         *("setns", "unshare", "io_uring_setup", "io_uring_enter", "io_uring_register"),
     ],
 )
-def test_the_calls_that_the_docs_name_are_refused(machine, name):
+def test_documented_system_calls_are_refused(machine, name):
     assert name in refused_calls(machine)
 
 
-def test_programs_of_another_architecture_are_killed(call):
+def test_system_calls_of_another_architecture_kill_the_program(call):
     assert {call(0, audit=audit) for audit in (I386, ARM, 0, 0xFFFFFFFF)} == {KILLED}
 
 
-def test_x32_and_newer_calls_do_not_exist(call):
+def test_x32_and_unknown_newer_system_calls_fail_with_enosys(call):
     assert {call(number) for number in (467, 1000, X32, X32 | 1, X32 | 250, 0x7FFFFFFF)} == {ENOSYS}
 
 
-def test_threads_and_processes_are_made_but_no_namespaces(machine, call):
+def test_clone_may_create_threads_and_processes_but_no_namespaces(machine, call):
     clone = MACHINES[machine].clone
     threads, child = 0x003D0F00, 17
     assert (call(clone, threads), call(clone, child)) == (ALLOWED, ALLOWED)
@@ -89,7 +89,7 @@ def test_sockets_to_hypervisor_and_kernel_crypto_are_refused(machine, call):
     assert {family for family, seen in families.items() if seen != ALLOWED} == {38, 40}
 
 
-def test_an_execution_domain_that_weakens_a_program_is_refused(machine, call):
+def test_personality_that_disables_address_randomisation_is_refused(machine, call):
     personality = MACHINES[machine].personality
     assert call(personality, 0xFFFFFFFF) == ALLOWED
     assert call(personality, 0x0040000) == EPERM  # ADDR_NO_RANDOMIZE
