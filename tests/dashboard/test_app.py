@@ -66,7 +66,7 @@ def found(run):
         return every_page(browser)
 
 
-def test_every_page_that_a_link_leads_to_is_there(found):
+def test_every_linked_page_answers_200(found):
     assert {answer.status_code for answer in found.values()} == {200}
     kinds = {re.sub(r"[0-9a-f]{24}|one\.\d|\d+", "*", at.partition("?")[0]) for at in found}
     assert {
@@ -76,7 +76,7 @@ def test_every_page_that_a_link_leads_to_is_there(found):
     } <= kinds
 
 
-def test_hostile_text_is_text_on_every_page(found):
+def test_hostile_text_is_escaped_and_every_page_has_a_strict_csp(found):
     shown = 0
     for at, answer in found.items():
         assert "default-src 'none'" in answer.headers["content-security-policy"]
@@ -98,7 +98,7 @@ def test_hostile_text_is_text_on_every_page(found):
     assert shown > 10
 
 
-def test_a_page_tells_its_session_whole(run):
+def test_session_page_shows_roots_turns_counts_and_the_escaped_error(run):
     with client(run) as browser:
         page = browser.get("/session/one.0").text
         failed = browser.get("/session/one.2").text
@@ -112,7 +112,7 @@ def test_a_page_tells_its_session_whole(run):
     assert "it broke &lt;script&gt;" in failed
 
 
-def test_a_session_is_downloaded_and_replayed_as_a_script(run):
+def test_a_session_is_downloaded_as_trajectory_and_as_replay_script(run):
     with client(run) as browser:
         page = Page(browser.get("/session/one.0").text)
         trajectory = browser.get("/session/one.0/trajectory.json").json()
@@ -127,7 +127,7 @@ def test_a_session_is_downloaded_and_replayed_as_a_script(run):
 
 
 @pytest.mark.parametrize("path", ["/", "/session/one.0"])
-def test_a_page_leads_with_the_turns_shown_and_then_the_laws(run, path):
+def test_pages_list_turns_shown_before_the_token_balance(run, path):
     with client(run) as browser:
         reported = " ".join(Page(browser.get(path).text).text)
     order = ["turns shown", "verbatim", "rerendered", "merge ratio", "captured"]
@@ -135,7 +135,7 @@ def test_a_page_leads_with_the_turns_shown_and_then_the_laws(run, path):
     assert "sampled tokens rendered as other ids" in reported
 
 
-def test_an_exchange_is_shown_beside_its_tree_and_alone_for_htmx(run):
+def test_an_exchange_page_includes_the_tree_except_for_htmx_requests(run):
     with client(run) as browser:
         link = links_to("exchange", browser.get("/session/one.0").text)[0]
         whole = browser.get(link).text
@@ -152,7 +152,7 @@ def test_an_exchange_is_shown_beside_its_tree_and_alone_for_htmx(run):
     assert request.json()["messages"][1]["content"].endswith(HOSTILE)
 
 
-def test_a_fork_is_explained_where_it_is_shown(run):
+def test_exchange_page_explains_why_a_fork_does_not_extend_the_previous_turn(run):
     with client(run) as browser:
         page = browser.get("/session/one.0").text
         _, _, after = page.partition("root: <b>tools_changed</b>")
@@ -162,7 +162,7 @@ def test_a_fork_is_explained_where_it_is_shown(run):
     assert "they part at position" in fork
 
 
-def test_ten_thousand_exchanges_are_read_once_and_shown_by_pages(tmp_path):
+def test_a_session_of_10000_exchanges_is_read_once_and_paginated(tmp_path):
     asyncio.run(write(tmp_path, long(10_000, chain=100)))
     with client(tmp_path) as browser:
         first = browser.get("/session/long")
@@ -177,7 +177,7 @@ def test_ten_thousand_exchanges_are_read_once_and_shown_by_pages(tmp_path):
     assert [made.reads for made in browser.source._runs.values()] == [1]
 
 
-def test_the_page_of_the_tree_is_the_one_with_its_exchange(tmp_path):
+def test_exchange_link_shows_the_tree_page_that_contains_the_exchange(tmp_path):
     asyncio.run(write(tmp_path, long(700)))
     with client(tmp_path) as browser:
         page = browser.get("/session/long/exchange/x650").text
@@ -186,7 +186,7 @@ def test_the_page_of_the_tree_is_the_one_with_its_exchange(tmp_path):
     assert 'id="x-x1"' not in page
 
 
-def test_a_hundred_thousand_tokens_are_pages_of_a_thousand(tmp_path):
+def test_a_trace_of_100000_tokens_is_shown_in_pages_of_1000(tmp_path):
     asyncio.run(write(tmp_path, long(20, new=4000, output=1000)))
     with client(tmp_path) as browser:
         first = browser.get("/session/long/trace/0").text
@@ -201,7 +201,7 @@ def test_a_hundred_thousand_tokens_are_pages_of_a_thousand(tmp_path):
     assert len(first.encode()) < 300_000
 
 
-def test_what_is_not_there_is_a_page_that_says_so(run):
+def test_an_unknown_path_or_id_gets_a_404_page(run):
     with client(run) as browser:
         answers = [
             browser.get(path)
@@ -219,13 +219,13 @@ def test_what_is_not_there_is_a_page_that_says_so(run):
     assert posted.status_code == 405
 
 
-def test_strange_numbers_in_a_link_are_the_first_page(run):
+def test_an_invalid_page_offset_answers_200(run):
     with client(run) as browser:
         for at in ("-1", "x", "1e9", "٣", "9" * 40):
             assert browser.get("/sessions", params={"at": at}).status_code == 200
 
 
-def test_a_tree_shows_kinds_branches_and_what_does_not_train(tmp_path):
+def test_session_tree_shows_kinds_branches_and_exclusion_reasons(tmp_path):
     asyncio.run(write(tmp_path, busy()))
     with client(tmp_path) as browser:
         page = browser.get("/session/busy").text
@@ -237,7 +237,7 @@ def test_a_tree_shows_kinds_branches_and_what_does_not_train(tmp_path):
     assert "it is running, or its process was killed" in page
 
 
-def test_rejected_replies_are_marked_on_the_session_and_shared_out_for_the_run(tmp_path):
+def test_rejected_replies_are_marked_on_the_session_page_and_their_share_on_the_overview(tmp_path):
     made = MadeSession("votes")
     first = made.call(None, output=6, extra={"question": "q"})
     made.call(None, new=first.suffix_ids, output=6, extra={"question": "q"})
@@ -250,7 +250,7 @@ def test_rejected_replies_are_marked_on_the_session_and_shared_out_for_the_run(t
     assert re.search(r"rejected replies <b>50\.0 %</b>.*COMPLETED sessions", overview)
 
 
-def test_mounted_under_a_path_all_links_stay_under_it(run):
+def test_links_of_a_mounted_dashboard_stay_below_the_mount_path(run):
     from starlette.applications import Starlette
     from starlette.routing import Mount
     from starlette.testclient import TestClient
@@ -276,7 +276,7 @@ def test_lone_surrogates_of_a_harness_do_not_break_a_page(tmp_path):
 
 
 @pytest.mark.parametrize("status", ["failed", "COMPLETED"])
-def test_a_list_is_filtered_by_its_query(run, status):
+def test_session_list_is_filtered_by_query_parameters(run, status):
     with client(run) as browser:
         page = browser.get("/sessions", params={"status": status}).text
 
@@ -284,7 +284,7 @@ def test_a_list_is_filtered_by_its_query(run, status):
     assert ("/session/one.0" in page) is (status == "COMPLETED")
 
 
-def test_a_list_is_sorted_by_its_query_and_keeps_its_filters(run):
+def test_session_list_is_sorted_by_query_parameter_and_keeps_its_filters(run):
     with client(run) as browser:
         page = browser.get("/sessions", params={"sort": "-reward", "text": "one"}).text
 
@@ -294,7 +294,7 @@ def test_a_list_is_sorted_by_its_query_and_keeps_its_filters(run):
     assert "/sessions?text=one&amp;sort=reward" in page
 
 
-def test_two_samples_of_a_group_are_compared(run):
+def test_comparison_page_shows_the_differences_of_two_samples_of_a_group(run):
     with client(run) as browser:
         task = browser.get("/task?id=one&run=.").text
         page = browser.get("/compare?id=one&a=one.0&b=one.2").text
@@ -307,7 +307,7 @@ def test_two_samples_of_a_group_are_compared(run):
     assert missing.status_code == 404
 
 
-def test_two_steps_of_a_training_are_compared(tmp_path):
+def test_comparison_page_shows_the_statistics_of_two_training_steps(tmp_path):
     steps(tmp_path)
     with client(tmp_path) as browser:
         page = browser.get("/compare-runs?a=.&va=3&b=.&vb=4").text
@@ -326,7 +326,7 @@ def test_two_steps_of_a_training_are_compared(tmp_path):
     assert re.findall(r'<option value="(\d)" selected', page) == ["3", "4"]
 
 
-def test_two_runs_are_compared_and_an_unknown_one_is_named(tmp_path):
+def test_comparison_page_shows_two_runs_and_names_an_unknown_run(tmp_path):
     steps(tmp_path / "one")
     asyncio.run(write(tmp_path / "two", long(2)))
     with client(tmp_path) as browser:
@@ -340,7 +340,7 @@ def test_two_runs_are_compared_and_an_unknown_one_is_named(tmp_path):
     assert "three" in missing.text
 
 
-def test_samples_that_differ_show_the_first_different_message(tmp_path):
+def test_comparison_page_marks_the_first_different_message_of_two_samples(tmp_path):
     one, two = MadeSession("one"), MadeSession("two")
     for made, reply in ((one, "left"), (two, "right")):
         made.call(None, exchange_id=reply, output=6)

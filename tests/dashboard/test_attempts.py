@@ -51,7 +51,7 @@ def passing(session, at, rewards, above):
 
 
 @given(trees(), st.data())
-def test_a_reply_is_worth_the_mean_of_the_sessions_that_pass_it(tree, data):
+def test_value_of_a_reply_is_the_mean_reward_of_the_sessions_through_it(tree, data):
     rewards, above = tree
     lines = [SessionRow(f"s.{n}", "run", reward=reward) for n, reward in enumerate(rewards)]
     origins = {("run", f"s.{n}"): (("run", f"s.{o}"), at) for n, (o, at) in enumerate(above, 1)}
@@ -71,7 +71,7 @@ def test_a_reply_is_worth_the_mean_of_the_sessions_that_pass_it(tree, data):
             assert row.mean == (pytest.approx(mean(own)) if own else None)
 
 
-def test_sessions_that_name_each_other_as_origin_end_the_tree():
+def test_attempt_tree_terminates_on_sessions_that_name_each_other_as_origin():
     lines = [SessionRow(name, "run", reward=1.0) for name in "ab"]
     origins = {("run", "a"): (("run", "b"), 1), ("run", "b"): (("run", "a"), 1)}
 
@@ -132,7 +132,7 @@ def folder(tmp_path_factory):
     return made / "runs"
 
 
-def test_the_page_shows_where_attempts_part_and_what_each_was_worth(folder):
+def test_attempts_page_shows_the_fork_points_and_the_mean_reward_after_each_reply(folder):
     with client(folder) as browser:
         pages = [
             browser.get(f"/session/{name}/attempts?run={run}")
@@ -154,7 +154,7 @@ def test_the_page_shows_where_attempts_part_and_what_each_was_worth(folder):
     assert "/attempts?run=its" in alone.text
 
 
-def test_each_reply_has_the_command_that_forks_behind_it(folder):
+def test_attempts_page_shows_the_fork_command_for_each_reply(folder):
     with client(folder) as browser:
         page = browser.get(f"/session/{SESSION}/attempts?run=its run").text
         tree = browser.get(f"/session/{SESSION}?run=its run").text
@@ -167,7 +167,7 @@ def test_each_reply_has_the_command_that_forks_behind_it(folder):
     assert commands[0] in Page(exchange).text
 
 
-def test_a_hostile_id_and_folder_are_words_of_the_command_and_text_of_the_page(tmp_path):
+def test_a_hostile_session_id_is_shell_quoted_in_the_fork_command_and_escaped_in_html(tmp_path):
     run = tmp_path / HOSTILE_ID
     made = MadeSession(HOSTILE_ID, metadata=metadata(0, fork={"session": 1}))
     made.call(None, exchange_id="a", new=4, output=3)
@@ -184,7 +184,7 @@ def test_a_hostile_id_and_folder_are_words_of_the_command_and_text_of_the_page(t
     assert shlex.split(command) == words
 
 
-def test_a_session_whose_task_the_run_does_not_hold_has_no_command(folder, tmp_path):
+def test_a_session_whose_task_is_not_in_the_run_cannot_be_forked(folder, tmp_path):
     (tmp_path / "run").mkdir()
     capture = folder / "its run" / "capture.sqlite"
     (tmp_path / "run" / "capture.sqlite").write_bytes(capture.read_bytes())
@@ -224,7 +224,7 @@ OURS = {"origin": "http://testserver"}
         ({"at": "-1", "samples": "x"}, [(SESSION, 1, 1)]),
     ],
 )
-def test_a_person_forks_a_session_where_the_source_can(folder, form, asked):
+def test_fork_form_submits_a_fork_with_bounded_position_and_samples(folder, form, asked):
     with client(folder) as browser:
         source = Submitted(browser.source)
         with TestClient(make_app(source), follow_redirects=False) as pages:
@@ -237,7 +237,7 @@ def test_a_person_forks_a_session_where_the_source_can(folder, form, asked):
 
 
 @pytest.mark.parametrize("origin", [None, "null", "http://evil.example", "http://testserver:81"])
-def test_a_page_of_another_origin_forks_nothing(folder, origin):
+def test_a_fork_request_from_another_origin_is_refused(folder, origin):
     with client(folder) as browser:
         source = Submitted(browser.source)
         headers = {} if origin is None else {"origin": origin}
@@ -248,7 +248,7 @@ def test_a_page_of_another_origin_forks_nothing(folder, origin):
     assert source.forks == []
 
 
-def test_a_refused_fork_and_a_large_form_are_pages_with_the_reason(folder):
+def test_a_refused_fork_and_an_oversized_form_get_pages_with_the_reason(folder):
     with client(folder) as browser:
         refusing = Submitted(browser.source, ServerError("at: it has 3 replies <b>", status=422))
         with TestClient(make_app(refusing)) as pages:
@@ -261,7 +261,7 @@ def test_a_refused_fork_and_a_large_form_are_pages_with_the_reason(folder):
     assert (large.status_code, "too large" in large.text) == (413, True)
 
 
-def test_a_task_with_forks_leads_to_their_tree_in_place_of_advantages(folder):
+def test_task_page_with_forks_links_to_the_attempt_tree(folder):
     with client(folder) as browser:
         tree = browser.get("/task?id=one").text
         flat = browser.get("/task?id=one&run=its run").text

@@ -116,7 +116,7 @@ def picture(browser, name):
     browser.save_screenshot(str(PICTURES / f"{name}.png"))
 
 
-def test_the_first_page_draws_a_training_and_refreshes_itself(browser, url):
+def test_overview_draws_training_charts_and_keeps_them_on_refresh(browser, url):
     browser.get(url)
     until(lambda: len(every(browser, ".charts canvas")) == 5, "charts")
     browser.execute_script("document.querySelector('.charts canvas').dataset.kept = 'yes'")
@@ -131,7 +131,7 @@ def test_the_first_page_draws_a_training_and_refreshes_itself(browser, url):
     picture(browser, "overview")
 
 
-def test_the_tree_opens_an_exchange_beside_it_under_its_own_address(browser, url):
+def test_a_click_in_the_tree_opens_the_exchange_without_a_page_load_and_sets_the_url(browser, url):
     browser.get(f"{url}/sessions")
     one(browser, "a[data-row]").click()
     tree = one(browser, ".tree")
@@ -149,7 +149,7 @@ def test_the_tree_opens_an_exchange_beside_it_under_its_own_address(browser, url
     until(lambda: every(browser, "#exchange .message.sampled"), "the exchange again")
 
 
-def test_pages_are_reached_by_keys_alone(browser, url):
+def test_pages_are_navigated_by_keyboard_alone(browser, url):
     from selenium.webdriver.common.keys import Keys
 
     browser.get(f"{url}/tasks")
@@ -166,7 +166,7 @@ def test_pages_are_reached_by_keys_alone(browser, url):
     until(lambda: "text=hello" in browser.current_url, "what was looked for")
 
 
-def test_the_skip_link_comes_first_and_focus_can_be_seen(browser, url):
+def test_first_tab_stop_is_the_skip_link_with_visible_focus(browser, url):
     from selenium.webdriver.common.keys import Keys
 
     browser.get(url)
@@ -178,7 +178,7 @@ def test_the_skip_link_comes_first_and_focus_can_be_seen(browser, url):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_tokens_are_coloured_in_both_schemes(browser, url, scheme):
+def test_tokens_are_coloured_in_light_and_dark_scheme(browser, url, scheme):
     answer = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", answer)
     browser.get(f"{url}/sessions?run=run")
@@ -198,7 +198,7 @@ def test_tokens_are_coloured_in_both_schemes(browser, url, scheme):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_a_certificate_is_read_from_the_first_page(browser, url):
+def test_overview_links_to_the_certificate(browser, url):
     browser.get(url)
     one(browser, "a[href*='/certificate?']").click()
     until(lambda: every(browser, "tr.differs"), "the certificate")
@@ -207,7 +207,7 @@ def test_a_certificate_is_read_from_the_first_page(browser, url):
     picture(browser, "certificate")
 
 
-def test_a_session_is_forked_from_the_tree_of_its_attempts(browser, tmp_path_factory):
+def test_fork_command_on_an_exchange_of_the_attempts_page_can_be_copied(browser, tmp_path_factory):
     """By the command that stands at a reply, as a person copies it."""
     import asyncio
     import shlex
@@ -233,7 +233,7 @@ def test_a_session_is_forked_from_the_tree_of_its_attempts(browser, tmp_path_fac
     assert shlex.split(copied) == words
 
 
-def test_without_scripts_every_page_tells_the_same(browser, url):
+def test_pages_work_without_javascript(browser, url):
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
         browser.get(f"{url}/sessions?run=run")
@@ -246,7 +246,7 @@ def test_without_scripts_every_page_tells_the_same(browser, url):
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
-def test_a_list_is_sorted_and_two_samples_are_compared_by_clicks(browser, url):
+def test_clicks_sort_the_session_list_and_open_the_comparison_of_two_samples(browser, url):
     browser.get(f"{url}/sessions")
     browser.find_element("link text", "reward").click()
     until(lambda: every(browser, "th[aria-sort=descending]"), "the sorted list")
@@ -260,7 +260,7 @@ def test_a_list_is_sorted_and_two_samples_are_compared_by_clicks(browser, url):
     picture(browser, "compare")
 
 
-def test_two_steps_of_a_training_are_compared_by_clicks(browser, tmp_path_factory):
+def test_clicks_open_the_comparison_of_two_training_steps(browser, tmp_path_factory):
     from selenium.webdriver.support.select import Select
 
     folder = tmp_path_factory.mktemp("steps") / "runs"
@@ -302,7 +302,7 @@ def telephone(browser):
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_no_page_is_wider_than_a_telephone(browser, url):
+def test_no_page_is_wider_than_a_phone_screen(browser, url):
     with telephone(browser):
         for page in PAGES:
             if "[" in page or "." in page:
@@ -321,7 +321,7 @@ def test_no_page_is_wider_than_a_telephone(browser, url):
 SHOWN = ("exchange", "trace", "file", "attempts")
 
 
-def test_hostile_text_runs_and_loads_nothing(browser, tmp_path_factory):
+def test_hostile_text_runs_no_script_and_loads_no_image(browser, tmp_path_factory):
     import asyncio
 
     folder = tmp_path_factory.mktemp("hostile")
@@ -348,7 +348,7 @@ def test_hostile_text_runs_and_loads_nothing(browser, tmp_path_factory):
     assert [message for message in answer if "404" not in message] == []
 
 
-def test_a_token_is_typed_once(browser, tmp_path_factory):
+def test_a_token_is_entered_once_for_all_pages(browser, tmp_path_factory):
     import asyncio
 
     folder = tmp_path_factory.mktemp("guarded")
@@ -364,7 +364,7 @@ def test_a_token_is_typed_once(browser, tmp_path_factory):
     assert [message for message in answer if "401" not in message] == []
 
 
-def test_the_page_says_that_the_dashboard_has_stopped(browser, tmp_path_factory):
+def test_overview_shows_a_warning_after_the_dashboard_has_stopped(browser, tmp_path_factory):
     import asyncio
 
     folder = tmp_path_factory.mktemp("going")

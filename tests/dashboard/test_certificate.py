@@ -15,7 +15,7 @@ def write(folder, **changes):
     (folder / "certificate.json").write_text(json.dumps(content))
 
 
-def test_a_run_without_a_certificate_has_no_page_of_one(run_folder):
+def test_a_run_without_a_certificate_has_no_certificate_page(run_folder):
     with client(run_folder) as browser:
         assert "/certificate" not in browser.get("/").text
         assert browser.get("/certificate").status_code == 404
@@ -25,7 +25,7 @@ def test_a_run_without_a_certificate_has_no_page_of_one(run_folder):
         )
 
 
-def test_the_page_tells_verdict_causes_facts_and_turns(run_folder):
+def test_certificate_page_shows_verdict_causes_and_facts(run_folder):
     facts = [
         {"name": "temperature", "rollout": 1.0, "trainer": 0.7, "same": False},
         {"name": "dtype", "rollout": None, "trainer": "bfloat16", "same": None},
@@ -52,7 +52,7 @@ def test_the_page_tells_verdict_causes_facts_and_turns(run_folder):
     ]
 
 
-def test_turns_are_listed_by_their_share_in_pages_that_lead_to_their_exchanges(run_folder):
+def test_certificate_page_lists_turns_by_kl_share_in_pages_with_links_to_exchanges(run_folder):
     [turn] = certified("x")["turns"]
     turns = [turn | {"exchange_id": f"x{n}", "kl_share": n / 1e5} for n in range(150)]
     write(run_folder, turns=turns)
@@ -65,7 +65,7 @@ def test_turns_are_listed_by_their_share_in_pages_that_lead_to_their_exchanges(r
     assert 'rel="next"' in pages[0]
 
 
-def test_a_certificate_that_is_made_again_is_seen_on_the_first_page(run_folder):
+def test_overview_shows_a_rewritten_certificate(run_folder):
     write(run_folder, faithful=True, mismatches=[])
     with client(run_folder) as browser:
         assert "trainer and rollout agree" in browser.get("/").text
@@ -74,7 +74,7 @@ def test_a_certificate_that_is_made_again_is_seen_on_the_first_page(run_folder):
         assert "trainer and rollout disagree" in browser.get("/").text
 
 
-def test_hostile_text_of_a_trainer_is_text(run_folder):
+def test_hostile_text_in_a_certificate_is_escaped(run_folder):
     (run_folder / "certificate.json").write_text(json.dumps(certified(HOSTILE)))
     with client(run_folder) as browser:
         found = every_page(browser, "/certificate")
@@ -91,7 +91,7 @@ def test_hostile_text_of_a_trainer_is_text(run_folder):
     "change",
     [{"turns": 3}, {"faithful": None}, {"tokens": "many"}, {"mismatches": [{"causes": "none"}]}],
 )
-def test_a_malformed_certificate_is_none(change):
+def test_a_malformed_certificate_is_read_as_none(change):
     good = certified("x")
     assert CERTIFIED.read(good) is not None
     assert CERTIFIED.read(good | change) is None

@@ -34,7 +34,7 @@ def test_a_folder_without_runs_is_refused(tmp_path):
         FolderSource(tmp_path)
 
 
-def test_the_first_page_adds_up_all_sessions(run, opened):
+def test_overview_of_a_run_sums_up_all_sessions(run, opened):
     seen = opened(run).overview()
 
     assert seen.statuses == {"COMPLETED": 2, "ERROR": 1}
@@ -48,7 +48,7 @@ def test_the_first_page_adds_up_all_sessions(run, opened):
     assert seen.versions == (0, 0)
 
 
-def test_runs_below_a_folder_are_shown_together_under_their_own_names(tmp_path, opened):
+def test_runs_below_a_folder_are_listed_together_with_their_relative_paths(tmp_path, opened):
     asyncio.run(write(tmp_path / "rounds" / "000", busy()))
     asyncio.run(write(tmp_path / "rounds" / "001", busy(), long(2)))
     source = opened(tmp_path)
@@ -67,7 +67,7 @@ def test_runs_below_a_folder_are_shown_together_under_their_own_names(tmp_path, 
     assert source.session("long", "rounds/000") is None
 
 
-def test_a_run_that_comes_later_is_seen_and_one_that_goes_is_not(tmp_path, opened):
+def test_overview_follows_added_and_removed_runs(tmp_path, opened):
     asyncio.run(write(tmp_path / "a", busy()))
     source = opened(tmp_path)
     asyncio.run(write(tmp_path / "b", long(2)))
@@ -90,7 +90,7 @@ def test_one_unreadable_run_does_not_hide_the_others(tmp_path, opened):
     assert [run.error is None for run in seen.runs] == [True, False]
 
 
-def test_half_a_course_does_not_hide_the_last_whole_one(tmp_path, opened):
+def test_a_truncated_course_file_does_not_replace_the_last_complete_one(tmp_path, opened):
     course = {"steps": [{"step": 1, "reward": 0.5}], "evaluations": []}
     (tmp_path / "course.json").write_text(json.dumps(course))
     source = opened(tmp_path)
@@ -102,7 +102,7 @@ def test_half_a_course_does_not_hide_the_last_whole_one(tmp_path, opened):
     assert whole[0].steps == [1]
 
 
-def test_logs_are_served_and_nothing_else_of_the_disk(run, opened, tmp_path):
+def test_only_log_files_of_a_session_are_served(run, opened, tmp_path):
     source = opened(run)
     (run.parent / "secret").write_text("secret")
 
@@ -125,7 +125,7 @@ def test_a_log_that_is_a_link_out_of_the_run_is_not_served(tmp_path, opened):
     assert opened(tmp_path / "run").file(name, "", "stdout") is None
 
 
-async def test_the_first_page_is_made_anew_when_something_was_written(tmp_path, opened):
+async def test_overview_is_cached_until_a_file_of_the_run_changes(tmp_path, opened):
     made = busy()
     async with await SqliteStore.open(tmp_path / "capture.sqlite") as store:
         await made.write(store)
@@ -143,11 +143,11 @@ async def test_the_first_page_is_made_anew_when_something_was_written(tmp_path, 
     assert source.overview().expected == 9
 
 
-def test_a_task_has_its_instruction(run, opened):
+def test_sample_group_has_the_instruction_of_its_task(run, opened):
     assert opened(run).group("one", "").instruction == f"Fix it. {HOSTILE}"
 
 
-def test_what_could_not_be_built_in_time_is_counted_as_left(tmp_path):
+def test_overview_counts_the_sessions_not_yet_measured(tmp_path):
     made = [long(1, f"s{n}") for n in range(20)]
     asyncio.run(write(tmp_path, *made))
 
@@ -167,7 +167,7 @@ def run_of(folder):
     return CapturedRun(folder / "capture.sqlite", ".")
 
 
-def test_runs_are_found_below_a_folder_but_not_in_a_sessions_files(tmp_path):
+def test_runs_are_found_below_a_folder_to_a_depth_but_not_in_session_files(tmp_path):
     below = tmp_path.joinpath(*"abcdefg"[:DEPTH])
     for folder in (tmp_path, tmp_path / "a", below, below / "deeper", tmp_path / "sessions" / "x"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def test_runs_are_found_below_a_folder_but_not_in_a_sessions_files(tmp_path):
     assert find(tmp_path / "capture.sqlite") == ([tmp_path / "capture.sqlite"], [])
 
 
-async def test_a_run_that_is_being_written_is_seen_at_the_next_look(tmp_path):
+async def test_new_records_of_a_running_run_appear_at_the_next_read(tmp_path):
     run = run_of(tmp_path)
     made = busy()
     async with await SqliteStore.open(tmp_path / "capture.sqlite") as store:
@@ -205,7 +205,7 @@ async def test_a_run_that_is_being_written_is_seen_at_the_next_look(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_session_is_read_once_until_something_is_added(tmp_path):
+def test_a_session_is_read_from_disk_once_and_then_cached(tmp_path):
     asyncio.run(write(tmp_path, busy()))
     run = run_of(tmp_path)
 
@@ -221,7 +221,7 @@ def test_a_session_is_read_once_until_something_is_added(tmp_path):
     run.close()
 
 
-def test_a_file_that_was_replaced_is_read_anew(tmp_path):
+def test_a_replaced_capture_file_is_read_again(tmp_path):
     asyncio.run(write(tmp_path / "one", busy()))
     asyncio.run(write(tmp_path / "two", long(3)))
     run = run_of(tmp_path / "one")
@@ -233,7 +233,7 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path):
     run.close()
 
 
-def test_an_unreadable_file_is_named(tmp_path):
+def test_a_missing_empty_or_foreign_capture_file_is_an_error_of_the_run(tmp_path):
     path = tmp_path / "capture.sqlite"
     run = CapturedRun(path, ".")
 
@@ -250,7 +250,7 @@ def test_an_unreadable_file_is_named(tmp_path):
     assert run.line("x") is None
 
 
-def test_half_written_settings_are_as_if_they_were_not_there(tmp_path):
+def test_a_truncated_run_json_is_treated_as_missing(tmp_path):
     asyncio.run(write(tmp_path, long(2)))
     answer = {"config": {"tasks": [{"num_samples": 3}, {}], "engines": ["http://e"]}}
     run = run_of(tmp_path)
@@ -267,7 +267,7 @@ def test_half_written_settings_are_as_if_they_were_not_there(tmp_path):
     assert read_json(tmp_path / "run.json") is None
 
 
-def test_a_session_without_outcome_in_a_finished_run_has_never_ended(tmp_path):
+def test_a_session_without_outcome_in_a_finished_run_is_abandoned(tmp_path):
     asyncio.run(write(tmp_path, busy()))
     run = run_of(tmp_path)
     assert not run.lines()[0].abandoned
@@ -278,7 +278,7 @@ def test_a_session_without_outcome_in_a_finished_run_has_never_ended(tmp_path):
     run.close()
 
 
-def test_sessions_are_built_within_a_time_newest_first(tmp_path):
+def test_sessions_are_measured_newest_first_within_a_time_limit(tmp_path):
     made = [MadeSession(f"s{n}", metadata=metadata(n)) for n in range(3)]
     for one in made:
         one.call(None)

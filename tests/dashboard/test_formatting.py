@@ -27,18 +27,18 @@ from bridle.trajectory.scores import share
         (7440, "2 h 4 min"), (90_000, "1 d 1 h"),
     ],
 )  # fmt: skip
-def test_a_span_of_time_has_the_unit_that_it_needs(value, text):
+def test_durations_are_formatted_with_the_fitting_unit(value, text):
     assert seconds(value) == text
 
 
-def test_moments():
+def test_points_in_time_are_formatted_as_age_and_as_utc_clock():
     assert ago(time.time() - 7200) == "2 h ago"
     assert ago(time.time() + 5) == "0 s ago"
     assert clock(0) == "1970-01-01 00:00:00 UTC"
     assert ago(None) == clock(None) == NONE
 
 
-def test_numbers():
+def test_counts_and_numbers_are_formatted_with_thousands_separators_and_rounded():
     assert count(12345) == "12\u202f345"
     assert count(None) == number(None) == NONE
     assert number(0.123456) == "0.123"
@@ -46,19 +46,19 @@ def test_numbers():
     assert share(1, 0) == "0.0 %"
 
 
-def test_texts_are_cut_and_say_how_much_is_left_out():
+def test_long_texts_are_cut_with_the_number_of_omitted_characters():
     assert cut("abc", 3) == "abc"
     assert cut("abcdef", 3) == "abc\n… 3 characters more"
 
 
-def test_json_is_indented_and_other_text_left_alone():
+def test_json_text_is_indented_and_other_text_unchanged():
     assert pretty('{"a":1}') == '{\n  "a": 1\n}'
     assert pretty("{a") == "{a"
     assert pretty({"a": object}).startswith("{")
     assert pretty("\udcff") == "\udcff"
 
 
-def test_only_images_that_carry_their_data_are_shown():
+def test_only_images_in_png_data_urls_are_shown_as_images():
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
     far = {"type": "image_url", "image_url": {"url": "https://evil.example/a.png"}}
     drawn = {"type": "image_url", "image_url": {"url": "data:image/svg+xml;base64,AA"}}
@@ -73,7 +73,7 @@ def test_only_images_that_carry_their_data_are_shown():
     assert parts(None) == parts("") == []
 
 
-def test_a_message_of_any_shape_can_be_shown():
+def test_a_malformed_message_is_formatted_without_an_error():
     call = {"id": "c", "function": {"name": "bash", "arguments": "{}"}}
 
     full = said({"role": "assistant", "content": "a", "tool_calls": [call, 3, {"function": 1}]})
@@ -83,7 +83,7 @@ def test_a_message_of_any_shape_can_be_shown():
     assert said({"content": {"odd": 1}}).parts == [("other", "{'odd': 1}")]
 
 
-def test_bars_fill_their_width():
+def test_bar_segments_are_proportional_and_fill_the_width():
     found = segments([("a", 1), ("none", 0), ("b", 3)])
 
     assert [(name, x, wide) for name, _, x, wide in found] == [("a", 0, 25), ("b", 25, 75)]
@@ -93,13 +93,13 @@ def test_bars_fill_their_width():
     ]  # fmt: skip
 
 
-def test_equal_rewards_are_stacked():
+def test_dots_of_equal_rewards_are_stacked():
     assert dots([1.0, 0.0, 1.0]) == [(0.0, 1.0, 0.0), (100.0, 1.0, 1.0), (100.0, 2.0, 1.0)]
     assert dots([]) == []
     assert dots([-1.0, 1.0])[0][0] == 0.0
 
 
-def test_templates_escape():
+def test_templates_escape_html():
     made = environment().from_string("{{ text }}")
 
     assert made.render(text="<b>") == "&lt;b&gt;"

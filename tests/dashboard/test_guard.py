@@ -26,7 +26,7 @@ def browser(run, known, clock):
         yield made
 
 
-def test_nothing_is_shown_without_a_token(browser):
+def test_pages_and_logs_answer_401_without_a_token(browser):
     page = browser.get("/session/one.0", headers=HTML)
     plain = browser.get("/session/one.0/file/stdout", headers={"accept": "*/*"})
 
@@ -36,7 +36,7 @@ def test_nothing_is_shown_without_a_token(browser):
     assert browser.get("/static/style.css").status_code == 200
 
 
-def test_a_token_typed_once_opens_all_pages(browser):
+def test_login_with_a_token_sets_a_cookie_that_opens_all_pages(browser):
     wrong = browser.post("/login", data={"token": "x"}, headers=HTML)
     right = browser.post("/login", data={"token": TOKEN})
 
@@ -50,27 +50,27 @@ def test_a_token_typed_once_opens_all_pages(browser):
     assert browser.get("/session/one.0").status_code == 200
 
 
-def test_the_header_opens_them_too(browser):
+def test_bearer_token_in_the_header_opens_pages(browser):
     answer = {"authorization": f"Bearer {TOKEN}"}
 
     assert browser.get("/", headers=answer).status_code == 200
     assert browser.get("/", headers={"authorization": "Bearer x"}).status_code == 401
 
 
-def test_a_token_that_was_taken_back_opens_nothing_more(browser, known):
+def test_a_revoked_token_ends_its_login(browser, known):
     browser.post("/login", data={"token": TOKEN})
     known.clear()
 
     assert browser.get("/").status_code == 401
 
 
-def test_a_made_up_cookie_opens_nothing(browser):
+def test_a_forged_cookie_answers_401(browser):
     browser.cookies.set(COOKIE, TOKEN)
 
     assert browser.get("/").status_code == 401
 
 
-def test_a_sign_in_ends(browser, clock):
+def test_a_login_expires(browser, clock):
     browser.post("/login", data={"token": TOKEN})
     clock[0] += KEEP_S - 1
     assert browser.get("/").status_code == 200
@@ -78,7 +78,7 @@ def test_a_sign_in_ends(browser, clock):
     assert browser.get("/").status_code == 401
 
 
-def test_sign_ins_and_forms_are_bounded(browser):
+def test_number_of_logins_and_size_of_forms_are_limited(browser):
     browser.post("/login", data={"token": TOKEN})
     first = browser.cookies[COOKIE]
     for _ in range(MOST):

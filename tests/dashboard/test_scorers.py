@@ -26,7 +26,7 @@ def compared(name="judge.toml", count=1):
     return {"made_at": 1.7e9, "scorers": ["recorded", name], "sessions": sessions, "pairs": pairs}
 
 
-def test_the_page_shows_pairs_and_sessions_and_the_first_page_leads_to_it(run_folder):
+def test_scorer_page_shows_pairs_and_sessions_and_is_linked_from_the_overview(run_folder):
     (run_folder / "scorers.json").write_text(json.dumps(compared(count=150)))
     with client(run_folder) as browser:
         overview = browser.get("/").text
@@ -40,7 +40,7 @@ def test_the_page_shows_pairs_and_sessions_and_the_first_page_leads_to_it(run_fo
     assert [len(one) for one in listed] == [100, 51]
 
 
-def test_hostile_names_and_errors_are_text(run_folder):
+def test_hostile_scorer_names_and_errors_are_escaped(run_folder):
     (run_folder / "scorers.json").write_text(json.dumps(compared(HOSTILE)))
     with client(run_folder) as browser:
         page = browser.get("/scorers").text
@@ -51,7 +51,7 @@ def test_hostile_names_and_errors_are_text(run_folder):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps(compared() | {"pairs": [1]})])
-def test_a_run_without_a_comparison_that_can_be_read_has_no_page_of_one(run_folder, content):
+def test_a_run_without_a_readable_scorer_comparison_has_no_scorer_page(run_folder, content):
     (run_folder / "scorers.json").write_text(content)
     with client(run_folder) as browser:
         assert "/scorers" not in browser.get("/").text

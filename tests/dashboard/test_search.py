@@ -27,11 +27,11 @@ def test_a_text_is_found_in_requests_replies_and_calls(run, text):
     assert found(run, text) == ALL
 
 
-def test_a_text_that_nobody_wrote_is_found_nowhere(run):
+def test_search_for_an_absent_text_finds_no_session(run):
     assert found(run, "a unicorn") == set()
 
 
-def test_the_list_of_sessions_has_those_whose_messages_have_the_text(run):
+def test_session_list_filtered_by_text_has_the_sessions_whose_messages_contain_the_text(run):
     source = looked_at(run)
 
     assert source.sessions(SessionFilter(text="look first."), 0, 10).total == 3
@@ -39,7 +39,9 @@ def test_the_list_of_sessions_has_those_whose_messages_have_the_text(run):
     assert source.sessions(SessionFilter(text="a unicorn"), 0, 10).total == 0
 
 
-def test_a_search_goes_on_where_it_ended_and_the_page_says_what_is_left(tmp_path, run, monkeypatch):
+def test_an_interrupted_search_resumes_and_the_page_shows_the_number_of_calls_left(
+    tmp_path, run, monkeypatch
+):
     asyncio.run(write(tmp_path, long(7)))
     monkeypatch.setattr(folder, "SEARCHED_ROWS", 2)
     with SqliteReader(tmp_path / "capture.sqlite") as reader:
@@ -52,7 +54,7 @@ def test_a_search_goes_on_where_it_ended_and_the_page_says_what_is_left(tmp_path
     assert "15 calls have yet to be searched" in " ".join(page.split())
 
 
-def test_a_damaged_text_hides_no_other(tmp_path):
+def test_search_skips_a_damaged_text(tmp_path):
     class Rows:
         def texts(self, after, count):
             return [(1, "a", b"\x01nothing"), (2, "b", b"?")][after:count]

@@ -29,7 +29,7 @@ ASKED = [name for name, _ in inspect.getmembers(DataSource, inspect.isfunction) 
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_a_source_takes_what_pages_give(name):
+def test_folder_source_methods_have_the_parameters_of_the_data_source_protocol(name):
     given, taken = (inspect.signature(getattr(one, name)) for one in (DataSource, FolderSource))
 
     assert given.parameters == taken.parameters
@@ -70,7 +70,7 @@ def asked(url, ask, folder=None):
     return asyncio.to_thread(work)
 
 
-async def test_the_first_page_tells_what_the_server_has(tmp_path):
+async def test_overview_shows_statuses_nodes_failures_and_groups_of_the_server(tmp_path):
     async with a_server(tmp_path) as url:
         seen = await asked(url, ServerSource.overview)
 
@@ -83,7 +83,7 @@ async def test_the_first_page_tells_what_the_server_has(tmp_path):
     assert seen.report is None
 
 
-async def test_lists_groups_and_sessions_are_those_of_the_server(tmp_path):
+async def test_session_and_group_lists_come_from_the_server(tmp_path):
     async with a_server(tmp_path) as url:
         failed = await asked(
             url, lambda source: source.sessions(SessionFilter(status="failed"), 0, 10)
@@ -106,7 +106,7 @@ async def test_lists_groups_and_sessions_are_those_of_the_server(tmp_path):
     assert none == [None, None, None]
 
 
-async def test_every_page_of_a_server_is_there(tmp_path):
+async def test_every_linked_page_of_a_server_answers_200(tmp_path):
     def crawl(source):
         with TestClient(make_app(source)) as browser:
             return every_page(browser)
@@ -119,7 +119,7 @@ async def test_every_page_of_a_server_is_there(tmp_path):
     assert "it crashed &lt;b&gt;" in found["/session/a.1"].text
 
 
-async def test_with_the_capture_at_hand_the_conversation_is_shown(tmp_path):
+async def test_server_source_with_a_local_capture_shows_the_conversation(tmp_path):
     made = busy("a.0")
     made.call(None, exchange_id="more", kind=Kind.AGENT)
     await write(tmp_path / "data", made)
@@ -138,7 +138,7 @@ async def test_with_the_capture_at_hand_the_conversation_is_shown(tmp_path):
     assert [line.exchanges for line in seen.newest if line.session_id == "a.0"] == [8]
 
 
-async def test_without_the_capture_at_hand_it_is_fetched_and_once_for_a_session_that_ended(
+async def test_a_remote_capture_is_fetched_once_for_an_ended_session_but_again_for_a_running_one(
     tmp_path,
 ):
     made = busy("a.0")
@@ -174,7 +174,7 @@ async def test_without_the_capture_at_hand_it_is_fetched_and_once_for_a_session_
     assert len(asked_for) == 3, "one that goes on is looked at anew"
 
 
-async def test_a_server_that_cannot_be_reached_is_a_page(tmp_path):
+async def test_an_unreachable_server_gets_a_503_page(tmp_path):
     def gone(source):
         with TestClient(make_app(source)) as browser:
             return browser.get("/")
@@ -185,7 +185,7 @@ async def test_a_server_that_cannot_be_reached_is_a_page(tmp_path):
     assert "cannot be reached" in answer.text
 
 
-async def test_an_unknown_token_is_an_error():
+async def test_a_token_unknown_to_the_server_gets_a_401_page():
     class Closed:
         def status(self):
             raise ServerError("a known token is needed", status=401)
@@ -196,7 +196,7 @@ async def test_an_unknown_token_is_an_error():
     assert (answer.status_code, "a known token" in answer.text) == (401, True)
 
 
-def test_it_takes_what_a_source_is_given():
+def test_server_source_methods_have_the_parameters_of_the_data_source_protocol():
     for name, method in inspect.getmembers(DataSource, inspect.isfunction):
         if name[0] != "_":
             assert inspect.signature(method).parameters == (

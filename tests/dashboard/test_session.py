@@ -26,7 +26,7 @@ def reopened(folder, session_id):
         return run.session(session_id)
 
 
-def test_rows_say_what_becomes_of_each_exchange(tmp_path):
+def test_session_rows_have_fate_depth_new_tokens_and_delivery_of_each_exchange(tmp_path):
     session = opened(tmp_path, busy())
 
     rows = {row.exchange.exchange_id: row for row in session.rows(0, 100)}
@@ -43,7 +43,7 @@ def test_rows_say_what_becomes_of_each_exchange(tmp_path):
     assert {row.depth for row in rows.values()} == {0, 1}
 
 
-def test_a_page_of_rows_is_a_part_of_the_tree(tmp_path):
+def test_a_page_of_session_rows_is_a_slice_of_the_whole_tree(tmp_path):
     session = opened(tmp_path, busy())
     whole = [row.exchange.exchange_id for row in session.rows(0, 100)]
 
@@ -52,7 +52,7 @@ def test_a_page_of_rows_is_a_part_of_the_tree(tmp_path):
     assert session.place("none") is None
 
 
-def test_an_exchange_tells_messages_traces_and_neighbours(tmp_path):
+def test_exchange_detail_has_messages_traces_and_neighbours(tmp_path):
     session = opened(tmp_path, busy())
 
     detail = session.detail("a2")
@@ -70,13 +70,13 @@ def test_an_exchange_tells_messages_traces_and_neighbours(tmp_path):
     assert session.detail("none") is None
 
 
-def test_a_fork_is_explained(tmp_path):
+def test_exchange_detail_names_the_recorded_parent_of_a_fork(tmp_path):
     session = opened(tmp_path, busy())
 
     assert "recorded with parent None, continues b3" in "\n".join(session.detail("short").fork)
 
 
-def test_raw_parts_are_the_bytes_that_came(tmp_path):
+def test_raw_request_and_reply_are_the_captured_bytes(tmp_path):
     made = busy()
     session = opened(tmp_path, made)
 
@@ -85,7 +85,7 @@ def test_raw_parts_are_the_bytes_that_came(tmp_path):
     assert session.raw("none", "reply") is None
 
 
-def test_damaged_texts_and_rows_are_sentences(tmp_path):
+def test_damaged_texts_and_rows_are_reported_and_do_not_fail(tmp_path):
     asyncio.run(write(tmp_path, busy()))
     with closing(sqlite3.connect(tmp_path / "capture.sqlite")) as connection, connection:
         connection.execute("UPDATE exchanges SET texts = x'09' WHERE exchange_id = 'a1'")
@@ -99,7 +99,7 @@ def test_damaged_texts_and_rows_are_sentences(tmp_path):
     assert {lost.exchange_id: lost.sampled for lost in session.lost} == {"b3": 4}
 
 
-def test_a_session_is_measured_by_its_trajectory(tmp_path):
+def test_session_measures_come_from_its_trajectory(tmp_path):
     measured = measured_of(opened(tmp_path, busy()).trajectory)
 
     assert measured.versions == (7, 7)
@@ -107,7 +107,7 @@ def test_a_session_is_measured_by_its_trajectory(tmp_path):
     assert measured.turns >= 4
 
 
-def test_a_trace_is_shown_in_parts(tmp_path):
+def test_composition_of_a_trace_counts_every_token(tmp_path):
     session = opened(tmp_path, busy())
     trace = session.trajectory.traces[0]
 
@@ -124,7 +124,7 @@ def trace(prompt=3, reasons=(0, 0, 1, 4), logprobs=(-0.05, -5.0, 0.0, 0.0)):
     )  # fmt: skip
 
 
-def test_a_token_says_whether_it_trains_and_why_not():
+def test_token_page_shows_whether_each_token_trains_and_why_not():
     page = token_page(trace(), 0, lambda ids: "<a>" if ids[0] else "\n")
 
     assert [token.style for token in page.tokens] == [
@@ -137,14 +137,14 @@ def test_a_token_says_whether_it_trains_and_why_not():
     assert [token.ends for token in page.tokens] == [None] * 4 + ["x"] + [None] * 2
 
 
-def test_without_a_tokenizer_ids_are_shown():
+def test_token_page_without_a_tokenizer_shows_ids():
     page = token_page(trace(), 0, None)
 
     assert not page.has_text
     assert page.tokens[2].text == "2 "
 
 
-def test_pages_cover_a_long_trace_and_its_strip_leads_to_them():
+def test_token_pages_cover_a_long_trace_and_its_strip_links_to_them():
     size = 3 * PAGE
     long = trace(prompt=0, reasons=(0,) * size, logprobs=(-0.5,) * size)
 
@@ -159,7 +159,7 @@ def test_pages_cover_a_long_trace_and_its_strip_leads_to_them():
     assert [cell.here for cell in last.cells][-1]
 
 
-def test_an_empty_trace_is_an_empty_page():
+def test_token_page_of_an_empty_trace_is_empty():
     page = token_page(trace(prompt=0, reasons=(), logprobs=()), 5, None)
 
     assert (page.start, page.end, page.total, page.tokens, page.cells) == (0, 0, 0, [], [])
@@ -175,13 +175,13 @@ def replies(*texts):
     return [*START, *({"role": "assistant", "content": t, "tool_calls": calls} for t in texts)]
 
 
-def test_conversations_are_equal_whatever_the_ids_of_their_tool_calls():
+def test_comparison_of_conversations_ignores_tool_call_ids():
     found = compare(replies("Look first."), replies("Look first."))
 
     assert (found.is_equal, found.equal) == (True, 3)
 
 
-def test_the_first_difference_of_conversations_is_found_in_its_text():
+def test_comparison_of_conversations_finds_the_first_different_text():
     found = compare(replies("Look.", "Run the test."), replies("Look.", "Run the linter."))
 
     assert (found.is_equal, found.equal) == (False, 3)
@@ -189,7 +189,7 @@ def test_the_first_difference_of_conversations_is_found_in_its_text():
     assert [text.partition("\n")[0] for text in found.texts] == ["test.", "linter."]
 
 
-def test_a_conversation_that_ended_earlier_differs_by_its_end():
+def test_comparison_with_a_longer_conversation_shows_its_first_extra_message():
     longer = replies("Look.", "Done.")
     found = compare(longer[:-1], longer)
 

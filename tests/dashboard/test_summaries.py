@@ -28,7 +28,7 @@ def line(number, status="COMPLETED", **more):
     return SessionRow(f"s{number}", ".", task_id="t", sample_index=number, status=status, **more)
 
 
-def test_advantages_are_against_the_group_and_unknown_rewards_take_no_part():
+def test_advantages_are_relative_to_the_group_and_ignore_unknown_rewards():
     group = SampleGroup("t", [line(2), line(0, reward=1.0), line(1, reward=0.0)])
 
     assert [sample.advantage for sample in group.samples] == [1.0, -1.0, None]
@@ -43,14 +43,14 @@ def test_a_group_of_equal_rewards_is_flat():
     assert SampleGroup("t", [line(0)]).mean is None
 
 
-def test_groups_are_by_run_and_task_newest_first():
+def test_sample_groups_are_formed_per_run_and_task_newest_first():
     old = SessionRow("a", "one", task_id="t", opened_at=1.0)
     new = SessionRow("b", "two", task_id="t", opened_at=2.0)
 
     assert [group.run for group in groups_of([old, new])] == ["two", "one"]
 
 
-def test_of_a_session_that_was_run_again_the_last_run_counts():
+def test_only_the_last_attempt_of_a_repeated_session_counts():
     names = ("t.0.r3", "t.0", "t.0.r2", "t.1", "t.2.r10", "t.2.r9", "odd.r2")
     lines = [SessionRow(name, ".", task_id="t") for name in names]
 
@@ -72,7 +72,7 @@ def test_of_a_session_that_was_run_again_the_last_run_counts():
         (SessionFilter(harness="pi", run="."), ["s0"]),
     ],
 )
-def test_a_list_shows_what_is_wanted(wanted, names):
+def test_session_filter_selects_by_status_cause_text_task_and_harness(wanted, names):
     lines = [
         line(0, harness="pi"),
         line(1, "ERROR", cause="evaluator", error="it broke"),
@@ -99,7 +99,7 @@ def test_rows_are_sorted_by_a_column_with_unknown_values_last(sort, order):
     assert [row.session_id for row in sort_rows(rows, sort)] == order
 
 
-def test_the_counterpart_of_a_sample_is_the_one_with_the_most_different_reward():
+def test_counterpart_of_a_sample_has_the_most_different_reward_in_its_group():
     rows = [line(n, reward=reward) for n, reward in ((1, 1.0), (2, 0.5), (3, 0.0))]
     group = SampleGroup("t", rows)
 
@@ -107,7 +107,7 @@ def test_the_counterpart_of_a_sample_is_the_one_with_the_most_different_reward()
     assert SampleGroup("t", rows[:1]).counterpart(rows[0]) is None
 
 
-def test_the_task_that_differs_most_is_found_among_those_with_rewards():
+def test_most_different_task_is_chosen_among_tasks_with_rewards_in_both_sets():
     def row(name, task, reward):
         return SessionRow(name, ".", task_id=task, reward=reward)
 
@@ -120,7 +120,7 @@ def test_the_task_that_differs_most_is_found_among_those_with_rewards():
     assert most_different(set_of("one", one[2:3]), set_of("two", two)) is None
 
 
-def test_failures_are_by_cause_the_most_frequent_first():
+def test_failures_are_counted_by_cause_most_frequent_first():
     lines = [line(n, "ERROR", cause="evaluator", ended_at=n) for n in range(4)]
     lines += [line(9, "TIMEOUT"), line(10)]
 
@@ -130,7 +130,7 @@ def test_failures_are_by_cause_the_most_frequent_first():
     assert [one.session_id for one in found[0].latest] == ["s3", "s2", "s1"]
 
 
-def test_statuses_have_one_order():
+def test_statuses_are_listed_in_a_fixed_order():
     lines = [line(0, "RUNNING"), line(1, "ODD"), line(2), line(3, "ERROR"), line(4)]
 
     assert list(statuses_of(lines).items()) == [
@@ -138,7 +138,7 @@ def test_statuses_have_one_order():
     ]  # fmt: skip
 
 
-def test_every_end_is_in_one_column():
+def test_every_ended_session_is_in_one_column_of_the_time_chart():
     lines = [line(n, ended_at=float(n)) for n in range(10)]
     lines += [line(10, "ERROR", ended_at=9.0), line(11)]
 
@@ -149,7 +149,7 @@ def test_every_end_is_in_one_column():
     assert ends_over_time(lines[:1]) == []
 
 
-def test_a_sessions_time_ends_at_its_end_or_at_its_last_record():
+def test_session_duration_ends_at_its_end_or_its_last_record():
     assert line(0, opened_at=1.0, ended_at=4.0).seconds == 3.0
     assert line(0, opened_at=1.0, last_at=2.0).seconds == 1.0
     assert line(0).seconds is None
@@ -170,7 +170,7 @@ def ended(number, at, **more):
     return SessionRow(f"s{number}", ".", task_id=f"t{number % 2}", **(values | more))
 
 
-def test_law_2_is_added_up_over_what_is_measured():
+def test_token_balance_is_summed_over_measured_sessions():
     measured = TrajectoryFacts(STATS, (3, 5), 2)
 
     seen = seen_of([ended(0, 10, measured=measured), ended(1, 11)], [], [], now=12.0)
@@ -182,7 +182,7 @@ def test_law_2_is_added_up_over_what_is_measured():
     assert seen_of([ended(1, 11)], [], [], now=12.0).report is None
 
 
-def test_the_rate_is_that_of_the_last_time_while_sessions_end():
+def test_rate_is_recent_while_sessions_end_and_overall_afterwards():
     lines = [ended(n, 1000.0 + 10 * n) for n in range(200)]
 
     live = seen_of(lines, [], [], now=3000.0).rate
@@ -196,14 +196,14 @@ def test_the_rate_is_that_of_the_last_time_while_sessions_end():
     assert seen_of([], [], [], now=1.0).rate is None
 
 
-def test_what_is_expected_is_known_when_every_run_knows_it():
+def test_expected_session_count_is_unknown_if_any_run_lacks_one():
     known, unknown = RunFacts("a", finished=False, expected=4), RunFacts("b", finished=False)
 
     assert seen_of([], [known], [], now=0.0).expected == 4
     assert seen_of([], [known, unknown], [], now=0.0).expected is None
 
 
-def test_groups_end_with_their_last_session():
+def test_a_group_counts_as_ended_when_its_last_session_has_ended():
     lines = [ended(0, 5), ended(1, 5), SessionRow("x", ".", task_id="t1", opened_at=1.0)]
 
     seen = seen_of(lines, [], [], now=6.0)
@@ -212,7 +212,7 @@ def test_groups_end_with_their_last_session():
     assert seen.total == 3
 
 
-def test_the_newest_are_few():
+def test_list_of_newest_sessions_is_limited():
     assert len(seen_of([ended(n, n) for n in range(50)], [], [], now=60.0).newest) == NEWEST
 
 
@@ -233,7 +233,7 @@ def curves(training):
     return {curve.name: list(curve.values) for chart in training.curves.values() for curve in chart}
 
 
-def test_steps_and_evaluations_share_the_axis():
+def test_training_steps_and_evaluations_share_the_step_axis_of_charts():
     course = {
         "steps": [STEP, {"step": 2, "reward": None, "update": None}],
         "evaluations": [{"step": 0, "reward": 0.1}, {"step": 2, "reward": 0.6}],
@@ -257,7 +257,7 @@ def test_a_chart_without_a_number_is_left_out():
     assert [chart["curves"][0]["name"] for chart in found.charts] == ["reward"]
 
 
-def test_what_is_no_course_is_none():
+def test_a_malformed_course_is_read_as_none():
     assert answer({}) is None
     assert answer({"steps": 3, "evaluations": []}) is None
     assert answer({"steps": [], "evaluations": []}).charts == []
