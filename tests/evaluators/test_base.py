@@ -9,14 +9,14 @@ class Own(Settings):
     depth: int
 
 
-def test_a_config_becomes_the_evaluators_own_settings():
+def test_parse_config_returns_the_settings_type_of_the_evaluator():
     assert parse_config({"depth": 3}, Own, "own").depth == 3
 
 
-def test_the_wrong_field_is_named_with_what_was_given():
+def test_config_error_names_the_field_and_the_given_value():
     with pytest.raises(ConfigError, match=r"evaluator\.config of 'own': depth: .*'deep'"):
         parse_config({"depth": "deep"}, Own, "own")
 
 
-def test_an_evaluation_is_a_reward_and_nothing_more_by_default():
+def test_evaluation_defaults_have_no_trace_rewards_and_empty_metadata():
     assert Evaluation(0.5) == Evaluation(0.5, None, {})

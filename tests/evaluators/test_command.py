@@ -14,7 +14,7 @@ def evaluator(command, **config):
 
 
 @pytest.mark.parametrize(("command", "reward"), [("true", 1.0), ("exit 1", 0.0), ("exit 5", 0.0)])
-async def test_the_exit_code_decides(tmp_path, command, reward):
+async def test_reward_is_1_for_exit_code_0_and_0_for_other_exit_codes(tmp_path, command, reward):
     async with evaluation(tmp_path) as context:
         found = await evaluator(f"echo said; {command}").evaluate(context)
     assert found.reward == reward
@@ -31,34 +31,36 @@ async def test_the_exit_code_decides(tmp_path, command, reward):
         ("sleep 60", {"timeout_s": 0.1}, r"did not end within 0\.1 s"),
     ],
 )
-async def test_what_says_nothing_about_the_session_is_no_reward(tmp_path, command, config, why):
+async def test_a_command_that_cannot_run_is_killed_or_times_out_is_an_evaluator_error(
+    tmp_path, command, config, why
+):
     async with evaluation(tmp_path) as context:
         with pytest.raises(EvaluatorError, match=why):
             await evaluator(command, **config).evaluate(context)
 
 
-async def test_a_reward_file_gives_the_reward_and_more(tmp_path):
+async def test_a_reward_file_gives_reward_and_metadata_whatever_the_exit_code(tmp_path):
     command = """printf '{"reward": 0.25, "passed": 1}' > out.json; exit 1"""
     async with evaluation(tmp_path) as context:
         found = await evaluator(command, reward_file="out.json").evaluate(context)
     assert (found.reward, found.metadata["passed"], found.metadata["exit_code"]) == (0.25, 1, 1)
 
 
-async def test_a_reward_file_that_is_no_text_is_no_reward(tmp_path):
+async def test_a_reward_file_that_is_not_utf_8_is_an_evaluator_error(tmp_path):
     command = """printf '{"reward": 1, "x": "\\377"}' > out.json"""
     async with evaluation(tmp_path) as context:
         with pytest.raises(EvaluatorError, match=r"left no out\.json: 'utf-8' codec"):
             await evaluator(command, reward_file="out.json").evaluate(context)
 
 
-async def test_a_harness_cannot_leave_its_own_reward(tmp_path):
+async def test_a_reward_file_left_by_the_harness_is_not_read(tmp_path):
     async with evaluation(tmp_path) as context:
         await context.places.agents.write("reward.txt", b"1.0")
         with pytest.raises(EvaluatorError, match=r"left no reward\.txt"):
             await evaluator("true", reward_file="reward.txt").evaluate(context)
 
 
-async def test_the_specs_environment_and_folder_reach_the_command(tmp_path):
+async def test_evaluator_env_and_cwd_apply_to_the_command(tmp_path):
     async with evaluation(tmp_path, env={"WANTED": "7"}) as context:
         await context.places.agents.write("sub/answer", b"7\n")
         found = await evaluator('test "$(cat answer)" = "$WANTED"', cwd="sub").evaluate(context)
@@ -73,6 +75,6 @@ def test_any_finite_number_is_a_reward(number):
 @pytest.mark.parametrize(
     "text", ["", "good", "NaN", "Infinity", "true", "[1]", "{}", '{"reward": ""}']
 )
-def test_anything_else_is_the_evaluators_failure(text):
+def test_text_without_a_finite_number_is_an_evaluator_error(text):
     with pytest.raises(EvaluatorError, match="must hold a finite number"):
         parse_reward(text, "reward.txt")

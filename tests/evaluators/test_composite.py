@@ -42,7 +42,7 @@ async def found(tmp_path, *parts, traces=(), **config):
         return await made.evaluate(context)
 
 
-async def test_the_reward_is_the_mean_by_weight(tmp_path):
+async def test_composite_reward_is_the_weighted_mean_of_its_parts(tmp_path):
     parts = part(1.0, name="a", weight=3), part(0.0, name="b"), part(9.0, name="c", weight=0)
     evaluated = await found(tmp_path, *parts)
     assert evaluated.reward == 0.75
@@ -51,24 +51,28 @@ async def test_the_reward_is_the_mean_by_weight(tmp_path):
 
 
 @pytest.mark.parametrize(("gate", "reward"), [(1.0, 0.8), (1.5, -1.0)])
-async def test_below_a_gate_nothing_more_is_done(tmp_path, gate, reward):
+async def test_a_part_below_its_gate_skips_later_parts_and_gives_the_otherwise_reward(
+    tmp_path, gate, reward
+):
     parts = part(1.0, name="tests", gate=gate, weight=0), part(0.8, name="style")
     evaluated = await found(tmp_path, *parts, otherwise=-1)
     assert evaluated.reward == reward
     assert ("style" in evaluated.metadata["parts"]) == (gate == 1.0)
 
 
-async def test_trace_rewards_are_added_by_weight(tmp_path):
+async def test_trace_rewards_are_averaged_by_weight(tmp_path):
     parts = part(1.0, name="a", traces=(1.0, 0.0)), part(0.0, name="b", traces=(0.0, 1.0), weight=3)
     assert (await found(tmp_path, *parts)).trace_rewards == (0.25, 0.75)
 
 
-async def test_a_part_without_trace_rewards_gives_each_trace_its_reward(tmp_path):
+async def test_reward_of_a_part_without_trace_rewards_counts_for_each_trace(tmp_path):
     parts = part(1.0, name="tests"), part(0.5, name="judge", traces=(1.0, 0.0), weight=3)
     assert (await found(tmp_path, *parts)).trace_rewards == (1.0, 0.25)
 
 
-async def test_turn_rewards_are_added_by_weight_to_the_last_turn_s_outcome(tmp_path):
+async def test_weighted_turn_rewards_are_added_to_the_outcome_reward_on_the_last_turn_of_each_trace(
+    tmp_path,
+):
     """A judge of turns beside tests: the tests still count, for every turn before the end."""
     one, two = trace(("user", "do it")), replace(trace(("user", "more")), exchange_ids=("e-2",))
     judge = part(0.5, name="judge", turns={"e-0": 0.5, "e-1": 0.0})
@@ -77,13 +81,13 @@ async def test_turn_rewards_are_added_by_weight_to_the_last_turn_s_outcome(tmp_p
     assert evaluated.turn_rewards == {"e-0": 0.25, "e-1": 0.5, "e-2": 0.5}
 
 
-async def test_parts_that_disagree_on_traces_are_a_failure(tmp_path):
+async def test_parts_with_different_numbers_of_trace_rewards_are_an_evaluator_error(tmp_path):
     parts = part(1.0, name="a", traces=(1.0,)), part(0.0, name="b", traces=(0.0, 1.0))
     with pytest.raises(EvaluatorError, match="different numbers of traces"):
         await found(tmp_path, *parts)
 
 
-async def test_a_part_that_fails_is_the_whole_s_failure(tmp_path):
+async def test_a_failing_part_fails_the_composite_evaluator(tmp_path):
     parts = part(1.0, name="a"), part(name="b", fails="broken checker")
     with pytest.raises(EvaluatorError, match="part 'b': broken checker"):
         await found(tmp_path, *parts)
@@ -99,6 +103,6 @@ async def test_a_part_that_fails_is_the_whole_s_failure(tmp_path):
         ([{"strategy": "session_completed"}] * 2, "need different names"),
     ],
 )
-def test_a_wrong_part_is_named_before_anything_runs(parts, why):
+def test_an_invalid_part_of_a_composite_config_is_refused_by_name(parts, why):
     with pytest.raises(ConfigError, match=why):
         CompositeEvaluator.from_config({"parts": parts})

@@ -24,7 +24,7 @@ json.dump(seen, sys.stdout)
 
 
 @pytest.mark.sandbox
-async def test_it_sees_its_module_and_python_and_no_other_file_of_the_machine(tmp_path):
+async def test_sandboxed_scorer_sees_given_files_but_no_other_host_file_and_no_network(tmp_path):
     secret = tmp_path / "server.token"
     secret.write_text("a secret")
     given = tmp_path / "given.py"
@@ -44,13 +44,13 @@ async def test_it_sees_its_module_and_python_and_no_other_file_of_the_machine(tm
 
 
 @pytest.mark.parametrize("name", ["no_such_module", "benchmarks_of_nobody.deep"])
-async def test_a_module_that_is_not_there_is_named(name):
+async def test_sandboxing_a_missing_module_is_an_evaluator_error(name):
     with pytest.raises(EvaluatorError, match=name.partition(".")[0]):
         async with sandboxed(name):
             pass
 
 
-async def test_a_folder_without_init_is_no_module(tmp_path, monkeypatch):
+async def test_sandboxing_a_package_without_init_py_is_refused(tmp_path, monkeypatch):
     """Such as the folder with the server's data, where the server was started above it."""
     (tmp_path / "runs" / "server").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)

@@ -36,7 +36,9 @@ BAD = "if [ -e bad ]; then {}; fi; true"
         ("function", {"function": OF_FILE, "files": ["answer.txt"]}, "ValueError"),
     ],
 )
-async def test_a_failure_that_the_agents_files_cause_is_reward_0(tmp_path, strategy, config, why):
+async def test_an_evaluator_failure_caused_by_the_agent_s_files_makes_the_session_unscorable(
+    tmp_path, strategy, config, why
+):
     async with evaluation(tmp_path) as context:
         await context.places.agents.exec("touch bad; echo much > answer.txt")
         with pytest.raises(Unscorable, match=why):
@@ -52,7 +54,7 @@ async def test_a_failure_that_the_agents_files_cause_is_reward_0(tmp_path, strat
         ("function", {"function": "tests.evaluators.scoring:broken"}, "ValueError"),
     ],
 )
-async def test_the_same_failure_on_the_untouched_work_folder_is_the_evaluators(
+async def test_a_failure_that_recurs_on_the_untouched_work_folder_is_an_evaluator_error(
     tmp_path, strategy, config, why
 ):
     async with evaluation(tmp_path) as context:
@@ -63,14 +65,16 @@ async def test_the_same_failure_on_the_untouched_work_folder_is_the_evaluators(
     assert "untouched work folder" in str(caught.value)
 
 
-async def test_a_budget_that_the_agents_files_use_up_is_reward_0(tmp_path):
+async def test_an_evaluation_timeout_caused_by_the_agent_s_files_makes_the_session_unscorable(
+    tmp_path,
+):
     async with evaluation(tmp_path) as context:
         await context.places.agents.exec("touch bad")
         with pytest.raises(Unscorable, match=r"did not end within its budget of 6 s"):
             await scored(context, "command", 6.0, command=BAD.format("sleep 60"))
 
 
-async def test_a_part_of_a_composite_is_controlled_by_itself(tmp_path):
+async def test_each_part_of_a_composite_is_repeated_alone_on_the_untouched_work_folder(tmp_path):
     gate = {"name": "gate", "strategy": "command", "config": {"command": "test -e bad"}}
     part = {"name": "part", "strategy": "command", "config": {"command": "no-such-checker"}}
     async with evaluation(tmp_path) as context:
@@ -80,7 +84,7 @@ async def test_a_part_of_a_composite_is_controlled_by_itself(tmp_path):
         assert not isinstance(caught.value, Unscorable)
 
 
-async def test_trouble_of_the_machine_in_the_control_is_no_reward(tmp_path):
+async def test_a_machine_failure_during_the_control_run_is_raised(tmp_path):
     async with evaluation(tmp_path) as context:
         await context.places.agents.exec("touch bad")
 
@@ -92,7 +96,7 @@ async def test_trouble_of_the_machine_in_the_control_is_no_reward(tmp_path):
             await scored(replace(context, places=places), "command", command=BAD.format("exit 127"))
 
 
-async def test_steps_of_the_checker_that_the_agents_files_break_are_reward_0(tmp_path):
+async def test_eval_prepare_steps_broken_by_the_agent_s_files_make_the_session_unscorable(tmp_path):
     async with evaluation(tmp_path) as context:
         await context.places.agents.exec("touch bad")
 
@@ -114,7 +118,7 @@ class Stuck:
         await asyncio.Event().wait()
 
 
-async def test_an_evaluator_that_never_ends_is_the_evaluators_failure(tmp_path):
+async def test_an_evaluator_beyond_its_time_budget_is_an_evaluator_error(tmp_path):
     async with evaluation(tmp_path) as context:
         with pytest.raises(EvaluatorError, match="within its budget of") as caught:
             await evaluate_with_control(Stuck(), replace(context, budget_s=0.1))

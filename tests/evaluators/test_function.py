@@ -17,7 +17,7 @@ def evaluator(name, **config):
     return FunctionEvaluator.from_config({"function": SCORING + name, **config})
 
 
-async def test_a_function_scores_what_was_copied_out_for_it(tmp_path):
+async def test_a_function_scores_files_copied_out_of_the_runtime(tmp_path):
     async with evaluation(tmp_path) as context:
         await context.places.agents.write("answer.txt", b"0.25")
         found = await evaluator("of_file", files=["answer.txt", "gone"]).evaluate(context)
@@ -50,14 +50,14 @@ for number in os.listdir("/proc/self/fd"):
 
 
 @pytest.mark.parametrize("when", WRITES)
-async def test_what_a_program_of_the_agent_writes_is_no_reward(tmp_path, when):
+async def test_output_of_an_agent_s_program_cannot_forge_the_reward_of_a_function(tmp_path, when):
     async with evaluation(tmp_path) as context:
         await context.places.agents.write("answer.py", WRITES[when].encode())
         found = await evaluator("runs_it", files=["answer.py"]).evaluate(context)
     assert found.reward == 0.0
 
 
-async def test_it_may_be_async_and_return_trace_rewards_and_more(tmp_path):
+async def test_an_async_function_may_return_trace_rewards_and_metadata(tmp_path):
     async with evaluation(tmp_path) as context:
         found = await evaluator("of_everything").evaluate(context)
     assert (found.reward, found.trace_rewards) == (0.5, (1.0, 0.0))
@@ -67,7 +67,7 @@ async def test_it_may_be_async_and_return_trace_rewards_and_more(tmp_path):
     ]  # fmt: skip
 
 
-async def test_the_function_gets_the_harness_exit(tmp_path):
+async def test_a_function_gets_exit_code_and_stdout_of_the_harness(tmp_path):
     async with evaluation(tmp_path) as context:
         harness = replace(context.harness, exit_code=3, stdout=b"four")
         found = await evaluator("of_harness").evaluate(replace(context, harness=harness))
@@ -75,7 +75,7 @@ async def test_the_function_gets_the_harness_exit(tmp_path):
 
 
 @pytest.mark.sandbox
-async def test_in_a_sandbox_it_scores_the_same_and_reaches_nothing_else(tmp_path):
+async def test_a_sandboxed_function_scores_and_agent_code_cannot_write_host_files(tmp_path):
     marker = tmp_path / "marker"
     evil = f"""
 def of_file(session):
@@ -108,7 +108,9 @@ def of_file(session):
         ("slow", {"timeout_s": 0.3}, r"slow did not end within 0\.3 s"),
     ],
 )
-async def test_a_function_that_fails_is_the_evaluator_s_failure(tmp_path, name, config, why):
+async def test_a_function_that_raises_is_missing_or_times_out_is_an_evaluator_error(
+    tmp_path, name, config, why
+):
     async with evaluation(tmp_path) as context:
         with pytest.raises(EvaluatorError, match=f"(?s){why}"):
             await evaluator(name, **config).evaluate(context)
@@ -117,7 +119,7 @@ async def test_a_function_that_fails_is_the_evaluator_s_failure(tmp_path, name, 
 @pytest.mark.parametrize(
     "returned", [None, "good", [1], {"score": 1}, {"reward": 1, "trace_rewards": [None]}]
 )
-async def test_what_is_no_reward_is_refused(tmp_path, returned):
+async def test_a_return_value_without_a_finite_number_is_an_evaluator_error(tmp_path, returned):
     async with evaluation(tmp_path) as context:
         metadata = {"returns": json.dumps(returned)}
         task = context.task.model_copy(update={"metadata": metadata})
@@ -126,7 +128,9 @@ async def test_what_is_no_reward_is_refused(tmp_path, returned):
 
 
 @pytest.mark.parametrize(("returned", "reward"), [(True, 1.0), ({"reward": False}, 0.0), (2, 2.0)])
-async def test_a_truth_value_is_a_reward(tmp_path, returned, reward):
+async def test_booleans_and_integers_returned_by_a_function_become_float_rewards(
+    tmp_path, returned, reward
+):
     async with evaluation(tmp_path) as context:
         metadata = {"returns": json.dumps(returned)}
         task = context.task.model_copy(update={"metadata": metadata})
@@ -134,7 +138,7 @@ async def test_a_truth_value_is_a_reward(tmp_path, returned, reward):
     assert (type(found.reward), found.reward) == (float, reward)
 
 
-async def test_what_cannot_leave_the_runtime_is_named(tmp_path):
+async def test_a_symbolic_link_in_place_of_a_scored_file_makes_the_session_unscorable(tmp_path):
     async with evaluation(tmp_path) as context:
         await context.places.agents.exec("ln -s /etc/hostname answer.txt")
         with pytest.raises(Unscorable, match=r"answer\.txt cannot be copied out"):
@@ -163,7 +167,9 @@ def well(attempt, scale=1.0):
         (SCORING + "gone", "scoring.py has no function 'gone'"),
     ],
 )
-def test_a_wrong_scorer_is_named_with_its_file_before_anything_is_sampled(tmp_path, function, why):
+def test_an_invalid_scorer_function_is_refused_with_its_file_before_the_run(
+    tmp_path, function, why
+):
     (tmp_path / "mine.py").write_text(WRONG)
     (tmp_path / "broken.py").write_text("def score(attempt)")
     task = Task(task_id="t", instruction="do", agent=AGENT, task_dir=str(tmp_path))
@@ -189,6 +195,6 @@ async def test_a_function_of_a_file_beside_the_task_scores(tmp_path):
         {"function": "a:b", "files": ["/etc/passwd"]},
     ],
 )
-def test_only_modules_that_the_operator_has_and_files_of_the_work_folder(config):
+def test_function_config_refuses_absolute_or_parent_file_paths_and_module_paths(config):
     with pytest.raises(ConfigError, match=r"evaluator\.config of 'function'"):
         FunctionEvaluator.from_config(config)

@@ -5,7 +5,7 @@ import sys
 from bridle.evaluators.function import RUNNER
 
 
-def test_what_a_function_prints_is_kept_from_what_it_returns():
+def test_runner_prints_only_the_return_value_of_the_function_to_stdout():
     done = subprocess.run(
         [sys.executable, "-P", RUNNER, "json:dumps"], input='{"a": 1}', capture_output=True,
         text=True,

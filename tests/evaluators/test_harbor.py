@@ -60,19 +60,21 @@ async def test_the_reward_file_decides_and_the_exit_code_does_not(tmp_path, line
         ("true", {"tests": "gone"}, "gone/test.sh: no such file"),
     ],
 )
-async def test_what_says_nothing_about_the_session_is_no_reward(tmp_path, line, config, why):
+async def test_a_missing_or_malformed_reward_file_or_a_timeout_is_an_evaluator_error(
+    tmp_path, line, config, why
+):
     with pytest.raises(EvaluatorError, match=why):
         await found(tmp_path, line, **config)
 
 
-async def test_several_rewards_are_weighted(tmp_path):
+async def test_named_rewards_are_summed_by_weight(tmp_path):
     line = """echo '{"a": 1, "b": 0.5, "c": 9}' > "$out/reward.json" """
     evaluated = await found(tmp_path, line, weights={"a": 0.5, "b": 1})
     assert evaluated.reward == 1.0
     assert evaluated.metadata["rewards"] == {"a": 1.0, "b": 0.5, "c": 9.0}
 
 
-async def test_a_harness_leaves_neither_a_reward_nor_written_its_own(tmp_path):
+async def test_reward_and_test_files_left_by_the_harness_are_removed_before_the_tests(tmp_path):
     harbor = "$HOME/.harbor"
     left = (
         f"mkdir -p {harbor}/logs/verifier {harbor}/tests",
@@ -86,7 +88,7 @@ async def test_a_harness_leaves_neither_a_reward_nor_written_its_own(tmp_path):
         await found(tmp_path, line, before=left)
 
 
-async def test_a_link_in_the_reward_s_place_is_removed_not_followed(tmp_path):
+async def test_a_symbolic_link_in_place_of_the_log_folder_is_removed_and_not_followed(tmp_path):
     (tmp_path / "host").mkdir()
     left = f'mkdir -p "$HOME/.harbor/logs"; ln -s {tmp_path}/host "$HOME/.harbor/logs/verifier"'
     evaluated = await found(tmp_path, 'echo 0 > "$out/reward.txt"', before=(left,))
@@ -94,13 +96,13 @@ async def test_a_link_in_the_reward_s_place_is_removed_not_followed(tmp_path):
     assert list((tmp_path / "host").iterdir()) == []
 
 
-async def test_folders_that_cannot_be_emptied_are_the_agent_s_failure(tmp_path):
+async def test_an_agent_file_that_blocks_the_log_folder_makes_the_session_unscorable(tmp_path):
     left = 'mkdir -p "$HOME/.harbor"; echo x > "$HOME/.harbor/logs"'
     with pytest.raises(Unscorable, match="cannot empty"):
         await found(tmp_path, "true", before=(left,))
 
 
-def test_an_unknown_setting_is_named():
+def test_an_unknown_harbor_setting_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"evaluator\.config of 'harbor': timeout"):
         HarborEvaluator.from_config({"timeout": 1})
 
@@ -111,7 +113,7 @@ def test_any_finite_number_is_a_reward(number):
 
 
 @given(st.text())
-def test_no_text_is_a_reward_that_is_not_finite(text):
+def test_parsed_rewards_are_always_finite(text):
     for parse in (parse_text, parse_json):
         with suppress(EvaluatorError):
             assert all(abs(value) < float("inf") for value in parse(text).values())

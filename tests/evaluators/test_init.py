@@ -19,17 +19,17 @@ CONFIGS: dict[str, JSON] = {
 
 
 @pytest.mark.parametrize("name", sorted(EVALUATORS))
-def test_every_name_in_the_table_opens(name):
+def test_every_evaluator_name_in_the_table_opens(name):
     spec = EvaluatorSpec(strategy=name, config=CONFIGS[name])
     assert callable(open_evaluator(spec).evaluate)
 
 
-def test_an_evaluator_of_ones_own_is_found_by_its_path():
+def test_a_custom_evaluator_is_found_by_its_dotted_path():
     spec = EvaluatorSpec(strategy="bridle.evaluators.base:SessionCompleted")
     assert isinstance(open_evaluator(spec), SessionCompleted)
 
 
-def test_an_unknown_evaluator_is_named_with_those_that_are_known():
+def test_an_unknown_evaluator_is_refused_with_the_known_names():
     with pytest.raises(ConfigError, match=r"unknown evaluator 'comand'; known: command, "):
         open_evaluator(EvaluatorSpec(strategy="comand"))
 
@@ -42,6 +42,6 @@ def test_an_unknown_evaluator_is_named_with_those_that_are_known():
         ("session_completed", {"rewrad": 1}, "rewrad"),
     ],
 )
-def test_a_wrong_config_names_its_field(name, config, named):
+def test_an_invalid_evaluator_config_is_refused_with_the_field(name, config, named):
     with pytest.raises(ConfigError, match=named):
         open_evaluator(EvaluatorSpec(strategy=name, config=config))

@@ -68,7 +68,7 @@ async def judged(tmp_path, *answers, traces=TRACES, **config):
     return found, model
 
 
-async def test_a_session_is_shown_whole_and_scored_once(tmp_path):
+async def test_judge_scores_a_whole_session_with_one_question(tmp_path):
     found, model = await judged(tmp_path, GOOD, coefficient=2)
     assert (found.reward, found.trace_rewards) == (1.5, None)
     assert found.metadata == {
@@ -86,7 +86,7 @@ async def test_a_session_is_shown_whole_and_scored_once(tmp_path):
     assert mark not in system
 
 
-async def test_each_trace_is_scored_on_its_own(tmp_path):
+async def test_judge_in_process_mode_scores_each_trace_with_its_own_question(tmp_path):
     answers = '{"score": 1}', '```json\n{"score": 0}\n```'
     found, model = await judged(tmp_path, *answers, mode="process", coefficient=0.5)
     assert (found.reward, found.trace_rewards) == (0.25, (0.5, 0.0))
@@ -112,7 +112,7 @@ def turns_of(*trained, starts=(0, 2, 4)):
     )
 
 
-async def test_each_turn_that_trains_is_scored_in_one_question_for_each_trace(tmp_path):
+async def test_judge_in_turns_mode_scores_all_trained_turns_of_a_trace_with_one_question(tmp_path):
     traces = turns_of(0, 1, 2), replace(turns_of(2), exchange_ids=("e-0", "e-1", "e-9"))
     answers = '{"scores": [1, 0, 0.5]}', '{"scores": [0.5]}'
     found, model = await judged(tmp_path, *answers, traces=traces, mode="turns", coefficient=2)
@@ -131,7 +131,9 @@ async def test_each_turn_that_trains_is_scored_in_one_question_for_each_trace(tm
     assert mark not in second
 
 
-async def test_all_turns_of_a_long_session_are_shown(tmp_path):
+async def test_prompt_of_the_judge_keeps_every_turn_of_a_long_session_and_shortens_the_rest(
+    tmp_path,
+):
     long = replace(turns_of(0, 1, 2), prompt_messages=[{"role": "user", "content": "x" * 90_000}])
     answer = '{"scores": [0, 0, 1]}'
     _, model = await judged(tmp_path, answer, traces=(long,), mode="turns", max_chars=2000)
@@ -143,7 +145,7 @@ async def test_all_turns_of_a_long_session_are_shown(tmp_path):
 @pytest.mark.parametrize(
     "answer", ['{"scores": [1, 1]}', '{"scores": [1, 1, 2]}', GOOD, "[1, 1, 1]"]
 )
-async def test_an_answer_without_a_score_for_each_turn_is_none(tmp_path, answer):
+async def test_a_judge_answer_without_a_score_for_each_turn_is_an_evaluator_error(tmp_path, answer):
     with pytest.raises(EvaluatorError, match="no JSON object with 3 scores from 0 to 1"):
         await judged(tmp_path, answer, traces=(turns_of(0, 1, 2),), mode="turns")
 
@@ -152,14 +154,12 @@ async def test_an_answer_without_a_score_for_each_turn_is_none(tmp_path, answer)
     ("traces", "why"),
     [((), "no turn to judge"), ((turns_of(),), "no turn"), ((turns_of(0, starts=()),), "be read")],
 )
-async def test_a_session_without_turns_that_can_be_read_is_not_judged_by_turn(
-    tmp_path, traces, why
-):
+async def test_judge_in_turns_mode_refuses_a_session_without_readable_turns(tmp_path, traces, why):
     with pytest.raises(EvaluatorError, match=why):
         await judged(tmp_path, GOOD, traces=traces, mode="turns")
 
 
-async def test_an_answer_that_cannot_be_read_is_asked_for_again(tmp_path):
+async def test_judge_is_asked_again_after_an_unreadable_answer_or_http_503(tmp_path):
     found, model = await judged(tmp_path, "I think 1", 503, GOOD, attempts=3)
     assert found.reward == 0.75
     assert len(model.asked) == 3
@@ -173,7 +173,7 @@ async def test_an_answer_that_cannot_be_read_is_asked_for_again(tmp_path):
         ({"choices": []}, "no chat completion"),
     ],
 )
-async def test_a_judge_that_fails_means_what_the_task_says(tmp_path, answer, why):
+async def test_a_failing_judge_raises_or_gives_the_on_failure_reward(tmp_path, answer, why):
     with pytest.raises(EvaluatorError, match=why):
         await judged(tmp_path, answer)
     (tmp_path / "again").mkdir()
@@ -182,7 +182,7 @@ async def test_a_judge_that_fails_means_what_the_task_says(tmp_path, answer, why
     assert "judge_failed" in found.metadata
 
 
-async def test_a_judge_that_never_answers_times_out(tmp_path):
+async def test_a_judge_that_closes_connections_or_a_missing_gateway_is_an_evaluator_error(tmp_path):
     class Silent(Model):
         async def complete(self, request):
             request.transport.close()
@@ -199,7 +199,7 @@ async def test_a_judge_that_never_answers_times_out(tmp_path):
             await JudgeEvaluator.from_config(given).evaluate(known)
 
 
-async def test_a_session_without_a_trace_has_no_process_to_judge(tmp_path):
+async def test_judge_in_process_mode_refuses_a_session_without_traces(tmp_path):
     with pytest.raises(EvaluatorError, match="no trace to judge"):
         await judged(tmp_path, GOOD, traces=(), mode="process")
 
@@ -209,7 +209,7 @@ async def test_a_session_without_a_trace_has_no_process_to_judge(tmp_path):
     ["", "1", "[]", '{"score": "1"}', '{"score": true}', '{"score": 2}', '{"score": NaN}',
      'Sure: {"score": 1}', '{"score": 1} {"score": 0}'],
 )  # fmt: skip
-def test_only_one_object_with_a_score_in_its_range_is_an_answer(text):
+def test_a_judge_answer_must_be_one_json_object_with_a_score_in_range(text):
     with pytest.raises(EvaluatorError, match="no JSON object with a score"):
         parse_answer(text, 0, 1)
 
@@ -222,12 +222,12 @@ def test_only_one_object_with_a_score_in_its_range_is_an_answer(text):
         ({"on_failure": 0, "low": 1, "high": 1}, "low 1 must be less than high 1"),
     ],
 )
-def test_what_its_failure_means_must_be_said(config, why):
+def test_judge_config_requires_on_failure_and_low_below_high(config, why):
     with pytest.raises(ConfigError, match=why):
         JudgeEvaluator.from_config({"rubric": "r", "model": "m", **config})
 
 
-def test_what_is_too_long_keeps_its_beginning_and_its_end():
+def test_text_beyond_the_limit_keeps_its_beginning_and_its_end():
     assert cut("short", 10) == "short"
     shown = cut("a" * 600 + "b" * 600, 1000)
     assert shown.startswith("a" * 500 + "\n[200 characters left out]")
@@ -235,7 +235,7 @@ def test_what_is_too_long_keeps_its_beginning_and_its_end():
     assert json.dumps(shown)
 
 
-async def test_a_busy_judge_is_asked_again_when_it_says(tmp_path):
+async def test_judge_request_after_a_429_waits_for_the_retry_after_time(tmp_path):
     result, model = await judged(tmp_path, 429, GOOD)
     assert result.reward == 0.75
     first, second = model.times

@@ -40,7 +40,7 @@ def run(folder, *words, start=(), **env):
         (f"{PATCH}python -m pytest", f"{PATCH}python RUN"),
     ],
 )
-def test_a_command_that_starts_pytest_starts_the_program_instead(command, changed):
+def test_python_m_pytest_in_a_command_is_replaced_by_our_runner(command, changed):
     changed = changed or "cd a && /opt/py/bin/python3.9 -B -X dev RUN -rA"
     assert start_pytest(command, "RUN") == changed
 
@@ -52,7 +52,7 @@ def test_a_command_that_starts_pytest_starts_the_program_instead(command, change
         *("coverage run -m pytest", "su nobody -c 'python -m pytest'"),
     ],
 )
-def test_another_command_stays_as_it_is(command):
+def test_a_command_without_python_m_pytest_is_unchanged(command):
     assert start_pytest(command, "RUN") == command
 
 
@@ -60,7 +60,9 @@ def test_another_command_stays_as_it_is(command):
     ("place", "path"), [(".", ""), ("src", "src"), ("..", ".."), (".", os.curdir)]
 )
 @pytest.mark.parametrize("name", ["pytest.py", "pluggy.py"])
-def test_no_module_of_the_work_is_imported_in_the_place_of_pytest(tmp_path, name, place, path):
+def test_a_module_of_the_work_folder_named_pytest_or_pluggy_is_not_imported(
+    tmp_path, name, place, path
+):
     work = tmp_path / "work" / "tests"
     (work / "src").mkdir(parents=True)
     (work / place / name).write_text("raise SystemExit('forged')")
@@ -69,18 +71,18 @@ def test_no_module_of_the_work_is_imported_in_the_place_of_pytest(tmp_path, name
     assert "1 passed" in run(work, PYTHONPATH=path)
 
 
-def test_a_test_that_starts_processes_runs_once(tmp_path):
+def test_a_test_file_that_spawns_processes_runs_once(tmp_path):
     (tmp_path / "test_it.py").write_text(SPAWNED)
     assert "1 passed" in run(tmp_path)
 
 
-def test_an_isolated_python_does_not_search_the_work(tmp_path):
+def test_python_in_isolated_mode_does_not_import_from_the_work_folder(tmp_path):
     (tmp_path / "mine.py").write_text("")
     (tmp_path / "test_it.py").write_text("def test_it():\n    import mine")
     assert "No module named 'mine'" in run(tmp_path, "--import-mode=importlib", start=("-I",))
 
 
-def test_a_pytest_that_is_installed_in_the_work_is_found(tmp_path):
+def test_pytest_installed_on_pythonpath_in_the_work_folder_is_found(tmp_path):
     (tmp_path / "site").mkdir()
     installed = Path(pytest.__file__).parents[1]
     for name in ("pytest", "_pytest", "py.py", "pluggy", "iniconfig", "packaging", "pygments"):

@@ -15,7 +15,9 @@ from bridle.evaluators.base import SessionCompleted
         (None, 0.0),
     ],
 )
-async def test_only_a_harness_that_ended_well_is_worth_something(tmp_path, harness, reward):
+async def test_session_completed_rewards_only_exit_code_0_without_a_timeout(
+    tmp_path, harness, reward
+):
     evaluator = SessionCompleted.from_config({"reward": 2.0})
     async with evaluation(tmp_path, harness=harness) as context:
         assert (await evaluator.evaluate(context)).reward == reward

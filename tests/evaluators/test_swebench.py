@@ -59,7 +59,7 @@ async def test_the_patch_is_graded_in_a_fresh_runtime(tmp_path, python, work, re
     assert "done" in (tmp_path / "logs" / "evaluator.log").read_text()
 
 
-async def test_a_patch_is_made_against_what_the_fresh_runtime_begins_with(tmp_path, python):
+async def test_patch_is_the_difference_to_the_initial_state_of_the_fresh_runtime(tmp_path, python):
     """Images have changes of their own since the base commit, committed or not."""
     begin = f"{BEGIN}; echo setup > own.txt; git add .; git commit -qm own; echo more >> own.txt"
     async with two_runtimes(tmp_path, "echo 2 > code.txt", begin) as context:
@@ -67,7 +67,7 @@ async def test_a_patch_is_made_against_what_the_fresh_runtime_begins_with(tmp_pa
     assert found.reward == 1.0
 
 
-async def test_a_script_s_pytest_is_not_a_module_of_the_agent_s(tmp_path, python):
+async def test_a_pytest_module_of_the_agent_does_not_replace_the_installed_one(tmp_path, python):
     script = f"{sys.executable} -m pytest --version"
     work = "echo 'print(\"PASSED new\")' > pytest.py"
     async with two_runtimes(tmp_path, work) as context:
@@ -76,7 +76,7 @@ async def test_a_script_s_pytest_is_not_a_module_of_the_agent_s(tmp_path, python
     assert f"pytest {pytest.__version__}" in (tmp_path / "logs" / "evaluator.log").read_text()
 
 
-async def test_files_of_the_harness_stay_out_of_the_patch(tmp_path, python):
+async def test_excluded_harness_files_are_left_out_of_the_patch(tmp_path, python):
     work = "echo 2 > code.txt; mkdir .codex; echo x > .codex/log"
     script = f"[ -e .codex ] || {{ {CHECK}; }}"
     async with two_runtimes(tmp_path, work) as context:
@@ -84,22 +84,20 @@ async def test_files_of_the_harness_stay_out_of_the_patch(tmp_path, python):
     assert found.reward == 1.0
 
 
-async def test_a_copy_that_the_agent_worked_in_is_graded_in_the_image_s_repository(
-    tmp_path, python
-):
+async def test_a_patch_made_in_a_copy_is_graded_in_the_repository_of_the_image(tmp_path, python):
     begin = f"mkdir image; cd image; {BEGIN}; cp -a . ../copy"
     async with two_runtimes(tmp_path, "echo 2 > copy/code.txt", begin) as context:
         found = await evaluator(python, repo="copy", tested="image").evaluate(context)
     assert found.reward == 1.0
 
 
-async def test_a_patch_with_bytes_that_are_no_text_is_graded(tmp_path, python):
+async def test_a_patch_with_bytes_that_are_not_utf_8_is_graded(tmp_path, python):
     async with two_runtimes(tmp_path, r"printf '3\n\377\n' > code.txt") as context:
         assert (await evaluator(python).evaluate(context)).reward == 0.0
 
 
 @pytest.mark.parametrize(("script", "blamed"), [("echo DISK", False), ("cat code.txt", True)])
-async def test_an_environment_that_only_the_patch_breaks_is_reward_0(
+async def test_an_environment_failure_caused_only_by_the_patch_makes_the_session_unscorable(
     tmp_path, python, script, blamed
 ):
     async with two_runtimes(tmp_path, "echo DISK > code.txt") as context:
@@ -108,7 +106,7 @@ async def test_an_environment_that_only_the_patch_breaks_is_reward_0(
     assert isinstance(caught.value, Unscorable) == blamed
 
 
-async def test_a_session_that_changed_nothing_is_not_run(tmp_path):
+async def test_a_session_without_changes_has_reward_0_and_no_tests_are_run(tmp_path):
     async with two_runtimes(tmp_path, "true") as context:
         found = await evaluator("/no/such/python").evaluate(context)
     assert (found.reward, found.metadata) == (0.0, {"resolved": False, "changed": False})
@@ -123,12 +121,14 @@ async def test_a_session_that_changed_nothing_is_not_run(tmp_path):
         ({"python": "/no/such/python"}, "swebench .*/no/such/python"),
     ],
 )
-async def test_what_says_nothing_about_the_session_is_no_reward(tmp_path, python, config, why):
+async def test_an_environment_failure_a_timeout_or_a_missing_package_is_an_evaluator_error(
+    tmp_path, python, config, why
+):
     async with two_runtimes(tmp_path, "echo 2 > code.txt") as context:
         with pytest.raises(EvaluatorError, match=f"(?s){why}"):
             await evaluator(config.pop("python", python), **config).evaluate(context)
 
 
-def test_it_needs_an_instance():
+def test_swebench_config_requires_an_instance():
     with pytest.raises(ConfigError, match="instance: Field required"):
         SwebenchEvaluator.from_config({})

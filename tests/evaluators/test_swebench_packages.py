@@ -40,7 +40,7 @@ def pythons(tmp_path_factory):
         (SMITH, "swesmith", "{name} {status} [ 50%]"),
     ],
 )
-def test_a_row_is_graded_by_its_sets_package(pythons, row, package, line):
+def test_each_dataset_row_is_graded_by_the_real_package_of_its_dataset(pythons, row, package, line):
     instance = swe_task(row, "rows:1")["evaluator"]["config"]["instance"]
 
     def ask(what, **more):

@@ -7,7 +7,7 @@ from tests.evaluators.test_swebench import GRADING, UTILS
 from bridle.evaluators.patch import RUNNER
 
 
-def test_what_the_package_prints_is_kept_from_what_it_returns(tmp_path):
+def test_output_of_the_swebench_package_does_not_mix_with_the_runner_s_answer(tmp_path):
     package = tmp_path / "swebench" / "harness"
     package.mkdir(parents=True)
     (package / "utils.py").write_text(UTILS)
@@ -46,7 +46,7 @@ def get_eval_report(prediction, inst, test_log_path):
 """
 
 
-def test_an_instance_without_a_script_is_for_swesmith(tmp_path):
+def test_an_instance_without_an_eval_script_is_graded_by_swesmith(tmp_path):
     """With a stand-in of the functions of swesmith 0.0.9; `long` runs the package itself."""
     package = tmp_path / "swesmith"
     (package / "harness").mkdir(parents=True)

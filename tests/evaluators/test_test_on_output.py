@@ -50,7 +50,7 @@ async def found(folder, work, **config):
          ["blob", "code.txt", "new file"]),
     ],
 )  # fmt: skip
-async def test_what_was_changed_is_tested_in_a_fresh_place(tmp_path, work, reward, changed):
+async def test_changes_of_the_agent_are_tested_in_a_fresh_runtime(tmp_path, work, reward, changed):
     evaluated = await found(tmp_path, work)
     assert evaluated.reward == reward
     assert evaluated.metadata["changed"] == changed
@@ -68,7 +68,9 @@ async def test_what_was_changed_is_tested_in_a_fresh_place(tmp_path, work, rewar
         ("PASSED a; exit 3", 0.0),
     ],
 )
-async def test_expected_statuses_are_exactly_those_that_the_output_names(tmp_path, said, reward):
+async def test_reward_is_1_only_if_the_output_names_exactly_the_expected_statuses(
+    tmp_path, said, reward
+):
     """The form of Polar's `expected_output_json`."""
     lines = [word if word.startswith("exit") else f"echo {word}" for word in said.split("; ")]
     async with two_runtimes(tmp_path, "echo 2 > code.txt") as context:
@@ -76,19 +78,19 @@ async def test_expected_statuses_are_exactly_those_that_the_output_names(tmp_pat
         assert (await TestOnOutput.from_config(config).evaluate(context)).reward == reward
 
 
-async def test_without_tests_or_expected_statuses_nothing_can_be_scored():
+async def test_config_without_fail_to_pass_or_expected_is_refused():
     with pytest.raises(ConfigError, match="either fail_to_pass or expected"):
         TestOnOutput.from_config({"command": "true"})
 
 
-async def test_changes_to_tests_stay_out(tmp_path):
+async def test_changes_to_excluded_test_files_are_dropped_from_the_patch(tmp_path):
     work = "echo 2 > code.txt; echo lax > tests/rule.txt; echo x > tests/helper.txt"
     evaluated = await found(tmp_path, work, exclude=["tests/*"])
     assert evaluated.reward == 1.0
     assert evaluated.metadata["dropped"] == ["tests/helper.txt", "tests/rule.txt"]
 
 
-async def test_a_patch_of_tests_is_applied_after_the_agent_s(tmp_path):
+async def test_test_patch_is_applied_after_the_patch_of_the_agent(tmp_path):
     tests = (
         "diff --git a/tests/rule.txt b/tests/rule.txt\n--- a/tests/rule.txt\n+++ b/tests/rule.txt\n"
         "@@ -1 +1 @@\n-strict\n+stricter\n"
@@ -99,13 +101,13 @@ async def test_a_patch_of_tests_is_applied_after_the_agent_s(tmp_path):
     assert (tmp_path / "logs" / "evaluator.log").read_text().startswith("stricter\n")
 
 
-async def test_a_share_is_rewarded_if_asked(tmp_path):
+async def test_partial_reward_is_the_share_of_passed_tests(tmp_path):
     evaluated = await found(tmp_path, "true", partial=True, fail_to_pass=["t::new", "t::gone"])
     assert evaluated.reward == pytest.approx(1 / 3)
     assert evaluated.metadata["not_passed"] == {"t::new": "failed", "t::gone": "not run"}
 
 
-async def test_a_junit_file_tells_the_results(tmp_path):
+async def test_test_results_are_read_from_a_junit_file(tmp_path):
     xml = """<testsuite><testcase classname="t" name="new"/>
     <testcase classname="t" name="old"><skipped/></testcase></testsuite>"""
     command = f"cat > out.xml <<'END'\n{xml}\nEND"
@@ -124,7 +126,7 @@ async def test_a_junit_file_tells_the_results(tmp_path):
         ({"include": ["code.txt"], "base": "HEAD~0", "work": "true"}, None),
     ],
 )
-async def test_what_says_nothing_about_the_session_is_no_reward(tmp_path, config, why):
+async def test_a_test_run_without_results_is_an_evaluator_error(tmp_path, config, why):
     work = config.pop("work", "echo 2 > code.txt")
     if why is None:
         assert (await found(tmp_path, work, **config)).reward == 0.0
@@ -133,7 +135,7 @@ async def test_what_says_nothing_about_the_session_is_no_reward(tmp_path, config
         await found(tmp_path, work, **config)
 
 
-async def test_a_patch_that_does_not_fit_is_the_agent_s_failure(tmp_path):
+async def test_a_patch_that_cannot_be_applied_makes_the_session_unscorable(tmp_path):
     # The deletions below `tests` are dropped; the link in its place then does not fit.
     work = "echo 2 > code.txt; rm -r tests; ln -s elsewhere tests"
     with pytest.raises(Unscorable, match="cannot be applied in a fresh runtime"):
@@ -155,7 +157,7 @@ async def test_a_patch_that_does_not_fit_is_the_agent_s_failure(tmp_path):
         "mkfifo pipe; mkdir shut; echo 1 > shut/x; chmod 000 shut/x shut",
     ],
 )
-async def test_the_agent_s_repository_has_no_say_in_the_patch(tmp_path, left):
+async def test_git_config_hooks_and_filters_of_the_agent_do_not_affect_the_patch(tmp_path, left):
     work = f"echo 2 > code.txt; echo lax > tests/rule.txt; echo x > tests/helper.txt; {left}"
     evaluated = await found(tmp_path, work, exclude=["tests/*"])
     assert evaluated.reward == 1.0
@@ -163,7 +165,9 @@ async def test_the_agent_s_repository_has_no_say_in_the_patch(tmp_path, left):
     assert {"code.txt"} <= set(evaluated.metadata["changed"])
 
 
-async def test_a_folder_of_this_machine_behind_a_link_is_no_repository(tmp_path):
+async def test_a_repository_replaced_by_a_link_to_a_host_folder_makes_the_session_unscorable(
+    tmp_path,
+):
     (tmp_path / "ours" / "repo").mkdir(parents=True)
     (tmp_path / "ours" / "repo" / "solution").write_text("secret")
     begin = f"mkdir -p in/repo && cd in/repo && {BEGIN}"
@@ -174,14 +178,14 @@ async def test_a_folder_of_this_machine_behind_a_link_is_no_repository(tmp_path)
             await TestOnOutput.from_config(config).evaluate(context)
 
 
-async def test_a_report_in_the_agent_s_patch_is_not_read(tmp_path):
+async def test_a_junit_report_left_by_the_agent_is_not_read(tmp_path):
     left = """echo '<testsuite><testcase classname="t" name="new"/></testsuite>' > out.xml"""
     config = {"command": "true", "junit": "out.xml", "pass_to_pass": []}
     with pytest.raises(EvaluatorError, match=r"the tests left no \./out.xml"):
         await found(tmp_path, left, **config)
 
 
-async def test_a_repository_that_is_gone_is_the_agent_s_failure(tmp_path):
+async def test_a_deleted_repository_makes_the_session_unscorable(tmp_path):
     begin = f"mkdir sub; cd sub; {BEGIN}"
     async with two_runtimes(tmp_path, "rm -rf sub; ln -s /nowhere sub", begin) as context:
         config = {"command": RUN, "fail_to_pass": ["t::new"], "repo": "sub"}
@@ -189,12 +193,12 @@ async def test_a_repository_that_is_gone_is_the_agent_s_failure(tmp_path):
             await TestOnOutput.from_config(config).evaluate(context)
 
 
-def test_a_task_without_a_test_that_must_pass_is_refused():
+def test_config_with_an_empty_fail_to_pass_is_refused():
     with pytest.raises(ConfigError, match="fail_to_pass"):
         TestOnOutput.from_config({"command": "true", "fail_to_pass": []})
 
 
-def test_a_file_in_a_patch_is_one_part_even_if_its_lines_look_like_headers():
+def test_filter_patch_keeps_file_lines_that_look_like_diff_headers():
     one = "diff --git a/x y b/x y\n--- a/x y\n+++ b/x y\n@@ -1 +1 @@\n-a\n+diff --git a/q b/q\n"
     two = "diff --git a/t/z b/t/z\nnew file mode 100644\n"
     patch = filter_patch(one + two, ("*",), ("t/*",))
@@ -205,7 +209,7 @@ HEAD = "=========== short test summary info ==========="
 END = "======= 1 failed, 2 passed in 0.10s ======="
 
 
-def test_only_the_last_summary_counts():
+def test_only_the_last_pytest_summary_counts():
     said = f"PASSED a::z\n{HEAD}\nPASSED a::z\n{HEAD}\nFAILED a::x - why - not\nXFAIL a::y\n{END}"
     assert from_summary(said) == {"a::x": "failed", "a::y": "xfail"}
 
@@ -220,7 +224,7 @@ def test_only_the_last_summary_counts():
         f"{HEAD}\nPASSED a::x\nERROR a::x - at teardown\n{END}",
     ],
 )
-def test_a_test_counts_only_in_a_whole_report_that_never_calls_it_failed(said):
+def test_a_test_counts_as_passed_only_in_a_complete_summary_that_never_reports_it_failed(said):
     assert from_summary(said).get("a::x") != "passed"
 
 
@@ -239,7 +243,9 @@ FORGED = (
 @pytest.mark.parametrize(
     ("place", "value", "reward"), [(".", 1, 0.0), ("src", 1, 0.0), (".", 2, 1.0)]
 )
-async def test_a_module_of_the_agent_s_does_not_stand_in_for_pytest(tmp_path, place, value, reward):
+async def test_a_pytest_module_of_the_agent_does_not_replace_the_installed_one(
+    tmp_path, place, value, reward
+):
     """Python searches the folder first where `PYTHONSAFEPATH` is not set, or not known."""
     test = "from code_here import value\\n\\ndef test_it():\\n    assert value == 2\\n"
     begin = f"{BEGIN}; mkdir -p src; printf '{test}' > t.py; git add -A; git commit -qm t"
