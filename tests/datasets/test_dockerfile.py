@@ -18,7 +18,7 @@ def steps(tmp_path):
     return read
 
 
-def test_what_any_linux_can_do_becomes_steps_in_order(steps, tmp_path):
+def test_portable_dockerfile_instructions_become_prepare_steps_in_order(steps, tmp_path):
     made = steps(
         "FROM debian:12\n# a comment\nWORKDIR /app\nENV A=1 B='two words'\nENV C three\n"
         "COPY a.txt .\nCOPY sub /app/deep\ncopy a.txt renamed\nCOPY a.txt sub/b.txt both/\n"
@@ -51,6 +51,6 @@ def test_what_any_linux_can_do_becomes_steps_in_order(steps, tmp_path):
         ("ENV A=$B", "refers to another variable"),
     ],
 )
-def test_what_only_an_image_can_be_is_refused_by_its_line(steps, text, why):
+def test_a_dockerfile_instruction_that_needs_an_image_is_refused_with_its_line(steps, text, why):
     with pytest.raises(ConfigError, match=why):
         steps(text)

@@ -31,7 +31,7 @@ def read(folder):
     return read_wheel(folder, "P", Version("1"))
 
 
-def test_a_wheel_tells_its_files_licence_and_requirements(tmp_path):
+def test_files_licence_and_requirements_are_read_from_a_wheel(tmp_path):
     more = "License: Free\nClassifier: License :: OSI Approved :: MIT License\nRequires-Dist: x>1\n"
     wheel = read(a_wheel(tmp_path, f"{HEAD}{more}\nRequires-Dist: in the description\n"))
     assert (wheel.files, wheel.licence, wheel.needs()) == (
@@ -53,18 +53,20 @@ def test_a_wheel_tells_its_files_licence_and_requirements(tmp_path):
         "",
     ],
 )
-def test_a_wheel_with_another_name_version_or_form_is_refused(tmp_path, metadata):
+def test_a_wheel_with_a_mismatched_name_or_version_or_malformed_metadata_is_refused(
+    tmp_path, metadata
+):
     with pytest.raises(Refused, match="build"):
         read(a_wheel(tmp_path, metadata))
 
 
-def test_a_wheel_for_one_platform_is_refused(tmp_path):
+def test_a_platform_specific_wheel_is_refused(tmp_path):
     with pytest.raises(Refused, match="not pure Python"):
         read(a_wheel(tmp_path, name="p-1.0-cp311-cp311-linux_x86_64.whl"))
 
 
 @pytest.mark.parametrize("asked", [["-r /etc/passwd"], ["p @ file:///x"], "p", 3, {"p": 1}])
-def test_requirements_that_a_build_asks_for_come_from_the_index_only(asked):
+def test_build_requirements_that_are_urls_files_or_malformed_are_refused(asked):
     with pytest.raises(Refused, match="environment"):
         requirements_of(asked)
     assert requirements_of(["p>1"]) == ["p>1"]
@@ -80,13 +82,13 @@ def test_requirements_that_a_build_asks_for_come_from_the_index_only(asked):
         "[",
     ],
 )
-def test_a_project_file_of_another_form_is_refused(tmp_path, text):
+def test_a_malformed_pyproject_toml_is_refused(tmp_path, text):
     (tmp_path / "pyproject.toml").write_text(text)
     with pytest.raises(Refused):
         build_system(tmp_path)
 
 
-async def test_an_environment_that_several_ask_for_at_once_is_made_once(tmp_path, monkeypatch):
+async def test_concurrent_requests_for_an_environment_build_one(tmp_path, monkeypatch):
     monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path))
     files = {"own.pth": "/work\n"}
     async with asyncio.TaskGroup() as group:
@@ -98,7 +100,7 @@ async def test_an_environment_that_several_ask_for_at_once_is_made_once(tmp_path
     assert [path.name for path in first.folder.parent.glob("[!.]*")] == [first.folder.name]
 
 
-async def test_a_program_that_warns_and_takes_too_long_is_refused_for_its_time(monkeypatch):
+async def test_a_program_that_warns_and_times_out_is_refused_for_the_timeout(monkeypatch):
     monkeypatch.setattr("bridle.datasets.environments.PIP_S", 0.5)
     program = "import sys, time; print('WARNING', file=sys.stderr, flush=True); time.sleep(600)"
     with pytest.raises(Refused, match=r"environment: it took more than 0\.5 s"):

@@ -58,7 +58,7 @@ def loaded(folder, backend=None, harness=None):
     return task
 
 
-def test_an_old_task_toml_is_a_task_in_a_container(folder):
+def test_an_old_task_toml_loads_as_a_docker_task(folder):
     task = loaded(folder())
     assert (task.task_id, task.instruction) == ("fix-it", "Fix it.\n")
     assert task.runtime.backend == "docker"
@@ -106,13 +106,13 @@ def test_a_task_toml_of_schema_1_4_is_read_with_its_image_and_health_check(folde
     assert (harbor["name"], harbor["unused"]) == ("org/fix-it", ["environment.skills_dir"])
 
 
-def test_a_folder_named_from_where_one_stands_is_the_same_task(folder, monkeypatch):
+def test_a_relative_folder_loads_the_same_task_as_its_absolute_path(folder, monkeypatch):
     home = folder(metadata=PORTABLE)
     monkeypatch.chdir(home.parent)
     assert loaded(Path(home.name), "local", "oracle") == loaded(home, "local", "oracle")
 
 
-def test_what_a_task_says_does_not_open_the_network(folder):
+def test_allow_internet_in_task_toml_does_not_open_the_network(folder):
     task = loaded(folder(environment="allow_internet = true"))
     assert task.runtime.network == "gateway_only"
 
@@ -156,7 +156,7 @@ def test_the_oracle_gets_the_solution_of_its_task(folder, backend, target):
         ),
     ],
 )
-def test_what_cannot_be_given_is_refused_before_anything_starts(folder, changes, backend, why):
+def test_unsupported_task_settings_are_refused_at_load(folder, changes, backend, why):
     if changes.get("environment", "").startswith(("memory =", "cpus =")):
         text = f"[environment]\n{changes.pop('environment')}\n"
         changes = {"files": {"task.toml": text}}
@@ -164,12 +164,12 @@ def test_what_cannot_be_given_is_refused_before_anything_starts(folder, changes,
         loaded(folder(**changes), backend)
 
 
-def test_a_task_without_a_solution_has_nothing_for_the_oracle(folder):
+def test_oracle_harness_is_refused_for_a_task_without_a_solution(folder):
     with pytest.raises(ConfigError, match="harness 'oracle' has nothing to run"):
         loaded(folder(files={"solution/solve.sh": None}), None, "oracle")
 
 
-def test_harbor_folders_and_other_tasks_lie_side_by_side(folder, tmp_path):
+def test_harbor_folders_and_json_tasks_load_from_one_folder(folder, tmp_path):
     folder(name="a"), folder(name="b")
     (tmp_path / "c.json").write_text(json.dumps({"task_id": "c", "instruction": "x"}))
     assert [task.task_id for task in load_tasks(tmp_path)] == ["a", "b", "c"]
@@ -177,7 +177,7 @@ def test_harbor_folders_and_other_tasks_lie_side_by_side(folder, tmp_path):
     assert not is_harbor(tmp_path / "c.json")
 
 
-def test_the_digest_is_the_folder_s_content(folder):
+def test_folder_digest_depends_on_contents_modes_and_links_only(folder):
     one = folder(name="one") / "environment"
     two = folder(name="two") / "environment"
     assert folder_digest(one) == folder_digest(two)
@@ -187,5 +187,5 @@ def test_the_digest_is_the_folder_s_content(folder):
     assert len({folder_digest(one), other_mode, folder_digest(two)}) == 3
 
 
-def test_a_name_that_is_no_task_id_is_made_one(folder):
+def test_a_folder_name_is_converted_to_a_valid_task_id(folder):
     assert harbor_task(folder(name="_two words"), {})["task_id"] == "two-words"

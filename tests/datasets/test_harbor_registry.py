@@ -57,17 +57,17 @@ def names(path):
     return [task.task_id for task in load_tasks(Path(path))]
 
 
-def test_a_set_is_loaded_by_name_and_version_where_its_folders_lie(registry):
+def test_a_registry_task_set_is_loaded_by_name_and_version(registry):
     file = registry()
     assert names(f"{file}:shell@1.0") == ["one"]
     assert names(f"{file}:shell@2.0") == ["two", "one"]
 
 
-def test_the_only_version_of_a_set_need_not_be_named(registry):
+def test_a_registry_task_set_with_one_version_is_loaded_without_naming_it(registry):
     assert names(f"{registry()}:org/other") == ["two"]
 
 
-def test_the_name_of_a_set_keeps_its_version(registry):
+def test_task_set_name_in_metadata_includes_its_version(registry):
     (task,) = load_task_set(Path(f"{registry()}:shell@1.0"), {})
     assert task.metadata["task_set"] == "shell@1.0"
 
@@ -80,12 +80,12 @@ def test_the_name_of_a_set_keeps_its_version(registry):
         ("shell", r"has versions \['1.0', '2.0'\]: write shell@VERSION"),
     ],
 )
-def test_an_unknown_set_or_version_gets_an_error_with_those_that_exist(registry, wanted, message):
+def test_an_unknown_task_set_or_version_is_refused_with_the_known_ones(registry, wanted, message):
     with pytest.raises(ConfigError, match=message):
         load_tasks(Path(f"{registry()}:{wanted}"))
 
 
-def test_a_file_that_is_no_registry_and_a_missing_one_are_named(tmp_path):
+def test_a_malformed_or_missing_registry_file_is_refused_by_name(tmp_path):
     (tmp_path / "a.json").write_text('[{"name": "shell"}]')
     with pytest.raises(ConfigError, match=r"a\.json: no registry of Harbor: .*version"):
         load_tasks(Path(f"{tmp_path}/a.json:shell"))
@@ -93,7 +93,7 @@ def test_a_file_that_is_no_registry_and_a_missing_one_are_named(tmp_path):
         load_tasks(Path(f"{tmp_path}/b.json:shell"))
 
 
-def test_a_folder_that_is_missing_is_named_with_its_task(registry):
+def test_a_missing_task_folder_of_a_registry_is_named_with_its_task(registry):
     with pytest.raises(ConfigError, match=r"shell@1\.0: task 'one': no such folder: .*gone"):
         load_tasks(Path(f"{registry(path='gone')}:shell@1.0"))
 
@@ -132,7 +132,7 @@ def test_the_head_of_a_repository_is_fetched_each_time(registry, repository, tmp
     assert task.instruction == "Later.\n"
 
 
-def test_a_link_in_a_repository_leads_to_no_file_of_this_machine(registry, repository):
+def test_a_symbolic_link_in_a_fetched_repository_is_not_kept_as_a_link(registry, repository):
     url, commit = repository
     file = registry(git_url=url, git_commit_id=commit, path="inside")
     (task,) = load_tasks(Path(f"{file}:shell@1.0"))
@@ -148,7 +148,7 @@ def test_a_link_in_a_repository_leads_to_no_file_of_this_machine(registry, repos
         ({"path": "../.."}, "leads out of its repository"),
     ],
 )
-def test_a_repository_that_cannot_be_used_is_refused_by_name(
+def test_an_unusable_repository_url_commit_or_path_is_refused_by_name(
     registry, repository, changes, message
 ):
     url, commit = repository
@@ -157,7 +157,7 @@ def test_a_repository_that_cannot_be_used_is_refused_by_name(
         load_tasks(Path(f"{registry(**given)}:shell@1.0"))
 
 
-def test_a_host_that_never_answers_is_an_error_and_its_git_is_killed(registry, monkeypatch):
+def test_git_fetch_from_a_silent_host_times_out_and_is_killed(registry, monkeypatch):
     monkeypatch.setattr(harbor, "FETCH_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"git://127.0.0.1:{silent.getsockname()[1]}/tasks"

@@ -37,7 +37,7 @@ def ids(tasks):
         ),
     ],
 )
-def test_every_form_gives_the_same_tasks(tmp_path, name, content):
+def test_jsonl_json_and_toml_files_load_the_same_tasks(tmp_path, name, content):
     assert ids(load_tasks(written(tmp_path, name, content))) == [("a", 1), ("b", 2)]
 
 
@@ -49,7 +49,7 @@ def test_a_file_may_hold_one_task(tmp_path, name, content):
     assert ids(load_tasks(written(tmp_path, name, content))) == [("a", 1)]
 
 
-def test_a_folder_stands_for_the_task_files_and_task_folders_in_it(tmp_path):
+def test_a_folder_loads_the_task_files_and_task_folders_in_it(tmp_path):
     written(tmp_path, "2.jsonl", json.dumps({**ONE, "task_id": "second"}))
     written(tmp_path, "1.json", {**ONE, "task_id": "first"})
     written(tmp_path, "3/task.toml", 'task_id = "third"\ninstruction = "x"\n')
@@ -75,7 +75,7 @@ def test_relative_paths_are_relative_to_the_task_file(tmp_path):
     assert loaded.agent.skills_path == str(tmp_path / "d" / "skills")
 
 
-def test_overrides_lie_over_a_task_and_defaults_under_it(tmp_path):
+def test_overrides_replace_task_fields_and_defaults_fill_missing_ones(tmp_path):
     path = written(tmp_path, "t.json", {**ONE, "budgets": {"agent_s": 5}})
     (task,) = load_tasks(
         path,
@@ -142,7 +142,7 @@ def test_overrides_lie_over_a_task_and_defaults_under_it(tmp_path):
         ),
     ],
 )
-def test_every_error_names_the_path_the_line_and_the_field(tmp_path, name, content, said):
+def test_task_file_errors_name_path_line_and_field(tmp_path, name, content, said):
     with pytest.raises(ConfigError, match=said):
         load_tasks(written(tmp_path, name, content))
 
@@ -164,7 +164,7 @@ trees = st.recursive(numbers, lambda inner: st.dictionaries(st.sampled_from("abc
 
 
 @given(trees, trees)
-def test_what_lies_over_wins_and_nothing_else_is_lost(under, over):
+def test_merged_settings_prefer_the_override_and_keep_all_other_keys(under, over):
     both = merged(under, over)
     assert both.keys() == under.keys() | over.keys()
     for name in both:
@@ -179,7 +179,7 @@ def test_what_lies_over_wins_and_nothing_else_is_lost(under, over):
 
 
 @given(st.integers(0, 3), st.integers(0, 4))
-def test_the_line_of_a_wrong_field_in_json_is_its_own(tmp_path_factory, before, indent):
+def test_json_error_names_the_line_of_the_wrong_field(tmp_path_factory, before, indent):
     good = [{"task_id": f"ok-{i}", "instruction": "x,]}{\n"} for i in range(before)]
     text = json.dumps(
         {"defaults": {"metadata": {"tasks": []}}, "tasks": [*good, {"bad": 1}]}, indent=indent

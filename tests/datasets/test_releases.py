@@ -68,19 +68,19 @@ def wheel(**changes):
 
 
 @pytest.mark.parametrize("wanted", ["p==1.0", "p==2.0..1.0", "p>=1", "p==1.0..x", "", "-r x"])
-def test_only_a_package_or_a_range_of_releases_is_taken(wanted):
+def test_an_argument_other_than_a_package_or_release_range_is_refused(wanted):
     with pytest.raises(ConfigError, match=r"must be PACKAGE or PACKAGE==A\.\.B"):
         parse_wanted(wanted)
 
 
 @pytest.mark.parametrize("name", ["packages.txt", "kept.txt"])
-def test_the_lists_of_the_example_name_ranges_of_releases(name):
+def test_package_lists_of_the_example_are_sorted_release_ranges(name):
     listed = (EXAMPLE / name).read_text().split()
     assert all(len(parse_wanted(wanted)[1]) == 2 for wanted in listed)
     assert listed == sorted(set(listed))
 
 
-def test_a_range_has_its_ends():
+def test_a_release_range_is_parsed_into_package_and_two_versions():
     assert parse_wanted("p==1.0..1.1") == ("p", VERSIONS)
     assert parse_wanted("p") == ("p", ())
 
@@ -110,7 +110,7 @@ def test_changed_tests_that_a_task_file_cannot_hold_are_refused():
         ("p/testing.py", False),
     ],
 )
-def test_files_of_tests_are_known_by_their_folder_or_name(path, expected):
+def test_test_files_are_recognised_by_folder_or_file_name(path, expected):
     assert is_test(Path(path)) is expected
 
 
@@ -118,7 +118,7 @@ def a_change(*lines):
     return Change("patch", "tests", ("tests/test_p.py",), frozenset(lines))
 
 
-def test_a_change_that_is_no_work_or_was_made_before_is_refused_by_cause():
+def test_a_version_bump_an_oversized_change_and_a_near_duplicate_are_refused_by_cause():
     maker = Maker(Path("out"), "notes", Bench("local"), print)
     big = [f"+{n}" for n in range(401)]
     refused = {
@@ -159,7 +159,7 @@ def test_change_notes_are_the_lines_that_the_release_added(tmp_path):
     assert change_notes(tmp_path / "release", tmp_path / "release") == ""
 
 
-def test_a_hint_adds_to_the_statement():
+def test_hint_level_adds_tests_and_then_notes_to_the_statement():
     wheels = (wheel(), wheel(version="1.1"))
     texts = [statement(hint, wheels, ["t::new"], "Note.") for hint in ("none", "tests", "notes")]
     assert ["1.1" in text for text in texts] == [True, True, True]
@@ -183,24 +183,24 @@ def test_requirements_of_tests_come_from_extras_groups_or_files(tmp_path):
     assert requirements_of_tests(tmp_path, plain) == ["pytest", "mock>=1"]
 
 
-def test_extras_of_the_package_itself_are_followed():
+def test_requirements_of_an_extra_include_extras_of_the_same_package():
     requires = ("p[test]; extra == 'dev'", "mock; extra == 'test'")
     needed = wheel(requires=tuple(map(Requirement, requires)))
     assert needed.needs("dev") == ["mock"]
 
 
-def test_an_environment_that_brings_the_package_itself_is_known():
+def test_a_lock_that_contains_the_package_itself_is_detected():
     lock = "Tiny.Text==2.0 --hash=sha256:00\npytest==9.0 --hash=sha256:00\n"
     assert brings(lock, "tiny-text")
     assert not brings(lock, "tiny")
 
 
-def test_groups_that_include_each_other_end():
+def test_dependency_groups_that_include_each_other_are_resolved_without_a_loop():
     groups = {"a": ["x", {"include-group": "b"}], "b": [{"include-group": "a"}]}
     assert set(group_requirements(groups, "a")) == {"x"}
 
 
-def test_nothing_but_an_index_is_asked_for_requirements(tmp_path):
+def test_requirements_with_urls_options_or_local_files_are_refused(tmp_path):
     for text in ("p @ https://example.org/p.whl", "--index-url x", "p @ file:///etc/passwd"):
         with pytest.raises(Refused, match="environment"):
             requirement(text)
@@ -222,7 +222,7 @@ def archive(path, *names, link=None):
     return path
 
 
-def test_an_archive_that_leads_out_of_its_folder_is_refused(tmp_path):
+def test_a_source_archive_with_an_entry_outside_its_folder_is_refused(tmp_path):
     assert unpack(archive(tmp_path / "a.tar.gz", "p-1/x")).name == "p-1"
     bad = archive(tmp_path / "b.tar.gz", "../x"), archive(tmp_path / "c.tar.gz", link="/etc")
     for path in bad:
@@ -230,7 +230,7 @@ def test_an_archive_that_leads_out_of_its_folder_is_refused(tmp_path):
             unpack(path)
 
 
-def test_an_archive_with_a_chain_of_links_beyond_4096_bytes_writes_nothing_elsewhere(tmp_path):
+def test_a_source_archive_with_a_link_chain_beyond_4096_bytes_is_refused_without_a_write(tmp_path):
     folder = tmp_path / "fetched"
     for each in (folder, tmp_path / "victim"):
         each.mkdir()
@@ -241,7 +241,7 @@ def test_an_archive_with_a_chain_of_links_beyond_4096_bytes_writes_nothing_elsew
     assert not list((tmp_path / "victim").iterdir())
 
 
-def test_an_archive_whose_entry_has_an_endless_head_is_refused_before_it_is_read(tmp_path):
+def test_a_source_archive_with_a_huge_header_is_refused_in_bounded_memory(tmp_path):
     entry = tarfile.TarInfo("head")
     entry.type, entry.size = tarfile.XHDTYPE, 1 << 30
     zeros = gzip.compress(bytes(64 << 20), compresslevel=1)
@@ -252,14 +252,14 @@ def test_an_archive_whose_entry_has_an_endless_head_is_refused_before_it_is_read
     assert peak_kib() - before < 100 << 10
 
 
-def test_a_download_that_is_not_what_the_index_names_is_refused(tmp_path):
+def test_a_download_with_another_hash_than_the_index_names_is_refused(tmp_path):
     answer = SimpleNamespace(iter_content=lambda _: io.BytesIO(b"other"))
     link = SimpleNamespace(hash_name="sha256", hash="0" * 64)
     with pytest.raises(ValueError, match="another sha256 than the index says"):
         fetch(answer, link, tmp_path / "p.tar.gz")
 
 
-def test_the_oracle_of_a_task_folder_runs_its_solution(tmp_path):
+def test_oracle_harness_of_a_task_folder_gets_its_solution_folder(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name / "solution").mkdir(parents=True)
         (tmp_path / name / "solution" / "solve.sh").write_text("true")

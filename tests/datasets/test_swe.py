@@ -154,7 +154,7 @@ ROWS = {
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_of_each_set_loads_as_published_with_its_own_image(tmp_path, name, suffix):
+def test_a_published_row_of_each_dataset_loads_with_its_own_image(tmp_path, name, suffix):
     row, image = ROWS[name]
     path = tmp_path / f"rows.{suffix}"
     if suffix == "parquet":
@@ -190,7 +190,9 @@ def test_a_row_of_each_set_loads_as_published_with_its_own_image(tmp_path, name,
         ),
     ],
 )  # fmt: skip
-def test_a_row_is_graded_by_its_sets_own_command_between_the_marks(row, parser, command):
+def test_eval_script_of_a_row_runs_its_dataset_s_test_command_between_the_output_markers(
+    row, parser, command
+):
     instance = swe_task(row, "rows:1")["evaluator"]["config"]["instance"]
     assert (instance["log_parser"], instance["eval_type"]) == (parser, "pass_and_fail")
     before, _, after = instance["eval_script"].partition(": '>>>>> Start Test Output'\n")
@@ -198,7 +200,7 @@ def test_a_row_is_graded_by_its_sets_own_command_between_the_marks(row, parser, 
     assert row["test_patch"] in before
 
 
-def test_rows_of_other_languages_are_built_and_tested_by_the_commands_of_their_version():
+def test_multilingual_rows_use_the_build_and_test_commands_of_their_version():
     task = swe_task(MULTILINGUAL, "rows:1")
     instance = task["evaluator"]["config"]["instance"]
     assert (instance["log_parser"], instance["eval_type"]) == ("parse_log_redis", "pass_and_fail")
@@ -213,7 +215,7 @@ def test_rows_of_other_languages_are_built_and_tested_by_the_commands_of_their_v
     assert "unverified" not in swe_task(CLASSIC, "rows:1")["metadata"]
 
 
-def test_tests_of_a_repository_that_prints_failures_alone_are_graded_by_failures():
+def test_rows_whose_tests_print_only_failures_have_eval_type_fail_only():
     instance = swe_task(MULTIMODAL, "rows:1")["evaluator"]["config"]["instance"]
     assert instance["eval_type"] == "fail_only"
 
@@ -229,7 +231,9 @@ MULTI_SWE = {"org": "a", "repo": "b", "number": 1, "instance_id": "a__b-1", "fix
 @pytest.mark.parametrize(
     ("row", "name"), [(R2E, "R2E-Gym"), (PRO, "SWE-bench Pro"), (MULTI_SWE, "Multi-SWE-bench")]
 )
-def test_a_set_that_cannot_be_graded_is_refused_by_its_name(tmp_path, row, name):
+def test_rows_of_a_dataset_that_cannot_be_graded_are_refused_unless_they_bring_a_script(
+    tmp_path, row, name
+):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(ConfigError, match=f"rows.jsonl:1: .*cannot be graded: {name}"):
         load_tasks(tmp_path)
@@ -239,19 +243,19 @@ def test_a_set_that_cannot_be_graded_is_refused_by_its_name(tmp_path, row, name)
     assert swe_task(NEWEST | row | own_script, "rows:1")
 
 
-def test_the_newest_row_brings_its_own_script_and_tells_no_solution():
+def test_a_row_with_its_own_eval_script_keeps_it_and_metadata_has_no_solution():
     task = swe_task(NEWEST, "rows:1")
     assert task["evaluator"]["config"]["instance"]["eval_script"] == NEWEST["eval_script"]
     assert task["metadata"] == {name: CLASSIC[name] for name in ("repo", "version", "base_commit")}
 
 
 @pytest.mark.parametrize("row", [GYM, CLASSIC, REBENCH, NEWEST])
-def test_a_task_begins_with_a_repository_without_its_future(row):
+def test_prepare_steps_of_a_row_scrub_the_git_history(row):
     runtime = swe_task(row, "rows:1")["runtime"]
     assert runtime["prepare"] == [{"type": "scrub_git", "target": "/testbed"}]
 
 
-def test_a_repository_of_swe_smith_has_its_bug_and_a_history_without_the_fix(tmp_path):
+def test_swe_smith_prepare_step_applies_the_bug_and_removes_the_fix_from_git_history(tmp_path):
     def git(*words):
         return subprocess.run(
             ["git", *words], cwd=tmp_path, check=True, capture_output=True, text=True
@@ -295,12 +299,12 @@ def test_a_repository_of_swe_smith_has_its_bug_and_a_history_without_the_fix(tmp
         (SMITH, {"patch": "x" * 200_000}, "patch: has 200,000 bytes"),
     ],
 )  # fmt: skip
-def test_a_row_that_cannot_be_graded_truly_is_refused_with_its_field(row, changes, why):
+def test_a_row_that_cannot_be_graded_faithfully_is_refused_with_its_field(row, changes, why):
     with pytest.raises(ConfigError, match=why):
         swe_task(row | changes, "rows:1")
 
 
-def test_one_bad_row_never_stops_the_load_of_a_thousand(tmp_path, capfd):
+def test_invalid_rows_are_skipped_with_a_warning_unless_strict(tmp_path, capfd):
     rows = [GYM | {"instance_id": f"getmoto__moto-{number}"} for number in range(1000)]
     rows[500] = {**rows[500], "version": "99"}
     lines = [*(json.dumps(row) for row in rows), "{broken", json.dumps(rows[0])]
@@ -314,14 +318,14 @@ def test_one_bad_row_never_stops_the_load_of_a_thousand(tmp_path, capfd):
         load_tasks(tmp_path, strict=True)
 
 
-def test_a_set_of_bad_rows_alone_is_an_error(tmp_path):
+def test_a_file_with_only_invalid_rows_is_refused(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps([{**GYM, "repo": "a/b"}]))
     with pytest.raises(ConfigError, match=r"rows\.json:1: repo: 'a/b'"):
         load_tasks(tmp_path)
 
 
 @pytest.mark.parametrize(("row", "reverse"), [(SKYRL, False), (CLASSIC, False), (SMITH, True)])
-def test_the_oracle_of_a_row_applies_its_reference_patch(tmp_path, row, reverse):
+def test_oracle_harness_of_a_row_gets_its_reference_patch(tmp_path, row, reverse):
     (tmp_path / "rows.json").write_text(json.dumps([row]))
     (task,) = load_tasks(tmp_path, overrides={"agent": {"harness": "oracle"}})
     own = row.get("instance", row)
@@ -330,13 +334,13 @@ def test_the_oracle_of_a_row_applies_its_reference_patch(tmp_path, row, reverse)
     assert task.agent.settings == {}
 
 
-def test_a_row_without_its_patch_has_no_oracle(tmp_path):
+def test_oracle_harness_is_refused_for_a_row_without_a_patch(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps([CLASSIC | {"patch": ""}]))
     with pytest.raises(ConfigError, match="patch: the row has none"):
         load_tasks(tmp_path, overrides={"agent": {"harness": "oracle"}})
 
 
-def test_a_task_is_no_row():
+def test_a_task_object_is_not_recognised_as_a_swe_row():
     assert is_swe(GYM)
     assert not is_swe({"task_id": "a", "instruction": "b", "metadata": {"instance": GYM}})
     assert not is_swe([])
@@ -357,7 +361,7 @@ def hub(folder, path):
     return subprocess.run(words, env=env, capture_output=True, text=True, check=False)
 
 
-def test_a_set_is_loaded_by_its_id_on_the_hub(tmp_path):
+def test_a_dataset_or_one_split_is_loaded_by_its_hub_id(tmp_path):
     set_folder = tmp_path / "datasets--SWE-Gym--SWE-Gym"
     data = set_folder / "snapshots" / "abc" / "data"
     data.mkdir(parents=True)
@@ -374,7 +378,7 @@ def test_a_set_is_loaded_by_its_id_on_the_hub(tmp_path):
     assert "hf://datasets/a/b: cannot be loaded from the hub: " in missing.stderr
 
 
-def test_parquet_holds_rows_and_tasks_alike(tmp_path):
+def test_parquet_files_may_hold_swe_rows_or_tasks(tmp_path):
     task = {"task_id": "plain", "instruction": "x", "num_samples": 2, "repo": None}
     task["evaluator"] = json.dumps({"strategy": "command", "config": {"command": "true"}})
     pq.write_table(pa.Table.from_pylist([GYM]), tmp_path / "a.parquet")
@@ -384,7 +388,7 @@ def test_parquet_holds_rows_and_tasks_alike(tmp_path):
     assert (second.num_samples, second.evaluator.config) == (2, {"command": "true"})
 
 
-def test_a_mistake_in_parquet_is_named_with_its_row(tmp_path):
+def test_a_parquet_error_names_file_and_row(tmp_path):
     rows = [{"task_id": "a", "instruction": "x", "metadata": "{"}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"a\.parquet:1: metadata"):

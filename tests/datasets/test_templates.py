@@ -7,7 +7,7 @@ from bridle.errors import ConfigError
 TASK = Task(task_id="t-1", instruction="Fix {{ task_id }} in {x}", metadata={"repo": "org/a"})
 
 
-def test_holes_are_filled_and_what_fills_them_is_not_read():
+def test_template_placeholders_are_filled_once_and_inserted_text_is_not_expanded():
     text = "Repository {{metadata.repo}} ({{ task_id }}).\n{{ instruction }}\nKeep {braces}."
     filled = with_template(TASK, text)
     assert filled.instruction == (
@@ -23,6 +23,6 @@ def test_holes_are_filled_and_what_fills_them_is_not_read():
         ("{{ instruction }} {{ metadata.gone }}", r"wants \['metadata\.gone'\]; known: "),
     ],
 )
-def test_a_template_that_loses_something_is_refused(text, why):
+def test_a_template_without_instruction_or_with_an_unknown_placeholder_is_refused(text, why):
     with pytest.raises(ConfigError, match=why):
         with_template(TASK, text)
