@@ -58,7 +58,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
 
 
-async def test_a_bundle_is_built_once_and_then_found(tmp_path):
+async def test_a_bundle_is_built_once_and_then_reused(tmp_path):
     work, said = Work(), []
     folder = await ensure(work.recipe, tmp_path / "deep", said.append)
     assert folder == tmp_path / "deep" / work.recipe.folder_name
@@ -79,7 +79,7 @@ async def test_only_a_whole_bundle_of_the_version_is_installed(tmp_path):
     assert installed("tool", "1", tmp_path) is None
 
 
-def test_another_lock_is_another_bundle():
+def test_a_bundle_with_another_lock_has_another_folder():
     assert Work().recipe.folder_name == Work().recipe.folder_name
     assert Work(inputs=("other",)).recipe.folder_name != Work().recipe.folder_name
 
@@ -94,7 +94,7 @@ async def test_a_bundle_without_its_marker_or_its_interpreter_is_built_again(tmp
     assert work.built == 3
 
 
-async def test_remains_of_a_killed_builder_are_removed(tmp_path):
+async def test_unfinished_build_of_a_killed_builder_is_removed(tmp_path):
     work = Work()
     ruin = tmp_path / f".{work.recipe.folder_name}.building-0000"
     ruin.mkdir()
@@ -122,12 +122,12 @@ async def test_a_cancelled_build_leaves_nothing(tmp_path):
     await ensure(work.recipe, tmp_path, print)
 
 
-async def test_an_installer_that_leaves_no_interpreter_has_failed(tmp_path):
+async def test_an_installer_that_leaves_no_interpreter_is_a_harness_error(tmp_path):
     with pytest.raises(HarnessError, match="the installer left no bin/python"):
         await ensure(Work(needs="bin/python").recipe, tmp_path, print)
 
 
-async def test_of_two_builders_one_builds_and_one_waits(tmp_path):
+async def test_concurrent_builders_of_a_bundle_build_it_once_while_the_second_waits(tmp_path):
     waits = "tool 1.0: another process is building it; waiting"
     work, said = Work(), []
     work.hold.clear()
@@ -161,14 +161,14 @@ def builder(folder):
     return Builder(folder, print, "tool 1.0")
 
 
-async def test_a_failing_installer_is_quoted(tmp_path):
+async def test_error_of_a_failing_installer_quotes_its_output(tmp_path):
     with pytest.raises(
         HarnessError, match=r"tool 1\.0: bash -c .* failed \(exit code 3\)[^$]*bad luck"
     ):
         await builder(tmp_path).run(("bash", "-c", "echo bad luck >&2; exit 3"))
 
 
-async def test_an_installer_that_does_not_end_is_ended(tmp_path):
+async def test_an_installer_beyond_its_time_limit_is_killed(tmp_path):
     kept = bundles.STEP_TIMEOUT_S
     bundles.STEP_TIMEOUT_S = 0.1
     try:
@@ -183,7 +183,9 @@ async def test_installer_that_cannot_start_is_reported(tmp_path):
         await builder(tmp_path).run(("true",), cwd=tmp_path / "gone")
 
 
-async def test_installers_see_the_callers_environment_but_nothing_of_ours(tmp_path, monkeypatch):
+async def test_installers_get_the_environment_without_bridle_variables_and_pythonpath(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("BRIDLE_CONTROL_TOKEN", "t")
     monkeypatch.setenv("PYTHONPATH", "/x")
     monkeypatch.setenv("MY_INDEX", "y")
@@ -193,7 +195,7 @@ async def test_installers_see_the_callers_environment_but_nothing_of_ours(tmp_pa
     assert not {"BRIDLE_CONTROL_TOKEN", "PYTHONPATH"} & seen
 
 
-def test_bundles_are_kept_in_the_cache(monkeypatch):
+def test_bundles_folder_lies_in_the_cache_folder(monkeypatch):
     monkeypatch.setenv("BRIDLE_CACHE", "/somewhere")
     assert bundles_dir() == Path("/somewhere/bundles")
     monkeypatch.delenv("BRIDLE_CACHE")
@@ -216,7 +218,7 @@ def gone(pruned):
     return [each.folder.name for each in pruned]
 
 
-def test_unused_bundles_are_pruned(tmp_path):
+def test_prune_removes_bundles_unused_for_the_given_time(tmp_path):
     bundle(tmp_path, "old", days=20)
     bundle(tmp_path, "new", days=10)
     [old] = prune(tmp_path, unused_s=14 * DAY_S)
@@ -224,7 +226,7 @@ def test_unused_bundles_are_pruned(tmp_path):
     assert names(tmp_path) == ["new"]
 
 
-def test_the_longest_unused_go_first_until_the_rest_fits(tmp_path):
+def test_prune_removes_the_longest_unused_bundles_first_until_the_rest_fits(tmp_path):
     for name, days in (("a", 3), ("b", 1), ("c", 2)):
         bundle(tmp_path, name, days=days)
     assert gone(prune(tmp_path, unused_s=UNUSED_S, most_mb=150)) == ["a", "c"]
@@ -232,7 +234,7 @@ def test_the_longest_unused_go_first_until_the_rest_fits(tmp_path):
     assert prune(tmp_path, unused_s=UNUSED_S, most_mb=100) == []
 
 
-def test_a_dry_run_says_the_same_and_removes_nothing(tmp_path):
+def test_prune_dry_run_lists_bundles_and_removes_nothing(tmp_path):
     for name in ("a", "b"):
         bundle(tmp_path, name, days=40)
     (tmp_path / f"{ASIDE}1").mkdir()
@@ -259,7 +261,7 @@ sys.stdin.read()
 """
 
 
-def test_one_that_another_process_uses_stays_until_that_process_is_killed(tmp_path):
+def test_prune_keeps_a_bundle_while_another_process_uses_it(tmp_path):
     used = bundle(tmp_path, "used", days=100)
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, used],
@@ -275,7 +277,7 @@ def test_one_that_another_process_uses_stays_until_that_process_is_killed(tmp_pa
     assert gone(prune(tmp_path, unused_s=0, now=at)) == ["used"]
 
 
-async def test_asking_for_a_bundle_is_using_it(tmp_path):
+async def test_ensure_refreshes_the_last_use_time_of_a_bundle(tmp_path):
     work = Work()
     folder = await ensure(work.recipe, tmp_path, print)
     os.utime(folder / MARKER, (1.0, 1.0))
@@ -294,7 +296,7 @@ async def test_build_prunes_bundles_unused_for_a_month(tmp_path):
     assert said[-1] == "removed old (100 MB): unused for 31 days"
 
 
-def test_ruins_of_dead_builders_go_and_those_of_living_ones_stay(tmp_path):
+def test_prune_removes_unfinished_builds_of_dead_builders_only(tmp_path):
     for name in ("dead", "alive"):
         (tmp_path / f".{name}.building-1").mkdir()
     with subprocess.Popen(
@@ -312,13 +314,13 @@ def test_ruins_of_dead_builders_go_and_those_of_living_ones_stay(tmp_path):
 
 
 @pytest.mark.parametrize("marker", ["", "[]", "{"])
-def test_pruning_leaves_other_files_alone(tmp_path, marker):
+def test_prune_keeps_folders_without_a_valid_bundle_marker(tmp_path, marker):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / MARKER).write_text(marker)
     assert prune(tmp_path, unused_s=0, now=time.time() + DAY_S) == []
     assert prune(tmp_path / "none", unused_s=0) == []
 
 
-def test_read_only_bundle_is_used(tmp_path):
+def test_a_bundle_whose_lock_file_cannot_be_created_is_used_without_a_lock(tmp_path):
     hold(tmp_path / "no such folder" / "tool")
     assert not use_lock(tmp_path / "no such folder" / "tool").exists()

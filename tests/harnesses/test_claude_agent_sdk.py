@@ -8,7 +8,7 @@ from bridle.types import Cause
 sdk = maker(ClaudeAgentSdk)
 
 
-def test_claude_agent_sdk_has_claude_codes_environment():
+def test_claude_agent_sdk_environment_has_the_variables_of_claude_code():
     env = sdk().launch(context(context_length=40_000)).env
     assert env["ANTHROPIC_BASE_URL"] == "http://gw/s/x"
     assert env["ANTHROPIC_API_KEY"] == "key-1"
@@ -17,7 +17,7 @@ def test_claude_agent_sdk_has_claude_codes_environment():
     assert env["CLAUDE_CONFIG_DIR"] == "/h/.claude"
 
 
-def test_settings_servers_and_skills_reach_the_script_and_claude_code(tmp_path):
+def test_claude_agent_sdk_settings_mcp_servers_and_skills_are_written_to_its_files(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
     server = {"name": "b", "transport": "streamable-http", "url": "http://m"}
     launch = sdk([server], str(tmp_path), max_turns=7, config={"a": 1}).launch(context())
@@ -29,6 +29,6 @@ def test_settings_servers_and_skills_reach_the_script_and_claude_code(tmp_path):
     assert launch.stdin == b"do it"
 
 
-def test_claude_agent_sdk_exit_codes_are_the_scripts():
+def test_claude_agent_sdk_exit_code_4_is_a_model_error():
     assert sdk().exit_cause(0, None, b"") is None
     assert sdk().exit_cause(4, None, b"") is Cause.HARNESS_MODEL_ERROR

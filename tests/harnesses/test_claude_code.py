@@ -12,7 +12,7 @@ PROGRAM = "/b/node_modules/@anthropic-ai/claude-code/bin/claude.exe"
 claude = maker(ClaudeCode)
 
 
-def test_the_launch_line_is_the_documented_one():
+def test_claude_code_launch_command_is_headless_with_the_instruction_on_stdin():
     launch = claude().launch(context(instruction="--help me"))
     assert launch.command == (
         PROGRAM, "-p", "--model", "bridle-policy", "--dangerously-skip-permissions",
@@ -21,7 +21,7 @@ def test_the_launch_line_is_the_documented_one():
     assert launch.stdin == b"--help me"
 
 
-def test_the_environment_makes_runs_the_same_each_time():
+def test_claude_code_environment_sets_endpoint_limits_and_reproducible_defaults():
     env = claude().launch(context(context_length=40_000)).env
     assert env["ANTHROPIC_BASE_URL"] == "http://gw/s/x"
     assert env["ANTHROPIC_API_KEY"] == "key-1"
@@ -33,7 +33,7 @@ def test_the_environment_makes_runs_the_same_each_time():
     assert env["CLAUDE_CONFIG_DIR"] == "/h/.claude"
 
 
-def test_settings_become_flags_and_its_own_settings_file():
+def test_claude_code_settings_become_flags_and_a_settings_file():
     settings = {"permissions": {"deny": ["WebFetch"]}}
     launch = claude(bare=True, max_turns=3, args=["--effort", "low"], config=settings).launch(
         context()
@@ -42,7 +42,7 @@ def test_settings_become_flags_and_its_own_settings_file():
     assert json.loads(launch.files["/h/.claude/settings.json"]) == settings
 
 
-def test_mcp_servers_are_written_in_its_own_form():
+def test_mcp_servers_are_written_in_the_format_of_claude_code():
     launch = claude(
         [
             {"name": "a", "command": "serve"},
@@ -59,7 +59,7 @@ def test_mcp_servers_are_written_in_its_own_form():
     }
 
 
-def test_skills_lie_in_its_home(tmp_path):
+def test_skills_are_copied_to_the_claude_code_config_folder(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
     launch = claude(skills_path=str(tmp_path)).launch(context())
     assert launch.folders == {f"/h/.claude/skills/{tmp_path.name}": tmp_path}
@@ -81,14 +81,14 @@ def result(subtype, is_error):
         (0, b"", None),
     ],
 )
-def test_claude_code_result_says_more_than_its_exit_code(code, stdout, cause):
+def test_claude_code_result_event_decides_the_cause_over_the_exit_code(code, stdout, cause):
     assert claude().exit_cause(code, None, stdout) is cause
 
 
-def test_end_by_signal_is_a_crash():
+def test_claude_code_killed_by_a_signal_is_a_crash():
     assert claude().exit_cause(None, 9, result("success", True)) is Cause.HARNESS_CRASH
 
 
-async def test_the_bundle_is_set_up_as_the_packages_own_install_step_does(tmp_path):
+async def test_claude_code_bundle_setup_runs_the_install_script_of_the_package(tmp_path):
     ran = await set_up(ClaudeCode, tmp_path)
     assert f"{tmp_path}/node_modules/@anthropic-ai/claude-code/install.cjs" in ran

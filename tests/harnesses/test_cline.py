@@ -13,7 +13,7 @@ FOLDER = "/h/.cline/data/settings"
 cline = maker(Cline)
 
 
-def test_the_launch_line_is_the_documented_one():
+def test_cline_launch_command_is_headless_with_the_instruction_as_last_argument():
     launch = cline(args=["--compaction", "off"]).launch(context(instruction="-do it"))
     assert launch.command == (
         "/b/node_modules/.bin/cline", "--json", "--auto-approve", "true",
@@ -21,7 +21,7 @@ def test_the_launch_line_is_the_documented_one():
     )  # fmt: skip
 
 
-def test_no_daemon_outlives_the_run_and_nothing_is_reported():
+def test_cline_runs_without_a_daemon_telemetry_and_updates():
     launch = cline().launch(context())
     assert launch.env["CLINE_SESSION_BACKEND_MODE"] == "local"
     settings = json.loads(launch.files[f"{FOLDER}/global-settings.json"])
@@ -47,18 +47,18 @@ def test_cline_speaks_all_four_wire_formats(api, provider, url, model):
     assert (settings["contextWindow"], settings["maxTokens"]) == (8000, 2000)
 
 
-def test_with_google_only_a_model_name_that_gets_tools_is_taken():
+def test_cline_with_the_google_api_requires_a_model_name_that_begins_with_gemini_3():
     with pytest.raises(ConfigError, match=r"agent\.model_name: .* begins with 'gemini-3'"):
         cline(api="google").launch(context())
 
 
 @pytest.mark.parametrize("instruction", ["x" * 120_001, "a\0b"])
-def test_an_instruction_that_no_argument_can_hold_is_refused(instruction):
+def test_cline_refuses_an_instruction_that_cannot_be_a_command_line_argument(instruction):
     with pytest.raises(ConfigError, match="takes its instruction as an argument"):
         cline().launch(context(instruction=instruction))
 
 
-def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
+def test_mcp_servers_and_skills_are_written_in_the_format_of_cline(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
     launch = cline(SERVERS, str(tmp_path)).launch(context())
     assert json.loads(launch.files[f"{FOLDER}/cline_mcp_settings.json"])["mcpServers"] == {
@@ -78,5 +78,5 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
         (1, b"", Cause.HARNESS_CRASH),
     ],
 )
-def test_cline_result_says_that_the_model_failed(code, stdout, cause):
+def test_cline_finish_reason_error_is_a_model_error(code, stdout, cause):
     assert cline().exit_cause(code, None, stdout) is cause

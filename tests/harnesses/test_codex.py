@@ -14,7 +14,7 @@ def config(harness, **changes):
     return tomllib.loads(harness.launch(context(**changes)).files["/h/.codex/config.toml"].decode())
 
 
-def test_the_launch_line_is_the_documented_one():
+def test_codex_launch_command_is_headless_with_the_instruction_on_stdin():
     launch = codex(args=["--color", "never"]).launch(context(instruction="do it"))
     assert launch.command == (
         "/b/node_modules/.bin/node", "/b/node_modules/@openai/codex/bin/codex.js",
@@ -25,7 +25,7 @@ def test_the_launch_line_is_the_documented_one():
     assert launch.env == {"CODEX_HOME": "/h/.codex", "GATEWAY_KEY": "key-1"}
 
 
-def test_the_provider_is_the_gateway_over_plain_http():
+def test_codex_provider_is_the_gateway_over_http_without_websockets():
     provider = config(codex())["model_providers"]["gw"]
     assert provider["base_url"] == "http://gw/s/x/v1"
     assert provider["env_key"] == "GATEWAY_KEY"
@@ -33,7 +33,7 @@ def test_the_provider_is_the_gateway_over_plain_http():
     assert provider["supports_websockets"] is False
 
 
-def test_codex_knows_the_models_true_context_and_looks_nothing_up():
+def test_codex_gets_the_context_length_of_the_model_without_web_search_or_update_checks():
     made = config(codex(), context_length=50_000)
     assert made["model_context_window"] == 50_000
     assert made["model_auto_compact_token_limit"] == 40_000
@@ -42,7 +42,7 @@ def test_codex_knows_the_models_true_context_and_looks_nothing_up():
     assert made["features"] == {"multi_agent": False, "goals": False}
 
 
-def test_task_configuration_overrides_ours_but_not_the_endpoint():
+def test_task_configuration_overrides_codex_defaults_but_not_the_model():
     made = config(
         codex(
             multi_agent=True,
@@ -54,7 +54,7 @@ def test_task_configuration_overrides_ours_but_not_the_endpoint():
     assert made["model"] == "bridle-policy"
 
 
-def test_mcp_servers_are_written_in_its_own_form():
+def test_mcp_servers_are_written_in_the_format_of_codex():
     remote = {"name": "b", "transport": "streamable-http", "url": "http://m", "headers": {"x": "y"}}
     servers = config(codex([{"name": "a", "command": "serve"}, remote]))["mcp_servers"]
     assert servers == {
@@ -68,7 +68,7 @@ def test_codex_refuses_mcp_servers_over_sse():
         codex([{"name": "c", "transport": "sse", "url": "http://m"}])
 
 
-def test_skills_lie_in_its_home(tmp_path):
+def test_skills_are_copied_to_the_codex_config_folder(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
     launch = codex(skills_path=str(tmp_path)).launch(context())
     assert launch.folders == {f"/h/.codex/skills/{tmp_path.name}": tmp_path}
@@ -83,5 +83,5 @@ def test_skills_lie_in_its_home(tmp_path):
         (1, b"", Cause.HARNESS_CRASH),
     ],
 )
-def test_a_failed_turn_is_the_models(code, stdout, cause):
+def test_codex_turn_failed_as_the_last_turn_event_is_a_model_error(code, stdout, cause):
     assert codex().exit_cause(code, None, stdout) is cause

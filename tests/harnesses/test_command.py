@@ -43,7 +43,7 @@ def test_placeholder_value_stays_one_word_for_any_content_and_quotes(text):
     assert "uid=" not in nested
 
 
-def test_every_placeholder_is_filled():
+def test_every_placeholder_of_a_command_line_is_filled():
     names = (
         "instruction", "instruction_file", "base_url", "openai_base_url", "anthropic_base_url",
         "google_base_url", "model", "key", "workdir", "session_id", "task_id",
@@ -56,12 +56,12 @@ def test_every_placeholder_is_filled():
     ]  # fmt: skip
 
 
-def test_the_shells_own_braces_stay():
+def test_shell_braces_and_unknown_placeholders_are_unchanged():
     line = "echo ${model} {a,b} '{print $1}' {instructions}"
     assert fill(line) == line
 
 
-def test_the_sdks_own_variables_are_set_and_the_instruction_lies_in_a_file():
+def test_sdk_environment_variables_are_set_and_the_instruction_is_written_to_a_file():
     launch = harness("true").launch(context())
     assert launch.env == {
         "OPENAI_BASE_URL": "http://gw/s/x/v1",
@@ -82,7 +82,9 @@ def test_the_sdks_own_variables_are_set_and_the_instruction_lies_in_a_file():
 
 
 @pytest.mark.parametrize("instruction", ["x" * 200_000, "a\0b"])
-def test_instruction_that_is_no_argument_is_refused_with_advice(instruction):
+def test_an_instruction_that_cannot_be_an_argument_is_refused_with_advice_to_use_the_file(
+    instruction,
+):
     with pytest.raises(ConfigError, match=r"use \{instruction_file\}"):
         harness("echo {instruction}").launch(context(instruction=instruction))
     launch = harness("cat {instruction_file}").launch(context(instruction=instruction))
@@ -95,12 +97,12 @@ def test_command_needs_a_command_line(command):
         harness(command)
 
 
-async def test_command_version_is_the_command_lines_digest_unless_given(tmp_path):
+async def test_command_version_is_the_digest_of_the_command_line_unless_given(tmp_path):
     assert harness("true").version == harness("true").version != harness("false").version
     assert harness("true", version="7").version == "7"
     assert await harness("true").install(tmp_path, print) is None
 
 
-def test_exit_codes_are_believed():
+def test_command_exit_code_0_is_success_and_others_are_failures():
     assert harness("true").exit_cause(0, None, b"") is None
     assert harness("true").exit_cause(3, None, b"") is not None

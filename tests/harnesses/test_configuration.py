@@ -24,7 +24,7 @@ def agent(**fields):
     return AgentSpec(harness="some", **fields)
 
 
-def test_objects_are_merged_member_by_member_and_anything_else_is_replaced():
+def test_objects_are_merged_recursively_and_other_values_are_replaced():
     under = {"a": {"x": 1, "y": [1]}, "b": 1}
     over = {"a": {"y": [2], "z": 3}, "b": {"c": 1}}
     assert merged(under, over) == {"a": {"x": 1, "y": [2], "z": 3}, "b": {"c": 1}}
@@ -41,33 +41,33 @@ def test_toml_round_trips(value):
     assert tomllib.loads(as_toml(value).decode()) == value
 
 
-def test_members_that_are_none_are_not_in_the_toml():
+def test_none_values_are_left_out_of_toml():
     assert tomllib.loads(as_toml({"a": None, "b": {"c": None, "d": 1}}).decode()) == {"b": {"d": 1}}
 
 
-def test_value_without_a_toml_form_is_refused():
+def test_a_value_that_toml_cannot_express_is_refused():
     with pytest.raises(ConfigError, match="cannot be written as TOML"):
         as_toml({"a": [None]})
 
 
 @pytest.mark.parametrize(("context", "budget"), [(400, 256), (8192, 2048), (10**6, 32_000)])
-def test_a_reply_may_take_a_quarter_of_the_context(context, budget):
+def test_output_budget_is_a_quarter_of_the_context_within_bounds(context, budget):
     assert output_budget(context) == budget
 
 
-def test_a_server_that_the_program_cannot_reach_is_refused_by_name():
+def test_an_mcp_server_with_an_unsupported_transport_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"'some' cannot use 'b' over streamable-http; .* stdio"):
         refuse_extras(agent(mcp_servers=[STDIO, HTTP]), transports=("stdio",))
     with pytest.raises(ConfigError, match="it takes no MCP server at all"):
         refuse_extras(agent(mcp_servers=[STDIO]), transports=())
 
 
-def test_skills_are_refused_where_there_are_none():
+def test_skills_are_refused_for_a_harness_without_skills():
     with pytest.raises(ConfigError, match=r"agent\.skills_path: 'some' has no skills"):
         refuse_extras(agent(skills_path="skills"), skills=False)
 
 
-def test_mcp_servers_are_written_in_the_form_of_the_program():
+def test_mcp_server_entries_use_the_field_names_of_the_harness():
     servers = agent(mcp_servers=[STDIO, HTTP, {**HTTP, "name": "c", "transport": "sse"}])
     local = {"command": "serve", "args": ["-x"], "env": {"K": "v"}}
     remote = {"url": "http://m/mcp", "headers": {}}
@@ -94,18 +94,18 @@ def test_each_skill_of_a_folder_is_copied_under_its_name(tmp_path):
     assert skill_folders(one, "/h/skills") == {"/h/skills/one": tmp_path / "one"}
 
 
-def test_a_task_without_skills_copies_nothing():
+def test_a_task_without_skills_copies_no_folder():
     assert skill_folders(agent(), "/h/skills") == {}
 
 
-def test_a_folder_without_a_skill_is_named(tmp_path):
+def test_a_skills_path_without_a_skill_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=rf"no skill .* in {tmp_path}"):
         skill_folders(agent(skills_path=str(tmp_path)), "/h")
     with pytest.raises(ConfigError, match="no skill"):
         skill_folders(agent(skills_path=str(Path("no/where"))), "/h")
 
 
-def test_events_come_last_first_and_broken_lines_are_skipped():
+def test_json_events_are_read_backwards_and_broken_lines_skipped():
     stream = b'noise\n{"type":"a","n":1}\n[1]\n{"type":"b"}\n{"type":"a","n":2}\n{"type":"a","n"'
     assert [e.get("n") for e in events_backwards(stream, '"a"')] == [2, 1]
     assert len(list(events_backwards(stream))) == 3

@@ -10,7 +10,7 @@ from bridle.types import Cause, Dialect
 copilot = maker(Copilot)
 
 
-def test_the_launch_line_is_the_documented_one():
+def test_copilot_launch_command_is_headless_with_the_instruction_on_stdin():
     launch = copilot(args=["--reasoning-effort", "low"]).launch(context(instruction="do it"))
     assert launch.command == (
         f"/b/{program()}", "--allow-all-tools", "--allow-all-paths", "--disable-builtin-mcps",
@@ -47,7 +47,7 @@ def test_copilot_speaks_three_wire_formats(api, kind, wire, url):
     assert env["COPILOT_PROVIDER_API_KEY"] == "key-1"
 
 
-def test_copilot_own_configuration_mcp_servers_and_skills_lie_in_its_home(tmp_path):
+def test_copilot_configuration_mcp_servers_and_skills_are_written_to_its_config_folder(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
     launch = copilot(SERVERS, str(tmp_path), config={"banner": "never"}).launch(context())
     assert json.loads(launch.files["/h/.copilot/config.json"]) == {"banner": "never"}
@@ -59,12 +59,12 @@ def test_copilot_own_configuration_mcp_servers_and_skills_lie_in_its_home(tmp_pa
     assert launch.folders == {f"/h/.copilot/skills/{tmp_path.name}": tmp_path}
 
 
-def test_exit_codes_are_believed():
+def test_copilot_exit_code_0_is_success_and_1_is_a_crash():
     assert copilot().exit_cause(0, None, b"") is None
     assert copilot().exit_cause(1, None, b"") is Cause.HARNESS_CRASH
 
 
-async def test_the_bundle_is_set_up_as_the_packages_own_install_step_does(tmp_path):
+async def test_copilot_bundle_setup_unpacks_the_program_into_the_bundle(tmp_path):
     binary = tmp_path / program()
     binary.parent.mkdir(parents=True)
     binary.write_text('#!/bin/sh\nenv > ran.txt; echo "$@" >> ran.txt\n')

@@ -44,7 +44,7 @@ def job(path, **changes):
 # ---- how it is started
 
 
-def test_the_file_and_the_runner_are_copied_and_the_key_is_in_no_file(written):
+def test_function_file_and_runner_are_copied_and_the_api_key_is_in_no_file(written):
     launch = function(written("def run(task): ..."), python="python3").launch(context())
     runner, config = "/h/.function/function_runner.py", "/h/.function/config.json"
     assert launch.command == ("python3", runner, config)
@@ -57,7 +57,7 @@ def test_the_file_and_the_runner_are_copied_and_the_key_is_in_no_file(written):
     assert not any(b"key-1" in content for content in launch.files.values())
 
 
-def test_whole_package_is_copied_and_not_imported(tmp_path, monkeypatch):
+def test_function_s_whole_package_is_copied_and_not_imported(tmp_path, monkeypatch):
     package = tmp_path / "lazybones"
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit('imported')")
@@ -70,7 +70,7 @@ def test_whole_package_is_copied_and_not_imported(tmp_path, monkeypatch):
     assert "lazybones" not in sys.modules
 
 
-def test_more_modules_of_ones_own_come_along(tmp_path, monkeypatch):
+def test_modules_named_in_settings_are_copied_with_the_function(tmp_path, monkeypatch):
     (tmp_path / "helpful_one.py").write_text("")
     (tmp_path / "mine.py").write_text("import helpful_one\nrun = print")
     monkeypatch.chdir(tmp_path)
@@ -78,7 +78,7 @@ def test_more_modules_of_ones_own_come_along(tmp_path, monkeypatch):
     assert "/h/.function/modules/helpful_one.py" in launch.files
 
 
-def test_function_version_is_what_its_source_says(written):
+def test_function_version_is_the_digest_of_its_source_unless_given(written):
     one = function(written("def run(task): return 1")).version
     assert one == function(written("def run(task): return 1")).version
     assert one != function(written("def run(task): return 2")).version
@@ -86,7 +86,7 @@ def test_function_version_is_what_its_source_says(written):
     assert open_harness(AgentSpec(harness="function", function=path, version="7")).version == "7"
 
 
-def test_a_function_of_a_module_has_a_path():
+def test_import_path_of_a_module_function_is_module_and_name():
     assert import_path(textwrap.dedent) == "textwrap:dedent"
     assert function(import_path(textwrap.dedent)).version
     for nameless in (lambda task: task, "".strip):
@@ -94,7 +94,7 @@ def test_a_function_of_a_module_has_a_path():
             import_path(nameless)
 
 
-def test_a_function_of_the_script_itself_is_found_by_its_file(tmp_path):
+def test_import_path_of_a_function_in_the_main_script_is_file_and_name(tmp_path):
     script = tmp_path / "main.py"
     script.write_text(
         "from bridle.harnesses.function import import_path\n"
@@ -119,13 +119,13 @@ def test_a_function_of_the_script_itself_is_found_by_its_file(tmp_path):
         ("/no/where.py:run", "No such file"),
     ],
 )
-def test_function_that_does_not_exist_is_refused_before_the_start(path, said):
+def test_a_missing_or_malformed_function_path_is_refused_before_the_start(path, said):
     with pytest.raises(ConfigError, match=r"agent\.function") as refused:
         function(path)
     assert said in str(refused.value)
 
 
-def test_function_file_that_is_not_python_is_refused(written):
+def test_a_function_file_with_a_syntax_error_is_refused(written):
     with pytest.raises(ConfigError, match="is not Python"):
         function(written("def run(task:"))
 
@@ -133,7 +133,7 @@ def test_function_file_that_is_not_python_is_refused(written):
 # ---- how it runs
 
 
-async def test_function_runs_through_the_gateway_and_its_result_is_logged(tmp_path):
+async def test_a_function_s_model_calls_are_captured_and_its_result_is_logged(tmp_path):
     made = job(SHELL_AGENT, evaluator=checked())
     async with a_node(tmp_path) as node:
         result = await node.run(made)
@@ -144,7 +144,7 @@ async def test_function_runs_through_the_gateway_and_its_result_is_logged(tmp_pa
     assert (tmp_path / "run" / result.logs["stdout"]).read_text() == "It is done.\n"
 
 
-async def test_the_example_works_and_its_page_shows_it(tmp_path):
+async def test_function_example_completes_and_its_source_is_in_the_guide(tmp_path):
     text = (EXAMPLE / "agent.py").read_text()
     page = (ROOT / "docs/guides/harnesses/function.md").read_text()
     assert text[text.index("async def run") :] in page
@@ -176,7 +176,7 @@ async def test_function_file_is_relative_to_the_task_and_may_be_async(tmp_path):
     ("body", "code", "said"),
     [("raise ValueError('oh no')", 1, "ValueError: oh no"), ("raise SystemExit(7)", 7, "")],
 )
-async def test_a_function_that_raises_is_a_crash_with_its_trace(
+async def test_a_function_that_raises_is_a_harness_crash_with_its_traceback_in_the_log(
     written, tmp_path, body, code, said
 ):
     async with a_node(tmp_path) as node:
@@ -189,7 +189,7 @@ async def test_a_function_that_raises_is_a_crash_with_its_trace(
 SLEEPS = "import time\ndef run(task): print('here'); time.sleep(60)"
 
 
-async def test_a_function_that_takes_too_long_is_ended(written, tmp_path):
+async def test_a_function_beyond_its_time_budget_is_killed(written, tmp_path):
     async with a_node(tmp_path) as node:
         result = await node.run(job(written(SLEEPS), budgets={"agent_s": 5}))
         assert nothing_lives(result.session_id)
@@ -197,7 +197,7 @@ async def test_a_function_that_takes_too_long_is_ended(written, tmp_path):
     assert (tmp_path / "run" / result.logs["stdout"]).read_text() == "here\n"
 
 
-async def test_a_function_whose_session_is_cancelled_is_ended(written, tmp_path):
+async def test_a_function_whose_session_is_cancelled_is_killed(written, tmp_path):
     made = job(written(SLEEPS))
     async with a_node(tmp_path) as node, asyncio.TaskGroup() as group:
         running = group.create_task(node.run(made))
@@ -210,7 +210,7 @@ async def test_a_function_whose_session_is_cancelled_is_ended(written, tmp_path)
         assert all(nothing_lives(folder.name) for folder in log.iterdir())
 
 
-def test_function_names_the_folders_of_the_python_that_runs_it(written):
+def test_function_mounts_the_folders_of_the_python_that_runs_it(written):
     path = written("def run(task): ...")
     assert Path(sys.prefix) in function(path).sees
     assert function(path, python="/usr/bin/python3").sees == ()

@@ -13,7 +13,7 @@ def settings_file(harness):
     return json.loads(harness.launch(context()).files["/h/.gemini/settings.json"])
 
 
-def test_the_launch_line_is_the_documented_one():
+def test_gemini_cli_launch_command_is_headless_with_the_instruction_on_stdin():
     launch = gemini(args=["--debug"]).launch(context(instruction="do it"))
     assert launch.command == (
         "/b/node_modules/.bin/node", "/b/node_modules/@google/gemini-cli/bundle/gemini.js",
@@ -24,7 +24,7 @@ def test_the_launch_line_is_the_documented_one():
     assert launch.env["GEMINI_API_KEY"] == "key-1"
 
 
-def test_gemini_cli_settings_choose_the_key_and_switch_off_what_would_make_runs_differ():
+def test_gemini_cli_settings_use_the_api_key_and_disable_statistics_and_updates():
     made = settings_file(gemini(config={"security": {"auth": {"selectedType": "oauth"}}}))
     assert made["security"]["auth"]["selectedType"] == "gemini-api-key"
     assert made["privacy"]["usageStatisticsEnabled"] is False
@@ -32,20 +32,20 @@ def test_gemini_cli_settings_choose_the_key_and_switch_off_what_would_make_runs_
     assert made["model"]["maxSessionTurns"] == -1
 
 
-def test_gemini_cli_compresses_at_a_part_of_the_real_context_not_of_the_one_that_it_believes_in():
+def test_gemini_cli_compression_threshold_is_scaled_to_the_context_length_of_the_model():
     threshold = settings_file(gemini())["model"]["compressionThreshold"]
     assert threshold * 1_048_576 == pytest.approx(0.8 * context().context_length)
     made = settings_file(gemini(config={"model": {"compressionThreshold": 0.5}}))
     assert made["model"]["compressionThreshold"] == 0.5
 
 
-def test_a_turn_limit_and_a_tasks_own_settings_are_written():
+def test_gemini_cli_settings_include_the_turn_limit_and_the_settings_of_the_task():
     made = settings_file(gemini(max_turns=4, config={"tools": {"exclude": ["web_fetch"]}}))
     assert made["model"]["maxSessionTurns"] == 4
     assert made["tools"] == {"useRipgrep": False, "exclude": ["web_fetch"]}
 
 
-def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
+def test_mcp_servers_and_skills_are_written_in_the_format_of_gemini_cli(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
     harness = gemini(SERVERS, str(tmp_path))
     assert settings_file(harness)["mcpServers"] == {
@@ -68,5 +68,5 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
         (0, b"", None),
     ],
 )
-def test_gemini_cli_exit_codes_are_classified(code, stdout, cause):
+def test_gemini_cli_exit_codes_and_result_events_map_to_causes(code, stdout, cause):
     assert gemini().exit_cause(code, None, stdout) is cause

@@ -17,7 +17,7 @@ def config(harness, where=ROOMY):
     return json.loads(harness.launch(where).files["/h/.hermes/config.yaml"])
 
 
-def test_the_launch_line_is_its_own_main_with_the_instruction_from_stdin():
+def test_hermes_launch_command_reads_the_instruction_from_stdin():
     launch = hermes().launch(context(context_length=131_072, instruction="--help @x"))
     assert launch.command == (
         "/b/bin/python", "-c", START,
@@ -27,7 +27,7 @@ def test_the_launch_line_is_its_own_main_with_the_instruction_from_stdin():
     assert launch.env["HERMES_HOME"] == "/h/.hermes"
 
 
-def test_hermes_waits_for_a_slow_model_and_writes_no_skills_after_a_turn():
+def test_hermes_has_no_model_timeouts_and_no_skill_creation():
     env = hermes().launch(ROOMY).env
     assert env["HERMES_CODEX_TTFB_TIMEOUT_SECONDS"] == "0"
     assert env["HERMES_CODEX_EVENT_STALE_TIMEOUT_SECONDS"] == "0"
@@ -42,7 +42,7 @@ def test_hermes_waits_for_a_slow_model_and_writes_no_skills_after_a_turn():
         (Dialect.ANTHROPIC, "anthropic_messages", "http://gw/s/x"),
     ],
 )
-def test_the_provider_is_the_gateway_in_the_chosen_wire_format(api, mode, url):
+def test_hermes_provider_is_the_gateway_in_the_chosen_wire_format(api, mode, url):
     harness = hermes(api=str(api))
     made = config(harness)
     provider = made["providers"]["gw"]
@@ -53,7 +53,7 @@ def test_the_provider_is_the_gateway_in_the_chosen_wire_format(api, mode, url):
     assert made["model"]["context_length"] == 131_072
 
 
-def test_task_configuration_overrides_ours_but_not_the_provider():
+def test_task_configuration_overrides_hermes_defaults_but_not_the_provider():
     mine = {"agent": {"max_turns": 7}, "providers": {"gw": {"base_url": "http://elsewhere"}}}
     made = config(hermes(config=mine, toolsets=["file"]))
     assert made["agent"] == {"environment_probe": False, "max_turns": 7}
@@ -61,7 +61,7 @@ def test_task_configuration_overrides_ours_but_not_the_provider():
     assert "file" in hermes(toolsets=["file"]).launch(ROOMY).command
 
 
-def test_mcp_servers_are_sets_of_tools_and_skills_lie_in_its_home(tmp_path):
+def test_hermes_mcp_servers_become_toolsets_and_skills_are_copied_to_its_config_folder(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
     launch = hermes(SERVERS[:2], str(tmp_path)).launch(ROOMY)
     made = json.loads(launch.files["/h/.hermes/config.yaml"])["mcp_servers"]
@@ -71,7 +71,7 @@ def test_mcp_servers_are_sets_of_tools_and_skills_lie_in_its_home(tmp_path):
     assert launch.folders == {f"/h/.hermes/skills/{tmp_path.name}": tmp_path}
 
 
-def test_a_model_that_takes_too_little_is_refused_with_both_numbers():
+def test_hermes_refuses_a_model_with_less_than_64000_tokens_of_context():
     with pytest.raises(ConfigError, match="at least 64000 tokens, and this one takes 32768"):
         hermes().launch(context())
 
@@ -90,5 +90,5 @@ def report(**facts):
         (0, b"[1]", None),
     ],
 )
-def test_exit_code_0_counts_only_if_its_report_does_not_say_failed(exit_code, stdout, cause):
+def test_hermes_exit_code_0_with_a_failed_report_is_a_model_error(exit_code, stdout, cause):
     assert hermes().exit_cause(exit_code, None, stdout) is cause

@@ -29,36 +29,36 @@ def test_guide_table_lists_the_harnesses():
     assert result == wanted
 
 
-def test_a_harness_without_a_choice_speaks_one_dialect():
+def test_dialects_of_a_harness_are_those_that_its_settings_allow():
     assert dialects_of("aider") == (Dialect.OPENAI_CHAT,)
     assert set(dialects_of("function")) == set(Dialect)
 
 
-def test_an_unknown_harness_is_named_with_those_that_are_known():
+def test_an_unknown_harness_is_refused_with_the_known_names():
     with pytest.raises(ConfigError, match=r"unknown harness 'mini'; known: aider, .*command, .*pi"):
         open_harness("mini")
 
 
-def test_a_harness_of_ones_own_is_found_by_its_path():
+def test_a_custom_harness_is_found_by_its_import_path():
     path = "bridle.harnesses.command:CommandHarness"
     assert open_harness(AgentSpec(import_path=path, command="true")).name == "command"
 
 
 @pytest.mark.parametrize("agent", [AgentSpec(), AgentSpec(harness="pi", import_path="a:B")])
-def test_exactly_one_way_of_naming_it(agent):
+def test_an_agent_must_give_exactly_one_of_harness_and_import_path(agent):
     with pytest.raises(ConfigError, match="exactly one of 'harness' and 'import_path'"):
         open_harness(agent)
 
 
 @pytest.mark.parametrize("name", ["mini_swe_agent", "pi"])
-def test_another_version_than_the_pinned_is_recorded_as_unlocked(name):
+def test_a_harness_version_other_than_the_pinned_is_recorded_as_unlocked(name):
     assert open_harness(AgentSpec(harness=name, version="0.0.1")).version == "0.0.1 (unlocked)"
     pinned = open_harness(name).version
     assert open_harness(AgentSpec(harness=name, version=pinned)).version == pinned
 
 
 @pytest.mark.parametrize("version", ["", "latest", ">=2", "2 --index-url http://x", "2\nevil"])
-def test_a_version_is_the_number_of_exactly_one(version):
+def test_a_harness_version_that_is_not_one_exact_version_number_is_refused(version):
     with pytest.raises(ConfigError, match=r"agent\.version: .* is not the number of one version"):
         open_harness(AgentSpec(harness="pi", version=version))
 
@@ -83,7 +83,7 @@ async def test_version_image_runs_a_program_of_the_image_or_is_refused(name, tmp
 
 
 @pytest.mark.parametrize("name", ["mini_swe_agent", "pi"])
-def test_only_the_command_harness_takes_a_command(name):
+def test_a_packaged_harness_refuses_a_command_and_a_function(name):
     with pytest.raises(ConfigError, match=r"agent\.command: only harness 'command'"):
         open_harness(AgentSpec(harness=name, command="true"))
     with pytest.raises(ConfigError, match=r"agent\.function: only harness 'function'"):
@@ -98,7 +98,7 @@ def test_unknown_setting_is_refused_by_name(name):
 
 
 @pytest.mark.parametrize("name", ["aider", "command", "function", "mini_swe_agent", "pi"])
-def test_a_program_without_an_mcp_client_refuses_a_server(name):
+def test_a_harness_without_an_mcp_client_refuses_mcp_servers(name):
     server = McpServer(name="a", command="serve")
     agent = AgentSpec(harness=name, command=None, mcp_servers=(server,))
     with pytest.raises(ConfigError, match=rf"agent\.mcp_servers: '{name}' cannot use 'a'"):
@@ -106,7 +106,7 @@ def test_a_program_without_an_mcp_client_refuses_a_server(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(HARNESSES) - {"aider", "command", "mini_swe_agent"}))
-def test_skills_are_looked_for_before_anything_is_started(name, tmp_path):
+def test_a_skills_path_without_skills_is_refused_when_the_harness_is_opened(name, tmp_path):
     with pytest.raises(ConfigError, match=r"agent\.skills_path: "):
         open_harness(AgentSpec(harness=name, skills_path=str(tmp_path)))
 
@@ -115,5 +115,5 @@ def test_skills_are_looked_for_before_anything_is_started(name, tmp_path):
     ("exit_code", "signal", "cause"),
     [(0, None, None), (1, None, Cause.HARNESS_CRASH), (None, 9, Cause.HARNESS_CRASH)],
 )
-def test_only_exit_code_0_is_no_crash(exit_code, signal, cause):
+def test_an_exit_code_other_than_0_or_a_signal_is_a_crash(exit_code, signal, cause):
     assert crash(exit_code, signal) is cause

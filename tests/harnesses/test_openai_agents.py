@@ -15,7 +15,7 @@ def config(harness):
     return json.loads(harness.launch(context()).files["/h/.agent/config.json"])
 
 
-def test_openai_agents_endpoint_is_the_session_and_tracing_is_off():
+def test_openai_agents_endpoint_is_that_of_the_session_and_tracing_is_off():
     env = agents().launch(context()).env
     assert env["OPENAI_BASE_URL"] == "http://gw/s/x/v1"
     assert env["OPENAI_API_KEY"] == "key-1"
@@ -23,7 +23,7 @@ def test_openai_agents_endpoint_is_the_session_and_tracing_is_off():
 
 
 @pytest.mark.parametrize("api", ["openai_responses", "openai_chat"])
-def test_openai_agents_speaks_both_of_openais_wire_formats(api):
+def test_openai_agents_speaks_the_responses_and_the_chat_format(api):
     harness = agents(api=api, stream=True, max_turns=7, instructions="be brief")
     assert harness.dialect is Dialect(api)
     made = config(harness)
@@ -31,11 +31,11 @@ def test_openai_agents_speaks_both_of_openais_wire_formats(api):
     assert (made["model"], made["instructions"]) == ("bridle-policy", "be brief")
 
 
-def test_mcp_servers_reach_the_script_and_skills_are_refused():
+def test_openai_agents_mcp_servers_are_written_to_the_script_config_and_skills_refused():
     assert config(agents([{"name": "a", "command": "serve"}]))["mcp_servers"][0]["name"] == "a"
     with pytest.raises(ConfigError, match="has no skills"):
         OpenaiAgents(AgentSpec(harness="openai_agents", skills_path="x"))
 
 
-def test_openai_agents_exit_codes_are_the_scripts():
+def test_openai_agents_exit_code_3_is_a_limit():
     assert agents().exit_cause(3, None, b"") is Cause.LIMIT

@@ -13,7 +13,7 @@ def config(harness):
     return json.loads(harness.launch(context()).files["/h/.openclaw/openclaw.json"])
 
 
-def test_the_launch_line_is_one_headless_turn_with_the_instruction_from_stdin():
+def test_openclaw_launch_command_is_headless_with_the_instruction_on_stdin():
     launch = openclaw(thinking="low", args=["--local-model-lean"]).launch(context())
     assert launch.command == (
         "/b/node_modules/.bin/node", "/b/node_modules/openclaw/openclaw.mjs",
@@ -34,7 +34,7 @@ def test_the_launch_line_is_one_headless_turn_with_the_instruction_from_stdin():
         (Dialect.GOOGLE, "google-generative-ai", "http://gw/s/x/v1beta"),
     ],
 )
-def test_the_only_provider_is_the_gateway_in_the_chosen_wire_format(api, name, url):
+def test_openclaw_s_only_provider_is_the_gateway_in_the_chosen_wire_format(api, name, url):
     harness = openclaw(api=str(api))
     models = config(harness)["models"]
     assert harness.dialect is api
@@ -44,7 +44,7 @@ def test_the_only_provider_is_the_gateway_in_the_chosen_wire_format(api, name, u
     assert provider["models"][0]["contextWindow"] == 32768
 
 
-def test_task_configuration_overrides_ours_but_not_the_provider():
+def test_task_configuration_overrides_openclaw_defaults_but_not_the_provider():
     mine = {"tools": {"toolSearch": True}, "models": {"mode": "merge"}}
     made = config(openclaw(config=mine))
     assert made["tools"] == {"toolSearch": True, "deny": ["process", "sessions_spawn"]}
@@ -56,7 +56,7 @@ def test_openclaw_live_state_tools_are_off_by_default():
     assert config(openclaw(live_state=True))["tools"]["deny"] == []
 
 
-def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
+def test_mcp_servers_and_skills_are_written_in_the_format_of_openclaw(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
     launch = openclaw(SERVERS[:2], str(tmp_path)).launch(context())
     made = json.loads(launch.files["/h/.openclaw/openclaw.json"])["mcp"]["servers"]
@@ -68,5 +68,5 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
 @pytest.mark.parametrize(
     ("exit_code", "cause"), [(0, None), (1, Cause.HARNESS_CRASH), (2, Cause.HARNESS_CRASH)]
 )
-def test_openclaw_exit_codes_are_believed(exit_code, cause):
+def test_openclaw_exit_code_0_is_success_and_others_are_crashes(exit_code, cause):
     assert openclaw().exit_cause(exit_code, None, b"") is cause

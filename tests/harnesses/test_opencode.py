@@ -14,7 +14,7 @@ def config(harness, **changes):
     return json.loads(launch.files["/h/.config/opencode/opencode.json"])
 
 
-def test_the_launch_line_is_the_documented_one():
+def test_opencode_launch_command_is_headless_with_the_instruction_on_stdin():
     launch = opencode(args=["--thinking"]).launch(context(instruction="do it"))
     assert launch.command == (
         "/b/node_modules/opencode-ai/bin/opencode.exe",
@@ -42,7 +42,7 @@ def test_opencode_speaks_all_four_wire_formats(api, adapter, url):
     assert (provider["options"]["baseURL"], provider["options"]["apiKey"]) == (url, "key-1")
 
 
-def test_the_model_has_its_true_limits_and_side_calls_are_off():
+def test_opencode_gets_the_limits_of_the_model_without_title_calls_and_updates():
     made = config(opencode(), context_length=8000)
     model = made["provider"]["gw"]["models"]["bridle-policy"]
     assert model == {
@@ -55,7 +55,7 @@ def test_the_model_has_its_true_limits_and_side_calls_are_off():
     assert made["permission"] == {"*": "allow"}
 
 
-def test_task_configuration_overrides_ours_but_not_the_endpoint():
+def test_task_configuration_overrides_opencode_defaults_but_not_the_provider():
     made = config(opencode(config={"permission": {"webfetch": "deny"}, "share": "auto"}))
     assert made["permission"] == {"*": "allow", "webfetch": "deny"}
     assert made["share"] == "auto"
@@ -64,7 +64,7 @@ def test_task_configuration_overrides_ours_but_not_the_endpoint():
     )
 
 
-def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
+def test_mcp_servers_and_skills_are_written_in_the_format_of_opencode(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
     harness = opencode(SERVERS[:2], str(tmp_path))
     assert config(harness)["mcp"] == {
@@ -85,10 +85,10 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
         (1, b"", Cause.HARNESS_CRASH),
     ],
 )
-def test_an_error_as_its_last_event_is_the_models(code, stdout, cause):
+def test_opencode_error_as_the_last_event_is_a_model_error(code, stdout, cause):
     assert opencode().exit_cause(code, None, stdout) is cause
 
 
-async def test_the_bundle_is_set_up_as_the_packages_own_install_step_does(tmp_path):
+async def test_opencode_bundle_setup_runs_the_postinstall_script_of_the_package(tmp_path):
     ran = await set_up(Opencode, tmp_path)
     assert f"{tmp_path}/node_modules/opencode-ai/postinstall.mjs" in ran

@@ -29,7 +29,7 @@ def test_openhands_speaks_two_wire_formats(api, model, url):
     assert harness.launch(context()).env["LLM_API_KEY"] == "key-1"
 
 
-def test_settings_reach_the_script():
+def test_openhands_settings_are_written_to_the_script_config():
     made = config(
         openhands(native_tool_calling=False, max_turns=7, llm={"reasoning_effort": "low"})
     )
@@ -38,7 +38,7 @@ def test_settings_reach_the_script():
     assert made["llm"] == {"reasoning_effort": "low"}
 
 
-def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
+def test_mcp_servers_and_skills_are_written_in_the_format_of_openhands(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
     harness = openhands(SERVERS, str(tmp_path))
     assert config(harness)["mcp_servers"] == {
@@ -50,5 +50,5 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
     assert folders == {f"/h/.openhands/skills/{tmp_path.name}": tmp_path}
 
 
-def test_openhands_exit_codes_are_the_scripts():
+def test_openhands_exit_code_3_is_a_limit():
     assert openhands().exit_cause(3, None, b"") is Cause.LIMIT

@@ -11,17 +11,17 @@ from bridle.harnesses.base import needs_model
 from bridle.types import Cause
 
 
-def test_the_checks_need_no_model_and_every_agent_does():
+def test_oracle_and_empty_need_no_model_and_every_other_harness_does():
     assert [name for name in CHECKS if needs_model(open_harness(name))] == []
     assert all(needs_model(open_harness(name)) for name in HARNESSES)
 
 
-async def test_nothing_is_installed(tmp_path):
+async def test_oracle_and_empty_install_nothing(tmp_path):
     for name in CHECKS:
         assert await open_harness(name).install(tmp_path, lambda _line: None) is None
 
 
-def test_empty_does_nothing_and_takes_nothing():
+def test_empty_harness_runs_true_and_refuses_settings():
     assert open_harness("empty").launch(context()).command == "true"
     with pytest.raises(ConfigError, match=r"agent\.settings of harness 'empty'"):
         open_harness(AgentSpec(harness="empty", settings={"solution": "x"}))
@@ -30,7 +30,7 @@ def test_empty_does_nothing_and_takes_nothing():
 @pytest.mark.parametrize(
     ("target", "inside"), [(None, "{home}/.solution"), ("/solution", "/solution")]
 )
-def test_the_solution_is_put_inside_and_run(target, inside):
+def test_oracle_copies_the_solution_folder_and_runs_solve_sh(target, inside):
     settings = {"solution": "/tasks/t/solution", "target": target}
     given = context()
     launch = open_harness(AgentSpec(harness="oracle", settings=settings)).launch(given)
@@ -40,7 +40,7 @@ def test_the_solution_is_put_inside_and_run(target, inside):
 
 
 @pytest.mark.parametrize(("reverse", "result"), [(False, "right\n"), (True, "worst\n")])
-def test_a_reference_patch_is_applied(tmp_path, reverse, result):
+def test_oracle_applies_the_reference_patch_forward_or_reversed(tmp_path, reverse, result):
     (tmp_path / "a.txt").write_text("wrong\n")
     lines = "-worst\n+wrong\n" if reverse else "-wrong\n+right\n"
     patch = f"--- a/a.txt\n+++ b/a.txt\n@@ -1 +1 @@\n{lines}"
@@ -54,12 +54,12 @@ def test_a_reference_patch_is_applied(tmp_path, reverse, result):
     assert (tmp_path / "a.txt").read_text() == result
 
 
-def test_a_task_without_a_solution_is_named():
+def test_oracle_refuses_a_task_without_a_solution():
     with pytest.raises(ConfigError, match="brings no solution for harness 'oracle'"):
         open_harness("oracle").launch(context())
 
 
-def test_a_solution_that_fails_is_a_crash():
+def test_oracle_solution_with_exit_code_1_is_a_crash():
     oracle = open_harness("oracle")
     assert oracle.exit_cause(0, None, b"") is None
     assert oracle.exit_cause(1, None, b"") is Cause.HARNESS_CRASH

@@ -34,7 +34,7 @@ def locks(tmp_path, monkeypatch):
     return tmp_path
 
 
-async def test_another_version_is_installed_without_the_lock(locks):
+async def test_a_version_other_than_the_pinned_is_installed_without_the_lock(locks):
     other = python_recipe("tool", "1.0", pinned="2.0", size_mb=1, locks=locks)
     folder = await ensure(other, locks / "bundles", print)
     assert list(folder.glob("lib/python3*/site-packages/tool-1.0.dist-info"))
@@ -43,7 +43,7 @@ async def test_another_version_is_installed_without_the_lock(locks):
         await ensure(pinned, locks / "bundles", print)
 
 
-def test_each_version_is_a_bundle_of_its_own(locks):
+def test_each_harness_version_has_its_own_bundle_folder(locks):
     recipes = [
         make("tool", version, pinned="2.0", size_mb=1, locks=locks)
         for make in (python_recipe, node_recipe)
@@ -71,7 +71,7 @@ async def test_an_unlocked_version_whose_check_fails_is_not_installed(locks, mon
     assert await tool.install(locks / "bundles", said.append) is not None
 
 
-def test_a_script_gets_its_configuration_as_a_file_and_the_task_on_stdin():
+def test_a_script_harness_gets_its_configuration_as_a_file_and_the_instruction_on_stdin():
     server = McpServer(name="a", command="serve", args=("x",))
     agent = OpenaiAgents(AgentSpec(harness="openai_agents", mcp_servers=(server,)))
     launch = agent.launch(context(instruction="do it"))

@@ -9,7 +9,7 @@ from bridle.types import Cause
 pi = maker(Pi)
 
 
-def test_the_launch_line_is_the_documented_one():
+def test_pi_launch_command_is_headless_and_offline_with_json_output():
     launch = pi().launch(context())
     assert launch.command == (
         "/b/node_modules/.bin/node",
@@ -20,12 +20,12 @@ def test_the_launch_line_is_the_documented_one():
     assert launch.env["PI_TELEMETRY"] == "0"
 
 
-def test_the_instruction_goes_in_by_stdin_where_no_text_is_read_as_an_option():
+def test_pi_gets_the_instruction_on_stdin():
     launch = pi().launch(context(instruction="@file --help"))
     assert launch.stdin == b"@file --help"
 
 
-def test_the_provider_is_the_gateway_with_the_models_true_context():
+def test_pi_provider_is_the_gateway_with_the_limits_of_the_model():
     launch = pi().launch(context(context_length=4096))
     models = json.loads(launch.files["/h/.pi/agent/models.json"])
     provider = models["providers"]["gw"]
@@ -51,12 +51,12 @@ def test_pi_speaks_every_wire_format(api, result, url):
     assert (provider["api"], provider["baseUrl"]) == (result, url)
 
 
-def test_settings_become_flags():
+def test_pi_settings_become_flags():
     line = pi(thinking="off", tools=["bash", "read"]).launch(context()).command
     assert line[9:] == ("--thinking", "off", "--tools", "bash,read")
 
 
-def test_skills_lie_in_its_home(tmp_path):
+def test_skills_are_copied_to_the_pi_config_folder(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
     launch = pi(skills_path=str(tmp_path)).launch(context())
     assert launch.folders == {f"/h/.pi/agent/skills/{tmp_path.name}": tmp_path}
@@ -83,9 +83,9 @@ def event(reason, role="assistant"):
         ([], None),
     ],
 )  # fmt: skip
-def test_exit_code_0_counts_only_if_its_last_word_is_not_an_error(lines, cause):
+def test_pi_exit_code_0_with_an_error_as_the_last_message_is_a_model_error(lines, cause):
     assert pi().exit_cause(0, None, b"\n".join(lines)) is cause
 
 
-def test_another_exit_code_is_a_crash():
+def test_pi_exit_code_1_is_a_crash():
     assert pi().exit_cause(1, None, event("stop")) is Cause.HARNESS_CRASH

@@ -13,7 +13,7 @@ def settings_file(harness, **changes):
     return json.loads(harness.launch(context(**changes)).files["/h/.qwen/settings.json"])
 
 
-def test_the_launch_line_is_the_documented_one():
+def test_qwen_code_launch_command_is_headless_with_the_instruction_on_stdin():
     launch = qwen(args=["--debug"]).launch(context(instruction="do it"))
     assert launch.command == (
         "/b/node_modules/.bin/node", "/b/node_modules/@qwen-code/qwen-code/cli-entry.js",
@@ -41,7 +41,7 @@ def test_qwen_code_speaks_three_wire_formats(api, auth, env):
     assert settings_file(harness)["security"]["auth"]["selectedType"] == auth
 
 
-def test_cline_telemetry_and_updates_are_off():
+def test_qwen_code_telemetry_updates_and_managed_memory_are_off():
     made = settings_file(qwen(), context_length=9000)
     assert made["privacy"]["usageStatisticsEnabled"] is False
     assert made["general"]["enableAutoUpdate"] is False
@@ -50,13 +50,13 @@ def test_cline_telemetry_and_updates_are_off():
     assert made["model"]["generationConfig"]["contextWindowSize"] == 9000
 
 
-def test_a_tasks_own_settings_stand_over_ours():
+def test_task_settings_are_merged_over_qwen_code_defaults():
     made = settings_file(qwen(config={"tools": {"exclude": ["web_fetch"]}}))
     search = {"toolSearch": {"enabled": False}}
     assert made["tools"] == {"useRipgrep": False, **search, "exclude": ["web_fetch"]}
 
 
-def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
+def test_mcp_servers_and_skills_are_written_in_the_format_of_qwen_code(tmp_path):
     (tmp_path / "SKILL.md").write_text("x")
     harness = qwen(SERVERS, str(tmp_path))
     assert settings_file(harness)["mcpServers"] == {
@@ -67,7 +67,7 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
     assert harness.launch(context()).folders == {f"/h/.qwen/skills/{tmp_path.name}": tmp_path}
 
 
-def test_qwen_code_result_says_that_the_model_failed():
+def test_qwen_code_error_result_is_a_model_error_despite_exit_code_0():
     stdout = b'{"type":"result","subtype":"success","is_error":true}'
     assert qwen().exit_cause(0, None, stdout) is Cause.HARNESS_MODEL_ERROR
     assert qwen().exit_cause(0, None, b"") is None

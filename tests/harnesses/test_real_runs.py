@@ -70,7 +70,9 @@ async def test_real_harness_session_is_captured_completely(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_any_instruction_reaches_the_model_as_it_is(name, tmp_path):
+async def test_an_instruction_with_quotes_braces_and_long_text_reaches_the_model_unchanged(
+    name, tmp_path
+):
     text = (
         "@file --help -- 'quotes' \"$HOME\" `id` {{braces}} {% raw %} \\n ünïcode\nline two"
         + " x" * 90_000
@@ -85,7 +87,7 @@ async def test_any_instruction_reaches_the_model_as_it_is(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_an_engine_that_keeps_failing_is_not_a_completed_session(name, tmp_path):
+async def test_a_session_on_a_failing_engine_ends_with_an_infrastructure_error(name, tmp_path):
     settings = {"model_attempts": 1} if name == "mini_swe_agent" else {}
     async with a_node(tmp_path, {"shell": ["true"]}, {"fault": 501}) as node:
         result = await node.run(real(name, settings=settings))
@@ -93,7 +95,7 @@ async def test_an_engine_that_keeps_failing_is_not_a_completed_session(name, tmp
     assert result.trajectory.metadata["stats"]["exchanges"] == 1
 
 
-async def test_pi_that_exits_0_after_an_api_error_is_seen_through(tmp_path):
+async def test_pi_that_exits_0_after_an_api_error_is_a_model_error(tmp_path):
     engine = scripted_engine(turns("pi", "seq 30000"), context_length=6000)
     async with a_node(tmp_path, engine=engine) as node:
         result = await node.run(real("pi"))
@@ -102,14 +104,14 @@ async def test_pi_that_exits_0_after_an_api_error_is_seen_through(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_limit_ends_it(name, tmp_path):
+async def test_max_turns_ends_a_real_harness_session_with_cause_limit(name, tmp_path):
     async with a_node(tmp_path, {"shell": ["true"]}) as node:
         result = await node.run(real(name, limits=Limits(max_turns=2)))
     assert (result.status, result.cause) == ("TIMEOUT", Cause.LIMIT)
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_real_harness_is_stopped_in_the_middle(name, tmp_path):
+async def test_a_real_harness_beyond_its_time_budget_is_killed_and_its_turns_train(name, tmp_path):
     made = real(name)
     made = made.model_copy(update={"budgets": made.budgets.model_copy(update={"agent_s": 30})})
     async with a_node(tmp_path, *turns(name, "sleep 100")) as node:
@@ -119,7 +121,7 @@ async def test_real_harness_is_stopped_in_the_middle(name, tmp_path):
     assert result.trajectory.metadata["stats"]["tokens_trained"] > 0
 
 
-async def test_both_run_side_by_side(tmp_path):
+async def test_pi_and_mini_swe_agent_sessions_run_concurrently(tmp_path):
     spec = checked("test -e made")
     tasks = [real(name, evaluator=spec, task_id=name, num_samples=2) for name in NAMES]
     conversations = [
@@ -135,7 +137,7 @@ async def test_both_run_side_by_side(tmp_path):
     assert [(result.status, result.reward) for result in ended] == [("COMPLETED", 1.0)] * 4
 
 
-async def test_two_processes_that_install_at_once_give_one_bundle(tmp_path):
+async def test_concurrent_installs_of_pi_give_one_bundle(tmp_path):
     said = []
     async with asyncio.TaskGroup() as group:
         installs = [
@@ -145,7 +147,7 @@ async def test_two_processes_that_install_at_once_give_one_bundle(tmp_path):
     assert any("waiting" in line for line in said)
 
 
-async def test_a_version_of_the_users_choice_is_checked_once_before_its_first_session(tmp_path):
+async def test_an_unlocked_harness_version_is_checked_once_at_install(tmp_path):
     harness, said = open_harness(AgentSpec(harness="openai_agents", version="0.23.1")), []
     folder = await harness.install(tmp_path, said.append)
     assert folder is not None

@@ -56,13 +56,13 @@ def test_function_runner_prints_what_the_function_returns(called, text, printed)
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
 
 
-def test_what_it_raises_is_the_exit_code_and_the_trace(called):
+def test_function_runner_exits_with_1_and_a_traceback_if_the_function_raises(called):
     done = called("def run(task): return {}[task.model]")
     assert done.returncode == 1
     assert "KeyError: 'm'" in done.stderr
 
 
-def test_function_runner_needs_nothing_but_the_standard_library():
+def test_function_runner_does_not_import_bridle_and_knows_every_task_field():
     imported = (SCRIPTS / "function_runner.py").read_text()
     assert "bridle" not in imported
     assert set(TASK) | {"key"} == set(function_runner.FunctionTask.__dataclass_fields__)

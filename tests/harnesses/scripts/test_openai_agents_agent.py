@@ -9,7 +9,7 @@ from bridle.harnesses.sdk_agents import OpenaiAgents
 SCRIPT = "openai_agents_agent.py"
 
 
-def test_openai_agents_agent_reads_exactly_what_the_harness_writes():
+def test_openai_agents_agent_reads_exactly_the_config_keys_that_the_harness_writes():
     launch = OpenaiAgents(AgentSpec(harness="openai_agents")).launch(context())
     assert (
         keys_read(SCRIPT) - SERVER
@@ -17,5 +17,5 @@ def test_openai_agents_agent_reads_exactly_what_the_harness_writes():
     )
 
 
-def test_openai_agents_agent_has_an_exit_code_for_each_way_to_end():
+def test_openai_agents_agent_uses_exit_codes_0_3_and_4():
     assert exit_codes(SCRIPT) >= {0, 3, 4}

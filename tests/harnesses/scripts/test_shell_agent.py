@@ -14,7 +14,7 @@ from bridle.harnesses.scripts.shell_agent import AgentTask, bash, run
 TURNS: list[dict[str, Any]] = [{"shell": ["echo hi > made.txt"]}, {"content": "It is there."}]
 
 
-async def test_shell_agent_runs_what_the_model_calls_until_it_calls_nothing(tmp_path, monkeypatch):
+async def test_shell_agent_runs_tool_calls_until_a_reply_has_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     async with house(*TURNS) as home:
         caller = await home.session()
@@ -24,7 +24,7 @@ async def test_shell_agent_runs_what_the_model_calls_until_it_calls_nothing(tmp_
     assert (tmp_path / "made.txt").read_text() == "hi\n"
 
 
-async def test_as_a_script_it_reads_what_the_command_harness_sets(tmp_path):
+async def test_shell_agent_as_a_script_reads_the_environment_of_the_command_harness(tmp_path):
     (tmp_path / "task.txt").write_text("make it")
     async with house(*TURNS) as home:
         caller = await home.session()
@@ -46,23 +46,23 @@ async def test_as_a_script_it_reads_what_the_command_harness_sets(tmp_path):
     assert (tmp_path / "made.txt").exists()
 
 
-def test_bash_gives_what_the_command_printed_and_its_exit_code():
+def test_bash_tool_returns_output_and_exit_code_of_the_command():
     assert bash("echo out; echo err >&2; exit 3") == "out\nerr\n[exit code: 3]"
     assert bash("true") == "[exit code: 0]"
 
 
-def test_of_long_output_the_middle_is_left_out():
+def test_bash_tool_cuts_the_middle_of_long_output():
     text = bash("printf 'a%.0s' {1..40000}; printf end")
     assert "[10003 characters left out]" in text
     assert text.endswith("end\n[exit code: 0]")
 
 
-def test_a_command_that_hangs_is_stopped_with_all_it_started(monkeypatch):
+def test_bash_tool_stops_a_hanging_command_and_its_children(monkeypatch):
     monkeypatch.setattr(shell_agent, "LIMIT_S", 1.5)
     began = time.monotonic()
     assert bash("sleep 60 & echo on; sleep 60") == "on\n[stopped after 1.5 s]"
     assert time.monotonic() - began < 50
 
 
-def test_binary_output_is_named_as_binary():
+def test_bash_tool_replaces_bytes_that_are_not_utf_8():
     assert bash(r"printf '\xff'") == "�\n[exit code: 0]"
