@@ -70,7 +70,7 @@ def test_a_call_without_marks_is_an_agent_call():
         {"x-interaction-type": "conversation-subagent"},
     ],
 )
-def test_a_header_marks_a_subagent(headers):
+def test_a_subagent_header_makes_the_call_a_subagent_call(headers):
     assert kind_of(headers, chat()) == (Kind.SUBAGENT, "subagent_header")
 
 
@@ -82,7 +82,7 @@ def test_a_header_marks_a_subagent(headers):
         ("", Kind.AGENT),
     ],
 )
-def test_the_removed_billing_block_marks_a_subagent(mark, kind):
+def test_subagent_flag_in_claude_code_s_billing_block_decides_the_kind(mark, kind):
     block = {"type": "text", "text": f"x-anthropic-billing-header: v=1;{mark}"}
     assert kind_of({}, messages(system=[block]))[0] is kind
 
@@ -110,7 +110,7 @@ def test_the_removed_billing_block_marks_a_subagent(mark, kind):
         ),
     ],
 )
-def test_a_request_for_the_summary_is_a_compaction(request_):
+def test_a_request_for_a_context_summary_is_a_compaction_call(request_):
     headers = {"x-openai-subagent": "collab_spawn"}
     assert kind_of(headers, request_, "codex")[0] is Kind.COMPACTION
 
@@ -202,7 +202,7 @@ DECLARED = {
 }
 
 
-def test_a_declared_rule_applies_where_all_of_its_marks_hold():
+def test_a_declared_kind_rule_applies_only_if_all_of_its_conditions_match():
     request = chat(system="You name conversations.", user="Please name this: x", model="small-1")
     headers = {"user-agent": "MyAgent/1.0"}
     marks = {name: fits for name, (fits, _) in DECLARED.items()}
@@ -215,7 +215,7 @@ def test_a_declared_rule_applies_where_all_of_its_marks_hold():
         assert kind_of(headers, request, "command", (alone,)) == (Kind.SIDE, "alone")
 
 
-def test_a_declared_rule_comes_before_the_packaged_ones():
+def test_a_declared_kind_rule_takes_precedence_over_packaged_rules():
     title = chat(tools=(), response_format=schema("title"))
     assert kind_of({}, title, "opencode")[0] is Kind.SIDE
     kept = KindRule.declared("kept", Kind.AGENT, model="*")
@@ -246,13 +246,13 @@ def test_text_in_a_tool_result_does_not_decide_the_kind():
     assert kind_of({}, parse(Dialect.OPENAI_CHAT, body)) == (Kind.AGENT, None)
 
 
-def test_rule_names_are_unique_and_every_row_names_known_rules():
+def test_kind_rule_names_are_unique_and_every_rule_is_used_by_a_harness():
     assert len({rule.name for rule in KIND_RULES}) == len(KIND_RULES)
     named = {rule for row in HARNESS_RULES.values() for rule in row.kinds}
     assert named == set(KIND_RULES)
 
 
-def test_a_row_with_texts_of_summaries_has_the_rule_for_summaries():
+def test_only_harnesses_with_summary_texts_have_the_summary_request_rule():
     for row in HARNESS_RULES.values():
         asks = bool(row.summary_requests or row.summary_prompts)
         asks = asks or row is HARNESS_RULES["copilot"]

@@ -16,13 +16,13 @@ from bridle.harness_rules import VARYING, differing, likely_cause
         ("current date and time is: 2026-11-23T19:46", "current date and time is: 2026-11-24T19:4"),
     ],
 )  # fmt: skip
-def test_the_date_of_a_run_is_a_named_text(old, new):
+def test_texts_that_differ_only_in_the_current_date_differ_in_noise_date(old, new):
     assert differing(old, new, VARYING) == ("date",)
     assert differing(old, f"{new}!", VARYING) is None
     assert differing("released 2026-11-23", "released 2026-11-24", VARYING) is None
 
 
-def test_texts_that_are_the_same_differ_in_nothing():
+def test_identical_texts_have_no_differing_noise():
     text = "in /tmp/bridle-abcdefgh/0a1b2c3d/work, Today's date is 2026-11-23"
     assert differing(text, text, VARYING) == ()
 
@@ -42,13 +42,13 @@ def test_texts_that_are_the_same_differ_in_nothing():
         ("one", "two", None),
     ],
 )
-def test_a_usual_cause_of_different_texts_is_named_with_its_setting(old, new, cause):
+def test_likely_cause_of_differing_texts_is_named_with_advice(old, new, cause):
     found = likely_cause(old, new)
     assert (found or "").startswith(cause or "")
     assert (found is None) == (cause is None)
 
 
-def test_several_causes_are_named_together():
+def test_several_likely_causes_of_differing_texts_are_named_together():
     found = likely_cause("3 passed in 0.12s at 10:00", "3 passed in 0.2s at 10:01")
     assert found is not None
     assert "a clock" in found
