@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def full_disk():
-    """No file of this process grows past 1 KiB: each write beyond it fails, as on a full disk."""
+def full_disk(size=1024):
+    """No file of this process is written past `size`: each write there fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:

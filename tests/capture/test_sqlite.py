@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from tests.capture.made import MadeSession, digest_of
+from tests.capture.test_sqlite_writers import Bodies
 from tests.conformance.stores import StoreConformance, assert_same
 from tests.disks import full_disk
 
+from bridle.capture import sqlite
 from bridle.capture.records import SessionRecord
 from bridle.capture.sqlite import SqliteReader, SqliteStore
 from bridle.errors import StoreError
@@ -247,22 +249,19 @@ async def test_a_full_disk_fails_the_commit_and_later_ones_work(path):
     made = MadeSession()
     async with await SqliteStore.open(path) as store:
         await store.open_session(made.record)
-        # SQLite's own limit stands for the disk's: the error is the same.
-        store._writer._connection.execute("PRAGMA max_page_count = 40")
         exchange = made.call(new=100_000)
-        with pytest.raises(StoreError, match=f"{path}: cannot write.*full"):
+        with full_disk(), pytest.raises(StoreError, match=f"{path}: cannot write"):
             await store.commit(exchange, made.new_bodies["x0"])
-        store._writer._connection.execute("PRAGMA max_page_count = 100000")
         await store.commit(exchange, made.new_bodies["x0"])
         assert_same(store.exchanges("s1"), made.exchanges)
         assert store.bodies("s1") == made.bodies
 
 
-async def test_a_file_locked_by_another_is_named(path):
+async def test_a_file_locked_by_another_is_named(path, monkeypatch):
     made = MadeSession()
     made.call()
     async with await SqliteStore.open(path) as store:
-        store._writer._connection.execute("PRAGMA busy_timeout = 50")
+        monkeypatch.setattr(sqlite, "OTHERS_MS", 50)
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             with pytest.raises(StoreError, match=f"{path}: cannot write.*locked"):
@@ -379,29 +378,33 @@ async def test_the_ids_of_long_prompts_are_compressed_and_come_back(path, new):
         assert reader.captured("s1") >= 8 * new
 
 
+def transactions_in(path):
+    """Return how many transactions the WAL has: frames that name the size of the database."""
+    wal = path.with_name(f"{path.name}-wal").read_bytes()
+    frame = 24 + int.from_bytes(wal[8:12])
+    heads = [wal[at : at + 16] for at in range(32, len(wal), frame)]
+    return sum(any(head[4:8]) for head in heads if head[8:16] == wal[16:24])
+
+
 async def test_commits_that_wait_together_are_written_together(path):
     made = MadeSession(texts=False)
     async with await SqliteStore.open(path, fsync="group") as store:
         await store.open_session(made.record)
-        transactions = []
-        store._writer._connection.set_trace_callback(
-            lambda statement: transactions.append(statement) if statement == "COMMIT" else None
-        )
-        began, go_on = threading.Event(), threading.Event()
+        began, go_on, before = threading.Event(), threading.Event(), transactions_in(path)
 
-        def slow(_):
+        def stand():
             began.set()
             go_on.wait(20)
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(store._write(slow))
+            group.create_task(store.commit(made.call(), Bodies(during=stand)))
             await asyncio.to_thread(began.wait)
             for _ in range(200):
                 group.create_task(store.commit(made.call(), {}))
             await asyncio.sleep(0)
             go_on.set()
-        assert len(store.exchanges("s1")) == 200
-    assert len(transactions) <= 10
+        assert len(store.exchanges("s1")) == 201
+        assert 2 <= transactions_in(path) - before <= 10
 
 
 async def test_the_wal_is_moved_into_the_file_while_the_store_is_open(path):
@@ -414,21 +417,25 @@ async def test_the_wal_is_moved_into_the_file_while_the_store_is_open(path):
         assert path.stat().st_size > 2_000_000
 
 
-async def test_a_checkpoint_that_fails_costs_nothing_but_a_longer_wal(path):
-    made = MadeSession()
-
-    def deny(action, name, *_):
-        refused = action == sqlite3.SQLITE_PRAGMA and name == "wal_checkpoint"
-        return sqlite3.SQLITE_DENY if refused else sqlite3.SQLITE_OK
-
+async def test_a_checkpoint_that_fails_costs_nothing_but_a_longer_wal(path, monkeypatch):
+    made = MadeSession(texts=False)
     async with await SqliteStore.open(path) as store:
         await store.open_session(made.record)
-        store._writer._connection.set_authorizer(deny)
-        store._writer._records = 1_000_000
-        for _ in range(3):
-            await store.commit(made.call(), made.bodies)
+        await store.commit(made.call(new=500_000), {})
+    monkeypatch.setattr(sqlite, "CHECKPOINT_RECORDS", 1)
+    size = path.stat().st_size
+    assert size > 1_000_000
+    async with await SqliteStore.open(path) as store:
+        with full_disk(size):  # the WAL, which begins anew, has room
+            for _ in range(3):
+                await store.commit(made.call(new=1000), {})
+                assert_same(store.exchanges("s1"), made.exchanges)
+        assert path.stat().st_size == size
+        await store.commit(made.call(new=1000), {})
+        async with asyncio.timeout(15):
+            while path.stat().st_size == size:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
         assert_same(store.exchanges("s1"), made.exchanges)
-        store._writer._connection.set_authorizer(None)
 
 
 async def test_a_read_while_the_writer_ends_raises(path):
