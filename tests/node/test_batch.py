@@ -10,7 +10,7 @@ from bridle.node.local import LocalExecutor
 SMALL = {"run_slots": 2, "ready_buffer": 2, "post_slots": 1}
 
 
-async def test_every_session_gives_one_result_in_the_order_they_end(tmp_path):
+async def test_a_batch_yields_one_result_per_session_in_the_order_of_their_ends(tmp_path):
     others = tmp_path / "others-have-ended"
     tasks = [
         task(f"until [ -e {others} ]; do sleep 0.05; done; exit 1", task_id="slow"),
@@ -24,7 +24,7 @@ async def test_every_session_gives_one_result_in_the_order_they_end(tmp_path):
     assert ended == [[("fast", 0), ("fast", 1), ("fast", 2)], [("slow", 0)]]
 
 
-async def test_real_work_is_done_in_parallel_sessions_that_do_not_meet(tmp_path):
+async def test_parallel_sessions_of_a_batch_all_complete_with_full_reward(tmp_path):
     tasks = [task(evaluator=checked(), num_samples=6)]
     async with a_node(tmp_path) as node, LocalExecutor(node).run(tasks) as results:
         ended = [result async for result in results]
@@ -41,7 +41,7 @@ async def test_a_task_that_cannot_run_raises_before_the_first_session(tmp_path):
         assert node.seen == []
 
 
-async def test_leaving_the_block_cancels_running_sessions(tmp_path):
+async def test_leaving_the_results_block_early_cancels_running_sessions(tmp_path):
     first_fails = f"mkdir {tmp_path}/first && exit 1; sleep 60"
     async with a_node(tmp_path, settings=SMALL) as node:
         tasks = [task(first_fails, num_samples=9)]
@@ -73,7 +73,7 @@ async def test_a_cancelled_batch_ends_its_sessions(tmp_path):
         assert node.session_ids() == ()
 
 
-async def test_an_error_in_the_block_is_raised_unchanged_and_cancels_sessions(tmp_path):
+async def test_an_error_in_the_results_block_is_raised_unchanged_and_cancels_sessions(tmp_path):
     async with a_node(tmp_path) as node:
 
         async def batch():
@@ -104,7 +104,7 @@ def lines_of(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-async def test_results_that_nobody_takes_hold_back_new_sessions(tmp_path):
+async def test_unconsumed_results_hold_back_new_sessions(tmp_path):
     settings = {"run_slots": 1, "ready_buffer": 1, "post_slots": 1}
     tasks = [task("exit 1", num_samples=20)]
     async with (

@@ -12,7 +12,7 @@ async def ended(runner, remotes, run_id, **answer):
     (await begun(remotes, run_id)).node.let(run_id, **answer)
 
 
-async def test_sessions_spread_over_the_nodes_and_name_the_one_that_computed_them():
+async def test_sessions_are_spread_evenly_over_nodes_and_results_name_their_node():
     async with remote_nodes("a", "b", capacity=2) as remotes, a_runner(*remotes) as runner:
         assert (runner.capacity, runner.free) == (4, 4)
         async with asyncio.TaskGroup() as group:
@@ -28,7 +28,7 @@ async def test_sessions_spread_over_the_nodes_and_name_the_one_that_computed_the
         assert runner.free == 4
 
 
-async def test_a_session_waits_for_room_and_gets_it_as_soon_as_there_is_some():
+async def test_a_session_beyond_the_capacity_waits_until_a_slot_is_free():
     async with remote_nodes("a", capacity=1) as remotes, a_runner(*remotes) as runner:
         async with asyncio.TaskGroup() as group:
             first = group.create_task(runner.run(task(), run_id="s0"))
@@ -42,7 +42,7 @@ async def test_a_session_waits_for_room_and_gets_it_as_soon_as_there_is_some():
         assert first.result().status == second.result().status == "COMPLETED"
 
 
-async def test_sessions_that_only_some_node_can_do_do_not_take_the_room_of_others():
+async def test_a_session_waiting_for_a_resource_does_not_block_other_sessions():
     async with (
         remote_nodes("plain", capacity=2) as remotes,
         a_runner(*remotes) as runner,
@@ -60,7 +60,7 @@ async def test_sessions_that_only_some_node_can_do_do_not_take_the_room_of_other
             runner.gone("able", "the test is over")
 
 
-async def test_a_retry_goes_to_another_node():
+async def test_a_run_is_placed_on_a_node_outside_its_avoid_set():
     async with (
         remote_nodes("a", "b") as remotes,
         a_runner(*remotes) as runner,
@@ -72,7 +72,7 @@ async def test_a_retry_goes_to_another_node():
         await ended(runner, remotes, "s0")
 
 
-async def test_a_node_that_says_it_is_full_is_believed():
+async def test_a_run_refused_by_a_full_node_is_started_again_later():
     async with remote_nodes("a") as remotes, a_runner(*remotes) as runner:
         remotes[0].refusals = 1
         async with asyncio.TaskGroup() as group:
@@ -134,7 +134,7 @@ async def test_a_node_that_answers_again_cancels_orphaned_runs_and_rejoins():
         assert "s0" in remotes[0].gateway.forgotten
 
 
-async def test_a_short_silence_costs_no_session():
+async def test_a_short_node_outage_loses_no_session():
     async with remote_nodes("a") as remotes, a_runner(*remotes) as runner:
         async with asyncio.TaskGroup() as group:
             run = group.create_task(runner.run(task(), run_id="s0"))
@@ -163,7 +163,7 @@ async def test_a_stalled_event_loop_loses_no_session():
         assert {run.result().status for run in runs} == {"COMPLETED"}
 
 
-async def test_after_a_node_restart_ended_runs_count_and_the_others_are_lost():
+async def test_finished_runs_survive_a_node_restart_and_running_ones_are_lost():
     async with remote_nodes("a") as remotes, a_runner(*remotes) as runner:
         async with asyncio.TaskGroup() as group:
             done = group.create_task(runner.run(task(), run_id="done"))
@@ -179,7 +179,7 @@ async def test_after_a_node_restart_ended_runs_count_and_the_others_are_lost():
         assert "restarted" in str(lost.result())
 
 
-async def test_a_result_on_a_returned_disk_cancels_the_second_run():
+async def test_a_late_node_with_the_result_of_the_first_run_cancels_the_repeated_run():
     async with remote_nodes("a", "late") as remotes, a_runner(remotes[0]) as runner:
         first, late = remotes
         async with asyncio.TaskGroup() as group:
@@ -198,7 +198,7 @@ def result_of(run_id):
     return result(run_id, task(), 0)
 
 
-async def test_a_cancelled_run_ends_as_such_wherever_it_is():
+async def test_cancel_ends_a_running_or_waiting_run_with_status_cancelled():
     async with remote_nodes("a", capacity=1) as remotes, a_runner(*remotes) as runner:
         async with asyncio.TaskGroup() as group:
             living = group.create_task(runner.run(task(), run_id="living"))
@@ -212,7 +212,7 @@ async def test_a_cancelled_run_ends_as_such_wherever_it_is():
         assert remotes[0].node.ran == ["living"]
 
 
-async def test_a_cancelled_caller_leaves_nothing_on_a_node():
+async def test_a_cancelled_caller_ends_its_run_on_the_node():
     async with remote_nodes("a") as remotes, a_runner(*remotes) as runner:
         async with asyncio.TaskGroup() as group:
             run = group.create_task(runner.run(task(), run_id="s0"))
@@ -327,7 +327,7 @@ async def test_capacity_events_follow_nodes_that_join_drain_and_leave():
             await runner.drain_node("a")
 
 
-async def test_if_no_node_opens_the_error_names_one():
+async def test_start_error_names_a_node_if_no_node_opens():
     async with remote_nodes("a", opening=EngineError("no logprobs")) as remotes:
         with pytest.raises(ConfigError, match=r"no node came up; a: no logprobs"):
             async with a_runner(*remotes):

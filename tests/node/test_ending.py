@@ -78,12 +78,14 @@ SPENT = known(limit="tokens", failed_last=True)
         (ended(1), SPENT, Cause.HARNESS_CRASH, "TIMEOUT", "limit"),
     ],
 )  # fmt: skip
-def test_each_way_of_ending_has_its_cause(result, facts, harness_cause, status, cause):
+def test_exit_codes_limits_and_failed_calls_map_to_status_and_cause(
+    result, facts, harness_cause, status, cause
+):
     ending = judge(result, facts, harness_cause)
     assert (ending.status, ending.cause) == (status, cause)
 
 
-def test_a_harness_without_a_model_needs_a_true_exit_alone():
+def test_a_harness_that_needs_no_model_completes_with_exit_code_0_alone():
     silent = known(delivered=0, calls=0)
     assert without_a_model(judge(ended(), silent, None)) == COMPLETED
     assert without_a_model(judge(ended(1), silent, CRASH)).cause is CRASH
@@ -108,7 +110,7 @@ def test_completed_needs_exit_0_a_delivered_turn_and_no_failed_last_call(facts, 
     assert (ending.error is None) == (ending == COMPLETED)
 
 
-def test_a_limit_of_the_runtime_is_named_unless_the_harness_lived_with_it():
+def test_a_reached_runtime_limit_is_the_cause_of_a_crash_but_not_of_a_clean_exit():
     over = judge(
         replace(ended(signal=9, exit_code=None), limit="memory"), known(), Cause.HARNESS_CRASH
     )
@@ -141,7 +143,7 @@ def test_a_timeout_says_whether_the_model_was_called():
     assert str(out_of_time(600, known()).error).endswith("600 s ran out, after 2 model calls")
 
 
-def test_only_completed_has_no_cause():
+def test_only_a_completed_ending_has_no_cause():
     with pytest.raises(ValueError, match="ERROR with cause None"):
         Ending(SessionStatus.ERROR)
     with pytest.raises(ValueError, match="COMPLETED with cause"):
@@ -149,7 +151,7 @@ def test_only_completed_has_no_cause():
     assert failed(Cause.LIMIT, "x").status is SessionStatus.ERROR
 
 
-def test_every_ending_is_laid_to_somebody():
+def test_every_unsuccessful_status_and_cause_is_assigned_a_fault():
     ends, causes = (SessionStatus.ERROR, SessionStatus.TIMEOUT, SessionStatus.CANCELLED), [*Cause]
     result = {(status, cause): blame(status, cause) for status in ends for cause in causes}
     assert None not in result.values()
@@ -157,7 +159,7 @@ def test_every_ending_is_laid_to_somebody():
     assert blame(SessionStatus.COMPLETED, None) is None
 
 
-def test_a_slow_stage_of_bridle_is_not_the_agents_timeout():
+def test_a_timeout_of_a_bridle_stage_is_an_infrastructure_fault_and_no_agent_timeout():
     error, timeout = SessionStatus.ERROR, SessionStatus.TIMEOUT
     assert blame(timeout, Cause.TIMEOUT) == blame(timeout, Cause.LIMIT) == Fault.TIMEOUT
     assert blame(error, Cause.TIMEOUT) == Fault.INFRASTRUCTURE

@@ -34,7 +34,7 @@ async def test_an_engine_that_cannot_join_is_tried_again():
         assert remotes[0].gateway.replicas == ["http://engine"]
 
 
-async def test_a_node_opens_without_a_dead_engine_and_gets_it_when_it_is_back():
+async def test_a_node_opens_without_an_unreachable_engine_and_adds_it_once_it_answers():
     async with remote_nodes("x", "late") as remotes, a_runner(remotes[0]) as runner:
         await runner.follow_engines([A], drain_s=0)
         late = remotes[1]
@@ -49,7 +49,7 @@ async def test_a_node_opens_without_a_dead_engine_and_gets_it_when_it_is_back():
         assert remotes[0].gateway.replicas == ["http://engine", A]
 
 
-async def test_a_node_that_joins_late_leaves_released_engines_alone():
+async def test_a_late_node_does_not_probe_released_engines_and_joins_their_resume():
     async with remote_nodes("x", "late") as remotes, a_runner(remotes[0]) as runner:
         await runner.add_replica(A)
         await runner.set_policy(SetPolicy(released=True, replicas=("a",), by="t"))
@@ -64,7 +64,7 @@ async def test_a_node_that_joins_late_leaves_released_engines_alone():
         assert runner.released == []
 
 
-async def test_every_failed_call_is_named():
+async def test_error_of_several_calls_names_every_failed_call():
     async def fails():
         raise EngineError("no")
 

@@ -39,7 +39,7 @@ async def began(node, *run_ids):
     await until(lambda: node.living.keys() >= set(run_ids))
 
 
-async def test_runs_start_while_slots_are_free_and_once_each():
+async def test_a_host_starts_each_run_once_and_refuses_runs_beyond_its_slots():
     node, host = a_host()
     async with host:
         assert host.start("me", [start("a"), start("b"), start("c")]) == [None, None, "full"]
@@ -142,7 +142,7 @@ async def test_events_of_an_owner_that_does_not_poll_are_bounded():
         assert len((await poll(host, "me", 0, 0)).events) == KEPT_EVENTS
 
 
-async def test_the_policy_is_the_gateways():
+async def test_policy_calls_to_a_host_reach_its_gateway():
     _, host = a_host()
     async with host:
         assert (await host.call("set_policy", SetPolicy(version=4)))["version"] == 4
@@ -187,7 +187,7 @@ async def test_a_real_session_is_hosted_recalled_and_removed(tmp_path):
             assert store.sessions() == []
 
 
-async def test_a_run_without_an_end_is_closed_when_it_is_asked_for(tmp_path):
+async def test_recall_of_a_killed_run_closes_its_session_and_returns_none(tmp_path):
     async with a_node(tmp_path) as node:
         await node.gateway.open_session("s")
         assert await node.recall("s") is None
@@ -195,7 +195,7 @@ async def test_a_run_without_an_end_is_closed_when_it_is_asked_for(tmp_path):
         assert await node.recall("s") is None
 
 
-def test_the_node_id_of_a_folder_is_the_same_in_every_process(tmp_path):
+def test_node_id_depends_only_on_the_folder(tmp_path):
     assert node_name(tmp_path / "a") == node_name(tmp_path / "a") != node_name(tmp_path / "b")
 
 
@@ -210,6 +210,6 @@ async def test_an_artifact_of_a_node_on_a_relative_folder_is_found(tmp_path, mon
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd"])
-async def test_an_artifact_is_only_what_lies_in_the_runs_folder(tmp_path, name):
+async def test_an_artifact_path_outside_the_run_folder_is_not_served(tmp_path, name):
     async with a_node(tmp_path) as node:
         assert await node.artifact("s", name) is None

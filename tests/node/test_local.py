@@ -61,7 +61,7 @@ async def test_run_slots_and_the_ready_buffer_are_bounded(tmp_path):
         assert most_at_once(node, "INITIALIZING", ("RUNNING", *ENDS)) == 3
 
 
-async def test_a_session_that_is_copied_and_scored_holds_no_run_slot(tmp_path):
+async def test_evaluation_in_a_separate_runtime_holds_no_run_slot(tmp_path):
     async with a_node(tmp_path, settings={"run_slots": 1, "post_slots": 1}) as node:
         async with asyncio.TaskGroup() as group:
             go = tmp_path / "go"
@@ -84,7 +84,7 @@ def test_a_ready_buffer_keeps_the_run_slots_busy():
     assert simulate(60, run_slots=4, ready_buffer=0).share < 0.9
 
 
-async def test_without_a_buffer_a_session_is_made_ready_in_its_run_slot(tmp_path):
+async def test_a_session_without_a_ready_buffer_is_initialised_in_its_run_slot(tmp_path):
     settings = {"run_slots": 1, "init_slots": 2, "ready_buffer": 0}
     async with a_node(tmp_path, settings=settings) as node:
         async with asyncio.TaskGroup() as group:
@@ -111,7 +111,7 @@ async def test_a_node_reports_its_stages_and_free_slots(tmp_path):
         assert node.free == 4
 
 
-async def test_scoring_holds_no_run_slot(tmp_path):
+async def test_a_slow_evaluator_does_not_block_the_next_session(tmp_path):
     settings = {"run_slots": 1, "post_slots": 2}
     async with a_node(tmp_path, settings=settings) as node:
         slow = task(
@@ -209,7 +209,7 @@ async def test_an_installation_holds_back_no_other_harness(tmp_path):
     assert slow.result() is not None
 
 
-async def test_a_harness_that_cannot_be_installed_is_not_tried_again(tmp_path):
+async def test_a_failed_harness_installation_is_not_repeated(tmp_path):
     Counted.installed = 0
     async with a_node(tmp_path, settings={"bundles": tmp_path / "bundles"}) as node:
         results = [await node.run(counted("broken")) for _ in range(2)]
@@ -218,7 +218,7 @@ async def test_a_harness_that_cannot_be_installed_is_not_tried_again(tmp_path):
     assert results[0].error == "init: npm is missing: install node"
 
 
-def test_the_defaults_follow_the_machine_and_the_run_slots():
+def test_slot_defaults_follow_the_machine_and_the_number_of_run_slots():
     settings = NodeSettings()
     assert settings.run_slots >= 2
     assert settings.ready_buffer >= settings.init_slots
@@ -227,7 +227,7 @@ def test_the_defaults_follow_the_machine_and_the_run_slots():
     assert NodeSettings(run_slots=1).ready_buffer == 2
 
 
-async def test_a_node_that_was_killed_leaves_nothing_to_the_next_one(tmp_path):
+async def test_a_new_node_removes_the_scratch_folder_of_a_killed_node(tmp_path):
     async with a_node(tmp_path) as node:
         left = node.scratch.folder.with_name("bridle-left")
         left.mkdir()
@@ -237,7 +237,7 @@ async def test_a_node_that_was_killed_leaves_nothing_to_the_next_one(tmp_path):
         assert not left.exists()
 
 
-def test_skills_are_looked_for_beside_the_task_file(tmp_path):
+def test_skills_path_is_relative_to_the_task_folder(tmp_path):
     located = task(
         agent={"harness": "pi", "command": None, "skills_path": "s"}, task_dir=str(tmp_path)
     )
@@ -271,7 +271,7 @@ def disown(scratch, pid):
     (scratch.folder / OWNER).write_text(f"{pid}.1.{machine}")
 
 
-def test_sessions_get_folders_of_their_own(tmp_path):
+def test_each_session_gets_its_own_scratch_folder(tmp_path):
     scratch = Scratch.make(tmp_path)
     one, two = scratch.session("s-1"), scratch.session("s-2")
     assert one != two
@@ -286,13 +286,13 @@ def test_an_impossible_scratch_folder_is_a_runtime_failure(tmp_path):
         Scratch.make(tmp_path / "none")
 
 
-async def test_a_living_nodes_folder_is_left_alone(tmp_path):
+async def test_reaper_keeps_the_folder_of_a_living_node(tmp_path):
     scratch = Scratch.make(tmp_path)
     assert await reap(tmp_path) == 0
     assert scratch.folder.exists()
 
 
-async def test_the_reaper_removes_a_dead_nodes_folder_and_processes(tmp_path, dead):
+async def test_reaper_removes_the_folder_and_processes_of_a_dead_node(tmp_path, dead):
     scratch = Scratch.make(tmp_path)
     scratch.session(LEFT)
     disown(scratch, dead)
@@ -305,21 +305,21 @@ async def test_the_reaper_removes_a_dead_nodes_folder_and_processes(tmp_path, de
     assert not scratch.folder.exists()
 
 
-async def test_a_number_that_was_given_again_is_another_process(tmp_path):
+async def test_reaper_removes_a_folder_whose_owner_pid_was_reused(tmp_path):
     scratch = Scratch.make(tmp_path)
     disown(scratch, os.getpid())
     assert await reap(tmp_path) == 1
 
 
 @pytest.mark.parametrize("owner", [b"", b"\xff", b"1.2", b"4194999.1.0badcafe.4026531836"])
-async def test_a_folder_of_an_unknown_process_or_machine_is_left_alone(tmp_path, owner):
+async def test_reaper_keeps_a_folder_of_an_unknown_process_or_machine(tmp_path, owner):
     scratch = Scratch.make(tmp_path)
     (scratch.folder / OWNER).write_bytes(owner)
     assert await reap(tmp_path) == 0
     assert scratch.folder.exists()
 
 
-async def test_a_dead_node_without_sessions_is_removed_too(tmp_path, dead):
+async def test_reaper_removes_the_folder_of_a_dead_node_without_sessions(tmp_path, dead):
     scratch = Scratch.make(tmp_path)
     disown(scratch, dead)
     assert await reap(tmp_path) == 1

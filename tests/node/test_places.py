@@ -24,7 +24,7 @@ from bridle.node.workspace import keep_filter
         ("sub/.git", False),
     ],
 )
-def test_the_checkers_paths_and_files_that_programs_obey_are_not_copied(path, is_folder):
+def test_evaluator_paths_and_config_files_of_tools_are_not_copied_from_the_agent(path, is_folder):
     assert keep_filter(["check", "deep/check.sh", "/absolute", "."])(
         PurePosixPath(path), is_folder=is_folder
     )
@@ -38,7 +38,7 @@ def test_all_other_files_are_copied_from_the_agent(path, is_folder):
     assert not keep_filter(["check", "deep/check.sh"])(PurePosixPath(path), is_folder=is_folder)
 
 
-def test_with_named_files_no_other_is_copied_from_the_agent():
+def test_only_named_files_are_copied_from_the_agent_if_any_are_named():
     keep = keep_filter([], ["out/answer.txt"])
     taken = [("out", True), ("out/answer.txt", False), ("out/answer.txt/x", False)]
     assert not any(keep(PurePosixPath(path), is_folder=flag) for path, flag in taken)
@@ -46,7 +46,7 @@ def test_with_named_files_no_other_is_copied_from_the_agent():
     assert all(keep(PurePosixPath(path), is_folder=flag) for path, flag in left)
 
 
-async def test_each_use_gets_a_fresh_runtime(tmp_path):
+async def test_each_evaluation_place_is_a_fresh_runtime(tmp_path):
     async with evaluation(tmp_path) as context:
         assert (await context.places.agents.exec("echo work > file")).ok
         for _ in range(2):
@@ -73,14 +73,14 @@ async def test_a_whole_copy_has_the_home_and_no_process_of_the_agent(tmp_path):
 
 
 @pytest.mark.parametrize("left", ['rmdir "$PWD"', 'rmdir "$PWD"; ln -s /etc "$PWD"'])
-async def test_a_work_folder_that_the_agent_deleted_is_an_empty_one(tmp_path, left):
+async def test_a_deleted_or_linked_work_folder_is_evaluated_as_an_empty_one(tmp_path, left):
     async with evaluation(tmp_path) as context:
         assert (await context.places.agents.exec(left)).ok
         async with context.places.with_work() as runtime:
             assert (await runtime.exec('test -z "$(ls -A)"')).ok
 
 
-async def test_too_much_to_copy_is_the_agent_s_failure(tmp_path):
+async def test_a_work_folder_too_deep_to_copy_makes_the_session_unscorable(tmp_path):
     async with evaluation(tmp_path) as context:
         deep = "for i in $(seq 120); do mkdir d && cd d || exit; done"
         assert (await context.places.agents.exec(deep)).ok

@@ -9,7 +9,7 @@ from bridle.errors import ConfigError, NodeLostError
 pytestmark = pytest.mark.ray
 
 
-def test_each_process_locks_a_folder_and_the_next_one_reuses_a_dead_ones(tmp_path):
+def test_node_folders_are_locked_per_process_and_reused_after_release(tmp_path):
     from bridle.node.ray import take_folder
 
     first, lock = take_folder(tmp_path)
@@ -22,7 +22,7 @@ def test_each_process_locks_a_folder_and_the_next_one_reuses_a_dead_ones(tmp_pat
     other.close()
 
 
-async def test_an_actors_value_is_returned_and_its_error_raised():
+async def test_actor_result_returns_the_value_or_raises_the_error_of_an_actor():
     from ray.exceptions import ActorUnavailableError, ObjectLostError
 
     from bridle.node.ray import ActorResult, actor_result
@@ -43,7 +43,7 @@ async def test_an_actors_value_is_returned_and_its_error_raised():
     assert (away.value.may_return, gone.value.may_return) == (True, False)
 
 
-async def test_a_proxy_calls_the_methods_of_its_contract_and_no_others():
+async def test_ray_node_forwards_only_the_remote_methods():
     from bridle.node.base import REMOTE_METHODS, SessionRunner
     from bridle.node.ray import ActorResult, RayNode
 

@@ -41,7 +41,7 @@ async def captured(*session_ids, ended=None):
     return store
 
 
-async def test_everything_in_a_result_is_read_from_capture():
+async def test_every_field_of_a_session_result_is_read_from_capture():
     result = result_from((await captured("s")).read("s"))
     assert (result.session_id, result.task_id, result.sample_index) == ("s", "t", 2)
     assert (result.status, result.cause, result.reward) == ("COMPLETED", None, 0.5)
@@ -53,7 +53,7 @@ async def test_everything_in_a_result_is_read_from_capture():
     assert result.metadata == {"a": 1, "evaluation": {"b": 2}}
 
 
-async def test_a_killed_session_is_still_running():
+async def test_a_session_without_an_outcome_has_status_running():
     result = result_from((await captured("s", ended=())).read("s"))
     assert (result.status, result.cause, result.reward) == (SessionStatus.RUNNING, None, None)
     assert result.summary()["status"] == "RUNNING"
@@ -70,7 +70,7 @@ async def test_a_result_and_its_summary_are_plain_json():
     assert (line["tokens_captured"], line["merge_ratio"], line["traces"]) == (0, None, 0)
 
 
-def test_a_session_that_capture_does_not_hold_has_a_result_too():
+def test_a_session_missing_from_capture_has_a_result_with_its_outcome():
     outcome = Outcome("s", "ERROR", 2.0, None, cause="infrastructure", error="disk full")
     harness = open_harness(AgentSpec(harness="command", command="true"))
     result = uncaptured_result(task(), 3, harness, outcome)
@@ -124,7 +124,7 @@ async def test_a_run_folder_records_the_configuration(tmp_path):
     folder.close()
 
 
-async def test_results_are_there_as_soon_as_they_are_appended(tmp_path):
+async def test_appended_results_are_in_trajectories_jsonl_at_once(tmp_path):
     store = await captured("a", "b")
     with RunFolder.create(tmp_path / "run", config={}) as folder:
         folder.append(result_from(store.read("b")))
@@ -133,7 +133,7 @@ async def test_results_are_there_as_soon_as_they_are_appended(tmp_path):
         assert len(folder.trajectories.read_bytes().splitlines()) == 2
 
 
-async def test_a_finished_run_is_byte_for_byte_what_capture_gives(tmp_path):
+async def test_trajectories_jsonl_of_a_finished_run_equals_a_rebuild_byte_for_byte(tmp_path):
     store = await captured("a", "b", "killed", ended=("a", "b"))
     with RunFolder.create(tmp_path / "run", config={}) as folder:
         for session_id in ("b", "a"):
@@ -180,7 +180,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     RunFolder.create(tmp_path, config={}).close()
 
 
-def test_an_impossible_folder_is_a_config_error(tmp_path):
+def test_a_run_folder_below_a_file_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used as a run folder"):
         RunFolder.create(tmp_path / "file" / "run", config={})
@@ -239,7 +239,7 @@ async def test_a_folder_without_a_session_can_be_used_again(tmp_path):
     RunFolder.create(tmp_path / "run", config={}).close()
 
 
-async def test_a_session_that_no_store_took_is_in_the_finished_run_all_the_same(tmp_path):
+async def test_an_uncaptured_session_is_in_the_summary_of_the_finished_run(tmp_path):
     store = await captured("a")
     lost = Outcome("lost", SessionStatus.ERROR, 2.0, None, cause=Cause.INFRASTRUCTURE, error="full")
     task = Task(task_id="t", instruction="x")

@@ -31,7 +31,7 @@ def choose(*given):
     return fleet.choose(*given)
 
 
-def test_a_session_needs_what_its_runtime_names():
+def test_resource_needs_of_a_session_come_from_its_runtime_spec():
     spec = RuntimeSpec(
         backend="docker", cpus=2, memory_mb=512, gpus=1, resources={"licence": 1, "docker": 0.5}
     )
@@ -45,7 +45,7 @@ def test_a_session_needs_what_its_runtime_names():
     assert needs_of(RuntimeSpec()) == {}
 
 
-def test_a_resource_that_no_node_offers_counts_only_if_the_task_names_it():
+def test_gpus_and_named_resources_are_required_even_if_no_node_offers_them():
     spec = RuntimeSpec(backend="docker", cpus=2, gpus=1, resources={"licence": 1})
     assert relevant(spec, {"CPU"}) == {"CPU": 2, "GPU": 1.0, "licence": 1}
     assert relevant(spec, {"docker"}) == {"docker": 1.0, "GPU": 1.0, "licence": 1}
@@ -74,7 +74,7 @@ def test_a_node_to_avoid_is_chosen_only_if_no_other_has_the_resources():
     assert choose({}, frozenset({"id-bad"}), [bad, busy]) is bad
 
 
-def test_slots_of_runs_on_their_way_are_not_free():
+def test_free_slots_exclude_runs_that_are_placed_and_not_yet_reported():
     one = place("a", free=2)
     one.placed = 2
     assert one.free == 0
@@ -85,7 +85,7 @@ def test_slots_of_runs_on_their_way_are_not_free():
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 40))
-def test_sessions_that_come_together_fill_nodes_evenly_and_never_too_much(capacities, count):
+def test_concurrent_sessions_fill_nodes_evenly_within_their_capacity(capacities, count):
     places = [
         place(str(number), free=capacity, capacity=capacity)
         for number, capacity in enumerate(capacities)
@@ -103,7 +103,7 @@ def test_sessions_that_come_together_fill_nodes_evenly_and_never_too_much(capaci
 
 
 @pytest.mark.parametrize("much", [0.1, 1 / 3])
-def test_shares_that_add_up_to_all_of_it_fit(much):
+def test_fractional_resources_that_add_up_to_the_whole_fit(much):
     one = place("a", x=1.0)
     for _ in range(round(1 / much)):
         assert one.fits({"x": much})
@@ -119,7 +119,7 @@ async def test_a_member_reports_its_node_as_json():
     assert (facts["slots"], facts["free"], facts["sessions"]) == (0, 0, 0)
 
 
-async def test_a_run_ends_once():
+async def test_only_the_first_end_of_a_pending_run_counts():
     done = asyncio.get_running_loop().create_future()
     run = PendingRun("s", task(), 0, frozenset(), done)
     run.finish(NodeLostError("gone"))
@@ -136,10 +136,10 @@ def test_the_default_executor_is_local():
         ExecutorSettings.model_validate({"kind": "slurm"})
 
 
-def test_node_settings_are_passed_to_the_nodes():
+def test_executor_settings_pass_only_the_given_node_settings():
     given = ExecutorSettings.model_validate({"node": {"run_slots": 3}}).node
     assert given.model_dump(exclude_unset=True) == {"run_slots": 3}
 
 
-def test_a_lost_node_is_known_well_before_ten_seconds():
+def test_default_timeouts_detect_a_lost_node_within_10_seconds():
     assert RaySettings().lost_after_s + RaySettings().watch_s < 10

@@ -46,7 +46,7 @@ async def test_a_session_goes_from_a_task_to_a_scored_trajectory(tmp_path):
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-async def test_the_same_result_is_built_from_capture_at_any_later_time(tmp_path):
+async def test_a_result_rebuilt_from_capture_equals_the_original(tmp_path):
     async with a_node(tmp_path) as node:
         result = await node.run(task(evaluator=checked()))
         again = result_from(node.store.read(result.session_id))
@@ -54,7 +54,7 @@ async def test_the_same_result_is_built_from_capture_at_any_later_time(tmp_path)
     assert trajectory_bytes(again.trajectory) == trajectory_bytes(result.trajectory)
 
 
-def test_final_statuses_lead_nowhere_and_every_other_one_to_an_end():
+def test_final_statuses_have_no_transitions_and_others_lead_to_cancelled_and_error():
     assert set(TRANSITIONS) == set(SessionStatus)
     for status, following in TRANSITIONS.items():
         assert (not following) == (status in FINAL)
@@ -77,7 +77,7 @@ STAGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_cancelled_session_ends_at_any_stage_with_a_result(tmp_path, stage):
+async def test_a_session_cancelled_at_any_stage_ends_with_a_cancelled_result(tmp_path, stage):
     async with a_node(tmp_path) as node:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(node.run(task(**STAGES[stage])))
@@ -161,7 +161,7 @@ class Forgetful(MemoryStore):
     ("at", "said"),
     [("open", "init: no space left"), ("close", "the outcome could not be recorded: no space")],
 )
-async def test_a_store_that_fails_is_infrastructure(tmp_path, at, said):
+async def test_a_failing_capture_store_is_an_infrastructure_error(tmp_path, at, said):
     async with a_node(tmp_path, store=Forgetful(at)) as node:
         result = await node.run(task())
     assert (result.status, result.cause) == ("ERROR", Cause.INFRASTRUCTURE)
@@ -196,7 +196,7 @@ async def test_the_harness_environment_has_its_session_and_no_secret_of_the_host
         ("sleep 60", 0.3, Cause.TIMEOUT, "init: its budget of 0.3 s ran out"),
     ],
 )
-async def test_a_runtime_that_cannot_be_made_ready_is_infrastructure(
+async def test_a_failed_prepare_step_is_an_infrastructure_error_and_a_slow_one_a_timeout(
     tmp_path, prepare, budget_s, cause, said
 ):
     runtime = RuntimeSpec(prepare=(Action(type="exec", command=prepare),))
@@ -217,7 +217,9 @@ async def test_a_runtime_that_cannot_be_made_ready_is_infrastructure(
         ("true", Cause.HARNESS_NO_CALL, "exited with code 0, but never called the model"),
     ],
 )
-async def test_a_harness_that_fails_by_itself_has_its_own_cause(tmp_path, command, cause, said):
+async def test_a_harness_crash_and_an_exit_without_a_model_call_have_their_own_causes(
+    tmp_path, command, cause, said
+):
     async with a_node(tmp_path) as node:
         result = await node.run(task(command, evaluator=checked("true")))
     assert (result.status, result.cause, result.reward) == ("ERROR", cause, None)
@@ -236,14 +238,18 @@ async def test_a_session_whose_last_call_failed_is_not_completed(tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["", "--lenient"])
-async def test_a_harness_is_not_blamed_for_an_engine_that_failed(tmp_path, flag):
+async def test_an_engine_failure_is_an_infrastructure_error_whatever_the_harness_exit(
+    tmp_path, flag
+):
     async with a_node(tmp_path, {"shell": ["true"]}, {"fault": 500}) as node:
         result = await node.run(task(f"{AGENT} {flag}"))
     assert (result.status, result.cause) == ("ERROR", Cause.INFRASTRUCTURE)
     assert "the model is overloaded" in result.error
 
 
-async def test_an_expired_budget_ends_everything_and_keeps_the_partial_trajectory(tmp_path):
+async def test_an_expired_agent_budget_kills_all_processes_and_keeps_the_partial_trajectory(
+    tmp_path,
+):
     beat = BEAT.format(file=tmp_path / "beat")
     command = f"{AGENT}; (setsid bash -c '{beat}' &) ; trap '' TERM; {beat}"
     async with a_node(tmp_path) as node:
@@ -259,7 +265,7 @@ async def test_an_expired_budget_ends_everything_and_keeps_the_partial_trajector
     assert result.trajectory.metadata["stats"]["tokens_trained"] > 0
 
 
-async def test_the_key_is_dead_when_the_budget_ends(tmp_path):
+async def test_model_calls_after_the_agent_budget_get_401(tmp_path):
     # On TERM it asks once more, by no program that would have to start within the grace.
     ask = (
         "rest=${OPENAI_BASE_URL#http://}; host=${rest%%/*};"
@@ -276,7 +282,7 @@ async def test_the_key_is_dead_when_the_budget_ends(tmp_path):
     assert (tmp_path / "late").read_text() == "401\n"
 
 
-async def test_a_reached_limit_ends_the_session_with_its_reason(tmp_path):
+async def test_a_session_that_reaches_max_turns_ends_with_cause_limit(tmp_path):
     async with a_node(tmp_path, {"shell": ["true"]}) as node:
         result = await node.run(task(limits=Limits(max_turns=3)))
     assert (result.status, result.cause) == ("TIMEOUT", Cause.LIMIT)
@@ -284,7 +290,7 @@ async def test_a_reached_limit_ends_the_session_with_its_reason(tmp_path):
     assert result.trajectory.metadata["stats"]["exchanges"] == 3
 
 
-async def test_seconds_are_a_limit_that_the_next_call_is_refused_for(tmp_path):
+async def test_a_model_call_after_max_seconds_is_refused_and_ends_the_session(tmp_path):
     turns: list[JSON] = [{"shell": ["sleep 0.3"]}, {"content": "never"}]
     async with a_node(tmp_path, *turns) as node:
         result = await node.run(task(limits=Limits(max_seconds=0.2)))
@@ -293,14 +299,14 @@ async def test_seconds_are_a_limit_that_the_next_call_is_refused_for(tmp_path):
     assert result.trajectory.metadata["stats"]["exchanges"] == 1
 
 
-async def test_a_harness_that_ignores_its_limit_is_killed(tmp_path):
+async def test_a_harness_that_runs_on_after_a_reached_limit_is_killed(tmp_path):
     async with a_node(tmp_path, {"shell": ["true"]}) as node:
         result = await node.run(task(f"{AGENT}; sleep 60", limits=Limits(max_turns=1)))
     assert (result.status, result.cause, result.signal) == ("TIMEOUT", Cause.LIMIT, 15)
     assert result.timing["run"] < 50
 
 
-async def test_daemons_of_a_harness_that_ended_well_do_not_see_the_evaluator(tmp_path):
+async def test_background_processes_of_a_harness_are_killed_before_the_evaluation(tmp_path):
     beat = BEAT.format(file="beat")
     command = f"(setsid bash -c '{beat}' >/dev/null 2>&1 &); {AGENT}"
     still = "a=$(wc -c < beat); sleep 0.2; test $a = $(wc -c < beat)"
@@ -309,7 +315,7 @@ async def test_daemons_of_a_harness_that_ended_well_do_not_see_the_evaluator(tmp
     assert (result.status, result.reward) == ("COMPLETED", 1.0)
 
 
-async def test_a_full_log_disk_is_infrastructure(tmp_path):
+async def test_a_full_log_disk_is_an_infrastructure_error(tmp_path):
     async with a_node(tmp_path) as node:
         plan_folder = node.folder.session_folder
         node.folder.session_folder = lambda session_id: Path("/dev/full")
@@ -321,7 +327,7 @@ async def test_a_full_log_disk_is_infrastructure(tmp_path):
     assert "cannot write a log" in result.error
 
 
-async def test_an_evaluator_s_runtime_is_prepared_and_has_the_agent_s_work_alone(tmp_path):
+async def test_evaluation_runtime_is_prepared_and_has_the_agent_s_work_but_not_its_home(tmp_path):
     runtime = RuntimeSpec(
         prepare=(Action(type="exec", command="touch given"),),
         eval_prepare=(Action(type="exec", command="touch more"),),
@@ -334,7 +340,7 @@ async def test_an_evaluator_s_runtime_is_prepared_and_has_the_agent_s_work_alone
     assert result.metadata["evaluation"]["place"] == "apart"
 
 
-async def test_a_trusted_evaluation_looks_where_the_agent_ran_and_the_result_says_so(tmp_path):
+async def test_a_trusted_evaluation_runs_in_the_agent_s_runtime_and_is_marked_as_trusted(tmp_path):
     spec = checked("test -e $HOME/mine", trusted=True)
     async with a_node(tmp_path) as node:
         result = await node.run(task(f"{AGENT}; touch $HOME/mine", evaluator=spec))
@@ -346,7 +352,7 @@ async def test_a_trusted_evaluation_looks_where_the_agent_ran_and_the_result_say
     ("spec", "place", "reward"),
     [({"shared": True}, "shared", 1.0), ({"trusted": True}, "trusted", 0.0), ({}, "apart", 0.0)],
 )
-async def test_a_live_service_is_scored_where_the_evaluation_is_shared(
+async def test_only_a_shared_evaluation_sees_a_live_service_of_the_agent(
     tmp_path, spec, place, reward
 ):
     line = "setsid tail -f /dev/null </dev/null >/dev/null 2>&1 & echo $! > served"
@@ -358,7 +364,7 @@ async def test_a_live_service_is_scored_where_the_evaluation_is_shared(
     assert nothing_lives(result.session_id)
 
 
-async def test_unreadable_files_of_an_agent_give_reward_0(tmp_path):
+async def test_unreadable_and_special_files_of_the_agent_do_not_prevent_reward_0(tmp_path):
     left = "mkdir -p out; echo 1 > out/z; chmod 000 out/z; mkfifo pipe"
     async with a_node(tmp_path) as node:
         result = await node.run(task(f"{AGENT}; {left}", evaluator=checked("grep -q no out/*")))
@@ -368,7 +374,7 @@ async def test_unreadable_files_of_an_agent_give_reward_0(tmp_path):
     ]
 
 
-async def test_more_than_a_copy_may_hold_is_reward_0(tmp_path):
+async def test_a_work_folder_too_deep_to_copy_has_reward_0(tmp_path):
     deep = "for i in $(seq 120); do mkdir d && cd d || exit; done"
     async with a_node(tmp_path) as node:
         result = await node.run(task(f"{AGENT}; {deep}", evaluator=checked("true")))
@@ -395,7 +401,9 @@ mkfifo $'pipe\n\xfe'; ln -s $'nowhere\xff' link; printf '\xff\xfe' > text; ln -s
         },
     ],
 )
-async def test_no_name_or_content_that_an_agent_leaves_costs_the_reward_0(tmp_path, evaluator):
+async def test_hostile_file_names_and_contents_of_the_agent_do_not_prevent_reward_0(
+    tmp_path, evaluator
+):
     setup = "git init -q && git -c user.name=a -c user.email=a@b commit -q --allow-empty -m a"
     runtime = RuntimeSpec(prepare=(Action(type="exec", command=setup),))
     async with a_node(tmp_path) as node:
@@ -404,7 +412,7 @@ async def test_no_name_or_content_that_an_agent_leaves_costs_the_reward_0(tmp_pa
     orjson.dumps(result.metadata)
 
 
-async def test_a_fresh_runtime_that_cannot_be_made_is_the_evaluators_fault(tmp_path):
+async def test_a_fresh_runtime_that_cannot_be_prepared_is_an_evaluator_failure(tmp_path):
     flag = tmp_path / "second"
     once = f"test ! -e {flag} && touch {flag}"
     runtime = RuntimeSpec(prepare=(Action(type="exec", command=once),))
@@ -414,7 +422,7 @@ async def test_a_fresh_runtime_that_cannot_be_made_is_the_evaluators_fault(tmp_p
     assert (result.status, result.cause) == ("ERROR", Cause.EVALUATOR)
 
 
-async def test_a_fresh_runtime_that_nobody_needs_is_ended(tmp_path):
+async def test_an_unused_prewarmed_evaluation_runtime_is_removed(tmp_path):
     runtime = RuntimeSpec(prepare=(Action(type="exec", command="mkdir $HOME/x && sleep 0.5"),))
     spec = checked("true")
     async with a_node(tmp_path) as node:
@@ -424,7 +432,7 @@ async def test_a_fresh_runtime_that_nobody_needs_is_ended(tmp_path):
     assert result.cause is Cause.HARNESS_CRASH
 
 
-async def test_a_limit_is_exceeded_when_its_grace_is_over():
+async def test_limit_overrun_is_reported_after_the_grace_period():
     facts = [known(), known(), known(limit="tokens")]
     kept = session.POLL_S
     session.POLL_S = 0.01
@@ -448,7 +456,7 @@ async def test_a_limit_is_exceeded_when_its_grace_is_over():
         ({"strategy": "tests.node.test_session:Infinite"}, 30, "must be a finite number"),
     ],
 )
-async def test_an_evaluator_that_fails_is_its_own_cause_and_no_reward(
+async def test_a_failing_evaluator_gives_cause_evaluator_and_no_reward(
     tmp_path, evaluator, budget_s, said
 ):
     async with a_node(tmp_path) as node:
@@ -474,7 +482,7 @@ class Infinite(Strange):
         return Evaluation(float("inf"))
 
 
-async def test_an_evaluator_that_fails_after_the_budget_leaves_the_timeout_a_timeout(tmp_path):
+async def test_a_failing_evaluator_after_an_agent_timeout_keeps_the_status_timeout(tmp_path):
     command, spec = f"{AGENT}; sleep 60", checked("no-such-checker")
     async with a_node(tmp_path) as node:
         result = await node.run(task(command, evaluator=spec, budgets={"agent_s": 4}))
@@ -492,7 +500,7 @@ async def test_an_evaluator_that_fails_after_the_budget_leaves_the_timeout_a_tim
     ],
 )
 @pytest.mark.parametrize(("checker", "reward"), [("grep -q done out.txt", 1.0), ("false", 0.0)])
-async def test_an_agent_that_was_answered_is_scored_however_its_harness_ended(
+async def test_a_session_with_a_reply_is_scored_however_its_harness_ended(
     tmp_path, command, changes, cause, checker, reward
 ):
     async with a_node(tmp_path) as node:
@@ -501,14 +509,14 @@ async def test_an_agent_that_was_answered_is_scored_however_its_harness_ended(
     assert result.status != "COMPLETED"
 
 
-async def test_a_harness_that_got_no_reply_is_not_scored(tmp_path):
+async def test_a_session_without_a_reply_is_not_scored(tmp_path):
     async with a_node(tmp_path) as node:
         result = await node.run(task("exit 3", evaluator=checked("true")))
         assert "EVALUATING" not in statuses(node)
     assert (result.cause, result.reward) == (Cause.HARNESS_CRASH, None)
 
 
-async def test_only_a_completed_session_has_the_reward_of_session_completed(tmp_path):
+async def test_session_completed_gives_reward_0_to_a_session_that_reached_a_limit(tmp_path):
     limits = Limits(max_turns=2)
     async with a_node(tmp_path) as node:
         result = await node.run(task(f"{AGENT}; {AGENT} || true", limits=limits))
@@ -538,7 +546,7 @@ class Unreadable(MemoryStore):
         ("slow", 0.1, Cause.TIMEOUT, "build: its budget of 0.1 s ran out"),
     ],
 )
-async def test_a_trajectory_that_cannot_be_built_is_an_error_and_can_be_built_later(
+async def test_a_failed_or_slow_trajectory_build_is_an_error_and_can_be_repeated_later(
     tmp_path, failure, budget_s, cause, said
 ):
     async with a_node(tmp_path, store=Unreadable(failure)) as node:
@@ -576,7 +584,7 @@ async def test_a_judge_has_its_own_session_which_is_not_trained(tmp_path):
     assert len((tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()) == 1
 
 
-async def test_a_judge_that_talks_is_the_evaluator_s_failure(tmp_path):
+async def test_a_judge_answer_without_json_is_an_evaluator_failure(tmp_path):
     async with a_node(tmp_path, engine=judging("Nice work!")) as node:
         result = await node.run(task(evaluator=JUDGE))
     assert (result.status, result.cause, result.reward) == ("ERROR", Cause.EVALUATOR, None)

@@ -33,7 +33,7 @@ async def prepared(runtime, tmp_path, *actions):
     return log.read_text() if log.exists() else ""
 
 
-async def test_steps_are_done_in_order(runtime, tmp_path):
+async def test_prepare_steps_run_in_order(runtime, tmp_path):
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "a").write_text("1")
     (tmp_path / "one").write_text("2")
@@ -47,7 +47,7 @@ async def test_steps_are_done_in_order(runtime, tmp_path):
     assert said == "12"
 
 
-async def test_steps_see_what_earlier_ones_made(runtime, tmp_path):
+async def test_prepare_steps_see_files_of_earlier_steps(runtime, tmp_path):
     said = await prepared(
         runtime,
         tmp_path,
@@ -57,7 +57,7 @@ async def test_steps_see_what_earlier_ones_made(runtime, tmp_path):
     assert said == "made\n"
 
 
-async def test_a_failing_step_is_tried_again_as_often_as_it_may(runtime, tmp_path):
+async def test_a_failing_prepare_step_is_retried_up_to_max_attempts(runtime, tmp_path):
     third = "echo x >> tries; test $(wc -l < tries) = 3"
     step = {"type": "exec", "command": third, "retry_backoff_seconds": 0.01}
     await prepared(runtime, tmp_path, {**step, "max_attempts": 3})
@@ -72,7 +72,7 @@ async def test_a_failing_step_is_tried_again_as_often_as_it_may(runtime, tmp_pat
         ({"type": "upload_file", "source": "no", "target": "x"}, r"step 0 \(upload_file\): cannot"),
     ],
 )
-async def test_the_step_that_failed_is_named(runtime, tmp_path, action, said):
+async def test_error_of_a_failed_prepare_step_names_the_step(runtime, tmp_path, action, said):
     with pytest.raises(RuntimeFailure, match=said):
         await prepared(runtime, tmp_path, action)
 
@@ -157,7 +157,7 @@ class Keeping(CommandHarness):
         return replace(super().launch(context), logs=tuple(f"{home}/{name}" for name in files))
 
 
-async def test_a_harness_s_own_files_are_kept_if_they_exist_and_fit(tmp_path):
+async def test_log_files_of_a_harness_are_kept_unless_missing_linked_or_too_large(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("the host's own")
     command = (
@@ -173,7 +173,7 @@ async def test_a_harness_s_own_files_are_kept_if_they_exist_and_fit(tmp_path):
     assert (tmp_path / "run" / result.logs["good.json"]).read_text() == "{}\n"
 
 
-async def test_chosen_files_are_found_from_the_result(tmp_path):
+async def test_artifact_paths_are_kept_except_large_missing_and_escaping_files(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("the host's own")
     command = (
@@ -194,7 +194,7 @@ async def test_chosen_files_are_found_from_the_result(tmp_path):
     assert (left["gone"], left["out/worse"]) == ("gone is not there", "a link that leads elsewhere")
 
 
-async def test_one_file_that_cannot_leave_loses_itself_alone_and_is_named(tmp_path):
+async def test_an_artifact_file_that_cannot_be_copied_is_left_out_alone_and_named(tmp_path):
     left = (
         "mkdir -p out/shut; echo 1 > out/one; echo 2 > out/shut/two;"
         " chmod 000 out/shut/two out/shut;"
@@ -213,7 +213,7 @@ async def test_one_file_that_cannot_leave_loses_itself_alone_and_is_named(tmp_pa
     }
 
 
-async def test_kept_files_are_readable_by_their_user_alone(tmp_path):
+async def test_kept_artifacts_are_readable_only_by_their_owner(tmp_path):
     command = f"mkdir -m 777 out; echo 1 > out/one; chmod 777 out/one; echo 2 > two; {AGENT}"
     spec = ArtifactsSpec(paths=("out", "two"))
     async with a_node(tmp_path) as node:
@@ -223,7 +223,7 @@ async def test_kept_files_are_readable_by_their_user_alone(tmp_path):
     assert modes == [0o700, 0o600, 0o700]
 
 
-async def test_a_patch_has_all_that_changed_and_leaves_the_repository_as_it_is(tmp_path):
+async def test_patch_artifact_contains_all_changes_and_leaves_the_repository_unchanged(tmp_path):
     command = (
         f"echo new > new; echo more >> old; {GIT} commit -qam mine; echo junk > .git/info/exclude;"
         f" touch junk; git status --porcelain > $HOME/before; {AGENT}"
@@ -252,7 +252,9 @@ async def test_a_patch_has_all_that_changed_and_leaves_the_repository_as_it_is(t
         ((A_REPOSITORY,), "head -c 3000000 /dev/urandom > new", "more than 1 MiB"),
     ],
 )
-async def test_an_impossible_patch_is_reported_as_left_out(tmp_path, prepare, command, said):
+async def test_a_patch_artifact_that_cannot_be_made_is_reported_as_left_out(
+    tmp_path, prepare, command, said
+):
     spec = ArtifactsSpec(patch=".", max_mb=1)
     runtime = LOCAL.model_copy(update={"prepare": prepare})
     async with a_node(tmp_path) as node:
@@ -275,12 +277,12 @@ async def test_a_task_overrides_which_logs_are_kept(tmp_path, keep, command, kep
 
 
 @pytest.mark.parametrize("path", ["/etc", "../x", "a/../../x", ""])
-def test_a_path_out_of_the_work_folder_is_refused(path):
+def test_an_artifact_path_outside_the_work_folder_is_refused(path):
     with pytest.raises(ValidationError, match="relative to the work folder"):
         ArtifactsSpec(paths=(path,))
 
 
-async def test_files_are_kept_without_any_program_of_the_session_s(tmp_path):
+async def test_artifacts_are_kept_without_running_programs_of_the_session(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "bash").symlink_to(shutil.which("bash"))
     runtime = RuntimeSpec(backend="local", env={"PATH": str(tmp_path / "bin")})
@@ -316,16 +318,16 @@ async def found(runtime, probe):
     return bool(output.strip()) if probe in SILENT else b"FUTURE" in output
 
 
-async def test_the_probes_find_the_future_before_the_scrub(leaky):
+async def test_git_probes_find_future_commits_before_scrub_git(leaky):
     assert {probe for probe in PROBES if not await found(leaky, probe)} == set()
 
 
-async def test_no_probe_finds_the_future_after_the_scrub(leaky, tmp_path):
+async def test_git_probes_find_no_future_commit_after_scrub_git(leaky, tmp_path):
     await scrubbed(leaky, tmp_path)
     assert {probe for probe in PROBES if await found(leaky, probe)} == set()
 
 
-async def test_files_past_tags_and_branch_stay(leaky, tmp_path):
+async def test_scrub_git_keeps_files_past_commits_tags_and_the_branch(leaky, tmp_path):
     kept = (
         "git rev-parse HEAD",
         "git symbolic-ref HEAD",
@@ -347,7 +349,7 @@ async def test_files_past_tags_and_branch_stay(leaky, tmp_path):
     assert [await said(leaky, command) for command in kept] == before
 
 
-async def test_a_detached_head_and_a_shallow_clone_are_scrubbed(runtime, tmp_path):
+async def test_scrub_git_works_on_a_shallow_clone_with_a_detached_head(runtime, tmp_path):
     script = f"({MAKE}) && git clone -q --depth 1 --branch v2 file://$PWD/repo shallow 2>/dev/null"
     made = await runtime.exec(f"{script} && mv repo deep && mv shallow repo")
     assert made.ok, made.stderr.decode()
@@ -372,7 +374,7 @@ git worktree add -q ../repo
         (LINKED, "is a linked worktree"),
     ],
 )
-async def test_an_unscrubbable_repository_fails_the_step_with_its_reason(
+async def test_scrub_git_fails_with_a_reason_on_an_unsupported_repository(
     runtime, tmp_path, make, reason
 ):
     assert (await runtime.exec(make)).ok
@@ -387,7 +389,9 @@ git --git-dir kept/modules/lib config core.worktree "$PWD/repo/lib"
 
 
 @pytest.mark.parametrize("link", [NAMED, "ln -s ../kept repo/.git"])
-async def test_a_repository_whose_data_lie_elsewhere_leaves_nothing_there(leaky, tmp_path, link):
+async def test_scrub_git_removes_a_git_folder_that_lies_outside_the_repository(
+    leaky, tmp_path, link
+):
     moved = await leaky.exec(f"set -e; mv repo/.git kept; {link}")
     assert moved.ok, moved.stderr.decode()
     assert "FUTURE" in await said(leaky, "git log --all --format=%B")
