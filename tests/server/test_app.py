@@ -60,7 +60,7 @@ async def test_unknown_path_gives_an_error_in_the_common_form(tmp_path):
         assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
 
 
-async def test_every_route_is_described_and_every_reference_leads_somewhere(tmp_path):
+async def test_openapi_describes_the_routes_and_all_its_references_resolve(tmp_path):
     async with an_app(tmp_path) as http:
         response = (await http.get("/openapi.json")).json()
     assert response["openapi"].startswith("3.1")
@@ -83,7 +83,7 @@ async def test_every_route_is_described_and_every_reference_leads_somewhere(tmp_
     assert all(one["summary"] for one in operations)
 
 
-def test_no_route_gives_no_path():
+def test_openapi_without_routes_has_no_paths():
     assert describe([])["paths"] == {}
 
 
@@ -139,7 +139,7 @@ async def test_connection_without_a_request_head_is_closed():
             writer.close()
 
 
-async def test_unfinished_heads_have_a_bounded_memory():
+async def test_memory_for_unfinished_request_heads_is_bounded():
     """Peers send heads of 15 KB each that they do not finish; a whole head counts no longer."""
     line = b"x: " + b"a" * 15_000 + b"\r\n"
     async with limited(Cramped) as url, asyncio.timeout(60):

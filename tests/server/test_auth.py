@@ -29,7 +29,7 @@ def bearer(token):
     return [(b"host", b"x"), (b"authorization", f"Bearer {token}".encode())]
 
 
-def test_both_headers_carry_a_token():
+def test_a_token_is_read_from_the_authorization_and_the_polar_header():
     auth = Auth([ApiToken(name="trainer", token=SECRET)])
     assert name_of(auth, bearer(SECRET)) == "trainer"
     assert name_of(auth, [(b"x-polar-control-token", SECRET.encode())]) == "trainer"
@@ -44,7 +44,7 @@ def test_unknown_credentials_are_refused(headers):
     assert Auth([ApiToken(name="trainer", token=SECRET)]).caller(headers) is None
 
 
-def test_roles_are_what_the_token_has_and_admin_has_all():
+def test_a_token_has_only_its_own_roles_and_admin_has_all():
     auth = Auth(
         [
             ApiToken(name="r", token=SECRET + "r", roles=(TokenRole.READ,)),
@@ -64,7 +64,7 @@ def test_one_valid_token_among_several_is_enough():
     assert name_of(Auth([ApiToken(name="trainer", token=SECRET)]), headers) == "trainer"
 
 
-def test_the_operators_token_is_made_once_for_its_user_alone(tmp_path):
+def test_operator_token_is_created_once_in_a_private_file(tmp_path):
     made = own_token(tmp_path / "data")
     kept = tmp_path / "data" / TOKEN_FILE
     assert own_token(tmp_path / "data") == made
@@ -75,7 +75,7 @@ def test_the_operators_token_is_made_once_for_its_user_alone(tmp_path):
         own_token(tmp_path / "data")
 
 
-def test_all_tokens_of_an_owner_have_one_callback_secret(tmp_path):
+def test_tokens_of_one_owner_with_different_callback_secrets_are_refused(tmp_path):
     file = tmp_path / "tokens.toml"
     entry = '[[tokens]]\nname = "{}"\ntoken = "{}"\n'
     mine = entry.format("a", SECRET + "1") + 'callback_secret = "a-secret-of-owner-a"\n'
@@ -87,7 +87,7 @@ def test_all_tokens_of_an_owner_have_one_callback_secret(tmp_path):
         callback_secrets(load_tokens(file, {}, own=OWN))
 
 
-def test_a_callback_secret_of_two_owners_is_refused(tmp_path):
+def test_a_callback_secret_shared_by_two_owners_is_refused(tmp_path):
     secret = "a-secret-of-owner-a"
     tokens = [
         ApiToken(name=name, token=SECRET + name, callback_secret=secret) for name in ("a", "b")
@@ -117,14 +117,14 @@ def test_tokens_come_from_a_file_and_from_the_environment(tmp_path):
         ("[[tokens]\n", "tokens.toml"),
     ],
 )
-def test_a_mistake_in_the_file_is_named(tmp_path, text, message):
+def test_an_invalid_tokens_file_is_refused_with_the_fault(tmp_path, text, message):
     file = tmp_path / "tokens.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_tokens(file, {}, own=OWN)
 
 
-def test_tokens_of_one_name_are_one_owners():
+def test_tokens_with_one_name_belong_to_one_tenant():
     auth = Auth([ApiToken(name="t", token=SECRET), ApiToken(name="t", token="another-of-sixteen")])
     callers = [auth.caller(bearer(token)) for token in (SECRET, "another-of-sixteen")]
     assert [one.tenant for one in callers if one is not None] == ["t", "t"]
@@ -135,5 +135,5 @@ def test_tokens_of_one_name_are_one_owners():
     assert admin.tenant is None
 
 
-def test_a_token_is_not_shown():
+def test_repr_of_a_token_hides_its_secret():
     assert SECRET not in repr(ApiToken(name="t", token=SECRET))

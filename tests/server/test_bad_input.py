@@ -45,7 +45,7 @@ def drawn_body(drawn):
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_no_request_gives_500(tmp_path, seed):
+async def test_no_random_request_gets_a_5xx_status(tmp_path, seed):
     """Drawn from our own OpenAPI: every route, with wrong paths, queries and bodies."""
     drawn = random.Random(seed)
     async with an_app(tmp_path) as http:
@@ -73,7 +73,7 @@ async def test_no_request_gives_500(tmp_path, seed):
 
 
 @pytest.mark.parametrize("depth", [10, 100_000])
-async def test_a_body_nested_without_end_is_refused(tmp_path, depth):
+async def test_a_deeply_nested_body_is_refused(tmp_path, depth):
     async with an_app(tmp_path) as http:
         response = await http.post("/v1/tasks", content=b'{"tasks":' + b"[" * depth)
         assert response.status_code == (400 if depth == 10 else 422)
@@ -104,7 +104,7 @@ async def test_a_number_of_400_digits_is_refused_by_its_fields_name(tmp_path, pl
         assert response.json()["error"]["param"] == f"tasks.0.{place}"
 
 
-async def test_a_body_of_very_many_values_is_refused_before_it_is_read(tmp_path):
+async def test_a_body_with_too_many_json_values_gets_413(tmp_path):
     fields = b",".join(b'"k%d":0' % number for number in range(MOST_VALUES + 1))
     async with an_app(tmp_path) as http:
         response = await http.post("/v1/tasks", content=b'{"tasks":[],"x":{%b}}' % fields)
@@ -112,7 +112,7 @@ async def test_a_body_of_very_many_values_is_refused_before_it_is_read(tmp_path)
         assert f"more than {MOST_VALUES} JSON values" in response.json()["error"]["message"]
 
 
-async def test_too_many_errors_of_a_body_are_counted(tmp_path):
+async def test_a_body_with_over_1000_errors_is_refused_with_their_count(tmp_path):
     rules = [{"wrong": 1}] * 1000
     agent = {"harness": "command", "command": "true", "kind_rules": rules}
     async with an_app(tmp_path) as http:

@@ -70,7 +70,7 @@ def test_site_local_addresses_are_internal():
     CallbackAddresses(["::1"]).check_url("http://[::1]/x")
 
 
-def test_an_empty_list_means_every_public_address():
+def test_an_empty_callback_list_permits_every_public_address():
     CallbackAddresses([]).check_url("https://example.com/x")
     CallbackAddresses([]).check("example.com", ip_address("93.184.215.14"))
 

@@ -107,7 +107,7 @@ async def has(service, count, state):
     return sum(row["state"] == state for row in rows) == count
 
 
-async def test_signed_callbacks_for_each_session_and_then_the_task(tmp_path):
+async def test_signed_callbacks_are_sent_for_each_session_and_for_the_task(tmp_path):
     async with (
         Receiver().up() as receiver,
         a_service(tmp_path, FakeWorkers(answers={"a.1": failure("harness_crash")})) as service,
@@ -410,7 +410,7 @@ async def test_two_servers_send_each_callback_once(tmp_path):
         assert len(ids) == len(set(ids)) == 24
 
 
-async def test_callbacks_of_an_earlier_process_are_sent_at_once(tmp_path):
+async def test_callbacks_claimed_by_an_earlier_process_of_a_server_are_sent_at_once(tmp_path):
     async with Receiver().up() as receiver, a_service(tmp_path, owner="me") as service:
         await service.submit([submission("a", callback_url=receiver.url)], owner="o")
         await ended(service, "a")
@@ -422,7 +422,9 @@ async def test_callbacks_of_an_earlier_process_are_sent_at_once(tmp_path):
             await until(lambda: is_acked(service, "a"))
 
 
-def test_the_secret_is_kept_and_for_its_owner_only(tmp_path, monkeypatch):
+def test_callback_secret_is_kept_in_a_private_file_unless_the_environment_sets_it(
+    tmp_path, monkeypatch
+):
     monkeypatch.delenv(SECRET_ENV, raising=False)
     secret = callback_secret(tmp_path)
     assert callback_secret(tmp_path) == secret
@@ -434,7 +436,7 @@ def test_the_secret_is_kept_and_for_its_owner_only(tmp_path, monkeypatch):
         callback_secret(tmp_path / "callback.secret")
 
 
-def test_a_signature_covers_time_and_body():
+def test_a_callback_signature_covers_its_time():
     assert signature(b"k", b"{}", at=5) != signature(b"k", b"{}", at=6)
     assert signature(b"k", b"{}", at=5).startswith("t=5,v1=")
 
@@ -453,7 +455,7 @@ def known(receivers, name, *, taken=True, seconds=0.0):
     receivers.end(name, taken=taken, seconds=seconds)
 
 
-def test_receiver_gets_one_callback_until_it_acknowledged_one():
+def test_a_new_receiver_gets_one_callback_at_a_time_until_it_acknowledges_one():
     receivers = Receivers()
     assert fill(receivers, "a") == 1
     receivers.end("a", taken=True, seconds=0.1)
@@ -495,7 +497,7 @@ def test_callbacks_in_flight_are_limited_and_released():
     assert receivers.room == 1
 
 
-def test_old_receivers_are_forgotten():
+def test_receivers_beyond_the_remembered_number_are_forgotten():
     receivers = Receivers()
     for number in range(REMEMBERED + 1):
         known(receivers, f"r{number}", taken=False)

@@ -9,7 +9,7 @@ from bridle.gateway.weights import SetPolicy
 from bridle.node.fleet import earlier_runs
 
 
-def test_the_runs_before_one_are_known_from_its_id():
+def test_earlier_run_ids_are_derived_from_a_run_id():
     assert earlier_runs("t.0") == ()
     assert earlier_runs("t.0.r3") == ("t.0", "t.0.r2")
     assert earlier_runs("task.rest.0") == ()
@@ -26,7 +26,7 @@ async def let_all(remotes, wanted):
         await asyncio.sleep(0.005)
 
 
-async def test_a_server_computes_on_many_nodes(tmp_path):
+async def test_a_server_spreads_the_sessions_of_a_task_over_its_nodes(tmp_path):
     async with (
         remote_nodes("a", "b", capacity=2) as remotes,
         a_runner(*remotes, outlive=True) as runner,
@@ -81,7 +81,7 @@ async def test_a_restarted_server_joins_running_runs_and_runs_nothing_twice(tmp_
         assert sorted(remotes[0].node.ran) == ["t.0", "t.1", "t.2"]
 
 
-async def test_what_had_ended_on_a_disk_is_recalled_by_the_next_life(tmp_path):
+async def test_a_restarted_server_recalls_results_from_the_disk_of_a_node(tmp_path):
     async with remote_nodes("a") as remotes:
         async with (
             a_runner(*remotes, outlive=True) as runner,
@@ -99,7 +99,7 @@ async def test_what_had_ended_on_a_disk_is_recalled_by_the_next_life(tmp_path):
             assert remotes[0].node.ran == []
 
 
-async def test_every_node_is_steered_and_one_that_refuses_is_named():
+async def test_set_policy_reaches_every_node_and_names_a_node_that_refuses():
     async with remote_nodes("a", "b") as remotes, a_runner(*remotes) as runner:
         await runner.set_policy(SetPolicy(version=3, paused=False))
         assert [remote.gateway.version for remote in remotes] == [3, 3]
@@ -112,7 +112,7 @@ async def test_every_node_is_steered_and_one_that_refuses_is_named():
             await runner.set_policy(SetPolicy(version=4))
 
 
-async def test_an_engine_that_all_nodes_use_loads_weights_once_while_all_hold():
+async def test_weights_of_a_shared_engine_are_loaded_once_while_all_nodes_hold():
     async with remote_nodes("a", "b") as remotes, a_runner(*remotes) as runner:
         await runner.set_policy(SetPolicy(weights="/w", version=5))
         asked = [[one.weights for one in remote.gateway.asked if one.weights] for remote in remotes]
@@ -121,14 +121,14 @@ async def test_an_engine_that_all_nodes_use_loads_weights_once_while_all_hold():
         assert all(remote.gateway.asked[-1].hold is False for remote in remotes)
 
 
-async def test_without_a_node_there_is_nothing_to_steer():
+async def test_set_policy_without_a_node_is_an_engine_error():
     async with a_runner() as runner:
         with pytest.raises(EngineError, match="no node"):
             await runner.set_policy(SetPolicy(version=1))
         assert runner.policy()["version"] == 0
 
 
-async def test_a_node_that_joins_late_samples_under_the_same_policy_on_the_same_engines():
+async def test_a_late_node_gets_the_current_policy_and_engines():
     async with remote_nodes("a", "late") as remotes, a_runner(remotes[0]) as runner:
         await runner.set_policy(SetPolicy(version=7))
         await runner.set_policy(SetPolicy(paused=True))
@@ -148,7 +148,7 @@ async def test_a_node_that_joins_late_samples_under_the_same_policy_on_the_same_
         assert runner.replicas == []
 
 
-async def test_a_node_that_joins_late_loads_the_last_weights_where_its_own_are_older():
+async def test_a_late_node_is_asked_to_load_the_last_weights_if_its_own_are_older():
     async with remote_nodes("a", "late", "later") as remotes, a_runner(remotes[0]) as runner:
         await runner.set_policy(SetPolicy(weights="/w", version=7))
         runner.join(remotes[1])
@@ -160,7 +160,7 @@ async def test_a_node_that_joins_late_loads_the_last_weights_where_its_own_are_o
         assert remotes[2].gateway.asked == [SetPolicy(version=8)]
 
 
-async def test_a_node_is_drained_by_either_of_its_names():
+async def test_a_node_is_drained_by_its_name_or_its_id():
     async with remote_nodes("a", "b") as remotes, a_runner(*remotes) as runner:
         await runner.drain_node("a")
         await runner.drain_node("id-b")
@@ -169,7 +169,7 @@ async def test_a_node_is_drained_by_either_of_its_names():
         assert all(member.idle for member in runner.members())
 
 
-async def test_what_is_kept_of_a_run_is_found_and_removed_wherever_it_is():
+async def test_artifacts_of_a_run_are_found_and_removed_on_any_node():
     async with remote_nodes("a", "b") as remotes, a_runner(*remotes) as runner:
         remotes[1].disk["s"] = result("s", task(), 0)
         assert await runner.artifact("s", "x.log") == b"id-b s x.log"
@@ -180,7 +180,7 @@ async def test_what_is_kept_of_a_run_is_found_and_removed_wherever_it_is():
         assert await runner.kept_bytes() == 100
 
 
-async def test_metrics_of_every_node_that_answers_have_its_name():
+async def test_metrics_of_reachable_nodes_are_keyed_by_node_name():
     async with remote_nodes("a", "b", "c") as remotes, a_runner(*remotes) as runner:
         remotes[1].gateway.version = 3
         remotes[2].failure = "away"

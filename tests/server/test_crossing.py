@@ -72,7 +72,7 @@ async def test_fields_that_reach_the_servers_machine_are_refused_by_name(tmp_pat
             assert (response.status_code, error["param"]) == (422, param), error
 
 
-async def test_local_is_for_admins_unless_the_operator_lists_it(tmp_path):
+async def test_local_runtime_is_for_admins_unless_the_operator_lists_it(tmp_path):
     own = {"authorization": f"Bearer {TENANT.token}"}
     for runtimes, status in ((None, 422), (("local",), 200)):
         permits = SubmissionPolicy(local=True, runtimes=runtimes)
@@ -129,7 +129,7 @@ async def fork(client, session_id, **wanted):
 
 
 @pytest.mark.timeout(120)
-async def test_the_owner_of_a_session_forks_it_and_its_forks(tmp_path, monkeypatch):
+async def test_only_the_owner_of_a_session_forks_it_and_its_forks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the data folder is relative, as by default
     tokens = tmp_path / "tokens.toml"
     both = ("the-token-of-alice", "the-token-of-bob")

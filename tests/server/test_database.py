@@ -23,7 +23,7 @@ def test_a_path_is_a_sqlite_file_and_urls_get_their_async_driver():
         database_url("postgresql://h:port/d")
 
 
-async def test_opening_twice_finds_what_was_written(tmp_path):
+async def test_a_reopened_database_has_the_written_rows(tmp_path):
     for _ in range(2):
         async with await Database.open(tmp_path / "a.sqlite") as database:
             async with database.write() as connection:
@@ -43,7 +43,7 @@ async def test_servers_that_create_a_database_together_all_see_it_migrated(tmp_p
     assert [one.result() for one in opening] == [0, 0, 0, 0]
 
 
-async def test_connections_that_create_a_file_together_wait_for_each_other(tmp_path):
+async def test_concurrent_connections_to_a_new_database_file_all_use_wal_mode(tmp_path):
     for number in range(20):
         databases = [Database(database_url(f"{tmp_path}/{number}.sqlite")) for _ in range(4)]
 
@@ -57,7 +57,7 @@ async def test_connections_that_create_a_file_together_wait_for_each_other(tmp_p
         assert [one.result() for one in modes] == ["wal"] * 4
 
 
-async def test_a_transaction_that_fails_leaves_nothing(tmp_path):
+async def test_a_failed_transaction_is_rolled_back(tmp_path):
     async with await Database.open(tmp_path / "a.sqlite") as database:
 
         async def fail():
@@ -186,7 +186,7 @@ class Said(Exception):
         (None, DBAPIError),
     ],
 )
-async def test_client_retries_temporary_errors_and_no_others(tmp_path, state, expected):
+async def test_only_temporary_database_errors_become_state_errors(tmp_path, state, expected):
     async with await Database.open(tmp_path / "a.sqlite") as database:
         with pytest.raises(expected):
             async with database.write():

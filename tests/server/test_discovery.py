@@ -40,11 +40,11 @@ scrape_configs:
         ("no engine yet", []),
     ],
 )
-def test_lines_json_and_prometheus_name_engines(text, engines):
+def test_engines_are_read_from_lines_json_and_prometheus_targets(text, engines):
     assert engines_in(text) == engines
 
 
-async def test_a_routers_list_of_workers_names_servers_of_the_kind_before_it(tmp_path):
+async def test_engine_kind_before_a_source_applies_to_the_workers_that_a_router_lists(tmp_path):
     workers = tmp_path / "list_workers"
     workers.write_text('{"urls": ["http://a:1", "sglang:http://b:2", "openai:http://c:3#m"]}')
     engines = ["sglang:http://a:1", "sglang:http://b:2", "openai:http://c:3#m"]
@@ -60,7 +60,7 @@ def test_a_text_that_names_no_engine_is_read_in_linear_time(text):
     assert time.thread_time() - began < 1
 
 
-async def test_an_endless_list_of_engines_is_not_read_to_its_end(tmp_path):
+async def test_an_endless_engine_list_is_read_up_to_a_limit_and_gives_no_engine(tmp_path):
     long = tmp_path / "long"
     long.write_text("http://a:1\n" + " " * scheduler.MOST_BYTES)
     assert await engines_named(str(long)) == await engines_named("/dev/zero") == []
@@ -86,7 +86,7 @@ async def test_an_endless_list_of_engines_is_not_read_to_its_end(tmp_path):
     assert sent < 100 << 20
 
 
-async def test_a_url_names_engines_and_what_cannot_be_read_names_none(tmp_path):
+async def test_engines_are_read_from_a_url_and_an_unreadable_source_gives_none(tmp_path):
     app = web.Application()
 
     async def engines(request):
@@ -107,7 +107,9 @@ async def test_a_url_names_engines_and_what_cannot_be_read_names_none(tmp_path):
     assert await engines_named(str(tmp_path)) == []
 
 
-async def test_a_server_waits_for_the_first_engine(tmp_path, monkeypatch):
+async def test_a_server_waits_for_the_first_listed_engine_within_its_patience(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(scheduler, "READ_EVERY_S", 0.01)
     source = tmp_path / "engines"
     async with asyncio.TaskGroup() as group:
@@ -132,7 +134,7 @@ class Late(FakeWorkers):
         await super().add_replica(engine)
 
 
-async def test_engines_join_and_leave_as_they_are_named():
+async def test_engines_join_and_leave_as_the_source_lists_them():
     workers, named, answered = Late(), "a:1 late:1", []
 
     async def engines(_):
@@ -179,7 +181,7 @@ class Few(FakeWorkers):
         await super().remove_replica(name, drain_s)
 
 
-async def test_the_only_engine_serves_until_the_engines_named_instead_have_joined(tmp_path):
+async def test_the_only_engine_stays_until_its_listed_replacement_has_joined(tmp_path):
     workers, source = Few(), tmp_path / "engines"
     workers.replicas.append("http://old:1")
     source.write_text("new:1")
@@ -213,7 +215,7 @@ async def test_an_engine_that_a_node_of_a_cluster_cannot_remove_now_is_removed_l
                 task.cancel()
 
 
-async def test_an_engine_that_was_removed_by_hand_joins_again_once_it_is_named(tmp_path):
+async def test_an_engine_removed_by_hand_joins_again_once_the_source_lists_it(tmp_path):
     workers, source = FakeWorkers(), tmp_path / "engines"
     workers.replicas.append("http://a:1")
     source.write_text("a:1")

@@ -4,7 +4,7 @@ from bridle.aio import Condition
 from bridle.server.service import BACKLOG, EventBus
 
 
-async def test_a_notification_wakes_everyone_with_an_earlier_ticket():
+async def test_a_notification_wakes_waiters_with_an_earlier_ticket_only():
     condition = Condition()
     ticket = condition.ticket()
     condition.notify_all()
@@ -39,7 +39,7 @@ async def test_a_slow_subscriber_gets_the_number_of_lost_events_and_delays_nobod
         assert await slow.next(1) == {"n": 3}
 
 
-async def test_a_waiting_subscriber_is_woken():
+async def test_a_published_event_wakes_a_waiting_subscriber():
     bus = EventBus()
     with bus.subscribe() as subscriber:
         async with asyncio.TaskGroup() as group:

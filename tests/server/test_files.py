@@ -29,14 +29,14 @@ async def test_trajectory_file_round_trip(tmp_path, root, trajectory):
         await files.read(name)
 
 
-async def test_a_write_that_fails_leaves_no_file_of_that_name(tmp_path):
+async def test_a_trajectory_write_below_a_file_is_a_store_error(tmp_path):
     (tmp_path / "root").write_text("no folder")
     files = TrajectoryFiles(tmp_path / "root", parquet)
     with pytest.raises(StoreError, match="cannot write"):
         await files.write(files.name("s"), WHOLE)
 
 
-async def test_file_is_written_under_another_name_and_renamed(tmp_path):
+async def test_a_trajectory_is_written_under_a_temporary_name_and_renamed(tmp_path):
     files = TrajectoryFiles(tmp_path, parquet)
     name = files.name("s")
     (tmp_path / name).parent.mkdir()

@@ -53,7 +53,7 @@ async def test_harness_failure_is_final_and_infrastructure_failure_is_retried(tm
         assert (await state.queries.task("a"))["state"] == TaskState.FAILED
 
 
-async def test_a_slow_stage_of_ours_is_run_again_and_an_agent_s_timeout_is_not(tmp_path):
+async def test_a_timeout_of_a_bridle_stage_is_retried_and_an_agent_timeout_is_not(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 2, max_attempts=2))
         ours, agents = await claim(state)
@@ -80,7 +80,7 @@ async def test_early_stop_cancels_running_and_unstarted_sessions(tmp_path):
         ]
 
 
-async def test_a_group_needs_its_fraction(tmp_path):
+async def test_a_group_completes_only_with_its_min_completed_fraction(tmp_path):
     async with a_state(tmp_path) as state:
         for name, fraction in (("a", 0.5), ("b", 0.51), ("c", 0.0)):
             await submit(state, submission(name, 2, min_completed_fraction=fraction))
@@ -122,7 +122,7 @@ async def test_a_cancelled_task_ends_when_its_last_run_does(tmp_path):
         assert await state.stop_task("nobody", "cancelled", now=NOW) is None
 
 
-async def test_a_waiting_session_is_cancelled_alone(tmp_path):
+async def test_stopping_a_waiting_session_cancels_only_that_session_at_once(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 2))
         one, two = await claim(state)

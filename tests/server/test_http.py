@@ -34,7 +34,7 @@ async def test_request_needs_a_token_with_the_role(tmp_path):
         ] == "submitter"
 
 
-async def test_a_url_with_a_token_is_enough_for_a_client(tmp_path):
+async def test_basic_auth_password_is_accepted_as_the_token(tmp_path):
     """`http://x:TOKEN@host`: HTTP clients make `Authorization: Basic` of it."""
     async with an_app(tmp_path, tokens=[READER]) as http:
         for password, status in ((READER.token, 200), ("wrong", 401), ("", 401)):
@@ -56,7 +56,7 @@ async def test_a_url_with_a_token_is_enough_for_a_client(tmp_path):
         (b'{"tasks": [], "x": 1}', 422, "invalid"),
     ],
 )
-async def test_a_body_that_cannot_be_read_is_refused(tmp_path, content, status, code):
+async def test_a_malformed_or_invalid_body_gets_400_or_422(tmp_path, content, status, code):
     async with an_app(tmp_path) as http:
         response = await http.post("/v1/tasks", content=content)
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
@@ -98,7 +98,9 @@ async def test_query_parameter_out_of_bounds_is_named(tmp_path, limit):
         (KeyError("a bug"), 500, "internal"),
     ],
 )
-async def test_errors_have_a_status_and_hide_bugs(tmp_path, error, status, code):
+async def test_service_errors_map_to_http_statuses_and_bugs_are_not_disclosed(
+    tmp_path, error, status, code
+):
     async with an_app(tmp_path) as http:
 
         async def fail(_):
@@ -121,7 +123,7 @@ async def test_accept_header_selects_the_media_type(tmp_path, accept, status):
         assert response.status_code == status
 
 
-async def test_a_quota_and_a_conflict_have_their_own_status(tmp_path):
+async def test_a_full_quota_gets_429_and_a_conflicting_task_gets_409(tmp_path):
     async with an_app(tmp_path, max_queued_samples=2) as http:
         await http.service.pause()
         assert (await http.post("/v1/tasks", json={"tasks": [body(samples=2)]})).status_code == 200

@@ -29,7 +29,7 @@ def work(task_id="t", samples=1):
     )
 
 
-async def test_a_task_is_done_by_a_node_and_its_result_kept(tmp_path):
+async def test_a_task_runs_on_a_local_node_and_its_trajectory_and_log_are_kept(tmp_path):
     async with a_node(tmp_path) as node, await Database.open(tmp_path / "s.sqlite") as database:
         files = TrajectoryFiles(tmp_path / "trajectories", parquet)
         async with Service(database=database, files=files, workers=node) as service:
@@ -48,7 +48,7 @@ async def test_a_task_is_done_by_a_node_and_its_result_kept(tmp_path):
             assert service.stage("t.0", 1) is None
 
 
-async def test_a_run_s_capture_is_had_as_a_file_of_its_own(tmp_path):
+async def test_capture_of_one_run_is_served_as_a_separate_file(tmp_path):
     store = await SqliteStore.open(tmp_path / "capture.sqlite")
     async with store, a_node(tmp_path, store=store) as node:
         result = await node.run(work(), 0, "t.0", frozenset())
@@ -61,7 +61,7 @@ async def test_a_run_s_capture_is_had_as_a_file_of_its_own(tmp_path):
         assert await node.artifact("u.0", CAPTURE) is None
 
 
-async def test_what_is_released_leaves_memory_and_what_is_removed_leaves_the_disk(tmp_path):
+async def test_ended_runs_leave_the_gateway_and_removed_groups_leave_the_disk(tmp_path):
     async with a_node(tmp_path) as node, await Database.open(tmp_path / "s.sqlite") as database:
         files = TrajectoryFiles(tmp_path / "trajectories", parquet)
         settings = ServiceSettings(keep_gb=1e-9)
@@ -83,14 +83,14 @@ async def test_what_is_released_leaves_memory_and_what_is_removed_leaves_the_dis
             assert list((tmp_path / "trajectories").rglob("*.parquet")) == []
 
 
-async def test_impossible_run_id_removes_nothing_else(tmp_path):
+async def test_a_run_id_with_a_parent_path_removes_no_other_folder(tmp_path):
     async with a_node(tmp_path) as node:
         (node.folder.path / "precious").mkdir()
         await node.remove("../precious")
         assert (node.folder.path / "precious").exists()
 
 
-async def test_keys_of_earlier_lives_are_dead_and_their_sessions_take_no_memory(tmp_path):
+async def test_a_restarted_node_closes_earlier_sessions_and_keeps_none_in_memory(tmp_path):
     async with (
         await SqliteStore.open(tmp_path / "capture.sqlite") as store,
         a_node(tmp_path, store=store) as node,
@@ -111,7 +111,7 @@ async def test_keys_of_earlier_lives_are_dead_and_their_sessions_take_no_memory(
         assert outcome.error == KILLED
 
 
-async def test_a_run_that_had_ended_is_recalled_and_one_that_had_not_is_closed(tmp_path):
+async def test_recall_returns_an_ended_run_and_closes_a_killed_one(tmp_path):
     async with (
         await SqliteStore.open(tmp_path / "capture.sqlite") as store,
         a_node(tmp_path, store=store) as node,
@@ -132,7 +132,7 @@ async def test_a_run_that_had_ended_is_recalled_and_one_that_had_not_is_closed(t
             assert await node.recall("cut.0") is None  # and at the next start again
 
 
-async def test_a_run_that_the_stopping_server_ended_is_not_complete(tmp_path):
+async def test_recall_of_a_run_cancelled_by_a_stopping_server_returns_none(tmp_path):
     async with a_node(tmp_path) as node:
         await node.gateway.open_session("a.0", task_id="a")
         await node.gateway.seal("a.0")
@@ -142,13 +142,13 @@ async def test_a_run_that_the_stopping_server_ended_is_not_complete(tmp_path):
         assert await node.recall("a.0") is None
 
 
-async def test_the_policy_is_the_gateways(tmp_path):
+async def test_set_policy_of_a_local_node_reaches_its_gateway(tmp_path):
     async with a_node(tmp_path) as node:
         assert (await node.set_policy(SetPolicy(version=5)))["version"] == 5
         assert node.gateway.policy()["version"] == 5
 
 
-def test_a_servers_folder_is_taken_again_but_not_by_two(tmp_path):
+def test_a_server_folder_can_be_reopened_but_not_opened_twice_at_once(tmp_path):
     with ServerFolder.open(tmp_path / "node"), pytest.raises(ConfigError, match="in use"):
         ServerFolder.open(tmp_path / "node")
     with ServerFolder.open(tmp_path / "node") as folder:

@@ -97,7 +97,7 @@ async def test_scrape_reports_an_unreachable_database_as_a_gauge(tmp_path, monke
         assert (await numbers(http))["bridle_server_healthy",] == 0
 
 
-async def test_a_scrape_needs_a_token_where_there_are_tokens(tmp_path):
+async def test_metrics_route_answers_401_without_a_token(tmp_path):
     tokens = [ApiToken(name="prometheus", token="s" * 16, roles=(TokenRole.METRICS,))]
     async with an_app(tmp_path, tokens=tokens) as http:
         assert (await http.get("/metrics")).status_code == 401

@@ -51,7 +51,7 @@ def refused(**changes):
     return dict(PolarTask.model_validate(SMALL | changes).refused(SubmissionPolicy()))
 
 
-def test_a_full_request_is_translated():
+def test_a_full_polar_request_is_translated_to_a_bridle_task():
     wanted = PolarTask.model_validate(FULL)
     assert list(wanted.refused(SubmissionPolicy())) == []
     ours = wanted.submission()

@@ -83,7 +83,7 @@ def check_trace(trace):
     assert trace["finish_reason"] == "stop"
 
 
-async def test_an_unmodified_client_of_polar_works(tmp_path):
+async def test_an_unmodified_polar_client_submits_a_task_and_gets_its_results(tmp_path):
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         receiver = await enter(Receiver().up())

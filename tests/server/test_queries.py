@@ -66,7 +66,7 @@ async def test_next_page_begins_after_the_cursor(tmp_path):
         assert [row["task_id"] for row in queued] == ["b", "c"]
 
 
-async def test_counts_pause_and_resume(tmp_path):
+async def test_counts_report_tasks_sessions_callbacks_and_groups_by_state(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", callback_url="http://h/x"), submission("b", 2))
         one, two = await claim(state, 2)

@@ -37,7 +37,7 @@ async def test_task_status_has_results_only_on_request(tmp_path):
         assert (await task_status(service, task, results=False))["results"] == []
 
 
-async def test_trajectory_removed_during_the_read_is_none(tmp_path):
+async def test_a_trajectory_removed_by_retention_is_read_as_none(tmp_path):
     async with a_service(tmp_path) as service:
         _, rows = await a_group(service)
         await service.files.remove(rows[0]["file"])
@@ -57,13 +57,13 @@ async def test_packed_results_have_arrays_as_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("state", TaskState)
-def test_polar_knows_three_states_of_a_task(state):
+def test_polar_task_status_is_running_until_final_and_completed_only_if_completed(state):
     result = polar_status({"state": state})
     assert (result == "running") == (state not in FINAL_TASKS)
     assert (result == "completed") == (state is TaskState.COMPLETED)
 
 
-def test_polar_knows_no_cancelled_session():
+def test_polar_status_of_a_cancelled_session_is_error():
     assert polar_state("CANCELLED") == "ERROR"
     assert polar_state("TIMEOUT") == "TIMEOUT"
 

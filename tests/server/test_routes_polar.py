@@ -63,7 +63,7 @@ async def one_ended(http):
     return (await http.service.queries.task("t"))["ended"] == 1
 
 
-async def test_cancelled_shows_as_error(tmp_path):
+async def test_polar_routes_report_a_cancelled_task_as_failed_and_its_session_as_error(tmp_path):
     workers = FakeWorkers(held=True)
     async with an_app(tmp_path, workers) as http:
         await submit(http)
@@ -77,7 +77,7 @@ async def test_cancelled_shows_as_error(tmp_path):
         assert [one["status"] for one in sessions] == ["ERROR"]
 
 
-async def test_an_id_can_be_cancelled_before_it_is_submitted(tmp_path):
+async def test_a_task_id_can_be_cancelled_before_it_is_submitted(tmp_path):
     async with an_app(tmp_path) as http:
         assert (await http.delete("/rollout/task/t")).status_code == 404
         response = await http.delete("/rollout/task/t?register_if_missing=true")
@@ -102,7 +102,7 @@ async def test_an_id_can_be_cancelled_before_it_is_submitted(tmp_path):
         ({"task_id": "../x"}, "task_id"),
     ],
 )
-async def test_wrong_field_is_named_with_the_known_ones(tmp_path, changes, param):
+async def test_an_invalid_field_is_refused_by_name_with_the_known_values(tmp_path, changes, param):
     async with an_app(tmp_path) as http:
         response = await submit(http, **changes)
         assert (response.status_code, response.json()["error"]["param"]) == (422, param)
@@ -111,7 +111,7 @@ async def test_wrong_field_is_named_with_the_known_ones(tmp_path, changes, param
         assert (await http.get("/tasks")).json()["tasks"] == []
 
 
-async def test_lists_are_paged(tmp_path):
+async def test_task_and_session_lists_are_paginated_by_cursor(tmp_path):
     async with an_app(tmp_path, FakeWorkers(answers={"b": failure("harness_crash")})) as http:
         for name in "abc":
             await submit(http, name, num_samples=2)
@@ -127,7 +127,7 @@ async def test_lists_are_paged(tmp_path):
         assert (await http.get("/tasks/nobody/sessions")).status_code == 404
 
 
-async def test_status_and_health(tmp_path):
+async def test_status_route_reports_slots_and_health_route_gets_503_after_a_failure(tmp_path):
     async with an_app(tmp_path) as http:
         assert (await http.get("/rollout/status")).json()["slots"] == 4
         assert (await http.get("/health")).json()["status"] == "ok"
@@ -136,7 +136,7 @@ async def test_status_and_health(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/nodes", "/nodes/register", "/callbacks/session_result"])
-async def test_the_routes_of_nodes_are_not_served(tmp_path, path):
+async def test_node_routes_of_polar_are_not_served(tmp_path, path):
     async with an_app(tmp_path) as http:
         assert (await http.post(path, json={})).status_code == 404
         assert (await http.put("/tasks")).status_code == 405

@@ -32,7 +32,7 @@ async def test_batch_is_accepted_as_a_whole_or_not_at_all(tmp_path):
         assert [one["new"] for one in response.json()["tasks"]] == [False, True]
 
 
-async def test_our_default_builder_is_prefix_merging(tmp_path):
+async def test_default_builder_of_a_v1_task_is_prefix_merging(tmp_path):
     async with an_app(tmp_path) as http:
         await submit(http, body("a"))
         spec = (await http.service.queries.task("a"))["spec"]
@@ -55,7 +55,7 @@ async def test_tasks_are_listed_by_state_and_shown(tmp_path):
         )
 
 
-async def test_long_poll_of_a_task_ends_with_it(tmp_path):
+async def test_long_poll_of_a_task_returns_when_the_task_ends(tmp_path):
     workers = FakeWorkers(held=True)
     async with an_app(tmp_path, workers) as http:
         await submit(http, body("a"))
@@ -181,7 +181,7 @@ async def reward(http, session_id, value, **more):
     return await http.post(f"/v1/sessions/{session_id}/reward", json={"reward": value, **more})
 
 
-async def test_rewards_of_a_session_are_bounded_and_the_last_accepted_one_counts(tmp_path):
+async def test_rewards_of_a_session_are_limited_in_size_and_the_last_accepted_one_counts(tmp_path):
     async with an_app(tmp_path) as http:
         await submit(http, body("a"))
         await ended(http.service, "a")
@@ -195,7 +195,7 @@ async def test_rewards_of_a_session_are_bounded_and_the_last_accepted_one_counts
         assert (await http.get("/v1/sessions/a.0")).json()["reward"] == given - 1 > 5
 
 
-async def test_later_reward_is_in_an_unacknowledged_group(tmp_path):
+async def test_a_later_reward_is_delivered_with_an_unacknowledged_group(tmp_path):
     async with an_app(tmp_path) as http:
         await submit(http, body("a"))
         await ended(http.service, "a")
@@ -252,7 +252,7 @@ async def test_reward_is_refused_for_a_running_or_unscorable_session(tmp_path):
             assert (await reward(http, "a.0", wrong)).status_code == 422
 
 
-async def test_artifacts_are_files_of_the_run_and_nothing_else(tmp_path):
+async def test_artifact_route_serves_files_as_sandboxed_attachments_and_404_otherwise(tmp_path):
     log = tmp_path / "stdout.log"
     log.write_text("hello")
     async with an_app(tmp_path, FakeWorkers(artifacts={("a.0", "stdout.log"): log})) as http:
@@ -324,7 +324,7 @@ async def test_dead_callbacks_are_listed_and_replayed(tmp_path):
         assert (await http.post("/v1/callbacks/replay")).json() == {"replayed": 1}
 
 
-async def test_pause_and_policy_are_changed(tmp_path):
+async def test_pause_drain_resume_and_policy_routes_change_the_server_state(tmp_path):
     workers = FakeWorkers()
     async with an_app(tmp_path, workers) as http:
         assert (await http.post("/v1/pause")).json()["paused"] is True
@@ -379,7 +379,7 @@ async def test_nodes_are_shown_and_drained_by_name(tmp_path):
         assert (refused.status_code, refused.json()["error"]["param"]) == (404, "name")
 
 
-async def test_replicas_join_and_leave_all_nodes(tmp_path):
+async def test_replica_routes_add_and_remove_an_engine(tmp_path):
     workers = FakeWorkers()
     async with an_app(tmp_path, workers) as http:
         assert (await http.post("/v1/replicas", json={"engine": REPLICA})).status_code == 200

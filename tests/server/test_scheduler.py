@@ -42,7 +42,7 @@ async def test_sessions_run_in_free_slots_and_their_results_are_stored(tmp_path)
         assert (row["version_min"], row["version_max"]) == (3, 3)
 
 
-async def test_no_more_runs_than_slots(tmp_path):
+async def test_concurrent_runs_never_exceed_the_slots(tmp_path):
     workers = FakeWorkers(capacity=3, held=True)
     async with a_service(tmp_path, workers) as service:
         await submit(service, submission("a", 5))

@@ -33,12 +33,12 @@ def test_submission_splits_into_task_and_group_options():
         {"budgets": {"agent_s": -1}},
     ],
 )
-def test_wrong_values_are_named(wrong):
+def test_an_invalid_submission_field_is_refused_by_name(wrong):
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         Submission.model_validate(body() | wrong)
 
 
-def test_a_batch_is_bounded():
+def test_an_empty_batch_is_refused():
     with pytest.raises(ValidationError):
         TaskBatch.model_validate({"tasks": []})
 
@@ -50,7 +50,7 @@ def test_error_has_its_message_in_both_fields(message, param):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
-def test_on_loopback_local_runs(host):
+def test_local_runtime_is_permitted_on_loopback(host):
     assert ServerSettings(host=host).checked().permits.local
 
 
@@ -59,6 +59,6 @@ def test_local_runtime_is_refused_off_loopback(host):
     assert not ServerSettings(host=host).checked().permits.local
 
 
-def test_local_cannot_be_set_by_configuration():
+def test_local_runtime_permission_cannot_be_set_by_configuration():
     given = ServerSettings(host="0.0.0.0", permits=SubmissionPolicy(local=True))
     assert not given.checked().permits.local

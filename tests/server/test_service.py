@@ -79,7 +79,7 @@ async def test_pause_survives_a_restart(tmp_path):
         await ended(service, "a")
 
 
-async def test_draining_waits_for_what_runs_and_starts_nothing(tmp_path):
+async def test_draining_waits_for_running_sessions_and_starts_no_new_one(tmp_path):
     workers = FakeWorkers(capacity=1, held=True)
     async with a_service(tmp_path, workers, drain_s=10) as service:
         await submit(service, submission("a", 2))
@@ -117,7 +117,7 @@ async def test_stale_running_sessions_are_cancelled_if_configured(tmp_path):
         assert task["state"] == "failed"
 
 
-async def test_session_is_cancelled_alone_in_any_state(tmp_path):
+async def test_cancelling_a_session_affects_no_other_session_of_its_task(tmp_path):
     workers = FakeWorkers(capacity=2, held=True)
     async with a_service(tmp_path, workers) as service:
         await submit(service, submission("a", 2))
@@ -153,7 +153,7 @@ async def test_events_report_the_stage_of_runs(tmp_path):
         assert service.stage("a.0", 1) is None
 
 
-async def test_failed_part_of_the_server_is_reported_by_health(tmp_path):
+async def test_an_exception_of_a_part_of_the_server_is_recorded_as_its_failure(tmp_path):
     async with a_service(tmp_path) as service:
         service.failed(RuntimeError("a bug"))
         assert service.failure == "RuntimeError('a bug')"

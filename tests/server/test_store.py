@@ -44,7 +44,7 @@ async def submit(state, *submissions, owner="o", now=NOW, quota=None):
     return await state.submit(submissions, owner=owner, now=now, quota=quota)
 
 
-async def test_same_body_is_accepted_once_and_another_body_refused(tmp_path):
+async def test_a_resubmitted_task_is_accepted_once_and_a_changed_body_refused(tmp_path):
     async with a_state(tmp_path) as state:
         assert await submit(state, submission("a"), submission("b")) == [True, True]
         assert await submit(state, submission("b"), submission("c")) == [False, True]
@@ -90,7 +90,7 @@ async def test_queued_session_has_no_row(tmp_path):
         assert counts.waiting == 997
 
 
-async def test_limits_hold_back_new_groups_and_not_started_ones(tmp_path):
+async def test_group_limits_hold_back_new_groups_but_not_started_ones(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 3), submission("b", 2), submission("c", 1))
         assert [one.task_id for one in await claim(state, 1, groups=1)] == ["a"]
@@ -201,7 +201,7 @@ async def test_reserved_id_is_refused_later(tmp_path):
         assert await claim(state) == []
 
 
-async def test_numbers_are_stored(tmp_path):
+async def test_policy_version_is_stored_and_copied_to_tasks_and_sessions(tmp_path):
     async with a_state(tmp_path) as state:
         await state.set_number("policy_version", 9)
     async with a_state(tmp_path) as state:
@@ -250,7 +250,7 @@ async def test_unused_share_of_an_owner_goes_to_the_others(tmp_path):
         assert owners(await claim(state, 9)) == {"a": 6, "b": 1, "c": 2}
 
 
-async def test_weights_divide_the_slots(tmp_path):
+async def test_owner_weights_divide_the_claimed_sessions(tmp_path):
     async with a_state(tmp_path) as state:
         weighted = TaskStore(state.database, FairShares({"a": 3.0}))
         for owner in "ab":
@@ -294,7 +294,7 @@ async def test_group_limits_apply_to_each_owner(tmp_path):
 
 
 @pytest.mark.parametrize("limit", ["max_inflight_groups", "max_unacked_groups"])
-async def test_groups_of_one_owner_hold_back_no_other(tmp_path, limit):
+async def test_group_limits_of_one_owner_do_not_block_another_owner(tmp_path, limit):
     workers = FakeWorkers(capacity=2, held=limit == "max_inflight_groups")
     async with a_service(tmp_path, workers, **{limit: 1}) as service:
         await service.submit([submission("a"), submission("a-2")], owner="a")
@@ -327,7 +327,7 @@ async def test_flood_of_one_owner_delays_another_by_at_most_one_session(tmp_path
         assert started.index("b", 3) < 10  # and they go on with equal shares
 
 
-async def test_claim_reads_only_the_rows_it_leases(tmp_path):
+async def test_claim_queries_use_an_index_and_no_temporary_sort(tmp_path):
     async with a_state(tmp_path) as state:
         if not state.database.is_sqlite:
             return
@@ -381,13 +381,13 @@ def test_an_owner_without_waiting_sessions_leaves_its_slots_to_the_others():
     assert FairShares().divide(3, [], {"b": 9}) == {}
 
 
-def test_slots_follow_the_weights():
+def test_fair_shares_divide_slots_by_owner_weight():
     shares = FairShares({"a": 3.0})
     assert shares.divide(8, ["a", "b"], {}) == {"a": 6, "b": 2}
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3])
-def test_owners_alternate_if_there_are_fewer_slots(capacity):
+def test_owners_alternate_if_there_are_fewer_slots_than_owners(capacity):
     started = run(FairShares(), capacity, "abcd", 40)
     for begin in range(0, 36, 4):
         assert len(set(started[begin : begin + 5])) >= 3

@@ -350,7 +350,7 @@ def test_task_without_a_runtime_is_checked_with_the_default_one():
     assert "runtime.backend" in refused(SubmissionPolicy(runtimes=("podman",)), **auto)
 
 
-def test_a_task_without_a_runtime_is_contained_wherever_it_runs(monkeypatch, tmp_path):
+def test_a_task_without_a_runtime_gets_a_sandbox_unless_local_is_permitted(monkeypatch, tmp_path):
     from bridle import runtimes
 
     monkeypatch.setenv("PATH", str(tmp_path))  # the server's machine has no bubblewrap, nodes have
@@ -367,11 +367,11 @@ def test_a_task_without_a_runtime_is_contained_wherever_it_runs(monkeypatch, tmp
     assert SubmissionPolicy().crossed(with_image).runtime.backend == "docker"
 
 
-def test_unknown_runtime_passes_to_the_runtimes_own_error():
+def test_submission_policy_leaves_an_unknown_runtime_to_the_runtime_check():
     assert refused(SubmissionPolicy(), **runtime(backend="nope")) == {}
 
 
-def test_a_task_folder_matters_only_to_tasks_that_name_files():
+def test_only_tasks_that_upload_files_or_use_harbor_name_files():
     plain = Task.model_validate(BASE | {"task_dir": "/somewhere"})
     assert not names_files(plain)
     steps = [{"type": "upload_file", "source": "a.txt", "target": "a.txt"}]

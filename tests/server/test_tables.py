@@ -25,7 +25,7 @@ from bridle.server.schemas import (
 from bridle.server.storage import Database
 
 
-async def test_the_migrations_make_the_tables_that_the_code_reads(tmp_path):
+async def test_migrations_create_exactly_the_tables_of_the_schema(tmp_path):
     """Compared by alembic, both ways: nothing is missing, nothing is left over."""
     async with await Database.open(tmp_path / "a.sqlite"):
         pass
@@ -80,13 +80,13 @@ def test_the_first_run_has_the_id_of_its_session():
 
 
 @given(IDS, st.integers(0, 10_000), st.integers(1, 30))
-def test_the_id_of_a_run_can_be_one_of_a_session_at_the_gateway(task_id, index, attempt):
+def test_run_ids_have_at_most_200_characters(task_id, index, attempt):
     Task(task_id=task_id, instruction="x")
     assert len(run_id(session_id(task_id, index), attempt)) <= 200
 
 
 @given(IDS, IDS, st.integers(0, 20), st.integers(0, 20))
-def test_two_sessions_never_have_one_id(one, other, first, second):
+def test_session_ids_differ_for_different_tasks_or_samples(one, other, first, second):
     same = (one, first) == (other, second)
     assert (session_id(one, first) == session_id(other, second)) == same
 
@@ -95,6 +95,6 @@ def test_long_task_ids_give_distinct_session_ids():
     assert session_id("a" * 199 + "b", 0) != session_id("a" * 199 + "c", 0)
 
 
-def test_ended_runs_error_is_that_of_its_result():
+def test_error_of_an_ended_run_is_that_of_its_result():
     ended = EndedRun("s", 1, "ERROR", None, usable=False, result={"error": "why"})
     assert ended.error == "why"

@@ -120,7 +120,7 @@ async def wait(http, task_id):
     return response.json()
 
 
-async def test_every_route_is_an_owners_an_operators_or_shared(tmp_path):
+async def test_every_route_is_classified_as_owner_operator_or_shared(tmp_path):
     async with an_app(tmp_path, tokens=TOKENS) as http:
         assert routes_of(http) == OWN | OPERATORS | SHARED
     assert len(OWN | OPERATORS | SHARED) == len(OWN) + len(OPERATORS) + len(SHARED)
@@ -227,7 +227,7 @@ async def test_full_quota_of_one_owner_does_not_affect_others(tmp_path):
         await submit(alice, body("u"))
 
 
-async def test_a_batch_cancels_the_owners_tasks_alone(tmp_path):
+async def test_batch_cancel_affects_only_tasks_of_the_caller(tmp_path):
     workers = FakeWorkers(held=True)
     async with tenants(tmp_path, workers) as (_, alice, bob, _admin):
         await submit(alice, body("hers"))
@@ -306,7 +306,7 @@ async def test_operators_routes_refuse_a_tenants_token(tmp_path):
             assert (await alice.request(method, url)).status_code == 403
 
 
-async def test_shared_routes_name_nothing_of_a_tenants(tmp_path):
+async def test_shared_routes_disclose_no_task_of_a_tenant(tmp_path):
     async with tenants(tmp_path, FakeWorkers(held=True)) as (service, alice, bob, _admin):
         await submit(alice, body("hers-4711"))
         await until(lambda: service.scheduler.running)
@@ -316,7 +316,7 @@ async def test_shared_routes_name_nothing_of_a_tenants(tmp_path):
             assert "hers-4711" not in json.dumps(response.json())
 
 
-async def test_tasks_from_before_tenants_belong_to_admins(tmp_path):
+async def test_tasks_without_an_owner_belong_to_admins(tmp_path):
     async with tenants(tmp_path) as (service, alice, _bob, admin):
         await service.submit([submission("old")], owner="")
         await ended(service, "old")

@@ -95,7 +95,7 @@ class Server:
 
 @pytest.mark.postgres
 @pytest.mark.timeout(300)
-async def test_one_of_two_servers_takes_over_from_the_other(tmp_path):
+async def test_a_server_takes_over_the_sessions_of_a_killed_server(tmp_path):
     with ExitStack() as stack:
         async with Receiver().up() as receiver:
             first, second = (

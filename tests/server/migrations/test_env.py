@@ -4,7 +4,7 @@ from contextlib import closing
 from bridle.server.storage import Database
 
 
-async def test_a_database_knows_which_migration_it_is_at(tmp_path):
+async def test_an_opened_database_records_the_latest_migration(tmp_path):
     for _ in range(2):
         async with await Database.open(tmp_path / "a.sqlite"):
             pass

@@ -11,7 +11,7 @@ from bridle.server.migrations.versions import v0003
 from bridle.server.storage import Database
 
 
-async def test_the_numbers_begin_at_nought(tmp_path):
+async def test_initial_values_of_the_numbers_table_are_0(tmp_path):
     async with await Database.open(tmp_path / "a.sqlite"):
         pass
     with closing(sqlite3.connect(tmp_path / "a.sqlite")) as connection:
@@ -30,7 +30,7 @@ async def test_a_database_of_an_unknown_revision_is_refused(tmp_path, revision):
         await Database.open(tmp_path / "a.sqlite")
 
 
-def test_it_can_be_taken_back():
+def test_downgrade_of_migration_0003_drops_all_tables():
     engine = create_engine("sqlite://")
     with engine.connect() as connection:
         with Operations.context(MigrationContext.configure(connection)):
