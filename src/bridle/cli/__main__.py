@@ -62,11 +62,14 @@ class Verbs(TyperGroup):
     """The verbs. Calling one loads its file; a list of all reads their files, and loads none."""
 
     def list_commands(self, ctx: ClickContext) -> list[str]:
+        """Return the names of all verbs in the order of the help."""
         del ctx
         return list(VERBS)
 
     def get_command(self, ctx: ClickContext, cmd_name: str) -> ClickCommand:
-        """Return a verb as a list of verbs shows it."""
+        """Return a verb with its name and help text, for the list of verbs, without importing its
+        file.
+        """
         if cmd_name not in VERBS:
             return super().get_command(ctx, cmd_name)
         return TyperCommand(cmd_name, help=_functions(FILES.get(cmd_name, cmd_name))[cmd_name])
@@ -74,7 +77,9 @@ class Verbs(TyperGroup):
     def resolve_command(
         self, ctx: ClickContext, args: list[str]
     ) -> tuple[str | None, ClickCommand | None, list[str]]:
-        """Return the verb to call."""
+        """Return the verb that the arguments name, its file imported, and the remaining
+        arguments.
+        """
         if args[0] not in VERBS:
             # From these, typer suggests one for a misspelt verb.
             self.commands.update({verb: self.get_command(ctx, verb) for verb in VERBS})
@@ -83,7 +88,7 @@ class Verbs(TyperGroup):
 
 
 def load(verb: str) -> ClickCommand:
-    """Load a verb from its file."""
+    """Import the file of a command-line verb (`run`, `show`, ...) and return its command."""
     module = import_module(f"bridle.cli.{FILES.get(verb, verb)}")
     own: typer.Typer | None = getattr(module, "app", None)
     if own is None:

@@ -35,12 +35,12 @@ COLUMNS = ("task", "owner", "state", "#ended", "#usable", "#of", "#priority", "w
 
 
 def client(server: str, token: str | None, *, patience_s: float = 1.0) -> Client:
-    """Open a client that fails soon if the server cannot be reached."""
+    """Return a client of the rollout server that fails soon if the server cannot be reached."""
     return Client(server, token=token, patience_s=patience_s)
 
 
 def row(task: dict[str, object]) -> list[object]:
-    """Return a task as a row under `COLUMNS`."""
+    """Return a task's status as a row of the table of tasks."""
     names = (
         *("task_id", "owner", "state", "ended_sessions", "usable_sessions", "total_sessions"),
         *("priority", "stopped"),

@@ -97,10 +97,11 @@ def load_config(
 
 
 def from_environment(environment: Mapping[str, str]) -> JSON:
-    """Return the keys of a config file that variables set: `BRIDLE_GATEWAY__PORT`, two underscores
-    between a table and its key.
+    """Return the config keys that environment variables set: `BRIDLE_GATEWAY__PORT`, two
+    underscores between a table and its key.
 
-    A value is read as in the file where it can be (`["http://..."]`, `4`, `true`), else as a text.
+    A value is parsed as in the file where it can be (`["http://..."]`, `4`, `true`), else it is
+    text.
     """
     given: JSON = {}
     for name, value in environment.items():
@@ -133,7 +134,7 @@ class EngineSetup:
     models: Sequence[OtherModel]
 
     def gateway(self, store: Store, settings: GatewaySettings, **more: Any) -> GatewayServer:  # noqa: ANN401 - as `GatewayServer` takes them
-        """Return their gateway, not started."""
+        """Return a gateway with these engines, not started."""
         return GatewayServer(
             engine=self.engine,
             renderer=self.renderer,
@@ -145,7 +146,7 @@ class EngineSetup:
 
 
 def open_setup(config: FileConfig) -> EngineSetup:
-    """Open the replicas, the renderer and the other models of a config.
+    """Open the engines, the prompt renderer and the other models that a config names.
 
     Engines of other models never train, so they may give text only. `ConfigError` names all
     mistakes at once.
@@ -181,7 +182,8 @@ def open_replicas(
     settings: RoutingSettings | None = None,
     allow_untokenized: bool = False,
 ) -> EnginePool:
-    """Open one engine over replicas; the second in-process engine of the same spec is named `#2`.
+    """Return one pool of the engines that `specs` name; a second in-process engine of the same spec
+    is named `#2`.
 
     `ConfigError` for a spec that names no engine, or a server that is named twice.
     """

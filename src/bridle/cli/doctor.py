@@ -144,7 +144,7 @@ def _proofs(path: Path) -> list[CheckResult]:
 
 
 def machine() -> list[CheckResult]:
-    """Check everything on this machine that a run may need."""
+    """Return the results of all checks of this machine that a run may need."""
     return [
         _python(),
         _program("git", "most agents need it: install git"),
@@ -158,7 +158,9 @@ def machine() -> list[CheckResult]:
 
 
 def requests(runs: Path) -> list[CheckResult]:
-    """Report the parts of the runs' requests that the gateway did not know, if any."""
+    """Return a check for parts of the runs' captured requests that the gateway did not know, if
+    any.
+    """
     lines: list[JSON] = []
     for path in (runs / SUMMARY, *runs.glob(f"*/{SUMMARY}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -310,10 +312,11 @@ SAMPLED_CHAT = [{"role": "user", "content": "Say anything."}]
 async def compare(
     engine: Engine, info: EngineInfo, tokenizer: str | None, *, logprobs: bool
 ) -> AsyncIterator[Finding]:
-    """Compare a started engine with Bridle's own tokenizer, renderer and chat template.
+    """Yield the findings of comparing a started engine with Bridle's tokenizer, renderer and
+    template.
 
-    `None` as `tokenizer` = the engine's. With `logprobs` also with a forward pass of the model,
-    whose folder must be on this machine.
+    `tokenizer=None` = the engine's. With `logprobs` it is also compared with a forward pass of the
+    model, whose folder must be on this machine.
     """
     if isinstance(engine, VllmEngine):
         yield await engine.parsers()
@@ -336,7 +339,7 @@ async def compare(
 
 
 def failed(what: str, found: str, fix: str) -> Finding:
-    """Return the finding that a check could not be made."""
+    """Return the finding that a check could not be made, and the fix."""
     return Finding(what, ok=False, needed=True, found=found, fix=fix)
 
 
@@ -409,7 +412,8 @@ def distinct(tasks: Sequence[Task]) -> list[Task]:
 def prove(tasks: Sequence[Task]) -> list[Proof]:
     """Run one session per task against a scripted model whose every reply is "hello".
 
-    `ConfigError` for a mistake in the tasks, before anything runs.
+    Returns for each whether the agent started and called the model. `ConfigError` for a mistake in
+    the tasks, before anything runs.
     """
     limited = [_limited(task) for task in tasks]
     with tempfile.TemporaryDirectory(prefix="bridle-proof-") as scratch:

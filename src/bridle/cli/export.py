@@ -188,7 +188,9 @@ class FilterOptions:
     pairs: Annotated[int, typer.Option(min=1, help="pairs: most pairs of a task.")] = 1
 
     def rules(self, form: ExportFormat, *, rejected: bool = False) -> Rules:
-        """Return the rules of these flags. `ConfigError` for turns that are not MIN:MAX."""
+        """Return the rules that these flags describe. `ConfigError` for turns that are not
+        MIN:MAX.
+        """
         names = ("min_reward", "max_tokens", "max_repetition", "unique", "keep")
         given = {name: getattr(self, name) for name in names} | {"rejected": rejected or None}
         values: JSON = {name: value for name, value in given.items() if value is not None}

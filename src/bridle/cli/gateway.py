@@ -131,9 +131,10 @@ async def open_gateway(
     prepare: Callable[[GatewayServer], Awaitable[None]] | None = None,
     patience_s: float = 0.0,
 ) -> AsyncIterator[GatewayServer]:
-    """Serve a gateway that captures into the folder `data`; see `GatewayServer` for the rest.
+    """Serve a gateway within the context that captures into the folder `data`.
 
-    `ConfigError` if another process locks the folder for longer than `patience_s`.
+    `prepare` is called before it serves. `ConfigError` if another process locks the folder for
+    longer than `patience_s`.
     """
     with FolderLock(data, patience_s=patience_s):
         setup = open_setup(config)
@@ -196,7 +197,9 @@ def _print_addresses(
 
 
 def worker_config(spec: JSON) -> FileConfig:
-    """Return the configuration of a worker: the gateway's with the worker's own settings."""
+    """Return the configuration of a gateway's worker: the gateway's with the worker's own
+    settings.
+    """
     config = spec["config"]
     gateway = {**config.get("gateway", {}), **spec["gateway"]}
     return FileConfig.model_validate({**config, "gateway": gateway})
@@ -238,7 +241,7 @@ async def _serve_worker(spec: JSON, sockets: list[socket]) -> None:
 
 
 def run_worker() -> int:
-    """Run a worker; return its exit code."""
+    """Run a worker process of the gateway; return its exit code."""
     log_to_stderr()
     sockets = [socket(fileno=int(number)) for number in sys.argv[1:]]
     spec = orjson.loads(sys.stdin.buffer.readline())

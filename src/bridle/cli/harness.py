@@ -135,7 +135,7 @@ EDITS: dict[str, tuple[JSON, list[JSON]]] = {
 def check_harness(
     name: str, version: str | None = None, *, image: str | None = None, replay: bool = False
 ) -> JSON:
-    """Install harness `name`, or take that of an image; let it write a file, and report.
+    """Install harness `name` (or use an image's), run it on a task that writes a file, and report.
 
     `works` in the report = the file was written and the session completed. With `replay` the
     session is forked too, and the report's `replay` is the result. `ConfigError` for an unknown
@@ -254,7 +254,7 @@ HABITS = {
 
 
 def history_of(line: JSON) -> str:
-    """Say in a sentence how a harness changes its history, and the cost."""
+    """Return a sentence on how a harness changes its message history, and what that costs."""
     shown, verbatim = line["turns_shown"], line["turns_verbatim"]
     if not shown:
         return "shows no turn of the model again"

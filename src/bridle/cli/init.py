@@ -235,7 +235,7 @@ class FoundAgent:
 
 
 def find_agent(words: str) -> FoundAgent:
-    """Find a script, a `file.py:function`, or the program of a command line.
+    """Return the agent that `words` name: a script, a `file.py:function`, or a command line.
 
     Raises `ConfigError` if it is missing, or its sandbox would show the whole home directory.
     """

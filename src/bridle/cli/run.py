@@ -83,16 +83,17 @@ class BatchRun:
     """Label of the progress bar."""
 
     def setup(self) -> FileConfig:
+        """Return the configuration of the batch's engine."""
         if isinstance(self.engine, FileConfig):
             return self.engine
         return load_config(None, engines=[self.engine])
 
 
 def run_batch(batch: BatchRun) -> list[JSON]:
-    """Run a batch; return its sessions' summaries in the order in which they were opened.
+    """Run the sessions of a batch; return their summaries in the order in which they were opened.
 
-    `ConfigError` for a mistake, before anything runs; `KeyboardInterrupt` after Ctrl-C, once
-    all sessions have ended and all files are written.
+    `ConfigError` for a mistake, before anything runs; `KeyboardInterrupt` after Ctrl-C, once all
+    sessions have ended and all files are written.
     """
     with progress() as bars:
         return uvloop.run(_run(batch, Board(bars, batch)))
@@ -139,9 +140,11 @@ class Board:
         self._rewards: list[float] = []
 
     def say(self, note: str) -> None:
+        """Show a note beside the progress bar."""
         self._bars.update(self._bar, note=note)
 
     def hear(self, event: Event) -> None:
+        """Update the progress display by an event of the node."""
         match event:
             case Installing(harness, line):
                 self.say(f"installing {harness}: {line}")
@@ -174,7 +177,9 @@ SANDBOX_FOLDERS = tuple(map(Path, ("/usr", "/bin", "/sbin", "/lib", "/lib64")))
 
 
 def preflight(problems: Problems, tasks: Sequence[Task], gateway: Gateway | None) -> None:
-    """Note everything that would keep `tasks` from running on `gateway`; starts nothing."""
+    """Add everything that would keep `tasks` from running on `gateway` to `problems`; starts
+    nothing.
+    """
     faults: defaultdict[str, list[str]] = defaultdict(list)
     for task in tasks:
         own = Problems()
@@ -355,7 +360,9 @@ def task_overrides(
     samples: int | None = None,
     builder: str | None = None,
 ) -> JSON:
-    """Return the fields of all tasks that flags override; `None` = not given."""
+    """Return the fields that command-line flags set for all tasks; `None` = the flag was
+    not given.
+    """
     overrides: JSON = {}
     if harness is not None:  # a command belongs to the task's own harness
         overrides["agent"] = {"harness": harness, "command": None, "import_path": None}
@@ -370,7 +377,7 @@ def task_overrides(
 
 
 def load_task_set(path: Path, overrides: JSON, *, strict: bool = False) -> list[Task]:
-    """Load the tasks of a path with the name of their set in their metadata."""
+    """Return the tasks of a path, each with the name of the task set in its metadata."""
     of_registry = not path.exists() and SET.fullmatch(str(path))
     named = {"task_set": path.name.rpartition(":")[2] if of_registry else path.resolve().stem}
     return [
@@ -471,7 +478,7 @@ def forked_task(session: str, run: Path, at: int, samples: int) -> tuple[Task, P
 
 
 def setup_of(base: Path, engines: EngineOptions) -> FileConfig:
-    """Load the config that flags name; without one and without engines, that of the run.
+    """Return the config that flags name, or that of the run `base` if they name none and no engine.
 
     Prompts are made as in the run.
     """

@@ -444,7 +444,9 @@ async def _all(
 async def score_traces(
     trajectory: Trajectory, score: Callable[[Ids, int], Awaitable[Scores]], top: int
 ) -> list[Scores]:
-    """Return a teacher's scores of the response ids of each trace."""
+    """Return the teacher's logprobs of the response ids of each trace, with the `top` likeliest
+    ids.
+    """
     found = []
     for trace in trajectory.traces:
         scores = await score(trace.ids, top)

@@ -153,10 +153,12 @@ async def _serve_pages(
 
 @contextmanager
 def dashboard_mount(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[Mount]:
-    """Build the dashboard under `MOUNT_PATH`, open to every token with the role `read`.
+    """Yield the routes of the dashboard under `MOUNT_PATH`, open to every token with the role
+    `read`.
 
-    It reads the server's own API with the token of the request. `url` returns the server's address
-    once it listens; `data` holds the capture of a node of this process, if there is one.
+    The dashboard reads the server's own API with the token of the request. `url` returns the
+    server's address once it listens; `data` holds the capture of a node of this process, if there
+    is one.
     """
     with ExitStack() as opened:
         folder = None
@@ -178,6 +180,7 @@ def dashboard_mount(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[
 
 
 def may(auth: Auth, token: str, role: TokenRole) -> bool:
+    """Return whether the caller with this token has the role."""
     caller = _caller(auth, token)
     return caller is not None and caller.may(role)
 
@@ -219,7 +222,7 @@ class ServeFlags:
     json: JsonOption = False
 
     def table(self) -> dict[str, Any]:
-        """Return the values of the `[server]` table; `None` = not given."""
+        """Return the flags as values of the config table `[server]`; `None` = not given."""
         names = ("engines_from", "host", "port", "data", "database", "trajectories", "tokens")
         permits = {"host_paths": self.allow_path or None, "callbacks": self.callback_to or None}
         lists = {"hosts": self.allow_host or None, "permits": permits}
@@ -307,7 +310,8 @@ def _cluster(config: FileConfig) -> str | None:
 
 @asynccontextmanager
 async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIterator[ServerSetup]:
-    """Run a server: engines, gateways, nodes, state, HTTP and, if asked for, the dashboard.
+    """Run a server within the context: engines, gateways, nodes, database, HTTP and, if asked for,
+    the dashboard.
 
     `ConfigError` or `EngineError` if it cannot start; it cleans up after itself.
     """
@@ -378,10 +382,7 @@ def _owner(data: Path) -> str:
 async def open_node(
     config: FileConfig, folder: Path, cpus: float | None = None
 ) -> AsyncIterator[LocalNode]:
-    """Open a config's node; without configured run slots it has two per CPU.
-
-    `partial(open_node, config)` is a `bridle.node.base.NodeOpener`.
-    """
+    """Open the node that a config describes; without configured run slots it has two per CPU."""
     given = config.executor.node.model_dump(exclude_unset=True)
     if cpus is not None:
         given.setdefault("run_slots", max(1, round(2 * cpus)))
@@ -400,7 +401,7 @@ async def open_node(
 
 @asynccontextmanager
 async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterator[SessionRunner]:
-    """Open the workers that run a server's sessions; `owner` is the server's name.
+    """Open the nodes that run a server's sessions; `owner` is the server's name.
 
     `ConfigError` or `EngineError` if they cannot start.
     """
@@ -422,7 +423,7 @@ async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterato
 
 @contextmanager
 def send_to_trackers(config: FileConfig, data: Path, workers: SessionRunner) -> Iterator[None]:
-    """Send the workers' events to the trackers that `config` names."""
+    """Within the context, send the nodes' events to the experiment trackers that `config` names."""
     facts = config.model_dump(mode="json", include={"engines", "tokenizer", "telemetry"})
     with (
         telemetry.open_trackers(config.telemetry, data, facts) as trackers,

@@ -61,7 +61,7 @@ def show(
 
 
 def row(line: JSON) -> tuple[object, ...]:
-    """Return a session's summary as a row under `COLUMNS`."""
+    """Return a session's summary as a row of the table of sessions."""
     excluded = line["tokens_excluded"] or {}
     merge = "-" if line["merge_ratio"] is None else f"{line['merge_ratio']:.2f}"
     why = ", ".join(f"{count} {reason}" for reason, count in excluded.items()) or "0"
@@ -74,7 +74,9 @@ def row(line: JSON) -> tuple[object, ...]:
 
 
 def law_line(lines: list[JSON]) -> str:
-    """Say whether captured = trained + excluded holds over sessions."""
+    """Return a line that says whether captured = trained + excluded tokens holds over the
+    sessions.
+    """
     captured = sum(line["tokens_captured"] or 0 for line in lines)
     trained = sum(line["tokens_trained"] or 0 for line in lines)
     excluded = sum(sum((line["tokens_excluded"] or {}).values()) for line in lines)
@@ -83,7 +85,7 @@ def law_line(lines: list[JSON]) -> str:
 
 
 def counts_of(lines: Iterable[JSON], key: str) -> Counter[str]:
-    """Add up the counts under `key` in sessions' summaries."""
+    """Return the sum of the counts under `key` in sessions' summaries."""
     counts: Counter[str] = Counter()
     for line in lines:
         counts.update(line.get(key) or {})
@@ -152,7 +154,9 @@ def _show_report(target: Path, *, json: bool) -> None:
 
 
 def left_lines(metadata: JSON) -> Iterator[str]:
-    """Yield notes on files that were not scored or kept, and on later rewards."""
+    """Yield lines about files that were not scored or kept, and about rewards that were given
+    later.
+    """
     evaluation = metadata.get("evaluation") or {}
     if why := evaluation.get("unscorable"):
         yield f"reward 0: {_shown(why)}"

@@ -106,7 +106,7 @@ class EngineOptions:
     ] = None
 
     def load(self, **tables: Any) -> FileConfig:  # noqa: ANN401 - as `load_config` takes them
-        """Load the config with these flags and `tables` in place of its own values."""
+        """Return the config with these flags and `tables` in place of its own values."""
         from bridle.cli.config import load_config
 
         return load_config(
@@ -161,7 +161,7 @@ class Plain(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Render with the control characters of texts replaced; the console's own ones stay."""
+        """Render with control characters in texts replaced; the console's own ones stay."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else text.translate(CONTROLS), style, control)
 
@@ -185,7 +185,7 @@ def _shown(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMappin
 
 
 def log_to_stderr(level: str = "info") -> None:
-    """Send the library's log lines from `level` on to stderr; stdout is for results."""
+    """Write the library's log lines from `level` on to stderr; stdout is for results."""
     import structlog
 
     structlog.configure(
@@ -215,7 +215,7 @@ def print_json_line(value: object) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Make a table; columns whose name begins with `#` are aligned right."""
+    """Return a table to print; columns whose name begins with `#` are aligned right."""
     made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for column in columns:
         made.add_column(
@@ -248,7 +248,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def progress() -> Progress:
-    """Make a progress display on stderr; on a pipe it prints its last state only."""
+    """Return a progress display on stderr; on a pipe it prints its last state only."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

@@ -128,7 +128,7 @@ class TrainSettings(Settings):
 def with_other_harnesses(
     held_out: Sequence[Task], harnesses: Mapping[str, AgentSpec]
 ) -> list[Task]:
-    """Return the held-out tasks, and a copy of each for each other harness, under its label.
+    """Return the held-out tasks, and a copy of each for each further harness, under its label.
 
     `ConfigError` for harnesses without held-out tasks.
     """
@@ -192,8 +192,8 @@ class WeightFolders:
         return folder
 
     def remove_others(self, folder: Path) -> None:
-        """Remove all folders that no engine reads any more: all but `folder`, and of adapters the
-        one before it, with which calls are still in flight.
+        """Remove the weight folders that no engine reads any more: all but `folder`, and of
+        adapters the one before it, which running calls still use.
         """
         others = (one for one in self.folder.iterdir() if one.resolve() != folder)
         by_age = sorted(others, key=lambda one: one.stat().st_mtime_ns)
@@ -216,10 +216,12 @@ class LocalBackend:
 
     @property
     def begins_with(self) -> bool:
+        """Return whether the engine already has the model's weights at the beginning."""
         return self.embedded
 
     @property
     def rollouts(self) -> str:
+        """Place of the sessions, for messages: the run folder."""
         return str(self.folder)
 
     def groups(
@@ -230,9 +232,11 @@ class LocalBackend:
         version: int,  # noqa: ARG002 - for servers
         cursor: JSON | None,
     ) -> AbstractAsyncContextManager[GroupSource]:
+        """Return a context that yields the groups of sessions of this machine's node."""
         return local_groups(self.executor, draws, held_out=held_out, cursor=cursor)
 
     async def publish(self, learner: Learner) -> None:
+        """Load the learner's weights into the engine as its new version."""
         if self.embedded:
             weights = await asyncio.to_thread(learner.weights)
             await self.gateway.update_weights(weights, learner.version, timeout_s=PUBLISH_S)
@@ -255,11 +259,13 @@ class ServerBackend:
 
     @property
     def rollouts(self) -> str:
+        """Place of the sessions, for messages: the server and the names of their tasks."""
         return f"{self.client.url}, tasks {self.training}.*"
 
     def groups(
         self, draws: TaskDraws, held_out: Sequence[Task], *, version: int, cursor: JSON | None
     ) -> AbstractAsyncContextManager[GroupSource]:
+        """Return a context that yields the groups of sessions that the server runs."""
         return server_groups(
             self.client,
             draws,
@@ -270,6 +276,9 @@ class ServerBackend:
         )
 
     async def publish(self, learner: Learner) -> None:
+        """Write the learner's weights to a folder and let the server's engines load them as a new
+        version.
+        """
         folder = await asyncio.to_thread(self.weights.write, learner)
         await self.client.set_policy(
             weights=str(folder), version=learner.version, timeout_s=PUBLISH_S
@@ -282,7 +291,10 @@ RolloutBackend = LocalBackend | ServerBackend
 
 @asynccontextmanager
 async def open_backend(settings: TrainSettings, model: Path) -> AsyncIterator[RolloutBackend]:
-    """Open the backend that `settings` name. `ConfigError` for both a server and engines."""
+    """Open the backend that `settings` name: a rollout server, or engines of this machine.
+
+    `ConfigError` if they name both.
+    """
     if settings.server is None:
         async with local_backend(settings, model) as local:
             yield local
@@ -312,7 +324,8 @@ async def local_backend(
     *,
     change: Callable[[EngineSetup], EngineSetup] = lambda setup: setup,
 ) -> AsyncIterator[LocalBackend]:
-    """Open engine, gateway and node with a run folder, which is complete after closing.
+    """Open engine, gateway and node of this machine, with a run folder that is complete after
+    closing.
 
     `change` may replace the engine or the renderer that the settings name.
     """
@@ -555,13 +568,13 @@ def _trained(settings: TrainSettings, *, resume: bool) -> Trained:
 
 
 def load_settings(config: Path | None, flags: JSON) -> TrainSettings:
-    """Read a settings file; flags override it, and `None` = not given."""
+    """Return the training's settings from a file; flags override it, and `None` = not given."""
     given = with_flags({} if config is None else load_toml(config), flags)
     return validated(TrainSettings, given, "the command" if config is None else str(config))
 
 
 def load(path: str | None, settings: TrainSettings, samples: int) -> list[Task]:
-    """Load the tasks of a path with the training's overrides; none for `None`."""
+    """Return the tasks of a path with the training's overrides; none for `None`."""
     if path is None:
         return []
     overrides = task_overrides(harness=settings.harness, samples=samples)
@@ -631,7 +644,7 @@ def show_transfer(course: Course) -> None:
 
 
 def numbers_line(course: Course) -> str:
-    """Summarise in one line what was trained and how well trainer and engine agree."""
+    """Return a line on what was trained and how well trainer and engine agree."""
     updates = [one["update"] for one in course.steps if one["update"]]
     errors = [one["logprob_error"] for one in updates if one["logprob_error"] is not None]
     sessions = sum(one["sessions"] for one in course.steps)

@@ -102,7 +102,7 @@ class ScriptedEngine:
         tokenizer: str | None = None,
         allow_untokenized: bool = False,  # noqa: ARG003 - it gives ids in any case
     ) -> Self:
-        """Make an engine that plays the script file `target`. Raises `ConfigError`."""
+        """Return an engine that plays the script file `target`. Raises `ConfigError`."""
         script = load_script(Path(target))
         return cls(script, tokenizer=load_tokenizer(tokenizer), where=target)
 
@@ -131,25 +131,27 @@ class ScriptedEngine:
         """Return at once: this engine does not fail."""
 
     async def set_version(self, version: int) -> None:
+        """Set the policy version that later tokens report."""
         self.version = version
 
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
-        """Render a prompt by the tokenizer's template; see `Templating`."""
+        """Return the prompt ids that the tokenizer's chat template makes of messages."""
         return self.tokenizer.prompt_ids(messages, tools, arguments)
 
     async def abort(self, request_id: str) -> None:
-        """End a call; tokens that are not yet sent are not sampled."""
+        """End a call; its tokens that were not sent yet are dropped."""
         if request_id in self._calls:
             self._calls[request_id].set()
 
     async def aclose(self) -> None:
+        """End all calls."""
         for aborted in self._calls.values():
             aborted.set()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """Play the turn that the request gets; in one chunk unless asked to stream.
+        """Yield the reply that the script has for the request; in one chunk unless asked to stream.
 
         Raises `EngineError` for a scripted fault (`CutError` for `cut`), a request that no
         conversation fits, and a turn that needs a shell tool where there is none;
@@ -411,7 +413,8 @@ _TIMEOUT_S = 120
 
 
 def find_shell(tools: Sequence[JSON]) -> JSON | None:
-    """Find the shell tool; return its function (`name`, `parameters`), or `None`.
+    """Return the function (`name`, `parameters`) of the shell tool among `tools`; `None` = there is
+    none.
 
     An exact name wins over a name with a hint, and that over a tool that merely requires a command.
     Among equals the first listed is taken. A tool without a command argument is never chosen.
@@ -432,7 +435,7 @@ def find_shell(tools: Sequence[JSON]) -> JSON | None:
 
 
 def shell_arguments(function: JSON, command: str) -> JSON:
-    """Make the arguments with which `function`, found by `find_shell`, runs `command`.
+    """Return the arguments with which a shell tool's `function` runs `command`.
 
     The command's argument takes the form that its schema has: a string, `["bash", "-lc", command]`,
     or a list of whole commands where its name is plural. Every other required argument gets its

@@ -87,19 +87,20 @@ class ReplyWriter(ABC):
 
     @abstractmethod
     def whole_body(self, text: str, choice: JSON) -> JSON:
-        """Make a whole reply from `choice`, which has the fields that all routes share."""
+        """Return the body of a whole reply; `choice` has the fields that all routes share."""
 
     @abstractmethod
     def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:
-        """Make one stream chunk from `choice`."""
+        """Return the body of one stream chunk; `choice` has the fields that all routes share."""
 
     def opening(self) -> list[bytes]:
-        """Return the events before the first token."""
+        """Return the events of a stream before its first token."""
         return []
 
     # ---- shared by all routes
 
     def whole(self, chunks: Sequence[GenerateChunk]) -> bytes:
+        """Return a whole reply as JSON, from all its chunks."""
         ids = np.concatenate([chunk.output_ids for chunk in chunks])
         logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
         last = chunks[-1]
@@ -110,7 +111,7 @@ class ReplyWriter(ABC):
         return _ENCODER.encode(self.whole_body(text, self._choice(ids, logprobs, last)))
 
     def piece(self, chunk: GenerateChunk) -> bytes:
-        """Write one chunk as an event; the last one carries the finish reason."""
+        """Return one chunk as an event of a stream; the last one has the finish reason."""
         last = chunk.finish_reason is not None
         self._count(chunk.output_ids, chunk)
         text = self._text.feed(chunk.output_ids) + (self._text.finish() if last else "")
@@ -131,7 +132,7 @@ class ReplyWriter(ABC):
         return given
 
     def closing(self) -> list[bytes]:
-        """Return the events after the last token."""
+        """Return the events of a stream after its last token."""
         done = [b"data: [DONE]\n\n"]
         if not self._wants.usage:
             return done
@@ -141,6 +142,7 @@ class ReplyWriter(ABC):
         ]
 
     def usage(self) -> JSON:
+        """Return the reply's token counts."""
         prompt = len(self._prompt)
         return {
             "prompt_tokens": prompt,
@@ -187,7 +189,7 @@ class ReplyWriter(ABC):
         return None if final == self._tokenizer.end_id else final
 
     def logprobs(self, ids: Ids, logprobs: Logprobs) -> Any:  # noqa: ANN401 - JSON
-        """Write logprobs in this route's form: a list under `content`."""
+        """Return logprobs in this route's form: a list under `content`."""
         values = _texts(np.maximum(logprobs, np.float32(LEAST)))
         named = zip(ids.tolist(), values, strict=True)
         entries = ",".join([self._entry(self._name(id_), value) for id_, value in named])
@@ -212,6 +214,7 @@ class ChatReplyWriter(ReplyWriter):
     chunk_object = "chat.completion.chunk"
 
     def whole_body(self, text: str, choice: JSON) -> JSON:
+        """Return the body of a whole chat completion with its message and tool calls."""
         delta = self._reader.feed(text, last=True)
         calls = self._called(delta.calls)
         choice["message"] = {
@@ -237,6 +240,7 @@ class ChatReplyWriter(ReplyWriter):
         }
 
     def opening(self) -> list[bytes]:
+        """Return the first event of a stream, with the role and, if asked for, the prompt's ids."""
         choice = {
             "index": 0,
             "delta": {"role": "assistant", "content": ""},
@@ -249,6 +253,7 @@ class ChatReplyWriter(ReplyWriter):
         return [event(body)]
 
     def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:
+        """Return the body of one chunk of a chat completion."""
         delta = self._reader.feed(text, last=last)
         written: JSON = {}
         if delta.reasoning and self._wants.reasoning:
@@ -291,10 +296,12 @@ class TokenReplyWriter(ReplyWriter):
         return {"request_id": self.id, "output_mode": "tokens"}
 
     def whole_body(self, text: str, choice: JSON) -> JSON:
+        """Return the body of a whole reply of token ids."""
         body = self.piece_body(text, choice, last=True)
         return {**body, "model": self._model, "created": self._created, "usage": self.usage()}
 
     def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:  # noqa: ARG002
+        """Return the body of one chunk of token ids; the first one has the prompt's ids."""
         body = {**self._head(""), "choices": [choice]}
         if not self._opened:
             body["prompt_token_ids"] = self._prompt_ids()
@@ -315,6 +322,7 @@ def _texts(values: Logprobs) -> list[str]:
 
 
 def event(body: JSON) -> bytes:
+    """Return a JSON body as one server-sent event."""
     return b"data: " + one_line(_ENCODER.encode(body)) + b"\n\n"
 
 
@@ -345,7 +353,10 @@ class ReplyReader:
         self._given = ParsedDelta()
 
     def feed(self, text: str, *, last: bool = False) -> ParsedDelta:
-        """Add text; return what is now unambiguous, or with `last` all of the rest."""
+        """Take more of a reply's text; return the parts that can be parsed for certain.
+
+        With `last`, all of the rest.
+        """
         self._text += text
         read, given = self._read(last=last), self._given
         self._given = read

@@ -35,14 +35,17 @@ _ROLE_IDS = 24
 
 
 def spell_call(name: str, arguments: JSON | str) -> str:
-    """Write one tool call. A string of arguments is inserted as it is, so it may be malformed."""
+    """Return the text of one tool call as the model samples it.
+
+    Arguments that are a string are inserted unchanged, so they may be malformed.
+    """
     given = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     quoted = json.dumps(name, ensure_ascii=False)
     return f'{CALL}\n{{"name": {quoted}, "arguments": {given}}}\n{CALL_END}'
 
 
 def spell_turn(reasoning: str | None, content: str, calls: Sequence[str]) -> str:
-    """Write one assistant turn as the model samples it, without its end token."""
+    """Return the text of one assistant turn as the model samples it, without its end token."""
     thought = "" if reasoning is None else f"{THINK}\n{reasoning}\n{THINK_END}\n\n"
     visible = ([content] if content else []) + list(calls)
     return thought + "\n".join(visible)
@@ -65,7 +68,9 @@ class MessagesView:
 
 
 def view_messages(messages: Sequence[JSON], tools: Sequence[JSON] | None) -> MessagesView:
-    """Build the view of OpenAI Chat messages and tools."""
+    """Return the parts of a chat request (system, users, results, tools) that a script's conditions
+    read.
+    """
 
     def texts(*roles: str) -> list[str]:
         return [text_of(m.get("content")) for m in messages if m.get("role") in roles]
@@ -138,22 +143,27 @@ class PromptView:
 
     @functools.cached_property
     def system(self) -> str:
+        """System text of the prompt, without the list of tools."""
         return "\n".join(_before_tools(text) for text in self._systems)
 
     @functools.cached_property
     def users(self) -> Sequence[str]:
+        """Texts of the user's messages in the prompt."""
         return self._texts("user")
 
     @functools.cached_property
     def results(self) -> Sequence[str]:
+        """Texts of the tool results in the prompt."""
         return self._texts("tool")
 
     @functools.cached_property
     def assistants(self) -> int:
+        """Number of complete assistant turns in the prompt."""
         return sum(block.role == "assistant" and block.closed for block in self._blocks)
 
     @functools.cached_property
     def tools(self) -> Sequence[JSON]:
+        """Tools that the prompt lists."""
         return tuple(tool for text in self._systems for tool in _tools_in(text))
 
 
@@ -162,7 +172,8 @@ RequestView: TypeAlias = MessagesView | PromptView
 
 
 def opening_of(ids: Ids, tokenizer: ChatTokenizer) -> Ids:
-    """Return the prompt's ids after its open assistant header: the begun part of the reply.
+    """Return the prompt's ids after its open assistant header: the beginning of the reply that the
+    client gave.
 
     Empty if there is no open header or nothing after it.
     """
@@ -291,7 +302,7 @@ class ScriptedConversation(Settings):
     """Assistant messages that stand before this conversation's first turn."""
 
     def position(self, view: RequestView) -> int:
-        """Index of the turn that the request gets."""
+        """Return the index of the turn that answers the request."""
         return min(max(view.assistants - self.skip, 0), len(self.turns) - 1)
 
 
@@ -306,7 +317,9 @@ class Script(Settings):
 
 
 def load_script(path: Path) -> Script:
-    """Read a script. Raises `ConfigError` naming the file and the line or field of a mistake."""
+    """Return the script in a file. Raises `ConfigError` naming the file and the wrong line or
+    field.
+    """
     try:
         read = json.loads(read_text(path))
     except json.JSONDecodeError as error:
@@ -315,7 +328,7 @@ def load_script(path: Path) -> Script:
 
 
 def make_script(read: object, where: str) -> Script:
-    """Validate a decoded script. Raises `ConfigError`, whose text starts with `where`."""
+    """Return a script from decoded JSON. Raises `ConfigError`, whose text starts with `where`."""
     return validated(Script, read, where)
 
 
@@ -326,7 +339,7 @@ def tool_names(tools: Sequence[JSON]) -> list[str]:
 
 
 def choose(script: Script, view: RequestView, model: str | None) -> tuple[int, int]:
-    """Return the indices of the conversation and turn for a request.
+    """Return the indices of the script's conversation and turn that answer a request.
 
     Raises `EngineError` (400, not retryable), showing what the request looks like, if none fits.
     """

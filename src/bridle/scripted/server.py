@@ -311,7 +311,9 @@ def _put_back(raw: msgspec.Raw, cut: bytes | None) -> bytes:
 
 
 def grammar(response_format: JSON | None, structured: JSON | None) -> JSON | None:
-    """Return the grammar of `GenerateRequest.grammar` for the fields of a request."""
+    """Return the grammar that the fields of a request ask for, as an engine takes it; `None` =
+    none.
+    """
     if structured and structured.get("json") is not None:
         return {"json_schema": structured["json"]}
     kind = (response_format or {}).get("type")
@@ -427,7 +429,7 @@ class Control:
         }
 
     async def chunks(self, call: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """Yield the engine's chunks; a pause may hold them. Closing it aborts the call.
+        """Yield the engine's chunks of a call; a pause may hold them. Closing it aborts the call.
 
         The engine gets a unique id for the call, because two callers may use the same one.
         """
@@ -466,11 +468,15 @@ class Control:
             await self._idle.wait()
 
     def resume(self) -> None:
+        """Let all held calls continue."""
         self._flowing.set()
         self._open.set()
 
     async def version(self, version: int) -> int:
-        """Set the version of the engine's weights. Raises `EngineError` if it counts its own."""
+        """Set the version of the engine's weights, and return it.
+
+        Raises `EngineError` if the engine counts its own.
+        """
         if not isinstance(self._engine, Versioned):
             raise EngineError("this engine keeps its own policy version", status=501)
         await self._engine.set_version(version)

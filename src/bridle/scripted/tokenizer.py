@@ -77,7 +77,7 @@ class ChatTokenizer:
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> Ids:
-        """Tokenise text; special tokens in it are recognised, none are added."""
+        """Return the ids of a text; special tokens in it are recognised, none are added."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int32)
 
@@ -102,10 +102,10 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render OpenAI Chat messages by the folder's template. Raises `RenderError`.
+        """Return the prompt text that the folder's chat template makes of OpenAI Chat messages.
 
         As in serving engines, text parts are joined, argument JSON is parsed, and `reasoning` is
-        given to the template under both of its names.
+        given to the template under both of its names. Raises `RenderError`.
         """
         if self._template is None:
             raise RenderError(f"{self.folder} has no chat template; send token ids")
@@ -137,7 +137,7 @@ class TextStream:
         self._pending: list[int] = []
 
     def feed(self, ids: Ids) -> str:
-        """Add ids; return the text that they complete."""
+        """Add sampled ids; return the text that they complete."""
         self._pending += ids.tolist()
         text = self._tokenizer.visible(self._pending)
         if text.endswith(REPLACEMENT):

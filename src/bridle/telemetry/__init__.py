@@ -33,7 +33,7 @@ PACKAGES: Final = {"otel": "opentelemetry", "tensorboard": "tensorboardX"}
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise `ConfigError` for a tracker that is unknown or whose package is not installed."""
+    """Raise `ConfigError` for an experiment tracker that is unknown or whose package is missing."""
     for name in names:
         package = PACKAGES.get(name, name)
         if name in TRACKERS and find_spec(package) is None:
@@ -44,10 +44,10 @@ def check(names: Sequence[str]) -> None:
 
 @contextmanager
 def open_trackers(names: Sequence[str], folder: Path, config: JSON) -> Iterator[Telemetry]:
-    """Open trackers for the run in `folder`; leaving waits until they have logged everything.
+    """Open experiment trackers for the run in `folder`; leaving waits until all is logged.
 
-    Raises `ConfigError` as `check` does, and if a package fails (no key, no server).
-    User info of URLs in `config` does not leave the machine.
+    Raises `ConfigError` for an unknown tracker or a missing package, and if a package fails (no
+    key, no server). User info of URLs in `config` does not leave the machine.
     """
     check(names)
     config = orjson.loads(without_user_info(orjson.dumps(config).decode()))

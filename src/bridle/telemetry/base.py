@@ -61,7 +61,7 @@ class TrackedSession:
     """Each status that it entered, with the Unix time."""
 
     def calls(self) -> Iterator[TrackedCall]:
-        """Yield its model calls in the order of their commits."""
+        """Yield the session's model calls in the order of their commits."""
         calls = self.capture.exchanges if self.capture is not None else ()
         turns = (turn for trace in self.result.trajectory.traces for turn in turns_of(trace))
         replies = {turn.exchange_id: turn.said for turn in turns}
@@ -98,7 +98,7 @@ class Tracker:
         """Log a session as a whole."""
 
     def close(self) -> None:
-        """Flush."""
+        """Send what is pending, and close the tracker."""
 
 
 class Telemetry:
@@ -122,7 +122,7 @@ class Telemetry:
             self._thread.start()
 
     def on_event(self, event: Event) -> None:
-        """Queue an event of a node."""
+        """Queue an event of a node for the trackers."""
         if not self._trackers:
             return
         if isinstance(event, SessionChanged):
@@ -140,6 +140,7 @@ class Telemetry:
             self._logged[axis] = len(rows)
 
     def close(self) -> None:
+        """Send all queued values to the trackers and close them, within a time limit."""
         if not self._thread.is_alive():
             return
         self._samples()

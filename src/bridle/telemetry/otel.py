@@ -26,6 +26,9 @@ class Otel(Tracker):
         self._tracer = self._provider.get_tracer("bridle")
 
     def session(self, ended: TrackedSession) -> None:
+        """Send a session as OpenTelemetry spans: one for the agent, below it its stages and model
+        calls.
+        """
         result, stages = ended.result, ended.stages
         attributes = {"conversation.id": result.session_id, "agent.name": result.harness}
         root = self._span("invoke_agent", result.harness, stages[0][1], attributes)
@@ -45,6 +48,7 @@ class Otel(Tracker):
         root.end(_ns(stages[-1][1]))
 
     def close(self) -> None:
+        """Send pending spans and shut the exporter down."""
         self._provider.shutdown()
 
     def _span(self, operation: str, name: str, start: float, attributes: JSON) -> Span:

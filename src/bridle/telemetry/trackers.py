@@ -35,13 +35,16 @@ class Wandb(Tracker):
         return run
 
     def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:
+        """Log values of one step to Weights & Biases."""
         self._run.log({**values, f"{axis}/step": step})
 
     def samples(self, rows: Sequence[JSON]) -> None:
+        """Log a table of sessions to Weights & Biases."""
         table = self._package.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
         self._run.log({"samples": table})
 
     def close(self) -> None:
+        """Finish the run in Weights & Biases."""
         self._run.finish()
 
 
@@ -72,17 +75,19 @@ class Mlflow(Tracker):
         self._tables = 0
 
     def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:  # noqa: ARG002 - the names begin with it
+        """Log values of one step to MLflow."""
         at = int(time.time() * 1000)
         metrics = [self._metric(name, value, at, step) for name, value in values.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def samples(self, rows: Sequence[JSON]) -> None:
-        """Log a file in the form of `mlflow.log_table`."""
+        """Log a table of sessions to MLflow, as a file in the form of `mlflow.log_table`."""
         self._tables += 1
         table = {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
         self._client.log_dict(self._run, table, f"samples/{self._tables:04d}.json")
 
     def close(self) -> None:
+        """Mark the run in MLflow as ended."""
         self._client.set_terminated(self._run)
 
 
@@ -97,16 +102,19 @@ class Tensorboard(Tracker):
         self._samples = 0
 
     def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:  # noqa: ARG002 - the names begin with it
+        """Log values of one step to TensorBoard."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def samples(self, rows: Sequence[JSON]) -> None:
+        """Log sessions as texts to TensorBoard."""
         for row in rows:
             self._samples += 1
             self._writer.add_text("samples", _code(row), self._samples)
 
     def close(self) -> None:
+        """Close TensorBoard's event file."""
         self._writer.close()
 
 
