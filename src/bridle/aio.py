@@ -70,13 +70,13 @@ class Nursery:
         await self.cancel()
 
     def start(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
-        """Start `work`; the nursery keeps the reference."""
+        """Start `work` as a task, to which the nursery keeps a reference until it ends."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self.own(task)
         return task
 
     def own(self, task: asyncio.Future[Any]) -> None:
-        """Keep the reference to a task or future, and end it with the nursery."""
+        """Keep a reference to a task or future, and cancel it when the nursery ends."""
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 
@@ -86,12 +86,12 @@ class Nursery:
             self.on_error(error)
 
     async def ended(self) -> None:
-        """Wait until nothing runs."""
+        """Wait until all of the nursery's tasks have ended."""
         while tasks := list(self._tasks):
             await asyncio.wait(tasks)
 
     async def cancel(self) -> None:
-        """Cancel what still runs and wait until all of it has ended."""
+        """Cancel the nursery's tasks that still run and wait until all have ended."""
         while tasks := list(self._tasks):
             for task in tasks:
                 task.cancel()
@@ -149,7 +149,7 @@ class LoopClock:
         return self._counted_s + min(time.monotonic() - self._last, self._most_s)
 
     async def run(self) -> None:
-        """Keep the clock going until cancelled."""
+        """Update the clock until cancelled."""
         while True:
             self._counted_s, self._last = self(), time.monotonic()
             await asyncio.sleep(self._most_s / 5)
@@ -227,6 +227,7 @@ class Condition:
         self._event = asyncio.Event()
 
     def notify_all(self) -> None:
+        """Wake all that wait for this condition."""
         self._event.set()
         self._event = asyncio.Event()
 

@@ -76,14 +76,14 @@ Scorer = Callable[[Attempt], float | JSON | Awaitable[float | JSON]]
 
 
 def new_run_folder(runs: Path = Path("runs")) -> Path:
-    """Return an unused folder name: the time, and a number if needed."""
+    """Return the path of a run folder that does not exist yet: the time, and a number if needed."""
     stem = time.strftime("%Y-%m-%d-%H%M%S")
     names = (stem, *(f"{stem}-{number}" for number in range(2, 100)))
     return next(runs / name for name in names if not (runs / name).exists())
 
 
 def write_results(folder: RunFolder, store: SqliteStore) -> JSON:
-    """Write the files over all sessions of a run; return the summary."""
+    """Write the result files of all sessions of a run; return the summary."""
     with TrajectoryWriter(folder.trajectories_parquet) as parquet:
         for session in store.sessions():
             if not session.is_aside:
@@ -274,6 +274,9 @@ class Session:
 
     @reward.setter
     def reward(self, value: float | None) -> None:
+        """Set the session's reward, which is recorded at the end of the block; `None` = not
+        known.
+        """
         self._check_open(self._reward)
         self._reward = None if value is None else _finite(value, "reward")
 
@@ -284,6 +287,9 @@ class Session:
 
     @trace_rewards.setter
     def trace_rewards(self, values: Iterable[float] | None) -> None:
+        """Set the rewards of the session's traces, one number for each; `None` = each has the
+        session's.
+        """
         self._check_open(self._trace_rewards)
         if values is not None:
             if not isinstance(values, Iterable):
@@ -297,7 +303,7 @@ class Session:
             raise ConfigError(f"session {self.session_id} has ended; its reward stays {value}")
 
     def trajectory(self) -> Trajectory:
-        """Build the trajectory of the exchanges captured so far."""
+        """Return the trajectory of the exchanges captured so far."""
         return trajectory_of(self._gateway.store.read(self.session_id))
 
     @asynccontextmanager
@@ -534,7 +540,10 @@ def attempt_of(trajectory: Trajectory, **facts: object) -> Attempt:
 
 
 async def call_scorer(scorer: Scorer, attempt: Attempt) -> Evaluation:
-    """Call a scorer. `EvaluatorError` if it raises or returns no reward."""
+    """Return a scorer's evaluation of an attempt.
+
+    `EvaluatorError` if the scorer raises or returns no reward.
+    """
     name = getattr(scorer, "__qualname__", repr(scorer))
     try:
         found = scorer(attempt)

@@ -242,8 +242,9 @@ class AsyncClient:
     ) -> AsyncGenerator[GroupResult, None]:
         """Yield groups as they end; without `cursor`, first all that are not acknowledged.
 
-        With `ack`, a group is acknowledged when the consumer asks for the next one; otherwise call
-        `ack`. Ends after `quiet_s` without a further group; `None` = never.
+        With `ack`, a group is acknowledged when the consumer asks for the next one; otherwise the
+        consumer calls `AsyncClient.ack`. Ends after `quiet_s` without a further group; `None` =
+        never.
         """
         held: set[str] = set()
         last_group_at = time.monotonic()
@@ -275,7 +276,9 @@ class AsyncClient:
                 await asyncio.sleep(0.1)
 
     async def ack(self, *, cursor: int | None = None, task_ids: Sequence[str] = ()) -> int:
-        """Acknowledge these groups, or all up to `cursor`; return how many are new."""
+        """Acknowledge these groups, or all up to `cursor`; return how many had not been
+        acknowledged before.
+        """
         body = {"cursor": cursor, "task_ids": list(task_ids)}
         count: int = (await self._json("POST", "/v1/groups/ack", body))["acked"]
         return count
@@ -307,7 +310,9 @@ class AsyncClient:
         return await self._json("GET", "/policy")
 
     async def set_policy(self, /, **changes: object) -> JSON:
-        """Change the policy: fields of `bridle.gateway.weights.SetPolicy`."""
+        """Change the policy by fields of `bridle.gateway.weights.SetPolicy`; returns the policy
+        then.
+        """
         return await self._json("POST", "/policy", changes)
 
     async def engines(self) -> list[JSON]:
@@ -316,31 +321,34 @@ class AsyncClient:
         return found
 
     async def set_engine(self, engine: str, /, **changes: object) -> list[JSON]:
-        """Release or resume an engine, by its id; `all` = all. Fields of `weights.SetEngine`."""
+        """Release an engine to its trainer, or resume it, by its id; `all` = all.
+
+        `changes` are fields of `bridle.gateway.weights.SetEngine`. Returns the engines then.
+        """
         path = f"/engines/{quote(engine, safe='')}"
         found: list[JSON] = (await self._json("POST", path, changes))["engines"]
         return found
 
     async def pause(self) -> JSON:
-        """Start no further session."""
+        """Pause the server: no further session starts."""
         return await self._json("POST", "/v1/pause")
 
     async def drain(self, timeout_s: int = 60) -> JSON:
-        """Pause, and wait at most `timeout_s` until nothing runs."""
+        """Pause the server, and wait at most `timeout_s` until no session runs."""
         return await self._json("POST", "/v1/drain", query={"timeout_s": timeout_s})
 
     async def resume(self) -> JSON:
-        """Start sessions again."""
+        """End a pause of the server: sessions start again."""
         return await self._json("POST", "/v1/resume")
 
     async def dead_callbacks(self) -> list[JSON]:
-        """Return the first 1000 dead callbacks."""
+        """Return the first 1000 callbacks that failed too often and are not retried any more."""
         query = {"state": "dead", "limit": 1000}
         found: list[JSON] = (await self._json("GET", "/v1/callbacks", query=query))["callbacks"]
         return found
 
     async def replay(self, delivery_id: str | None = None) -> int:
-        """Send a dead callback again, or all of them; return how many."""
+        """Send a dead callback again, or all of them (`None`); return how many."""
         middle = "" if delivery_id is None else f"/{delivery_id}"
         count: int = (await self._json("POST", f"/v1/callbacks{middle}/replay"))["replayed"]
         return count
@@ -467,6 +475,7 @@ class Client:
 
     @property
     def token(self) -> str | None:
+        """API token that the client sends; `None` = none."""
         return self._client.token
 
     def __enter__(self) -> Self:

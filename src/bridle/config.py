@@ -323,8 +323,9 @@ class BranchingSpec(Settings):
     """Sampled tokens of the task's sessions after which no fork begins; `None` = any number."""
 
     def points(self, first: int, replies: int) -> list[int]:
-        """Return the fork points of a session with so many replies, from `first` on, before its
-        last.
+        """Return the numbers of the replies after which a session with `replies` replies is forked.
+
+        They are from `first` on, and before the last one.
         """
         if isinstance(self.at, str):
             step = int(self.at.partition(":")[2])
@@ -390,7 +391,7 @@ MOST_FAULTS: Final = 1000
 
 
 def first_fault(error: ValidationError) -> ErrorDetails | None:
-    """Return the first fault of a pydantic error, or the unknown field beside a missing one.
+    """Return the first error in a pydantic error, or the unknown field beside a missing one.
 
     `None` = there are more than `MOST_FAULTS`.
     """
@@ -404,8 +405,8 @@ def first_fault(error: ValidationError) -> ErrorDetails | None:
 
 
 def explain(error: ValidationError, where: str) -> ConfigError:
-    """Return the first fault of a pydantic error as one line: where, which field, what was
-    given.
+    """Return a pydantic error as a `ConfigError` of one line: where, the first wrong field, what
+    was given.
     """
     first = first_fault(error)
     if first is None:
@@ -441,7 +442,9 @@ def _model_of(annotation: object) -> type[BaseModel] | None:
 
 
 def validated(model: type[ModelT], given: object, where: str) -> ModelT:
-    """Validate settings. `ConfigError` names the first fault, after `where`."""
+    """Return `given` as settings of type `model`. `ConfigError` names `where` and the first wrong
+    field.
+    """
     try:
         return model.model_validate(given)
     except ValidationError as error:
@@ -449,8 +452,10 @@ def validated(model: type[ModelT], given: object, where: str) -> ModelT:
 
 
 def with_flags(given: JSON, flags: Mapping[str, Any]) -> JSON:
-    """Return settings with the flags that were given (not `None`) before their own values, those of
-    tables too. What is no table stays, for validation to refuse.
+    """Return settings with the flags that were given (not `None`) in place of their own values,
+    also inside tables.
+
+    A value that should be a table and is none stays, for validation to refuse.
     """
     both = dict(given)
     for name, flag in flags.items():
@@ -463,7 +468,7 @@ def with_flags(given: JSON, flags: Mapping[str, Any]) -> JSON:
 
 
 def merged(under: JSON, over: JSON) -> JSON:
-    """Merge `over` into a copy of `under`, objects member by member."""
+    """Return a copy of `under` with the members of `over`, objects merged member by member."""
     both = {**under, **over}
     for name in under.keys() & over.keys():
         if isinstance(under[name], dict) and isinstance(over[name], dict):
@@ -482,7 +487,7 @@ def read_text(path: Path) -> str:
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file; `ConfigError` names the path and the line of a mistake."""
+    """Return the content of a TOML file; `ConfigError` names the path and the line of a mistake."""
     try:
         return tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
@@ -490,16 +495,18 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 
 def assets_dir() -> Path:
-    """Folder of the files shipped in the package."""
+    """Return the folder of the data files in the installed package."""
     return Path(__file__).parent / "assets"
 
 
 def builtin_tokenizer_dir() -> Path:
-    """Folder of the small tokenizer shipped in the package (Qwen3's special tokens, our text)."""
+    """Return the folder of the small tokenizer in the package (Qwen3's special tokens, Bridle's own
+    training text).
+    """
     return assets_dir() / "tokenizer"
 
 
 def cache_dir() -> Path:
-    """Return the folder of bundles and made models: `$BRIDLE_CACHE`, else `~/.cache/bridle`."""
+    """Return the folder of cached bundles and models: `$BRIDLE_CACHE`, else `~/.cache/bridle`."""
     given = os.environ.get("BRIDLE_CACHE")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "bridle"

@@ -48,7 +48,9 @@ class Hosts:
             self._names.add(socket.gethostname().lower())
 
     def refusal(self, sent: Sequence[str]) -> str | None:
-        """Reason why a request with these `Host` headers is not answered; `None` = it is."""
+        """Return why a request with these `Host` headers is not answered; `None` = it is
+        answered.
+        """
         name = name_of(sent[0]) if len(sent) == 1 else ""
         address = _address(name)
         if name and (
@@ -68,7 +70,7 @@ def is_loopback(host: str) -> bool:
 def name_of(host: str) -> str:
     """Return the name or address in a `Host` header, in lower case, without port and brackets.
 
-    Empty for anything else: what follows a name could be read as a path.
+    Empty for a header of any other form, which could be read as a path.
     """
     found = HOST.fullmatch(host)
     return "" if found is None else (found[1] or found[2]).lower()
@@ -86,7 +88,7 @@ TRIES = 20
 
 
 def load_or_make_token(path: Path) -> str:
-    """Return the token in a file (0600), which is made if it is not there.
+    """Return the token in a file (mode 0600), which is made if it does not exist.
 
     `ConfigError` if it cannot be read or written, or is empty.
     """
@@ -117,9 +119,10 @@ def split_token(url: str) -> tuple[str, str | None]:
 
 @contextmanager
 def announce_server(url: str, token_file: Path) -> Iterator[None]:
-    """Let this user's clients on this machine find the token of the server at `url` inside.
+    """Within the context, this user's clients on this machine find the token of the server at
+    `url`.
 
-    `OSError` if the note cannot be written.
+    `OSError` if the file that tells them cannot be written.
     """
     parts = urlsplit(url)
     note = _note(parts.hostname or "", parts.port or 80)

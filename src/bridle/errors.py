@@ -29,8 +29,8 @@ def install_extra(extra: str) -> str:
 def requirement(direct_url: str | None, extra: str) -> str:
     """Return the words after `pip install` that add an extra to where Bridle was installed from.
 
-    `direct_url` is pip's record of a folder, an archive or a repository (PEP 610); `None` = an
-    index.
+    `direct_url` is pip's record of a folder, an archive or a repository (PEP 610); `None` = Bridle
+    came from a package index.
     """
     if direct_url is None:
         return f"'bridle[{extra}]'"
@@ -57,20 +57,21 @@ class Problems:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Keep an error of Bridle's instead of raising it."""
+        """Within the context, an error of Bridle's is added to the list instead of raised."""
         try:
             yield
         except BridleError as error:
             self.found += getattr(error, "parts", (error,))
 
     def tried(self, make: Callable[[], T]) -> T | None:
-        """Return what `make` returns; `None` where its error was kept."""
+        """Return the result of `make`; `None` where its error was added to the list."""
         with self.noting():
             return make()
         return None
 
     def raise_any(self) -> None:
-        """Raise the only error as it is; several as one that lists them, each text once.
+        """Raise the errors of the list: a single one as it is, several as one that lists each text
+        once.
 
         That one is a `ConfigError` where one of them is.
         """
@@ -232,9 +233,9 @@ def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def root_cause(error: BaseException) -> str:
-    """Name the first cause of `error` without paths or addresses, for those without a token.
+    """Return the first cause of `error` without paths or addresses, for callers without a token.
 
-    The text of its `errno`, or what SQLite said, or else its class.
+    It is the text of its `errno`, or SQLite's message, or else its class.
     """
     while error.__cause__ is not None:
         error = error.__cause__

@@ -46,7 +46,9 @@ class Experts:
 
 
 def as_rows(values: npt.NDArray[np.integer]) -> Rows:
-    """Return an engine's numbers as rows. `ValueError` unless they are rows of expert numbers."""
+    """Return an engine's expert numbers as rows, one per token. `ValueError` unless they
+    are such.
+    """
     if values.ndim != 3 or values.dtype.kind not in "iu":
         raise ValueError(
             f"experts of shape {values.shape}, {values.dtype}: not (tokens, layers, k)"
@@ -57,7 +59,10 @@ def as_rows(values: npt.NDArray[np.integer]) -> Rows:
 
 
 def npy_rows(text: str) -> Rows:
-    """Read base64 of a `.npy` file, as vLLM sends it. `ValueError` for anything else."""
+    """Return the rows of experts in a base64 text of a `.npy` file, as vLLM sends it.
+
+    `ValueError` for anything else.
+    """
     try:
         return as_rows(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False))
     except (EOFError, MemoryError) as error:  # a header may claim any shape
@@ -65,16 +70,16 @@ def npy_rows(text: str) -> Rows:
 
 
 def npy_text(rows: Rows) -> str:
-    """Write rows as vLLM does."""
+    """Return rows of experts as the base64 text of a `.npy` file, as vLLM sends it."""
     file = io.BytesIO()
     np.save(file, rows, allow_pickle=False)
     return base64.b64encode(file.getbuffer()).decode()
 
 
 def reply_extra(rows: Rows, *, asked: int, tokens: int) -> JSON:
-    """Make the `extra` of a reply whose prompt and output have `tokens` ids.
+    """Return the `extra` of a reply with routed experts, whose prompt and output have `tokens` ids.
 
-    The rows end before its last token; they begin where that was `asked`, or, where the server has
+    The rows end before its last token; they begin at the position `asked`, or, where the server has
     no such setting, at the first token. Other numbers of rows cannot be placed: they are dropped,
     and `routed_experts_dropped` says so.
     """
@@ -85,9 +90,10 @@ def reply_extra(rows: Rows, *, asked: int, tokens: int) -> JSON:
 
 
 def merge_rows(parts: Iterable[Experts], tokens: int) -> Rows | None:
-    """Lay parts over `tokens` positions: the first that has a row counts. `None` without any.
+    """Return one row of experts for each of `tokens` positions, from several parts at positions.
 
-    Rows behind the last position, and parts of another shape than the first, are left out.
+    The first part that has a row of a position counts. `None` without any. Rows behind the last
+    position, and parts of another shape than the first, are left out.
     """
     found: Rows | None = None
     known = np.zeros(tokens, np.bool_)
@@ -105,15 +111,15 @@ def merge_rows(parts: Iterable[Experts], tokens: int) -> Rows | None:
 
 
 def is_known(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Return for each token whether anything is known of it, shape (tokens,)."""
+    """Return for each token whether any of its experts is known, shape (tokens,)."""
     known: npt.NDArray[np.bool_] = np.logical_or.reduce(rows >= 0, axis=(1, 2))
     return known
 
 
 def complete_rows(rows: Rows | None) -> Rows | None:
-    """Return the rows of all tokens but the last, for a trainer that cannot do without any.
+    """Return the experts of all tokens but the last, for a trainer that needs those of every token.
 
-    `None` if one is not known.
+    `None` if those of one are not known.
     """
     if rows is None or not is_known(rows[:-1]).all():
         return None
@@ -121,7 +127,7 @@ def complete_rows(rows: Rows | None) -> Rows | None:
 
 
 def pack(experts: Experts) -> bytes:
-    """Write as few bytes as the numbers allow; `unpack` reads them."""
+    """Return experts as bytes, as few as the numbers allow."""
     rows = experts.rows
     small = not rows.size or (int(rows.min()) >= 0 and int(rows.max()) < 256)
     size = 1 if small else 2
@@ -130,7 +136,9 @@ def pack(experts: Experts) -> bytes:
 
 
 def unpack(packed: bytes) -> Experts:
-    """Read what `pack` wrote. `ValueError` for anything else."""
+    """Return the experts that were packed to bytes by `experts.pack`. `ValueError` for
+    other bytes.
+    """
     try:
         start, *shape, size = _HEAD.unpack_from(packed)
         plain = zlib.decompress(packed[_HEAD.size :])
@@ -141,7 +149,8 @@ def unpack(packed: bytes) -> Experts:
 
 
 def stack_rows(of: Sequence[Rows | None], size: int) -> Rows | None:
-    """Return rows of several sequences, shape (sequences, size, layers, top_k), padded with -1.
+    """Return the experts of several sequences, shape (sequences, size, layers, top_k), padded with
+    -1.
 
     `None` = none are known. `TrainingError` for experts of several models.
     """

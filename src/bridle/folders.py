@@ -54,7 +54,7 @@ class FolderLock:
         os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
 
     def close(self) -> None:
-        """Give the folder up; idempotent."""
+        """Release the lock on the folder; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -67,7 +67,7 @@ class FolderLock:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file for this process alone; return whether it was free."""
+    """Lock an open file for this process alone; return False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -77,7 +77,8 @@ def try_lock(descriptor: int) -> bool:
 
 @asynccontextmanager
 async def exclusive(path: Path, waiting: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
-    """Hold a lock file; `waiting` is called once if another process holds it.
+    """Hold a lock on a file within the context; `waiting` is called once if another process holds
+    it.
 
     The system drops the lock when this process ends.
     """
@@ -118,14 +119,17 @@ def private_folder(path: Path) -> Path:
 def private_file(path: Path) -> Path:
     """Make an empty file for this user alone (0600) if there is none; return `path`.
 
-    What then opens it by name, a library too, keeps that mode. `OSError` escapes.
+    A library that opens it by name later keeps that mode. `OSError` escapes.
     """
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     return path
 
 
 def check_room(folder: Path) -> None:
-    """Write `ROOM` bytes into `folder` and remove them; raises the `OSError` that this meets."""
+    """Check that a disk has room: write `ROOM` bytes into `folder` and remove them.
+
+    Raises the `OSError` of a failed write.
+    """
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(ROOM))
         file.flush()

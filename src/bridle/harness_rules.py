@@ -153,7 +153,9 @@ CAUSES = (
 
 
 def likely_cause(old: str, new: str) -> str | None:
-    """Say why two texts differ, and which setting makes them the same; `None` = nobody knows."""
+    """Return why two texts of requests differ, and the setting that makes them equal; `None` =
+    unknown.
+    """
     if sorted(re.findall(r"\w+", old)) == sorted(re.findall(r"\w+", new)):
         return "the order of words (of a set?); set `agent.env.PYTHONHASHSEED` for a Python program"
     names = differing(old, new, CAUSES)
@@ -162,7 +164,10 @@ def likely_cause(old: str, new: str) -> str | None:
 
 
 def differing(old: str, new: str, rules: Sequence[Varying]) -> tuple[str, ...] | None:
-    """Name the rules whose texts are all that two texts differ in; `None` = they differ in more."""
+    """Return the names of the rules whose varying parts are all that two texts differ in.
+
+    `None` = they differ in more.
+    """
     names: list[str] = []
     for rule in rules:
         if rule.pattern.findall(old) != rule.pattern.findall(new):
@@ -470,9 +475,9 @@ def kind_of(
     harness: str | None = None,
     declared: Sequence[KindRule] = (),
 ) -> tuple[Kind, str | None]:
-    """Return the kind of a call and the name of the rule that decided; `None` = the default.
+    """Return the kind of a model call and the name of the rule that decided; `None` = the default.
 
-    Rules that the session `declared` come first. A rule of ours that reads contents is tried only
+    Rules that the session `declared` come first. A built-in rule that reads contents is tried only
     where the session's `harness` or the user agent names a harness whose row has it.
     """
     for rule in (*declared, *_rules_of(headers.get("user-agent", ""), harness)):
@@ -482,7 +487,9 @@ def kind_of(
 
 
 def decided_by_head(headers: Headers, harness: str | None, declared: Sequence[KindRule]) -> bool:
-    """Return whether requests with one head and one `ModelRequest.extra` are of one kind."""
+    """Return whether all requests with these headers and equal fields besides messages are of one
+    kind.
+    """
     rules = (*declared, *_rules_of(headers.get("user-agent", ""), harness))
     return all(rule.universal for rule in rules)
 

@@ -17,7 +17,7 @@ from bridle.errors import ConfigError
 
 
 def installed(what: str) -> dict[str, str]:
-    """Return names that installed packages add for an `engine`, `harness`...: name ->
+    """Return the names that installed packages add for an `engine`, `harness`...: name ->
     `module:Class`.
     """
     group = f"bridle.{what}es" if what.endswith("s") else f"bridle.{what}s"

@@ -85,7 +85,9 @@ class Conformance:
     """Sessions with a wrong logprob, version or sum of weights, and which."""
 
     def check(self, missing: dict[str, int] | None = None) -> None:
-        """Raise `AssertionError` unless exactly `missing` is left out, and all else is right."""
+        """Raise `AssertionError` unless exactly the tokens `missing` are left out, and all others
+        are right.
+        """
         if (self.missing, self.extra, self.wrong) != (missing or {}, {}, []):
             raise AssertionError(self)
         left = sum(self.excluded.values()) + sum(self.missing.values())
@@ -96,7 +98,7 @@ class Conformance:
 def trainer_conformance(groups: Sequence[SessionGroup], rows: Iterable[TrainedRow]) -> Conformance:
     """Compare a trainer's rows with the sessions that they were made from, token by token.
 
-    A token is the same where all ids before it are; so its context is compared as well.
+    A token is the same only if all ids before it are, so its context is compared as well.
     """
     sampled: dict[tuple[str, bytes], tuple[float, int]] = {}
     excluded: dict[tuple[str, bytes], str] = {}
@@ -140,7 +142,7 @@ def trainer_conformance(groups: Sequence[SessionGroup], rows: Iterable[TrainedRo
 
 
 def trainer_sessions() -> list[SessionGroup]:
-    """Three groups of four sessions, one of each shape that a trainer's bridge meets."""
+    """Return three groups of four sessions, one of each shape that a trainer's bridge meets."""
     yes, given, context = MaskReason.TRAINED, MaskReason.PROMPT, MaskReason.CONTEXT
     first: Part = ("first", [10, 11, 12], yes, 3)
     tool: Part = ("", [20, 21], given, -1)

@@ -35,10 +35,11 @@ C = TypeVar("C")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def record(*, eq: bool = True) -> Callable[[type[C]], type[C]]:
-    """Make a class what `dataclass(frozen=True, slots=True, eq=eq)` makes of it.
+    """Return a class decorator: `dataclass(slots=True, eq=eq)` that type checkers take for frozen.
 
-    For what each model call makes, some forty values: the type checker refuses a change of a field,
-    but nothing does so at run time, because a frozen value takes four times as long to make.
+    For the forty or so objects that each model call makes: the type checker refuses a change of a
+    field, but nothing does so at run time, because a frozen object takes four times as long to
+    make.
     """
     return dataclass(slots=True, eq=eq, unsafe_hash=eq)
 
@@ -47,7 +48,7 @@ USER_INFO: Final = re.compile(r"://[^/@\"\s]*@")
 
 
 def without_user_info(text: str) -> str:
-    """Return a text with its URLs as others may see them: without names and passwords."""
+    """Return a text whose URLs have no user names and passwords, so that others may see it."""
     return USER_INFO.sub("://", text)
 
 
@@ -220,7 +221,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The text parts, joined with nothing between."""
+        """Text parts of the message, joined with nothing between."""
         return "".join([part.text for part in self.content if isinstance(part, TextPart)])
 
 

@@ -109,6 +109,8 @@ class Guard:
         self._kept: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     def around(self, app: ASGIApp, form: LoginForm) -> ASGIApp:
+        """Return `app` behind a check of the token; a browser without it gets the login form."""
+
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
                 await app(scope, receive, send)
@@ -564,6 +566,7 @@ def ago(at: float | None) -> str:
 
 
 def clock(at: float | None) -> str:
+    """Return a Unix time as date and time in UTC; `None` is a dash."""
     return NONE if at is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
@@ -580,7 +583,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def segments(values: Iterable[tuple[str, float]]) -> list[Segment]:
-    """Lay out the parts of a bar that is 100 wide: `(name, value, x, width)`."""
+    """Return the parts of a bar that is 100 wide: `(name, value, x, width)`."""
     listed = [(name, float(value)) for name, value in values if value]
     whole = sum(value for _, value in listed) or 1.0
     found, at = [], 0.0
@@ -592,7 +595,7 @@ def segments(values: Iterable[tuple[str, float]]) -> list[Segment]:
 
 
 def columns(ends: Sequence[tuple[float, int, int]]) -> list[tuple[int, float, float, str]]:
-    """Lay out a column chart 100 high: `(x, height of completed, of others, title)`."""
+    """Return a column chart 100 high: `(x, height of completed, of others, title)` per column."""
     top = max((done + other for _, done, other in ends), default=0) or 1
     return [
         (n, 100 * done / top, 100 * other / top, f"{clock(at)}: {done} completed, {other} not")
@@ -601,7 +604,7 @@ def columns(ends: Sequence[tuple[float, int, int]]) -> list[tuple[int, float, fl
 
 
 def dots(rewards: Sequence[float]) -> list[tuple[float, float, float]]:
-    """Lay out rewards as dots on a line 100 wide: `(x, y, reward)`; equal ones are stacked."""
+    """Return rewards as dots on a line 100 wide: `(x, y, reward)`; equal ones are stacked."""
     if not rewards:
         return []
     low, high = min(0.0, *rewards), max(1.0, *rewards)
@@ -616,7 +619,7 @@ def dots(rewards: Sequence[float]) -> list[tuple[float, float, float]]:
 
 @lru_cache(maxsize=1)
 def environment() -> jinja2.Environment:
-    """Return the template environment, which escapes every value."""
+    """Return the Jinja environment of the pages, which escapes every value."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE / "templates"),
         autoescape=True,

@@ -94,7 +94,9 @@ class TextSearch:
         self._after = 0
 
     def go_on(self, reader: SqliteReader, until: float) -> int:
-        """Search until a time of `time.monotonic`; return how many calls are left."""
+        """Continue a text search until a time of `time.monotonic`; return how many model calls are
+        left.
+        """
         while time.monotonic() < until:
             rows = reader.texts(self._after, SEARCHED_ROWS)
             for number, session_id, texts in rows:
@@ -135,7 +137,7 @@ KEPT_OPEN = 4
 
 
 def find(root: Path) -> tuple[list[Path], list[Path]]:
-    """Find the capture files and the trainings' course files in and below a folder, by path."""
+    """Return the capture files and the trainings' course files in and below a folder, by path."""
     if root.is_file():
         return [root], []
     captures, courses = [], []
@@ -150,7 +152,7 @@ def find(root: Path) -> tuple[list[Path], list[Path]]:
 
 
 def read_json(path: Path) -> JSON | None:
-    """Read a JSON object; `None` if the file is missing, incomplete or something else."""
+    """Return the JSON object in a file; `None` if it is missing, incomplete or something else."""
     try:
         value = orjson.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -183,10 +185,11 @@ class CapturedRun:
 
     @property
     def folder(self) -> Path:
+        """Folder of the run."""
         return self.path.parent
 
     def close(self) -> None:
-        """Close the file; the next access opens it again."""
+        """Close the capture file; the next access opens it again."""
         with self._lock:
             if self._reader is not None:
                 self._reader.close()
@@ -194,11 +197,11 @@ class CapturedRun:
 
     @property
     def change(self) -> tuple[object, ...]:
-        """Return a value that changes whenever a refresh found something new."""
+        """Value that changes whenever a refresh of the run found something new."""
         return self._file, self._change
 
     def facts(self) -> RunFacts:
-        """Read the run's settings and state from its folder; missing files leave fields at
+        """Return the run's settings and state from the files in its folder; missing files leave
         `None`.
         """
         settings = self._json(RUN)
@@ -221,11 +224,13 @@ class CapturedRun:
         )
 
     def report(self, kind: RunReport[T]) -> T | None:
-        """Return the last report of a kind; `None` = nothing that can be read."""
+        """Return the run's last report of a kind; `None` = there is none that can be read."""
         return kind.read(self._json(kind.file))
 
     def fork_command(self, line: SessionRow) -> str | None:
-        """See `SessionView.fork_command`: the run must hold the session's task."""
+        """Return the command that forks a session; `None` = the run does not hold the session's
+        task.
+        """
         config = self._json(RUN).get("config")
         tasks = config.get("tasks") if isinstance(config, dict) else None
         ids = [one.get("task_id") for one in tasks or () if isinstance(one, dict)]
@@ -248,7 +253,7 @@ class CapturedRun:
             return self._files[name][1]
 
     def fault(self) -> str | None:
-        """Return why the file cannot be read; `None` = it can."""
+        """Return why the capture file cannot be read; `None` = it can."""
         try:
             self._look()
         except BridleError as error:
@@ -256,7 +261,9 @@ class CapturedRun:
         return None
 
     def lines(self) -> list[SessionRow]:
-        """Return the harness sessions in the order of opening; empty if the file is unreadable."""
+        """Return a row for each session of the run in the order of opening; empty if it is
+        unreadable.
+        """
         with self._lock:
             try:
                 self._look()
@@ -266,10 +273,10 @@ class CapturedRun:
             return [self._line(session_id, finished) for session_id in self._records]
 
     def search(self, text: str, until: float) -> tuple[AbstractSet[str], int]:
-        """Search the messages for a text until a time of `time.monotonic`.
+        """Search the run's messages for a text until a time of `time.monotonic`.
 
-        Returns the ids of the sessions that have it, and how many calls are left. Later calls with
-        the same text go on.
+        Returns the ids of the sessions that have it, and how many model calls are left to search.
+        Later calls with the same text continue.
         """
         with self._lock:
             try:
@@ -282,6 +289,7 @@ class CapturedRun:
             return frozenset(self._search.found), left
 
     def line(self, session_id: str) -> SessionRow | None:
+        """Return the row of one session with its token counts; `None` = it is not in the run."""
         with self._lock:
             try:
                 self._look()
@@ -293,7 +301,9 @@ class CapturedRun:
             return self._line(session_id, (self.folder / SUMMARY).is_file())
 
     def measure(self, session_id: str) -> None:
-        """Build the trajectory facts of a session, unless they are known and the session ended."""
+        """Compute a session's token counts and versions, unless they are known and the session
+        ended.
+        """
         with self._lock:
             if session_id not in self._records:
                 return  # the file was replaced meanwhile
@@ -306,7 +316,7 @@ class CapturedRun:
                 self._measured.pop(session_id, None)
 
     def unmeasured(self) -> Iterator[str]:
-        """Yield the ended sessions without trajectory facts, newest first."""
+        """Yield the ended sessions whose token counts are not computed yet, newest first."""
         with self._lock:
             records = list(self._records.items())
         for session_id, (_, outcome) in reversed(records):
@@ -416,7 +426,9 @@ def _sum(one: Totals | None, two: Totals) -> Totals:
 
 
 def measure_some(runs: list[CapturedRun], budget_s: float) -> int:
-    """Build trajectory facts of ended sessions within a time; return how many are left."""
+    """Compute token counts and versions of ended sessions within a time; return how many
+    are left.
+    """
     until = time.monotonic() + budget_s
     left = 0
     for run in runs:
@@ -455,17 +467,21 @@ class FolderSource:
 
     @property
     def title(self) -> str:
+        """Title of the page: the folder's path."""
         return str(self.root)
 
     @property
     def fork(self) -> None:
+        """`None`: forks cannot be submitted without a server."""
         return None
 
     def close(self) -> None:
+        """Close the capture files of all runs."""
         for run in self._runs.values():
             run.close()
 
     def overview(self) -> Overview:
+        """Return the data of the overview page."""
         runs = self._look()
         # First, because this reads the sessions of all runs.
         facts = [run.facts() for run in runs]
@@ -487,6 +503,7 @@ class FolderSource:
         return shown
 
     def sessions(self, wanted: SessionFilter, start: int, count: int) -> SessionPage:
+        """Return a page of the matching sessions in the order of `wanted.sort`."""
         runs = self._look()
         lines = [line for run in runs for line in run.lines()]
         said, unsearched = self.search(wanted.text)
@@ -502,9 +519,10 @@ class FolderSource:
         return SessionPage(page, len(found), choices, unsearched)
 
     def search(self, text: str) -> tuple[AbstractSet[tuple[str, str]], int]:
-        """Search all messages for a text, for at most `SEARCH_S`.
+        """Search the messages of all runs for a text, for at most `SEARCH_S` seconds.
 
-        Returns (run, session id) of the sessions that have it, and how many calls are left.
+        Returns (run, session id) of the sessions that have it, and how many model calls are left to
+        search.
         """
         if not text:
             return frozenset(), 0
@@ -516,11 +534,13 @@ class FolderSource:
         return found, left
 
     def groups(self, run: str, start: int, count: int) -> tuple[Sequence[SampleGroup], int]:
+        """Return a page of groups, newest first, and their number; an empty `run` = all runs."""
         lines = (line for one in self._look() if run in ("", one.name) for line in one.lines())
         groups = groups_of(lines)
         return groups[start : start + count], len(groups)
 
     def session_set(self, run: str, version: int | None) -> SessionSet | None:
+        """Return the sessions of a run, or those that a policy version began; `None` = no run."""
         found = next((one for one in self._look() if one.name == run), None)
         if found is None:
             return None
@@ -529,6 +549,7 @@ class FolderSource:
         return set_of(run, found.lines(), version, left)
 
     def group(self, task_id: str, run: str) -> SampleGroup | None:
+        """Return the sessions of a task; an empty `run` = of all runs."""
         runs = [one for one in self._look() if run in ("", one.name)]
         lines = last_attempts(
             line for one in runs for line in one.lines() if line.task_id == task_id
@@ -539,6 +560,7 @@ class FolderSource:
         return SampleGroup(task_id, measured, run or None, instruction=_instruction(runs, task_id))
 
     def session(self, session_id: str, run: str) -> SessionView | None:
+        """Return a session; an empty `run` = of whichever run has it."""
         for one in self._look():
             if run not in ("", one.name) or (line := one.line(session_id)) is None:
                 continue
@@ -560,6 +582,7 @@ class FolderSource:
         return None
 
     def attempts(self, session_id: str, run: str) -> AttemptTree | None:
+        """Return the tree of a session and its forks; an empty `run` = whichever run has it."""
         shown = self.session(session_id, run)
         if shown is None or shown.session is None:
             return None
@@ -570,17 +593,18 @@ class FolderSource:
         return attempts_of(place_of(shown.line), lines, _origins(runs, lines), replies)
 
     def report(self, kind: RunReport[T], run: str) -> T | None:
+        """Return the last report of a kind on a run; an empty `run` = on the first that has one."""
         found = (one.report(kind) for one in self._look() if run in ("", one.name))
         return next((one for one in found if one is not None), None)
 
     def known(self, session_ids: Iterable[str]) -> dict[str, SessionRow]:
-        """Return the rows, with trajectory facts, of those sessions that are in the folder."""
+        """Return the rows, with token counts, of those sessions that are in the folder."""
         runs = self._look()
         found = ((name, one.line(name)) for name in session_ids for one in runs)
         return {name: line for name, line in found if line is not None}
 
     def file(self, session_id: str, run: str, name: str) -> Path | None:
-        """See `DataSource.file`. The path never leads out of the run folder."""
+        """Return the path of a log or kept file of a session, only if it lies in the run folder."""
         shown = self.session(session_id, run)
         if shown is None or shown.session is None or name not in shown.logs:
             return None

@@ -79,10 +79,12 @@ class ServerSource:
 
     @property
     def title(self) -> str:
+        """Title of the page."""
         return self._title
 
     @property
     def fork(self) -> Callable[[str, int, int], str] | None:
+        """Function that submits forks of a session; `None` = the reader's token may not submit."""
         return self._fork if self._may_submit else None
 
     def _fork(self, session_id: str, at: int, samples: int) -> str:
@@ -90,6 +92,7 @@ class ServerSource:
         return self._rollouts.fork(session_id, at=at, samples=samples, task_id=name)
 
     def overview(self) -> Overview:
+        """Return the data of the overview page."""
         status = self._rollouts.status()
         seen = None if self._folder is None else self._folder.overview()
         sessions = self._newest()
@@ -115,6 +118,7 @@ class ServerSource:
         )
 
     def sessions(self, wanted: SessionFilter, start: int, count: int) -> SessionPage:
+        """Return a page of the matching sessions in the order of `wanted.sort`."""
         state = wanted.status if wanted.status in FAILED | {"COMPLETED"} else None
         sessions = {one["session_id"]: one for one in self._newest(state)}
         lines = [line_of(one) for one in sessions.values()]
@@ -135,13 +139,16 @@ class ServerSource:
         return SessionPage(self._lines(found[start : start + count]), len(found), choices, left)
 
     def groups(self, run: str, start: int, count: int) -> tuple[Sequence[SampleGroup], int]:  # noqa: ARG002 - it has no runs
+        """Return a page of groups, newest first, and their number."""
         groups = groups_of(line_of(one) for one in self._newest())
         return groups[start : start + count], len(groups)
 
     def session_set(self, run: str, version: int | None) -> SessionSet | None:  # noqa: ARG002 - it has no runs
+        """Return `None`: a server's sessions belong to no run."""
         return None
 
     def group(self, task_id: str, run: str) -> SampleGroup | None:  # noqa: ARG002 - it has no runs
+        """Return the sessions of a task; `None` = the server has no such task."""
         task = _found(lambda: self._rollouts.task(task_id))
         if task is None:
             return None
@@ -150,6 +157,7 @@ class ServerSource:
         return SampleGroup(task_id, lines, state=task["state"], total=task["total_sessions"])
 
     def session(self, session_id: str, run: str) -> SessionView | None:  # noqa: ARG002 - it has no runs
+        """Return a session; `None` = the server has no such session."""
         session = _found(lambda: self._rollouts.session(session_id))
         if session is None:
             return None
@@ -174,6 +182,7 @@ class ServerSource:
         return SessionView(line, trajectory, None, logs, known)
 
     def attempts(self, session_id: str, run: str) -> AttemptTree | None:
+        """Return the tree of a session and its forks; `None` = the server has no such session."""
         shown = self.session(session_id, run)
         if shown is None:
             return None
@@ -191,9 +200,13 @@ class ServerSource:
         return attempts_of(place_of(shown.line), [*lines.values()], origins, replies)
 
     def report(self, kind: RunReport[T], run: str) -> T | None:  # noqa: ARG002 - it has no runs
+        """Return `None`: a server has no reports."""
         return None
 
     def file(self, session_id: str, run: str, name: str) -> Path | bytes | None:
+        """Return the content of a session's log or kept file; `None` = there is none of
+        that name.
+        """
         shown = self.session(session_id, run)
         if shown is None or name not in shown.logs:
             return None
@@ -266,6 +279,7 @@ def _session_id(run_id: str) -> str:
 
 
 def line_of(session: JSON) -> SessionRow:
+    """Return the server's JSON of a session as a row of the dashboard."""
     fork: JSON = session.get("fork") or {}
     return SessionRow(
         session_id=session["session_id"],

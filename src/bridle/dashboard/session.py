@@ -62,7 +62,7 @@ class TreeRow:
 
     @property
     def is_root(self) -> bool:
-        """Return whether the prompt extends no other exchange."""
+        """Return whether the exchange's prompt extends no other exchange."""
         return self.exchange.parent_id is None or self.exchange.kept == 0
 
 
@@ -110,16 +110,19 @@ class CapturedSession:
 
     @property
     def trajectory(self) -> Trajectory:
-        """Return the trajectory that the session's own builder built."""
+        """Return the session's trajectory, built by the session's own builder."""
         return self.result.trajectory
 
     @cached_property
     def decode(self) -> Callable[[Ids], str] | None:
-        """Return the session's decoder; `None` = its tokenizer is not available."""
+        """Return a function that decodes the session's token ids; `None` = its tokenizer is
+        missing.
+        """
         return decoder_of(self.capture.session.metadata)
 
     @cached_property
     def graph(self) -> Graph:
+        """Forest of the session's exchanges."""
         return grow(self.capture.session.session_id, self.capture.exchanges)
 
     @cached_property
@@ -137,11 +140,13 @@ class CapturedSession:
 
     @cached_property
     def fork_points(self) -> dict[str, int]:
-        """Return the exchanges behind which a fork can begin, with the number of its replies."""
+        """Return the exchanges after which a fork can begin, each with the number of replies up to
+        it.
+        """
         return fork_points(self.capture)
 
     def replies(self) -> dict[int, TreeRow]:
-        """Return the replies behind which a fork can begin, by their number."""
+        """Return the replies after which a fork can begin, by their number."""
         rows = [
             self._row(depth, node) for depth, node in self._order if _id(node) in self.fork_points
         ]
@@ -149,6 +154,7 @@ class CapturedSession:
 
     @cached_property
     def transcript(self) -> Transcript:
+        """Messages of the session's exchanges."""
         return Transcript(self.capture.exchanges, self.capture.bodies)
 
     @cached_property
@@ -157,6 +163,7 @@ class CapturedSession:
 
     @property
     def size(self) -> int:
+        """Number of exchanges in the tree."""
         return len(self._order)
 
     def place(self, exchange_id: str) -> int | None:
@@ -170,7 +177,7 @@ class CapturedSession:
 
     @property
     def lost(self) -> list[UnplacedExchange]:
-        """Return the exchanges that are not in the tree, with the reason."""
+        """Return the exchanges that are in no conversation tree, with the reason."""
         torn = [
             UnplacedExchange(one.exchange_id, why, len(one.output_ids))
             for one, why in self.graph.lost
@@ -264,7 +271,7 @@ class CapturedSession:
 
 
 def composition(trace: Trace) -> dict[str, int]:
-    """Count a trace's tokens: prompt, trained, and masked by reason."""
+    """Return how many tokens of a trace are prompt, trained, and masked for each reason."""
     counts = {"prompt": len(trace.prompt_ids)}
     for reason in MaskReason:
         if count := int((trace.reasons == reason).sum()):
@@ -310,7 +317,7 @@ def conversation_of(trajectory: Trajectory | None) -> list[JSON]:
 
 
 def compare(one: Sequence[JSON], two: Sequence[JSON]) -> Comparison:
-    """Find the first message of two conversations whose role, text or tool calls differ.
+    """Return the first message at which the role, text or tool calls of two conversations differ.
 
     Ids of tool calls do not count: they are random.
     """
@@ -374,7 +381,7 @@ class StripCell:
 
     @property
     def page(self) -> int:
-        """Return the start of the page that contains the first token."""
+        """Return the start of the page that contains the cell's first token."""
         return self.start // PAGE * PAGE
 
 
@@ -407,7 +414,9 @@ class TokenPage:
 
 
 def token_page(trace: Trace, at: int, decode: Callable[[Ids], str] | None) -> TokenPage:
-    """Build the page that begins at token `at`, counted from the first prompt token."""
+    """Return the page of a trace's tokens that begins at token `at`, counted from the first prompt
+    token.
+    """
     ids = trace.ids
     total, prompt = len(ids), len(trace.prompt_ids)
     start = min(max(0, at), max(0, total - 1))
@@ -511,6 +520,7 @@ class ShownMessage:
 
 
 def said(message: Mapping[str, object]) -> ShownMessage:
+    """Return a message in the form that the page shows: role, reasoning, parts and tool calls."""
 
     def text(key: str) -> str:
         return str(message.get(key) or "")

@@ -77,7 +77,7 @@ class RunReport(Generic[T]):
     """Words before the name of a run that has none."""
 
     def read(self, content: JSON) -> T | None:
-        """Convert the content of the file; `None` = it is malformed."""
+        """Return the report in a file's content; `None` = it is malformed."""
         try:
             return self.form.validate_python(content)
         except ValidationError:
@@ -125,7 +125,8 @@ class DataSource(Protocol):
     """Data of the pages. Methods are called from worker threads and may raise `BridleError`."""
 
     @property
-    def title(self) -> str: ...
+    def title(self) -> str:
+        """Title of the pages."""
 
     @property
     def fork(self) -> Callable[[str, int, int], str] | None:
@@ -196,6 +197,7 @@ class AttemptTree:
 
 
 def place_of(line: SessionRow) -> Place:
+    """Return what identifies a session on the dashboard: its run and its id."""
     return line.run, line.session_id
 
 
@@ -205,7 +207,8 @@ def attempts_of(
     origins: Mapping[Place, tuple[Place, int]],
     replies: Collection[int] = (),
 ) -> AttemptTree:
-    """Return the tree that session `wanted` is in.
+    """Return the tree of the session `wanted` and the sessions that are forks of each other with
+    it.
 
     `origins` has, for each fork, the session that it was made of and the number of its replies;
     `replies` are those of `wanted` that get a row though nothing forks there.

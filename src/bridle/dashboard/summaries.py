@@ -43,6 +43,7 @@ class TrajectoryFacts:
 
     @property
     def trained(self) -> int:
+        """Number of tokens that train."""
         return int(self.stats.get("tokens_trained") or 0)
 
     @property
@@ -52,6 +53,7 @@ class TrajectoryFacts:
 
 
 def measured_of(trajectory: Trajectory) -> TrajectoryFacts:
+    """Return the token counts, policy versions and turns of a trajectory."""
     spans = [trace.metadata.get("policy_versions") for trace in trajectory.traces]
     known = [span for span in spans if span]
     return TrajectoryFacts(
@@ -112,21 +114,23 @@ class SessionRow:
 
     @property
     def begun(self) -> int | None:
-        """Return the policy version of its oldest token; `None` = not known."""
+        """Return the policy version of the session's oldest token; `None` = not known."""
         versions = None if self.measured is None else self.measured.versions
         return None if versions is None else versions[0]
 
     @property
     def trained(self) -> int | None:
+        """Number of the session's tokens that train; `None` = not known."""
         return None if self.measured is None else self.measured.trained
 
     @property
     def turns(self) -> int | None:
+        """Number of the session's turns that are in its traces; `None` = not known."""
         return None if self.measured is None else self.measured.turns
 
     @property
     def seconds(self) -> float | None:
-        """Return the time from opening to the end, or to the last exchange."""
+        """Return the seconds from the session's opening to its end, or to its last exchange."""
         last = self.ended_at or self.last_at
         return None if last is None or self.opened_at is None else max(0.0, last - self.opened_at)
 
@@ -157,10 +161,12 @@ class SampleGroup:
 
     @property
     def rewards(self) -> list[float]:
+        """Known rewards of the group's sessions."""
         return [line.reward for line in self.lines if line.reward is not None]
 
     @property
     def mean(self) -> float | None:
+        """Mean of the group's known rewards; `None` = there is none."""
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
     @property
@@ -177,16 +183,19 @@ class SampleGroup:
 
     @property
     def has_forks(self) -> bool:
-        """Return whether there are forks of its own sessions."""
+        """Return whether the group has forks of its own sessions."""
         ids = {line.session_id for line in self.lines}
         return any(line.origin is not None and line.origin.session_id in ids for line in self.lines)
 
     @property
     def ended(self) -> int:
+        """Number of the group's sessions that have ended."""
         return sum(line.status in ENDED for line in self.lines)
 
     def counterpart(self, row: SessionRow) -> SessionRow | None:
-        """Return the other session whose reward differs most; `None` = there is no other."""
+        """Return the session of the group whose reward differs most from that of `row`; `None` =
+        there is no other.
+        """
         others = (other for other in self.lines if other is not row)
         return max(
             others, key=lambda other: abs((other.reward or 0.0) - (row.reward or 0.0)), default=None
@@ -194,7 +203,7 @@ class SampleGroup:
 
     @property
     def samples(self) -> list[GroupSample]:
-        """Return the sessions with their advantages, by sample index."""
+        """Return the group's sessions with their advantages, by sample index."""
         lines = sorted(self.lines, key=lambda line: (line.run, line.sample_index, line.session_id))
         rewards = [float("nan") if line.reward is None else line.reward for line in lines]
         advantages = grpo_advantages(rewards)
@@ -206,7 +215,7 @@ class SampleGroup:
 
 
 def origin_of(fork: object, verdict: object = None) -> Origin | None:
-    """Read what a session's record or result says of its fork; `None` = nothing that is one."""
+    """Return the session and reply that a session was forked from; `None` = it is no fork."""
     if not isinstance(fork, dict):
         return None
     session_id, at, capture = fork.get("session"), fork.get("at"), fork.get("capture") or ""
@@ -217,7 +226,7 @@ def origin_of(fork: object, verdict: object = None) -> Origin | None:
 
 
 def last_attempts(lines: Iterable[SessionRow]) -> list[SessionRow]:
-    """Keep only the last attempt of each session that a server ran again."""
+    """Return only the last attempt of each session that a server ran again."""
     found: dict[tuple[str, str], tuple[int, SessionRow]] = {}
     for line in lines:
         again = AGAIN.fullmatch(line.session_id)
@@ -228,7 +237,7 @@ def last_attempts(lines: Iterable[SessionRow]) -> list[SessionRow]:
 
 
 def groups_of(lines: Iterable[SessionRow]) -> list[SampleGroup]:
-    """Group sessions by run and task, the group with the newest session first."""
+    """Return sessions grouped by run and task, the group with the newest session first."""
     found: defaultdict[tuple[str, str], list[SessionRow]] = defaultdict(list)
     for line in last_attempts(lines):
         found[line.run, line.task_id].append(line)
@@ -252,7 +261,10 @@ class SessionFilter:
     """Order of the list, see `sort_rows`."""
 
     def takes(self, line: SessionRow, *, said: bool = False) -> bool:
-        """Return whether the session matches every field; `said` = a message has the text."""
+        """Return whether a session matches every field of the filter.
+
+        `said` says whether one of its messages has the text that is searched for.
+        """
         return (
             (not self.status or self._status(line))
             and (not self.cause or line.cause == self.cause)
@@ -284,7 +296,8 @@ SORT_KEYS: dict[str, Callable[[SessionRow], Any]] = {
 
 
 def sort_rows(rows: Sequence[SessionRow], sort: str) -> list[SessionRow]:
-    """Sort rows by a key of `SORT_KEYS`, descending after `-`; any other `sort` = newest first.
+    """Return rows sorted by a key of `SORT_KEYS`, descending after `-`; any other `sort` = newest
+    first.
 
     Rows whose value is not known come last.
     """
@@ -307,7 +320,7 @@ class FailureCause:
 
 
 def failures_of(lines: Iterable[SessionRow]) -> list[FailureCause]:
-    """Group the failed sessions by cause, the most frequent first."""
+    """Return the failed sessions grouped by cause, the most frequent first."""
     found: defaultdict[str, list[SessionRow]] = defaultdict(list)
     for line in lines:
         if line.status in FAILED:
@@ -335,14 +348,16 @@ class SessionSet:
 
     @property
     def rewards(self) -> list[float]:
+        """Known rewards of the set's sessions."""
         return [line.reward for line in self.lines if line.reward is not None]
 
     @property
     def failures(self) -> list[FailureCause]:
+        """Failed sessions of the set, grouped by cause."""
         return failures_of(self.lines)
 
     def mean(self, value: str) -> float | None:
-        """Return the mean of an attribute of the sessions that have it."""
+        """Return the mean of an attribute (named `value`) over the sessions that have it."""
         known = [one for line in self.lines if (one := getattr(line, value)) is not None]
         return sum(known) / len(known) if known else None
 
@@ -350,7 +365,7 @@ class SessionSet:
 def set_of(
     run: str, lines: Iterable[SessionRow], version: int | None = None, unmeasured: int = 0
 ) -> SessionSet:
-    """Select the sessions of a run, or those of one policy version."""
+    """Return the sessions of a run, or those of one policy version, as a set to compare."""
     last = last_attempts(lines)
     versions = sorted({line.begun for line in last if line.begun is not None})
     taken = [line for line in last if version is None or line.begun == version]
@@ -358,7 +373,7 @@ def set_of(
 
 
 def most_different(one: SessionSet, two: SessionSet) -> tuple[str, SessionRow, SessionRow] | None:
-    """Find the task whose mean reward differs most between two sets; return a session of each.
+    """Return the task whose mean reward differs most between two sets, with a session of each.
 
     The sessions are the ones with the lowest and the highest reward, in the direction of the
     difference. Sessions without a reward do not count. `None` = no task has rewards in both sets.
@@ -388,15 +403,16 @@ def _rewarded(lines: Iterable[SessionRow]) -> dict[str, list[tuple[float, Sessio
 
 
 def statuses_of(lines: Iterable[SessionRow]) -> dict[str, int]:
-    """Count the sessions per status, in the order in which pages show them."""
+    """Return the number of sessions per status, in the order in which pages show them."""
     counts = Counter(line.status for line in lines)
     return {status: counts.pop(status) for status in STATUSES if status in counts} | dict(counts)
 
 
 def ends_over_time(lines: Iterable[SessionRow], columns: int = 60) -> list[tuple[float, int, int]]:
-    """Count the ended sessions in each of `columns` equal intervals from the first to the last end.
+    """Return how many sessions ended in each of `columns` equal intervals, as `(start of the
+    interval, completed, others)`.
 
-    Returns `(start of the interval, completed, others)`; nothing for fewer than two ends.
+    The intervals go from the first to the last end; nothing for fewer than two ends.
     """
     ends = [(line.ended_at, line.status) for line in lines if line.ended_at is not None]
     if len(ends) < 2:
@@ -480,11 +496,12 @@ class TrainingProgress:
 
     @property
     def labels(self) -> list[str]:
+        """Labels of all curves in the order of the charts."""
         return [curve.label for chart in self.curves.values() for curve in chart]
 
 
 def training_of(name: str, course: JSON) -> TrainingProgress | None:
-    """Convert the course of a training; `None` = it is malformed."""
+    """Return the progress of a training from its course file; `None` = the file is malformed."""
     recorded, evaluations = course.get("steps"), course.get("evaluations")
     if not isinstance(recorded, list) or not isinstance(evaluations, list):
         return None
@@ -599,7 +616,9 @@ def overview_of(
     now: float,
     unmeasured: int = 0,
 ) -> Overview:
-    """Summarise sessions for the overview page; `now` is Unix time."""
+    """Return the summary of sessions, runs and trainings for the overview page; `now` is
+    Unix time.
+    """
     measured = [line for line in lines if line.measured is not None]
     latest = newest(lines)
     counts = [run.expected for run in runs]
