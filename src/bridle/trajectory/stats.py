@@ -240,14 +240,13 @@ def measure(
     breaks.
     """
     graph = joined.graph
-    captured = sum(len(exchange.output_ids) for exchange in exchanges)
-    captured += sum(row.sampled for row in damaged)
+    unread = sum(row.sampled for row in damaged)
+    captured = sum(len(exchange.output_ids) for exchange in exchanges) + unread
     trained = sum(int(np.count_nonzero(trace.loss_mask)) for trace in built.traces)
-    excluded = _excluded(graph, marks)
-    if broken := sum(row.sampled for row in damaged):
-        excluded[MaskReason.BROKEN.key] += broken
-    if built.truncated:
-        excluded[MaskReason.TRUNCATED.key] += built.truncated
+    broken = unread + sum(len(exchange.output_ids) for exchange, _ in graph.lost)
+    lost = Counter({MaskReason.BROKEN.key: broken, MaskReason.TRUNCATED.key: built.truncated})
+    masked = {r.key: n for r, n in marks.by_reason.items() if r is not MaskReason.TRAINED}
+    excluded = lost + Counter(masked)  # without reasons that have no tokens
     assert captured == trained + excluded.total(), (captured, trained, excluded)
     continuing = [exchange for exchange in exchanges if exchange.continues is not None]
     rejected = [len(one.output_ids) for one in exchanges if one.exchange_id in marks.rejected]
@@ -329,15 +328,6 @@ def _break(found: Break) -> JSON:
         "reason": found.reason,
         **sides,
     }
-
-
-def _excluded(graph: Graph, marks: Marks) -> Counter[str]:
-    """Sampled tokens that train nowhere, by reason; reasons without tokens are left out."""
-    counts = Counter({r.key: n for r, n in marks.by_reason.items() if r is not MaskReason.TRAINED})
-    broken = sum(len(exchange.output_ids) for exchange, _ in graph.lost)
-    if broken:
-        counts[MaskReason.BROKEN.key] += broken
-    return counts
 
 
 def _named(exchanges: Iterable[Exchange], key: str) -> Counter[str]:
