@@ -137,7 +137,7 @@ def test_certify_with_a_model_refuses_sessions_of_two_temperatures(say, files, t
     assert (said.code, "temperatures 0.5, 1" in said.err) == (2, True)
 
 
-def test_a_run_in_which_nothing_trains_is_refused(say, tmp_path):
+def test_certify_refuses_a_run_in_which_no_token_trains(say, tmp_path):
     empty = Trajectory("s", "ERROR", (), None, None, {})
     write_trajectories(tmp_path / "trajectories.parquet", [empty])
     said = say("certify", tmp_path / "trajectories.parquet", tmp_path / "l.parquet")

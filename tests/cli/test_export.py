@@ -106,7 +106,7 @@ def test_rebuild_with_per_request_needs_only_the_capture_file_and_gives_a_trace_
     assert said.json["traces"] == said.json["exchanges"] == 6
 
 
-def test_an_unknown_builder_is_named_with_the_known_ones(say, finished_run):
+def test_rebuild_refuses_an_unknown_builder_with_the_known_ones(say, finished_run):
     said = say("rebuild", finished_run, "--builder", "magic")
 
     assert said.code == 2
@@ -280,7 +280,7 @@ async def test_generate_repeats_sessions_that_were_killed_or_failed_in_infrastru
 @pytest.mark.train
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")
-def test_the_demo_model_learns_what_mini_swe_agent_does_in_the_demo_tasks(say, tmp_path):
+def test_sft_on_generated_sessions_teaches_the_demo_model_at_least_two_demo_tasks(say, tmp_path):
     from examples.demo.recipe import make_demo_model
 
     from bridle.training.sft import SftSettings

@@ -102,9 +102,7 @@ def test_init_binds_the_folder_of_a_python_link_that_leads_to_another_link(say, 
         ("agent.py", "move the agent to a folder of its own"),
     ],
 )
-def test_an_agent_that_cannot_be_found_is_refused_with_what_to_do(
-    tmp_path, monkeypatch, agent, why
-):
+def test_an_agent_that_cannot_be_found_is_refused_with_advice(tmp_path, monkeypatch, agent, why):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("agent.py", "uvp/agent.py", "uvp/uv.lock", "nodep/agent.js"):

@@ -231,7 +231,7 @@ def test_server_flags_are_merged_with_the_config_file(tmp_path):
     assert (config.permits.runtimes, config.permits.callbacks) == (("docker",), ("h",))
 
 
-def test_a_server_that_waits_for_its_first_engine_ends_at_the_first_signal(tmp_path):
+def test_a_server_waiting_for_its_first_engine_ends_at_sigterm_with_code_0(tmp_path):
     command = [
         *(sys.executable, "-m", "bridle.cli", "serve", "--port", "0"),
         *("--engines-from", str(tmp_path / "none"), "--data", str(tmp_path / "data")),

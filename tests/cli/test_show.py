@@ -49,7 +49,7 @@ def test_token_balance_line_tells_whether_captured_equals_trained_plus_excluded(
     assert law_line([line]).endswith(verdict.lstrip(": "))
 
 
-def test_a_session_without_numbers_still_has_a_row():
+def test_row_of_a_session_without_measured_numbers_shows_dashes():
     line = dict.fromkeys(
         ("session_id", "harness", "status", "cause", "reward", "exchanges", "tokens_captured",
          "tokens_trained", "tokens_excluded", "merge_ratio", "traces")
@@ -69,7 +69,7 @@ def test_run_report_fits_40_lines_and_says_whether_laws_1_and_2_hold(say, finish
     assert numbers["tokens_captured"] == numbers["tokens_trained"]
 
 
-def test_a_report_of_a_session_is_refused(say, finished_run):
+def test_show_refuses_a_report_of_a_session(say, finished_run):
     said = say("show", first_session(say, finished_run), "--run", finished_run, "--report")
 
     assert said.code == 2

@@ -240,7 +240,7 @@ def test_a_release_task_is_sound_in_an_environment_rebuilt_from_its_lock(made, s
     assert "| sound | 1 | 100 |" in done.stdout
 
 
-def test_the_smoke_run_trains_and_exports_a_model_on_release_tasks(made, tmp_path):
+def test_swe_grpo_smoke_run_trains_and_exports_a_model_on_release_tasks(made, tmp_path):
     for package in ("one", "two", "three"):
         folder = shutil.copytree(made, tmp_path / "tasks" / package)
         task = json.loads((folder / "task.json").read_text())
@@ -290,7 +290,7 @@ def test_a_harbor_folder_inside_the_task_folder_is_refused(say, tmp_path):
     assert (said.code, "must lie outside of --out" in said.err) == (2, True)
 
 
-def test_a_version_that_the_index_lacks_is_named(say, tmp_path):
+def test_from_releases_names_a_version_that_the_index_lacks(say, tmp_path):
     said = say("tasks", "from-releases", "tinytext==1.0..9.0", "--out", tmp_path / "out")
     assert (said.code, "tinytext 9.0 has no source distribution here" in said.err) == (2, True)
 

@@ -67,7 +67,7 @@ async def test_runtime_spec_becomes_docker_run_options(tmp_path, monkeypatch):
         assert option in words, option
 
 
-async def test_a_container_that_is_not_started_runs_nothing(tmp_path):
+async def test_a_container_that_is_not_started_refuses_commands(tmp_path):
     with pytest.raises(RuntimeFailure, match="is not started"):
         await DockerRuntime(RuntimeSpec(image="x"), "s", tmp_path).exec("true")
 
