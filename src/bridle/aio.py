@@ -171,7 +171,7 @@ class Turnstile:
         self._turning = False
 
     async def enter(self) -> None:
-        """Return when it is the caller's turn."""
+        """Wait in a queue of callers, and return when it is the caller's turn."""
         loop = asyncio.get_running_loop()
         if not self._turning:
             self._turning = True

@@ -223,7 +223,7 @@ def _message(text: str, number: int) -> JSON:
 
 
 def verify_response(trajectory: Trajectory, create_params: JSON) -> JSON:
-    """Build the reply of a NeMo Gym agent server to `/run`.
+    """Return the reply of a NeMo Gym agent server to `/run`.
 
     A session whose reward is not known, or of which no call trains, is masked: `mask_sample` is
     NeMo Gym's place for that, `instance_config` NeMo RL's. There is one reward per session: a

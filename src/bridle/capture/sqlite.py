@@ -660,7 +660,7 @@ class Jobs:
         return self._queue.empty()
 
     def give(self, *jobs: Job) -> None:
-        """Queue the deferred jobs, then these."""
+        """Queue the deferred jobs of the writer, then `jobs`."""
         with self._counting:
             for job in (*self.take_left(), *jobs):
                 self.given += 1

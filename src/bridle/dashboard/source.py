@@ -131,7 +131,7 @@ class DataSource(Protocol):
     @property
     def fork(self) -> Callable[[str, int, int], str] | None:
         """Function that submits forks of a session (its id, `at`, their number) and returns their
-        task's id; `None` = the reader may not, or there is no server.
+        task's id; `None` = the reader's token may not, or there is no server.
         """
 
     def overview(self) -> Overview:

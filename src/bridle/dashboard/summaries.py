@@ -645,7 +645,7 @@ def overview_of(
 
 
 def newest(lines: Sequence[SessionRow]) -> list[SessionRow]:
-    """Return the sessions that the overview page lists."""
+    """Return the newest sessions, as many as the overview page lists."""
     return sorted(lines, key=lambda line: -(line.ended_at or line.opened_at or 0.0))[:NEWEST]
 
 

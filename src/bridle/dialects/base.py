@@ -270,7 +270,9 @@ class WireFormat(ABC):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """Return the whole reply as non-streaming clients get it; also what capture keeps."""
+        """Return the whole reply as non-streaming clients get it; the capture stores the same
+        bytes.
+        """
 
     @abstractmethod
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:

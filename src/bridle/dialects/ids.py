@@ -31,7 +31,9 @@ def reply_id(reply_json: bytes) -> str:
 
 
 def bare_id(identity: str) -> str:
-    """Return an id without its dialect's prefix."""
+    """Return an id that the gateway issued without its dialect's prefix (`chatcmpl-`,
+    `msg_`...).
+    """
     return identity.replace("-", "_").rpartition("_")[2]
 
 

@@ -137,7 +137,9 @@ arguments, the description, the arguments' schema, and which of them there must 
 
 
 def qualified_name(namespace: str | None, name: str) -> str:
-    """Return the name under which the model is shown a tool of a namespace."""
+    """Return the name under which the model sees a tool: the namespace's name and the
+    tool's own.
+    """
     if not namespace:
         return name
     return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"

@@ -114,7 +114,9 @@ class ServerAdapter(ABC):
 
     @property
     def gives_text(self) -> bool:
-        """Return whether replies carry the server's own parsed text."""
+        """Return whether replies carry the text as the server itself parsed it (content, reasoning,
+        calls).
+        """
         return self._info is not None and not self._strict
 
     async def start(self) -> EngineInfo:

@@ -151,7 +151,7 @@ class TextIds:
         return self._text
 
     def tail(self, count: int) -> Ids:
-        """Return the last ids, at most `count`, without parsing the others."""
+        """Return the last `count` ids, or all if there are fewer, without parsing the others."""
         last = self._text[1:-1].rsplit(b",", count)[-count:]
         return parse_ids(b"[" + b",".join(last) + b"]")
 
@@ -186,5 +186,5 @@ class ArrayIds:
         return self._text
 
     def tail(self, count: int) -> Ids:
-        """Return the last ids, at most `count`."""
+        """Return the last `count` ids, or all if there are fewer."""
         return self._array[-count:]

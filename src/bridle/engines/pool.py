@@ -105,8 +105,8 @@ class EnginePool(EngineHandover):
     async def start(self) -> EngineInfo:
         """Start all replicas at once; those that cannot be reached may join later.
 
-        Raises `EngineError` if none starts, if one cannot give what training needs, or if they
-        differ.
+        Raises `EngineError` if none starts, if one cannot give what training needs, or if their
+        capabilities differ.
         """
         if self._info is None:
             replicas = list(self._replicas.values())

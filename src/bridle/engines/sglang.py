@@ -277,10 +277,9 @@ class SglangEngine(ServerAdapter):
     # ---- sampling
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """Sample one reply; in one chunk unless asked to stream. Errors are those of
-        `VllmEngine.generate`.
+        """Sample one reply; in one chunk unless asked to stream, or on the chat route.
 
-        On the chat route a reply comes whole.
+        Errors are those of `VllmEngine.generate`.
         """
         self._check(request)
         await self._open.wait()

@@ -347,7 +347,7 @@ class VllmEngine(ServerAdapter, Immediate):
         return chunk
 
     def end(self, request: GenerateRequest) -> None:
-        """Forget a call that `begin` sent, because its reply was used."""
+        """Forget a call that was sent by `begin`, because its reply was used."""
         if (connection := self._calls.pop(request.request_id).connection) is not None:
             self._client.connections.keep(connection)
 

@@ -229,7 +229,9 @@ class Evaluator(Protocol):
     """
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """Score one session; commands run in one of `context.places`."""
+        """Return the reward of one session; commands run in a runtime that `context.places`
+        opens.
+        """
 
 
 def check_evaluator(evaluator: Evaluator, task: Task) -> None:

@@ -79,7 +79,7 @@ def check_argument(function: Callable[..., Any], name: str, argument: str) -> No
 
 
 def returned_json(returned: object) -> str:
-    """Write what a scorer returned as JSON; scalars of numpy and torch are numbers."""
+    """Return a scoring function's return value as JSON; scalars of numpy and torch are numbers."""
     return json.dumps(returned, default=_scalar)
 
 

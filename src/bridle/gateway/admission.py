@@ -84,7 +84,7 @@ class Taken:
         self._admission.bytes_in_hand -= self.size
 
     def grow(self, size: int) -> None:
-        """Reserve so many bytes more."""
+        """Reserve `size` more bytes of the session's share."""
         most, in_hand = self._admission.max_body_bytes, self.session.in_hand
         if in_hand.size + size > SESSION_BODIES * most:
             raise _too_many("this session has too many large requests at the moment", 429)

@@ -157,7 +157,7 @@ class SpanList:
 
 
 def common_prefix(left: tuple[bytes, ...], right: tuple[bytes, ...]) -> int:
-    """Return how many leading digests are equal."""
+    """Return how many leading digests of both are equal."""
     if left == right[: (size := len(left))]:
         return size
     for position, (one, other) in enumerate(zip(left, right, strict=False)):

@@ -323,7 +323,9 @@ class Exchanges:
     def know(
         self, session: GatewaySession, call: Call, question: Question, prompted: Prompted
     ) -> None:
-        """Record in the call what follows from its prompt."""
+        """Record in the call its prompt's length, and the counts of the assistant turns that it
+        shows.
+        """
         call.head.prompt_tokens = prompted.prompt.length
         call.turns = lineage.turns_shown(session, question, prompted.parent)
 
@@ -333,7 +335,7 @@ class Exchanges:
         """Return the reply that is sent while it is sampled; `None` = it is sent when it is whole.
 
         Replies that may be sampled again from their start (with a grammar or images) are sent
-        whole; so are those without a chat template, and those with logprobs.
+        whole; so are those that the client began (a prefill), and those with logprobs.
         """
         question = call.posed()
         request = question.request

@@ -68,7 +68,11 @@ class LinearTurn:
     """Its reply as its harness will send it back; `None` = it is not read, or being sampled."""
 
     def read_reply(self, session: GatewaySession, wire: WireFormat) -> None:
-        """Read the reply, which is not released."""
+        """Parse the turn's reply to messages, as the harness will send them back, and note its tool
+        calls.
+
+        To be called before the call is released.
+        """
         self.shown = wire.reply_messages(self.call.answered().body)
         if [message for message in self.shown if message.tool_calls]:
             session.lineage.note(self.call.exchange_id, self.shown, summary=False)

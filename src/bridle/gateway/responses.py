@@ -83,7 +83,9 @@ class Responses:
         self._messages = Anthropic()
 
     def resolved(self, session: GatewaySession, dialect: Dialect, body: bytes) -> bytes:
-        """Return a request's body with references to stored replies replaced by their items."""
+        """Return a request's body with each reference to a stored reply replaced by the reply's
+        items.
+        """
         if dialect is not Dialect.OPENAI_RESPONSES:
             return body
         return self._wire.resolved(body, lambda item_id: self._item(session, item_id))

@@ -125,7 +125,9 @@ class Deliveries:
             self.record(session, call, DeliveryState.CUT if cut else DeliveryState.ABANDONED)
 
     def committed(self, session: GatewaySession, call: Call) -> None:
-        """Handle a call that is durable: it is abandoned if the time for its retry has passed."""
+        """Record that a call's exchange is durable; its reply is abandoned if the time for a retry
+        has passed.
+        """
         if call.clients == 0 and call.grace is None:
             self.expire(session, call)
 

@@ -389,10 +389,9 @@ class Sampler:
         """Sample one reply under `prompt`; `on_chunk` gets each chunk as it arrives.
 
         While there is no token, an error status that may pass is tried again, up to the time
-        `retry_until` (of `time.perf_counter`).
-
-        Cancelling aborts the call. `EngineError` when the engine failed, gave the call up for
-        good, or answered what cannot be used; what came until then is in `sofar`, for `cut`.
+        `retry_until` (of `time.perf_counter`). Cancelling aborts the call. `EngineError` when the
+        engine failed, ended the call for good, or sent an unusable answer; the tokens until then
+        are in `sofar`.
         """
         sofar = sofar or Sofar()
         while True:

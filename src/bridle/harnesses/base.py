@@ -80,7 +80,8 @@ class Harness(Protocol):
     """The wire format that it is run with by default."""
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """Make the bundle if it is not there yet; returns its folder, `None` = needs none.
+        """Make the program's bundle if it does not exist yet; returns its folder, `None` = needs
+        none.
 
         Idempotent, safe when two processes do it at once (built aside, renamed into place), and a
         half-built bundle is never taken for a whole one. `report` gets one line per step. Raises

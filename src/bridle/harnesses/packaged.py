@@ -74,13 +74,13 @@ def python_recipe(
     probe: Sequence[str] = (),
     locks: Path = LOCKS,
 ) -> Recipe:
-    """Return a recipe for a Python of its own with the packages of `<locks>/<name>.txt`.
+    """Return a recipe for a bundle of its own Python with the packages of `<locks>/<name>.txt`.
 
     `links` are (name in the bundle, `package/path` in its site-packages): the way to package data
-    that does not depend on the Python's version. `python` makes it; `None` = our own. `probe` is a
+    that does not depend on the Python's version. `python` makes it; `None` = Bridle's. `probe` is a
     command, its program relative to the bundle, that must print the version. `pinned` is the
-    version of the lock; for any other one the packages that `<locks>/<name>.in` names are
-    installed with what they require, by no hash.
+    version of the lock; for any other one the packages that `<locks>/<name>.in` names are installed
+    with what they require, by no hash.
     """
     locked = pinned in (None, version)
     lock = locks / f"{name}.{'txt' if locked else 'in'}"
@@ -122,13 +122,14 @@ def node_recipe(
     whole_lock: bool = True,
     locks: Path = LOCKS,
 ) -> Recipe:
-    """Return a recipe for the packages of `<locks>/<name>.package-lock.json`, node among them.
+    """Return a recipe for a bundle of the packages of `<locks>/<name>.package-lock.json`, with
+    Node.
 
-    `setup` ends the build: what the package's own install script does (npm runs none).
-    `probe` is a command, its program relative to the bundle, that must print the version.
-    `whole_lock` is False where the lock lacks packages for other kinds of machine, which `npm ci`
-    refuses; what the lock does name is checked all the same. `locks` may have an npm of its own,
-    `npm.txt`. `pinned` is the version of the lock; any other one is installed without it.
+    `setup` ends the build: what the package's own install script does (npm runs none). `probe` is a
+    command, its program relative to the bundle, that must print the version. `whole_lock` is False
+    where the lock lacks packages for other kinds of machine, which `npm ci` refuses; what the lock
+    does name is checked all the same. `locks` may have an npm of its own, `npm.txt`. `pinned` is
+    the version of the lock; any other one is installed without it.
     """
     manifest = (locks / f"{name}.package.json").read_text()
     lock = (locks / f"{name}.package-lock.json").read_text()
@@ -353,7 +354,7 @@ def c_library() -> str | None:
 
 
 def carries(library: str | None) -> bool:
-    """Return whether bundles that are built with this C library start on other machines."""
+    """Return whether bundles that are built with this C library also start on other machines."""
     found = re.fullmatch(r"glibc (\d+)\.(\d+).*", library or "")
     return found is not None and (int(found[1]), int(found[2])) >= OLDEST
 

@@ -657,7 +657,7 @@ def _merged(engines: Iterable[JSON]) -> list[JSON]:
 async def all_of(calls: Iterable[tuple[str, Callable[[], Awaitable[T]]]]) -> list[T]:
     """Make all calls at once, await every one and return their results in order.
 
-    `EngineError` names those that failed.
+    A call is a name and a function. `EngineError` has the names of those that failed.
     """
     failed: list[str] = []
 

@@ -72,8 +72,8 @@ class Executor(Protocol):
                 async for result in results: ...
 
         Tasks start in order, the samples of a task together. New sessions wait while results are
-        not taken, so memory stays bounded. Leaving the block ends what still runs. `ConfigError`
-        before the first session if a task names what is not there.
+        not taken, so memory stays bounded. Leaving the block ends the sessions that still run.
+        `ConfigError` before the first session if a task names something unknown.
         """
 
 

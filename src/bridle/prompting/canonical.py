@@ -307,7 +307,10 @@ NO_TOOLS = digest("tools")
 def message_atoms(
     message: Message, dialect: Dialect, defaults: Defaults | None = None, offset: int = 0
 ) -> tuple[Atom, ...]:
-    """Return one message's atoms, in order. `defaults` are those of the request's tools."""
+    """Return one message's atoms (texts, calls and results in normal form), in order.
+
+    `defaults` are those of the request's tools.
+    """
     if message.role is Role.TOOL:
         ids = () if message.tool_call_id is None else (message.tool_call_id,)
         payload = _result_digest(message.content, dialect)

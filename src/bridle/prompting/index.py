@@ -290,7 +290,7 @@ class Index:
         return max(found, key=lambda e: (e in here, e.order), default=None)
 
     def owner_of(self, value: str) -> Indexed | None:
-        """Return the exchange that issued an id."""
+        """Return the exchange in which the gateway issued an id."""
         return self._by_id.get(id_key(value))
 
 

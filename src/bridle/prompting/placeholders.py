@@ -203,7 +203,11 @@ class Layouts:
         return tuple(marks), tuple(fields), tools
 
     def end(self, tail: list[int]) -> tuple[int, ...] | None:
-        """Return the known end of a prompt, behind an ordinary token; `None` = it is not known."""
+        """Return the last ids of a prompt up to a text token (generation prompt, header) if they
+        are known.
+
+        `tail` are the prompt's last ids; `None` = they end in a way that was not seen before.
+        """
         control = self._tokenizer.control_ids
         for end, listed, size in self._sizes:
             if tail[-size:] == listed and len(tail) > size and tail[-size - 1] not in control:

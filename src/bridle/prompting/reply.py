@@ -376,8 +376,10 @@ class PlainReplies:
         """True if a reply behind an end is read as one without a prompt."""
 
     def read(self, ids: list[int], end: End, tools: list[JSON] | None) -> Parsed | None:
-        """Return the parse of `ids`, sampled after a prompt with this end; `None` = the end alone
-        does not decide how they are parsed.
+        """Return the parse of sampled `ids`, if it depends only on them and on the prompt's last
+        ids (`end`).
+
+        `None` = the parser needs the whole prompt.
         """
         if self._words(ids):
             text = self.text(ids, end, tools)
@@ -390,8 +392,8 @@ class PlainReplies:
         return self._parser.parse_response(ids, tools=tools, prompt_ids=[])
 
     def text(self, ids: list[int], end: End, tools: list[JSON] | None) -> str | None:
-        """Return the text of `ids` if the reply is text only and its prompt's end decides how it is
-        parsed; else `None`.
+        """Return the text of a reply that is text only, if its parse depends only on `ids` and on
+        the prompt's last ids (`end`); else `None`.
         """
         if not (words := self._words(ids)):
             return None

@@ -197,7 +197,9 @@ class Leaders:
         self.running.add(pid)
 
     def collected(self, pid: int) -> None:
-        """Record that a leader has ended and its number is free, unless its group lives on."""
+        """Record that a process that led a group has ended; its number is free if no group member
+        lives.
+        """
         self.running.discard(pid)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, 0)

@@ -468,7 +468,7 @@ class Control:
             await self._idle.wait()
 
     def resume(self) -> None:
-        """Let all held calls continue."""
+        """End a pause: all held calls continue."""
         self._flowing.set()
         self._open.set()
 

@@ -318,7 +318,7 @@ class ApiRequest:
 
     @property
     def service(self) -> Service:
-        """Service that carries out the request."""
+        """Service object of the server, which carries out the request."""
         return self.context.service
 
     @property

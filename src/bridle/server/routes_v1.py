@@ -228,7 +228,7 @@ async def _poll(
 
 @ROUTES.add("POST", "/v1/tasks", TokenRole.SUBMIT, body=TaskBatch)
 async def submit_batch(request: ApiRequest) -> Response:
-    """Accept all tasks of a batch, or none."""
+    """Accept all tasks of a batch, or none of them."""
     batch = await request.body(TaskBatch)
     ids = [one.task_id for one in batch.tasks]
     if len(set(ids)) < len(ids):
@@ -459,13 +459,13 @@ async def callbacks(request: ApiRequest) -> Response:
 
 @ROUTES.add("POST", "/v1/callbacks/replay", TokenRole.ADMIN)
 async def replay_all(request: ApiRequest) -> Response:
-    """Send all dead callbacks again."""
+    """Send all callbacks that are not retried any more (state `dead`) again."""
     return reply({"replayed": await request.service.replay(None)})
 
 
 @ROUTES.add("POST", "/v1/callbacks/{delivery_id}/replay", TokenRole.ADMIN)
 async def replay(request: ApiRequest) -> Response:
-    """Send a dead callback again."""
+    """Send a callback that is not retried any more (state `dead`) again."""
     delivery_id = request.path("delivery_id")
     if not await request.service.replay(delivery_id):
         message = f"no dead callback {delivery_id[:80]!r}"
@@ -492,7 +492,7 @@ async def metrics(request: ApiRequest) -> Response:
 
 @ROUTES.add("POST", "/v1/pause", TokenRole.ADMIN)
 async def pause(request: ApiRequest) -> Response:
-    """Start no further session; running ones continue."""
+    """Pause the server: no further session starts; running ones continue."""
     await request.service.pause()
     return await status(request)
 
@@ -508,7 +508,7 @@ async def drain(request: ApiRequest) -> Response:
 
 @ROUTES.add("POST", "/v1/resume", TokenRole.ADMIN)
 async def resume(request: ApiRequest) -> Response:
-    """Start sessions again."""
+    """End the server's pause: sessions start again."""
     await request.service.resume()
     return await status(request)
 

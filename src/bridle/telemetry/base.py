@@ -95,7 +95,7 @@ class Tracker:
         """Log a table of sessions; all rows have the same keys."""
 
     def session(self, ended: TrackedSession) -> None:
-        """Log a session as a whole."""
+        """Log one whole session."""
 
     def close(self) -> None:
         """Send what is pending, and close the tracker."""

@@ -493,10 +493,11 @@ def certify_pieces(
     *,
     replay: bool = True,
 ) -> Certificate | None:
-    """Compare the first logprobs of an update with the rollout's, on tokens of its own version.
+    """Compare the first logprobs of an update with the rollout's, on tokens that its weights
+    sampled.
 
-    `facts` hold that version; `replay` says whether the logprobs are those of the rollout's
-    experts. `None` = no token was sampled under it.
+    `facts` has the policy version of these weights; `replay` says whether the logprobs are those of
+    the rollout's experts. `None` = no token was sampled under that version.
     """
     traces: list[Trace] = []
     answers: list[Recomputed] = []

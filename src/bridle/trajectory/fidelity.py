@@ -86,7 +86,7 @@ class Facts:
         return cls(**given)
 
     def json(self) -> JSON:
-        """Return the facts that are declared."""
+        """Return the declared facts as a JSON object."""
         return {
             name: value for name, value in dataclasses.asdict(self).items() if value is not None
         }
@@ -202,7 +202,9 @@ class Certificate:
         }
 
     def summary(self) -> str:
-        """Return one line: the verdict, and for each mismatch its causes and first evidence."""
+        """Return one line on the comparison: the verdict, and for each mismatch its causes and
+        first evidence.
+        """
         size = f"KL {self.kl:.3g} nats per token over {self.tokens} tokens"
         if self.faithful:
             return f"trainer and rollout agree: {size}"

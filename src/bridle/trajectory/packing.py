@@ -85,9 +85,9 @@ class Packed:
 
 
 def pack(trajectories: Iterable[Trajectory]) -> Packed:
-    """Return all traces of `trajectories` as one tree, in order; each shared token once.
+    """Return all traces of `trajectories` as one tree, in order; each shared token is in it once.
 
-    Traces without an id have no place.
+    Traces that have no ids are left out of it.
     """
     traces = [trace for trajectory in trajectories for trace in trajectory.traces]
     root = _Run(0, 0, 0)

@@ -141,7 +141,7 @@ def writable(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def trajectory_bytes(trajectory: Trajectory) -> bytes:
-    """Return one line of `trajectories.jsonl`, without its line end."""
+    """Return a trajectory as one line of `trajectories.jsonl`, without its line end."""
     return one_line(encode(trajectory_json(trajectory)))
 
 
