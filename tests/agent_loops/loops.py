@@ -337,12 +337,13 @@ def section() -> str:
     """The section of docs/harnesses.md about these programs."""
     lines = [
         "## Agent loops\n",
-        "Programs on provider SDKs and agent frameworks, in their locked versions, that answer",
-        "two questions with two tools; Anthropic's computer-use quickstart works with its bash,",
-        "editor and computer tools. `make test-agents` asserts each row on a real run.",
-        "**verbatim** counts the assistant turns that stood in a prompt as the very ids that were",
-        "sampled, of all that were shown; **habits** says how a program changed its history where",
-        "it forks. In every row no sampled token is lost or counted twice.\n",
+        "The table shows what programs on provider SDKs and agent frameworks do with their",
+        "history, in their locked versions. Each program answers two questions with two",
+        "tools; Anthropic's computer-use quickstart works with its bash, editor and computer",
+        "tools. `make test-agents` asserts each row on a real run. **verbatim** counts the",
+        "assistant turns that a prompt has as the very ids that were sampled, of all that",
+        "were shown; **habits** says how a program changed its history where it starts a new",
+        "trace. In every row no sampled token is lost or counted twice.\n",
         "| program | calls | conversations | verbatim / shown | forks | habits | excluded | note |",
         "|---|---|---|---|---|---|---|---|",
     ]

@@ -59,7 +59,7 @@ whole conversation. Where the two differ, a trainer that renders conversations a
 ids than those that the engine sampled from. Families come from `renderers` {version}; each got the
 shipped tokenizer with the control tokens that it asks for.
 
-- `=`: both give the same ids.
+- `=` means that Bridle's extension and the template's whole rendering give the same ids.
 - `opening`: the prompt opens a thinking block for the reply; the whole rendering omits the block.
 - `drops`: once a message follows, the whole rendering omits or changes reasoning; the number counts
   the last ids of the prompt that this changes. The extension keeps the reasoning.
