@@ -6,8 +6,9 @@ import pytest
 from tests.server.house import FakeWorkers, a_service, served
 
 from bridle.bridges.remote import ServerSessions
+from bridle.client import Client
 from bridle.config import AgentSpec, RuntimeSpec, Task
-from bridle.errors import ServerError
+from bridle.errors import NodeLostError, ServerError
 from bridle.server.app import serve_api
 from bridle.server.http import ApiToken, TokenRole
 
@@ -42,18 +43,27 @@ async def test_server_sessions_are_returned_in_task_order(tmp_path):
         assert all(one.traces for one in first)
 
 
+class Lost(dict):
+    """Answers of workers whose node is lost with every session."""
+
+    def get(self, *_):
+        return NodeLostError("its machine is gone")
+
+
 async def test_a_failed_session_is_an_error_trajectory_and_a_wrong_token_raises(tmp_path):
     async with (
-        a_service(tmp_path, FakeWorkers()) as service,
+        a_service(tmp_path, FakeWorkers(answers=Lost(every="session"))) as service,
         serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
     ):
 
         def work():
             with ServerSessions(url, token=TOKEN.token) as sessions:
-                return sessions._trajectory("a", {"session_id": "no-such", "error": "it fell"})
+                sessions.hand_in({"g": (task("a").model_copy(update={"max_attempts": 1}), 1)})
+                return sessions.fetch("g", "a", 1)
 
-        missing = await asyncio.to_thread(work)
-        assert (missing.status, missing.error, missing.traces) == ("ERROR", "it fell", ())
+        (missing,) = await asyncio.to_thread(work)
+        assert (missing.status, missing.traces) == ("ERROR", ())
+        assert "died 20 times while the session ran" in missing.error
 
         def refused():
             with ServerSessions(url, token="another-token-of-16") as sessions:
@@ -63,9 +73,24 @@ async def test_a_failed_session_is_an_error_trajectory_and_a_wrong_token_raises(
             await asyncio.to_thread(refused)
 
 
-def test_a_sample_that_never_started_is_a_trajectory_without_traces():
-    lost = ServerSessions("http://127.0.0.1:1")._trajectory("a", None)
-    assert (lost.session_id, lost.metadata) == ("", {"task_id": "a"})
+async def test_a_sample_that_never_started_is_a_trajectory_without_traces(tmp_path):
+    async with (
+        a_service(tmp_path) as service,
+        serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+    ):
+
+        def work():
+            with (
+                ServerSessions(url, token=TOKEN.token) as sessions,
+                Client(url, token=TOKEN.token) as client,
+            ):
+                sessions.hand_in({"g": (task("a"), 1)})
+                client.cancel("g")
+                return sessions.fetch("g", "a", 1)
+
+        await service.pause()
+        (lost,) = await asyncio.to_thread(work)
+        assert (lost.status, lost.traces, lost.metadata) == ("ERROR", (), {"task_id": "a"})
 
 
 @pytest.mark.timeout(60)

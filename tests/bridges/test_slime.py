@@ -12,7 +12,6 @@ from aiohttp.test_utils import TestServer
 from tests.bridges.by_hand import Player, group, rows, session, trace
 from tests.bridges.samples import Sample, Status
 
-from bridle.bridges import slime
 from bridle.bridges.base import TaskTable
 from bridle.bridges.remote import ServerSessions, open_server
 from bridle.bridges.slime import (
@@ -181,25 +180,33 @@ def test_a_slime_evaluation_returns_the_known_rewards(opened, function):
         ("/list_workers", {"urls": ["http://127.0.0.1:1", "http://h:2"]}),
     ],
 )
-async def test_engines_of_slime_s_router_are_written_to_the_engines_file(tmp_path, path, answer):
+async def test_engines_of_slime_s_router_are_written_to_the_engines_file(
+    opened, tmp_path, path, answer
+):
     async def workers(request):
         return web.json_response(answer)
 
     app = web.Application()
     app.router.add_get(path, workers)
-    args = SimpleNamespace(bridle_engines=str(tmp_path / "engines.json"))
+    args, sessions = opened
+    args.bridle_engines = str(tmp_path / "engines.json")
+    sessions.play = Player(session("s", 1.0, trace()), session("u", None)).play
     async with TestServer(app) as router:
         args.sglang_router_ip, args.sglang_router_port = router.host, router.port
-        await asyncio.to_thread(slime._name_engines, args)
+        await asyncio.to_thread(generate_rollout, args, 5, None, evaluation=True)
     named = await engines_named(f"sglang:{args.bridle_engines}")
     assert named == ["sglang:http://127.0.0.1:1", "sglang:http://h:2"]
 
 
-def test_slime_settings_are_read_from_arguments_or_environment(monkeypatch):
+def test_slime_settings_are_read_from_arguments_or_environment(opened, monkeypatch):
+    args, sessions = opened
+    sessions.play = Player(session("s", 1.0, trace()), session("u", None)).play
+    server, args = args.bridle_server, SimpleNamespace(**vars(args))
+    del args.bridle_server
     with pytest.raises(ConfigError, match="BRIDLE_SERVER"):
-        slime._setting(SimpleNamespace(), "bridle_server")
-    monkeypatch.setenv("BRIDLE_SERVER", "http://127.0.0.1:2")
-    assert slime._setting(SimpleNamespace(), "bridle_server") == "http://127.0.0.1:2"
+        generate_rollout(args, 5, None, evaluation=True)
+    monkeypatch.setenv("BRIDLE_SERVER", server)
+    assert generate_rollout(args, 5, None, evaluation=True)["bridle"]["rewards"] == [1.0]
 
 
 class Slots(ServerSessions):

@@ -22,9 +22,9 @@ from tests.training.server import Death, a_server, tasks
 
 from bridle.cli.train import (
     LocalBackend,
+    ServerBackend,
     TrainSettings,
     WeightFolders,
-    _name,
     open_backend,
     train_here,
     with_other_harnesses,
@@ -201,9 +201,15 @@ async def test_a_server_and_engines_at_once_are_refused(tmp_path):
             pass
 
 
-def test_name_of_a_training_depends_only_on_its_folder(tmp_path):
-    first = _name(tmp_path / "a")
-    assert _name(tmp_path / "a") == first != _name(tmp_path / "b")
+async def test_name_of_a_training_depends_only_on_its_folder(tmp_path):
+    async def name_in(out):
+        settings = TrainSettings(model="m", tasks="x", out=str(out), server="http://127.0.0.1:1")
+        async with open_backend(settings, out) as backend:
+            assert isinstance(backend, ServerBackend)
+            return backend.training
+
+    first = await name_in(tmp_path / "a")
+    assert await name_in(tmp_path / "a") == first != await name_in(tmp_path / "b")
     assert "." not in first
 
 

@@ -213,14 +213,13 @@ def test_a_kl_term_keeps_the_policy_nearer_to_its_reference():
 
 
 def test_the_grpo_learning_rate_rises_linearly_during_warm_up():
-    settings = GrpoSettings(learning_rate=1.0, warmup_steps=3)
+    settings = GrpoSettings(learning_rate=1e-6, warmup_steps=3, updates_per_batch=1)
     learner = Learner(tiny_model(), settings)
     rates = []
-    for _ in range(5):
-        learner.model.zero_grad()
-        learner._step()
+    for version in range(5):
+        learner.update(a_batch(learner.model, settings, version=version))
         rates.append(learner.optimizer.param_groups[0]["lr"])
-    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates == pytest.approx([0.25e-6, 0.5e-6, 0.75e-6, 1e-6, 1e-6])
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])

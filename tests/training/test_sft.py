@@ -11,6 +11,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.embedded.models import CONFIGS
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import EngineError, TrainingError
@@ -18,7 +19,6 @@ from bridle.training.sft import (
     SftSettings,
     TrainingSequence,
     _all_batches,
-    _rate,
     read_examples,
     train,
     train_folder,
@@ -168,9 +168,19 @@ def test_sft_cuts_long_examples_and_leaves_out_those_without_targets():
     [("constant", 1.0, 1.0), ("linear", 0.5, 0.01), ("cosine", 0.5, 0.0)],
 )
 def test_the_sft_learning_rate_warms_up_and_then_follows_its_schedule(schedule, middle, last):
-    settings = SftSettings(schedule=schedule, warmup_steps=4)
-    rates = [_rate(step, 104, settings) for step in range(104)]
-    assert rates[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    settings = SftSettings(
+        schedule=schedule, warmup_steps=4, epochs=104, learning_rate=1e-4, threads=1
+    )
+    rates = []
+    reading = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"] / 1e-4)
+    )
+    try:
+        train(model(), [example([2, 3])], settings)
+    finally:
+        reading.remove()
+    assert len(rates) == 104
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[54] == pytest.approx(middle, abs=0.01)
     assert rates[-1] == pytest.approx(last, abs=0.01)
 
