@@ -136,7 +136,7 @@ class Gateway(Stacked):
         """The running gateway, for a node, a trainer or tests."""
 
     def prepare(self) -> EngineSetup:
-        """Load the files of engine and tokenizer, once; starting does so too."""
+        """Load the files of engine and tokenizer once; starting the gateway does so, too."""
         if self._setup is None:
             self._setup = open_setup(self.config)
         return self._setup
@@ -532,7 +532,7 @@ async def _score(scorer: Scorer, session: Session, returned: object) -> None:
 
 
 def attempt_of(trajectory: Trajectory, **facts: object) -> Attempt:
-    """Make a scorer's argument from a trajectory; `facts` set its other fields."""
+    """Return a scorer's argument, made from a trajectory; `facts` set its other fields."""
     messages = ([*trace.prompt_messages, *trace.response_messages] for trace in trajectory.traces)
     empty = {"exit_code": None, "stdout": "", "stderr": "", "folder": None}
     traces = [{"messages": each} for each in messages]

@@ -225,7 +225,7 @@ class RequestError(BridleError):
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of a group, which a caller can handle."""
+    """Return the first error of a group, so that a caller can handle it like a single one."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -53,7 +53,9 @@ def without_user_info(text: str) -> str:
 
 
 def one_line(data: bytes) -> bytes:
-    """Return JSON text with U+2028, U+2029 and U+0085 escaped: some clients end a line there."""
+    """Return JSON text with U+2028, U+2029 and U+0085 escaped, because some clients end a line
+    there.
+    """
     if b"\xe2\x80" in data:
         data = data.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
     return data.replace(b"\xc2\x85", b"\\u0085") if b"\xc2\x85" in data else data

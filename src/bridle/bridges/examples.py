@@ -273,7 +273,9 @@ def tools_text(example: Example) -> str | None:
 
 
 def chat(message: JSON) -> JSON:
-    """Return a message whose `content` is never null, so that every line has the same types."""
+    """Return a chat message whose `content` is never null, so that every line of a data set has the
+    same types.
+    """
     return {**message, "content": message.get("content") or ""}
 
 

@@ -145,7 +145,7 @@ def body_digests(blob: bytes) -> Iterator[bytes]:
 
 
 def head_digest(head: bytes) -> bytes:
-    """Return the content address of a request's head."""
+    """Return the content address of a request's head (its fields other than messages and tools)."""
     return hashlib.sha256(head).digest()[:DIGEST_BYTES]
 
 

@@ -236,6 +236,6 @@ def tokenizer_folder(source: str) -> str:
 
 
 def default_tokenizer(spec: str) -> str | None:
-    """Return the tokenizer of an engine spec that has one of its own, else `None`."""
+    """Return the tokenizer that an engine's spec brings; `None` = it brings none."""
     kind, _, rest = spec.partition(":")
     return {"scripted": "builtin", "embedded": rest}.get(kind)

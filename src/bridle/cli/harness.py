@@ -27,7 +27,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 @app.callback()
 def harness() -> None:
-    """Harnesses that Bridle can run."""
+    """List, check and remove harnesses that Bridle can run."""
 
 
 @app.command("list")

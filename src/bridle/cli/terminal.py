@@ -209,7 +209,7 @@ def print_json(value: object) -> None:
 
 
 def print_json_line(value: object) -> None:
-    """Print `value` as a line of JSON at once, for a program that waits for it."""
+    """Print `value` as one line of JSON and flush it, for a program that waits for it."""
     sys.stdout.write(orjson.dumps(value).decode() + "\n")
     sys.stdout.flush()
 
@@ -274,7 +274,9 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def check_folder(path: Path, flag: str) -> Path:
-    """Return the folder of `flag`; `ConfigError` if it is not writable and cannot be created."""
+    """Return the folder that a flag names; `ConfigError` if it is not writable and cannot be
+    created.
+    """
     existing = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
     if not existing.is_dir():
         raise ConfigError(f"{flag} {path}: {existing} is a file; name a folder")
@@ -294,7 +296,7 @@ def check_storage(url: str, flag: str) -> None:
 
 
 def check_file(path: Path, flag: str) -> Path:
-    """Return the file of `flag`; `ConfigError` if it cannot be written."""
+    """Return the file that a flag names; `ConfigError` if it cannot be written."""
     if path.is_dir():
         raise ConfigError(f"{flag} {path} is a folder; name a file")
     check_folder(path.parent, flag)

@@ -555,7 +555,7 @@ def seconds(value: float | None) -> str:
 
 
 def ago(at: float | None) -> str:
-    """Format a time as its age in one unit."""
+    """Format a Unix time as its age in one unit, such as `5 min ago`."""
     if at is None:
         return NONE
     past = max(0.0, time.time() - at)

@@ -127,7 +127,7 @@ class CapturedSession:
 
     @cached_property
     def marks(self) -> Marks:
-        """Return the mask reason of each exchange's tokens."""
+        """Return, for each exchange, why its tokens train or do not."""
         train = [Kind(kind) for kind in self.trajectory.metadata.get("train") or ()]
         masks = self.capture.session.metadata.get("rejected") == "mask"
         return mark(
@@ -258,7 +258,8 @@ class CapturedSession:
         return found
 
     def raw(self, exchange_id: str, part: str) -> bytes | None:
-        """Return the bytes of an exchange's `request` or `reply`; `None` = there are none.
+        """Return the bytes of the request or reply (`part`) of an exchange; `None` = there are
+        none.
 
         Raises `StoreError` for damaged texts.
         """
@@ -399,17 +400,17 @@ class TokenPage:
 
     @property
     def before(self) -> int | None:
-        """Return the start of the previous page; `None` = this is the first."""
+        """Return the first token of the previous page; `None` = this is the first page."""
         return max(0, self.start - PAGE) if self.start else None
 
     @property
     def after(self) -> int | None:
-        """Return the start of the next page; `None` = this is the last."""
+        """Return the first token of the next page; `None` = this is the last page."""
         return self.end if self.end < self.total else None
 
     @property
     def last(self) -> int:
-        """Return the start of the last page."""
+        """Return the first token of the last page."""
         return max(0, (self.total - 1) // PAGE * PAGE)
 
 

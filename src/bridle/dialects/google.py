@@ -546,7 +546,7 @@ _NEWER: _Actions = (
 
 
 def speaks_older(model: str) -> bool:
-    """Return whether clients of a model of this name run the actions of Gemini before 3.5."""
+    """Return whether clients of this model run the computer-use actions of Gemini before 3.5."""
     return model.rpartition("/")[2].startswith(_OLDER_MODELS)
 
 

@@ -521,7 +521,7 @@ def contents(value: Any, path: str, items: str = "parts") -> Iterator[tuple[Any,
 
 
 def text_at(value: JSON, key: str, path: str) -> str | None:
-    """Return a string member; `None` where it is null or missing."""
+    """Return the string member `key` of an object; `None` where it is null or missing."""
     found = value.get(key)
     if found is not None and not isinstance(found, str):
         raise wrong(member(path, key), "a string", found)
@@ -529,7 +529,7 @@ def text_at(value: JSON, key: str, path: str) -> str | None:
 
 
 def name_at(value: JSON, key: str, path: str) -> str:
-    """Return a string member that must be there and not be empty."""
+    """Return the string member `key` of an object, which must be there and not be empty."""
     found = text_at(value, key, path)
     if not found:
         raise missing(member(path, key))
@@ -537,7 +537,7 @@ def name_at(value: JSON, key: str, path: str) -> str:
 
 
 def flag_at(value: JSON, key: str, path: str) -> bool | None:
-    """Return a boolean member; `None` where it is null or missing."""
+    """Return the boolean member `key` of an object; `None` where it is null or missing."""
     found = value.get(key)
     if found is not None and not isinstance(found, bool):
         raise wrong(member(path, key), "a boolean", found)
@@ -547,7 +547,9 @@ def flag_at(value: JSON, key: str, path: str) -> bool | None:
 def number_at(
     value: JSON, key: str, path: str, *, least: float = -math.inf, most: float = math.inf
 ) -> float | None:
-    """Return a finite number within bounds; `None` where it is null or missing."""
+    """Return the number member `key` of an object, within bounds; `None` where it is null or
+    missing.
+    """
     found = value.get(key)
     if found is None:
         return None
@@ -560,7 +562,11 @@ def number_at(
 
 
 def whole_at(value: JSON, key: str, path: str, *, least: int | None = None) -> int | None:
-    """Return an integer within bounds (`8.0` is one, too); `None` where it is null or missing."""
+    """Return the integer member `key` of an object, within bounds; `None` where it is null or
+    missing.
+
+    `8.0` is an integer, too.
+    """
     found = value.get(key)
     if found is None:
         return None
@@ -584,18 +590,24 @@ def _outside(path: str, value: float, least: float, most: float) -> RequestError
 
 
 def object_at(value: JSON, key: str, path: str) -> JSON | None:
-    """Return an object member; `None` where it is null or missing."""
+    """Return the member `key` of an object, itself an object; `None` where it is null or
+    missing.
+    """
     found = value.get(key)
     return None if found is None else an_object(found, member(path, key))
 
 
 def objects_at(value: JSON, key: str, path: str) -> Iterator[tuple[JSON, str]]:
-    """Yield each object of an array member with its path; nothing where it is null or missing."""
+    """Yield each object in the array member `key`, with its path; nothing where it is null or
+    missing.
+    """
     return objects(value.get(key), member(path, key))
 
 
 def texts_at(value: JSON, key: str, path: str) -> tuple[str, ...]:
-    """Return the non-empty strings of a member that is a string or an array of strings."""
+    """Return the non-empty strings of the member `key`, which is a string or an array of
+    strings.
+    """
     found = value.get(key)
     if isinstance(found, str):
         return (found,) if found else ()
@@ -608,7 +620,7 @@ def texts_at(value: JSON, key: str, path: str) -> tuple[str, ...]:
 
 
 def wholes_at(value: JSON, key: str, path: str) -> tuple[int, ...]:
-    """Return the integers of an array member."""
+    """Return the integers of the array member `key` of an object."""
     where = member(path, key)
     items = _as_list(value.get(key), where)
     for index, item in enumerate(items):

@@ -118,7 +118,10 @@ def list_digest(raw: bytes) -> bytes:
 
 
 def check_choice(choice: str, tools: ToolList, path: str) -> str:
-    """Return `choice`; `RequestError` if it is no mode and names no tool of the request."""
+    """Return `choice`, a mode of `tool_choice` or a tool's name.
+
+    `RequestError` if it is no mode and names no tool of the request.
+    """
     modes = ("auto", "none", "required")
     if choice not in modes and all(spec.name != choice for spec in tools.specs):
         raise RequestError(f"Tool choice {choice!r} not found in 'tools' parameter.", param=path)

@@ -141,7 +141,9 @@ class PrefixStore:
             self.remove(next(iter(self._entries)))
 
     def covers(self, ids: Ids) -> bool:
-        """Return whether an entry starts with all of `ids`, so that storing them adds nothing."""
+        """Return whether a stored entry begins with all of `ids`, so that storing them adds
+        nothing.
+        """
         return len(ids) > 0 and self.find(ids)[1] == len(ids)
 
     def remove(self, entry: CachedPrefix) -> None:

@@ -144,7 +144,7 @@ class ServerAdapter(ABC):
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
-        """Render a prompt by the server's own template; see `Templating`."""
+        """Return the prompt ids that the server's own chat template makes of messages."""
         body: JSON = {"messages": messages, "chat_template_kwargs": arguments}
         return await ids_from(self._client, "/tokenize", body | ({"tools": tools} if tools else {}))
 
@@ -180,7 +180,7 @@ def vocab_size(folder: Path | None) -> int | None:
 
 
 def read_config(folder: Path | None, name: str = "config.json") -> JSON:
-    """Read one of a model's JSON files; empty if it cannot be read."""
+    """Return one of a model's JSON files; empty if it cannot be read."""
     if folder is None:
         return {}
     try:

@@ -139,8 +139,7 @@ class EngineClient:
     async def stream(
         self, path: str, body: bytes, call: HttpCall, *, prompt_tokens: int
     ) -> AsyncGenerator[list[bytes], None]:
-        """Post a call; yield the data of the server-sent events that each read brought, one or
-        more.
+        """Send a POST; yield the data of server-sent events, as many as each read brought.
 
         Ends at `[DONE]` or with the connection.
         """

@@ -548,7 +548,10 @@ class WeightUpdates(ABC):
         return [one for one in self.each() if one.state not in away]
 
     async def caught_up(self, engine: Engine, info: EngineInfo) -> EngineInfo:
-        """Load the latest weights into a replica that comes (back), unless it has them."""
+        """Load the latest weights into a replica that starts or comes back, unless it has them.
+
+        Returns its capabilities then.
+        """
         if self._latest is None:
             return info
         source, version = self._latest

@@ -80,7 +80,7 @@ class ReplicaRouter(Generic[ReplicaT]):
         self._turn = 0
 
     def bound(self, replicas: Sequence[ReplicaT]) -> int:
-        """Return the most calls that a replica may have when `replicas` get one more."""
+        """Return the most calls that one replica may run while `replicas` get one more call."""
         calls = 1 + sum([replica.load for replica in replicas])
         return max(self._slack, math.ceil(self._load_factor * calls / len(replicas)))
 

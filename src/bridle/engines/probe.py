@@ -314,7 +314,7 @@ class ProbeReport:
 
     @property
     def missing(self) -> tuple[Finding, ...]:
-        """Return the findings that training needs and the engine fails."""
+        """Return the findings of features that training needs and that the engine lacks."""
         return tuple(one for one in self.findings if one.needed and not one.ok)
 
     @property

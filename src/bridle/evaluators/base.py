@@ -275,10 +275,11 @@ class Configured(Generic[SettingsT]):
 
 
 async def evaluate_with_control(evaluator: Evaluator, context: EvaluationContext) -> Evaluation:
-    """Evaluate a session within `context.budget_s`; a control run has the same budget again.
+    """Evaluate a session within `context.budget_s` seconds.
 
-    Raises `Unscorable` for a failure that the agent caused, another `EvaluatorError` for the
-    evaluator's own. Other errors, such as a runtime that cannot be made, escape.
+    A failed evaluation is repeated on an untouched work folder (the control run), with the same
+    budget again. Raises `Unscorable` for a failure that the agent caused, another `EvaluatorError`
+    for the evaluator's own. Other errors, such as a runtime that cannot be made, escape.
     """
     kind = getattr(evaluator, "control", "whole")
     if kind == "parts":

@@ -66,7 +66,7 @@ def load_scorer(path: str) -> Callable[[Attempt], Any]:
 
 
 def check_argument(function: Callable[..., Any], name: str, argument: str) -> None:
-    """Raise `ScorerError` unless the function takes one argument."""
+    """Raise `ScorerError` unless the scoring function takes exactly one argument."""
     signature: object = ""
     try:
         signature = inspect.signature(function)

@@ -194,7 +194,9 @@ class TokenAccount:
         return most
 
     def release(self, reserved: int) -> None:
-        """Release the reservation of a call that ended; `spent` counts its tokens from here on."""
+        """Release the tokens reserved for a call that ended; its sampled tokens count as spent from
+        here on.
+        """
         self.reserved -= reserved
         if self._freed is not None:
             self._freed.set()

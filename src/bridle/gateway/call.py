@@ -311,7 +311,7 @@ class Call:
         return self.question
 
     def answered(self) -> Answer:
-        """Return the committed reply, until it is delivered."""
+        """Return the call's committed reply; only until it is delivered."""
         assert self.answer is not None, f"{self.exchange_id} has no reply to give"
         return self.answer
 

@@ -123,7 +123,7 @@ class SessionControl(Protocol):
         """Return the results of a session so far. `KeyError` if no session has that id."""
 
     def forget(self, session_id: str) -> bool:
-        """Drop an ended session from memory."""
+        """Drop an ended session from memory; return whether there was one."""
 
     def page(self, after: int, limit: int) -> tuple[list[str], int | None]:
         """Return the ids of some sessions, oldest first, and the `after` of the next page."""

@@ -401,12 +401,12 @@ _JSON_HEAD: Final = reply_head({"Content-Type": JSON_TYPE, "Content-Length": "%d
 
 
 def whole_reply(body: bytes) -> bytes:
-    """Return a whole reply over a connection that stays, its head included."""
+    """Return the bytes of a whole HTTP reply with its head, for a connection that stays open."""
     return _JSON_HEAD % (len(body), rfc822_formatted_time().encode()) + body
 
 
 def takes_at_once(transport: asyncio.WriteTransport | None, size: int) -> bool:
-    """Return whether a connection takes so many bytes without waiting."""
+    """Return whether a connection can be written `size` bytes without waiting."""
     if transport is None or size > AT_ONCE or transport.is_closing():
         return False
     return transport.get_write_buffer_size() == 0

@@ -38,7 +38,7 @@ class Mark:
 
     @classmethod
     def read(cls, text: str) -> Mark | None:
-        """Return a mark from its text; `None` = it is none."""
+        """Return a mark from its text; `None` = the text is no mark."""
         numbers = [int(word) for word in text.split() if word.isdigit()]
         mark = cls(*numbers) if len(numbers) == 3 else None
         return mark if mark is not None and str(mark) == text else None

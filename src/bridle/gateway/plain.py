@@ -315,7 +315,9 @@ class PlainPath:
         return line.known
 
     def find(self, data: bytes) -> KnownHead | None:
-        """Return the known head that `data` begins with."""
+        """Return the registered request head that `data` begins with; `None` = it begins
+        with none.
+        """
         end = data.find(b"\r\n\r\n", 0, MOST_KEPT) + 4
         length = _LENGTH.search(data, 0, end) if self._known and end > 4 else None
         if length is None:
@@ -661,7 +663,7 @@ class PlainCall:
         call.task.add_done_callback(lambda _: self.pool.drop(call.exchange_id))
 
     def to_relay(self) -> None:
-        """Have the general path answer the client, as if it had read the request."""
+        """Let the general path answer the client, as if it had read the request itself."""
         settle(self.taken.session)
         connection, self.line.flight = self.line.connection, None
         connection.handed = Handed(
@@ -674,7 +676,7 @@ class PlainCall:
         connection.pass_on(self.data)
 
     def client_gone(self) -> None:
-        """Detach the client that has gone; the call continues, for a retry to claim."""
+        """Detach the client, which has gone; the call continues, and a retry may join it."""
         self.line.flight = None
         if self.call.flight is self:
             self._start_task(None)

@@ -232,7 +232,9 @@ class Prompts:
         return prompt.behind(begun)
 
     def plain_reply(self, request: ModelRequest, prompt: PromptIds, sampled: SampledReply) -> Reply:
-        """Return the reply to a prefill: the sampled text, and the calls after it."""
+        """Return the reply to a request whose reply the client began: sampled text, and calls after
+        it.
+        """
         assert request.prefill is not None
         ids, stop = sampled.output_ids, sampled.last.stop_text
         if len(ids) and ids[-1] in self._renderer.stop_token_ids:

@@ -63,11 +63,10 @@ class Relay:
         *,
         waited_s: float = 0.0,
     ) -> web.StreamResponse:
-        """Wait for `call` and write its reply; the client is detached from it at the end.
+        """Wait for a call and write its reply; the client is detached from it at the end.
 
-        `waited_s` is how long the client has waited before.
-        Cancellation means that the client has gone. `ConnectionError` when it went, or was too
-        slow, in the middle of a reply.
+        `waited_s` is how long the client has waited before. Cancellation means that the client has
+        gone. `ConnectionError` when it went, or was too slow, in the middle of a reply.
         """
         writer = _Writer(http, self._settings.write_timeout_s)
         task = asyncio.current_task()

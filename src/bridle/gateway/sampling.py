@@ -195,7 +195,7 @@ class Extras:
         self._tries.clear()
 
     def whole(self, tokens: int) -> JSON:
-        """Return everything that was reported for a call of `tokens` tokens.
+        """Return all extra data that was reported for a call of `tokens` tokens.
 
         Lists have that length, with `None` where the engine reported no entry.
         """
@@ -208,7 +208,9 @@ class Extras:
         return reported | {name: value for name, value in last.items() if name != "tokens"}
 
     def before(self, tokens: int) -> list[JSON]:
-        """Return the data of earlier attempts, each with the `tokens` that the call had then."""
+        """Return the extra data of earlier attempts, each with the number of tokens that the call
+        had then.
+        """
         return [one for one in self._tries if one["tokens"] != tokens]
 
 

@@ -252,7 +252,10 @@ def _forget(path: Path | None, version: int) -> None:
 
 
 def policy_json(policy: Policy, engines: EnginePool, model: str) -> JSON:
-    """Return the reply of `GET /policy`."""
+    """Return the policy version, whether sampling is paused or held, and the engines' states.
+
+    It is the reply of `GET /policy`.
+    """
     return {
         "version": policy.version,
         "paused": policy.paused,

@@ -30,7 +30,10 @@ ANY_PROGRAM = ("command", "function")
 
 
 def default_agent(name: str) -> AgentSpec:
-    """Return the agent of that short name; for `command` and `function`, the smallest one."""
+    """Return the settings of a harness by its short name, all at their defaults.
+
+    `command` and `function` run the shell agent of this package.
+    """
     agent = SCRIPTS / "shell_agent.py"
     match name:
         case "command":

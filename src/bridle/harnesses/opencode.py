@@ -119,7 +119,7 @@ class Opencode(PackagedHarness[OpencodeSettings]):
         return merged(merged(ours, self._settings.config), {"provider": {PROVIDER: provider}})
 
     def model_failed(self, stdout: bytes) -> bool:
-        """Return whether its last event is an `error`, which only the model's API causes."""
+        """Return whether opencode's last event is an `error`, which only the model's API causes."""
         last = next((event for event in events_backwards(stdout) if "type" in event), {})
         return last.get("type") == "error"
 

@@ -200,7 +200,7 @@ async def _npm(builder: Builder, locks: Path) -> tuple[str, ...]:
 
 
 async def check_version(builder: Builder, version: str, probe: Sequence[str]) -> None:
-    """Run `probe` in an empty home; `HarnessError` if what it prints does not name `version`."""
+    """Run `probe` in an empty home; `HarnessError` if its output does not contain `version`."""
     if not probe:
         return
     home = builder.folder / ".probe-home"
@@ -360,9 +360,10 @@ def carries(library: str | None) -> bool:
 
 
 async def carry_python(builder: Builder, python: str) -> None:
-    """Copy the interpreter `python` with its standard library; `bin/python` starts it.
+    """Copy the interpreter `python` with its standard library into the bundle; `bin/python` starts
+    it.
 
-    Its packages go into `<lib>/pythonX.Y/site-packages`; `carry_libraries` ends the work. Raises
+    Its packages go into `<lib>/pythonX.Y/site-packages`; `carry_libraries` must follow. Raises
     `HarnessError`.
     """
     folder = builder.folder
@@ -383,7 +384,9 @@ async def carry_python(builder: Builder, python: str) -> None:
 
 
 async def carry_node(builder: Builder, node: Path, link: Path) -> None:
-    """Make the program `link` of a bundle, `node_modules/.bin/node`, start `node` anywhere."""
+    """Make the Node program `link` of a bundle start `node` with the bundle's own libraries, so
+    that it runs on other machines.
+    """
     folder = builder.folder
     (folder / CARRIED).mkdir()
     await carry_libraries(builder, (node,))
@@ -395,7 +398,7 @@ async def carry_node(builder: Builder, node: Path, link: Path) -> None:
 
 
 async def carry_libraries(builder: Builder, programs: Iterable[Path]) -> None:
-    """Copy the loader and every library of this machine that these programs and libraries load."""
+    """Copy the loader and every library that these programs and libraries load into the bundle."""
     carried, files = builder.folder / CARRIED, [str(path) for path in programs]
     said = ""
     for first in range(0, len(files), AT_ONCE):

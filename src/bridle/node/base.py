@@ -149,7 +149,7 @@ class SessionRunner(Node, Protocol):
 
     @property
     def capture(self) -> Path | None:
-        """The capture file of all runs; `None` = each node has one of its own."""
+        """Capture file of all runs; `None` = each node has one of its own."""
 
     @property
     def capacity(self) -> int:
@@ -201,7 +201,9 @@ class SessionRunner(Node, Protocol):
         """Return each node's name, state, slots, free slots, stages, policy and error."""
 
     async def drain_node(self, name: str) -> None:
-        """Give a node no further run. `ConfigError` if there is none, or it is the only one."""
+        """Give a node no further run. `ConfigError` if there is no such node, or it is the only
+        one.
+        """
 
 
 class RemoteNode(Node, Protocol):

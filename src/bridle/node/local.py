@@ -220,7 +220,7 @@ class Pools:
 
 @contextmanager
 def task_in_errors(task: Task) -> Iterator[None]:
-    """Add the task's id to the text of every `ConfigError`."""
+    """Within the context, add the task's id to the text of every `ConfigError`."""
     try:
         yield
     except ConfigError as error:

@@ -362,7 +362,7 @@ def machines_leaving() -> set[str]:
 
 
 def address() -> str:
-    """Return the address of the cluster that this process is connected to."""
+    """Return the address of the Ray cluster that this process is connected to."""
     found: str = ray.get_runtime_context().gcs_address
     return found
 

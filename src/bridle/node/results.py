@@ -319,7 +319,9 @@ def result_from(capture: SessionCapture) -> SessionResult:
 
 
 def trajectory_of(capture: SessionCapture, builder: BuilderSpec | None = None) -> Trajectory:
-    """Rebuild a trajectory, with the texts of its breaks if the tokenizer still exists."""
+    """Build a captured session's trajectory again, with the texts of its breaks if its tokenizer
+    exists.
+    """
     return rebuild(capture, builder=builder, decode=decoder_of(capture.session.metadata))
 
 
@@ -362,9 +364,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, *, config: JSON) -> Self:
-        """Make the folder and write `run.json`.
+        """Make a run folder and write its `run.json`.
 
-        Raises `ConfigError` if it holds a run already or cannot be written.
+        Raises `ConfigError` if the folder holds a run already or cannot be written.
         """
         try:
             private_folder(path)

@@ -171,7 +171,9 @@ def _stand_in(new_messages: Sequence[JSON]) -> JSON:
 
 
 def tool_parser_of(template: str) -> str | None:
-    """Return the name of the `renderers` tool parser that reads calls of this template."""
+    """Return the name of the tool parser of the package `renderers` that reads this template's
+    calls.
+    """
     signs = {
         "<function=": "qwen3.5",
         "<arg_key>": "glm",

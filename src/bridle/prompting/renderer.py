@@ -170,7 +170,7 @@ class PromptRenderer:
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool | None
     ) -> Ids:
-        """Render a whole prompt, ready to sample, to ids; int32, shape (T,).
+        """Return the ids of a whole prompt, ready to sample; int32, shape (T,).
 
         `thinking` `None` = the renderer's own setting. `RenderError` says what is wrong.
         """

@@ -323,7 +323,7 @@ class TurnCounts:
         return self.verbatim + self.rerendered
 
     def with_one_more(self) -> TurnCounts:
-        """Return the counts of a request that shows one more verbatim turn."""
+        """Return the counts of assistant turns with one more verbatim turn."""
         return TurnCounts(
             *(self.verbatim + 1, self.rerendered, self.foreign, self.given, self.tokens_rerendered)
         )
@@ -340,7 +340,9 @@ class TurnCounts:
 
     @classmethod
     def of_json(cls, kept: JSON | None) -> TurnCounts | None:
-        """Return the counts of a captured exchange; `None` where it has none."""
+        """Return the counts of assistant turns from a captured exchange's JSON; `None` where it has
+        none.
+        """
         return None if kept is None else cls(**kept)
 
 

@@ -627,7 +627,7 @@ def _perl(program: str) -> list[str]:
 def listen_inside(
     pid: int, port: int, *, timeout_s: float, privileged: bool | None = None
 ) -> socket.socket:
-    """Open a socket on 127.0.0.1:`port` in the network of the sandbox of process `pid`.
+    """Open a listening socket on 127.0.0.1:`port` in the network of the sandbox of process `pid`.
 
     Blocks; without privileges for the start of an interpreter. Raises `RuntimeFailure`.
     """

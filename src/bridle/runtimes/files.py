@@ -161,8 +161,8 @@ def _is_direct(name: str, folder: str) -> bool:
 
 
 def link_stays_inside(link: str, above: int) -> bool:
-    """Return whether a link's target stays inside a tree: `..` occurs only at its beginning, fewer
-    than `above` times.
+    """Return whether a link's target stays inside a folder tree: `..` occurs only at its beginning,
+    fewer than `above` times.
 
     As the folders above a link are no links, and other links stay inside too, so does this one.
     """

@@ -231,7 +231,9 @@ class When(Settings):
     """The model that was asked for."""
 
     def holds(self, view: RequestView, model: str | None) -> bool:
-        """Return whether the request meets the condition. Reads only what the given fields need."""
+        """Return whether a request meets the script's condition; reads only what the condition
+        needs.
+        """
         if self.model is not None and self.model != model:
             return False
         if not all(text in view.system for text in self.system_contains):

@@ -153,7 +153,7 @@ class TextStream:
 
 
 def load_tokenizer(source: str | None) -> ChatTokenizer:
-    """Load the tokenizer of folder `source`; `None` and `builtin` mean the shipped one."""
+    """Return the tokenizer of folder `source`; `None` and `builtin` mean the one in the package."""
     folder = builtin_tokenizer_dir() if source in (None, "builtin") else Path(str(source))
     if not folder.is_dir():
         raise ConfigError(f"tokenizer {source!r}: no such folder; give a folder or 'builtin'")

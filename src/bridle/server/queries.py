@@ -400,7 +400,10 @@ def _with_reward(found: Trajectory, result: JSON) -> Trajectory:
 async def session_result(
     source: ResultSource, session: Row, *, polar: bool = False, packed: bool = False
 ) -> JSON:
-    """Return a final session's result with its trajectory; `packed` = arrays as bytes (msgpack)."""
+    """Return a final session's result as JSON with its trajectory.
+
+    With `packed`, arrays are bytes (for msgpack).
+    """
     found = await trajectory(source, session)
     form = packed_json if packed else trajectory_json
     read = None if found is None else await asyncio.to_thread(form, found)
@@ -462,7 +465,7 @@ def result_json(session: Row, trajectory: JSON | None, *, polar: bool) -> JSON:
 
 
 def session_json(session: Row, stage: str | None) -> JSON:
-    """Return a session without its trajectory; `stage` is that of a running one."""
+    """Return a session's row as JSON without its trajectory; `stage` is that of a running one."""
     result: JSON = {} if session["result"] is None else orjson.loads(session["result"])
     own = ("session_id", "sample_index", "attempt", "started_at", "ended_at")
     versions = ("version_started", "version_min", "version_max")

@@ -257,7 +257,7 @@ async def list_tasks(request: ApiRequest) -> Response:
 
 @ROUTES.add("GET", "/v1/tasks/{task_id}", TokenRole.READ, query=WaitQuery)
 async def show_task(request: ApiRequest) -> Response:
-    """Return a task and its counts; `wait_s` waits until it is final."""
+    """Return a task and its counts; the query `wait_s` waits until the task is final."""
     wait_s = request.query(WaitQuery).wait_s
     task = await _poll(request.service, wait_s, lambda: task_row(request), is_final)
     return reply(queries.task_json(task))
@@ -370,7 +370,7 @@ async def fork_session(request: ApiRequest) -> Response:
 
 @ROUTES.add("GET", "/v1/sessions/{session_id}/trajectory", TokenRole.READ)
 async def show_trajectory(request: ApiRequest) -> Response:
-    """Return a trajectory as JSON, msgpack or an Arrow stream, as `Accept` says."""
+    """Return a trajectory as JSON, msgpack or an Arrow stream, by the header `Accept`."""
     kind = negotiate(request, (JSON_TYPE, MSGPACK_TYPE, ARROW_TYPE))
     row = await session_row(request)
     found = await queries.trajectory(request.service, row)
@@ -405,7 +405,8 @@ async def artifact(request: ApiRequest) -> Response:
 
 @ROUTES.add("GET", "/v1/groups", TokenRole.READ, query=GroupsQuery)
 async def groups(request: ApiRequest) -> Response:
-    """List groups that have ended and are not acknowledged; `wait_s` waits for the first one.
+    """List groups that have ended and are not acknowledged; the query `wait_s` waits for the first
+    one.
 
     `cursor` is the last group seen. Without it, a consumer that was restarted gets all groups again
     that it did not acknowledge, in order.

@@ -164,7 +164,7 @@ class Scheduler:
     # ---- ending
 
     def cancel_runs(self, run_ids: tuple[str, ...]) -> None:
-        """Cancel runs; their results will be CANCELLED."""
+        """Cancel runs in progress; their results will be CANCELLED."""
         for one in run_ids:
             if one in self._running and not self._workers.cancel(one):
                 self._cancelled_early.add(one)

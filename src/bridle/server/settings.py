@@ -436,7 +436,7 @@ def _fits(given: object, listed: object) -> bool:
 
 
 def names_files(task: Task) -> bool:
-    """Return whether a task names files or folders relative to its `task_dir`."""
+    """Return whether a task refers to files or folders relative to its `task_dir`."""
     without = task.model_copy(update={"task_dir": None})
     return any(reason.endswith(NOT_LISTED) for _, reason in SubmissionPolicy().refused(without))
 

@@ -329,7 +329,7 @@ async def until_done(
     closing: asyncio.Event | None = None,
     patience_s: float = math.inf,
 ) -> T:
-    """Retry `attempt()` with backoff while nothing can be stored, and return its result.
+    """Retry `attempt()` with backoff while the database cannot store, and return its result.
 
     Once `closing` is set, or after `patience_s`, the next failure is raised; an `UnwritableError`
     at once.

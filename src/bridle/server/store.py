@@ -143,7 +143,8 @@ class TaskStore:
     async def claim(
         self, limits: ClaimLimits, *, owner: str, now: float, lease_s: float
     ) -> list[Claim]:
-        """Lease up to `limits.slots` sessions to the server `owner`; none while servers are paused.
+        """Lease up to `limits.slots` queued sessions to the server `owner`; none while servers are
+        paused.
 
         The slots are divided among the tasks' owners. Of each owner, sessions to be run again come
         first, then new ones, by priority and then in the order of submission.
@@ -162,7 +163,9 @@ class TaskStore:
             return await _Claims(connection, lease, now).claim(limits, self._shares)
 
     async def next_due(self) -> float | None:
-        """Return when the first queued session may start; `None` = none waits, or paused."""
+        """Return when the first queued session may start; `None` = none is queued, or servers are
+        paused.
+        """
         query = select(func.min(t.sessions.c.not_before)).where(
             t.sessions.c.state == SessionState.QUEUED
         )
@@ -432,7 +435,7 @@ class FairShares:
     def divide(
         self, slots: int, waiting: Collection[str], running: Mapping[str, int]
     ) -> dict[str, int]:
-        """Return how many free slots each owner in `waiting` gets, besides its `running`
+        """Return how many of the free slots each owner in `waiting` gets, given its `running`
         sessions.
         """
         due = self._due(slots + sum(running.get(owner, 0) for owner in waiting), waiting)

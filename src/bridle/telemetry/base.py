@@ -214,7 +214,9 @@ def flatten(values: JSON, above: str = "") -> dict[str, float]:
 
 
 def sample(result: SessionResult) -> JSON:
-    """Return a session as a row of a table: its first and last message, and its outcome."""
+    """Return a session as a row of a tracker's table: its first and last message, and its
+    outcome.
+    """
     traces = result.trajectory.traces
     first = traces[0].prompt_messages if traces else ()
     last = traces[-1].response_messages if traces else ()

@@ -121,7 +121,9 @@ class TaskDraws:
             raise ConfigError("two tasks have one task_id")
 
     def draw(self, number: int) -> Task:
-        """Return the task of draw `number`, 0 the first."""
+        """Return the task that draw `number` gives (the first is 0); equal for equal seeds and
+        histories.
+        """
         size = len(self._ids)
         if self._curriculum == "epochs":
             epoch, place = divmod(number, size)

@@ -62,7 +62,9 @@ class Group:
 
     @property
     def varies(self) -> bool:
-        """Return whether the rewards give any session, trace or turn an advantage."""
+        """Return whether the group's rewards give any session, trace or turn an advantage other
+        than 0.
+        """
         return _any(advantages_of(self, "grpo")[0])
 
 

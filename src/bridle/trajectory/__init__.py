@@ -84,12 +84,12 @@ def rebuild(
     train: Collection[Kind] | None = None,
     decode: Callable[[Ids], str] | None = None,
 ) -> Trajectory:
-    """Return a session's trajectory from everything that capture holds of it.
+    """Return a session's trajectory, built from its captured records.
 
     `builder` and `train` are those of the session's own metadata where they are `None` (the
     defaults of a task if it has none either). `decode` turns ids into text: the breaks then have
-    both texts beside their ids. Raises `ConfigError` for an unknown builder or
-    setting; faults in the exchanges become exclusions and `breaks`, never an error.
+    both texts beside their ids. Raises `ConfigError` for an unknown builder or setting; faults in
+    the exchanges become exclusions and `breaks`, never an error.
     """
     session = capture.session
     if builder is None:

@@ -46,7 +46,8 @@ def session_advantages(rewards: Sequence[float], kind: str) -> list[float]:
 
 
 def shared_advantages(sessions: Sequence[Sequence[float]] | Floats, kind: str) -> list[list[float]]:
-    """Return advantages of several known rewards per session, where each session has one vote.
+    """Return the advantages of sessions with several known rewards each, where each session has one
+    vote.
 
     There are at least two sessions. `rloo` is against the mean of all others (REINFORCE
     leave-one-out, arXiv 2402.14740 eq. 6), the other kinds as in `grpo_advantages`.
@@ -65,10 +66,10 @@ def shared_advantages(sessions: Sequence[Sequence[float]] | Floats, kind: str) -
 def role_advantages(
     rewards: Sequence[float], parts: Sequence[Sequence[tuple[Hashable, float]]], kind: str
 ) -> tuple[list[list[float]], int]:
-    """Return advantages of the parts of sessions (traces, turns), each compared within its role.
+    """Return the advantages of parts of sessions (traces or turns), each compared within its role.
 
-    `rewards` has each session's own, `parts` the role and reward of each of its parts. Returns the
-    advantages of the parts, and how many are the session's because no other session has that role.
+    `rewards` has each session's own, `parts` the role and reward of each of its parts. Also returns
+    how many advantages are the session's own because no other session has that role.
     """
     found = [
         [own] * len(of) for own, of in zip(session_advantages(rewards, kind), parts, strict=True)
@@ -105,8 +106,10 @@ def role_of(trace: Trace) -> tuple[str | None, str | None]:
 
 
 def trace_reward(trace: Trace, session: Trajectory) -> float:
-    """Return the sum of its token rewards, else its own reward, else the session's; `NaN` = not
-    known.
+    """Return a trace's reward: the sum of its token rewards, else its own reward, else its
+    session's.
+
+    `NaN` = not known.
     """
     if session.reward is None:
         return float("nan")

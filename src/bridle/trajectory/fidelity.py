@@ -235,7 +235,7 @@ def certify(
     trainer: Facts,
     rollout: Facts | None = None,
 ) -> Certificate:
-    """Compare the logprobs of traces with those that a trainer computed of them.
+    """Compare the logprobs of traces with those that a trainer computed for the same tokens.
 
     `rollout` adds to the facts that the traces hold themselves. Traces of which the trainer sent
     nothing count as missing. `ConfigError` if nothing can be compared, and for a logprob of a trace

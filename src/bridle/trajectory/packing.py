@@ -98,8 +98,9 @@ def pack(trajectories: Iterable[Trajectory]) -> Packed:
 
 
 def block_mask(packed: Packed) -> npt.NDArray[np.bool_]:
-    """Return the attention mask: row attends to column, shape (N, N); for models that take a dense
-    mask.
+    """Return the attention mask of a packed tree, shape (N, N): row attends to column.
+
+    For models that take a dense mask.
     """
     parents = packed.segment_parents
     above = np.zeros((len(parents), len(parents)), dtype=np.bool_)

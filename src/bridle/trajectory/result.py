@@ -73,9 +73,9 @@ def trajectory_json(trajectory: Trajectory) -> JSON:
 
 
 def trajectory_of(value: JSON) -> Trajectory:
-    """Return a trajectory from its JSON; what Bridle adds to Polar's names may be missing.
+    """Return a trajectory from its JSON; members that Bridle adds to Polar's may be missing.
 
-    Raises `KeyError` or `ValueError` for what is not a trajectory.
+    Raises `KeyError` or `ValueError` for JSON that is no trajectory.
     """
     return Trajectory(
         session_id=value.get("session_id") or "",

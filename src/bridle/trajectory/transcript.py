@@ -265,10 +265,10 @@ def _ends_of_spans(request: ModelRequest) -> list[int]:
 
 
 def script_of(capture: SessionCapture) -> JSON:
-    """Convert a session to a script: a conversation per leaf, longest first, with the sampled ids.
+    """Convert a session to a script for the scripted engine, with the sampled ids.
 
-    Conversations are recognised by the system and first user text of their root, so that of several
-    branches of a root the longest is replayed.
+    It has a conversation per leaf, longest first. Conversations are recognised by the system and
+    first user text of their root, so that of several branches of a root the longest is replayed.
     """
     graph = grow(capture.session.session_id, capture.exchanges)
     transcript = Transcript(capture.exchanges, capture.bodies)
