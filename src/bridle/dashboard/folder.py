@@ -228,8 +228,9 @@ class CapturedRun:
         return kind.read(self._json(kind.file))
 
     def fork_command(self, line: SessionRow) -> str | None:
-        """Return the command that forks a session; `None` = the run does not hold the session's
-        task.
+        """Return the beginning of the command that forks a session, up to `--at`.
+
+        `None` = the run does not hold the session's task.
         """
         config = self._json(RUN).get("config")
         tasks = config.get("tasks") if isinstance(config, dict) else None

@@ -174,8 +174,8 @@ class Admission:
         return request
 
     def refused(self, session: GatewaySession, body: bytes) -> None:
-        """Record that nothing was sampled for a body that was read, so that it is not kept in
-        memory.
+        """Count the bytes of a body for which nothing was sampled; many of them clear the session's
+        cache.
         """
         session.in_hand.refused += len(body)
         if session.in_hand.refused > REFUSED_BYTES:

@@ -73,7 +73,7 @@ class ApiConnection(H11Protocol):
         return self.cycle is not None and KNOWN in self.cycle.scope["state"]  # type: ignore[redundant-expr]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn
-        """Close an idle connection if there are too many, and start the deadline of the first
+        """Close other connections if there are too many, and start the deadline of the first
         header.
         """
         if len(self.connections) >= (self.most or most_connections()):

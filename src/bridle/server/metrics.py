@@ -86,7 +86,9 @@ class ServerMetrics:
         self._runs.labels("LOST", str(Cause.INFRASTRUCTURE), became).inc()
 
     def kept(self, trajectory: Trajectory) -> None:
-        """Count the captured and trained tokens of a session whose result is final."""
+        """Count the trained tokens of a session whose result is final, and its excluded ones by
+        reason.
+        """
         stats = trajectory.metadata.get("stats", {})
         self._tokens.labels("trained").inc(stats.get("tokens_trained", 0))
         for reason, count in stats.get("tokens_excluded", {}).items():

@@ -506,8 +506,8 @@ def task_json(task: Row) -> JSON:
 
 
 def group_json(task: Row, sessions: list[JSON], *, version: int) -> JSON:
-    """Return an ended group as JSON: its sessions, how many are unusable (`missing`), and how many
-    policy versions it lags behind `version`.
+    """Return an ended group as JSON: its sessions, those of them that cannot be trained
+    (`missing`), and how many policy versions it lags behind `version`.
     """
     sampled = [one["version_min"] for one in sessions if one["version_min"] is not None]
     names = ("session_id", "sample_index", "status", "error", "cause")

@@ -368,7 +368,9 @@ class Peers:
             await until_done(self.check, "checking other servers")
 
     async def check(self) -> None:
-        """Take over the sessions of dead servers, and apply changes that the other servers made."""
+        """Take over the sessions of dead servers, and cancel the runs of this one whose lease was
+        lost.
+        """
         service = self._service
         if dead := self._dead(await service.queries.leases()):
             log.warning("took over from dead servers", servers=dead)
