@@ -180,8 +180,9 @@ class Gateway(Stacked):
     ) -> AsyncIterator[Session]:
         """Open a session; its end revokes the key and records its reward and outcome.
 
-        `replay` holds its first replies (`Session.fork`). An exception in the block ends it as
-        ERROR without a reward (CANCELLED if the task was cancelled) and escapes.
+        `replay` holds the session's first replies (`Session.fork`). An exception in the block of
+        `async with` ends the session as ERROR without a reward (CANCELLED if the asyncio task was
+        cancelled) and escapes.
         """
         if not self._started:
             raise ConfigError("the gateway does not run: open its sessions in its `async with`")
@@ -310,8 +311,8 @@ class Session:
     async def fork(self, *, at: int) -> AsyncIterator[Session]:
         """Open a session of the same task that replays the first `at` replies of this one.
 
-        The engine is not called for them. A prompt that differs from the captured one is refused
-        with HTTP 400. `ConfigError` if this session has fewer replies.
+        The engine is not called for the replayed replies. A prompt that differs from the captured
+        one is refused with HTTP 400. `ConfigError` if this session has fewer replies.
         """
         capture = await asyncio.to_thread(self._gateway.store.read, self.session_id)
         origin = {"session": self.session_id, "at": at}
@@ -389,8 +390,8 @@ def rollout(
 ) -> list[Trajectory]:
     """Run an agent on tasks and return one trajectory per session, by task, then by sample.
 
-    In a running event loop (a notebook) the work runs in a thread with its own loop. A session that
-    fails is a trajectory with its status and error, never an exception.
+    In a running event loop (a notebook) the rollout runs in a thread with its own loop. A session
+    that fails is a trajectory with its status and error, never an exception.
 
     Args:
         agent: A function that gets a `Session` and runs in this process without a sandbox, in a

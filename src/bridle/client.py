@@ -152,10 +152,10 @@ class AsyncClient:
     ) -> list[bool]:
         """Submit tasks; return whether each is new. Submitting the same one again does nothing.
 
-        `terms` are options of each of them: `dispatch_priority`, `callback_url`,
+        `terms` are options of each submitted task: `dispatch_priority`, `callback_url`,
         `min_completed_fraction`, `early_stop_min_usable_sessions`, `max_refills`, `max_attempts`,
-        `hand_out`.
-        Up to 100 tasks are accepted together or not at all; `ServerError` names what is wrong.
+        `hand_out`. The server accepts up to 100 tasks together or not at all; `ServerError` names
+        what is wrong.
         """
         bodies = [_body(task, terms) for task in tasks]
         fresh: list[bool] = []
@@ -243,8 +243,8 @@ class AsyncClient:
         """Yield groups as they end; without `cursor`, first all that are not acknowledged.
 
         With `ack`, a group is acknowledged when the consumer asks for the next one; otherwise the
-        consumer calls `AsyncClient.ack`. Ends after `quiet_s` without a further group; `None` =
-        never.
+        consumer calls `AsyncClient.ack`. The iteration ends after `quiet_s` without a further
+        group; `None` = never.
         """
         held: set[str] = set()
         last_group_at = time.monotonic()

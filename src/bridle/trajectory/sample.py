@@ -177,7 +177,7 @@ class Trace:
 
     def cut(self, end: int, begin: int = 0) -> Trace:
         """Return the trace with the first `end` tokens of its response, and without the first
-        `begin` of its prompt. Turns that end later end there.
+        `begin` of its prompt. Turns that end later end at the cut.
         """
         rewards, rows = self.token_rewards, self.routed_experts
         return replace(
