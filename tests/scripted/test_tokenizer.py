@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -171,11 +172,22 @@ def test_encoded_token_ids_are_int32():
 
 
 def test_a_loaded_tokenizer_is_cached_until_its_folder_changes(folder):
-    first, second = load_tokenizer(str(folder)), load_tokenizer(str(folder))
-    assert first._template is second._template
-    assert first._tokenizer is second._tokenizer
     path = folder / "tokenizer.json"
-    path.write_text(path.read_text().replace("<|im_end|>", "<|end_im|>"))
+    content, changed_at = path.read_text(), path.stat().st_mtime_ns
+    first = load_tokenizer(str(folder))
+    tracemalloc.start()
+    try:
+        kept = [load_tokenizer(str(folder)) for _ in range(20)]
+        assert tracemalloc.get_traced_memory()[0] < 200_000, "1.1 MB with templates of their own"
+    finally:
+        tracemalloc.stop()
+    path.write_text("not read again")
+    os.utime(path, ns=(changed_at, changed_at))
+    kept.append(load_tokenizer(str(folder)))
+    assert {one.encode("some words").tobytes() for one in (first, *kept)} == {
+        first.encode("some words").tobytes()
+    }
+    path.write_text(content.replace("<|im_end|>", "<|end_im|>"))
     os.utime(path, ns=(1, 1))
     with pytest.raises(ConfigError, match="eos_token"):
         load_tokenizer(str(folder))

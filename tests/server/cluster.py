@@ -52,14 +52,14 @@ class Cluster:
         self._primary = primary
         self._bin = programs()
         self._user = UNPRIVILEGED if os.geteuid() == 0 else None
-        self._folder = Path(tempfile.mkdtemp(prefix="pg-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="pg-"))
         self._server: subprocess.Popen[bytes] | None = None
-        self._made = 0
+        self.made = 0
 
     def __enter__(self) -> Self:
         try:
             if self._user is not None:
-                shutil.chown(self._folder, self._user)
+                shutil.chown(self.folder, self._user)
             if self._primary is not None:
                 self.follow(self._primary)
                 return self
@@ -81,19 +81,19 @@ class Cluster:
 
     def url(self, name: str) -> str:
         """Of one of its databases."""
-        return f"postgresql://{USER}@/{name}?host={self._folder}"
+        return f"postgresql://{USER}@/{name}?host={self.folder}"
 
     def fresh(self) -> str:
         """The URL of a database that is new and empty."""
-        self._made += 1
-        name = f"fresh_{self._made}"
-        self._run("createdb", "-h", self._folder, "-U", USER, name)
+        self.made += 1
+        name = f"fresh_{self.made}"
+        self._run("createdb", "-h", self.folder, "-U", USER, name)
         return self.url(name)
 
     def drop(self, url: str) -> None:
         """Remove a database that `fresh` made: hundreds of them take long to remove at last."""
         name = url.partition("@/")[2].partition("?")[0]
-        self._run("dropdb", "--force", "-h", self._folder, "-U", USER, name)
+        self._run("dropdb", "--force", "-h", self.folder, "-U", USER, name)
 
     def start(self) -> None:
         """Start the server and wait until it answers, also after it was killed."""
@@ -103,9 +103,9 @@ class Cluster:
                 # One that was killed a moment ago may still hold its memory: try again.
                 settings = (part for one in SETTINGS for part in ("-c", one))
                 self._server = self._begin(
-                    "postgres", "-D", self._data, "-k", self._folder, *settings
+                    "postgres", "-D", self._data, "-k", self.folder, *settings
                 )
-            ready = self._begin("pg_isready", "-q", "-h", self._folder)
+            ready = self._begin("pg_isready", "-q", "-h", self.folder)
             if ready.wait() == 0:
                 return
             time.sleep(0.05)
@@ -136,14 +136,14 @@ class Cluster:
         A server that was killed may do so, in place of what it had.
         """
         shutil.rmtree(self._data, ignore_errors=True)
-        options = ("-R", "--checkpoint=fast", "--no-sync", "-h", primary._folder, "-U", USER)
+        options = ("-R", "--checkpoint=fast", "--no-sync", "-h", primary.folder, "-U", USER)
         self._run("pg_basebackup", "-D", self._data, *options)
         self.start()
-        primary._ask("ALTER SYSTEM SET synchronous_commit = 'remote_apply'")
-        primary._ask("ALTER SYSTEM SET synchronous_standby_names = '*'")
-        primary._ask("SELECT pg_reload_conf()")
+        primary.ask("ALTER SYSTEM SET synchronous_commit = 'remote_apply'")
+        primary.ask("ALTER SYSTEM SET synchronous_standby_names = '*'")
+        primary.ask("SELECT pg_reload_conf()")
         deadline = time.monotonic() + STARTING_S
-        while primary._ask("SELECT state, sync_state FROM pg_stat_replication") != "streaming|sync":
+        while primary.ask("SELECT state, sync_state FROM pg_stat_replication") != "streaming|sync":
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the standby does not stream:\n{self._log.read_text()}")
             time.sleep(0.05)
@@ -167,17 +167,17 @@ class Cluster:
 
     @property
     def _data(self) -> Path:
-        return self._folder / "data"
+        return self.folder / "data"
 
     @property
     def _log(self) -> Path:
-        return self._folder / "log"
+        return self.folder / "log"
 
     def _begin(self, program: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 [self._bin / program, *arguments],
-                cwd=self._folder,
+                cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -186,9 +186,9 @@ class Cluster:
                 extra_groups=None if self._user is None else [],
             )
 
-    def _ask(self, statement: str) -> str:
+    def ask(self, statement: str) -> str:
         """Return what a statement gives, as `psql` writes it without ornament."""
-        where = ("-h", str(self._folder), "-U", USER, "postgres")
+        where = ("-h", str(self.folder), "-U", USER, "postgres")
         words = [str(self._bin / "psql"), "-Atc", statement, *where]
         return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
 
@@ -198,7 +198,7 @@ class Cluster:
 
     def _remove(self) -> None:
         self.kill()
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self.folder)
 
 
 class Pair:
@@ -229,8 +229,8 @@ class Pair:
         return self._url(self._standby, self._standby)
 
     def _url(self, *clusters: Cluster) -> str:
-        hosts = "&".join(f"host={one._folder}:5432" for one in clusters)
-        return f"postgresql://{USER}@/fresh_{self._primary._made}?{hosts}"
+        hosts = "&".join(f"host={one.folder}:5432" for one in clusters)
+        return f"postgresql://{USER}@/fresh_{self._primary.made}?{hosts}"
 
     def kill_primary(self) -> None:
         """End the primary; there is none until `promote`."""

@@ -40,14 +40,14 @@ class RealSglang(VllmServer):
         began = time.monotonic()
         where = ("--host", "127.0.0.1", "--port", str(self.port))
         named = ("--model-path", str(self.model), "--served-model-name", "tiny")
-        self._tell(
+        self.tell(
             start=[str(PYTHON), "-m", "sglang.launch_server", *named, *where, *FLAGS, *flags],
             env={**os.environ, **ENVIRONMENT},
             log=str(self.log),
         )
         self.flags = flags
         while not self._answers():
-            if self._tell() is None or time.monotonic() - began > START_S:
+            if self.tell() is None or time.monotonic() - began > START_S:
                 self.stop()
                 tail = self.log.read_text(errors="replace")[-4000:]
                 raise RuntimeError(f"SGLang did not start; its log ends:\n{tail}")

@@ -217,7 +217,7 @@ class VllmServer:
         finally:
             self._stack.close()
 
-    def _tell(self, **command: Any) -> int | None:
+    def tell(self, **command: Any) -> int | None:
         assert self._keeper.stdin is not None
         assert self._keeper.stdout is not None
         self._keeper.stdin.write(json.dumps(command) + "\n")
@@ -233,7 +233,7 @@ class VllmServer:
         module = "vllm.entrypoints.openai.api_server"
         where = ("--host", "127.0.0.1", "--port", str(self.port))
         named = ("--model", str(self.model), "--served-model-name", "tiny")
-        self._tell(
+        self.tell(
             start=[str(PYTHON), "-m", module, *named, *where, *FLAGS, *flags],
             env={**os.environ, **ENVIRONMENT, "BRIDLE_TEST_SCRIPT": str(self.script)},
             log=str(self.log),
@@ -241,7 +241,7 @@ class VllmServer:
         self.flags = flags
         while not self._answers():
             late = time.monotonic() - began > START_S
-            if self._tell() is None or late:
+            if self.tell() is None or late:
                 self.stop()
                 log = self.log.read_text(errors="replace")
                 # What starts its engine fails later, and longer, than the engine.
@@ -267,15 +267,15 @@ class VllmServer:
 
     def kill(self) -> None:
         """`kill -9` of every process of it."""
-        self._tell(signal=signal.SIGKILL)
-        self._tell(wait=10)
+        self.tell(signal=signal.SIGKILL)
+        self.tell(wait=10)
         self.flags = None
 
     def stop(self) -> None:
         """End it in its own way, and by force what is left."""
         if self.flags is not None:
-            self._tell(signal=signal.SIGTERM)
-            self._tell(wait=20)
+            self.tell(signal=signal.SIGTERM)
+            self.tell(wait=20)
             self.kill()
 
     def say(self, script: dict[str, Any] | None) -> None:

@@ -138,4 +138,4 @@ async def failing(engine, asked):
 
 def worker_of(server):
     """The process that computes: the last of the server's group."""
-    return max(group_of(server._tell()))
+    return max(group_of(server.tell()))
