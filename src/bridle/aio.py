@@ -149,7 +149,7 @@ class LoopClock:
         return self._counted_s + min(time.monotonic() - self._last, self._most_s)
 
     async def run(self) -> None:
-        """Update the clock until cancelled."""
+        """Count the time in which the event loop runs, until cancelled."""
         while True:
             self._counted_s, self._last = self(), time.monotonic()
             await asyncio.sleep(self._most_s / 5)

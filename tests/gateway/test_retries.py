@@ -205,7 +205,7 @@ async def test_a_delivery_names_the_requests_that_joined_its_call():
         assert answer == [("retry_count", 1), ("retry_count", 2), ("client_gone", 0)]
 
 
-async def test_a_refused_call_has_no_client_and_its_error_is_in_the_session_s_facts():
+async def test_refusing_a_call_detaches_its_client_and_the_session_s_facts_have_the_error():
     async with a_room() as room:
         call = room.add(a_call(), FRESH)
         error = RequestError("try later", status=503, code="overloaded")

@@ -473,7 +473,8 @@ def read_answers(
     """Decode stream chunks that arrived together, each as `read_answer` does.
 
     Neighbours with nothing but tokens are read as one. An unusable chunk raises after all before it
-    have been yielded.
+    have been yielded. `unnamed` is the version of tokens under weights without a number; `sent` is
+    the JSON text of the prompt's ids, by which a reply that repeats them is recognised.
     """
     if len(bodies) == 1 or _PROMPT_IDS in bodies[0]:
         yield read_answer(bodies[0], unnamed=unnamed, sent=sent)
