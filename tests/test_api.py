@@ -91,9 +91,9 @@ async def test_a_session_reward_must_be_a_finite_number(engine, tmp_path, value)
         bridle.Gateway(engine, data=tmp_path / "run") as gateway,
         gateway.session() as session,
     ):
-        with pytest.raises(ConfigError, match=r"^reward: .* is not a finite number"):
+        with pytest.raises(ConfigError, match=r"^reward: .*must be a finite number"):
             session.reward = value
-        with pytest.raises(ConfigError, match=r"^trace_rewards: .* is not a finite number"):
+        with pytest.raises(ConfigError, match=r"^trace_rewards: .*must be a finite number"):
             session.trace_rewards = (1.0, value)
         with pytest.raises(ConfigError, match=r"^trace_rewards: give one number for each trace"):
             session.trace_rewards = 1.0  # type: ignore[assignment]
@@ -152,7 +152,7 @@ async def test_setting_history_decides_whether_reasoning_stays_in_the_prompt(
 
 async def test_opening_a_session_of_a_gateway_that_is_not_running_raises(engine, tmp_path):
     gateway = bridle.Gateway(engine, data=tmp_path / "run")
-    with pytest.raises(ConfigError, match="open its sessions in its `async with`"):
+    with pytest.raises(ConfigError, match="open its sessions inside its `async with`"):
         async with gateway.session():
             pass
 
@@ -243,7 +243,7 @@ def test_an_agent_or_scorer_error_in_a_rollout_ends_only_its_session(engine, tmp
     found = {each.task_id: each for each in results(tmp_path / "run")}
     assert (found["task-0"].cause, found["task-0"].error) == ("harness_crash", "OSError: no disk")
     assert (found["task-1"].cause, found["task-1"].reward) == ("evaluator", None)
-    assert found["task-1"].error == "scorer: KeyError: 'task-1'"
+    assert found["task-1"].error == "the scorer raised KeyError: 'task-1'"
 
 
 async def test_a_rollout_can_be_called_inside_a_running_event_loop(engine, tmp_path):
@@ -296,17 +296,21 @@ def test_a_rollout_refuses_a_wrong_agent_or_scorer_before_any_session(
 @pytest.mark.parametrize(
     ("tasks", "settings", "message"),
     [
-        ([], {}, "tasks: there are none"),
+        ([], {}, "tasks: the list is empty"),
         ("2 + 2?", {}, "tasks: give a list, also of one task; given: '2 + 2?'"),
         (["a", 3], {}, "tasks[1]: 3 is not an instruction, a Task or its fields"),
         ([{"instruction": ""}], {}, "tasks[0]: instruction: String should have at least 1"),
         ([{"instruktion": "a"}], {}, "tasks[0]: instruktion: Extra inputs are not permitted, did"),
         ("tasks.jsonl", {}, "tasks: give a list, also of one task; given: 'tasks.jsonl'"),
         (None, {}, "tasks: give a list, also of one task; given: None"),
-        ([{"task_id": "task-1", "instruction": "a"}, "b"], {}, "'task-1' is that of another task"),
-        (["a"], {"samples": 0}, "samples: 0; give a whole number, 1 or more"),
-        (["a"], {"samples": "8"}, "samples: '8'; give a whole number, 1 or more"),
-        (["a"], {"concurrency": -1}, "concurrency: -1; give a whole number, 1 or more"),
+        (
+            [{"task_id": "task-1", "instruction": "a"}, "b"],
+            {},
+            "another task has task_id 'task-1' too",
+        ),
+        (["a"], {"samples": 0}, "samples must be a whole number of at least 1, not 0"),
+        (["a"], {"samples": "8"}, "samples must be a whole number of at least 1, not '8'"),
+        (["a"], {"concurrency": -1}, "concurrency must be a whole number of at least 1, not -1"),
     ],
 )
 def test_a_rollout_refuses_wrong_tasks_before_any_session(
@@ -428,7 +432,7 @@ async def test_a_session_fork_replays_earlier_replies_and_refuses_a_different_pr
             with pytest.raises(openai.BadRequestError, match="differs from token"):
                 await ask(fork, "4 + 4?")
             assert await ask(fork, "3 + 3?") == "One."
-        with pytest.raises(ConfigError, match="has 2 replies; at = 3"):
+        with pytest.raises(ConfigError, match="has 2 replies, fewer than at = 3"):
             async with session.fork(at=3):
                 pass
     captured, forked = results(gateway.path)

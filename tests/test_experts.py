@@ -48,17 +48,17 @@ def test_packed_expert_ids_take_a_byte_or_less_each():
 
 @pytest.mark.parametrize("packed", [b"", b"x", pack(Experts(0, rows_of(4)))[:-2]])
 def test_bytes_that_are_no_packed_experts_are_refused(packed):
-    with pytest.raises(ValueError, match="no packed experts"):
+    with pytest.raises(ValueError, match="the stored expert numbers are damaged"):
         unpack(packed)
 
 
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
-        (np.zeros((2, 3), np.int16), "not \\(tokens, layers, k\\)"),
-        (np.zeros((2, 3, 1)), "not \\(tokens, layers, k\\)"),
-        (np.full((1, 1, 1), 40_000), "from 40000 to 40000"),
-        (np.full((1, 1, 1), -2), "from -2 to -2"),
+        (np.zeros((2, 3), np.int16), "of shape \\(tokens, layers, experts per token\\)"),
+        (np.zeros((2, 3, 1)), "of shape \\(tokens, layers, experts per token\\)"),
+        (np.full((1, 1, 1), 40_000), "got 40000 to 40000"),
+        (np.full((1, 1, 1), -2), "got -2 to -2"),
     ],
 )
 def test_arrays_of_invalid_shape_or_expert_ids_are_refused(values, fault):

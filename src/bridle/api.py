@@ -185,7 +185,9 @@ class Gateway(Stacked):
         cancelled) and escapes.
         """
         if not self._started:
-            raise ConfigError("the gateway does not run: open its sessions in its `async with`")
+            raise ConfigError(
+                "the gateway is not running: open its sessions inside its `async with` block"
+            )
         whole = task if isinstance(task, Task) else None
         opened = await self.app.open_session(
             session_id,
@@ -301,7 +303,10 @@ class Session:
 
     def _check_open(self, value: object) -> None:
         if self.ended:
-            raise ConfigError(f"session {self.session_id} has ended; its reward stays {value}")
+            raise ConfigError(
+                f"session {self.session_id} has ended; its reward stays {value}: set a reward "
+                "before the end"
+            )
 
     def trajectory(self) -> Trajectory:
         """Return the trajectory of the exchanges captured so far."""
@@ -334,7 +339,7 @@ def _finite(value: object, name: str) -> float:
         with suppress(TypeError):  # an array
             if math.isfinite(value):
                 return float(value)
-    raise ConfigError(f"{name}: {value!r} is not a finite number")
+    raise ConfigError(f"{name}: a reward must be a finite number, not {value!r}")
 
 
 def fork(
@@ -419,7 +424,7 @@ def rollout(
     counts: dict[str, object] = {"samples": samples, "concurrency": concurrency}
     for name, value in counts.items():
         if value is not None and not (isinstance(value, int) and value >= 1):
-            raise ConfigError(f"{name}: {value!r}; give a whole number, 1 or more")
+            raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
     given = _tasks(tasks, samples)
     if not isinstance(agent, (str, AgentSpec)):
         if isinstance(scorer, EvaluatorSpec):
@@ -554,7 +559,7 @@ async def call_scorer(scorer: Scorer, attempt: Attempt) -> Evaluation:
     except EvaluatorError:
         raise
     except Exception as error:
-        raise EvaluatorError(f"scorer: {type(error).__name__}: {error}") from error
+        raise EvaluatorError(f"the scorer raised {type(error).__name__}: {error}") from error
 
 
 def _by_task(folder: Path, tasks: Sequence[Task]) -> list[Trajectory]:
@@ -572,10 +577,13 @@ def _tasks(tasks: Iterable[Task | JSON | str], samples: int | None) -> list[Task
     for number, given in enumerate(tasks):
         task = _task(given, number)
         if task.task_id in made:
-            raise ConfigError(f"tasks[{number}]: task_id: {task.task_id!r} is that of another task")
+            raise ConfigError(
+                f"tasks[{number}]: another task has task_id {task.task_id!r} too; give each task "
+                "its own"
+            )
         made[task.task_id] = task
     if not made:
-        raise ConfigError("tasks: there are none")
+        raise ConfigError("tasks: the list is empty; give at least one task")
     if samples is None:
         return list(made.values())
     return [task.model_copy(update={"num_samples": samples}) for task in made.values()]

@@ -123,7 +123,7 @@ class AsyncClient:
         `$BRIDLE_SERVER_TOKEN`, else that of this user's own server at this URL.
         """
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"server {url!r}: give its URL, for instance {DEFAULT_URL}")
+            raise ConfigError(f"server {url!r} is not a URL; give for instance {DEFAULT_URL}")
         self.url, own = split_token(url.rstrip("/"))
         self.token = own or token or os.environ.get(TOKEN_ENV)
         """The token that is sent; `None` = none, until a server of this user is found."""
@@ -425,7 +425,9 @@ class AsyncClient:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
-            raise RuntimeError("use the client as a context manager")
+            raise RuntimeError(
+                "the client has no connection: use it inside `async with AsyncClient(...)`"
+            )
         return self._http
 
 

@@ -205,8 +205,8 @@ class CallRule(Settings):
         marks = (self.system_contains, self.last_user_contains, self.model, self.user_agent)
         if not any(marks):
             raise ValueError(
-                "needs system_contains, last_user_contains, model or user_agent: "
-                "without one it would hold for every call"
+                "a rule for model calls needs system_contains, last_user_contains, model or "
+                "user_agent: without one it would hold for every call"
             )
         return self
 

@@ -96,14 +96,16 @@ def load_or_make_token(path: Path) -> str:
         if path.exists():
             if token := path.read_text().strip():
                 return token
-            raise ConfigError(f"{path}: is empty; remove it to have a new token made")
+            raise ConfigError(f"the token file {path} is empty; remove it, and a new token is made")
         private_folder(path.parent)
         token = secrets.token_urlsafe(32)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(token + "\n")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"the token file {path} cannot be read or written: {error.strerror or error}"
+        ) from error
     return token
 
 

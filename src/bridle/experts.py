@@ -51,10 +51,13 @@ def as_rows(values: npt.NDArray[np.integer]) -> Rows:
     """
     if values.ndim != 3 or values.dtype.kind not in "iu":
         raise ValueError(
-            f"experts of shape {values.shape}, {values.dtype}: not (tokens, layers, k)"
+            "expected expert numbers as integers of shape (tokens, layers, experts per token), "
+            f"got shape {values.shape} of {values.dtype}"
         )
     if values.size and not -1 <= int(values.min()) <= int(values.max()) < 1 << 15:
-        raise ValueError(f"experts from {values.min()} to {values.max()}: not -1 to 32767")
+        raise ValueError(
+            f"expert numbers must be from -1 to 32767, got {values.min()} to {values.max()}"
+        )
     return values.astype(np.int16, copy=False)
 
 
@@ -66,7 +69,7 @@ def npy_rows(text: str) -> Rows:
     try:
         return as_rows(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False))
     except (EOFError, MemoryError) as error:  # a header may claim any shape
-        raise ValueError(f"no .npy file of experts: {error}") from None
+        raise ValueError(f"not a .npy file of expert numbers: {error}") from None
 
 
 def npy_text(rows: Rows) -> str:
@@ -143,7 +146,7 @@ def unpack(packed: bytes) -> Experts:
         start, *shape, size = _HEAD.unpack_from(packed)
         plain = zlib.decompress(packed[_HEAD.size :])
     except (struct.error, zlib.error) as error:
-        raise ValueError(f"no packed experts: {error}") from None
+        raise ValueError(f"the stored expert numbers are damaged: {error}") from None
     kind = {1: "u1", 2: "<i2"}[size]
     return Experts(start, np.frombuffer(plain, kind).reshape(shape).astype(np.int16))
 
@@ -156,7 +159,10 @@ def stack_rows(of: Sequence[Rows | None], size: int) -> Rows | None:
     """
     shapes = {rows.shape[1:] for rows in of if rows is not None}
     if len(shapes) > 1:
-        raise TrainingError(f"traces have experts of several models: {sorted(shapes)}")
+        raise TrainingError(
+            "the traces of one batch have experts of several models, by (layers, experts per "
+            f"token): {sorted(shapes)}"
+        )
     if not shapes:
         return None
     found = np.full((len(of), size, *shapes.pop()), -1, np.int16)

@@ -40,13 +40,17 @@ class FolderLock:
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}") from error
+            raise ConfigError(
+                f"cannot lock folder {folder}: {path}: {error.strerror or error}"
+            ) from error
         until = time.monotonic() + patience_s
         while not try_lock(self._descriptor):
             if time.monotonic() >= until:
                 self.close()
-                message = f"{folder} is in use by {_holder(path)}"
-                raise ConfigError(f"{message}: end that process, or name another folder")
+                raise ConfigError(
+                    f"{folder} is in use by {_holder(path)}: end that process, or name another"
+                    " folder"
+                )
             time.sleep(RETRY_S)
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}

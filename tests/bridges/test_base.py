@@ -121,7 +121,7 @@ def test_a_task_table_refuses_unknown_and_duplicate_task_ids():
     assert [*table] == TASKS
     with pytest.raises(ConfigError, match="'c', which is not in the task file"):
         table["c"]
-    with pytest.raises(ConfigError, match="one task_id"):
+    with pytest.raises(ConfigError, match="same task_id"):
         TaskTable([*TASKS, *TASKS])
 
 

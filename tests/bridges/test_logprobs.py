@@ -47,7 +47,7 @@ def test_a_file_without_valid_logprobs_or_facts_is_refused(tmp_path):
     with pytest.raises(BridleError, match="cannot read logprobs"):
         read_logprobs(tmp_path / "text")
     pq.write_table(pa.table({"trace_id": ["a"]}), tmp_path / "few.parquet")
-    with pytest.raises(BridleError, match="no column logprobs, positions"):
+    with pytest.raises(BridleError, match="lacks these columns: logprobs, positions"):
         read_logprobs(tmp_path / "few.parquet")
     table = pa.table({"trace_id": ["a"], "positions": [[4]], "logprobs": [[-1.0]]})
     wrong = table.replace_schema_metadata({FACTS: b'{"color": 1}'})

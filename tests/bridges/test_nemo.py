@@ -206,7 +206,7 @@ def test_each_session_has_weight_1_in_nemo_rl_s_loss(token_level):
 
 
 def test_a_nemo_rl_batch_without_trained_tokens_or_of_mixed_experts_is_refused():
-    with pytest.raises(TrainingError, match="no token of these groups trains"):
+    with pytest.raises(TrainingError, match="no trace in these groups of sessions has a token"):
         train_batch([group(session("v", None, trace()))], pad_id=0)
     other = trace("u0", routed_experts=rows()[:, :1])
     mixed = group(session("s", 1.0, trace("s0", routed_experts=rows())), session("u", 0.0, other))

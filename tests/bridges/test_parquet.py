@@ -138,7 +138,7 @@ def test_an_unwritable_or_unreadable_parquet_file_raises_an_error_with_its_path(
         read_trajectories(missing)
     other = tmp_path / "other.parquet"
     pq.write_table(pa.table({"a": [1]}), other)
-    with pytest.raises(BridleError, match="not trajectories of format 1"):
+    with pytest.raises(BridleError, match="expected a file of trajectories in format 1"):
         read_trajectories(other)
     other.write_bytes(b"PAR1 no")
     with pytest.raises(BridleError, match="cannot read"):

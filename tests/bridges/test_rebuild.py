@@ -63,5 +63,5 @@ def kill(_graph, _marks):
 
 def test_a_killed_rebuild_process_raises_an_error(capture):
     spec = BuilderSpec(strategy="tests.bridges.test_rebuild:kill")
-    with pytest.raises(BridleError, match="a process that rebuilt it ended"):
+    with pytest.raises(BridleError, match="a worker process that rebuilt its trajectories died"):
         list(rebuild_all(capture, SESSIONS, spec, workers=2))

@@ -190,7 +190,7 @@ def test_groups_of_equal_full_reward_do_not_fail_the_health_check():
 
 
 def test_async_rollouts_refuse_two_tasks_of_one_id():
-    with pytest.raises(ConfigError, match="one task_id"):
+    with pytest.raises(ConfigError, match="same task_id"):
         TrlAsyncRollouts(Players(), [*TASKS, *TASKS])
 
 

@@ -87,7 +87,7 @@ def test_verbose_flag_prints_the_traceback_of_an_error(say, noisy):
 
     assert "Traceback" in said.err
     assert said.err.endswith("bridle: the fault\n")
-    assert say("show", "--", "-v").err.startswith("bridle: no session '-v'")
+    assert say("show", "--", "-v").err.startswith("bridle: there is no session '-v'")
 
 
 def test_every_subcommand_has_a_json_flag():

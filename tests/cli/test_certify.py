@@ -117,9 +117,9 @@ def test_logprobs_of_a_checkpoint_are_recomputed_in_its_training_dtype(say, play
 
 def test_certify_refuses_conflicting_arguments_and_a_faulty_engine_file(say, files, tmp_path):
     run_, logprobs, _, engine = files(run(0))
-    assert "give one of" in say("certify", run_).err
-    assert "give one of" in say("certify", run_, logprobs, "--model", tmp_path).err
-    assert "--write needs --model" in say("certify", run_, logprobs, "--write", "x").err
+    assert "give either a file" in say("certify", run_).err
+    assert "give either a file" in say("certify", run_, logprobs, "--model", tmp_path).err
+    assert "give --model too" in say("certify", run_, logprobs, "--write", "x").err
     engine.write_text('flavour = "sour"')
     said = say("certify", run_, logprobs, "--engine", engine)
     assert (said.code, "unknown fact 'flavour'" in said.err) == (2, True)
@@ -141,4 +141,4 @@ def test_certify_refuses_a_run_in_which_no_token_trains(say, tmp_path):
     empty = Trajectory("s", "ERROR", (), None, None, {})
     write_trajectories(tmp_path / "trajectories.parquet", [empty])
     said = say("certify", tmp_path / "trajectories.parquet", tmp_path / "l.parquet")
-    assert "no trace of its 1 sessions trains" in said.err
+    assert "no trace of its 1 sessions has a token to train on" in said.err

@@ -183,7 +183,7 @@ def test_a_template_family_that_does_not_exist_is_refused_with_those_that_do(tmp
 def test_a_models_entry_without_settings_is_refused(script, tmp_path):
     file = tmp_path / "bridle.toml"
     file.write_text(f'engines = ["{script}"]\n[models.idle]\n')
-    with pytest.raises(ConfigError, match=r"models\.idle: needs"):
+    with pytest.raises(ConfigError, match=r"models\.idle: give"):
         open_setup(load_config(file))
 
 

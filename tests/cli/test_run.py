@@ -179,7 +179,7 @@ def test_a_fork_with_a_changed_workspace_fails_at_the_first_different_prompt_tok
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--at", 3), "has 2 replies; at = 3"),
+        (("--at", 3), "has 2 replies, fewer than at = 3"),
         (("--at", 0), "greater than or equal to 1"),
     ],
 )
@@ -209,7 +209,7 @@ def test_a_fork_of_a_session_whose_task_is_not_in_the_run_is_refused(say, run):
     path.write_text(json.dumps(facts))
     said = say("fork", original.session.session_id, "--run", run, "--at", 1)
     assert said.code == 2
-    assert "only sessions of bridle run can be forked" in " ".join(said.err.split())
+    assert "only sessions of `bridle run` can be forked" in " ".join(said.err.split())
 
 
 def test_a_fork_in_a_task_file_runs_and_a_missing_capture_is_refused_before_the_run(

@@ -84,9 +84,9 @@ def test_a_scorer_that_fails_changes_no_reward(say, run, name, error):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--function", "json:dumps", "--reward", "1"), "give one of --function, --evaluator"),
+        (("--function", "json:dumps", "--reward", "1"), "give only one of --function, --evaluator"),
         (("--evaluator", "comand"), "unknown evaluator 'comand'"),
-        (("--reward", "nan"), "not a finite number"),
+        (("--reward", "nan"), "must be a finite number"),
         (("--function", "nowhere.py:f"), "there is no file nowhere.py"),
         (("--function", "json:nothing"), "has no function 'nothing'"),
         (("--function", "my_scores.py:two"), "must take one argument"),

@@ -292,7 +292,7 @@ def test_a_harbor_folder_inside_the_task_folder_is_refused(say, tmp_path):
 
 def test_from_releases_names_a_version_that_the_index_lacks(say, tmp_path):
     said = say("tasks", "from-releases", "tinytext==1.0..9.0", "--out", tmp_path / "out")
-    assert (said.code, "tinytext 9.0 has no source distribution here" in said.err) == (2, True)
+    assert (said.code, "no source distribution (.tar.gz) of tinytext 9.0" in said.err) == (2, True)
 
 
 def test_instruction_with_hint_none_contains_neither_tests_nor_release_notes(say, tmp_path):

@@ -109,4 +109,4 @@ def test_a_teacher_server_whose_tokenizer_cannot_be_compared_is_refused(
 def test_a_teacher_engine_that_cannot_score_is_refused_with_the_supported_forms(say, finished_run):
     said = say("teach", finished_run, "--teacher", "scripted:x")
     assert said.code == 2
-    assert "is none of embedded:DIR, http://HOST:PORT" in " ".join(said.err.split())
+    assert "known forms: embedded:DIR, http://HOST:PORT" in " ".join(said.err.split())

@@ -196,7 +196,7 @@ async def test_a_server_and_engines_at_once_are_refused(tmp_path):
         server="http://127.0.0.1:1",
         engines=("scripted:x",),
     )
-    with pytest.raises(ConfigError, match="either a server or engines"):
+    with pytest.raises(ConfigError, match="either `server` or `engines`"):
         async with open_backend(settings, tmp_path):
             pass
 

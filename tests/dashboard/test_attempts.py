@@ -258,7 +258,7 @@ def test_a_refused_fork_and_an_oversized_form_get_pages_with_the_reason(folder):
             )
 
     assert (refused.status_code, "it has 3 replies &lt;b&gt;" in refused.text) == (422, True)
-    assert (large.status_code, "too large" in large.text) == (413, True)
+    assert (large.status_code, "larger than" in large.text) == (413, True)
 
 
 def test_task_page_with_forks_links_to_the_attempt_tree(folder):

@@ -40,14 +40,14 @@ def test_portable_dockerfile_instructions_become_prepare_steps_in_order(steps, t
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("WORKDIR app", "Dockerfile:1: WORKDIR: must be one absolute path"),
-        ("WORKDIR /a\n\nWORKDIR /b", "Dockerfile:3: WORKDIR: must be one absolute path"),
-        ("USER nobody", "USER: only a built image can have it"),
-        ("COPY a.txt .", "its target must lie in the WORKDIR"),
-        ("WORKDIR /a\nCOPY a.txt /etc/x", "its target must lie in the WORKDIR"),
+        ("WORKDIR app", "Dockerfile:1: WORKDIR: the folder must be absolute"),
+        ("WORKDIR /a\n\nWORKDIR /b", "Dockerfile:3: WORKDIR: the folder must be absolute"),
+        ("USER nobody", "USER: this instruction needs an image"),
+        ("COPY a.txt .", "the target must lie in the WORKDIR"),
+        ("WORKDIR /a\nCOPY a.txt /etc/x", "the target must lie in the WORKDIR"),
         ("WORKDIR /a\nCOPY --from=x a.txt .", "only 'COPY source... target'"),
-        ("WORKDIR /a\nCOPY ../x .", "no such file beside it"),
-        ("WORKDIR /a\nCOPY gone .", "no such file beside it: 'gone'"),
+        ("WORKDIR /a\nCOPY ../x .", "no such file beside the Dockerfile"),
+        ("WORKDIR /a\nCOPY gone .", "no such file beside the Dockerfile: 'gone'"),
         ("ENV A=$B", "refers to another variable"),
     ],
 )

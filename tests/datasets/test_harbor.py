@@ -141,13 +141,13 @@ def test_the_oracle_gets_the_solution_of_its_task(folder, backend, target):
     [
         ({}, "bubblewrap", "needs the image of its environment: use runtime 'docker'"),
         ({"environment": 'os = "windows"'}, None, "asks for os 'windows'"),
-        ({"environment": 'memory = "lots"'}, None, "'lots' is no size"),
+        ({"environment": 'memory = "lots"'}, None, "'lots' is not a size"),
         ({"environment": 'cpus = "many"'}, None, r"task\.toml: environment\.cpus"),
         ({"environment": '[environment.env]\nK = "${K}"'}, None, r"environment\.env\.K: wants"),
         ({"files": {"environment/docker-compose.yaml": ""}}, None, "asks for a compose file"),
         ({"files": {"trajectory.json": ""}}, None, "asks for a trajectory that was begun"),
         ({"files": {"tests/test.sh": None}}, None, "test.sh: no such file"),
-        ({"files": {"environment/Dockerfile": None}}, None, "neither environment.docker_image"),
+        ({"files": {"environment/Dockerfile": None}}, None, "set environment.docker_image"),
         ({"environment": "[[steps]]\nname = 'one'"}, None, "asks for several steps"),
         (
             {"metadata": PORTABLE, "files": {"tests/test.sh": "echo 1 > /logs/x"}},
@@ -165,7 +165,7 @@ def test_unsupported_task_settings_are_refused_at_load(folder, changes, backend,
 
 
 def test_oracle_harness_is_refused_for_a_task_without_a_solution(folder):
-    with pytest.raises(ConfigError, match="harness 'oracle' has nothing to run"):
+    with pytest.raises(ConfigError, match="harness 'oracle' needs this script"):
         loaded(folder(files={"solution/solve.sh": None}), None, "oracle")
 
 

@@ -75,9 +75,12 @@ def test_task_set_name_in_metadata_includes_its_version(registry):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("shel@1.0", r"no set 'shel', did you mean 'shell'\?; known: \['org/other', 'shell'\]"),
+        (
+            "shel@1.0",
+            r"no data set 'shel', did you mean 'shell'\?; known: \['org/other', 'shell'\]",
+        ),
         ("shell@2.1", r"no version '2.1', did you mean '2.0'\?; known: \['1.0', '2.0'\]"),
-        ("shell", r"has versions \['1.0', '2.0'\]: write shell@VERSION"),
+        ("shell", r"has the versions \['1.0', '2.0'\]: choose one with shell@VERSION"),
     ],
 )
 def test_an_unknown_task_set_or_version_is_refused_with_the_known_ones(registry, wanted, message):
@@ -87,14 +90,18 @@ def test_an_unknown_task_set_or_version_is_refused_with_the_known_ones(registry,
 
 def test_a_malformed_or_missing_registry_file_is_refused_by_name(tmp_path):
     (tmp_path / "a.json").write_text('[{"name": "shell"}]')
-    with pytest.raises(ConfigError, match=r"a\.json: no registry of Harbor: .*version"):
+    with pytest.raises(
+        ConfigError, match=r"a\.json: not a registry of Harbor's data sets: .*version"
+    ):
         load_tasks(Path(f"{tmp_path}/a.json:shell"))
     with pytest.raises(ConfigError, match=r"b\.json: cannot be read"):
         load_tasks(Path(f"{tmp_path}/b.json:shell"))
 
 
 def test_a_missing_task_folder_of_a_registry_is_named_with_its_task(registry):
-    with pytest.raises(ConfigError, match=r"shell@1\.0: task 'one': no such folder: .*gone"):
+    with pytest.raises(
+        ConfigError, match=r"shell@1\.0: task 'one': its folder does not exist: .*gone"
+    ):
         load_tasks(Path(f"{registry(path='gone')}:shell@1.0"))
 
 

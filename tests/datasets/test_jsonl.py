@@ -152,7 +152,9 @@ def test_a_path_that_is_no_task_file_is_refused(tmp_path):
         load_tasks(tmp_path / "gone")
     with pytest.raises(ConfigError, match="no tasks in it"):
         load_tasks(tmp_path)
-    with pytest.raises(ConfigError, match=r"a task file ends in \.jsonl, \.json, \.toml"):
+    with pytest.raises(
+        ConfigError, match=r"the name of a task file must end in \.jsonl, \.json, \.toml"
+    ):
         load_tasks(written(tmp_path, "t.yaml", ""))
     (tmp_path / "t.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"t\.json: cannot be read"):

@@ -279,23 +279,23 @@ def test_swe_smith_prepare_step_applies_the_bug_and_removes_the_fix_from_git_his
 @pytest.mark.parametrize(
     ("row", "changes", "why"),
     [
-        (GYM, {"FAIL_TO_PASS": "[]"}, "rows:1: FAIL_TO_PASS: names no test"),
+        (GYM, {"FAIL_TO_PASS": "[]"}, "rows:1: FAIL_TO_PASS: the row names no test"),
         (GYM, {"PASS_TO_PASS": "no json"}, "PASS_TO_PASS: must be a list"),
         (GYM, {"FAIL_TO_PASS": [1]}, "FAIL_TO_PASS: must be a list"),
-        (GYM, {"test_patch": None}, "test_patch: the row has none"),
-        (GYM, {"test_patch": patch("README.md")}, "test_patch: changes no file that could"),
+        (GYM, {"test_patch": None}, "test_patch: the row lacks this field"),
+        (GYM, {"test_patch": patch("README.md")}, "test_patch: the patch changes no test file"),
         (GYM, {"test_patch": "x" * 10_000_000}, "test_patch: has 10,000,000 bytes, and at most"),
         (GYM, {"test_patch": patch("../../etc/passwd")}, "writes outside .*'../../etc/passwd'"),
         (GYM, {"base_commit": "; rm -rf /"}, "base_commit: must be the hash"),
-        (GYM, {"problem_statement": None}, "problem_statement: the row has none"),
+        (GYM, {"problem_statement": None}, "problem_statement: the row lacks this field"),
         (GYM, {"problem_statement": 7}, "problem_statement: must be text, not 7"),
         (GYM, {"version": "99"}, "version: SWE-Gym/.*@242429c.* no tests for .*99; known"),
-        (GYM, {"repo": "a/b"}, "repo: 'a/b' is in no set .* if it brings image, eval_script"),
+        (GYM, {"repo": "a/b"}, "repo: 'a/b' is in no data set .* if it brings image, eval_script"),
         (MULTILINGUAL, {"version": "1"}, "package swebench 4.1.0 has no tests for redis/redis 1"),
         (MULTIMODAL, {"image_assets": {"test_patch": [{"path": "a"}]}}, "image_assets: .*network"),
         (REBENCH, {"install_config": {"log_parser": "mine"}}, "a log_parser of .* not 'mine'"),
-        (REBENCH, {"docker_image": None}, "docker_image: the set has no image"),
-        (SMITH, {"FAIL_TO_PASS": ["a.test.js"]}, "of SWE-smith only Python's"),
+        (REBENCH, {"docker_image": None}, "docker_image: the row names no image"),
+        (SMITH, {"FAIL_TO_PASS": ["a.test.js"]}, "of the data set SWE-smith only rows of Python"),
         (SMITH, {"patch": "x" * 200_000}, "patch: has 200,000 bytes"),
     ],
 )  # fmt: skip
@@ -313,7 +313,7 @@ def test_invalid_rows_are_skipped_with_a_warning_unless_strict(tmp_path, capfd):
     said = "".join(capfd.readouterr())
     assert "rows.jsonl:501: version: " in said
     assert "rows.jsonl:1001: column 2" in said
-    assert "rows.jsonl:1002: task_id: 'getmoto__moto-0' is" in said
+    assert "rows.jsonl:1002: task_id 'getmoto__moto-0' is used at" in said
     with pytest.raises(ConfigError, match=r"rows\.jsonl:501: version"):
         load_tasks(tmp_path, strict=True)
 
@@ -336,7 +336,7 @@ def test_oracle_harness_of_a_row_gets_its_reference_patch(tmp_path, row, reverse
 
 def test_oracle_harness_is_refused_for_a_row_without_a_patch(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps([CLASSIC | {"patch": ""}]))
-    with pytest.raises(ConfigError, match="patch: the row has none"):
+    with pytest.raises(ConfigError, match="patch: the row lacks this field"):
         load_tasks(tmp_path, overrides={"agent": {"harness": "oracle"}})
 
 
@@ -394,5 +394,5 @@ def test_a_parquet_error_names_file_and_row(tmp_path):
     with pytest.raises(ConfigError, match=r"a\.parquet:1: metadata"):
         load_tasks(tmp_path)
     (tmp_path / "a.parquet").write_text("no parquet")
-    with pytest.raises(ConfigError, match=r"a\.parquet: cannot be read"):
+    with pytest.raises(ConfigError, match=r"a\.parquet: the task file cannot be read"):
         load_tasks(tmp_path)

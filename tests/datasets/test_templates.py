@@ -19,7 +19,7 @@ def test_template_placeholders_are_filled_once_and_inserted_text_is_not_expanded
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("nothing", "has no {{ instruction }}"),
+        ("nothing", "must contain {{ instruction }}"),
         ("{{ instruction }} {{ metadata.gone }}", r"wants \['metadata\.gone'\]; known: "),
     ],
 )

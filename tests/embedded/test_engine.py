@@ -346,8 +346,8 @@ async def test_weights_of_another_model_are_refused_and_the_old_ones_stay(folder
     async with opened(folder) as engine:
         for wrong, text in (
             ({**weights, name: torch.zeros(3, 3)}, r"up_proj.weight' has shape \(3, 3\)"),
-            ({k: v for k, v in weights.items() if k != name}, "1 missing"),
-            ({**weights, "more": torch.zeros(1)}, "1 unknown"),
+            ({k: v for k, v in weights.items() if k != name}, "1 of its weights are missing"),
+            ({**weights, "more": torch.zeros(1)}, "1 are unknown"),
         ):
             with pytest.raises(EngineError, match=text):
                 await engine.update_weights(wrong, 3)

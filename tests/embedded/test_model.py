@@ -108,7 +108,7 @@ def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path, folder):
         loaded(tmp_path)
     config = transformers.BertConfig(**SMALL, num_attention_heads=2, intermediate_size=32)
     transformers.BertLMHeadModel(config).save_pretrained(tmp_path)
-    with pytest.raises(EngineError, match="not a causal language model that can be sampled"):
+    with pytest.raises(EngineError, match="cannot sample this model as a causal language model"):
         loaded(tmp_path)
 
 

@@ -131,10 +131,10 @@ def test_replayed_experts_replace_the_router_s_choice(model):
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (lambda rows: rows[:3], "experts of 3 tokens for a pass of 40"),
+        (lambda rows: rows[:3], "experts of 3 tokens were recorded, and the forward pass has 40"),
         (lambda rows: rows[:, :1], "experts of 1 layers .* the model has 2"),
         (lambda rows: rows[:, :, :2], "2 experts per token were recorded"),
-        (lambda rows: rows + 8, "expert 15 of 8"),
+        (lambda rows: rows + 8, "expert 15 was recorded, and the model has only 8"),
     ],
 )
 def test_replayed_experts_of_another_shape_are_refused(model, change, fault):

@@ -431,7 +431,7 @@ async def test_a_replica_joins_and_gets_calls():
     ("info", "why"),
     [
         (replace(INFO, context_length=10, pictures=True), "context of 10"),
-        (INFO, "takes no images with ids"),
+        (INFO, "takes no images beside token ids"),
     ],
 )
 async def test_an_added_replica_with_other_capabilities_is_refused_and_closed(info, why):
@@ -491,7 +491,7 @@ async def test_removing_a_replica_aborts_its_calls_and_the_others_serve_on():
         assert (await said(pool, call("again")))[0] == ALL
         with pytest.raises(KeyError):
             await pool.remove(name)
-        with pytest.raises(ConfigError, match="only replica"):
+        with pytest.raises(ConfigError, match="replica 'a' is the only one"):
             await pool.remove(pool.replicas()[0]["name"])
 
 

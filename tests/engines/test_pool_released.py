@@ -235,7 +235,7 @@ async def test_a_release_that_takes_too_long_releases_nothing():
                 await pool.give_up(abort=False, timeout_s=0.01)
             assert state(pool, "a") == "live"
         assert running.result()[0] == [0, 1, 2, 3]
-        with pytest.raises(ConfigError, match="no replica 'z'; there are: \\['a'\\]"):
+        with pytest.raises(ConfigError, match="the engine has no replica 'z'; it has: \\['a'\\]"):
             await pool.give_up(["z"])
 
 

@@ -364,8 +364,8 @@ async def test_a_weight_update_without_a_live_replica_is_an_error():
     a = Trained()
     async with pooled(a) as pool:
         a.sick = lost()
-        await until(lambda: pool.replicas()[0]["state"] == "down")
-        with pytest.raises(EngineError, match="no live replica"):
+        await pool._look(pool.each()[0], failures=1)
+        with pytest.raises(EngineError, match="no replica is live"):
             await pool.update_weights("folder", 5)
         assert pool.held is None
 

@@ -138,7 +138,7 @@ def test_the_last_chunk_of_an_aborted_call_adds_no_token_twice():
 def test_a_piece_that_repeats_other_tokens_is_refused():
     read = reading()
     read.read(piece([5, 6], 2))
-    with pytest.raises(EngineError, match="other tokens than before"):
+    with pytest.raises(EngineError, match="they are others than before"):
         read.read(piece([5, 67, 8], 3))
 
 
@@ -180,14 +180,20 @@ def test_a_chat_request_by_messages_is_sent_with_tools_and_without_ids():
 @pytest.mark.parametrize(
     ("meta", "says"),
     [
-        ({"output_token_logprobs": triples([5])}, "gave 2 ids, but 1 logprobs"),
-        ({"output_token_logprobs": ...}, "gave 2 ids, but 0 logprobs"),
-        ({"output_token_logprobs": triples([5, 9])}, "at 1 it sampled 6 and gives .* of 9"),
+        ({"output_token_logprobs": triples([5])}, "gave 2 token ids, but 1 logprobs"),
+        ({"output_token_logprobs": ...}, "gave 2 token ids, but 0 logprobs"),
+        (
+            {"output_token_logprobs": triples([5, 9])},
+            "at position 1 it sampled id 6 and gives .* of id 9",
+        ),
         ({"output_token_logprobs": [[None, 5, None], [-1.0, 6, None]]}, "no logprob for token 0"),
         ({"prompt_tokens": 3}, "under 3 prompt tokens"),
-        ({"finish_reason": {"type": "content_filter"}}, "ended a reply with 'content_filter'"),
+        (
+            {"finish_reason": {"type": "content_filter"}},
+            "ended a reply with the unknown finish reason 'content_filter'",
+        ),
         ({"finish_reason": {"type": "abort", "message": "full", "status_code": 503}}, "full"),
-        ({"weight_version": "best", **DONE}, "is no number"),
+        ({"weight_version": "best", **DONE}, "is not a number"),
         ({"finish_reason": 5}, "cannot be read"),
     ],
 )

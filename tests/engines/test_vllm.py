@@ -465,11 +465,11 @@ async def turned(stub, connected):
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
-        (honest(ids=(7, 8, 9)), "gave 3 ids, but 2 logprobs"),
-        (honest(logprobs={}), "gave 2 ids, but 0 logprobs|without logprobs"),
+        (honest(ids=(7, 8, 9)), "gave 3 token ids, but 2 logprobs"),
+        (honest(logprobs={}), "gave 2 token ids, but 0 logprobs|without a logprob of each"),
         (honest(token_ids=None), "no token ids|other ids"),
-        (honest(token_ids=[8, 7]), "belong to other ids"),
-        (honest(finish_reason="error"), "ended a reply with 'error'"),
+        (honest(token_ids=[8, 7]), "belong to other token ids"),
+        (honest(finish_reason="error"), "ended a reply with the unknown finish reason 'error'"),
         (honest(finish_reason=None), "without a finish reason"),
         ({"choices": []}, "without a finish reason"),
         (b"<html>no</html>", "with a page, not JSON"),

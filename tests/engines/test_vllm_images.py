@@ -142,7 +142,7 @@ async def test_text_messages_have_no_image_places(sees):
     [
         ((400, {"error": {"message": "cannot identify image file", "code": 400}}), "identify"),
         ({"token_ids": "x"}, "cannot be read"),
-        ({"token_ids": []}, "returns no ids"),
+        ({"token_ids": []}, "returned no token ids"),
     ],
 )
 async def test_an_unusable_answer_of_the_render_route_is_an_error(sees, answer, why):

@@ -219,7 +219,9 @@ def test_logprobs_with_numeric_token_ids_are_paired_and_mismatches_refused():
     entries = [{"token_id": 7, "logprob": -1.0}, {"token_id": 8, "logprob": -2.0}]
     assert reading(logprobs={"content": entries}).paired
     entries[1]["token_id"] = 9
-    with pytest.raises(EngineError, match=r"belong to other ids: at 1 it sampled 8 .* of 9"):
+    with pytest.raises(
+        EngineError, match=r"belong to other token ids: at position 1 it sampled id 8 .* of id 9"
+    ):
         reading(logprobs={"content": entries})
 
 
@@ -253,7 +255,7 @@ def test_logprobs_named_by_token_text_are_reported_as_unpaired():
 @given(st.lists(st.integers(0, 99), min_size=2, max_size=8, unique=True))
 def test_logprobs_shifted_by_one_token_are_refused(ids):
     entries = [{"token": f"token_id:{i}", "logprob": -1.0} for i in [*ids[1:], ids[0]]]
-    with pytest.raises(EngineError, match="belong to other ids"):
+    with pytest.raises(EngineError, match="belong to other token ids"):
         reading(ids=ids, logprobs={"content": entries})
 
 
@@ -268,7 +270,7 @@ def numbered(id_):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"ids": [7, 8, 9]}, "gave 3 ids, but 2 logprobs"),
+        ({"ids": [7, 8, 9]}, "gave 3 token ids, but 2 logprobs"),
         ({"ids": [7], "logprobs": {"content": [entry(None)]}}, "no logprob for token 0"),
         ({"ids": [7], "logprobs": {"content": [entry(-9999.0)]}}, "no logprob for token 0"),
         ({"ids": [7], "logprobs": {"content": [{"token": "token_id:7"}]}}, "no logprob"),
@@ -277,11 +279,11 @@ def numbered(id_):
         ({"ids": [-7], "logprobs": {"content": [numbered(-7)]}}, "cannot be read"),
         ({"ids": [2**31], "logprobs": {"content": [numbered(2**31)]}}, "cannot be read"),
         ({"ids": [2**70], "logprobs": {"content": [numbered(2**70)]}}, "cannot be read"),
-        ({"ids": [7, 8], "logprobs": {"content": [numbered(7)]}}, "gave 2 ids, but 1 logprobs"),
-        ({"finish_reason": "error"}, "ended a reply with 'error'"),
+        ({"ids": [7, 8], "logprobs": {"content": [numbered(7)]}}, "2 token ids, but 1 logprobs"),
+        ({"finish_reason": "error"}, "ended a reply with the unknown finish reason 'error'"),
         ({"token_ids": [-1, 2]}, "cannot be read"),
         ({"token_ids": "x"}, "cannot be read"),
-        ({"weight_versions": [{"version": "v2", "start": 0, "end": 2}]}, "'v2' is no number"),
+        ({"weight_versions": [{"version": "v2", "start": 0, "end": 2}]}, "'v2' is not a number"),
     ],
 )  # fmt: skip
 def test_unusable_replies_are_refused_with_the_reason(changes, says):

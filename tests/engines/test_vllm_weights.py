@@ -73,7 +73,7 @@ def test_a_folder_without_weights_or_of_another_model_shape_is_refused(tmp_path)
     check_folder(model(tmp_path / "old", weights="pytorch_model.bin"), served)
     with pytest.raises(EngineError, match="has no weights"):
         check_folder(model(tmp_path / "empty", weights=None), None)
-    with pytest.raises(EngineError, match="is no folder"):
+    with pytest.raises(EngineError, match="the folder of weights does not exist"):
         check_folder(tmp_path / "none", served)
     check_folder(tmp_path / "none", None)
     with pytest.raises(EngineError, match="hidden_size 16 instead of 8, num_hidden_layers 3"):

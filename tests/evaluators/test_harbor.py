@@ -55,7 +55,7 @@ async def test_the_reward_file_decides_and_the_exit_code_does_not(tmp_path, line
         ('mkdir "$out/reward.txt"', {}, r"reward\.txt cannot be read"),
         ('ln -s /etc/hostname "$out/reward.txt"', {}, r"reward\.txt cannot be read"),
         ("""echo '{"a": 1, "b": 0}' > "$out/reward.json" """, {}, "several rewards"),
-        ('echo 1 > "$out/reward.txt"', {"weights": {"a": 1}}, r"gave no reward \['a'\]"),
+        ('echo 1 > "$out/reward.txt"', {"weights": {"a": 1}}, r"gave no rewards named \['a'\]"),
         ("sleep 60", {"timeout_s": 0.1}, r"did not end within 0\.1 s"),
         ("true", {"tests": "gone"}, "gone/test.sh: no such file"),
     ],

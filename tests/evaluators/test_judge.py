@@ -152,7 +152,11 @@ async def test_a_judge_answer_without_a_score_for_each_turn_is_an_evaluator_erro
 
 @pytest.mark.parametrize(
     ("traces", "why"),
-    [((), "no turn to judge"), ((turns_of(),), "no turn"), ((turns_of(0, starts=()),), "be read")],
+    [
+        ((), "the session's traces have no turn"),
+        ((turns_of(),), "no turn"),
+        ((turns_of(0, starts=()),), "cannot tell the turns"),
+    ],
 )
 async def test_judge_in_turns_mode_refuses_a_session_without_readable_turns(tmp_path, traces, why):
     with pytest.raises(EvaluatorError, match=why):
@@ -168,9 +172,12 @@ async def test_judge_is_asked_again_after_an_unreadable_answer_or_http_503(tmp_p
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        ("good", r"grader' \(2 attempts\): no JSON object with a score from 0 to 1: 'good'"),
+        (
+            "good",
+            r"grader' gave no score in 2 attempts: no JSON object with a score from 0 to 1: 'good'",
+        ),
         (404, "HTTP 404: no such model"),
-        ({"choices": []}, "no chat completion"),
+        ({"choices": []}, "something other than a chat completion"),
     ],
 )
 async def test_a_failing_judge_raises_or_gives_the_on_failure_reward(tmp_path, answer, why):
@@ -195,12 +202,12 @@ async def test_a_judge_that_closes_connections_or_a_missing_gateway_is_an_evalua
             await JudgeEvaluator.from_config(given).evaluate(
                 replace(known, open_model=Silent("x").open)
             )
-        with pytest.raises(EvaluatorError, match="there is no gateway here"):
+        with pytest.raises(EvaluatorError, match="through a gateway, and there is none here"):
             await JudgeEvaluator.from_config(given).evaluate(known)
 
 
 async def test_judge_in_process_mode_refuses_a_session_without_traces(tmp_path):
-    with pytest.raises(EvaluatorError, match="no trace to judge"):
+    with pytest.raises(EvaluatorError, match="the session has no trace"):
         await judged(tmp_path, GOOD, traces=(), mode="process")
 
 
@@ -219,7 +226,7 @@ def test_a_judge_answer_must_be_one_json_object_with_a_score_in_range(text):
     [
         ({}, "on_failure: Field required"),
         ({"on_failure": "zero"}, "on_failure"),
-        ({"on_failure": 0, "low": 1, "high": 1}, "low 1 must be less than high 1"),
+        ({"on_failure": 0, "low": 1, "high": 1}, "low = 1, must be less than high = 1"),
     ],
 )
 def test_judge_config_requires_on_failure_and_low_below_high(config, why):

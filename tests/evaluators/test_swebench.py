@@ -101,7 +101,7 @@ async def test_an_environment_failure_caused_only_by_the_patch_makes_the_session
     tmp_path, python, script, blamed
 ):
     async with two_runtimes(tmp_path, "echo DISK > code.txt") as context:
-        with pytest.raises(EvaluatorError, match="the environment failed") as caught:
+        with pytest.raises(EvaluatorError, match="its environment failed") as caught:
             await evaluate_with_control(evaluator(python, script=script), context)
     assert isinstance(caught.value, Unscorable) == blamed
 
@@ -115,8 +115,8 @@ async def test_a_session_without_changes_has_reward_0_and_no_tests_are_run(tmp_p
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"script": "echo DISK"}, "the environment failed: disk full"),
-        ({"script": "sleep 60", "timeout_s": 0.1}, "script did not end within 0.1 s"),
+        ({"script": "echo DISK"}, "its environment failed: disk full"),
+        ({"script": "sleep 60", "timeout_s": 0.1}, "it did not end within 0.1 s"),
         ({"python": sys.executable}, r"run pip install .*\[swebench\]'"),
         ({"python": "/no/such/python"}, "swebench .*/no/such/python"),
     ],

@@ -119,8 +119,8 @@ async def test_test_results_are_read_from_a_junit_file(tmp_path):
     ("config", "why"),
     [
         ({"command": "echo oh; exit 4"}, "ended with code 4 and name no failure: oh"),
-        ({"command": "kill -9 $$"}, "the tests ended by 9"),
-        ({"command": "sleep 60", "timeout_s": 0.1}, "the tests did not end within 0.1 s"),
+        ({"command": "kill -9 $$"}, "they were ended by 9"),
+        ({"command": "sleep 60", "timeout_s": 0.1}, "they did not end within 0.1 s"),
         ({"command": "true", "junit": "gone.xml"}, r"the tests left no \./gone\.xml"),
         ({"base": "no-such-commit"}, r"git .*bad revision .no-such-commit"),
         ({"include": ["code.txt"], "base": "HEAD~0", "work": "true"}, None),
@@ -174,7 +174,7 @@ async def test_a_repository_replaced_by_a_link_to_a_host_folder_makes_the_sessio
     work = f"rm -r in && ln -s {tmp_path}/ours in"
     async with two_runtimes(tmp_path, work, begin) as context:
         config = {"command": RUN, "fail_to_pass": ["t::new"], "repo": "in/repo"}
-        with pytest.raises(Unscorable, match="not there"):
+        with pytest.raises(Unscorable, match="left no repository"):
             await TestOnOutput.from_config(config).evaluate(context)
 
 
@@ -189,7 +189,7 @@ async def test_a_deleted_repository_makes_the_session_unscorable(tmp_path):
     begin = f"mkdir sub; cd sub; {BEGIN}"
     async with two_runtimes(tmp_path, "rm -rf sub; ln -s /nowhere sub", begin) as context:
         config = {"command": RUN, "fail_to_pass": ["t::new"], "repo": "sub"}
-        with pytest.raises(Unscorable, match="the repository is not there"):
+        with pytest.raises(Unscorable, match="the agent left no repository in"):
             await TestOnOutput.from_config(config).evaluate(context)
 
 

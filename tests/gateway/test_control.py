@@ -309,7 +309,7 @@ async def test_engines_are_released_and_resumed_with_a_version_through_the_polic
         )
         assert (status, "no replica 'z'" in reported["error"]["message"]) == (400, True)
         status, reported = await home.control("POST", "/policy", {**serving, "weights": "/w"})
-        assert (status, "only a released engine" in reported["error"]["message"]) == (400, True)
+        assert (status, "only a released replica" in reported["error"]["message"]) == (400, True)
         status, reported = await home.control("POST", "/policy", {**serving, "released": True})
         assert (status, "at the resume" in reported["error"]["message"]) == (400, True)
 

@@ -437,7 +437,10 @@ async def test_a_prefilled_answer_after_an_image_is_a_400():
             ],
         }
         status, reported = await post(caller, "/v1/messages", body)
-        assert (status, "can't follow images" in str(reported)) == (400, True)
+        assert (status, "cannot end with the beginning of an answer" in str(reported)) == (
+            400,
+            True,
+        )
 
 
 async def test_images_that_the_engine_refuses_are_a_400_without_its_details():

@@ -173,7 +173,7 @@ async def test_an_engine_that_serves_is_resumed_under_no_other_version(kind):
     async with serving(kind) as (home, _, name):
         assert await put_state(home, name, state="resumed") == {name: ("serving", 0)}
         message = await refused(home, name, state="resumed", version=3)
-        assert "is live under version 0: only a released engine" in message
+        assert "is live under weight version 0: only a released replica" in message
         assert "give `state`" in await refused(home, name, version=3)
         assert "no replica 'z'" in await refused(home, "z", state="released")
 
@@ -189,7 +189,7 @@ async def test_weights_for_a_released_engine_are_refused_and_those_it_missed_are
             await servers[0].sleep()
             weights = {"weights": str(tmp_path), "version": 4}
             message = await refused(home, first, **weights)
-            assert "is released: it loads weights when it is resumed" in message
+            assert "is released to its trainer: it loads weights when it is resumed" in message
             status, _ = await home.control("POST", "/policy", weights)
             assert (status, servers[1].engine.weights) == (200, 4)
             await servers[0].wake(0)
@@ -219,7 +219,7 @@ async def test_two_trainers_at_once_do_not_touch_each_others_engines(kind):
                 assert (await asks[1])[0] == 400
                 for state in ("released", "resumed"):
                     message = await refused(home, first, state=state, by="b")
-                    assert "is released to 'a', not to 'b'" in message
+                    assert "is released to trainer 'a', not to 'b'" in message
                 await load.further(5)
                 await servers[0].wake(0)
                 await put_state(home, first, state="resumed", by="a")
@@ -318,7 +318,9 @@ async def test_an_engine_that_does_not_answer_its_resume_is_down_until_it_does(k
     async with serving(kind) as (home, server, name):
         await put_state(home, name, state="released")
         server.dead = True
-        assert "no engine came back" in await refused(home, name, state="resumed", version=2)
+        assert "no released replica could be resumed" in await refused(
+            home, name, state="resumed", version=2
+        )
         server.dead = False
         await server.wake(2)
         assert await said(home) == TEXT

@@ -96,9 +96,9 @@ def test_only_exact_names_are_listed_and_each_once():
 @pytest.mark.parametrize(
     ("models", "named"),
     [
-        ([judge("a"), judge("b", match=("a",))], "'a' is a name of 'a' already"),
-        ([OtherModel("idle", ModelSpec())], "models.idle: needs"),
-        ([judge("policy")], "models.policy: is the policy's own name"),
+        ([judge("a"), judge("b", match=("a",))], "'a' is already a name of 'a'"),
+        ([OtherModel("idle", ModelSpec())], "models.idle: give"),
+        ([judge("policy")], "models.policy: this name is the policy's own"),
     ],
 )
 def test_a_model_table_with_a_duplicate_idle_or_reserved_entry_is_a_config_error(models, named):

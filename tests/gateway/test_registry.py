@@ -38,8 +38,8 @@ def test_path_and_key_must_agree(registry):
     session, key = opened(registry, "a")
     opened(registry, "b")
     assert registry.authenticate("a", [key]) is session
-    refused(registry, "b", [key], match="not this session's")
-    refused(registry, "c", [key], match="not this session's")
+    refused(registry, "b", [key], match="belongs to another session")
+    refused(registry, "c", [key], match="belongs to another session")
 
 
 def test_a_session_id_without_its_key_opens_nothing(registry):

@@ -214,7 +214,7 @@ async def test_a_reply_that_nobody_received_is_no_part_of_a_fork():
         original = await captured(home, first)
     (last, *_) = original.deliveries
     del original.deliveries[last]
-    with pytest.raises(ConfigError, match="has 1 replies; at = 2"):
+    with pytest.raises(ConfigError, match="has 1 replies, fewer than at = 2"):
         replay_of(original, 2)
 
 

@@ -198,13 +198,13 @@ async def test_an_engine_that_never_ends_a_call_fails_after_many_tries():
 
 @pytest.mark.parametrize("pieces", [[], [chunk([1])]])
 async def test_a_reply_without_a_finish_reason_is_an_engine_error(pieces):
-    with pytest.raises(EngineError, match="has no end"):
+    with pytest.raises(EngineError, match="ended without a finish reason"):
         await sampled(Pieces(pieces))
 
 
 async def test_ids_without_their_logprobs_cannot_be_used():
     bad = GenerateChunk(np.arange(3, dtype=np.int32), np.zeros(2, np.float32), STOP)
-    with pytest.raises(EngineError, match="3 sampled ids but 2 logprobs"):
+    with pytest.raises(EngineError, match="sampled 3 token ids, but gave 2 logprobs"):
         await sampled(Pieces([bad]))
     none = GenerateChunk(np.arange(3, dtype=np.int32), np.zeros(0, np.float32), STOP)
     assert len((await sampled(Pieces([none]), mode=LogprobMode.NONE)).output_ids) == 3

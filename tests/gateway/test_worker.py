@@ -102,5 +102,7 @@ async def test_a_start_raises_the_error_that_the_process_reports():
 
 async def test_a_process_that_ends_without_a_report_is_an_error():
     async with worker((sys.executable, "-c", "")) as one:
-        with pytest.raises(BridleError, match="worker-0 ended before it served"):
+        with pytest.raises(
+            BridleError, match="the gateway's process 'worker-0' ended before it could serve"
+        ):
             await one.start()

@@ -260,7 +260,8 @@ async def test_with_a_control_port_the_first_port_serves_only_health(tmp_path):
         assert it.gateway.control_url != it.gateway.url
         assert (await it.ask("GET", "/health"))[0] == 200
         status, said = await it.ask("POST", "/sessions", {})
-        assert (status, said["error"]["message"]) == (404, "no such route: POST")
+        assert status == 404
+        assert "no such route for POST requests" in said["error"]["message"]
         assert (await it.ask("POST", f"{it.gateway.control_url}/sessions", {}))[0] == 200
 
 
@@ -288,7 +289,7 @@ async def test_two_supervisors_do_not_share_a_data_folder(tmp_path):
 
 
 async def test_a_public_url_without_the_workers_port_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"each worker has a port of its own.*\{port\}"):
+    with pytest.raises(ConfigError, match=r"\{port\}: each worker has a port of its own"):
         async with supervisor(tmp_path, {}, public_url="http://gate.example"):
             pass
 
@@ -296,7 +297,7 @@ async def test_a_public_url_without_the_workers_port_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("made", "workers", "why"),
     [
-        (["capture.sqlite"], 2, "is the folder of one process"),
+        (["capture.sqlite"], 2, "holds the sessions of a gateway of one process"),
         (["worker-0/capture.sqlite", "worker-2/capture.sqlite"], 2, "give --workers 3"),
         (["worker-0/capture.sqlite", "worker-1/capture.sqlite"], 1, "give --workers 2"),
     ],

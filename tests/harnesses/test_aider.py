@@ -43,7 +43,7 @@ def test_aider_gets_the_context_and_output_limits_of_the_model():
 def test_aider_refuses_mcp_servers_and_skills():
     with pytest.raises(ConfigError, match="no MCP server at all"):
         aider([{"name": "a", "command": "serve"}])
-    with pytest.raises(ConfigError, match="has no skills"):
+    with pytest.raises(ConfigError, match="takes no skills"):
         Aider(AgentSpec(harness="aider", skills_path="x"))
 
 

@@ -123,7 +123,7 @@ async def test_a_cancelled_build_leaves_nothing(tmp_path):
 
 
 async def test_an_installer_that_leaves_no_interpreter_is_a_harness_error(tmp_path):
-    with pytest.raises(HarnessError, match="the installer left no bin/python"):
+    with pytest.raises(HarnessError, match="the installation made no bin/python"):
         await ensure(Work(needs="bin/python").recipe, tmp_path, print)
 
 

@@ -63,7 +63,7 @@ def test_an_mcp_server_with_an_unsupported_transport_is_refused_by_name():
 
 
 def test_skills_are_refused_for_a_harness_without_skills():
-    with pytest.raises(ConfigError, match=r"agent\.skills_path: 'some' has no skills"):
+    with pytest.raises(ConfigError, match=r"agent\.skills_path: harness 'some' takes no skills"):
         refuse_extras(agent(skills_path="skills"), skills=False)
 
 

@@ -152,7 +152,7 @@ async def test_a_program_that_reports_another_version_is_refused(tmp_path, says,
     if whole:
         await check_version(builder, "1.0", ("tool",))
     else:
-        with pytest.raises(HarnessError, match=rf"tool 1\.0: .* says it is '{re.escape(says)}'"):
+        with pytest.raises(HarnessError, match=rf"tool 1\.0: .* program says '{re.escape(says)}'"):
             await check_version(builder, "1.0", ("tool",))
     assert not (tmp_path / ".probe-home").exists()
 

@@ -33,7 +33,7 @@ def test_openai_agents_speaks_the_responses_and_the_chat_format(api):
 
 def test_openai_agents_mcp_servers_are_written_to_the_script_config_and_skills_refused():
     assert config(agents([{"name": "a", "command": "serve"}]))["mcp_servers"][0]["name"] == "a"
-    with pytest.raises(ConfigError, match="has no skills"):
+    with pytest.raises(ConfigError, match="takes no skills"):
         OpenaiAgents(AgentSpec(harness="openai_agents", skills_path="x"))
 
 

@@ -64,7 +64,9 @@ async def test_an_unlocked_version_whose_check_fails_is_not_installed(locks, mon
 
     tool = LocalTool(AgentSpec(harness="tool", version="1.0"))
     said = []
-    with pytest.raises(HarnessError, match=r"tool 1\.0 \(unlocked\): its check failed: .*'tool'"):
+    with pytest.raises(
+        HarnessError, match=r"tool 1\.0 \(unlocked\): the check of this version failed: .*'tool'"
+    ):
         await tool.install(locks / "bundles", said.append)
     assert "one scripted session" in said[-1]
     monkeypatch.setenv(CHECKING, "1")

@@ -152,7 +152,9 @@ async def test_a_task_with_branching_forks_its_sessions(tmp_path, branching, ses
 
 async def test_branching_without_a_capture_file_is_refused_before_the_first_session(tmp_path):
     async with a_node(tmp_path) as node:
-        with pytest.raises(ConfigError, match="branching: the node must capture into a file"):
+        with pytest.raises(
+            ConfigError, match="branching: tasks that branch need a node that captures into a file"
+        ):
             async with LocalExecutor(node).run([task(branching={"at": [1]})]):
                 raise AssertionError
         assert node.seen == []

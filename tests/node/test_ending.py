@@ -144,9 +144,9 @@ def test_a_timeout_says_whether_the_model_was_called():
 
 
 def test_only_a_completed_ending_has_no_cause():
-    with pytest.raises(ValueError, match="ERROR with cause None"):
+    with pytest.raises(ValueError, match="ERROR cannot have cause None"):
         Ending(SessionStatus.ERROR)
-    with pytest.raises(ValueError, match="COMPLETED with cause"):
+    with pytest.raises(ValueError, match="COMPLETED cannot have cause"):
         Ending(SessionStatus.COMPLETED, Cause.LIMIT)
     assert failed(Cause.LIMIT, "x").status is SessionStatus.ERROR
 

@@ -103,7 +103,7 @@ async def test_a_node_reports_its_stages_and_free_slots(tmp_path):
             while node.stages() != {"RUNNING": 1}:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert (node.free, node.session_ids()) == (3, ("mine",))
-            with pytest.raises(ConfigError, match="session 'mine' runs already"):
+            with pytest.raises(ConfigError, match="session 'mine' is running already"):
                 await node.run(task(), run_id="mine")
             assert node.cancel("mine")
         assert (running.result().session_id, running.result().status) == ("mine", "CANCELLED")

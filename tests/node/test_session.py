@@ -324,7 +324,7 @@ async def test_a_full_log_disk_is_an_infrastructure_error(tmp_path):
         finally:
             node.folder.session_folder = plan_folder
     assert (result.status, result.cause) == ("ERROR", Cause.INFRASTRUCTURE)
-    assert "cannot write a log" in result.error
+    assert "cannot write the log of a command" in result.error
 
 
 async def test_evaluation_runtime_is_prepared_and_has_the_agent_s_work_but_not_its_home(tmp_path):
@@ -379,7 +379,7 @@ async def test_a_work_folder_too_deep_to_copy_has_reward_0(tmp_path):
     async with a_node(tmp_path) as node:
         result = await node.run(task(f"{AGENT}; {deep}", evaluator=checked("true")))
     assert (result.status, result.reward) == ("COMPLETED", 0.0)
-    assert "deeper than 100 folders" in result.metadata["evaluation"]["unscorable"]
+    assert "more than 100 folders inside each other" in result.metadata["evaluation"]["unscorable"]
 
 
 HOSTILE = r"""

@@ -144,7 +144,7 @@ def test_a_conversation_that_only_the_family_refuses_is_a_difference(tokens):
 
 
 def test_a_family_that_does_not_exist_is_named_with_those_that_do(tokens):
-    with pytest.raises(RenderError, match=r"unknown family 'qwen9'; known: qwen3, "):
+    with pytest.raises(RenderError, match=r"unknown model family 'qwen9'; known: qwen3, "):
         make_family("qwen9", tokens, thinking=None, history="exact")
 
 

@@ -31,7 +31,9 @@ async def test_conformance_suite_detects_false_exit_codes(tmp_path):
 
 
 async def test_conformance_suite_detects_a_runtime_that_runs_commands_after_stop(tmp_path):
-    with pytest.raises(Nonconformity, match="no RuntimeFailure but ExecResult"):
+    with pytest.raises(
+        Nonconformity, match="must raise RuntimeFailure here, and it returned ExecResult"
+    ):
         await run_check(conformance.stop_can_be_repeated_and_is_the_end, Lying, tmp_path)
 
 

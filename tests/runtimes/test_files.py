@@ -76,7 +76,7 @@ def test_paths_in_keep_are_not_overwritten_by_a_tree_copy(source, tmp_path):
     ("bounds", "why"),
     [
         (CopyLimits(entries=3), "more than 3 files"),
-        (CopyLimits(depth=1), "a is deeper than 1 folders"),
+        (CopyLimits(depth=1), "the folder a has more than 1 folders inside each other"),
         (CopyLimits(bytes=1), "more than 0 MiB"),
     ],
 )
@@ -174,7 +174,7 @@ def test_take_out_copies_a_sparse_file_out_of_an_unreadable_folder(source, tmp_p
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("nothing", "is not there"),
+        ("nothing", "does not exist"),
         ("a/link", "is not a regular file"),
         ("door/b/file", "not a folder"),
         ("a", "more than 0 MiB"),
@@ -211,7 +211,7 @@ def archived(path, *entries):
     [
         ([("out/a", 9 << 30)], "more than 8192 MiB"),
         ([("out/a", 5 << 30), ("out/b", 5 << 30)], "more than 8192 MiB"),
-        ([("out" + "/d" * 200, 0)], "out is deeper than 100 folders"),
+        ([("out" + "/d" * 200, 0)], "the folder out has more than 100 folders inside each other"),
         ([(f"out/{number}", 0) for number in range(30)], "more than 20 files"),
     ],
 )
@@ -226,7 +226,7 @@ def test_the_size_of_an_archive_is_that_of_its_files(tmp_path):
     archive = archived(tmp_path / "x.tar", ("out/a", 7), ("out/b", 5))
     assert check_archive(archive, CopyLimits(bytes=12)) == 12
     archive.write_bytes(b"no archive" * 100)
-    with pytest.raises(RuntimeFailure, match="the archive is incomplete"):
+    with pytest.raises(RuntimeFailure, match="the archive of copied files is incomplete"):
         check_archive(archive, CopyLimits())
 
 
@@ -410,7 +410,7 @@ def test_unpack_writes_no_file_through_a_link_of_the_same_name(tmp_path, stage):
 def test_unpack_refuses_a_link_or_special_file_as_the_root_entry(tmp_path, stage, kind):
     packed(stage, ("out", kind, "/etc/hostname"))
 
-    with pytest.raises(RuntimeFailure, match="out is not there, or is no regular file"):
+    with pytest.raises(RuntimeFailure, match="out does not exist, or is not a regular file"):
         unpack(stage, "out", tmp_path / "taken")
 
 
@@ -418,7 +418,7 @@ def test_unpack_refuses_a_truncated_archive(tmp_path, stage):
     packed(stage, ("out", tarfile.REGTYPE, os.urandom(50_000)))
     stage.write_bytes(stage.read_bytes()[:20_000])
 
-    with pytest.raises(RuntimeFailure, match="the archive is incomplete"):
+    with pytest.raises(RuntimeFailure, match="the archive of copied files is incomplete"):
         unpack(stage, "out", tmp_path / "taken")
 
 

@@ -65,9 +65,9 @@ async def test_a_command_too_long_for_the_system_is_a_runtime_failure(tmp_path):
 
 async def test_a_log_that_cannot_be_opened_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RuntimeFailure, match="cannot write a log"):
+    with pytest.raises(RuntimeFailure, match="cannot write the log of a command"):
         await run_process(command("true", tmp_path, log=tmp_path / "file" / "log"))
-    with pytest.raises(RuntimeFailure, match="cannot write a log"):
+    with pytest.raises(RuntimeFailure, match="cannot write the log of a command"):
         await run_process(
             command("true", tmp_path, log=tmp_path / "ok", error_log=tmp_path / "file" / "log")
         )
@@ -75,7 +75,7 @@ async def test_a_log_that_cannot_be_opened_is_named(tmp_path):
 
 async def test_a_full_disk_kills_the_process_and_raises(tmp_path):
     began = time.monotonic()
-    with pytest.raises(RuntimeFailure, match=r"cannot write a log: .*No space left"):
+    with pytest.raises(RuntimeFailure, match=r"cannot write the log of a command: .*No space left"):
         await run_process(command("echo hello; sleep 60", tmp_path, log=Path("/dev/full")))
     assert time.monotonic() - began < 50
 

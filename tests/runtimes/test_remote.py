@@ -104,9 +104,9 @@ async def test_an_unwritable_log_is_a_runtime_failure(tmp_path):
         ({"network": "none"}, "cannot keep network = 'none'"),
         ({"workdir": "/etc"}, "must be relative"),
         ({"kwargs": {"python3": "x"}}, "kwargs: python3"),
-        ({"kwargs": {"deployment": {"type": "modal"}}}, "say network = 'open'"),
+        ({"kwargs": {"deployment": {"type": "modal"}}}, "set network = 'open'"),
         ({"kwargs": {"deployment": {"type": "modal"}}, "network": "open"}, "needs kwargs.gateway"),
-        ({"kwargs": {"deployment": {"type": "moon"}, "gateway": "http://x"}}, "say network"),
+        ({"kwargs": {"deployment": {"type": "moon"}, "gateway": "http://x"}}, "set network"),
     ],
 )
 def test_unsupported_options_of_a_host_are_refused(spec, said, tmp_path):

@@ -247,7 +247,7 @@ async def test_closing_a_call_s_stream_early_closes_the_engine_s_iterator():
 
 def test_a_weight_version_that_is_no_number_is_refused():
     assert (as_version("12"), as_version(3)) == (12, 3)
-    with pytest.raises(EngineError, match="'v2' is no number"):
+    with pytest.raises(EngineError, match="'v2' is not a number"):
         as_version("v2")
 
 
@@ -257,5 +257,5 @@ def test_vllm_s_version_default_is_read_as_the_caller_s_known_version():
     assert as_version("5", unnamed=4) == 5
     with pytest.raises(EngineError, match="number the versions"):
         as_version("default")
-    with pytest.raises(EngineError, match="'v2' is no number"):
+    with pytest.raises(EngineError, match="'v2' is not a number"):
         as_version("v2", unnamed=4)

@@ -408,7 +408,7 @@ async def test_prompt_ids_outside_the_vocabulary_are_refused():
 def test_scripted_token_ids_beyond_the_vocabulary_are_refused_at_start(tmp_path):
     path = tmp_path / "script.json"
     path.write_text('{"conversations": [{"turns": [{}, {"token_ids": [1, 999999]}]}]}')
-    with pytest.raises(ConfigError, match=r"turns\.1\.token_ids\.1: 999999 is not below"):
+    with pytest.raises(ConfigError, match=r"turns\.1\.token_ids\.1: token id 999999 is beyond"):
         ScriptedEngine.open(str(path))
 
 

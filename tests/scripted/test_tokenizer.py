@@ -129,7 +129,7 @@ def test_a_chat_template_is_read_from_tokenizer_config_json(folder):
     ("name", "content", "says"),
     [
         ("tokenizer_config.json", "{", "tokenizer_config.json: "),
-        ("tokenizer_config.json", "[]", "a JSON object is expected"),
+        ("tokenizer_config.json", "[]", "must hold a JSON object"),
         ("chat_template.jinja", "{% if", "chat template"),
     ],
 )

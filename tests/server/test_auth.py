@@ -111,7 +111,7 @@ def test_tokens_come_from_a_file_and_from_the_environment(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[[tokens]]\nname = "t"\n', "give either"),
+        ('[[tokens]]\nname = "t"\n', "either `token` or `sha256`"),
         ('[[tokens]]\nname = "t"\ntoken = "short"\n', "at least 16"),
         ('[[tokens]]\nname = "t"\ntoken = "a-secret-of-sixteen"\nroles = ["king"]\n', "roles"),
         ("[[tokens]\n", "tokens.toml"),

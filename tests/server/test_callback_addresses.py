@@ -33,7 +33,7 @@ def test_internal_addresses_are_refused_unless_listed(host):
     ],
 )
 def test_only_plain_urls_are_permitted(url):
-    with pytest.raises(ForbiddenAddressError, match="is not a plain"):
+    with pytest.raises(ForbiddenAddressError, match="must be http:// or https://"):
         CallbackAddresses([]).check_url(url)
 
 
@@ -60,7 +60,7 @@ def test_no_list_permits_cloud_metadata_services(host, listed):
 
 @pytest.mark.parametrize("url", ["http://\u2161\ud800/", "http://h:99999/", "http://a\\@b/"])
 def test_urls_that_the_client_cannot_parse_are_refused(url):
-    with pytest.raises(ForbiddenAddressError, match="is not a URL"):
+    with pytest.raises(ForbiddenAddressError, match="cannot be read"):
         CallbackAddresses([]).check_url(url)
 
 
@@ -114,7 +114,7 @@ class Resolver(AbstractResolver):
 
 async def test_name_that_resolves_to_an_internal_address_is_not_connected():
     resolver = CheckedResolver(CallbackAddresses([]), Resolver("127.0.0.1", "fe80::1%eth0"))
-    with pytest.raises(ForbiddenAddressError, match="the internal address"):
+    with pytest.raises(ForbiddenAddressError, match="an internal address"):
         await resolver.resolve("innocent.example", 80)
 
 

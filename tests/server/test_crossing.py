@@ -164,13 +164,13 @@ async def test_only_the_owner_of_a_session_forks_it_and_its_forks(tmp_path, monk
         assert (await fork(bob, session_id, at=1))[0] == 404
         status, response = await fork(alice, session_id, at=9)
         assert (status, response["error"]["param"]) == (422, "at")
-        assert "replies; at = 9" in response["detail"]
+        assert "replies, fewer than at = 9" in response["detail"]
         status, response = await fork(alice, session_id, at=1, task_id="no name")
         assert (status, response["error"]["param"]) == (422, "task_id")
         monkeypatch.setattr(node_session, "FORK_BYTES", 100)
         status, response = await fork(alice, session_id, at=1, task_id="large")
         assert (status, response["error"]["param"]) == (422, "at")
-        assert "MiB captured" in response["detail"]
+        assert "MiB of captured calls" in response["detail"]
 
 
 @pytest.mark.timeout(120)

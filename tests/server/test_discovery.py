@@ -177,7 +177,7 @@ class Few(FakeWorkers):
 
     async def remove_replica(self, name, drain_s):
         if self.replicas == [name]:
-            raise ConfigError(f"{name!r} is the only replica")
+            raise ConfigError(f"{name!r} is the only one")
         await super().remove_replica(name, drain_s)
 
 

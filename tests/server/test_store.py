@@ -59,7 +59,7 @@ async def test_owner_cannot_queue_more_samples_than_its_quota(tmp_path):
         await submit(state, submission("a", samples=3), quota=4)
         with pytest.raises(QuotaError, match=r"4 samples queued .* has 3; 2 more do not fit"):
             await submit(state, submission("b", samples=2), quota=4)
-        with pytest.raises(ConfigError, match="5 samples at once"):
+        with pytest.raises(ConfigError, match="5 samples were submitted at once"):
             await submit(state, submission("b", samples=5), quota=4)
         await submit(state, submission("a", samples=3), quota=4)  # nothing new
         await submit(state, submission("c", samples=2), owner="other", quota=4)

@@ -61,13 +61,13 @@ def test_weights_with_nan_are_not_saved_as_a_checkpoint(tmp_path):
     with torch.no_grad():
         learner.model.lm_head.weight[0, 0] = torch.nan
 
-    with pytest.raises(TrainingError, match=r"lm_head\.weight holds what is not a number"):
+    with pytest.raises(TrainingError, match=r"lm_head\.weight has values that are not finite"):
         save_checkpoint(tmp_path, learner, TOKENIZER, {"step": 1}, keep=2)
     assert checkpoints(tmp_path) == []
 
 
 def test_a_folder_without_a_checkpoint_and_one_of_another_model_are_refused(tmp_path):
-    with pytest.raises(TrainingError, match="is no checkpoint"):
+    with pytest.raises(TrainingError, match="is not a checkpoint"):
         read_state(tmp_path)
 
     learner = Learner(tiny_model(), SETTINGS)

@@ -138,7 +138,7 @@ def test_a_model_set_up_for_sequence_packing_refuses_rows_and_trees():
     [tree] = trees_of([sample], 100)
     [rows] = rows_of([sample, sample], 100, share=True)
     for piece in (tree, rows):
-        with pytest.raises(TrainingError, match="takes traces end to end"):
+        with pytest.raises(TrainingError, match="takes packed traces only"):
             chosen(*piece.logits(PACKED), 1.0)
 
 

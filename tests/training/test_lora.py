@@ -135,7 +135,7 @@ def test_an_adapter_without_its_base_model_is_refused(base, tmp_path):
     saved = save_checkpoint(tmp_path / "saved", learner(base), TOKENIZER, {"step": 1}, keep=1)
     config = json.loads((saved / ADAPTER).read_text())
     (saved / ADAPTER).write_text(json.dumps({**config, "base_model_name_or_path": None}))
-    with pytest.raises(EngineError, match="names no base_model_name_or_path"):
+    with pytest.raises(EngineError, match="lacks base_model_name_or_path"):
         check_folder(saved)
     (saved / ADAPTER).write_text(json.dumps({**config, "base_model_name_or_path": "/gone"}))
     with pytest.raises(EngineError, match="/gone does not exist"):

@@ -308,7 +308,7 @@ def test_an_overlong_trace_is_masked_dropped_or_truncated_as_the_setting_says(
 
 
 def test_an_overlong_trace_raises_with_setting_refuse():
-    with pytest.raises(TrainingError, match="6 tokens, over the limit of 3"):
+    with pytest.raises(TrainingError, match="6 tokens, over the limit max_length = 3"):
         of(
             [group(session(1.0, trace([1], range(5))))],
             max_length=3,

@@ -86,8 +86,8 @@ def test_sft_weights_are_determined_by_the_seed():
 @pytest.mark.parametrize(
     ("examples", "message"),
     [
-        ([], "none of 0"),
-        ([example([1, 2], [0, 0])], "none of 1"),
+        ([], "none of the 0"),
+        ([example([1, 2], [0, 0])], "none of the 1"),
         ([example([1, 99])], "id 99 at position 1 is beyond"),
     ],
 )

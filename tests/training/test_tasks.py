@@ -60,5 +60,5 @@ def test_an_empty_task_set_and_duplicate_task_ids_are_refused():
 def test_a_checkpoint_s_task_that_is_missing_is_named():
     draws = TaskDraws(tasks(1), History(), seed=0)
     assert draws.named("t0").task_id == "t0"
-    with pytest.raises(ConfigError, match="'gone', which is not there"):
+    with pytest.raises(ConfigError, match="'gone', which is not among the given tasks"):
         draws.named("gone")

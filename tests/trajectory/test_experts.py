@@ -159,5 +159,5 @@ def test_a_trace_refuses_expert_rows_of_another_length():
     made = MadeSession()
     made.call()
     (trace,) = built(made, rows_with(made, by_prefix)).traces
-    with pytest.raises(ValueError, match="14 rows of experts for 15 ids"):
+    with pytest.raises(ValueError, match="has 14 rows of experts, but 15 token ids"):
         dataclasses.replace(trace, routed_experts=trace.routed_experts[1:])

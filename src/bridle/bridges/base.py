@@ -197,11 +197,14 @@ class TaskTable:
         listed = list(tasks)
         self._tasks = {task.task_id: task for task in listed}
         if len(self._tasks) != len(listed):
-            raise ConfigError("two tasks have one task_id")
+            raise ConfigError("two tasks have the same task_id; give each task its own")
 
     def __getitem__(self, task_id: str) -> Task:
         if (task := self._tasks.get(task_id)) is None:
-            raise ConfigError(f"the data set names task {task_id!r}, which is not in the task file")
+            raise ConfigError(
+                f"the data set names task {task_id!r}, which is not in the task file; use the "
+                "task file that the data set was made from"
+            )
         return task
 
     def __iter__(self) -> Iterator[Task]:

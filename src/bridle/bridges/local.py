@@ -95,7 +95,10 @@ class LocalSessions:
 
     async def _play(self, tasks: Sequence[Task]) -> list[Trajectory]:
         if any(task.branching for task in tasks):
-            raise ConfigError("branching: `bridle train` alone trains trees; remove it")
+            raise ConfigError(
+                "branching: this trainer cannot train sessions that branch; remove `branching` "
+                "from the tasks, or train with `bridle train`"
+            )
         counts = Counter(task.task_id for task in tasks)
         once = {task.task_id: task for task in tasks}
         wanted = [

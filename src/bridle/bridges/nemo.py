@@ -66,7 +66,7 @@ def train_batch(
 
     rows = [row for row in rows_of(groups, shape)[0] if row.mask.any()]
     if not rows:
-        raise TrainingError("no token of these groups trains")
+        raise TrainingError("no trace in these groups of sessions has a token to train on")
     for row in rows:
         refuse_images("NeMo RL", row.session)
     kind = "grpo" if normalise else "dr_grpo"
@@ -269,7 +269,10 @@ def agent_class(sessions: Sessions, tasks: TaskTable) -> type[Any]:
 
         async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
             """Refuse: a single model call is not what an agent does."""
-            raise NotImplementedError("ask /run: a session is played as a whole")
+            raise NotImplementedError(
+                "this agent makes no single model calls (/responses): call its /run, which plays "
+                "a whole session"
+            )
 
         async def run(self, body: Run) -> Answer:  # type: ignore[valid-type]
             """Play one session of the row's task."""

@@ -200,7 +200,7 @@ def unpack(packed: bytes) -> Trajectory:
     """Return the one trajectory of a Parquet file, given as bytes. Raises `BridleError`."""
     found = _read(pa.BufferReader(packed), "a packed trajectory")
     if len(found) != 1:
-        raise BridleError(f"a packed trajectory: holds {len(found)} trajectories")
+        raise BridleError(f"a packed trajectory: expected one trajectory, found {len(found)}")
     return found[0]
 
 
@@ -231,7 +231,10 @@ def _read(source: Any, name: str | Path) -> list[Trajectory]:  # noqa: ANN401 - 
         about = file.metadata.metadata or {}
         found = about.get(b"bridle_trajectories")
         if found != FORMAT.encode():
-            raise BridleError(f"{name}: not trajectories of format {FORMAT}, but {found!r}")
+            raise BridleError(
+                f"{name}: expected a file of trajectories in format {FORMAT}, but its metadata "
+                f"name {found!r}"
+            )
         whole = list(_grouped(file))
         empty = orjson.loads(about[b"sessions_without_traces"])
         return whole + [trajectory_of(value) for value in empty]
@@ -371,7 +374,9 @@ def read_logprobs(path: str | Path) -> tuple[list[Recomputed], Facts]:
         table = pq.read_table(path)
         missing = {"trace_id", "positions", "logprobs"} - set(table.column_names)
         if missing:
-            raise BridleError(f"{path}: no column {', '.join(sorted(missing))}")
+            raise BridleError(
+                f"{path}: the file of logprobs lacks these columns: {', '.join(sorted(missing))}"
+            )
         facts = orjson.loads((table.schema.metadata or {}).get(FACTS.encode(), b"{}"))
         names = [name for name in _COLUMNS.names if name in table.column_names]
         wanted = pa.schema([_COLUMNS.field(name) for name in names])
@@ -440,7 +445,9 @@ def rebuild_all(
             while waiting:
                 yield from waiting.popleft().result()
         except BrokenProcessPool as error:
-            raise BridleError(f"{path}: a process that rebuilt it ended: {error}") from error
+            raise BridleError(
+                f"{path}: a worker process that rebuilt its trajectories died: {error}"
+            ) from error
         finally:
             for future in waiting:
                 future.cancel()

@@ -91,7 +91,10 @@ def _workers(router: str) -> list[str]:
             continue
         urls = found.get("urls") or [one["url"] for one in found.get("workers", ())]
         return list(dict.fromkeys(url.partition("@")[0] for url in urls))
-    raise ConfigError(f"the router {router} has neither /workers nor /list_workers")
+    raise ConfigError(
+        f"the SGLang router {router} answers neither /workers nor /list_workers, so its engines "
+        "are unknown"
+    )
 
 
 @contextmanager
@@ -132,7 +135,10 @@ def generate_rollout_async(
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
     if _offloads(args):
-        raise ConfigError("generate_rollout_async needs engines with GPUs of their own")
+        raise ConfigError(
+            "generate_rollout_async needs engines on GPUs of their own, and these share slime's "
+            "GPUs: use generate_rollout"
+        )
     _name_engines(args)
     sessions, tasks = open_server(_setting(args, "bridle_server"), _setting(args, "bridle_tasks"))
     # train_async.py begins a rollout before the update of the one before it.
@@ -362,5 +368,8 @@ def _wrapped(name: str, content: Any, metrics: dict[str, float]) -> Any:  # noqa
 def _setting(args: Any, name: str) -> str:  # noqa: ANN401 - slime's own
     value = getattr(args, name, None) or os.environ.get(name.upper())
     if not value:
-        raise ConfigError(f"set {name} in --custom-config-path, or {name.upper()}")
+        raise ConfigError(
+            f"the setting {name} is missing: give it in slime's --custom-config-path, or as "
+            f"environment variable {name.upper()}"
+        )
     return str(value)

@@ -116,8 +116,9 @@ class TrlRollouts:
         """
         if not isinstance(trainer, EveryTrace):
             raise ConfigError(
-                f"{type(trainer).__name__} takes one row per prompt: "
-                "use `class Trainer(EveryTrace, GRPOTrainer)` (bridle.bridges.trl)"
+                f"{type(trainer).__name__} trains one row per prompt, but a session can have "
+                "several traces: use `class Trainer(EveryTrace, GRPOTrainer)` "
+                "(bridle.bridges.trl)"
             )
         self._publish(trainer)
         played = self._sessions.play([self._tasks[prompt] for prompt in prompts])

@@ -116,7 +116,8 @@ class BridleAgentLoop:
         server, tasks = custom.get("bridle_server"), custom.get("bridle_tasks")
         if not server or not tasks:
             raise ConfigError(
-                "set actor_rollout_ref.rollout.custom.bridle_server and .bridle_tasks"
+                "verl's config must set both actor_rollout_ref.rollout.custom.bridle_server and "
+                "actor_rollout_ref.rollout.custom.bridle_tasks"
             )
         self._sessions, self._tasks = open_server(str(server), str(tasks))
         self._shape = Shape(

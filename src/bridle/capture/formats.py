@@ -203,7 +203,8 @@ def _version_of(connection: sqlite3.Connection, path: Path) -> int | None:
         raise StoreError(f"{path}: not a Bridle capture file (application id {application:#x})")
     if version > VERSION:
         raise StoreError(
-            f"{path}: written by a newer Bridle (format {version}; this one knows up to {VERSION})"
+            f"{path}: written by a newer Bridle (format {version}; this one knows up to "
+            f"{VERSION}); upgrade to read it"
         )
     return int(version)
 

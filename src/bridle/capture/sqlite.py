@@ -383,7 +383,9 @@ class _Writer:
         self._jobs.put(written)
         while not written.wait(timeout=0.2):
             if not self._thread.is_alive():
-                raise StoreError(f"{self._path}: the store is closed")
+                raise StoreError(
+                    f"{self._path}: the store is closed: nothing more can be read or written"
+                )
 
     def close(self) -> None:
         """Write the queued jobs, end the thread, close the file (which empties the WAL)."""
@@ -473,7 +475,10 @@ class _Writer:
 
     def open_session(self, session: SessionRecord) -> None:
         if self._find(session.session_id) is not None:
-            raise StoreError(f"{self._path}: session {session.session_id!r} is recorded already")
+            raise StoreError(
+                f"{self._path}: session {session.session_id!r} is recorded already; give the new "
+                "session another id"
+            )
         cursor = self._connection.execute(
             "INSERT INTO sessions (session_id, opened_at, task_id, metadata) VALUES (?, ?, ?, ?)",
             formats.session_row(session),
@@ -525,7 +530,10 @@ class _Writer:
     def close_session(self, outcome: Outcome) -> None:
         state = self._state(outcome.session_id)
         if state.closed:
-            raise StoreError(f"{self._path}: session {outcome.session_id!r} has an outcome already")
+            raise StoreError(
+                f"{self._path}: session {outcome.session_id!r} has an outcome already; a session "
+                "ends only once"
+            )
         self._connection.execute(
             "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             formats.outcome_row(state.number, outcome),

@@ -125,13 +125,18 @@ def unpack(blob: bytes) -> Iterator[TextEntry]:
     if codec == b"\x01":
         packed = zlib.decompress(packed)
     elif codec != b"\x00":
-        raise ValueError(f"unknown text codec {codec!r}")
+        raise ValueError(
+            f"stored texts begin with the unknown codec {codec!r}; known: 0 (plain) and 1 (zlib)"
+        )
     at = 0
     while at < len(packed):
         kind, digest, length = _ENTRY.unpack_from(packed, at)
         at += _ENTRY.size
         if at + length > len(packed):
-            raise ValueError("a text ends before its length")
+            raise ValueError(
+                f"stored texts are damaged: an entry should have {length} bytes, and "
+                f"{len(packed) - at} are left"
+            )
         yield TextEntry(kind, digest, packed[at : at + length])
         at += length
 
@@ -198,7 +203,9 @@ class SessionTexts(Mapping[bytes, bytes]):
         """
         self._loaded()
         if number in self.damaged:
-            raise StoreError(f"a row's texts are damaged: {self.damaged[number]}")
+            raise StoreError(
+                f"the stored texts of row {number} are damaged: {self.damaged[number]}"
+            )
         return self._replies.get(number, b"")
 
     def _loaded(self) -> dict[bytes, bytes]:

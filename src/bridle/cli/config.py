@@ -223,8 +223,9 @@ def tokenizer_folder(source: str) -> str:
     if source == "builtin" or Path(source).exists():
         return source
     if not HUB_ID.fullmatch(source):
-        fix = "give a folder, a hub id ORG/NAME, or 'builtin'"
-        raise ConfigError(f"tokenizer {source!r}: no such folder; {fix}")
+        raise ConfigError(
+            f"tokenizer {source!r}: no such folder; give a folder, a hub id ORG/NAME, or 'builtin'"
+        )
     from huggingface_hub import snapshot_download
 
     try:

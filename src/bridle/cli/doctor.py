@@ -476,10 +476,10 @@ def certify(
     Ends with code 1 where the two disagree. docs/guides/certify.md has the causes and the file.
     """
     if (logprobs is None) == (model is None):
-        raise ConfigError("give one of a file of logprobs and --model")
+        raise ConfigError("give either a file of logprobs or --model, and not both")
     if write is not None:
         if model is None:
-            raise ConfigError("--write needs --model")
+            raise ConfigError("--write writes the logprobs that --model computes: give --model too")
         check_file(write, "--write")
     traces = _traces(target)
     rollout = _engine_facts(engine)
@@ -508,7 +508,10 @@ def _traces(target: Path) -> list[Trace]:
         trajectories = [trajectory_of(capture) for capture in sessions(target)]
     found = [t for one in trajectories for t in one.traces if t.loss_mask.any()]
     if not found:
-        raise ConfigError(f"{target}: no trace of its {len(trajectories)} sessions trains")
+        raise ConfigError(
+            f"{target}: no trace of its {len(trajectories)} sessions has a token to train on, so "
+            "there is nothing to compare"
+        )
     return found
 
 
@@ -518,7 +521,9 @@ def _engine_facts(path: Path | None) -> Facts:
     try:
         return Facts.of(tomllib.loads(path.read_text()), str(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--engine {path}: {error}") from error
+        raise ConfigError(
+            f"--engine: cannot read the engine's facts from {path}: {error}"
+        ) from error
 
 
 def _recomputed(model: Path, traces: Sequence[Trace]) -> tuple[list[Recomputed], Facts]:
@@ -537,7 +542,10 @@ def _recomputed(model: Path, traces: Sequence[Trace]) -> tuple[list[Recomputed],
     } or {1.0}
     if len(temperatures) > 1 or min(temperatures) <= 0:
         among = ", ".join(f"{one:g}" for one in sorted(temperatures))
-        raise ConfigError(f"the sessions were sampled at temperatures {among}, and one is needed")
+        raise ConfigError(
+            f"the sessions were sampled at temperatures {among}; the comparison needs one "
+            "temperature above 0 for all of them"
+        )
     temperature = temperatures.pop()
     state = read_state(model) if (model / STATE).is_file() else {}
     trained = {name: state[name] for name in ("dtype", "replay_experts") if name in state}

@@ -217,7 +217,7 @@ def _turn_limits(turns: str) -> JSON:
     except ValueError:
         colon = ""
     if not colon:
-        raise ConfigError(f"--turns {turns!r} is not MIN:MAX")
+        raise ConfigError(f"--turns {turns!r} is not MIN:MAX; give for example 2:10, 2: or :10")
     return limits
 
 

@@ -151,10 +151,10 @@ async def _serve_workers(
     """Serve by worker processes under the supervision of this one."""
     embedded = [spec for spec in config.engines if spec.startswith("embedded:")]
     if embedded:
-        message = (
+        raise ConfigError(
             f"{embedded[0]} cannot be shared by workers: serve it with `bridle engine` and give"
+            " its URL, or leave --workers at 1"
         )
-        raise ConfigError(f"{message} its URL, or leave --workers at 1")
     supervisor = Supervisor(
         settings=config.gateway,
         data=data,

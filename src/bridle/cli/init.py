@@ -121,7 +121,9 @@ def init(
     contents = {folder / "hello" / name: text for name, text in files.items()}
     for path in contents:
         if path.exists():
-            raise ConfigError(f"{path} exists already; nothing was written")
+            raise ConfigError(
+                f"{path} exists already, and nothing was written; give another folder"
+            )
     check_folder(folder, "FOLDER")
     (folder / "hello").mkdir(parents=True, exist_ok=True)
     for path, text in contents.items():
@@ -259,7 +261,7 @@ def _of_line(words: str) -> FoundAgent:
     try:
         parts = shlex.split(words)
     except ValueError as error:
-        raise ConfigError(f"--agent {words!r}: {error}") from None
+        raise ConfigError(f"--agent {words!r} is not a command line: {error}") from None
     through_uv = parts[:2] == ["uv", "run"]
     parts = parts[2:] if through_uv else parts
     if not parts:
@@ -292,8 +294,10 @@ def _found(agent: JSON, program: Path, files: Iterable[Path]) -> FoundAgent:
         if _is_system(folder):
             continue
         if home.is_relative_to(folder):
-            message = f"--agent: the sandbox would show all of {folder}; move the agent to a folder"
-            raise ConfigError(f"{message} of its own")
+            raise ConfigError(
+                f"--agent: the sandbox would show all of {folder}; move the agent to a folder"
+                " of its own"
+            )
         wanted.append(folder)
     outer = [one for one in wanted if not any(o != one and one.is_relative_to(o) for o in wanted)]
     return FoundAgent(agent, str(program), tuple(map(str, outer)))
@@ -354,7 +358,9 @@ def _python(folder: Path) -> Path:
             if (one / name / "bin" / "python").exists():
                 return one / name / "bin" / "python"
         if (one / "uv.lock").exists():
-            raise ConfigError(f"{one} is a uv project without an environment: run `uv sync` there")
+            raise ConfigError(
+                f"{one} is a uv project without a virtual environment: run `uv sync` there"
+            )
     active = (os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
     given = (Path(one, "bin", "python") for one in active if one)
     return next((one for one in given if one.exists()), Path(sys.executable))
@@ -372,5 +378,5 @@ def _node(folder: Path) -> Path:
             raise ConfigError(f"{package.parent} lacks node_modules: run `npm install` there")
     path = shutil.which("node")
     if path is None:
-        raise ConfigError("--agent: node is not on PATH")
+        raise ConfigError("--agent: this script needs Node, and `node` is not on PATH: install it")
     return Path(path).resolve()

@@ -225,15 +225,19 @@ def _check_program(task: Task) -> None:
     is_name = re.fullmatch(r"[\w.+-]+", program) and not (words and words[0].startswith("("))
     if is_name and not own_path and not _is_known(program, PATH if contained else search_path()):
         place = "the sandbox" if contained else "this machine"
-        fix = "; `bridle init --agent` finds what an agent needs"
-        raise ConfigError(f"agent.command: {place} has no program {program!r}{fix}")
+        raise ConfigError(
+            f"agent.command: {place} has no program {program!r}; `bridle init --agent` finds what "
+            "an agent needs"
+        )
     if not contained:
         return
-    fix = "`bridle init --agent` finds what it needs; or name it in runtime.kwargs.binds"
     shown = (*map(str, SANDBOX_FOLDERS), *spec.kwargs.get("binds", ()))
     path = Path(program)
     if path.is_absolute() and path.exists() and not any(path.is_relative_to(s) for s in shown):
-        raise ConfigError(f"agent.command: the sandbox does not show {program}; {fix}")
+        raise ConfigError(
+            f"agent.command: the sandbox does not show {program}; `bridle init --agent` finds "
+            "what it needs, or name it in runtime.kwargs.binds"
+        )
 
 
 @lru_cache
@@ -253,7 +257,9 @@ def _check_run_folder(folder: Path) -> None:
     try:
         check_room(existing)
     except OSError as error:
-        raise StoreError(f"{existing}: {error.strerror or error}; free some disk space") from error
+        raise StoreError(
+            f"cannot begin a run in {existing}: {error.strerror or error}; free some disk space"
+        ) from error
 
 
 def _check_port(config: FileConfig) -> None:
@@ -471,7 +477,8 @@ def forked_task(session: str, run: Path, at: int, samples: int) -> tuple[Task, P
     tasks = tasks_of(base)
     if task_id not in tasks:
         raise ConfigError(
-            f"{base} does not hold the task {task_id!r}: only sessions of bridle run can be forked"
+            f"run folder {base} does not hold the session's task {task_id!r}: only sessions of "
+            "`bridle run` can be forked"
         )
     spec = ForkSpec(capture=str(path.resolve()), session=capture.session.session_id, at=at)
     return tasks[task_id].model_copy(update={"num_samples": samples, "fork": spec}), base

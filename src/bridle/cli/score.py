@@ -124,7 +124,10 @@ def score(
 
 def _check_found(target: Path, wanted: Sequence[str] | None, rows: Sequence[JSON]) -> None:
     if missing := set(wanted or ()) - {row["session_id"] for row in rows}:
-        raise ConfigError(f"{target}: no session {', '.join(sorted(missing))} that can be scored")
+        raise ConfigError(
+            f"{target}: there is no session {', '.join(sorted(missing))} that has ended and can "
+            "be scored"
+        )
 
 
 RECORDED = "recorded"
@@ -143,7 +146,9 @@ def _compare(
     """Compare several scorers on stored sessions; return whether one of them failed."""
     names = [*functions, *evaluators]
     if reward is not None or len({RECORDED, *names}) <= len(names):
-        raise ConfigError(f"several scorers need different names, and no --reward: {names}")
+        raise ConfigError(
+            f"to compare several scorers, give each another name, and no --reward; given: {names}"
+        )
     scorers = {name: _scorer(target, [name], None, None) for name in functions}
     scorers |= {name: _scorer(target, None, [name], None) for name in evaluators}
     scored = [
@@ -265,7 +270,7 @@ def _scorer(
 ) -> Scorer:
     """Load the scorer that the flags name; `ConfigError` for a mistake."""
     if len([*(functions or ()), *(evaluators or ())]) + (reward is not None) > 1:
-        raise ConfigError("give one of --function, --evaluator and --reward")
+        raise ConfigError("give only one of --function, --evaluator and --reward")
     base = target if target.is_dir() else target.parent
     if reward is not None:
         return _constant(reward)
@@ -277,7 +282,7 @@ def _scorer(
 
 def _constant(reward: float) -> Scorer:
     if not is_number(reward):
-        raise ConfigError(f"--reward: {reward!r} is not a finite number")
+        raise ConfigError(f"--reward must be a finite number, not {reward!r}")
 
     async def scorer(_: SessionCapture) -> Evaluation:
         return Evaluation(reward)
@@ -323,7 +328,10 @@ def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
         assert capture.outcome is not None
         name, session_id = capture.session.task_id or "", capture.session.session_id
         if name not in tasks:
-            raise EvaluatorError(f"{base} holds no task {name!r}: give --function")
+            raise EvaluatorError(
+                f"run folder {base} does not hold the session's task {name!r}, and so no "
+                "evaluator: give --function"
+            )
         task, folder = tasks[name], base / "sessions" / session_id
         exit_code = capture.outcome.metadata.get("exit_code")
         context = EvaluationContext(
@@ -354,7 +362,7 @@ def _spec(given: str) -> EvaluatorSpec:
     try:
         whole = tomllib.loads(Path(given).read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--evaluator {given}: {error}") from error
+        raise ConfigError(f"--evaluator: cannot read {given}: {error}") from error
     return validated(EvaluatorSpec, whole.get("evaluator", whole), f"{given}: evaluator")
 
 
@@ -515,7 +523,7 @@ async def _opened(spec: str) -> AsyncIterator[_Teacher]:
 
         folder = Path(spec.removeprefix(EMBEDDED))
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"--teacher: {folder} is not a folder with a model: no config.json")
+            raise ConfigError(f"--teacher: {folder} is not a model folder: it has no config.json")
         model = PlainModel(folder)
 
         async def score(ids: Ids, top: int) -> Scores:

@@ -114,7 +114,10 @@ def access_control(host: str, token: str | None) -> Guard | None:
     if token:
         return Guard(lambda sent: hmac.compare_digest(sent.encode(), token.encode()))
     if not is_loopback(host):
-        raise ConfigError(f"{host} is not loopback: set {TOKEN_ENV}, which browsers must then give")
+        raise ConfigError(
+            f"other machines can reach a dashboard at {host}: set {TOKEN_ENV}, a token that "
+            "browsers must then give"
+        )
     return None
 
 
@@ -128,7 +131,7 @@ def _source(target: str) -> Iterator[tuple[DataSource, str | None]]:
         return
     path = Path(target)
     if not path.exists():
-        raise ConfigError(f"{target} does not exist")
+        raise ConfigError(f"{target}: no such file or folder; give a run, or the URL of a server")
     with closing(FolderSource(path)) as folder:
         yield folder, None
 
@@ -412,7 +415,9 @@ async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterato
     try:
         from bridle.node.ray import RayCluster
     except ModuleNotFoundError as error:
-        raise ConfigError(f"executor ray: {error}; run {install_extra('ray')}") from error
+        raise ConfigError(
+            f"executor 'ray' cannot be loaded: {error}; run {install_extra('ray')}"
+        ) from error
     settings = config.executor.ray
     async with (
         ClusterRunner(owner, outlive=True, timeouts=settings) as runner,

@@ -52,7 +52,7 @@ def show(
             _show_run(path, json=json)
         return
     if report:
-        raise ConfigError(f"--report needs a run folder; {target} is none")
+        raise ConfigError(f"--report needs a run folder; {target} is not one")
     _, capture = find_session(target, run)
     if as_script:
         print_json(script_of(capture))

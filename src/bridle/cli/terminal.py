@@ -292,7 +292,7 @@ def check_storage(url: str, flag: str) -> None:
     try:
         fsspec.get_filesystem_class(url.partition("://")[0])
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"{flag} {url}: {error}") from error
+        raise ConfigError(f"{flag} {url}: this kind of storage cannot be used: {error}") from error
 
 
 def check_file(path: Path, flag: str) -> Path:

@@ -133,7 +133,10 @@ def with_other_harnesses(
     `ConfigError` for harnesses without held-out tasks.
     """
     if harnesses and not held_out:
-        raise ConfigError("evaluate_with: there are no held-out tasks to evaluate with")
+        raise ConfigError(
+            "evaluate_with: there are no held-out tasks to evaluate with; set held_out, or "
+            "remove evaluate_with"
+        )
     copies = [
         task.model_copy(
             update={
@@ -300,7 +303,7 @@ async def open_backend(settings: TrainSettings, model: Path) -> AsyncIterator[Ro
             yield local
         return
     if settings.engines:
-        raise ConfigError("give a training either a server or engines, not both")
+        raise ConfigError("give a training either `server` or `engines`, not both")
     async with AsyncClient(settings.server, patience_s=PATIENCE_S) as client:
         out = Path(settings.out)
         yield ServerBackend(
@@ -367,8 +370,8 @@ def _check_tokenizer(of_engine: str | None, model: Path) -> None:
     if engine != own:
         raise ConfigError(
             f"the engine has another tokenizer than the model that is trained: {of_engine} has "
-            f"{len(engine)} tokens, {model} {len(own)}, {len(set(engine) ^ set(own))} are in "
-            "one only"
+            f"{len(engine)} tokens, {model} has {len(own)}, and {len(set(engine) ^ set(own))} are "
+            "in only one of them"
         )
 
 
@@ -444,8 +447,10 @@ def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path
     out = Path(settings.out)
     found = checkpoints(out / CHECKPOINTS)
     if found and not resume:
-        message = f"{settings.out} holds a training; resume it with --resume, or give another"
-        raise ConfigError(f"{message} folder with --out")
+        raise ConfigError(
+            f"{settings.out} holds a training; resume it with --resume, or give another"
+            " folder with --out"
+        )
     last = found[-1] if found else None
     if last is not None and is_adapter(last) != (settings.lora is not None):
         held = "an adapter: give --lora" if is_adapter(last) else "all weights: give no [lora]"
@@ -475,7 +480,7 @@ def _check_tasks(settings: TrainSettings, tasks: Sequence[Task], held_out: Seque
             policy = getattr(task.sampling, field)
             fault = unfit_setting(field, policy.value, settings.grpo.temperature)
             if policy.mode == "override" and fault is not None:
-                raise ConfigError(f"task {task.task_id} {fault}")
+                raise ConfigError(f"task {task.task_id!r} {fault}")
     if settings.server is None:
         check([*tasks, *held_out])
 

@@ -176,7 +176,7 @@ async def _form(request: Request) -> dict[str, str]:
     async for part in request.stream():
         sent += part
         if len(sent) > MAX_FORM:
-            raise HTTPException(413, "the form is too large")
+            raise HTTPException(413, f"the submitted form is larger than {MAX_FORM} bytes")
     return {name: values[0] for name, values in parse_qs(sent.decode(errors="replace")).items()}
 
 
@@ -390,10 +390,18 @@ class _Pages:
     async def fork(self, request: Request) -> Response:
         """Submit forks of a session, and show their task."""
         if urlsplit(request.headers.get("origin", "")).netloc != request.headers.get("host"):
-            raise HTTPException(403, "forks are submitted from a page of this dashboard only")
+            raise HTTPException(
+                403,
+                "this form does not come from a page of this dashboard: submit forks from the "
+                "session's page",
+            )
         submit = self._source(request).fork
         if submit is None:
-            raise HTTPException(403, "this dashboard cannot submit forks, or your token may not")
+            raise HTTPException(
+                403,
+                "forks cannot be submitted here: this dashboard shows a folder and no server, or "
+                "your token lacks the right",
+            )
         form = await _form(request)
         at, samples = (_digits(form.get(name, ""), 1) for name in ("at", "samples"))
         session_id, samples = request.path_params["session_id"], min(max(1, samples), MOST_FORKS)
@@ -405,7 +413,11 @@ class _Pages:
         """Send the bytes of a request or a reply."""
         shown, part = self._shown(request), request.path_params["part"]
         if shown.session is None or part not in ("request", "reply"):
-            raise HTTPException(404, "no such part of an exchange")
+            raise HTTPException(
+                404,
+                "there is no such part of this exchange; a captured exchange has the parts "
+                "'request' and 'reply'",
+            )
         with shown.session.lock:
             found = shown.session.raw(request.path_params["exchange_id"], part)
         return _as_text(_known(found, "no such exchange"))
@@ -419,7 +431,11 @@ class _Pages:
         if part == "script" and shown.session is not None:
             with _holding(shown):
                 return _as_text(encode(script_of(shown.session.capture)))
-        raise HTTPException(404, "this session has no such file")
+        raise HTTPException(
+            404,
+            f"this session has no {part!r} to download; captured sessions have 'trajectory' and "
+            "'script'",
+        )
 
     def trace(self, request: Request) -> Response:
         """Render a page of a trace's tokens."""
@@ -441,7 +457,7 @@ class _Pages:
         query, path = request.query_params, request.path_params
         found = self._source(request).file(path["session_id"], query.get("run", ""), path["name"])
         if found is None:
-            raise HTTPException(404, f"no kept file {path['name'][:200]!r} of this session")
+            raise HTTPException(404, f"this session kept no file {path['name'][:200]!r}")
         if isinstance(found, bytes):
             return _as_text(found)
         return FileResponse(found, media_type="text/plain; charset=utf-8", headers=AS_TEXT)

@@ -90,7 +90,9 @@ class Wheel:
             if marker is not None and not any(marker.evaluate({"extra": e}) for e in ("", *extras)):
                 continue
             if each.url is not None:
-                raise Refused("environment", f"{each} is not on an index")
+                raise Refused(
+                    "environment", f"the requirement {each} names a URL, not a package on an index"
+                )
             if canonicalize_name(each.name) == canonicalize_name(self.name):
                 needed |= dict.fromkeys(self.needs(*(each.extras - set(extras))))
                 continue
@@ -198,7 +200,11 @@ def build_system(tree: Path) -> tuple[str, list[str], list[str]]:
     table = read_pyproject(tree).get("build-system", {})
     paths = table.get("backend-path", []) if isinstance(table, dict) else None
     if not isinstance(paths, list):
-        raise Refused("build", "pyproject.toml: build-system has another form than PEP 517 says")
+        raise Refused(
+            "build",
+            "pyproject.toml: [build-system] does not have the form of PEP 517: backend-path must "
+            "be a list",
+        )
     requires = requirements_of(table.get("requires", ["setuptools"]))
     backend = table.get("build-backend", "setuptools.build_meta:__legacy__")
     return str(backend), [str(each) for each in paths], requires
@@ -212,7 +218,7 @@ def read_pyproject(tree: Path) -> JSON:
     except FileNotFoundError:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise Refused("build", f"pyproject.toml: {error}") from error
+        raise Refused("build", f"pyproject.toml cannot be read: {error}") from error
 
 
 def requirements_of(asked: object) -> list[str]:
@@ -221,7 +227,7 @@ def requirements_of(asked: object) -> list[str]:
     Raises `Refused` for what pip should not be given.
     """
     if not isinstance(asked, list | None):
-        raise Refused("environment", f"requirements must be a list, not {asked!r:.80}")
+        raise Refused("environment", f"the requirements must be a list, not {asked!r:.80}")
     return [requirement(each) for each in asked or ()]
 
 
@@ -230,9 +236,11 @@ def requirement(text: object) -> str:
     try:
         read = Requirement(str(text))
     except InvalidRequirement as error:
-        raise Refused("environment", f"{text!r}: {error}") from error
+        raise Refused("environment", f"{text!r} is not a requirement: {error}") from error
     if read.url is not None:
-        raise Refused("environment", f"{text} is not on an index")
+        raise Refused(
+            "environment", f"the requirement {text} names a URL, not a package on an index"
+        )
     return str(read)
 
 
@@ -243,7 +251,7 @@ def read_wheel(folder: Path, package: str, version: Version) -> Wheel:
     """
     path = next(folder.glob("*.whl"), None)
     if path is None:
-        raise Refused("build", "the build left no wheel")
+        raise Refused("build", "the build of the package made no wheel")
     try:
         with zipfile.ZipFile(path) as wheel:
             names = wheel.namelist()
@@ -255,9 +263,11 @@ def read_wheel(folder: Path, package: str, version: Version) -> Wheel:
                 for name in ("METADATA", "WHEEL", "entry_points.txt")
             }
     except (zipfile.BadZipFile, StopIteration, KeyError) as error:
-        raise Refused("build", f"{path.name} is no wheel") from error
+        raise Refused(
+            "build", f"{path.name}, which the build made, is not a readable wheel"
+        ) from error
     if not path.stem.endswith("-none-any"):
-        raise Refused("not pure Python", path.name)
+        raise Refused("not pure Python", f"the wheel {path.name} is not for every platform")
     headers = texts["METADATA"].replace("\r\n", "\n").partition("\n\n")[0]
     fields = HeaderParser().parsestr(headers)
     try:
@@ -265,9 +275,15 @@ def read_wheel(folder: Path, package: str, version: Version) -> Wheel:
         itself = canonicalize_name(str(fields["Name"])) == canonicalize_name(package)
         itself = itself and Version(str(fields["Version"])) == version
     except (InvalidRequirement, InvalidVersion) as error:
-        raise Refused("build", f"{path.name}: {error}") from error
+        raise Refused(
+            "build", f"the metadata of the wheel {path.name} are invalid: {error}"
+        ) from error
     if not itself:
-        raise Refused("build", f"the wheel is {fields['Name']} {fields['Version']}")
+        raise Refused(
+            "build",
+            f"the build made a wheel of {fields['Name']} {fields['Version']}, not of {package} "
+            f"{version}",
+        )
     return Wheel(
         name=package,
         version=str(version),

@@ -177,7 +177,9 @@ def oracle_settings(folder: Path, target: str | None) -> JSON:
     """
     script = folder / "solution" / "solve.sh"
     if not script.is_file():
-        raise ConfigError(f"{script}: no such file: harness 'oracle' has nothing to run")
+        raise ConfigError(
+            f"{script}: no such file; harness 'oracle' needs this script, the task's solution"
+        )
     return {"solution": str(script.parent.resolve()), "script": script.name, "target": target}
 
 
@@ -208,9 +210,14 @@ def _refuse_what_has_no_counterpart(folder: Path, read: HarborTask) -> None:
     }
     for what, is_asked in asked.items():
         if is_asked:
-            raise ConfigError(f"{folder / TASK}: asks for {what}, which Bridle does not give")
+            raise ConfigError(
+                f"{folder / TASK}: the task asks for {what}, which Bridle does not support"
+            )
     if not (folder / "tests" / "test.sh").is_file():
-        raise ConfigError(f"{folder / 'tests' / 'test.sh'}: no such file")
+        raise ConfigError(
+            f"{folder / 'tests' / 'test.sh'}: no such file; a task of Harbor needs this script to "
+            "be scored"
+        )
 
 
 def _runtime(folder: Path, read: HarborTask, backend: str, *, portable: bool) -> JSON:
@@ -234,8 +241,8 @@ def _runtime(folder: Path, read: HarborTask, backend: str, *, portable: bool) ->
         return {**spec, **_image(environment, build, file)}
     if not portable:
         raise ConfigError(
-            f"{file}: needs the image of its environment: use runtime 'docker', or let its author "
-            "say that any Linux will do ([metadata.bridle] portable = true)"
+            f"{file}: the task needs the image of its environment: use runtime 'docker', or let "
+            "its author say that any Linux will do ([metadata.bridle] portable = true)"
         )
     if (build / "Dockerfile").is_file():
         steps = dockerfile_steps(build / "Dockerfile")
@@ -252,7 +259,10 @@ def _image(environment: Environment, build: Path, file: Path) -> JSON:
     if environment.docker_image is not None:
         return {"image": environment.docker_image}
     if not (build / "Dockerfile").is_file():
-        raise ConfigError(f"{file}: neither environment.docker_image nor environment/Dockerfile")
+        raise ConfigError(
+            f"{file}: the task has no image for runtime 'docker': set environment.docker_image, "
+            "or add environment/Dockerfile"
+        )
     image = f"{IMAGE}:{folder_digest(build)[:20]}"
     return {"image": image, "kwargs": {"build": str(build.resolve())}}
 
@@ -287,7 +297,7 @@ def _mib(size: str | None, file: Path) -> int | None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])I?B?", size.strip().upper())
     if found is None:
-        raise ConfigError(f"{file}: {size!r} is no size: write 512M or 2G")
+        raise ConfigError(f"{file}: {size!r} is not a size: write 512M or 2G")
     return max(1, round(float(found[1]) * SIZES[found[2]]))
 
 
@@ -334,7 +344,10 @@ def dockerfile_steps(path: Path) -> Steps:
         match word:
             case "WORKDIR":
                 if steps.workdir not in (None, rest) or not rest.startswith("/"):
-                    raise ConfigError(f"{where}: must be one absolute path, not {rest!r}")
+                    raise ConfigError(
+                        f"{where}: the folder must be absolute, and the same throughout the file; "
+                        f"given: {rest!r}"
+                    )
                 steps.workdir = rest
             case "ENV":
                 steps.env.update(_pairs(rest, where))
@@ -343,7 +356,9 @@ def dockerfile_steps(path: Path) -> Steps:
             case "RUN":
                 steps.prepare.append({"type": "exec", "command": rest})
             case _ if word not in MEANS_NOTHING_HERE:
-                raise ConfigError(f"{where}: only a built image can have it: use runtime 'docker'")
+                raise ConfigError(
+                    f"{where}: this instruction needs an image that is built: use runtime 'docker'"
+                )
     return steps
 
 
@@ -369,23 +384,31 @@ def _pairs(rest: str, where: str) -> dict[str, str]:
         return {name: value.strip()}
     pairs = [word.partition("=") for word in shlex.split(rest)]
     if any("$" in value for _, _, value in pairs):
-        raise ConfigError(f"{where}: refers to another variable: use runtime 'docker'")
+        raise ConfigError(
+            f"{where}: a value refers to another variable, which only the build of an image fills "
+            "in: use runtime 'docker'"
+        )
     return {name: value for name, _, value in pairs}
 
 
 def _copies(words: list[str], folder: Path, workdir: str | None, where: str) -> Iterator[JSON]:
     *sources, target = words
     if not sources or any(word.startswith("--") for word in words):
-        raise ConfigError(f"{where}: only 'COPY source... target' has a meaning here")
+        raise ConfigError(
+            f"{where}: without an image only 'COPY source... target' can be done: use runtime "
+            "'docker' for other forms"
+        )
     base = PurePosixPath(workdir or "/")
     inside = PurePosixPath(workdir or "/", target)
     if workdir is None or not inside.is_relative_to(base) or ".." in inside.parts:
-        raise ConfigError(f"{where}: its target must lie in the WORKDIR, not at {target!r}")
+        raise ConfigError(
+            f"{where}: the target must lie in the WORKDIR, not at {target!r}: use runtime 'docker'"
+        )
     relative = inside.relative_to(base)
     for source in sources:
         found = (folder / source).resolve()
         if not found.is_relative_to(folder.resolve()) or not found.exists():
-            raise ConfigError(f"{where}: no such file beside it: {source!r}")
+            raise ConfigError(f"{where}: no such file beside the Dockerfile: {source!r}")
         if found.is_dir():
             yield {"type": "upload_dir", "source": str(found), "target": str(relative)}
             continue
@@ -446,18 +469,22 @@ def _chosen(file: Path, name: str, version: str | None) -> RegistrySet:
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     except ValidationError as error:
-        raise explain(error, f"{file}: no registry of Harbor") from None
+        raise explain(error, f"{file}: not a registry of Harbor's data sets") from None
     same = [each for each in sets if each.name == name]
     if not same:
         names = sorted({each.name for each in sets})
-        raise ConfigError(f"{file}: no set {name!r}{_meant(name, names)}; known: {names}")
+        raise ConfigError(f"{file}: no data set {name!r}{_meant(name, names)}; known: {names}")
     versions = [each.version for each in same]
     if version is None and len(same) > 1:
-        raise ConfigError(f"{file}: set {name!r} has versions {versions}: write {name}@VERSION")
+        raise ConfigError(
+            f"{file}: data set {name!r} has the versions {versions}: choose one with {name}@VERSION"
+        )
     wanted = versions[0] if version is None else version
     if wanted not in versions:
-        message = f"{file}: set {name!r} has no version {wanted!r}"
-        raise ConfigError(f"{message}{_meant(wanted, versions)}; known: {versions}")
+        raise ConfigError(
+            f"{file}: data set {name!r} has no version {wanted!r}{_meant(wanted, versions)};"
+            f" known: {versions}"
+        )
     return same[versions.index(wanted)]
 
 
@@ -473,10 +500,11 @@ def _folder(base: Path, task: RegistryTask, where: str) -> Path:
         tree = _checkout(task.git_url, task.git_commit_id, f"{where}: task {task.name!r}")
         folder = (tree / task.path).resolve()
         if not folder.is_relative_to(tree):
-            message = f"path {str(task.path)!r} leads out of its repository"
-            raise ConfigError(f"{where}: task {task.name!r}: {message}")
+            raise ConfigError(
+                f"{where}: task {task.name!r}: path {str(task.path)!r} leads out of its repository"
+            )
     if not folder.is_dir():
-        raise ConfigError(f"{where}: task {task.name!r}: no such folder: {folder}")
+        raise ConfigError(f"{where}: task {task.name!r}: its folder does not exist: {folder}")
     return folder
 
 
@@ -500,7 +528,7 @@ def _checkout(url: str, commit: str, where: str) -> Path:
         made.rename(tree)
     except OSError as error:
         if not tree.is_dir():
-            raise ConfigError(f"{where}: cannot keep {url}: {error}") from error
+            raise ConfigError(f"{where}: cannot store the repository {url}: {error}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return tree

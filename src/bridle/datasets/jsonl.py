@@ -105,7 +105,10 @@ def load_tasks(
                 task = _task(raw, under, overrides or {})
                 if task.task_id in seen:
                     other = seen[task.task_id]
-                    raise ConfigError(f"{where}: task_id: {task.task_id!r} is {other} too")
+                    raise ConfigError(
+                        f"{where}: task_id {task.task_id!r} is used at {other} too; give each "
+                        "task its own"
+                    )
             except ConfigError as error:
                 if not is_set:
                     raise
@@ -124,7 +127,7 @@ def load_tasks(
 def _files(path: Path) -> Iterator[Path]:
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise ConfigError(f"{path}: a task file ends in {', '.join(SUFFIXES)}")
+            raise ConfigError(f"{path}: the name of a task file must end in {', '.join(SUFFIXES)}")
         yield path
         return
     if not path.is_dir():
@@ -194,7 +197,7 @@ def _read_parquet(path: Path) -> Iterator[RawTask]:
     try:
         rows = pq.read_table(path).to_pylist()
     except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: the task file cannot be read: {error}") from error
     for number, row in enumerate(rows, 1):
         value = {name: _unpacked(name, cell) for name, cell in row.items() if cell is not None}
         yield RawTask(path, number, "", value)
@@ -210,7 +213,9 @@ def _read_json(path: Path, text: str) -> tuple[JSON, list[RawTask]]:
     try:
         whole = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: column {error.colno}: {error.msg}") from None
+        raise ConfigError(
+            f"{path}:{error.lineno}: not JSON at column {error.colno}: {error.msg}"
+        ) from None
     start = _after_space(text, 0)
     if isinstance(whole, list):
         return {}, [_raw(path, text, offset, value) for _, offset, value in _parts(text, start)]
@@ -243,7 +248,9 @@ def _common(path: Path, whole: JSON) -> JSON:
     """Return the `defaults` beside `tasks`."""
     strange = sorted(whole.keys() - {"defaults", "tasks"})
     if strange:
-        raise ConfigError(f"{path}:1: {strange[0]}: beside 'tasks' only 'defaults' may stand")
+        raise ConfigError(
+            f"{path}:1: unknown field {strange[0]!r}: beside 'tasks' only 'defaults' may stand"
+        )
     common = whole.get("defaults", {})
     if not isinstance(common, dict):
         raise ConfigError(f"{path}:1: defaults: must be an object, not {common!r}")
@@ -326,7 +333,10 @@ def _action(raw: RawTask, field: str, action: Action, folder: Path) -> Action:
     for name in needed.get(action.type, ("source", "target")):
         if getattr(action, name) is None:
             line = _line_of(raw, [field.split(".")[1]])
-            raise ConfigError(f"{raw.path}:{line}: {field}.{name}: {action.type!r} needs it")
+            raise ConfigError(
+                f"{raw.path}:{line}: {field}.{name} is missing: an action of type {action.type!r} "
+                "needs it"
+            )
     if action.source is None:
         return action
     source = folder / action.source
@@ -362,7 +372,10 @@ def with_template(task: Task, template: str) -> Task:
     known |= {f"metadata.{name}": str(value) for name, value in task.metadata.items()}
     holes = HOLE.findall(template)
     if "instruction" not in holes:
-        raise ConfigError("the template has no {{ instruction }}")
+        raise ConfigError(
+            "the instruction template must contain {{ instruction }}, the place of the task's "
+            "own text"
+        )
     if missing := sorted(set(holes) - known.keys()):
         message = f"task {task.task_id!r}: the template wants {missing}; known: {sorted(known)}"
         raise ConfigError(message)
@@ -451,7 +464,7 @@ def require_verified(tasks: Sequence[Task], path: Path) -> None:
     if bad := unsound(tasks, path):
         causes = ", ".join(f"{cause}: {count}" for cause, count in Counter(bad.values()).items())
         shown = "; ".join(f"{name} ({cause})" for name, cause in list(bad.items())[:5])
-        message = (
-            f"{path}: {len(bad)} of {len(tasks)} tasks are not verified as they are ({causes})"
+        raise ConfigError(
+            f"{path}: {len(bad)} of {len(tasks)} tasks are not verified as they are ({causes}):"
+            f" {shown}; run `bridle tasks verify --manifest {path}`"
         )
-        raise ConfigError(f"{message}: {shown}; run `bridle tasks verify --manifest {path}`")

@@ -138,7 +138,7 @@ class Maker:
                 raise Refused("no tests", f"{newer.file} has no test files")
             notes = change_notes(base, release)
             if self.hint == "notes" and not notes:
-                raise Refused("no change notes", "the files of changes say nothing new")
+                raise Refused("no change notes", "the change notes of the release say nothing new")
             self.say(f"{pair}: building")
             diff = await self._diff(base, release)
             if not any(is_test(PurePosixPath(path)) for path, _ in files_of(diff)):
@@ -176,14 +176,23 @@ class Maker:
     def _check(self, change: Change, versions: tuple[Version, Version]) -> None:
         """Refuse what is no work, too much work, or the same work again."""
         if not change.source or not without_versions(change.lines, versions):
-            raise Refused("version bump", "no other code line is changed")
+            raise Refused(
+                "version bump", "the release changes no line of code but its own version number"
+            )
         count, (fewest, most) = len(change.lines), CHANGED_LINES
         if not fewest <= count <= most:
-            raise Refused("size of the change", f"{count} changed code lines")
+            raise Refused(
+                "size of the change",
+                f"the release changes {count} lines of code; {fewest} to {most} are taken",
+            )
         for other, kept in self.kept:
             common = len(kept.lines & change.lines) / len(kept.lines | change.lines)
             if common >= ALIKE:
-                raise Refused("near-duplicate", f"{common:.0%} of the lines of {other}")
+                raise Refused(
+                    "near-duplicate",
+                    f"{common:.0%} of its changed lines are those of the task {other}, which is "
+                    "kept",
+                )
 
     async def _environment(
         self, release: Path, wheels: tuple[Wheel, Wheel], root: str
@@ -198,7 +207,10 @@ class Maker:
         }
         environment = await make_environment(requirements_of_tests(release, newer), files)
         if brings(environment.lock, base.name):
-            raise Refused("environment", f"what its tests need brings another {base.name}")
+            raise Refused(
+                "environment",
+                f"the requirements of the tests install another release of {base.name} itself",
+            )
         return environment
 
     async def _outcomes(
@@ -223,12 +235,13 @@ class Maker:
                 await _done(runtime, [*GIT, "apply", "--whitespace=nowarn", "-"], stdin=text)
             result = await runtime.exec(command, timeout_s=TESTS_S, output_limit=PATCH_LIMIT)
             if result.timed_out:
-                raise Refused("slow tests", f"they take more than {TESTS_S:.0f} s")
+                raise Refused("slow tests", f"the tests take more than {TESTS_S:.0f} s")
             said = result.stdout.decode(errors="replace")
             statuses = from_summary(said)
             if not statuses:
                 lines = (result.stderr.decode(errors="replace") or said).strip().splitlines()
-                raise Refused("tests do not run", lines[-1][:300] if lines else "no output")
+                said = lines[-1][:300] if lines else "no output"
+            raise Refused("tests do not run", f"the run reported no result of a test: {said}")
             return statuses
 
     def _task(
@@ -306,7 +319,7 @@ async def pairs(wanted: str) -> list[tuple[Source, Source]]:
     try:
         listed = json.loads(last(await host_python("-P", str(SOURCES), package)))["sources"]
     except Refused as error:
-        raise ConfigError(f"{package}: pip cannot list it: {error.detail}") from error
+        raise ConfigError(f"pip cannot list the releases of {package}: {error.detail}") from error
     known: dict[Version, Source] = {}
     for each in listed:
         version = Version(each["version"])
@@ -315,7 +328,10 @@ async def pairs(wanted: str) -> list[tuple[Source, Source]]:
             known[version] = Source(package, version, each["file"])
     for end in ends:
         if end not in known:
-            raise ConfigError(f"{wanted}: {package} {end} has no source distribution here")
+            raise ConfigError(
+                f"{wanted}: the package index has no source distribution (.tar.gz) of {package} "
+                f"{end}"
+            )
     within = sorted(v for v in known if not ends or ends[0] <= v <= ends[1])
     return [(known[a], known[b]) for a, b in pairwise(within)][::-1]
 
@@ -367,7 +383,9 @@ def unpack(archive: Path) -> Path:
         raise Refused("source distribution", str(error)) from error
     tops = [each for each in target.iterdir() if each.is_dir() and not each.is_symlink()]
     if len(tops) != 1:
-        raise Refused("source distribution", f"it has {len(tops)} folders at its top, not one")
+        raise Refused(
+            "source distribution", f"the archive has {len(tops)} folders at its top, not one"
+        )
     return tops[0]
 
 
@@ -375,7 +393,10 @@ def _dated(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
     """Return an entry with a time that a wheel can hold. `Refused` for what leads elsewhere."""
     found = safe_entry(entry, folder)
     if found is None:
-        raise Refused("source distribution", f"{entry.name[:200]!r} leads elsewhere")
+        raise Refused(
+            "source distribution",
+            f"the archive's entry {entry.name[:200]!r} leads out of its folder",
+        )
     return found.replace(mtime=max(entry.mtime, OLDEST))
 
 
@@ -415,7 +436,7 @@ def source_root(tree: Path, wheel: Wheel) -> str:
     for root in (".", "src", "lib", *tops):
         if modules and all((tree / root / name).is_file() for name in modules):
             return root
-    raise Refused("layout", "the wheel has modules that do not lie in the sources as they are")
+    raise Refused("layout", "the wheel has modules that are not in the source tree as they are")
 
 
 def divide(diff: str, root: str, installed: Iterable[str]) -> Change:
@@ -436,7 +457,7 @@ def divide(diff: str, root: str, installed: Iterable[str]) -> Change:
     try:
         "".join(tests).encode()
     except UnicodeEncodeError as error:
-        raise Refused("encoding", "the changes of its tests are not UTF-8") from error
+        raise Refused("encoding", "the release's changes to its tests are not UTF-8") from error
     return Change("".join(source), "".join(tests), tuple(files), frozenset(lines))
 
 
@@ -544,9 +565,16 @@ def outcomes(
     fail = tuple(sorted(name for name in passed if before.get(name) != "passed"))
     keep = tuple(sorted(name for name in passed if before.get(name) == "passed"))
     if not fail:
-        raise Refused("no failing test", "every test that passes on the release passes before")
+        raise Refused(
+            "no failing test",
+            "every test that passes on the release also passes on the version before it",
+        )
     if len(keep) < KEEP_PASSING:
-        raise Refused("few passing tests", f"{len(keep)} pass before and after")
+        raise Refused(
+            "few passing tests",
+            f"only {len(keep)} tests pass both before and after the change; at least "
+            f"{KEEP_PASSING} must",
+        )
     return Outcomes(fail, keep, tuple(flaky), seconds)
 
 
@@ -602,5 +630,8 @@ async def _done(
     )
     if not result.ok or result.truncated:
         said = result.stderr.decode(errors="replace").strip()[-300:]
-        raise Refused("source distribution", f"git: {said or 'its diff is too large'}")
+        raise Refused(
+            "source distribution",
+            f"git failed on the package's files: {said or 'the diff is too large'}",
+        )
     return result

@@ -56,13 +56,18 @@ def fetch(answer: Any, link: Any, target: Path) -> str:  # noqa: ANN401 - pip's 
         for piece in answer.iter_content(1 << 16):
             size += len(piece)
             if size > MOST_BYTES:
-                raise ValueError(f"{target.name} has more than {MOST_BYTES >> 20} MiB")
+                raise ValueError(
+                    f"the download {target.name} has more than {MOST_BYTES >> 20} MiB, the limit"
+                )
             file.write(piece)
             digest.update(piece)
             if named is not None:
                 named.update(piece)
     if named is not None and named.hexdigest() != link.hash:
-        raise ValueError(f"{target.name} has another {link.hash_name} than the index says")
+        raise ValueError(
+            f"the download {target.name} has another {link.hash_name} hash than the package index "
+            "says"
+        )
     return digest.hexdigest()
 
 

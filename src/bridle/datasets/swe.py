@@ -85,12 +85,14 @@ def swe_task(value: object, where: str) -> JSON:
     row = _instance(value) or {}
     graded = all(row.get(name) for name in GRADED)
     if not graded and (field := _not_graded(value)) is not None:
-        raise ConfigError(f"{where}: {field}: cannot be graded: {NOT_GRADED[field]}")
+        raise ConfigError(
+            f"{where}: {field}: rows with this field cannot be graded: {NOT_GRADED[field]}"
+        )
     for field in ("instance_id", "problem_statement", "repo"):
         _text(row, field, where)
     fail, keep = (_names(row, field, where) for field in ("FAIL_TO_PASS", "PASS_TO_PASS"))
     if not fail:
-        raise ConfigError(f"{where}: FAIL_TO_PASS: names no test, so nothing can be graded")
+        raise ConfigError(f"{where}: FAIL_TO_PASS: the row names no test, so nothing can be graded")
     image = next(
         (row[name] for name in ("image", "image_name", "docker_image") if row.get(name)), ""
     )
@@ -153,7 +155,9 @@ def decode_field(value: object) -> object:
 def _text(row: Mapping[str, Any], field: str, where: str, most: int = MOST_BYTES) -> str:
     value = row.get(field)
     if value is None or value == "":
-        raise ConfigError(f"{where}: {field}: the row has none; take the set's row as published")
+        raise ConfigError(
+            f"{where}: {field}: the row lacks this field; take the data set's row as published"
+        )
     if not isinstance(value, str):
         raise ConfigError(f"{where}: {field}: must be text, not {value!r:.80}")
     if (size := len(value.encode(errors="replace"))) > most:
@@ -173,7 +177,9 @@ def _patch(row: Mapping[str, Any], field: str, where: str, most: int = MOST_BYTE
     patch = _text(row, field, where, most)
     for path in re.findall(r"(?m)^(?:---|\+\+\+|rename to|copy to) (?:[ab]/)?([^\t\n]+)", patch):
         if path != "/dev/null" and (path.startswith("/") or ".." in PurePosixPath(path).parts):
-            raise ConfigError(f"{where}: {field}: writes outside of the repository: {path!r}")
+            raise ConfigError(
+                f"{where}: {field}: the patch writes outside of the repository: {path!r}"
+            )
     return patch.rstrip("\n") + "\n"
 
 
@@ -203,13 +209,15 @@ def _spec(row: Mapping[str, Any], image: str, where: str) -> tuple[JSON, str]:
                 f"{known['source']}, not {parser!r} (rows of SWE-rebench V2 cannot be graded yet)"
             )
         if not image:
-            raise ConfigError(f"{where}: docker_image: the set has no image for this row")
+            raise ConfigError(
+                f"{where}: docker_image: the row names no image, and its tests need one"
+            )
         return {"eval_type": BOTH_KINDS, **own}, image
     name, version = str(row["repo"]), str(row.get("version"))
     repo = specs["repos"].get(name.lower())
     if repo is None:
         raise ConfigError(
-            f"{where}: repo: {name!r} is in no set whose tests are known here; a row of any "
+            f"{where}: repo: {name!r} is in no data set whose tests are known here; a row of any "
             f"repository can be graded if it brings {', '.join(GRADED)}"
         )
     source = specs["sets"][repo["set"]]
@@ -265,7 +273,9 @@ def _tests(repo: str, command: str, patch: str, where: str) -> str:
             names = [stem.replace("/", ".") for stem in stems]
         words = [shlex.quote(name) for name in names]
     if not words:
-        raise ConfigError(f"{where}: test_patch: changes no file that could be tested")
+        raise ConfigError(
+            f"{where}: test_patch: the patch changes no test file, so there is no test to run"
+        )
     return " ".join([command, *words])
 
 
@@ -279,7 +289,10 @@ def _with_bug(
     fail by it.
     """
     if any(".py::" not in name for name in names):
-        raise ConfigError(f"{where}: FAIL_TO_PASS: of SWE-smith only Python's rows can be graded")
+        raise ConfigError(
+            f"{where}: FAIL_TO_PASS: of the data set SWE-smith only rows of Python repositories "
+            "can be graded"
+        )
     patch = _patch(row, "patch", where, MOST_ARGUMENT)
     hidden = sorted({name.partition("::")[0] for name in fail})
     lines = [

@@ -286,7 +286,10 @@ def _read_choice(choice: JSON, tools: ToolList) -> str:
             name = name_at(choice, "name", "tool_choice")
             return name if name in tools.deferred else check_choice(name, tools, "tool_choice.name")
         case other:
-            raise RequestError(f"tool_choice.type: unknown {other!r}", param="tool_choice.type")
+            raise RequestError(
+                f"tool_choice.type: unknown {other!r}; known: auto, any, tool, none",
+                param="tool_choice.type",
+            )
 
 
 def _read_prefill(last: Message, span: bytes, *, thinks: bool) -> str | None:

@@ -195,7 +195,10 @@ def ignored_fields(head: JSON, table: str, path: str = "") -> JSON:
         elif _asks_nothing(name, value):
             continue
         elif use is Use.REFUSED:
-            raise RequestError(f"'{full}' is not available here.", param=full)
+            raise RequestError(
+                f"'{full}' is not supported by this gateway; remove it from the request.",
+                param=full,
+            )
         else:
             found.setdefault("unenforced", []).append(full)
     return dict(found)

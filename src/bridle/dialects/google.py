@@ -270,7 +270,10 @@ def _read_choice(head: JSON, tools: ToolList) -> str:
         case "AUTO" | "VALIDATED" | "MODE_UNSPECIFIED":
             return "auto"
         case _:
-            raise RequestError(f"{path}.mode: unknown {mode!r}", param=f"{path}.mode")
+            raise RequestError(
+                f"{path}.mode: unknown {mode!r}; known: AUTO, ANY, VALIDATED, NONE",
+                param=f"{path}.mode",
+            )
 
 
 def _read_schema(config: JSON) -> JSON | None:

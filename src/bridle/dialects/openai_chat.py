@@ -304,7 +304,9 @@ def _refuse_many(head: JSON) -> None:
     for key in ("n", "best_of"):
         value = head.get(key)
         if value is not None and (value != 1 or isinstance(value, bool)):
-            raise RequestError(f"Only one choice is sampled: '{key}' must be 1.", param=key)
+            raise RequestError(
+                f"The gateway samples only one choice: '{key}' must be 1.", param=key
+            )
 
 
 def _ineffective(head: JSON) -> JSON:
@@ -548,7 +550,11 @@ def read_choice(head: JSON, tools: ToolList) -> str:
         case dict():
             return check_choice(_chosen(asked, key), tools, key)
         case str():
-            raise RequestError(f"Invalid value for '{key}': {asked!r}.", param=key)
+            raise RequestError(
+                f"Invalid value for '{key}': {asked!r}. Supported values are: 'none', 'auto' and "
+                "'required'.",
+                param=key,
+            )
         case _:
             raise wrong(key, "a string or an object", asked)
 

@@ -494,7 +494,9 @@ def read_item(item: JSON, path: str) -> tuple[Message, ...]:
     """Return the message of one input or output item; none for `additional_tools` or an update."""
     kind = text_at(item, "type", path)
     if kind is None and "role" not in item:
-        raise RequestError(f"'{path}' has neither 'type' nor 'role'.", param=path)
+        raise RequestError(
+            f"'{path}' has neither 'type' nor 'role'; an input item needs one of them.", param=path
+        )
     match kind:
         case None | "message":
             return (_read_message(item, path),)

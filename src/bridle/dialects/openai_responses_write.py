@@ -614,7 +614,10 @@ def items_page(spans: Sequence[bytes], query: str) -> bytes:
     asked = {name: values[-1] for name, values in parse_qs(query).items()}
     limit = _limit(asked.get("limit", "20"))
     if (order := asked.get("order", "desc")) not in ("asc", "desc"):
-        raise RequestError(f"Invalid value for 'order': {order!r}.", param="order")
+        raise RequestError(
+            f"Invalid value for 'order': {order!r}. Supported values are: 'asc' and 'desc'.",
+            param="order",
+        )
     # A span is one or several items, joined with commas.
     stored = [an_object(one, "input") for span in spans for one in decode(b"[%b]" % span, "input")]
     items = [_shown(item, place) for place, item in enumerate(stored)]
@@ -623,7 +626,10 @@ def items_page(spans: Sequence[bytes], query: str) -> bytes:
     if (after := asked.get("after")) is not None:
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise RequestError(f"No item with id {after!r}.", param="after")
+            raise RequestError(
+                f"Invalid value for 'after': the response's input has no item with id {after!r}.",
+                param="after",
+            )
         items = items[places[0] + 1 :]
     page = items[:limit]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}

@@ -126,7 +126,9 @@ def check_choice(choice: str, tools: ToolList, path: str) -> str:
     if choice not in modes and all(spec.name != choice for spec in tools.specs):
         raise RequestError(f"Tool choice {choice!r} not found in 'tools' parameter.", param=path)
     if choice == "required" and not tools.specs:
-        raise RequestError("A tool is required, but 'tools' has none.", param=path)
+        raise RequestError(
+            "The tool choice asks for a tool call, but 'tools' has no tool.", param=path
+        )
     return choice
 
 

@@ -542,7 +542,10 @@ def proved_decoder(model: PreTrainedModel, vocab_size: int, length: int, **limit
                 _log.warning("embedded engine computes %r (%s)", decoder.name, "; ".join(faults))
             return decoder
         faults.append(f"{decoder.name}: logits differ by {worst:.2g}")
-    raise EngineError(f"not a causal language model that can be sampled: {'; '.join(faults)}")
+    raise EngineError(
+        "the embedded engine cannot sample this model as a causal language model: "
+        f"{'; '.join(faults)}"
+    )
 
 
 def _decoders(

@@ -162,14 +162,20 @@ class EmbeddedEngine:
         """Make the call of a request; raises the error that `generate` documents."""
         sampling = request.sampling
         if request.request_id in self._calls:
-            raise EngineError(f"request {request.request_id!r} is already in flight", status=400)
+            raise EngineError(
+                f"request {request.request_id!r} is already in flight; give each request an id of "
+                "its own",
+                status=400,
+            )
         if request.grammar is not None:
             raise EngineError(
-                "the embedded engine cannot constrain samples by a grammar", status=400
+                "the embedded engine cannot constrain samples by a grammar: use another engine, "
+                "such as vLLM",
+                status=400,
             )
         prompt = request.prompt.array()
         if len(prompt) == 0:
-            raise EngineError("the prompt is empty", status=400)
+            raise EngineError("the prompt is empty; it needs at least one token id", status=400)
         check_vocabulary(prompt, loaded.vocab_size)
         _check_sampling(sampling)
         room = loaded.context_length - len(prompt)

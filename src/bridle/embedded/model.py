@@ -97,7 +97,10 @@ def load(
         )
     room = decoder.limit(cache_bytes - prefix_bytes)
     if room == 0:
-        raise EngineError(f"a cache of {cache_bytes} bytes is too small for one call")
+        raise EngineError(
+            f"the embedded engine's cache of {cache_bytes} bytes is too small for one call; give "
+            "it more"
+        )
     limits = [context, max_context, room]
     return LoadedModel(
         model=model,
@@ -118,7 +121,10 @@ def base_of(folder: Path) -> Path:
         return folder
     base = read_config(folder, ADAPTER).get("base_model_name_or_path")
     if not base or not isinstance(base, str):
-        raise EngineError(f"{folder / ADAPTER} names no base_model_name_or_path")
+        raise EngineError(
+            f"the LoRA adapter's file {folder / ADAPTER} lacks base_model_name_or_path, the "
+            "folder of its model"
+        )
     return Path(base)
 
 
@@ -180,7 +186,7 @@ def load_model(folder: Path, *, dtype: str, device: torch.device) -> PreTrainedM
     missing = sorted(report["missing_keys"])
     if missing:
         raise EngineError(
-            f"{base} lacks {len(missing)} of the model's weights, {missing[0]!r} first"
+            f"model folder {base} lacks {len(missing)} of the model's weights, {missing[0]!r} first"
         )
     if base is not folder:
         load_adapter(model, folder)
@@ -205,7 +211,10 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     except Exception as error:
         raise EngineError(f"the LoRA adapter in {folder} cannot be loaded: {error}") from error
     if unknown:
-        raise EngineError(f"the LoRA adapter in {folder} is of another model: {unknown[0]}")
+        raise EngineError(
+            f"the LoRA adapter in {folder} is of another model: the base model has no place for "
+            f"{unknown[0]!r}"
+        )
 
 
 def _merge(model: PreTrainedModel) -> None:
@@ -294,8 +303,8 @@ def weights_of(
     unknown = sorted(weights.keys() - own.keys())
     if missing or unknown:
         raise EngineError(
-            f"the weights do not fit the model: {len(missing)} missing {missing[:2]}, "
-            f"{len(unknown)} unknown {unknown[:2]}"
+            f"the weights do not fit the model: {len(missing)} of its weights are missing, such "
+            f"as {missing[:2]}, and {len(unknown)} are unknown, such as {unknown[:2]}"
         )
     for name, tensor in weights.items():
         if tensor.shape != own[name].shape:

@@ -85,8 +85,8 @@ class Routing:
             places = [int(one[1]) for one in found if one is not None]
             if rows.shape[1] != self._of().config.get_text_config().num_hidden_layers:
                 raise TrainingError(
-                    f"experts of {rows.shape[1]} layers were recorded; the model has {layers} with "
-                    "experts"
+                    f"experts of {rows.shape[1]} layers were recorded; the model has {layers} "
+                    "layers with experts"
                 )
             rows = rows[:, places]
         return torch.from_numpy(rows.astype(np.int64)).to(self._of().device)
@@ -145,9 +145,15 @@ class _Chosen(TorchFunctionMode):  # type: ignore[misc]
         if own.shape[1:] != self.rows.shape[1:] or self._experts not in {None, scores.shape[-1]}:
             return found
         if len(own) != len(self.rows):
-            raise TrainingError(f"experts of {len(self.rows)} tokens for a pass of {len(own)}")
+            raise TrainingError(
+                f"experts of {len(self.rows)} tokens were recorded, and the forward pass has "
+                f"{len(own)} tokens"
+            )
         if int(self.rows.max()) >= scores.shape[-1]:
-            raise TrainingError(f"expert {int(self.rows.max())} of {scores.shape[-1]} was recorded")
+            raise TrainingError(
+                f"expert {int(self.rows.max())} was recorded, and the model has only "
+                f"{scores.shape[-1]} experts"
+            )
         self.used = True
         chosen = torch.where(self.rows < 0, own, self.rows)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))

@@ -213,7 +213,7 @@ def as_version(given: int | str, *, unnamed: int | None = None) -> int:
         return int(given)
     except ValueError:
         raise EngineError(
-            f"weight version {given!r} is no number; number the versions, as in "
+            f"the engine's weight version {given!r} is not a number; number the versions, as in "
             '`POST /update_weight_version {"new_version": "7"}`',
             status=400,
         ) from None
@@ -237,7 +237,7 @@ async def ids_from(client: EngineClient, path: str, body: JSON) -> Ids:
         listed = answer.tokens if answer.tokens not in vllm_schemas.ABSENT else answer.token_ids
         return parse_ids(compact(bytes(listed)))
     except (msgspec.MsgspecError, IdsError) as error:
-        raise EngineError(f"{client.base_url}{path} returns no ids: {error}") from None
+        raise EngineError(f"{client.base_url}{path} returned no token ids: {error}") from None
 
 
 class _RouteIds(msgspec.Struct):
@@ -304,7 +304,7 @@ class ReplyCheck:
             self._check_range("sampled", low, high)
         found = values.size
         if found != count and (found or self._needs_logprobs):
-            raise GarbledError(f"the engine gave {count} ids, but {found} logprobs")
+            raise GarbledError(f"the engine gave {count} token ids, but {found} logprobs")
         if not found:
             return
         least, largest = (values.argmin(), values.argmax()) if found > 1 else (0, 0)
@@ -327,7 +327,7 @@ class ReplyCheck:
         limit = self._limit
         if low < 0 or (limit is not None and high >= limit):
             wrong = low if low < 0 else high
-            raise GarbledError(f"the engine {did} id {wrong}; its vocabulary has {limit} ids")
+            raise GarbledError(f"the engine {did} token id {wrong}; its vocabulary has {limit} ids")
 
 
 def check_paired(ids: Ids, named: Ids | npt.NDArray[np.integer]) -> None:
@@ -337,6 +337,6 @@ def check_paired(ids: Ids, named: Ids | npt.NDArray[np.integer]) -> None:
     if not np.array_equal(named, ids):
         wrong = int(np.argmin(named == ids))
         raise GarbledError(
-            f"the engine's logprobs belong to other ids: at {wrong} it sampled {int(ids[wrong])} "
-            f"and gives the logprob of {int(named[wrong])}"
+            f"the engine's logprobs belong to other token ids: at position {wrong} it sampled id "
+            f"{int(ids[wrong])} and gives the logprob of id {int(named[wrong])}"
         )

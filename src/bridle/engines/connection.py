@@ -154,19 +154,21 @@ class HttpReply:
     @staticmethod
     def _bound(size: int) -> None:
         if size > MOST_BYTES:
-            raise ConnectionError(f"a reply of more than {MOST_BYTES >> 20} MiB")
+            raise ConnectionError(
+                f"the server's reply is larger than {MOST_BYTES >> 20} MiB, the limit"
+            )
 
     def _read_head(self) -> bool:
         text = self.body
         end = text.find(b"\r\n\r\n")
         if end < 0:
             if len(text) > _HEAD_BYTES or not b"HTTP/1.".startswith(text[:7]):
-                raise ConnectionError("no HTTP reply")
+                raise ConnectionError("the server's reply is not valid HTTP/1.1")
             self._pieces = [text]
             return False
         first = _STATUS.match(text, 0, end)
         if first is None:
-            raise ConnectionError("no HTTP reply")
+            raise ConnectionError("the server's reply is not valid HTTP/1.1")
         self._pieces = [text[end + 4 :]]
         self._size = len(text) - end - 4
         status = int(first[2])
@@ -194,7 +196,7 @@ class HttpReply:
                 self._length = int(value)
                 self._bound(self._length)
             case b"content-length":
-                raise ConnectionError("no HTTP reply")
+                raise ConnectionError("the server's reply is not valid HTTP/1.1")
             case b"content-type":
                 self._content_type = value
             case b"retry-after":
@@ -219,11 +221,11 @@ class HttpReply:
         while (end := rest.find(b"\r\n", at, at + _HEAD_BYTES)) >= 0:
             size_text = rest[at:end].partition(b";")[0].strip()
             if not size_text.isalnum():
-                raise ConnectionError("no HTTP reply")
+                raise ConnectionError("the server's reply is not valid HTTP/1.1")
             try:
                 size = int(size_text, 16)
             except ValueError:
-                raise ConnectionError("no HTTP reply") from None
+                raise ConnectionError("the server's reply is not valid HTTP/1.1") from None
             if size == 0:
                 if rest.find(b"\r\n\r\n", end, end + _HEAD_BYTES) < 0:
                     break  # its trailers are still to come
@@ -236,7 +238,7 @@ class HttpReply:
             at = begin + size + 2
         else:
             if len(rest) - at > _HEAD_BYTES:
-                raise ConnectionError("no HTTP reply")
+                raise ConnectionError("the server's reply is not valid HTTP/1.1")
         del rest[:at]
         return False
 

@@ -123,7 +123,7 @@ class TextIds:
     def __init__(self, text: bytes) -> None:
         self._text = compact(text)
         if self._text[:1] != b"[" or self._text[-1:] != b"]":
-            raise IdsError("not a JSON array of token ids")
+            raise IdsError("the prompt's text is not a JSON array of token ids")
 
     def __len__(self) -> int:
         return self.length

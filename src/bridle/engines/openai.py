@@ -127,8 +127,8 @@ class OpenAIEngine:
         if self._model is None:
             names = ", ".join(sorted(models)[:8]) or "none that it lists"
             raise EngineError(
-                f"{self._client.base_url} has several models: name one, as in openai:URL#MODEL "
-                f"({names})"
+                f"the server {self._client.base_url} has several models: name one, as in "
+                f"openai:URL#MODEL ({names})"
             )
         length = models.get(self._model, {}).get("max_model_len")
         self._context_length = length if isinstance(length, int) else UNKNOWN_CONTEXT
@@ -182,7 +182,10 @@ class OpenAIEngine:
         Raises `EngineError` (400 without messages), and `CutError` for a reply that breaks off.
         """
         if not request.messages:
-            raise EngineError("this engine takes messages, not token ids", status=400)
+            raise EngineError(
+                "an engine `openai:URL` takes messages, and this request has only token ids",
+                status=400,
+            )
         call = self._calls[request.request_id] = HttpCall()
         text, count = MessageText(), 0
         held: GenerateChunk | None = None

@@ -97,7 +97,7 @@ class EnginePool(EngineHandover):
 
     def _know(self, one: Replica) -> None:
         if one.name in self._replicas:
-            raise ConfigError(f"two replicas are named {one.name!r}")
+            raise ConfigError(f"two replicas are named {one.name!r}; name each replica once")
         self._replicas[one.name] = one
 
     # ---- life
@@ -558,7 +558,7 @@ class EnginePool(EngineHandover):
         """
         one = self._replicas[name]
         if len(self._replicas) == 1:
-            raise ConfigError(f"{name!r} is the only replica; add another one first")
+            raise ConfigError(f"replica {name!r} is the only one; add another before you remove it")
         await self.drain(name, timeout_s=timeout_s)
         self._absent |= {one: kept for one, kept in self.released().items() if one == name}
         del self._replicas[name]
@@ -620,7 +620,7 @@ class EnginePool(EngineHandover):
             if one.state is ReplicaState.LIVE:
                 with one.touching():
                     return await one.engine.see(messages, tools, arguments)
-        raise EngineError("no replica is ready", retryable=True)
+        raise EngineError("no replica of the engine is ready; try again later", retryable=True)
 
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON

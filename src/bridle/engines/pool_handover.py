@@ -138,8 +138,8 @@ class EngineHandover(WeightUpdates):
                 other |= weights is not None and self._latest != (weights, version)
                 if one not in back and other and not one.state.out:
                     raise ConfigError(
-                        f"{one.name} is {one.state} under version {one.version}: only a released "
-                        "engine is resumed with another one, or with weights"
+                        f"replica {one.name} is {one.state} under weight version {one.version}: "
+                        "only a released replica is resumed with another version, or with weights"
                     )
             for one in back:
                 one.released_by, one.cut = "", False
@@ -154,7 +154,9 @@ class EngineHandover(WeightUpdates):
                         self.lost(one, EngineError(one.error or "it was not resumed"))
         if back and not any(task.result() for task in tasks):
             raise EngineError(
-                f"no engine came back: {back[0].name}: {back[0].error}", retryable=True
+                f"no released replica could be resumed; {back[0].name} failed with: "
+                f"{back[0].error}",
+                retryable=True,
             )
 
     async def _resume(self, one: Replica, version: int | None, weights: Weights | None) -> bool:
@@ -210,7 +212,9 @@ class EngineHandover(WeightUpdates):
         there = (*self._replicas, *self._absent)
         known = {*there, *(engine_id(name) for name in there)}
         if unknown := set(names or ()) - known:
-            raise ConfigError(f"no replica {min(unknown)!r}; there are: {sorted(self._replicas)}")
+            raise ConfigError(
+                f"the engine has no replica {min(unknown)!r}; it has: {sorted(self._replicas)}"
+            )
         return [one for one in self._replicas.values() if one.named_in(names)]
 
 
@@ -232,6 +236,6 @@ def _check_owner(replicas: Collection[Replica], by: str) -> None:
     for one in replicas:
         if one.state is ReplicaState.RELEASED and one.released_by != by:
             raise ConfigError(
-                f"{one.name} is released to {one.released_by!r}, not to {by!r}: only that trainer "
-                "resumes it; who stands in for it gives its name as `by`"
+                f"replica {one.name} is released to trainer {one.released_by!r}, not to {by!r}: "
+                "only that trainer resumes it; who stands in for it gives its name as `by`"
             )

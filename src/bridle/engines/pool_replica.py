@@ -221,7 +221,11 @@ class Replica:
         released.
         """
         if self.state is ReplicaState.RELEASED:
-            raise EngineError(f"{self.name} is released to its trainer", retryable=True)
+            raise EngineError(
+                f"replica {self.name} is released to its trainer, and answers no calls until it "
+                "is resumed",
+                retryable=True,
+            )
         self.touches += 1
         try:
             yield
@@ -401,11 +405,14 @@ def check_fit(name: str, its: EngineInfo | None, ours: EngineInfo | None) -> Non
                 "one model in one way (other models have a name of their own in [models])"
             )
     if ours.pictures and not its.pictures:
-        raise EngineError(f"replica {name} takes no images with ids, the others do")
+        raise EngineError(
+            f"replica {name} takes no images beside token ids, and the others do; replicas must "
+            "be alike"
+        )
     if its.context_length < ours.context_length:
         raise EngineError(
-            f"replica {name} has a context of {its.context_length} tokens, the others "
-            f"{ours.context_length}"
+            f"replica {name} has a context of {its.context_length} tokens, the others have "
+            f"{ours.context_length}; replicas must be alike"
         )
 
 
@@ -476,7 +483,7 @@ class WeightUpdates(ABC):
             await self.release()
             if isinstance(error, TimeoutError):
                 raise EngineError(
-                    f"calls were still running {timeout_s:g} s after the hold"
+                    f"sampling was not held: calls were still running after {timeout_s:g} s"
                 ) from None
             raise
 
@@ -514,9 +521,14 @@ class WeightUpdates(ABC):
         released = [one for one in self.each() if one.state is ReplicaState.RELEASED]
         for one in released:
             if only is not None and one.named_in(only):
-                raise EngineError(f"{one.name} is released: it loads weights when it is resumed")
+                raise EngineError(
+                    f"replica {one.name} is released to its trainer: it loads weights when it is "
+                    "resumed"
+                )
         if not self._up() and not (only_older and released):
-            raise EngineError("no live replica can take weights", retryable=True)
+            raise EngineError(
+                "no replica is live, so none can take weights; try again later", retryable=True
+            )
         failed: list[str] = []
         logged: set[str] = set()
         # Again for those that came back meanwhile, with weights that were the newest then.
@@ -650,8 +662,9 @@ def check_version(replicas: Collection[Replica], version: int | None) -> None:
             continue
         if engine.adapted():
             raise ConfigError(
-                f"{one.name} samples with the LoRA adapter of version {one.version}, and a version "
-                f"alone changes no adapter: give the folder of version {version} as `weights`"
+                f"replica {one.name} samples with the LoRA adapter of version {one.version}, and "
+                f"a version alone changes no adapter: give the folder of version {version} as "
+                "`weights`"
             )
 
 

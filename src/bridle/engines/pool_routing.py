@@ -193,8 +193,8 @@ class FailureTracker:
         now = time.monotonic()
         if now < record.until:
             raise EngineError(
-                f"{STRIKES} tries of this session failed in a row while other sessions were "
-                f"served; one call is tried every {QUARANTINE_S:g} s",
+                f"the last {STRIKES} tries of this session failed while other sessions were "
+                f"served; until it works again, one call is tried every {QUARANTINE_S:g} s",
                 kind=record.kind,
             )
         record.until = now + QUARANTINE_S

@@ -101,7 +101,8 @@ class SglangEngine(ServerAdapter):
         about = await self._first("/model_info", "/get_model_info")
         if "model_path" not in about:
             raise EngineError(
-                f"{self._client.base_url} has no /model_info: is this SGLang, or {ROUTER}"
+                f"the server {self._client.base_url} has no /model_info: is this SGLang, or "
+                f"{ROUTER}"
             )
         for self._health_path in ("/server_info", "/get_server_info", "/model_info"):
             if served := await self._client.get(self._health_path, optional=True):
@@ -141,7 +142,9 @@ class SglangEngine(ServerAdapter):
                        served.get("context_length"), served.get("max_req_input_len")):  # fmt: skip
             if isinstance(length, int):
                 return length
-        raise EngineError(f"{self._client.base_url} reports no context length")
+        raise EngineError(
+            f"the SGLang server {self._client.base_url} reports no context length of its model"
+        )
 
     async def _find_limits(self) -> None:
         """Find the vocabulary size, and whether seeds are known, by calls that must be refused."""
@@ -268,7 +271,10 @@ class SglangEngine(ServerAdapter):
         body = {"model_path": str(source), "weight_version": str(version)}
         try:
             if not await self._client.command("/update_weights_from_disk", body):
-                raise EngineError(f"{self._client.base_url} takes no weights")
+                raise EngineError(
+                    f"the SGLang server {self._client.base_url} takes no weights: it has no route "
+                    "/update_weights_from_disk"
+                )
             self.version = version
         finally:
             if not held:

@@ -313,7 +313,7 @@ class Reading:
         if not triples and not self.strict:
             return np.empty(0, np.float32)
         if len(triples) != len(ids):
-            raise GarbledError(f"the engine gave {len(ids)} ids, but {len(triples)} logprobs")
+            raise GarbledError(f"the engine gave {len(ids)} token ids, but {len(triples)} logprobs")
         check_paired(ids, np.array([one[1] for one in triples], dtype=np.int64))
         values = [one[0] for one in triples]
         if None in values:
@@ -382,7 +382,9 @@ def _rest(text: bytes, known: bytes) -> bytes:
     if len(known) <= 2:
         return text
     if not text.startswith(known[:-1]) or text[len(known) - 1 : len(known)] not in {b",", b"]"}:
-        raise IdsError("a stream chunk repeats other tokens than before")
+        raise IdsError(
+            "the engine's stream repeats its earlier tokens, and they are others than before"
+        )
     return b"[" + text[len(known) - 1 :].removeprefix(b",")
 
 
@@ -390,7 +392,10 @@ def _finish(matched: Matched | None) -> FinishReason | None:
     if matched is None:
         return None
     if matched.type not in vllm_schemas.FINISH:
-        raise EngineError(f"the engine ended a reply with {matched.type!r}", retryable=True)
+        raise EngineError(
+            f"the engine ended a reply with the unknown finish reason {matched.type!r}",
+            retryable=True,
+        )
     if matched.type == "abort" and matched.status_code is not None:
         raise EngineError(
             f"the engine aborted the request: {matched.message}",

@@ -99,7 +99,9 @@ class VllmTeacher(ServedTeacher):
         """
         models = (await self._client.get("/v1/models")).get("data") or []
         if not models:
-            raise EngineError(f"{self._client.base_url}/v1/models lists no model")
+            raise EngineError(
+                f"the teacher's server lists no model at {self._client.base_url}/v1/models"
+            )
         self._model = str(models[0]["id"])
         return tokenizer_dir(models[0].get("root"))
 
@@ -163,7 +165,8 @@ def served_teacher(spec: str) -> ServedTeacher:
     kind, _, target = spec.partition(":")
     if kind not in TEACHERS or not target:
         raise ConfigError(
-            f"teacher {spec!r} is none of embedded:DIR, http://HOST:PORT (vLLM), sglang:URL"
+            f"unknown teacher {spec!r}; known forms: embedded:DIR, http://HOST:PORT (vLLM), "
+            "sglang:URL"
         )
     return TEACHERS[kind](target if kind == "sglang" else spec)
 
@@ -213,7 +216,7 @@ def _read(body: bytes, decoder: msgspec.json.Decoder[_Read]) -> _Read:
 def _check_ids(sent: Ids, found: Sequence[int]) -> None:
     if sent.tolist() != list(found):
         raise GarbledError(
-            f"the teacher scored other ids than it was sent ({len(found)} for {len(sent)})"
+            f"the teacher scored other token ids than it was sent ({len(found)} for {len(sent)})"
         )
 
 

@@ -120,7 +120,9 @@ class VllmEngine(ServerAdapter, Immediate):
         models = [one for one in listed if isinstance(one, dict) and isinstance(one.get("id"), str)]
         names = [one["id"] for one in models]
         if not models:
-            raise EngineError(f"{self._client.base_url}/v1/models lists no model")
+            raise EngineError(
+                f"the vLLM server lists no model at {self._client.base_url}/v1/models"
+            )
         if not self._model:
             return models[0]
         if self._model not in names:
@@ -171,7 +173,7 @@ class VllmEngine(ServerAdapter, Immediate):
         that reports no version of its weights is refused before anything is changed.
         """
         if not self._takes_weights:
-            raise EngineError(f"{self._client.base_url} takes no weights: {NEEDED}")
+            raise EngineError(f"the vLLM server {self._client.base_url} takes no weights: {NEEDED}")
         await load_weights(self._client, source, version, served=self._served)
         await self._adapters.unload_all()
         self.version = version
@@ -389,7 +391,9 @@ class VllmEngine(ServerAdapter, Immediate):
         if not self._strict or chunk is None:
             return
         if chunk.logprobs.size != chunk.output_ids.size:
-            raise GarbledError(f"the engine gave {len(chunk.output_ids)} ids without logprobs")
+            raise GarbledError(
+                f"the engine gave {len(chunk.output_ids)} token ids without a logprob of each"
+            )
         if chunk.finish_reason is FinishReason.STOP and not read.has_ids:
             raise GarbledError("the engine's reply has no token ids")
 
@@ -540,12 +544,12 @@ async def load_weights(
         if error.status is None:
             raise
         raise WeightsLostError(
-            f"{error}. Its weights are gone: start it anew, and look whether {source} is there on "
-            "its machine with weights of its model's shapes",
+            f"{error}. The engine's weights are lost: start it anew, and look whether {source} is "
+            "there on its machine with weights of its model's shapes",
             status=error.status,
         ) from error
     if not known:
-        raise EngineError(f"{client.base_url} takes no weights: {NEEDED}")
+        raise EngineError(f"the vLLM server {client.base_url} takes no weights: {NEEDED}")
     await client.command("/reset_prefix_cache")
     await client.command("/update_weight_version", {"new_version": str(version)})
 
@@ -558,17 +562,17 @@ def check_folder(source: Path, served: Path | None) -> None:
     """
     if not source.is_dir():
         if served is not None:
-            raise EngineError(f"{source} is no folder")
+            raise EngineError(f"the folder of weights does not exist: {source}")
         return
     if not any(source.glob("*.safetensors")) and not any(source.glob("*.bin")):
-        raise EngineError(f"{source} has no weights (*.safetensors)")
+        raise EngineError(f"folder {source} has no weights (*.safetensors)")
     if served is None:
         return
     new, old = read_config(source), read_config(served)
     other = [name for name in SHAPE if name in new and name in old and new[name] != old[name]]
     if other:
         differences = ", ".join(f"{name} {new[name]} instead of {old[name]}" for name in other)
-        raise EngineError(f"{source} is another model than the server's: {differences}")
+        raise EngineError(f"folder {source} has another model than the server's: {differences}")
 
 
 def weights_finding(*, served: Path | None, routes: bool) -> Finding:
@@ -630,8 +634,8 @@ class LoraAdapters:
             raise EngineError(f"{error}{fix}", status=error.status) from error
         if not known:
             raise EngineError(
-                f"{self._client.base_url} does not load the LoRA adapter {folder}: start vLLM with "
-                f"{FLAGS}, where it sees this folder"
+                f"the vLLM server {self._client.base_url} does not load the LoRA adapter "
+                f"{folder}: start vLLM with {FLAGS}, where it sees this folder"
             )
         self._names.append(name)
         self.newest = name

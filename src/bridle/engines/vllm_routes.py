@@ -192,9 +192,9 @@ async def _rendered(client: EngineClient, path: str, body: JSON) -> _Rendered:
     try:
         rendered = msgspec.json.decode(text, type=_Rendered)
     except msgspec.MsgspecError as error:
-        raise EngineError(f"{client.base_url}{path} cannot be read: {error}") from None
+        raise EngineError(f"the reply of {client.base_url}{path} cannot be read: {error}") from None
     if not rendered.token_ids and not rendered.tokens:
-        raise EngineError(f"{client.base_url}{path} returns no ids")
+        raise EngineError(f"{client.base_url}{path} returned no token ids")
     return rendered
 
 
@@ -527,7 +527,9 @@ def _read_together(choices: list[vllm_schemas.VllmChoice]) -> Read:
     entries = [one.logprobs.content or [] for one in choices if one.logprobs is not None]
     texts = [bytes(one.token_ids)[1:-1] for one in choices]
     if [*map(len, entries)] != [1 + commas for commas in map(bytes.count, texts, repeat(b","))]:
-        raise GarbledError("a piece has more ids than logprobs, or fewer")
+        raise GarbledError(
+            "a chunk of the engine's stream has more token ids than logprobs, or fewer"
+        )
     ids_text = b"[" + b",".join(texts) + b"]"
     ids, logprobs, paired = _sampled(vllm_schemas.Logprobs([*chain(*entries)]), ids_text)
     chunk = GenerateChunk(ids, logprobs, first=len(entries[0]))
@@ -545,7 +547,9 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
         return Read(None, cached, None, None, None, None, False, prompt_tokens)  # noqa: FBT003
     choice = answer.choices[0]
     if (reason := choice.finish_reason) is not None and reason not in vllm_schemas.FINISH:
-        raise EngineError(f"the engine ended a reply with {reason!r}", retryable=True)
+        raise EngineError(
+            f"the engine ended a reply with the unknown finish reason {reason!r}", retryable=True
+        )
     spans: tuple[VersionSpan, ...] = ()
     for span in choice.weight_versions or ():
         version = as_version(span.version, unnamed=unnamed)
@@ -624,7 +628,7 @@ def _parsed(ids_text: bytes, given: vllm_schemas.Logprobs, count: int) -> tuple[
     if not ids.size:
         return ids, None
     if count != ids.size:
-        raise GarbledError(f"the engine gave {len(ids)} ids, but {count} logprobs")
+        raise GarbledError(f"the engine gave {len(ids)} token ids, but {count} logprobs")
     content = given.content or []
     has_numbers = bool(content) and content[0].token_id is not None
     numbers = [entry.token_id for entry in content] if has_numbers else [None]

@@ -104,7 +104,10 @@ class CommandEvaluator(Configured[CommandSettings]):
         """Remove what stands in the reward's place (in a trusted place, that of the agent)."""
         cleared = await runtime.exec(["bash", "-c", CLEAR, "bash", name])
         if not cleared.ok:
-            raise Unscorable(f"{name} cannot be removed: {_tail(cleared)}")
+            raise Unscorable(
+                f"the agent's {name}, which stands in the reward file's place, cannot be removed: "
+                f"{_tail(cleared)}"
+            )
 
     def _refuse_unusable(self, result: ExecResult) -> None:
         if result.timed_out:
@@ -115,7 +118,7 @@ class CommandEvaluator(Configured[CommandSettings]):
             how = f"could not be run (exit code {result.exit_code})"
         else:
             return
-        raise CheckerFailure(f"evaluator command {how}", _tail(result))
+        raise CheckerFailure(f"the evaluator's command gave no reward: it {how}", _tail(result))
 
 
 def parse_reward(text: str, name: str) -> tuple[float, JSON]:
@@ -179,7 +182,9 @@ class HarborEvaluator(Configured[HarborSettings]):
         """
         source = context.task_dir / self._settings.tests
         if not (source / "test.sh").is_file():
-            raise EvaluatorError(f"{source / 'test.sh'}: no such file")
+            raise EvaluatorError(
+                f"{source / 'test.sh'}: no such file; evaluator 'harbor' runs this script"
+            )
         async with context.places.whole() as runtime:
             return await self._tested(context, runtime, source)
 
@@ -207,7 +212,9 @@ class HarborEvaluator(Configured[HarborSettings]):
         )
         said = (result.stdout + result.stderr).decode(errors="replace").strip()[-TAIL_CHARS:]
         if result.timed_out:
-            raise CheckerFailure(f"the tests {LATE} {self._settings.timeout_s} s", said)
+            raise CheckerFailure(
+                f"the tests gave no reward: they {LATE} {self._settings.timeout_s} s", said
+            )
         await runtime.kill()
         rewards = await _rewards(runtime, verifier, said)
         metadata: JSON = {"rewards": rewards, "exit_code": result.exit_code, "output": said}
@@ -217,7 +224,10 @@ class HarborEvaluator(Configured[HarborSettings]):
         weights = self._settings.weights
         if weights:
             if missing := sorted(weights.keys() - rewards.keys()):
-                raise EvaluatorError(f"the tests gave no reward {missing}; given: {rewards}")
+                raise EvaluatorError(
+                    f"the tests gave no rewards named {missing}, which the evaluator's weights "
+                    f"need; given: {rewards}"
+                )
             return sum(weight * rewards[name] for name, weight in weights.items())
         if "reward" in rewards:
             return rewards["reward"]

@@ -64,10 +64,10 @@ class CompositeSettings(Settings):
     @classmethod
     def _weighed(cls, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         if not any(part.weight for part in parts):
-            raise ValueError("at least one part needs a weight above 0")
+            raise ValueError("at least one part of evaluator 'composite' needs a weight above 0")
         names = [part.title for part in parts]
         if len(set(names)) < len(names):
-            raise ValueError(f"parts need different names: {names}")
+            raise ValueError(f"the parts of evaluator 'composite' need different names: {names}")
         return parts
 
 
@@ -123,7 +123,7 @@ class CompositeEvaluator:
                     self._evaluators[name], replace(context, budget_s=left)
                 )
             except EvaluatorError as error:
-                raise type(error)(f"part {name!r}: {error}") from error
+                raise type(error)(f"part {name!r} of 'composite': {error}") from error
             if part.gate is not None and found[name].reward < part.gate:
                 metadata = {"parts": _parts_json(found), "gate": name}
                 return Evaluation(self._otherwise, metadata=metadata)
@@ -147,7 +147,10 @@ def _trace_rewards(
     """
     counts = {len(one.trace_rewards) for one in found.values() if one.trace_rewards is not None}
     if len(counts) > 1:
-        raise EvaluatorError(f"parts reward different numbers of traces: {sorted(counts)}")
+        raise EvaluatorError(
+            "the parts of 'composite' give rewards of different numbers of traces: "
+            f"{sorted(counts)}"
+        )
     if not counts:
         return None
     (count,) = counts

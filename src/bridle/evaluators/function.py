@@ -79,7 +79,9 @@ class FunctionSettings(Settings):
         for name in files:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts:
-                raise ValueError(f"{name!r} does not lie in the work folder")
+                raise ValueError(
+                    f"{name!r} must be inside the work folder: give a relative path without '..'"
+                )
         return files
 
 
@@ -152,7 +154,7 @@ class FunctionEvaluator(Configured[FunctionSettings]):
                     error_log=context.logs / "evaluator.log",
                 )
         except RuntimeFailure as error:
-            raise EvaluatorError(f"function {function}: its sandbox: {error}") from error
+            raise EvaluatorError(f"function {function}: its sandbox failed: {error}") from error
 
     def _arguments(self, context: EvaluationContext) -> list[str]:
         return ["-P", str(RUNNER), self._located(context.task_dir)]
@@ -211,7 +213,9 @@ def _copied(left: Path, files: tuple[str, ...], folder: Path) -> None:
         try:
             copy_out(left / name, folder / name, left)
         except (RuntimeFailure, OSError) as error:
-            raise Unscorable(f"{name} cannot be copied out: {error}") from error
+            raise Unscorable(
+                f"the agent's {name} cannot be copied for the evaluator: {error}"
+            ) from error
 
 
 def _session(context: EvaluationContext, folder: str | None) -> JSON:
@@ -286,7 +290,9 @@ def _source(module: str) -> tuple[Path, Path]:
         if spec.origin is not None:
             return own, top
         spec = PathFinder.find_spec(names.pop(0), list(inner or ())) if names else None
-    raise EvaluatorError(f"there is no module {module!r}, or it is a folder without __init__.py")
+    raise EvaluatorError(
+        f"the evaluator's module {module!r} does not exist, or is a folder without __init__.py"
+    )
 
 
 def _within(path: Path, folders: Sequence[Path]) -> bool:

@@ -80,7 +80,10 @@ class JudgeSettings(Settings):
     @model_validator(mode="after")
     def _has_a_range(self) -> Self:
         if not self.low < self.high:
-            raise ValueError(f"low {self.low:g} must be less than high {self.high:g}")
+            raise ValueError(
+                f"the judge's lowest score, low = {self.low:g}, must be less than high = "
+                f"{self.high:g}"
+            )
         return self
 
 
@@ -96,7 +99,9 @@ class JudgeEvaluator(Configured[JudgeSettings]):
         configured.
         """
         if context.open_model is None:
-            raise EvaluatorError("there is no gateway here that a judge could be asked through")
+            raise EvaluatorError(
+                "evaluator 'judge' asks its model through a gateway, and there is none here"
+            )
         try:
             async with context.open_model() as access:
                 return await self._judged(context, access)
@@ -112,7 +117,7 @@ class JudgeEvaluator(Configured[JudgeSettings]):
             return await self._judged_turns(context, access)
         shown = traces if settings.mode == "process" else [longest(traces)]
         if not shown:
-            raise EvaluatorError("there is no trace to judge")
+            raise EvaluatorError("the judge has nothing to score: the session has no trace")
         texts = [cut(json.dumps(trace, ensure_ascii=False), settings.max_chars) for trace in shown]
         answers = [await self._ask(access, self._messages(context, text)) for text in texts]
         scores = [settings.coefficient * answer["score"] for answer in answers]
@@ -135,7 +140,9 @@ class JudgeEvaluator(Configured[JudgeSettings]):
             names = (trace.exchange_ids[turn] for turn in turns)
             scores |= dict(zip(names, answers[-1]["scores"], strict=True))
         if not scores:
-            raise EvaluatorError("there is no turn to judge")
+            raise EvaluatorError(
+                "the judge has nothing to score: the session's traces have no turn"
+            )
         share = self._settings.coefficient / len(scores)
         rewards = {name: share * score for name, score in scores.items()}
         metadata: JSON = {"answers": answers, "judge": access.session_id}
@@ -173,7 +180,9 @@ class JudgeEvaluator(Configured[JudgeSettings]):
                 why = f"it did not answer within {settings.timeout_s:g} s"
             except (aiohttp.ClientError, EvaluatorError) as error:
                 why = str(error)
-        raise EvaluatorError(f"judge {settings.model!r} ({settings.attempts} attempts): {why}")
+        raise EvaluatorError(
+            f"judge {settings.model!r} gave no score in {settings.attempts} attempts: {why}"
+        )
 
 
 async def _complete(access: ModelAccess, body: JSON) -> str:
@@ -190,11 +199,15 @@ async def _complete(access: ModelAccess, body: JSON) -> str:
         text = await answer.text()
         if answer.status != 200:
             await asyncio.sleep(float(answer.headers.get("Retry-After", 0)))  # whole seconds
-            raise EvaluatorError(f"HTTP {answer.status}: {text[:300]}")
+            raise EvaluatorError(
+                f"the judge's model answered with HTTP {answer.status}: {text[:300]}"
+            )
     try:
         content = json.loads(text)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError) as error:
-        raise EvaluatorError(f"no chat completion: {text[:300]}") from error
+        raise EvaluatorError(
+            f"the judge's model answered with something other than a chat completion: {text[:300]}"
+        ) from error
     return content or ""
 
 
@@ -232,7 +245,7 @@ def turns_text(trace: Trace, turns: Sequence[int], mark: str, max_chars: int) ->
     """
     starts = [*trace.turn_messages]
     if len(starts) != len(trace.exchange_ids):
-        raise EvaluatorError(f"the messages of trace {trace.trace_id} cannot be read")
+        raise EvaluatorError(f"the judge cannot tell the turns of trace {trace.trace_id} apart")
     parts: list[tuple[str, Sequence[JSON]]] = []
     said = trace.response_messages
     before: list[JSON] = [*trace.prompt_messages]

@@ -99,7 +99,7 @@ class TestOnOutputSettings(Settings):
     @model_validator(mode="after")
     def _names_tests(self) -> Self:
         if bool(self.fail_to_pass) == bool(self.expected):
-            raise ValueError("name either fail_to_pass or expected")
+            raise ValueError("give either fail_to_pass or expected, and not both")
         return self
 
 
@@ -174,8 +174,8 @@ class TestOnOutput(Configured[TestOnOutputSettings]):
         said = (result.stdout + result.stderr).decode(errors="replace")
         if result.timed_out or result.exit_code is None:
             late = f"{LATE} {self._settings.timeout_s} s"
-            how = late if result.timed_out else f"ended by {result.signal}"
-            raise CheckerFailure(f"the tests {how}", said[-TAIL_CHARS:])
+            how = late if result.timed_out else f"were ended by {result.signal}"
+            raise CheckerFailure(f"the tests gave no results: they {how}", said[-TAIL_CHARS:])
         if self._settings.expected:
             return lines_of_summary(said)
         junit = self._settings.junit
@@ -221,7 +221,7 @@ async def take_patch(
 
 def _without_git(left: Path, repo: Path, files: Path) -> None:
     if not is_folder_in(left, repo):
-        raise Unscorable("the repository is not there")
+        raise Unscorable(f"the agent left no repository in {repo}")
     replace_tree(repo, files, keep=_is_git)
 
 
@@ -291,11 +291,13 @@ def from_junit(text: bytes) -> dict[str, str]:
     `EvaluatorError`.
     """
     if b"<!DOCTYPE" in text or b"<!ENTITY" in text:
-        raise EvaluatorError("the JUnit file declares entities, which no test runner writes")
+        raise EvaluatorError(
+            "the JUnit file of the tests declares XML entities, which no test runner writes"
+        )
     try:
         root = ET.fromstring(text)  # noqa: S314 - entities are refused above
     except ET.ParseError as error:
-        raise CheckerFailure("the JUnit file cannot be read", str(error)) from error
+        raise CheckerFailure("the JUnit file of the tests cannot be read", str(error)) from error
     statuses: dict[str, str] = {}
     for case in root.iter("testcase"):
         ends = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
@@ -372,13 +374,16 @@ class SwebenchEvaluator(Configured[SwebenchSettings]):
         if result.timed_out or result.truncated:
             late = f"{LATE} {settings.timeout_s} s"
             how = late if result.timed_out else f"wrote more than {LOG_LIMIT} bytes"
-            raise EvaluatorError(f"the instance's script {how}")
+            raise EvaluatorError(f"the instance's test script gave no results: it {how}")
         said = result.stdout.decode(errors="replace")
         readable = patch.encode(errors="backslashreplace").decode() or "the control has no patch"
         report = await self._package("grade", {"log": said, "patch": readable})
         if report.get("infra_failure"):
             why = report.get("infra_failure_reason")
-            raise CheckerFailure(f"swebench: the environment failed: {why}", said[-TAIL_CHARS:])
+            raise CheckerFailure(
+                f"swebench could not grade, because its environment failed: {why}",
+                said[-TAIL_CHARS:],
+            )
         resolved = report.get("resolved") is True
         return Evaluation(float(resolved), metadata={**report, "changed": True})
 
@@ -403,6 +408,6 @@ class SwebenchEvaluator(Configured[SwebenchSettings]):
             said = result.stderr.decode(errors="replace").strip()[-TAIL_CHARS:]
             lacks = [name for name in PACKAGES if f"No module named '{name}" in said]
             hint = f"; run {PACKAGES[lacks[0]] or install_extra('swebench')}" if lacks else ""
-            raise EvaluatorError(f"swebench ({python}): {said}{hint}")
+            raise EvaluatorError(f"the package swebench failed under {python}: {said}{hint}")
         answer: JSON = orjson.loads(result.stdout)
         return answer

@@ -59,7 +59,7 @@ class Taken:
         """
         in_hand = session.in_hand
         if in_hand.requests >= REQUESTS:
-            raise _too_many(f"this session has {REQUESTS} requests at the moment", 429)
+            raise _too_many(f"this session has {REQUESTS} requests in progress, its limit", 429)
         if in_hand.captured >= SESSION_BYTES:
             message = f"this session has sent {SESSION_BYTES} new bytes, the most that are kept"
             raise RequestError(message, status=413, code="request_too_large")
@@ -87,9 +87,16 @@ class Taken:
         """Reserve `size` more bytes of the session's share."""
         most, in_hand = self._admission.max_body_bytes, self.session.in_hand
         if in_hand.size + size > SESSION_BODIES * most:
-            raise _too_many("this session has too many large requests at the moment", 429)
+            raise _too_many(
+                "this session's requests in progress are too large together; wait for their "
+                "replies",
+                429,
+            )
         if self._admission.bytes_in_hand + size > GATEWAY_BODIES * most:
-            raise _too_many("there are too many large requests at the moment", 503)
+            raise _too_many(
+                "the requests in progress at this gateway are too large together; try again later",
+                503,
+            )
         self.size += size
         in_hand.size += size
         self._admission.bytes_in_hand += size
@@ -127,7 +134,9 @@ class Admission:
             async with asyncio.timeout(self._timeout_s):
                 return await self._arriving(http, taken)
         except TimeoutError:
-            raise RequestError("the request's body did not arrive in time", status=408) from None
+            raise RequestError(
+                f"the request's body did not arrive within {self._timeout_s:g} s", status=408
+            ) from None
         except (web.RequestPayloadError, HttpProcessingError, ValueError) as error:
             raise RequestError(f"the request's body cannot be read: {error}") from error
 

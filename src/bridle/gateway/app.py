@@ -169,8 +169,9 @@ class GatewayServer(Stacked):
             engine, lambda text: np.array(plain(text)), self._renderer.vocab_size
         )
         if not found.ok:
-            message = f"engine {info.model!r}, tokenizer: {found.found}."
-            raise EngineError(f"{message} {found.means} {found.fix}")
+            raise EngineError(
+                f"engine {info.model!r}, tokenizer: {found.found}. {found.means} {found.fix}"
+            )
         if self._settings.prompt == "engine":
             found = await compare_template(engine)
             if not found.ok:

@@ -188,7 +188,9 @@ class TokenCheck:
             return
         if sent and (wait_s := self._wrong.wait_s(http.remote)):
             raise Refusal(429, TOO_MANY, wait_s)
-        raise Refusal(401, "the control token is missing or wrong")
+        raise Refusal(
+            401, "the control token is missing or wrong; send it as `Authorization: Bearer TOKEN`"
+        )
 
 
 async def read_body(http: web.BaseRequest) -> bytes:
@@ -199,7 +201,9 @@ async def read_body(http: web.BaseRequest) -> bytes:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await http.read()
     except TimeoutError:
-        raise Refusal(408, "the request's body did not arrive in time") from None
+        raise Refusal(
+            408, f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s"
+        ) from None
 
 
 class ControlPlane:
@@ -271,7 +275,9 @@ class ControlPlane:
         pattern = tuple(ID if i == 1 and named else word for i, word in enumerate(words))
         answer = self._routes.get((http.method, *pattern))
         if answer is None:
-            raise Refusal(404, f"no such route: {http.method} /{'/'.join(words)}")
+            raise Refusal(
+                404, f"the gateway's control API has no route {http.method} /{'/'.join(words)}"
+            )
         return await answer(ControlRequest(http, words[1] if len(words) > 1 else "", target.query))
 
     async def _health(self) -> web.StreamResponse:
@@ -337,7 +343,10 @@ class ControlPlane:
     async def _open(self, asked: ControlRequest) -> web.StreamResponse:
         wanted = await _body(asked.http, OpenSession)
         if wanted.session_id is not None and self._is_taken(wanted.session_id):
-            raise Refusal(409, f"session {wanted.session_id!r} exists already")
+            raise Refusal(
+                409,
+                f"session {wanted.session_id!r} exists already; give the new session another id",
+            )
         handle = await self._sessions.open_session(
             wanted.session_id,
             task_id=wanted.task_id,
@@ -359,7 +368,7 @@ class ControlPlane:
         try:
             return self._sessions.facts(session_id)
         except KeyError:
-            raise Refusal(404, f"no session {session_id!r}") from None
+            raise Refusal(404, f"this gateway has no session {session_id!r}") from None
 
     async def _show(self, asked: ControlRequest) -> web.StreamResponse:
         facts = asdict(self._facts(asked.session_id))
@@ -417,7 +426,7 @@ class ControlPlane:
 def _whole(query: Mapping[str, list[str]], name: str, default: int) -> int:
     given = query.get(name, [str(default)])[-1]
     if not given.isascii() or not given.isdigit():
-        raise Refusal(400, f"{name}={given!r}: give a whole number")
+        raise Refusal(400, f"query parameter {name}={given!r}: give a whole number")
     return int(given)
 
 
@@ -495,7 +504,7 @@ async def _body(http: web.BaseRequest, model: type[ModelT]) -> ModelT:
     try:
         check_json(body)
     except RequestError as error:
-        raise Refusal(400, f"the request's body: {error}") from error
+        raise Refusal(400, f"the request's body cannot be used: {error}") from error
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:

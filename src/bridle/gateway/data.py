@@ -138,7 +138,9 @@ class DataPlane:
         except Exception as error:
             log.error("request_failed", trace=trace_of(error))  # noqa: TRY400 - no variables in a log
             if http.writer.output_size:
-                raise ConnectionResetError("the reply had begun") from error
+                raise ConnectionResetError(
+                    "a call failed after its reply had begun, so its connection was cut"
+                ) from error
             response = refusal(wire, faults.request_error(error))
         what = "unknown" if route is None else route.kind
         self._metrics.requests.values[wire.dialect, what, response.status] += 1
@@ -153,7 +155,11 @@ class DataPlane:
     async def _serve(self, http: web.BaseRequest, head: Head) -> web.StreamResponse:
         target, route, wire = head.target, head.route, head.wire
         if route is None:
-            raise RequestError(f"no such route: {http.method}", status=404, code="not_found")
+            raise RequestError(
+                f"the gateway has no such route for {http.method} requests; check the base URL",
+                status=404,
+                code="not_found",
+            )
         match route.kind:
             case RouteKind.PROBE:
                 return web.Response()

@@ -143,7 +143,11 @@ async def show(served: Served, request: ModelRequest) -> Shown | None:
     if not all(part.source.startswith("data:") for part in images):
         raise RequestError("images must be inline (base64), not URLs", param="messages")
     if request.prefill is not None:
-        raise RequestError("an answer that is begun can't follow images", param="messages")
+        raise RequestError(
+            "a request with images cannot end with the beginning of an answer: end it with a "
+            "user's message",
+            param="messages",
+        )
     parting = Parting(served.renderer)
     messages = server_messages(request.messages, escape=parting, media=chat_part)
     tools = chat_tools(request.tools, parting)

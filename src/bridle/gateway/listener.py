@@ -279,7 +279,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Open a listening socket. `ConfigError` if `host:port` cannot be listened on."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if port > MAX_PORT:
-        raise ConfigError(f"cannot listen on {host}:{port}: the last port is {MAX_PORT}")
+        raise ConfigError(f"cannot listen on {host}:{port}: the highest port is {MAX_PORT}")
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:

@@ -202,15 +202,21 @@ def check_models(models: Sequence[OtherModel]) -> None:
     seen: dict[str, str] = {}
     for model in models:
         if model.name == POLICY:
-            raise ConfigError(f"models.{POLICY}: is the policy's own name in metrics; take another")
+            raise ConfigError(
+                f"models.{POLICY}: this name is the policy's own in metrics; take another"
+            )
         for pattern in model.patterns:
             if pattern in seen:
                 raise ConfigError(
-                    f"models.{model.name}: {pattern!r} is a name of {seen[pattern]!r} already"
+                    f"models.{model.name}: {pattern!r} is already a name of {seen[pattern]!r}; "
+                    "name each model once"
                 )
             seen[pattern] = model.name
         if model.engine is None and model.spec.sampling is None:
-            raise ConfigError(f"models.{model.name}: needs `engines` or `sampling`")
+            raise ConfigError(
+                f"models.{model.name}: give `engines` or `sampling`; without them the entry "
+                "changes nothing"
+            )
 
 
 def _plan(spec: ModelSpec, *, own: bool) -> SamplingPlan | None:

@@ -440,11 +440,13 @@ class Registry:
     def check_new_id(self, session_id: str) -> None:
         """Raise `ConfigError` if a new session cannot have this id."""
         if session_id in self._by_id:
-            raise ConfigError(f"session {session_id!r} exists already")
+            raise ConfigError(
+                f"session {session_id!r} exists already; give the new session another id"
+            )
         if not SESSION_ID.fullmatch(session_id) or session_id.startswith(PREFIX):
             raise ConfigError(
-                f"session id {session_id!r}: letters, digits and . _ : - only, at most 200, "
-                f"not beginning with {PREFIX!r}"
+                f"session id {session_id!r} is not valid: letters, digits and . _ : - only, at "
+                f"most 200, not beginning with {PREFIX!r}"
             )
 
     def _of_key(self, key: str) -> GatewaySession | None:
@@ -473,7 +475,7 @@ class Registry:
             raise faults.unauthorized()
         (session,) = named.values()
         if path_token is not None and path_token != session.session_id:
-            raise faults.unauthorized("the key is not this session's")
+            raise faults.unauthorized("the key belongs to another session than the one in the URL")
         if session.sealed:
             raise faults.session_ended()
         return session

@@ -82,7 +82,7 @@ class Relay:
         except TimeoutError:
             self._deliveries.left(session, call, partly=writer.began_reply)
             writer.abort()
-            raise ConnectionResetError("the client did not take its reply in time") from None
+            raise ConnectionResetError("the client did not read its reply in time") from None
         except BaseException:
             self._deliveries.left(session, call, partly=writer.began_reply)
             raise
@@ -281,7 +281,7 @@ class _Writer:
     def _put(self, data: bytes) -> None:
         transport, self._head = self._http.transport, b""
         if transport is None or transport.is_closing():
-            raise ConnectionResetError("the client has gone")
+            raise ConnectionResetError("the client closed its connection before it had its reply")
         transport.write(data)
         self._http.writer.output_size += len(data)  # what fails from here on finds a begun reply
 

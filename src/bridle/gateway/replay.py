@@ -190,7 +190,10 @@ def replay_of(capture: SessionCapture, at: int, noise: Sequence[Varying] = ()) -
     transcript = Transcript(capture.exchanges, capture.bodies)
     shown = _received(capture)
     if at > len(shown):
-        raise ConfigError(f"fork: session {session_id} has {len(shown)} replies; at = {at}")
+        raise ConfigError(
+            f"fork: session {session_id} has {len(shown)} replies, fewer than at = {at}; give a "
+            "smaller `at`"
+        )
     for node in shown[:at]:
         if (reason := _unfit(node)) is not None:
             message = f"fork: call {node.exchange.index} of session {session_id}: {reason}"

@@ -452,7 +452,7 @@ class Sampler:
                 sofar.failure = error.kind
                 return None
         if last is None or last.finish_reason is None:
-            raise EngineError("the engine's reply has no end", retryable=True)
+            raise EngineError("the engine's reply ended without a finish reason", retryable=True)
         sofar.end_try(last.versions, self._version(), moved=last.moved)
         return None if last.finish_reason is FinishReason.ABORT else last
 
@@ -476,7 +476,9 @@ class Sampler:
         assert last.finish_reason is not None
         output_ids, logprobs, extras = _joined(sofar.ids), _joined(sofar.logprobs), sofar.extras
         if self._mode is not LogprobMode.NONE and output_ids.size != logprobs.size:
-            raise EngineError(f"{len(output_ids)} sampled ids but {len(logprobs)} logprobs")
+            raise EngineError(
+                f"the engine sampled {len(output_ids)} token ids, but gave {len(logprobs)} logprobs"
+            )
         engine_prompt, position = another_prompt(request, sofar.reported_prompt)
         return SampledReply(
             output_ids=output_ids,

@@ -291,10 +291,10 @@ async def remove_replica(name: str, drain_s: str, engines: EnginePool) -> None:
     try:
         seconds = float(drain_s)
     except ValueError:
-        raise ConfigError(f"drain_s: {drain_s!r} is no number of seconds") from None
+        raise ConfigError(f"drain_s: {drain_s!r} is not a number of seconds") from None
     name = without_user_info(name)
     if not any(one["name"] == name for one in engines.replicas()):
         raise ConfigError(
-            f"no replica {name!r}; there are: {[r['name'] for r in engines.replicas()]}"
+            f"the engine has no replica {name!r}; it has: {[r['name'] for r in engines.replicas()]}"
         )
     await engines.remove(name, timeout_s=seconds)

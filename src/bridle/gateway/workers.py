@@ -82,9 +82,14 @@ def check_folder(data: Path, workers: int) -> None:
     found = [path.parent.name for path in data.glob(f"worker-*/{CAPTURE}")]
     before = 1 + max((int(n[7:]) for n in found if re.fullmatch(r"worker-\d+", n)), default=-1)
     if (data / CAPTURE).exists() and workers > 1:
-        raise ConfigError(f"{data} is the folder of one process; give --workers another one")
+        raise ConfigError(
+            f"{data} holds the sessions of a gateway of one process; give --workers another folder"
+        )
     if before and before != workers:
-        raise ConfigError(f"{data} holds the sessions of {before} workers: give --workers {before}")
+        raise ConfigError(
+            f"{data} holds the sessions of {before} workers: give --workers {before}, or another "
+            "folder"
+        )
 
 
 class Supervisor(Stacked):
@@ -128,8 +133,10 @@ class Supervisor(Stacked):
         settings = self._settings
         check_folder(self._data, self._count)
         if settings.public_url is not None and "{port}" not in settings.public_url:
-            message = f"public_url {settings.public_url!r}: each worker has a port of its own"
-            raise ConfigError(f"{message}, which is to be put in with {{port}}")
+            raise ConfigError(
+                f"public_url {settings.public_url!r} must contain {{port}}: each worker has a port"
+                " of its own"
+            )
         self.control_token = control_token(settings)
         self._check_token = TokenCheck(self.control_token)
         async with AsyncExitStack() as stack:
@@ -227,7 +234,10 @@ class Supervisor(Stacked):
         headers = {name.lower(): value for name, value in http.headers.items()}
         route = recognise(http.method, target.path, target.query, headers)
         if route is None:
-            error = RequestError(f"no such route: {http.method}", status=404, code="not_found")
+            message = (
+                f"the gateway has no such route for {http.method} requests; check the base URL"
+            )
+            error = RequestError(message, status=404, code="not_found")
             return refusal(DIALECTS[caller(target.path, headers)], error)
         return refusal(DIALECTS[route.dialect], RequestError(MISDIRECTED, status=421))
 
@@ -568,7 +578,9 @@ class Worker:
                 await process.stdin.drain()
             line = await process.stdout.readline()
             if not line:
-                raise BridleError(f"{self.name} ended before it served")
+                raise BridleError(
+                    f"the gateway's process {self.name!r} ended before it could serve"
+                )
             if "error" in (said := orjson.loads(line)):
                 raise START_ERRORS.get(said["kind"], BridleError)(said["error"])
         except BaseException:

@@ -215,7 +215,9 @@ def refuse_extras(
             )
             raise ConfigError(message)
     if agent.skills_path is not None and not skills:
-        raise ConfigError(f"agent.skills_path: {agent.harness!r} has no skills")
+        raise ConfigError(
+            f"agent.skills_path: harness {agent.harness!r} takes no skills; remove skills_path"
+        )
     skill_folders(agent, "")
 
 
@@ -299,4 +301,6 @@ def _toml(value: Any) -> str:  # noqa: ANN401 - any JSON value
         case list() | tuple():
             return "[" + ", ".join(_toml(item) for item in value) + "]"
         case _:
-            raise ConfigError(f"{value!r} cannot be written as TOML")
+            raise ConfigError(
+                f"the setting {value!r} cannot be written as TOML, which the harness reads"
+            )

@@ -200,14 +200,16 @@ async def _build(recipe: Recipe, final: Path, builder: Builder) -> None:
         builder.folder.mkdir()
         await recipe.build(builder)
         if not (builder.folder / recipe.needs).exists():
-            raise HarnessError(f"{builder.label}: the installer left no {recipe.needs}")
+            raise HarnessError(f"{builder.label}: the installation made no {recipe.needs}")
         size_mb = await asyncio.to_thread(_size_mb, builder.folder)
         took_s = round(time.monotonic() - began, 1)
         facts = {"name": recipe.name, "version": recipe.version, "size_mb": size_mb}
         (builder.folder / MARKER).write_text(json.dumps({**facts, "built_in_s": took_s}))
         builder.folder.rename(final)
     except OSError as error:
-        raise HarnessError(f"{builder.label}: cannot build in {final.parent}: {error}") from error
+        raise HarnessError(
+            f"{builder.label}: cannot install into {final.parent}: {error}"
+        ) from error
     finally:
         # Not awaited: also when cancelled, nothing half-built stays.
         shutil.rmtree(builder.folder, ignore_errors=True)

@@ -133,11 +133,11 @@ def _found(path: str) -> tuple[str, str, Path]:
     try:
         tree = ast.parse(file.read_bytes(), str(file))
     except OSError as error:
-        raise ConfigError(f"agent.function: {path!r}: {error}") from None
+        raise ConfigError(f"agent.function: the file of {path!r} cannot be read: {error}") from None
     except SyntaxError as error:
         raise ConfigError(f"agent.function: {path!r} is not Python: {error}") from None
     if name not in _names(tree):
-        raise ConfigError(f"agent.function: {file} has no {name!r}")
+        raise ConfigError(f"agent.function: {file} defines no {name!r}")
     return module, name, source
 
 
@@ -154,7 +154,9 @@ def _top_level(module: str) -> Path:
     if spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations)))
     if spec.origin is None or not spec.origin.endswith(".py"):
-        raise ConfigError(f"agent.function: {module!r} has no source to copy")
+        raise ConfigError(
+            f"agent.function: module {module!r} has no source file to copy into the sandbox"
+        )
     return Path(spec.origin)
 
 

@@ -214,7 +214,9 @@ async def check_version(builder: Builder, version: str, probe: Sequence[str]) ->
     # A longer number that only begins or ends with it is another version.
     if not re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.]*\d)".encode(), said):
         text = said.decode(errors="replace").strip()[:200]
-        raise HarnessError(f"{builder.label}: the installed program says it is {text!r}")
+        raise HarnessError(
+            f"{builder.label}: expected version {version}, but the installed program says {text!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -635,11 +637,13 @@ class PackagedHarness(Generic[SettingsT]):
             found: JSON = json.loads(checked.stdout)
         except ValueError:
             error = checked.stderr.decode(errors="replace")[-500:]
-            raise HarnessError(f"{builder.label}: its check failed: {error}") from None
+            raise HarnessError(
+                f"{builder.label}: the check of this version failed: {error}"
+            ) from None
         if not found["works"]:
             raise HarnessError(
-                f"{builder.label}: does not work with Bridle as version {self.pinned} does: "
-                f"{found['status']}, {found['cause']}: {found['error']}"
+                f"{builder.label}: this version does not work with Bridle as version "
+                f"{self.pinned} does: {found['status']}, {found['cause']}: {found['error']}"
             )
         unknown = found["unknown to the gateway"]
         builder.say(f"works; fields that the gateway does not know: {unknown or 'none'}")

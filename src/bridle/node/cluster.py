@@ -147,7 +147,10 @@ class ClusterRunner(Fleet):
             await member.tried.wait()
         errors = [m for m in self._members.values() if m.error is not None]
         if errors and len(errors) == len(self._members):
-            raise ConfigError(f"no node came up; {errors[0].slots.name}: {errors[0].error}")
+            raise ConfigError(
+                f"no node of the cluster could be opened; {errors[0].slots.name} failed with: "
+                f"{errors[0].error}"
+            )
 
     async def _serve(self, member: Member) -> None:
         """Connect to a node and poll it, again after each failure, until it is gone."""
@@ -375,7 +378,7 @@ class ClusterRunner(Fleet):
         """
         run_id = run_id or f"{task.task_id[:180]}.{sample_index}.{time.time_ns():x}"
         if run_id in self._runs:
-            raise ConfigError(f"session {run_id!r} runs already")
+            raise ConfigError(f"session {run_id!r} is running already; give the new run another id")
         done = asyncio.get_running_loop().create_future()
         done.add_done_callback(lambda one: one.cancelled() or one.exception())
         run = self._runs[run_id] = PendingRun(run_id, task, sample_index, avoid, done)

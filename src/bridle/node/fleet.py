@@ -241,7 +241,7 @@ class Member:
             async with asyncio.timeout(wanted.timeout_s + SLACK_S):
                 self.policy = await self.node.set_policy(wanted)
         except (NodeLostError, TimeoutError) as error:
-            raise EngineError(f"it does not answer: {error}") from error
+            raise EngineError(f"the node does not answer: {error}") from error
         return dict(self.policy)
 
     @property
@@ -379,7 +379,9 @@ class There:
             async with self._http.post(url, json=body, timeout=limit) as answer:
                 status: JSON = await answer.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise EngineError(f"no answer: {type(error).__name__}: {error}") from error
+            raise EngineError(
+                f"the gateway gave no answer: {type(error).__name__}: {error}"
+            ) from error
         if answer.status != 200:
             raise EngineError(str((status.get("error") or {}).get("message", answer.status)))
         return status
@@ -498,7 +500,9 @@ class Fleet:
         """
         nodes = self.live()
         if not nodes:
-            raise EngineError("there is no node whose policy could be set", retryable=True)
+            raise EngineError(
+                "no node is live, so no policy could be set; try again later", retryable=True
+            )
         if wanted.released is not None:
             await self._hand_over(nodes, wanted)
         elif wanted.weights is None or wanted.version is None or wanted.rolling:

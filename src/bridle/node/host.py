@@ -138,7 +138,7 @@ class NodeHost:
         `NodeLostError` if this process is not `epoch`: it was restarted.
         """
         if epoch != self.epoch:
-            raise NodeLostError("its process was restarted", may_return=True)
+            raise NodeLostError("the node's process was restarted", may_return=True)
         one = self._owner(owner)
         if one.at <= after:
             one.changed.clear()

@@ -90,7 +90,10 @@ class LocalExecutor:
         """
         check(tasks)
         if any(task.branching for task in tasks) and not isinstance(self._node.store, SqliteStore):
-            raise ConfigError("branching: the node must capture into a file")
+            raise ConfigError(
+                "branching: tasks that branch need a node that captures into a file, and this "
+                "one has no file"
+            )
         batch = _Batch(self._node, sum(task.num_samples for task in tasks))
         try:
             async with asyncio.TaskGroup() as group:
@@ -373,7 +376,9 @@ class LocalNode:
         """
         session = SessionRun(plan(task), sample_index, self, run_id)
         if session.session_id in self._sessions:
-            raise ConfigError(f"session {session.session_id!r} runs already")
+            raise ConfigError(
+                f"session {session.session_id!r} is running already; give the new run another id"
+            )
         self._sessions[session.session_id] = session
         try:
             result = await session.run()

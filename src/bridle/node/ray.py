@@ -87,7 +87,10 @@ class NodeActor:
         try:
             host = await self._up() if method == "connect" else self._host
             if host is None:
-                raise NodeLostError("its process has just been started", may_return=True)
+                raise NodeLostError(
+                    "the node's process has just been started and takes no calls yet",
+                    may_return=True,
+                )
             return ActorResult(await host.call(method, *given))
         except BridleError as error:
             return ActorResult(error=error)
@@ -247,7 +250,7 @@ class RayCluster:
             if not ray.is_initialized():
                 start_here(self._settings, common)
         except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"no Ray cluster at {address}: {error}") from error
+            raise ConfigError(f"cannot connect to a Ray cluster at {address}: {error}") from error
         self._connected = True
 
     async def _watch(self) -> None:

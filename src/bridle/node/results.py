@@ -78,7 +78,10 @@ class Ending:
     def __post_init__(self) -> None:
         """Raise `ValueError` unless exactly COMPLETED has no cause."""
         if (self.cause is None) != (self.status is SessionStatus.COMPLETED):
-            raise ValueError(f"{self.status} with cause {self.cause}")
+            raise ValueError(
+                f"a session of status {self.status} cannot have cause {self.cause}: all but "
+                "COMPLETED need one"
+            )
 
 
 COMPLETED = Ending(SessionStatus.COMPLETED)
@@ -403,7 +406,9 @@ class RunFolder:
                 file.truncate(self._end)
                 file.write(line)
         except OSError as error:
-            raise StoreError(f"{self.trajectories}: cannot write: {error}") from error
+            raise StoreError(
+                f"{self.trajectories}: cannot write a session's result: {error}"
+            ) from error
         self._lines[result.session_id] = (self._end, len(line))
         self._summaries[result.session_id] = result.summary()
         self._end += len(line)
@@ -432,7 +437,9 @@ class RunFolder:
             summary = summarise([self._summaries[session_id] for session_id in lines])
             private_file(self.path / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
         except OSError as error:
-            raise StoreError(f"{self.path}: cannot write: {error}") from error
+            raise StoreError(
+                f"{self.path}: cannot write the results of the run: {error}"
+            ) from error
         return summary
 
     def _line(self, session_id: str, captures: Store) -> bytes:
@@ -549,10 +556,13 @@ def find_session(name: str, runs: Path) -> tuple[Path, SessionCapture]:
         found += [(path, i) for i in exact or (i for i in ids if i.startswith(name))]
     if not found:
         held = {0: " (no run there)", 1: ""}.get(len(files), f" ({len(files)} runs)")
-        raise ConfigError(f"no session {name!r}; looked in {runs}{held}")
+        raise ConfigError(f"there is no session {name!r}; looked in {runs}{held}")
     if len(found) > 1:
         names = ", ".join(session_id for _, session_id in found[:5])
-        raise ConfigError(f"{name!r} is the beginning of {len(found)} sessions: {names}...")
+        raise ConfigError(
+            f"{name!r} is the beginning of {len(found)} session ids: {names}...; give more of the "
+            "id"
+        )
     path, session_id = found[0]
     with SqliteReader(path) as reader:
         return path, reader.read(session_id)

@@ -689,7 +689,7 @@ def read_replay(fork: ForkSpec, base: Path, noise: Sequence[Varying] = ()) -> Re
     with SqliteReader(base / fork.capture) as reader:
         if (size := reader.captured(fork.session)) > FORK_BYTES:
             raise ConfigError(
-                f"fork: session {fork.session} has {size >> 20} MiB captured, and a fork keeps at "
-                f"most {FORK_BYTES >> 20} in memory"
+                f"fork: session {fork.session} has {size >> 20} MiB of captured calls, and a fork "
+                f"holds at most {FORK_BYTES >> 20} MiB in memory"
             )
         return replay_of(reader.read(fork.session), fork.at, noise)

@@ -79,9 +79,11 @@ class SessionPlaces:
             try:
                 self.stayed += await self.agents.snapshot(work)
             except TooMuch as error:
-                raise Unscorable(f"the work folder cannot be copied: {error}") from error
+                raise Unscorable(f"the agent's work folder cannot be copied: {error}") from error
             except RuntimeFailure as error:
-                raise CheckerFailure("the work folder cannot be copied", str(error)) from error
+                raise CheckerFailure(
+                    "the agent's work folder cannot be copied", str(error)
+                ) from error
             self._left = work
         return self._left
 
@@ -133,9 +135,13 @@ class SessionPlaces:
                 try:
                     runtime = await self.agents.copied(scratch)
                 except TooMuch as error:
-                    raise Unscorable(f"the session cannot be copied: {error}") from error
+                    raise Unscorable(
+                        f"the session's sandbox cannot be copied for its checker: {error}"
+                    ) from error
                 except RuntimeFailure as error:
-                    raise CheckerFailure("the session cannot be copied", str(error)) from error
+                    raise CheckerFailure(
+                        "the session's sandbox cannot be copied for its checker", str(error)
+                    ) from error
                 stack.push_async_callback(self.stop, runtime)
             with _checking():
                 await self.prepare(runtime)
@@ -264,7 +270,7 @@ async def _perform(runtime: Runtime, action: Action, base: Path, log: Path) -> N
                     f"signal {result.signal}" if result.signal else f"exit code {result.exit_code}"
                 )
                 what = action.target or "." if scrubs else repr(action.command)
-                raise RuntimeFailure(f"{what}: {how}: {said[-TAIL_CHARS:]}")
+                raise RuntimeFailure(f"{what}: the command failed with {how}: {said[-TAIL_CHARS:]}")
         case "upload_file" | "upload_dir":
             await runtime.upload(base / (action.source or ""), action.target or ".")
 
@@ -397,14 +403,15 @@ async def _keep_patch(
 ) -> None:
     if commit is None:
         raise RuntimeFailure(
-            f"{repo} was not a git repository with a commit when the session began"
+            f"the agent's patch cannot be made: {repo} was not a git repository with a commit "
+            "when the session began"
         )
     result = await runtime.exec(["bash", "-c", TAKE, "bash", commit], cwd=repo, output_limit=most)
     if result.truncated:
-        raise RuntimeFailure(f"the patch has more than {most >> 20} MiB")
+        raise RuntimeFailure(f"the agent's patch is larger than {most >> 20} MiB, the limit")
     if not result.ok:
         said = result.stderr.decode(errors="replace").strip()[-500:]
-        raise RuntimeFailure(f"git made no patch: {said}")
+        raise RuntimeFailure(f"git could not make the agent's patch: {said}")
     private_folder(target.parent)
     await asyncio.to_thread(private_file(target).write_bytes, result.stdout)
 

@@ -315,7 +315,7 @@ def make_family(
     With `history="exact"` it extends over user messages too, keeping all reasoning.
     """
     if name not in family_names():
-        raise RenderError(f"unknown family {name!r}; known: {', '.join(family_names())}")
+        raise RenderError(f"unknown model family {name!r}; known: {', '.join(family_names())}")
     with boundary(RenderError, f"the tokenizer is not of the family {name!r}"):
         from renderers.base import create_renderer
         from renderers.configs import config_from_name  # type: ignore[import-untyped]

@@ -592,7 +592,7 @@ def _quick(backend: Tokenizer) -> tiktoken.Encoding:
     except ImportError:
         raise _OtherwiseError("tiktoken is not installed") from None
     if not takes_pieces(backend) or backend.truncation or backend.padding:
-        raise _OtherwiseError("it is no plain byte-level BPE")
+        raise _OtherwiseError("the tokenizer is not a plain byte-level BPE")
     pattern = _pattern(json.loads(backend.pre_tokenizer.__getstate__()))
     ranks = _ranks(backend, json.loads(backend.model.__getstate__()))
     return tiktoken.Encoding("bridle", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -602,27 +602,29 @@ def _pattern(state: JSON) -> str:
     """Return the regular expression of a splitter into words, which is one of `PATTERNS`."""
     parts = state.get("pretokenizers", [])
     if [part["type"] for part in parts] != ["Split", "ByteLevel"] or parts[1]["use_regex"]:
-        raise _OtherwiseError("its words are not split by one pattern")
+        raise _OtherwiseError("the tokenizer does not split words by one pattern")
     pattern: str = parts[0]["pattern"]["Regex"]
     if pattern not in PATTERNS:
-        raise _OtherwiseError(f"its words are split by another pattern: {pattern}")
+        raise _OtherwiseError(
+            f"the tokenizer splits words by a pattern that is not known: {pattern}"
+        )
     return pattern
 
 
 def _ranks(backend: Tokenizer, model: JSON) -> dict[bytes, int]:
     """Id of each token by its bytes; all that merging or a look-up can give, and no more."""
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        raise _OtherwiseError("its tokens have a prefix or a suffix")
+        raise _OtherwiseError("the tokenizer's tokens have a prefix or a suffix")
     vocabulary: dict[str, int] = model["vocab"]
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     merged = [vocabulary["".join(pair)] for pair in pairs]
     if any(one > other for one, other in pairwise(merged)):
-        raise _OtherwiseError("its merges are not in the order of its ids")
+        raise _OtherwiseError("the tokenizer's merges are not in the order of its ids")
     byte_of = _alphabet()
     plain = {token: id_ for token, id_ in vocabulary.items() if byte_of.keys() >= set(token)}
     reached = set(_reached(backend, model, plain))
     if model.get("ignore_merges") and len(reached) < len(vocabulary):
-        raise _OtherwiseError("it looks words up that no merges give")
+        raise _OtherwiseError("the tokenizer looks up words that no merges give")
     return {bytes(map(byte_of.__getitem__, token)): plain[token] for token in reached}
 
 

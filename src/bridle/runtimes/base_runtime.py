@@ -268,7 +268,9 @@ class Archived(BaseRuntime):
                 await self._get(path, archive, limits.bytes)
             except RuntimeFailure as error:
                 if size_of(archive) >= limits.bytes:
-                    raise TooMuch(f"there are more than {limits.bytes >> 20} MiB") from error
+                    raise TooMuch(
+                        f"there are more than {limits.bytes >> 20} MiB to copy"
+                    ) from error
                 raise
             size = await asyncio.to_thread(check_archive, archive, limits)
             await asyncio.to_thread(

@@ -208,17 +208,21 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
         if spec.gpus is not None:
             raise ConfigError("runtime 'bubblewrap' gives no GPUs: use 'docker'")
         if spec.image is not None and not Path(spec.image, "bin").exists():
-            message = f"image {spec.image!r} must be a root folder (with /bin)"
-            raise ConfigError(f"runtime 'bubblewrap': {message}")
+            raise ConfigError(
+                f"runtime 'bubblewrap': image {spec.image!r} must be a root folder (with /bin)"
+            )
         if unknown := sorted(set(spec.kwargs) - KWARGS):
-            kwargs = "'binds' (a list of host paths) and 'folders' (a list of paths inside)"
-            raise ConfigError(f"runtime 'bubblewrap' takes the kwargs {kwargs}; given: {unknown}")
+            raise ConfigError(
+                "runtime 'bubblewrap' takes the kwargs 'binds' (a list of host paths) and"
+                f" 'folders' (a list of paths inside); given: {unknown}"
+            )
         check_spec(spec, "bubblewrap", KWARGS)
         for folder in spec.kwargs.get("folders", ()):
             path = Path(folder if isinstance(folder, str) else "")
             if not path.is_absolute() or ".." in path.parts:
-                message = f"folder {folder!r} must be an absolute path"
-                raise ConfigError(f"runtime 'bubblewrap': {message}")
+                raise ConfigError(
+                    f"runtime 'bubblewrap': folder {folder!r} must be an absolute path without '..'"
+                )
 
     # ---- start and end
 

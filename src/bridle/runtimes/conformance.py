@@ -438,7 +438,7 @@ async def _fails(work: Awaitable[object]) -> None:
         result = await work
     except RuntimeFailure:
         return
-    raise Nonconformity(f"no RuntimeFailure but {result}")
+    raise Nonconformity(f"the runtime must raise RuntimeFailure here, and it returned {result}")
 
 
 async def _timed_out(runtime: Runtime, command: str) -> ExecResult:
@@ -447,7 +447,7 @@ async def _timed_out(runtime: Runtime, command: str) -> ExecResult:
         result = await runtime.exec(command, timeout_s=timeout_s)
         if (await runtime.exec("test -s beat")).ok:
             return result
-    raise Nonconformity(f"it did not begin within {timeout_s} s: {result}")
+    raise Nonconformity(f"a command did not begin within {timeout_s} s; its result: {result}")
 
 
 async def _until(runtime: Runtime, condition: str) -> None:

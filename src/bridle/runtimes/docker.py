@@ -248,7 +248,7 @@ class DockerRuntime(Contained[RunningSandbox]):
     def check(cls, spec: RuntimeSpec) -> None:
         """Raise `ConfigError` if `spec` lacks an image, or asks for what Docker cannot give."""
         if not spec.image:
-            raise ConfigError("runtime 'docker' needs an image")
+            raise ConfigError("runtime 'docker' needs an image: set runtime.image")
         check_spec(spec, "docker", KWARGS)
 
     # ---- start and end
@@ -514,5 +514,8 @@ class DockerRuntime(Contained[RunningSandbox]):
     @property
     def _id(self) -> str:
         if self._container is None:
-            raise RuntimeFailure(f"session {self._session_id} has no container")
+            raise RuntimeFailure(
+                f"session {self._session_id} has no container: its runtime is not started, or has "
+                "ended"
+            )
         return self._container

@@ -99,10 +99,10 @@ def unpack(
             entries = None if only is None else _kept(tar.getmembers(), only)
             tar.extractall(aside, entries, filter=_any_link if any_link else safe_entry)  # noqa: S202 - the filters leave out what leads elsewhere
     except tarfile.TarError as error:
-        raise RuntimeFailure(f"the archive is incomplete: {error}") from error
+        raise RuntimeFailure(f"the archive of copied files is incomplete: {error}") from error
     found = aside / name
     if found.is_symlink() or not found.exists():
-        raise RuntimeFailure(f"{name} is not there, or is no regular file or folder")
+        raise RuntimeFailure(f"{name} does not exist, or is not a regular file or folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     if found.is_dir() and target.exists():
         shutil.copytree(found, target, symlinks=True, dirs_exist_ok=True)
@@ -212,14 +212,16 @@ def check_archive(archive: Path, limits: CopyLimits) -> int:
             for count, entry in enumerate(tar, 1):
                 size += entry.size
                 if count > limits.entries:
-                    raise TooMuch(f"there are more than {limits.entries} files")
+                    raise TooMuch(f"there are more than {limits.entries} files to copy")
                 if size > limits.bytes:
-                    raise TooMuch(f"there are more than {limits.bytes >> 20} MiB")
+                    raise TooMuch(f"there are more than {limits.bytes >> 20} MiB to copy")
                 if len(PurePosixPath(entry.name).parts) > limits.depth + 2:
                     top = entry.name.partition("/")[0]
-                    raise TooMuch(f"{top} is deeper than {limits.depth} folders")
+                    raise TooMuch(
+                        f"the folder {top} has more than {limits.depth} folders inside each other"
+                    )
     except tarfile.TarError as error:
-        raise RuntimeFailure(f"the archive is incomplete: {error}") from error
+        raise RuntimeFailure(f"the archive of copied files is incomplete: {error}") from error
     return size
 
 
@@ -281,7 +283,7 @@ def copy_out(source: Path, target: Path, allowed: Path) -> None:
     allowed = allowed.resolve()
     real = source.resolve(strict=True)
     if not real.is_relative_to(allowed):
-        raise RuntimeFailure(f"{source} lies outside the session's own folder")
+        raise RuntimeFailure(f"{source} lies outside the session's own folder, and is not copied")
     target.parent.mkdir(parents=True, exist_ok=True)
 
     def strange(folder: str, names: list[str]) -> set[str]:
@@ -295,7 +297,8 @@ def copy_out(source: Path, target: Path, allowed: Path) -> None:
         room -= Path(given).stat().st_size
         if room < 0:
             raise TooMuch(
-                f"there are more than {CopyLimits().bytes >> 20} MiB, with those of links"
+                f"there are more than {CopyLimits().bytes >> 20} MiB to copy, with the files that "
+                "links lead to"
             )
         return str(shutil.copy2(given, made))
 
@@ -315,7 +318,7 @@ def take_out(source: Path, target: Path, top: Path, most: int) -> tuple[int, tup
     then nothing is at `target`. `OSError` of the machine escapes.
     """
     if not source.is_relative_to(top) or ".." in source.relative_to(top).parts:
-        raise RuntimeFailure(f"{source} lies outside the session's own folder")
+        raise RuntimeFailure(f"{source} lies outside the session's own folder, and is not copied")
     copier = _Copier(_nothing, CopyLimits(bytes=most), inner_links=True)
     try:
         above = [source.parent, *source.parent.parents]
@@ -331,7 +334,7 @@ def take_out(source: Path, target: Path, top: Path, most: int) -> tuple[int, tup
         else:
             raise RuntimeFailure(f"{source.name} is not a regular file or folder")
     except FileNotFoundError:
-        raise RuntimeFailure(f"{source.name} is not there") from None
+        raise RuntimeFailure(f"{source.name} does not exist") from None
     except NotADirectoryError as error:
         raise RuntimeFailure(f"{source.name}: {error}") from error
     except TooMuch:
@@ -377,13 +380,16 @@ class _Copier:
     def copy(self, source: Path, target: Path, at: PurePosixPath) -> None:
         """Copy a folder's entries, those of folders below it too."""
         if len(at.parts) > self._limits.depth:
-            raise TooMuch(f"{at.parts[0]} is deeper than {self._limits.depth} folders")
+            raise TooMuch(
+                f"the folder {at.parts[0]} has more than {self._limits.depth} folders inside each "
+                "other"
+            )
         with os.scandir(_readable(source)) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
         for entry in found:
             self._entries += 1
             if self._entries > self._limits.entries:
-                raise TooMuch(f"there are more than {self._limits.entries} files")
+                raise TooMuch(f"there are more than {self._limits.entries} files to copy")
             path = at / entry.name
             try:
                 self._copy_one(entry, target / entry.name, path)
@@ -415,7 +421,7 @@ class _Copier:
     def copy_file(self, source: Path, target: Path, facts: os.stat_result) -> None:
         self.bytes += facts.st_size
         if self.bytes > self._limits.bytes:
-            raise TooMuch(f"there are more than {self._limits.bytes >> 20} MiB")
+            raise TooMuch(f"there are more than {self._limits.bytes >> 20} MiB to copy")
         if self._link:
             os.link(source, target)
             return
@@ -427,7 +433,7 @@ def _readable(folder: Path) -> Path:
     """Return the folder, after giving its owner the right to read it."""
     mode = folder.lstat().st_mode
     if not stat.S_ISDIR(mode):
-        raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(folder))
+        raise NotADirectoryError(errno.ENOTDIR, "the path is not a folder", str(folder))
     if mode & 0o500 != 0o500:
         folder.chmod(stat.S_IMODE(mode) | 0o500)
     return folder
@@ -507,7 +513,7 @@ def remove_folders(folders: Iterable[Path]) -> None:
                         path.chmod(0o700)
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
-            raise RuntimeFailure(f"cannot remove {folder}")
+            raise RuntimeFailure(f"the folder {folder} could not be removed")
 
 
 def host_path(path: PurePosixPath, folders: Mapping[str, Path]) -> Path | None:

@@ -56,7 +56,8 @@ class LocalRuntime(OnThisMachine):
             asked.append("network = 'none'")
         if asked:
             raise ConfigError(
-                f"runtime 'local' cannot give {', '.join(asked)}: it does not contain"
+                f"runtime 'local' cannot give {', '.join(asked)}: it does not contain its "
+                "processes; use 'bubblewrap' or 'docker'"
             )
         workdir = Path(spec.workdir or ".")
         if workdir.is_absolute() or ".." in workdir.parts:

@@ -305,7 +305,9 @@ async def end_all(find: Callable[[], set[int]], *, grace_s: float) -> int:
     while empty < 2:
         signal_all(left, signal.SIGKILL)
         if left and loop.time() > patience:
-            raise RuntimeFailure(f"processes still alive after SIGKILL: {sorted(left)}")
+            raise RuntimeFailure(
+                f"processes of the session are still alive after SIGKILL: {sorted(left)}"
+            )
         await asyncio.sleep(POLL_S if left else 0)
         left = await asyncio.to_thread(find)
         empty = 0 if left else empty + 1
@@ -371,7 +373,7 @@ async def run_process(command: Command) -> ExecResult:
         try:
             logs = open_logs(command, files)
         except OSError as error:
-            raise RuntimeFailure(f"cannot write a log: {error}") from error
+            raise RuntimeFailure(f"cannot write the log of a command: {error}") from error
         try:
             child = _spawn(command)
         except FileNotFoundError:
@@ -602,4 +604,6 @@ class _Streams:
     def check(self) -> None:
         """Raise `RuntimeFailure` if the log could not be written."""
         if self.failure is not None:
-            raise RuntimeFailure(f"cannot write a log: {self.failure}") from self.failure
+            raise RuntimeFailure(
+                f"cannot write the log of a command: {self.failure}"
+            ) from self.failure

@@ -220,7 +220,7 @@ class RemoteRuntime(Archived):
             if not ended:
                 await run_shielded(self._end_command(folder, marks[EXEC_MARK]), timeout_s=STOP_S)
         if end["failed"] is not None:
-            raise RuntimeFailure(f"the command could not be started: {end['failed']}")
+            raise RuntimeFailure(f"the remote host could not start the command: {end['failed']}")
         code = end["code"]
         return ExecResult(
             exit_code=code if code >= 0 and not timed_out else None,
@@ -380,18 +380,19 @@ def _settings_of(spec: RuntimeSpec) -> RemoteSettings:
     limits = ("cpus", "memory_mb", "storage_mb", "max_processes", "gpus", "image")
     if asked := [name for name in limits if getattr(spec, name) is not None]:
         raise ConfigError(
-            f"runtime 'remote' cannot give {', '.join(asked)}: say it to the deployment, as "
+            f"runtime 'remote' cannot give {', '.join(asked)}: set it in the deployment, as "
             "SWE-ReX names it (kwargs.deployment)"
         )
     kind = settings.deployment.get("type")
     if spec.network == "none" or (spec.network == "gateway_only" and kind not in SHARED):
         raise ConfigError(
-            f"runtime 'remote' cannot keep network = {spec.network!r}: the host's network is the "
-            "host's; say network = 'open'"
+            f"runtime 'remote' cannot keep network = {spec.network!r}: it does not control the "
+            "host's network; set network = 'open'"
         )
     if kind not in SHARED and settings.gateway is None:
         raise ConfigError(
-            f"runtime 'remote': a host of {kind!r} needs kwargs.gateway, an address of ours there"
+            f"runtime 'remote': a host of type {kind!r} needs kwargs.gateway, the gateway's "
+            "address on the host"
         )
     workdir = PurePosixPath(spec.workdir or ".")
     if workdir.is_absolute() or ".." in workdir.parts:
@@ -445,7 +446,9 @@ class RexHost:
         answer = await _aside(lambda: self._runtime.execute(command))
         if answer.exit_code != 0:
             said = (answer.stderr or answer.stdout).strip()[-SAID_CHARS:]
-            raise RuntimeFailure(f"{argv[0]}: exit code {answer.exit_code}: {said}")
+            raise RuntimeFailure(
+                f"{argv[0]} failed on the remote host with exit code {answer.exit_code}: {said}"
+            )
         return str(answer.stdout)
 
     async def upload(self, source: Path, path: str) -> None:
@@ -463,7 +466,9 @@ class RexHost:
 def _open(deployment: JSON) -> AbstractDeployment:
     kind, fields = deployment.get("type"), {k: v for k, v in deployment.items() if k != "type"}
     if kind not in KINDS:
-        raise ConfigError(f"runtime 'remote': kwargs.deployment.type: one of {KINDS}, not {kind!r}")
+        raise ConfigError(
+            f"runtime 'remote': kwargs.deployment.type must be one of {KINDS}, not {kind!r}"
+        )
     # Its loggers would print every call.
     os.environ.setdefault("SWE_REX_LOG_STREAM_LEVEL", "100")
     try:

@@ -113,7 +113,10 @@ class ScriptedEngine:
                 for i, given in enumerate(turn.token_ids or ()):
                     if given >= size:
                         field = f"conversations.{c}.turns.{t}.token_ids.{i}"
-                        raise ConfigError(f"{where}: {field}: {given} is not below {size} tokens")
+                        raise ConfigError(
+                            f"{where}: {field}: token id {given} is beyond the tokenizer's "
+                            f"vocabulary of {size}"
+                        )
 
     async def start(self) -> EngineInfo:
         """Return the engine's capabilities; there is nothing to start."""

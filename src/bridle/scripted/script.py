@@ -288,10 +288,13 @@ class ScriptedTurn(Settings):
         if self.raw is not None and (
             self.reasoning is not None or self.content is not None or self.tool_calls or self.shell
         ):
-            raise ValueError("raw is the whole text; reasoning, content and calls cannot join it")
+            raise ValueError(
+                "a turn's `raw` is its whole text: remove `raw`, or reasoning, content, "
+                "tool_calls and shell"
+            )
         for name in ("fault_times", "fault_after"):
             if getattr(self, name) is not None and self.fault is None:
-                raise ValueError(f"{name} needs a fault")
+                raise ValueError(f"{name} says how a fault happens: give `fault` too")
         return self
 
 

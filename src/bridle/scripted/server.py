@@ -244,9 +244,11 @@ class EngineServer:
         """Sample `call` and write the reply in the route's form."""
         length, asked = len(call.prompt), call.sampling.max_tokens
         if n not in {None, 1}:
-            raise BadCallError(f"n: {n} choices; this server samples one")
+            raise BadCallError(
+                f"n = {n}: this server samples only one choice; leave n out or give 1"
+            )
         if length == 0:
-            raise BadCallError("the prompt is empty")
+            raise BadCallError("the prompt is empty; it needs at least one token id")
         if length + (asked or 1) > self.info.context_length:
             raise ContextOverflowError(length, self.info.context_length, asked)
         answer = kind(call, call.model or self.info.model, wants, self._tokenizer)
@@ -277,7 +279,7 @@ class EngineServer:
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = _decoded(_TOKENIZE, await request.read())
         if (body.prompt is None) == (body.messages is None):
-            raise BadCallError("give either prompt or messages")
+            raise BadCallError("give either prompt or messages, and not both")
         text = body.prompt
         if text is None:
             text = self._tokenizer.render(
@@ -478,7 +480,9 @@ class Control:
         Raises `EngineError` if the engine counts its own.
         """
         if not isinstance(self._engine, Versioned):
-            raise EngineError("this engine keeps its own policy version", status=501)
+            raise EngineError(
+                "this engine counts its weight versions itself; none can be set", status=501
+            )
         await self._engine.set_version(version)
         return version
 
@@ -487,7 +491,7 @@ class Control:
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", "abort")
         if mode not in MODES:
-            raise EngineError(f"mode: {mode!r}; known: {', '.join(MODES)}", status=400)
+            raise EngineError(f"unknown pause mode {mode!r}; known: {', '.join(MODES)}", status=400)
         await self.pause(mode)
         return web.json_response({"status": "paused"})
 
@@ -512,9 +516,13 @@ class Control:
         body = msgspec.json.decode(await request.read(), type=vllm_schemas.RpcRequest)
         folder = body.kwargs.get("weights_path")
         if body.method != "reload_weights" or not isinstance(folder, str):
-            raise EngineError("only `reload_weights` with its `weights_path` is known", status=400)
+            raise EngineError(
+                "this server knows only the method `reload_weights`, with `weights_path` in its "
+                "kwargs",
+                status=400,
+            )
         if not isinstance(self._engine, Updatable):
-            raise EngineError("this engine takes no weights", status=501)
+            raise EngineError("this server's engine cannot load weights", status=501)
         info = await self._engine.start()
         await self._engine.update_weights(folder, info.version)
         return web.json_response({"results": [None]})

@@ -58,7 +58,8 @@ class ChatTokenizer:
             found = self._tokenizer.token_to_id("<|im_end|>")
         if found is None:
             raise ConfigError(
-                f"{self.folder}/tokenizer_config.json: eos_token: {name!r} is no token"
+                f"{self.folder}/tokenizer_config.json: eos_token: {name!r} is not a token of this "
+                "tokenizer"
             )
         return found
 
@@ -70,7 +71,9 @@ class ChatTokenizer:
         try:
             return _compiled(source)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"{folder}: chat template: {error}") from error
+            raise ConfigError(
+                f"the chat template of {folder} is not valid Jinja: {error}"
+            ) from error
 
     def id_of(self, token: str) -> int | None:
         """Return the id of one token by its exact text; `None` = not in the vocabulary."""
@@ -240,5 +243,5 @@ def _read_json(path: Path) -> JSON:
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(read, dict):
-        raise ConfigError(f"{path}: a JSON object is expected")
+        raise ConfigError(f"{path}: the file must hold a JSON object")
     return read

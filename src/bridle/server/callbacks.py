@@ -393,31 +393,38 @@ class CallbackAddresses:
             parts = URL(url)
             is_plain = parts.port != 0 and parts.user is None
         except ValueError as error:
-            raise ForbiddenAddressError(f"{url!r} is not a URL: {error}") from None
+            raise ForbiddenAddressError(f"callback URL {url!r} cannot be read: {error}") from None
         host = (parts.raw_host or "").rstrip(".")
         if parts.scheme not in ("http", "https") or not host or not is_plain:
-            raise ForbiddenAddressError(f"{url!r} is not a plain http:// or https:// URL")
+            raise ForbiddenAddressError(
+                f"callback URL {url!r} must be http:// or https://, without a user name and with "
+                "a valid port"
+            )
         address = _address(host)
         if address is not None:
             self.check(host, address)
         elif self._names and not self._networks and not self._is_listed(host):
-            raise ForbiddenAddressError(f"callbacks to {host!r} are not permitted")
+            raise ForbiddenAddressError(f"callbacks to {host!r} are not permitted by this server")
 
     def check(self, host: str, address: Address) -> None:
         """Raise `ForbiddenAddressError` if callbacks may not go to `host`, found at `address`."""
         real = _real(address)
         if any(_within(real, network) for network in METADATA):
-            message = f"{host!r} is {address}, a cloud metadata service with credentials"
-            raise ForbiddenAddressError(f"{message}, which is not permitted")
+            raise ForbiddenAddressError(
+                f"callbacks to {host!r} are not permitted: {address} is a cloud metadata service"
+                " with credentials"
+            )
         if self._is_listed(host) or any(_within(real, network) for network in self._networks):
             return
         local = real.is_multicast or (isinstance(real, IPv6Address) and real.is_site_local)
         if local or not real.is_global:
             raise ForbiddenAddressError(
-                f"{host!r} is the internal address {address}, which is not permitted"
+                f"callbacks to {host!r} are not permitted: {address} is an internal address"
             )
         if self._names or self._networks:
-            raise ForbiddenAddressError(f"callbacks to {host!r} ({address}) are not permitted")
+            raise ForbiddenAddressError(
+                f"callbacks to {host!r} ({address}) are not permitted by this server"
+            )
 
     def _is_listed(self, host: str) -> bool:
         host = host.lower().rstrip(".")

@@ -135,19 +135,23 @@ class Finalizer:
         result: JSON = orjson.loads(row["result"]) if row["result"] else {}
         cause = result.get("cause")
         if row["state"] not in FINAL_SESSIONS:
-            raise ConflictError(f"session {session!r} has not ended: {row['state']}")
+            raise ConflictError(
+                f"session {session!r} is {row['state']} and has not ended: only ended sessions "
+                "can be scored"
+            )
         replied = row["version_max"] is not None
         ended = SessionStatus(row["state"]), None if cause is None else Cause(cause)
         if cause != Cause.EVALUATOR and not is_scored(*ended, replied=replied):
             raise ConflictError(
-                f"session {session!r} has nothing to score: {row['state']} ({cause})"
+                f"session {session!r} has nothing to score: it ended as {row['state']} ({cause})"
             )
         if cause == Cause.EVALUATOR:
             result |= {"status": SessionState.COMPLETED, "cause": None, "error": None}
         scores = [*result.get("scores", ()), {"at": self._now, **given.model_dump(mode="json")}]
         if len(orjson.dumps(scores)) > MOST_SCORES and len(scores) > 1:
             raise ConflictError(
-                f"the rewards of session {session!r} take more than {MOST_SCORES} bytes"
+                f"the stored rewards of session {session!r} would take more than {MOST_SCORES} "
+                "bytes, the limit"
             )
         result |= {"reward": given.reward, "scores": scores}
         state = step(SESSION_TRANSITIONS, row["state"], SessionState(result["status"]))

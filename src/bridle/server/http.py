@@ -96,7 +96,7 @@ class ApiToken(Settings):
     @model_validator(mode="after")
     def _has_one(self) -> Self:
         if (self.token is None) == (self.sha256 is None):
-            raise ValueError("give either `token` or `sha256`")
+            raise ValueError("give each token's entry either `token` or `sha256`, and not both")
         return self
 
     @property
@@ -178,10 +178,15 @@ def callback_secrets(tokens: Iterable[ApiToken]) -> dict[str, bytes]:
             continue
         secret = token.callback_secret.encode()
         if secrets.setdefault(token.name, secret) != secret:
-            raise ConfigError(f"tokens of owner {token.name!r} have different callback_secrets")
+            raise ConfigError(
+                f"tokens of owner {token.name!r} have different callback_secrets; give all of "
+                "them one"
+            )
         if (other := owners.setdefault(secret, token.name)) != token.name:
-            message = f"owners {other!r} and {token.name!r} have the same callback_secret"
-            raise ConfigError(f"{message}; each needs its own")
+            raise ConfigError(
+                f"owners {other!r} and {token.name!r} have the same callback_secret; each needs"
+                " its own"
+            )
     return secrets
 
 
@@ -300,7 +305,9 @@ class ServerContext:
         """
         most = most_connections() // OWNERS
         if self.in_progress[owner] >= most:
-            raise QuotaError(f"owner {owner!r} has {most} requests in progress, its limit")
+            raise QuotaError(
+                f"owner {owner!r} has {most} requests in progress, its limit; wait until one ends"
+            )
         self.in_progress[owner] += 1
         try:
             yield
@@ -332,7 +339,7 @@ class ApiRequest:
         """
         value: str = self.request.path_params[name]
         if "\x00" in value:  # PostgreSQL accepts no NUL
-            raise ApiError(404, "not_found", f"no {name} contains a NUL", param=name)
+            raise ApiError(404, "not_found", f"{name} must not contain a NUL character", param=name)
         return value
 
     def query(self, model: type[Model]) -> Model:
@@ -362,7 +369,7 @@ class ApiRequest:
             param = (error.param or "").replace("[", ".").replace("]", "")
             raise ApiError(422, "invalid", str(error), param=param or None) from None
         except orjson.JSONDecodeError as error:
-            raise ApiError(400, "malformed", f"the body is not JSON: {error}") from None
+            raise ApiError(400, "malformed", f"the request's body is not JSON: {error}") from None
         except ValidationError as error:
             raise validation_error(error, "the body") from None
 
@@ -374,10 +381,14 @@ class ApiRequest:
                 async for part in self.request.stream():
                     size += len(part)
                     if size > MAX_BODY or (announced.isdigit() and int(announced) > MAX_BODY):
-                        raise ApiError(413, "too_large", f"a body has at most {MAX_BODY} bytes")
+                        raise ApiError(
+                            413, "too_large", f"a request's body may have at most {MAX_BODY} bytes"
+                        )
                     parts.append(part)
         except TimeoutError:
-            raise ApiError(408, "too_slow", f"the body did not arrive in {BODY_S:g} s") from None
+            raise ApiError(
+                408, "too_slow", f"the request's body did not arrive within {BODY_S:g} s"
+            ) from None
         return b"".join(parts)
 
 

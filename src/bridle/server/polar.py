@@ -288,7 +288,10 @@ class PolarTask(GroupOptions):
             return row
         task = swe_task(row, "instance")
         if task["runtime"]["prepare"][0]["type"] == "exec":  # it makes the task
-            raise ConfigError("instance: rows of SWE-smith must be submitted as tasks")
+            raise ConfigError(
+                "instance: rows of SWE-smith cannot be given here: submit them as tasks (POST "
+                "/v1/tasks)"
+            )
         return task["evaluator"]["config"]["instance"]
 
     def _budgets(self) -> JSON:
@@ -351,7 +354,9 @@ async def submit_task(request: ApiRequest) -> Response:
     """Accept one task in Polar's form."""
     wanted = await request.body(PolarTask)
     for param, message in wanted.refused(request.context.policy):
-        raise ApiError(422, "not_permitted", f"{param}: {message}", param=param)
+        raise ApiError(
+            422, "not_permitted", f"{param} of the task is refused: {message}", param=param
+        )
     try:
         submission = wanted.submission()
     except ValidationError as error:

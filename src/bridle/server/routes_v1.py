@@ -94,7 +94,9 @@ def check(request: ApiRequest, submission: Submission) -> Submission:
     task, _ = submission.split()
     _check_size(task)
     for param, message in policy.refused(task):
-        raise ApiError(422, "not_permitted", f"{param}: {message}", param=param)
+        raise ApiError(
+            422, "not_permitted", f"{param} of the task is refused: {message}", param=param
+        )
     if submission.callback_url is not None:
         try:
             request.context.addresses.check_url(submission.callback_url)
@@ -126,14 +128,18 @@ def check_forks(caller: Caller, submissions: Iterable[Submission]) -> None:
                 if owner not in (None, caller.name):
                     raise reader.never_opened(one.fork.session)
         except StoreError as error:
-            raise ApiError(422, "invalid", f"fork: {error}", param="fork") from None
+            raise ApiError(
+                422, "invalid", f"fork: the captured session cannot be read: {error}", param="fork"
+            ) from None
 
 
 def _check_size(task: Task) -> None:
     try:
         size = len(task.model_dump_json())
     except PydanticSerializationError as error:
-        raise ApiError(422, "invalid", f"a field is nested too deeply: {error}") from None
+        raise ApiError(
+            422, "invalid", f"a field of the task is nested too deeply: {error}"
+        ) from None
     if size > TASK_BYTES:
         message = f"a task has at most {TASK_BYTES} bytes of JSON; this one has {size}"
         raise ApiError(422, "invalid", message)
@@ -174,7 +180,7 @@ async def task_row(request: ApiRequest) -> Row:
     task_id = request.path("task_id")
     task = await request.queries.task(task_id)
     if task is None:
-        raise ApiError(404, "not_found", f"no task {task_id[:200]!r}", param="task_id")
+        raise ApiError(404, "not_found", f"there is no task {task_id[:200]!r}", param="task_id")
     return task
 
 
@@ -233,7 +239,12 @@ async def submit_batch(request: ApiRequest) -> Response:
     ids = [one.task_id for one in batch.tasks]
     if len(set(ids)) < len(ids):
         twice = next(one for one in ids if ids.count(one) > 1)
-        raise ApiError(422, "invalid", f"task_id {twice!r} occurs twice", param="tasks")
+        raise ApiError(
+            422,
+            "invalid",
+            f"task_id {twice!r} occurs twice; each task needs its own",
+            param="tasks",
+        )
     checked = []
     for index, one in enumerate(batch.tasks):
         try:
@@ -363,7 +374,7 @@ async def fork_session(request: ApiRequest) -> Response:
     except ConfigError as error:
         raise ApiError(422, "invalid", str(error), param="at") from None
     except StoreError as error:
-        raise ApiError(404, "not_found", f"its capture cannot be read: {error}") from None
+        raise ApiError(404, "not_found", f"the session's capture cannot be read: {error}") from None
     (new,) = await submit(request, [checked.model_copy(update={"fork": fork})])
     return reply({"task_id": checked.task_id, "new": new})
 
@@ -376,7 +387,11 @@ async def show_trajectory(request: ApiRequest) -> Response:
     found = await queries.trajectory(request.service, row)
     if found is None:
         what = "has not ended" if row["ended_at"] is None else "has no trajectory, or not any more"
-        raise ApiError(404, "not_found", f"session {row['session_id']!r} {what}")
+        raise ApiError(
+            404,
+            "not_found",
+            f"there is no trajectory to show: session {row['session_id']!r} {what}",
+        )
     if kind == MSGPACK_TYPE:
         return await asyncio.to_thread(lambda: packed_reply(packed_json(found)))
     if kind == ARROW_TYPE:
@@ -393,7 +408,9 @@ async def artifact(request: ApiRequest) -> Response:
     run = run_id(row["session_id"], max(1, row["attempt"]))
     found = await request.service.workers.artifact(run, name)
     if found is None:
-        raise ApiError(404, "not_found", f"no artifact {name[:200]!r}", param="name")
+        raise ApiError(
+            404, "not_found", f"this session has no log or artifact {name[:200]!r}", param="name"
+        )
     kind = "application/octet-stream"
     if isinstance(found, bytes):
         return Response(found, media_type=kind, headers=ARTIFACT_HEADERS)

@@ -385,7 +385,7 @@ def _read(path: Path) -> str:
 
 def _short(content: bytes) -> bytes:
     if len(content) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        raise ValueError(f"the list of engines has more than {MOST_BYTES} bytes")
     return content
 
 
@@ -405,7 +405,10 @@ async def first_named(source: str, stop: asyncio.Event) -> list[str]:
                         await stop.wait()
             return []
     except TimeoutError:
-        raise ConfigError(f"{source} named no engine for {PATIENCE_S:g} s") from None
+        raise ConfigError(
+            f"the list of engines {source} named no engine for {PATIENCE_S:g} s; is it there, and "
+            "not empty?"
+        ) from None
 
 
 async def follow(

@@ -107,7 +107,9 @@ class TrajectoryFiles:
         try:
             packed = self.codec.pack(trajectory)
         except Exception as error:  # a codec may raise any error
-            raise UnwritableError(f"{doing}: {type(error).__name__}: {error}") from error
+            raise UnwritableError(
+                f"{self.root}/{name}: cannot write the trajectory: {type(error).__name__}: {error}"
+            ) from error
         try:
             with boundary(StoreError, doing):
                 self._put(name, packed)
@@ -193,7 +195,9 @@ def database_url(given: str) -> str:
     drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
     kind = url.get_backend_name()
     if kind not in drivers:
-        raise ConfigError(f"database: unknown kind {kind!r}; known: a file, sqlite, postgresql")
+        raise ConfigError(
+            f"database: unknown kind {kind!r}; give a file, sqlite:///FILE or postgresql://..."
+        )
     return url.set(drivername=drivers[kind]).render_as_string(hide_password=False)
 
 
@@ -231,7 +235,9 @@ class Database:
         try:
             migrating = cls(url, patient=True)
         except ModuleNotFoundError as error:
-            raise ConfigError(f"database: {error}; run {install_extra('postgres')}") from error
+            raise ConfigError(
+                f"database: its driver is missing ({error}); run {install_extra('postgres')}"
+            ) from error
         async with migrating, migrating.write() as connection:
             await connection.run_sync(_migrate)
         return cls(url)

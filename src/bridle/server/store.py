@@ -111,7 +111,10 @@ class TaskStore:
             for row in rows:
                 taken = digests.get(row["name"])
                 if taken is not None and taken != row["digest"]:
-                    raise ConflictError(f"task_id {row['name']!r} was submitted with another body")
+                    raise ConflictError(
+                        f"task_id {row['name']!r} was submitted before with another body; give "
+                        "the new task its own id"
+                    )
                 fresh.append(taken is None)
                 if taken is None:
                     digests[row["name"]] = row["digest"]
@@ -414,11 +417,16 @@ async def _check_quota(connection: AsyncConnection, owner: str, quota: int, want
         tasks.open == 1, tasks.owner == owner
     )
     has = (await connection.execute(query)).scalar_one()
-    limit = f"owner {owner!r} may have {quota} samples queued (max_queued_samples)"
     if wanted > quota:
-        raise ConfigError(f"tasks: {wanted} samples at once; {limit}")
+        raise ConfigError(
+            f"tasks: {wanted} samples were submitted at once; owner {owner!r} may have {quota} "
+            "queued (max_queued_samples)"
+        )
     if has + wanted > quota:
-        raise QuotaError(f"{limit} and has {has}; {wanted} more do not fit")
+        raise QuotaError(
+            f"owner {owner!r} may have {quota} samples queued (max_queued_samples) and has {has}; "
+            f"{wanted} more do not fit"
+        )
 
 
 class FairShares:

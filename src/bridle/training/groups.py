@@ -116,9 +116,9 @@ class TaskDraws:
         self._seed = seed
         self._curriculum = curriculum
         if not tasks:
-            raise ConfigError("no tasks to train on")
+            raise ConfigError("there are no tasks to train on; give at least one")
         if len(self._ids) != len(tasks):
-            raise ConfigError("two tasks have one task_id")
+            raise ConfigError("two tasks have the same task_id; give each task its own")
 
     def draw(self, number: int) -> Task:
         """Return the task that draw `number` gives (the first is 0); equal for equal seeds and
@@ -141,7 +141,10 @@ class TaskDraws:
     def named(self, task_id: str) -> Task:
         """Return the task of that id; `ConfigError` if the set has none."""
         if task_id not in self._tasks:
-            raise ConfigError(f"the checkpoint goes on with task {task_id!r}, which is not there")
+            raise ConfigError(
+                f"the checkpoint continues with task {task_id!r}, which is not among the given "
+                "tasks"
+            )
         return self._tasks[task_id]
 
 

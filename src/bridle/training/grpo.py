@@ -100,7 +100,9 @@ def add_adapter(
             try:
                 model.add_adapter(wanted)
             except ValueError as error:
-                raise ConfigError(f"[lora] targets = {list(settings.targets)}: {error}") from error
+                raise ConfigError(
+                    f"[lora] targets = {list(settings.targets)} do not fit the model: {error}"
+                ) from error
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(module, LoraLayer):
             raise ConfigError(
@@ -118,7 +120,10 @@ def _check_saved(saved: Path, config: LoraConfig, settings: LoraSettings) -> Non
         old["targets"] = sorted(config.target_modules)
         new["targets"] = sorted(settings.targets)
     if old != new:
-        raise ConfigError(f"[lora]: {saved} was trained with {old}, the settings ask for {new}")
+        raise ConfigError(
+            f"[lora]: {saved} was trained with {old}, the settings ask for {new}: keep the old "
+            "ones to resume"
+        )
 
 
 def policy_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -160,7 +165,10 @@ def recompute_layers(model: PreTrainedModel) -> None:
     layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
     if not layers:
         name = type(model).__name__
-        raise ConfigError(f"[grpo] gradient_checkpointing: the layers of {name} are not known")
+        raise ConfigError(
+            f"[grpo] gradient_checkpointing: it is not supported for {name}, whose layers are not "
+            "known; turn it off"
+        )
     for layer in layers:
         # transformers' own needs training mode, and so dropout. The flag tells `Routing`.
         layer.gradient_checkpointing = True
@@ -189,7 +197,10 @@ def pack_attention(model: PreTrainedModel) -> None:
         with replayed(model, routing.rows(recorded) if routing and recorded else None):
             packed = model(ids[None], position_ids=places, lengths=[6, 6], use_cache=False).logits
     if float((packed[0] - apart).abs().max()) > CLOSE * float(apart.abs().max()):
-        raise ConfigError(f"{refused}: it mixes them up; take 'rows' or 'tree'")
+        raise ConfigError(
+            f"[grpo] packing = 'sequence': {type(model).__name__} cannot compute packed "
+            "traces: it mixes them up; take 'rows' or 'tree'"
+        )
 
 
 def _attend(
@@ -210,7 +221,10 @@ def _attend(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if attention_mask is not None or key.shape[2] != query.shape[2]:
-        raise TrainingError("a model that is prepared for packing takes traces end to end only")
+        raise TrainingError(
+            "a model that is prepared for packing takes packed traces only, without an attention "
+            "mask or a key-value cache"
+        )
     window = more.get("sliding_window")
     lengths = lengths or [query.shape[2]]
     found = [
@@ -387,7 +401,10 @@ class Learner:
         above = None if settings.teacher is None else Path(settings.teacher)
         teacher = loaded(above)
         if above and load_tokenizer(above).get_vocab() != load_tokenizer(folder).get_vocab():
-            raise ConfigError(f"[grpo] teacher: {above} has another tokenizer than {folder}")
+            raise ConfigError(
+                f"[grpo] teacher: {above} has another tokenizer than {folder}, the model that is "
+                "trained"
+            )
         return cls(model, settings, reference=loaded(reference), teacher=teacher)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -519,8 +536,8 @@ class Learner:
         )
         if found is not None and not found.faithful and found.kl > most:
             raise TrainingError(
-                f"update {self.version + 1} is refused ([grpo] most_mismatch = {most:g}): "
-                f"{found.summary()}"
+                f"update {self.version + 1} is refused: trainer and rollout disagree by more than "
+                f"[grpo] most_mismatch = {most:g}: {found.summary()}"
             )
 
     def _step(self) -> float:

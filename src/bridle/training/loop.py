@@ -369,7 +369,9 @@ def save_checkpoint(
 
     for name, parameter in learner.model.named_parameters():
         if not torch.isfinite(parameter).all():
-            raise TrainingError(f"no checkpoint: {name} holds what is not a number")
+            raise TrainingError(
+                f"no checkpoint was written: weight {name} has values that are not finite"
+            )
     target = folder / NAME.format(state["step"])
     aside = target.with_name(f"{target.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
@@ -409,7 +411,7 @@ def read_state(checkpoint: Path) -> JSON:
     try:
         state: JSON = json.loads((checkpoint / STATE).read_text())
     except (OSError, ValueError) as error:
-        raise TrainingError(f"{checkpoint} is no checkpoint: {error}") from error
+        raise TrainingError(f"{checkpoint} is not a checkpoint of a training: {error}") from error
     return state
 
 
@@ -429,11 +431,14 @@ def restore(learner: Learner, checkpoint: Path) -> JSON:
             if f"{name}|step" in moments:
                 found = {key: moments[f"{name}|{key}"] for key in ("exp_avg", "exp_avg_sq", "step")}
                 if found["exp_avg"].shape != parameter.shape:
-                    raise TrainingError(f"{checkpoint} is of another model: {name} differs")
+                    raise TrainingError(
+                        f"checkpoint {checkpoint} is of another model: weight {name} has another "
+                        "shape"
+                    )
                 learner.optimizer.state[parameter] = found
         torch.set_rng_state(load_file(checkpoint / RANDOM)["torch"])
     except (OSError, KeyError) as error:
-        raise TrainingError(f"{checkpoint} cannot be read: {error}") from error
+        raise TrainingError(f"checkpoint {checkpoint} cannot be read: {error}") from error
     learner.version = state["version"]
     learner.steps = state["optimizer_steps"]
     return state

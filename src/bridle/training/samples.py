@@ -253,8 +253,9 @@ def _fitting(
         left_out["overlong"] += 1
         if settings.overlong == "refuse":
             raise TrainingError(
-                f"trace {trace.trace_id} has {trace.size} tokens, over the limit of "
-                f"{settings.max_length}; `overlong` says what else to do with it"
+                f"trace {trace.trace_id} has {trace.size} tokens, over the limit max_length = "
+                f"{settings.max_length}; set overlong to 'mask', 'truncate' or 'drop' to train in "
+                "spite of it"
             )
         if settings.overlong == "truncate":
             end = max(0, settings.max_length - len(trace.prompt_ids))

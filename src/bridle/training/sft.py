@@ -119,7 +119,9 @@ def read_examples(path: str | Path) -> list[TrainingSequence]:
     try:
         rows = list(_parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path))
     except OSError as error:
-        raise TrainingError(f"{path}: {error.strerror or error}") from error
+        raise TrainingError(
+            f"{path}: the training examples cannot be read: {error.strerror or error}"
+        ) from error
     return [_example(row, f"{path}: example {i + 1}") for i, row in enumerate(rows)]
 
 
@@ -157,7 +159,10 @@ def _example(row: object, where: str) -> TrainingSequence:
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise TrainingError(f"{where}: no usable input_ids and loss_mask: {error!r}") from error
     if ids.ndim != 1 or ids.shape != mask.shape:
-        raise TrainingError(f"{where}: {ids.size} input_ids and {mask.size} in loss_mask")
+        raise TrainingError(
+            f"{where}: {ids.size} input_ids and {mask.size} values in loss_mask; both must be "
+            "lists of one length"
+        )
     return TrainingSequence(ids, mask)
 
 
@@ -275,7 +280,7 @@ def _samples(
             trace = Trace.plain(str(number), ids[:0], ids, mask)
             kept.append(Sample(trace, group=0, advantage=0.0, weight=1.0))
     if not kept:
-        raise TrainingError(f"none of {len(examples)} examples has a token to train on")
+        raise TrainingError(f"none of the {len(examples)} examples has a token to train on")
     check_ids(kept, model, "example")
     return kept
 

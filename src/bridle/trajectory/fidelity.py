@@ -245,8 +245,8 @@ def certify(
     answers: dict[str, Recomputed] = {}
     for answer in recomputed:
         if answer.trace_id not in known or answer.trace_id in answers:
-            times = "twice" if answer.trace_id in answers else "and no such trace trains"
-            raise ConfigError(f"logprobs were sent of trace {answer.trace_id!r}, {times}")
+            times = "twice" if answer.trace_id in answers else "but no such trace trains"
+            raise ConfigError(f"the trainer sent logprobs of trace {answer.trace_id!r} {times}")
         answers[answer.trace_id] = answer
     pairs = [(known[name], answer) for name, answer in answers.items()]
     if not any(len(answer.positions) for _, answer in pairs):

@@ -180,7 +180,7 @@ def from_packed(value: JSON) -> Trajectory:
     try:
         return trajectory_of(value | {"traces": [_unpacked(trace) for trace in value["traces"]]})
     except TypeError as error:
-        raise ValueError(f"no trajectory: {error}") from error
+        raise ValueError(f"not a packed trajectory: {error}") from error
 
 
 def _packed(trace: Trace) -> JSON:
@@ -204,5 +204,7 @@ def _values(name: str, kind: str, packed: JSON | None) -> npt.NDArray[Any] | Non
     if packed is None:
         return None
     if packed["dtype"] != kind:
-        raise ValueError(f"{name}: dtype {packed['dtype']!r}, not {kind!r}")
+        raise ValueError(
+            f"array {name} of a packed trajectory has dtype {packed['dtype']!r}, not {kind!r}"
+        )
     return np.frombuffer(packed["data"], np.dtype(kind).newbyteorder("<")).astype(kind)

@@ -128,7 +128,9 @@ class Trace:
             raise ValueError(message)
         if self.routed_experts is not None and len(self.routed_experts) != self.size:
             rows = len(self.routed_experts)
-            raise ValueError(f"trace {self.trace_id}: {rows} rows of experts for {self.size} ids")
+            raise ValueError(
+                f"trace {self.trace_id} has {rows} rows of experts, but {self.size} token ids"
+            )
 
     @classmethod
     def plain(
