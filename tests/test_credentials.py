@@ -30,7 +30,7 @@ def test_a_server_token_is_created_once_in_a_file_of_mode_600(tmp_path):
 
 def test_an_empty_or_unreadable_token_file_is_refused_by_name(tmp_path):
     (tmp_path / "empty").touch()
-    with pytest.raises(ConfigError, match="empty: is empty"):
+    with pytest.raises(ConfigError, match="empty is empty"):
         load_or_make_token(tmp_path / "empty")
     with pytest.raises(ConfigError, match="Is a directory"):
         load_or_make_token(tmp_path)

@@ -39,7 +39,7 @@ def test_an_ambiguous_session_id_prefix_is_refused(say, finished_run):
     said = say("show", "q", "--run", finished_run)
 
     assert said.code == 2
-    assert "beginning of 3 sessions" in said.err
+    assert "beginning of 3 session ids" in said.err
 
 
 @pytest.mark.parametrize(("trained", "verdict"), [(3, ": holds"), (2, "DOES NOT HOLD")])

@@ -89,7 +89,7 @@ async def test_parts_with_different_numbers_of_trace_rewards_are_an_evaluator_er
 
 async def test_a_failing_part_fails_the_composite_evaluator(tmp_path):
     parts = part(1.0, name="a"), part(name="b", fails="broken checker")
-    with pytest.raises(EvaluatorError, match="part 'b': broken checker"):
+    with pytest.raises(EvaluatorError, match="part 'b' of 'composite': broken checker"):
         await found(tmp_path, *parts)
 
 
