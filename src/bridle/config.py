@@ -391,7 +391,8 @@ MOST_FAULTS: Final = 1000
 
 
 def first_fault(error: ValidationError) -> ErrorDetails | None:
-    """Return the first error in a pydantic error, or the unknown field beside a missing one.
+    """Return the first of a pydantic error's faults; where a field is missing and an unknown one
+    was given, the unknown one, which is most likely a misspelling of it.
 
     `None` = there are more than `MOST_FAULTS`.
     """

@@ -49,7 +49,7 @@ def test_an_empty_reply_has_no_blocks():
     assert empty["content"] == []
 
 
-def test_an_unknown_code_is_a_bad_request_with_its_own_status():
+def test_an_error_of_an_unknown_code_is_an_invalid_request_and_keeps_its_http_status():
     error = RequestError("upgrade", status=426, code="odd")
     assert status_of(error) == 426
     assert error_body(error)["error"]["type"] == "invalid_request_error"

@@ -29,7 +29,7 @@ def test_ids_survive_text_in_every_form(ids):
 
 
 @given(some_ids)
-def test_both_forms_of_a_prompt_are_the_same_prompt(ids):
+def test_prompt_ids_from_an_array_and_from_json_text_are_equal(ids):
     array = ArrayIds(np.array(ids, dtype=np.int32))
     text = TextIds(json.dumps(ids).encode())
     assert len(array) == len(text) == len(ids)
@@ -38,7 +38,7 @@ def test_both_forms_of_a_prompt_are_the_same_prompt(ids):
 
 
 @given(some_ids.filter(bool), st.integers(1, 50))
-def test_the_tail_is_the_last_ids(ids, count):
+def test_the_tail_of_a_prompt_is_its_last_ids(ids, count):
     array = ArrayIds(np.array(ids, dtype=np.int32))
     text = TextIds(json.dumps(ids).encode())
     assert array.tail(count).tolist() == text.tail(count).tolist() == ids[-count:]

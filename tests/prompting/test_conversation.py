@@ -174,7 +174,7 @@ def test_4_a_child_is_found_from_the_moment_its_parent_is_indexed():
     assert talk.place(*TASK, TURN, SEEN).parent == "a"
 
 
-def test_5_of_an_aborted_exchange_only_what_was_delivered_is_found():
+def test_5_of_an_aborted_exchange_only_the_delivered_part_is_found_as_a_parent():
     talk = Talk()
     whole = said("I look.", calls=[call("call_1"), call("call_2")])
     talk.exchange("a", TASK, whole)
