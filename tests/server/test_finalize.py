@@ -133,7 +133,7 @@ async def test_stopping_a_waiting_session_cancels_only_that_session_at_once(tmp_
         assert (await finish(state, done(one)))[0].task_id == "a"
 
 
-async def test_session_that_always_kills_its_server_fails(tmp_path):
+async def test_a_session_whose_server_or_node_is_lost_20_times_fails(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a"))
         for _ in range(MAX_INTERRUPTIONS):
@@ -142,7 +142,8 @@ async def test_session_that_always_kills_its_server_fails(tmp_path):
                 one.session_id, one.attempt, owner="me", why="interrupted", now=NOW
             )
         assert ended.task_id == "a"
-        assert "died 20 times" in (await state.queries.session("a.0"))["result"]
+        result = (await state.queries.session("a.0"))["result"]
+        assert "interrupted 20 times: each time its server or its node was lost" in result
 
 
 async def test_callback_row_is_inserted_with_each_result_and_keeps_its_id(tmp_path):

@@ -88,9 +88,12 @@ class Finalizer:
             return await self._end_without_run(row, task, reason)
         interrupted = sum(one["why"] == "interrupted" for one in _earlier(row))
         if why == "interrupted" and interrupted + 1 >= MAX_INTERRUPTIONS:
-            error = f"the server died {interrupted + 1} times while the session ran"
+            error = (
+                f"the session was interrupted {interrupted + 1} times: each time its server or its "
+                "node was lost while it ran"
+            )
             return await self._end_without_run(row, task, error, Cause.INFRASTRUCTURE)
-        await self._requeue(row, why, f"the server was {why}", not_before=0.0)
+        await self._requeue(row, why, f"the run was {why}", not_before=0.0)
         return FinalizeResult("again")
 
     async def stop_task(self, task_id: str, reason: str) -> FinalizeResult | None:
