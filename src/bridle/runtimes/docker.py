@@ -352,8 +352,10 @@ class DockerRuntime(Contained[RunningSandbox]):
                 while not is_marked(pid, [self._mark]):  # noqa: ASYNC110 - nothing tells of it
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            message = "the daemon is not on this machine: give it 'open' networks"
-            raise RuntimeFailure(message) from None
+            raise RuntimeFailure(
+                "the Docker daemon runs on another machine, where Bridle cannot listen inside a "
+                "container; set network = 'open'"
+            ) from None
 
     async def _watch(self, up: RunningSandbox) -> None:
         """Kill the container when its files take too much room."""
