@@ -63,7 +63,7 @@ async def test_a_failed_session_is_an_error_trajectory_and_a_wrong_token_raises(
 
         (missing,) = await asyncio.to_thread(work)
         assert (missing.status, missing.traces) == ("ERROR", ())
-        assert "died 20 times while the session ran" in missing.error
+        assert "interrupted 20 times: each time its server or its node was lost" in missing.error
 
         def refused():
             with ServerSessions(url, token="another-token-of-16") as sessions:

@@ -27,7 +27,7 @@ async def test_damaged_texts_cost_the_texts_and_no_token(path, texts):
     first, damaged, last = capture.exchanges
     assert damaged.output_ids.tolist() == made.exchanges[1].output_ids.tolist()
     assert (first.reply, last.reply) == (made.exchanges[0].reply, made.exchanges[2].reply)
-    with pytest.raises(StoreError, match="texts are damaged"):
+    with pytest.raises(StoreError, match="the stored texts of row 1 are damaged"):
         _ = damaged.reply
     assert len(capture.bodies) == len(made.bodies) - 2
 

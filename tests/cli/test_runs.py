@@ -48,4 +48,4 @@ def test_error_for_an_unknown_session_is_one_line_for_any_number_of_runs(finishe
     with pytest.raises(ConfigError) as caught:
         find_session("nobody", tmp_path)
 
-    assert str(caught.value) == f"no session 'nobody'; looked in {tmp_path} (30 runs)"
+    assert str(caught.value) == f"there is no session 'nobody'; looked in {tmp_path} (30 runs)"

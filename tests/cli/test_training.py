@@ -89,7 +89,7 @@ def test_held_out_tasks_are_copied_for_each_harness_under_its_label():
 async def test_a_task_that_overrides_top_p_is_refused(tmp_path):
     sampling = SamplingPolicy(top_p=FieldPolicy(mode="override", value=0.9))
     settings = TrainSettings(model=str(tmp_path / "gone"), tasks="x", out=str(tmp_path / "out"))
-    with pytest.raises(ConfigError, match=r"task t samples at top_p 0\.9, and training is for 1"):
+    with pytest.raises(ConfigError, match=r"task 't' samples at top_p 0\.9, and training is for 1"):
         await train_here(settings, [TASK.model_copy(update={"sampling": sampling})])
 
 
@@ -99,7 +99,7 @@ async def test_a_task_that_samples_at_another_temperature_is_refused(tmp_path, o
     task = TASK.model_copy(update={"sampling": sampling})
     settings = TrainSettings(model=str(tmp_path / "gone"), tasks="x", out=str(tmp_path / "out"))
     error, said = (
-        (ConfigError, "task t samples at temperature 0.7, and training is for 1")
+        (ConfigError, "task 't' samples at temperature 0.7, and training is for 1")
         if mode == "override"
         else (ConfigError, "gone does not exist")
     )

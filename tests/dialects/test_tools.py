@@ -73,7 +73,7 @@ def test_a_choice_is_a_mode_or_a_tool_that_was_sent():
     with pytest.raises(RequestError, match="'g' not found") as raised:
         check_choice("g", tools, "p")
     assert raised.value.param == "p"
-    with pytest.raises(RequestError, match="required"):
+    with pytest.raises(RequestError, match="asks for a tool call, but 'tools' has no tool"):
         check_choice("required", ToolList(), "p")
 
 

@@ -103,7 +103,7 @@ def test_an_impossible_id_or_logprob_is_refused_at_every_position_of_a_reply(bad
         ReplyCheck(call(), None, SIZE).take(GenerateChunk(ids, logprobs))
         array = ids if isinstance(bad, int) else logprobs
         array[at] = bad
-        with pytest.raises(GarbledError, match=r"sampled id|logprobs between"):
+        with pytest.raises(GarbledError, match=r"sampled token id|logprobs between"):
             ReplyCheck(call(), None, SIZE).take(GenerateChunk(ids, logprobs))
 
 

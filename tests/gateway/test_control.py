@@ -234,7 +234,10 @@ async def test_sessions_are_listed_in_pages():
         assert pages == [["s0", "s1"], ["s2", "s3"], ["s4"]]
         assert third["next"] is None
         status, refused = await home.control("GET", "/sessions?limit=many")
-        assert (status, refused["error"]["message"]) == (400, "limit='many': give a whole number")
+        assert (status, refused["error"]["message"]) == (
+            400,
+            "query parameter limit='many': give a whole number",
+        )
 
 
 @pytest.mark.parametrize(

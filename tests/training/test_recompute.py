@@ -64,7 +64,7 @@ def test_an_update_over_the_mismatch_limit_is_refused_and_leaves_the_weights(pac
     other = traces_of(tiny_model(1))
     learner = Learner(model, settings)
     before = digest_of_weights(model)
-    with pytest.raises(TrainingError, match=r"update 1 is refused .*most_mismatch.*: .*weights"):
+    with pytest.raises(TrainingError, match=r"update 1 is refused: .*most_mismatch.*: .*weights"):
         learner.update(batch_of(other, settings))
     assert (digest_of_weights(model), learner.version) == (before, 0)
     assert learner.update(batch_of(traces_of(model), settings)).version == 1

@@ -536,7 +536,7 @@ class Learner:
         )
         if found is not None and not found.faithful and found.kl > most:
             raise TrainingError(
-                f"update {self.version + 1} is refused: trainer and rollout disagree by more than "
+                f"update {self.version + 1} is refused: its mismatch is above "
                 f"[grpo] most_mismatch = {most:g}: {found.summary()}"
             )
 
