@@ -215,6 +215,36 @@ async def test_an_engine_that_a_node_of_a_cluster_cannot_remove_now_is_removed_l
                 task.cancel()
 
 
+class BehindWorkers(FakeWorkers):
+    """Their policy lists the engines of an earlier moment, and they remove none while `away`."""
+
+    away = True
+
+    def policy(self):
+        return {**super().policy(), "engines": [{"name": "http://old:1", "state": "serving"}]}
+
+    async def remove_replica(self, name, drain_s):
+        if self.away:
+            raise EngineError("away", retryable=True)
+        return await super().remove_replica(name, drain_s)
+
+
+async def test_an_engine_that_no_policy_lists_yet_is_removed_once_its_node_answers(tmp_path):
+    workers, source = BehindWorkers(), tmp_path / "engines"
+    source.write_text("a:1")
+    with capture_logs() as logs:
+        task = asyncio.ensure_future(follow(str(source), workers, [], every_s=0.01))  # noqa: TID251
+        try:
+            await until(lambda: workers.replicas == ["http://a:1"])
+            source.write_text("b:1")
+            await until(lambda: "http://b:1" in workers.replicas)
+            await until(lambda: "engine_cannot_leave" in [one["event"] for one in logs])
+            workers.away = False
+            await until(lambda: workers.replicas == ["http://b:1"])
+        finally:
+            task.cancel()
+
+
 async def test_an_engine_removed_by_hand_joins_again_once_the_source_lists_it(tmp_path):
     workers, source = FakeWorkers(), tmp_path / "engines"
     workers.replicas.append("http://a:1")

@@ -421,8 +421,10 @@ async def follow(
     tried again each time.
     """
     joined, failing = set(there), set[str]()
+    listed = {without_user_info(one) for one in joined}  # by a policy, since they joined
     while True:
         await asyncio.sleep(every_s)
+        listed |= _names(workers)
         if not (wanted := await engines_named(source)):
             continue
         failing -= joined.intersection(wanted)
@@ -438,12 +440,19 @@ async def follow(
             try:
                 await workers.remove_replica(engine, DRAIN_S)
             except BridleError as error:
-                known = [one["name"] for one in workers.policy()["engines"]]
-                if not known or without_user_info(engine) in known:
+                # One that was removed by hand is missing; a node's policy may be an older one.
+                known = _names(workers)
+                if not known or without_user_info(engine) not in listed - known:
                     _note("engine_cannot_leave", engine, error, failing)
                     continue
             failing.discard(engine)
             joined.discard(engine)
+            listed.discard(without_user_info(engine))
+
+
+def _names(workers: SessionRunner) -> set[str]:
+    """Return the names of the engines that the nodes' policies list."""
+    return {one["name"] for one in workers.policy()["engines"]}
 
 
 def _note(event: str, engine: str, error: BridleError, failing: set[str]) -> None:
