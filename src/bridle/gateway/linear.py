@@ -110,7 +110,7 @@ class Tip:
         """Parse the request `data[at:]` if it continues the last reply; `None` = it does not, or is
         unusual.
 
-        The returned question's `request` has only the messages after that reply.
+        The returned question's `request` has only that reply and the messages after it.
         """
         start, end = at + len(self.body), len(data) - len(self.tail)
         grows = 0 < end - start <= LONG_BYTES and data[start] == _COMMA
