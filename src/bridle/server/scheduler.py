@@ -421,7 +421,8 @@ async def follow(
     tried again each time.
     """
     joined, failing = set(there), set[str]()
-    listed = {without_user_info(one) for one in joined}  # by a policy, since they joined
+    # Of the joined ones, those that a policy has listed since, and those in use at the start.
+    listed = {without_user_info(one) for one in joined}
     while True:
         await asyncio.sleep(every_s)
         listed |= _names(workers)
@@ -436,6 +437,7 @@ async def follow(
                 continue
             failing.discard(engine)
             joined.add(engine)
+            listed.discard(without_user_info(engine))
         for engine in joined - set(wanted):
             try:
                 await workers.remove_replica(engine, DRAIN_S)
@@ -447,7 +449,6 @@ async def follow(
                     continue
             failing.discard(engine)
             joined.discard(engine)
-            listed.discard(without_user_info(engine))
 
 
 def _names(workers: SessionRunner) -> set[str]:
