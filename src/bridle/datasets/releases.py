@@ -241,7 +241,7 @@ class Maker:
             if not statuses:
                 lines = (result.stderr.decode(errors="replace") or said).strip().splitlines()
                 said = lines[-1][:300] if lines else "no output"
-            raise Refused("tests do not run", f"the run reported no result of a test: {said}")
+                raise Refused("tests do not run", f"the run reported no result of a test: {said}")
             return statuses
 
     def _task(
