@@ -295,10 +295,12 @@ class Session:
         """
         self._check_open(self._trace_rewards)
         if values is not None:
-            if not isinstance(values, Iterable):
+            try:
+                listed = tuple(values)
+            except TypeError:
                 message = f"trace_rewards: give one number for each trace; given: {values!r}"
-                raise ConfigError(message)
-            values = tuple(_finite(value, "trace_rewards") for value in values)
+                raise ConfigError(message) from None
+            values = tuple(_finite(value, "trace_rewards") for value in listed)
         self._trace_rewards = values
 
     def _check_open(self, value: object) -> None:

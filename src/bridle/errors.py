@@ -67,7 +67,7 @@ class Problems:
         """Return the result of `make`; `None` where its error was added to the list."""
         with self.noting():
             return make()
-        return None
+        return None  # type: ignore[unreachable]  # mypy: `noting` never suppresses
 
     def raise_any(self) -> None:
         """Raise the errors of the list: a single one as it is, several as one that lists each text
