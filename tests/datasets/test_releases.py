@@ -8,11 +8,18 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
-from tests.datasets.packages import add
+from tests.datasets.packages import add, make_index
 from tests.peaks import peak_kib
 from tests.runtimes.test_files import chain_of_links, packed
 
-from bridle.datasets.environments import Bench, Refused, Wheel, build_system, requirement
+from bridle.datasets.environments import (
+    Bench,
+    Refused,
+    VirtualEnvironment,
+    Wheel,
+    build_system,
+    requirement,
+)
 from bridle.datasets.jsonl import load_tasks
 from bridle.datasets.releases import (
     Change,
@@ -24,6 +31,7 @@ from bridle.datasets.releases import (
     group_requirements,
     is_test,
     outcomes,
+    pairs,
     parse_wanted,
     requirements_of_tests,
     statement,
@@ -148,6 +156,36 @@ def test_tests_that_pass_only_with_the_change_are_separated_from_those_that_alwa
         outcomes(after, after, after, seconds=1.0)
     with pytest.raises(Refused, match="few passing tests: only 4 tests pass"):
         outcomes(dict.fromkeys(list(always)[:4], "passed"), always, always, seconds=1.0)
+
+
+@pytest.mark.timeout(60)
+async def test_two_releases_of_a_package_become_a_task_folder(tmp_path, monkeypatch):
+    """They are built and tested without a sandbox; `tests/cli/test_tasks.py` uses one."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(make_index(tmp_path / "index")))
+    monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path / "cache"))
+    maker = Maker(tmp_path / "out", "tests", Bench("local"), print)
+    ((older, newer),) = await pairs("tinytext==1.1..1.2")
+    made = await maker.make(older, newer)
+    config = json.loads((made.folder / "task.json").read_text())["evaluator"]["config"]
+    assert config["fail_to_pass"] == ["tests/test_text.py::test_a_shout_has_one_mark"]
+    assert config["pass_to_pass"] == [f"tests/test_text.py::test_words_{n}" for n in range(5)]
+    assert "+def shout" in (made.folder / "solution" / "reference.patch").read_text()
+    assert "shout" not in (made.folder / "repo" / "src" / "tinytext" / "__init__.py").read_text()
+    assert [name for name, _ in maker.kept] == ["tinytext-1.1-1.2"]
+
+
+@pytest.mark.parametrize(
+    ("command", "last"), [("echo one; echo two", "two"), ("true", "no output"), ("nope", "nope")]
+)
+async def test_a_test_run_without_results_is_refused_with_its_last_line(tmp_path, command, last):
+    maker = Maker(tmp_path / "out", "tests", Bench("local"), print)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "p.py").touch()
+    environment = VirtualEnvironment(tmp_path / "environment", "")
+    with pytest.raises(Refused, match=f"tests do not run: .* no result of a test: .*{last}"):
+        await maker._statuses(tmp_path / "base", [], environment, command)
 
 
 def test_change_notes_are_the_lines_that_the_release_added(tmp_path):
