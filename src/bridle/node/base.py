@@ -91,7 +91,6 @@ class Events:
             self._listeners.remove(listener)
 
     def tell(self, event: Event) -> None:
-        """Pass an event to all listeners."""
         for listener in tuple(self._listeners):
             listener(event)
 
@@ -149,7 +148,9 @@ class SessionRunner(Node, Protocol):
 
     @property
     def capture(self) -> Path | None:
-        """Capture file of all runs; `None` = each node has one of its own."""
+        """Capture file of all runs; `None` = this process has none; on a cluster each node has
+        one.
+        """
 
     @property
     def capacity(self) -> int:
@@ -201,8 +202,8 @@ class SessionRunner(Node, Protocol):
         """Return each node's name, state, slots, free slots, stages, policy and error."""
 
     async def drain_node(self, name: str) -> None:
-        """Give a node no further run. `ConfigError` if there is no such node, or it is the only
-        one.
+        """Give a node no further run. `ConfigError` if there is no such node, or it is the one in
+        the server's process.
         """
 
 

@@ -141,7 +141,7 @@ class ClusterRunner(Fleet):
     async def first_contact(self) -> None:
         """Return when every node that has joined is live, or has failed or been lost once.
 
-        If no node came up, raises the error that opening one raised.
+        `ConfigError` with one node's error if none of them could be opened.
         """
         for member in self.members():
             await member.tried.wait()

@@ -469,7 +469,6 @@ class Fleet:
         self._followed = set[str]()
 
     def members(self) -> list[Member]:
-        """Return all nodes of the cluster."""
         return list(self._members.values())
 
     def live(self) -> list[Member]:

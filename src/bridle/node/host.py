@@ -50,8 +50,6 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _HeldRun:
-    """One run of an owner."""
-
     owner: str
     run_id: str
     end: RunEnd | None = None
@@ -59,8 +57,6 @@ class _HeldRun:
 
 @dataclass(slots=True, eq=False)
 class _Owner:
-    """State of one owner of runs."""
-
     name: str
     placed: int = 0
     at: int = 0

@@ -212,7 +212,7 @@ class RayCluster:
     async def __aenter__(self) -> Self:
         """Connect, and wait for the machines that the cluster has.
 
-        `ConfigError` if there is no cluster, or if no node of those came up.
+        `ConfigError` if there is no cluster, or if none of their nodes could be opened.
         """
         await asyncio.to_thread(self._connect)
         keep_signals()

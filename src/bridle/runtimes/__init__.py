@@ -7,8 +7,8 @@ of limits, and entering a sandbox under its system call filter). `conformance` i
 every runtime passes.
 
 The backend "auto" is the runtime that isolates, where possible: `docker` for a task with an image
-or a GPU, `bubblewrap` for any other where it works on this machine, else `local`, with a warning.
-`$BRIDLE_RUNTIME` names another one for tasks without an image or a GPU.
+(other than a folder) or a GPU, `bubblewrap` for any other where it works on this machine, else
+`local`, with a warning. `$BRIDLE_RUNTIME` names the one for tasks that do not need `docker`.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class ApptainerRuntime(Sandbox[_Instance]):
     # ---- start and end
 
     async def start(self) -> None:
-        """Start the container; `exec` works afterwards. `RuntimeFailure` carries apptainer's
+        """Start the instance; `exec` works afterwards. `RuntimeFailure` carries apptainer's
         message.
         """
         program()
@@ -133,7 +133,7 @@ class ApptainerRuntime(Sandbox[_Instance]):
         return "watched"
 
     def _members(self, up: _Instance) -> list[int]:
-        """Return none where it shares the machine's process numbers."""
+        """Return its processes; none is known where it shares the machine's process numbers."""
         space = pid_namespace(up.pid)
         return [] if space in {None, pid_namespace(os.getpid())} else members_of(str(space))
 

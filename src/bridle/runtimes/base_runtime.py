@@ -317,7 +317,10 @@ class Archived(BaseRuntime):
             raise RuntimeFailure(result.stderr.decode(errors="replace").strip() or "tar failed")
 
     async def _get(self, path: PurePosixPath, archive: Path, most: int) -> None:
-        """Make an archive of a file or folder inside, of `most` bytes and its headers."""
+        """Make an archive of a file or folder inside, of at most `most` bytes and headers.
+
+        `RuntimeFailure` if it would be larger, or `tar` failed.
+        """
         room = str((most + FRAME_BYTES) >> 10)
         argv = ["bash", "-c", PACK, "bash", str(path.parent), path.name, room]
         result = await self._run(Command(argv=argv, env={}, cwd="/", stdout=archive))

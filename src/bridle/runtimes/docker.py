@@ -218,13 +218,13 @@ LOOK_S = 2.0
 PATIENCE = 20.0
 """The daemon is not asked for more than this share of the time: 1 / (1 + PATIENCE)."""
 HERE_S = 5.0
+"""Time that a container's first process may take to be itself, on a busy machine."""
 MISSING = "Could not find the file"
 """The answer of `docker cp` for a path that the container does not have."""
 
 EXIT_SEEN_TRIES = 50
 """Looks, 0.1 s apart, for the end of a container that starts no commands any more; one at its
 limit of processes starts none either, and lives."""
-"""Time that a container's first process may take to be itself, on a busy machine."""
 DROPPED = ("AUDIT_WRITE", "MKNOD", "NET_RAW", "SETFCAP", "SYS_CHROOT")
 """Powers that Docker leaves to a container's root and that no task needs."""
 ROOT = (None, "", "0", 0, "root")
@@ -395,10 +395,8 @@ class DockerRuntime(Contained[RunningSandbox]):
         env = prefix_names({**base, **self._spec.env, **inside.env})
         reads = inside.stdin is not None
         words = [program(), "exec", *(["--interactive"] if reads else [])]
-        for name in (
-            *env,
-            *marks,
-        ):  # by name only: the values stay out of this machine's process list
+        # By name only: the values stay out of this machine's process list.
+        for name in (*env, *marks):
             words += ["--env", name]
         words += [self._id, "/bin/bash", "-c", RESTORE_ENV + ENTER, "bash", inside.cwd]
         argv, env = [*words, *inside.argv], {**client_environment(), **env}

@@ -46,7 +46,7 @@ class LocalRuntime(OnThisMachine):
 
     @classmethod
     def check(cls, spec: RuntimeSpec) -> None:
-        """Raise `ConfigError` naming what `spec` asks for that only a containing runtime gives."""
+        """Raise `ConfigError` naming what `spec` asks for and this runtime cannot give."""
         asked = [
             name
             for name in ("image", "cpus", "memory_mb", "storage_mb", "max_processes", "gpus")

@@ -429,11 +429,9 @@ class RexHost:
         self._deployment: AbstractDeployment = _open(deployment)
 
     async def start(self) -> None:
-        """Start the SWE-ReX deployment."""
         await _aside(self._deployment.start)
 
     async def stop(self) -> None:
-        """Stop the SWE-ReX deployment."""
         await _aside(self._deployment.stop)
 
     async def execute(self, argv: Sequence[str]) -> str:

@@ -82,7 +82,10 @@ class ApiConnection(H11Protocol):
         self._start_deadline()
 
     def _close_some(self) -> None:
-        """Close an eighth of the connections without a valid token, oldest first."""
+        """Close an eighth of some connections: of those that wait without a valid token, else of
+        all without one, else of all that wait.
+        Connections that never sent a request are closed first, then the oldest.
+        """
         connections = [one for one in self.connections if isinstance(one, ApiConnection)]
         waiting = [one for one in connections if one.is_waiting]
         unknown = [one for one in connections if not one.is_known]
@@ -92,7 +95,7 @@ class ApiConnection(H11Protocol):
             one.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take received bytes; closes a connection whose header is too large."""
+        """Take received bytes; closes some connections if all unfinished heads are too large."""
         if self.is_waiting:
             self._start_deadline()
         super().data_received(data)

@@ -303,9 +303,10 @@ class Receivers:
         return [name for name in self._known if not self.has_room(name)]
 
     def has_room(self, name: str) -> bool:
-        """Return whether one more callback may be sent to this receiver, by its own limit.
+        """Return whether one more callback may be sent to this receiver, by its limit and that of
+        all doubtful ones.
 
-        A receiver that failed last gets one callback at a time.
+        A receiver without an acknowledged callback, or that failed last, gets one at a time.
         """
         known = self._known.get(name, _Receiver())
         if known.health is ReceiverHealth.DOUBTFUL:
@@ -464,7 +465,6 @@ class CheckedResolver(AbstractResolver):
         return permitted
 
     async def close(self) -> None:
-        """Close the resolver."""
         await self._resolver.close()
 
 

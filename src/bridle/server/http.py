@@ -355,8 +355,8 @@ class ApiRequest:
     async def body(self, model: type[Model]) -> Model:
         """Return the request's JSON body as `model`.
 
-        Raises `ApiError`: 400 if it is not JSON, 413 if it is too large, 422 with the field's name
-        if a field is wrong.
+        Raises `ApiError`: 400 if it is not JSON, 408 if it does not arrive within `BODY_S`, 413 if
+        it is too large, 422 with the field's name if a field is wrong.
         """
         given = await self._bytes() or b"{}"
         try:
@@ -529,7 +529,10 @@ def error_response(error: Exception) -> Response:
 
 
 def negotiate(request: ApiRequest, known: tuple[str, ...]) -> str:
-    """Return the first of the `known` media types that the caller accepts. `ApiError` 406."""
+    """Return the first media type of the caller's `Accept` that is one of `known`.
+
+    A wildcard is the first known one. `ApiError` 406 if there is none.
+    """
     wanted: str = request.request.headers.get("accept", "*/*")
     for part in wanted.split(","):
         kind: Any = part.partition(";")[0].strip().lower()

@@ -143,7 +143,7 @@ class PolarEvaluator(EvaluatorSpec):
     """Polar's `EvaluatorSpec`."""
 
     refresh_runtime: bool = True
-    """Ignored: evaluation is always separate from the agent."""
+    """Ignored: evaluation is separate from the agent unless `trusted` or `shared` is set."""
 
 
 class PolarTask(GroupOptions):

@@ -120,7 +120,10 @@ class Queries:
     async def sessions(
         self, task_seq: int, *, after: int = -1, limit: int | None = None, final: bool = False
     ) -> Sequence[RowMapping]:
-        """Return a task's sessions in the order of their samples, after sample `after`."""
+        """Return a task's sessions in the order of their samples, after sample `after`.
+
+        With `final` only those that have ended; `limit` `None` = all.
+        """
         s = t.sessions.c
         after = min(after, LAST_SAMPLE)
         query = select(t.sessions).where(s.task_seq == task_seq, s.sample_index > after)

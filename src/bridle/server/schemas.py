@@ -289,8 +289,8 @@ class FinalizeResult:
     """Consequences of the end of a run or of a task."""
 
     what: Literal["final", "again", "lost"]
-    """The session is final; it is queued for another run; or another server holds its lease, and
-    nothing changed."""
+    """The session is final; it is queued for another run; or neither, such as where another server
+    holds its lease."""
     run_ids: tuple[str, ...] = ()
     """Runs to cancel, because their task ends early."""
     task_id: str | None = None

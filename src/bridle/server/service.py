@@ -242,7 +242,8 @@ class Service(Stacked):
     async def drain(self) -> int:
         """Start no further session in this process, and wait at most `drain_s` for running ones.
 
-        Returns how many still run. Tasks are accepted meanwhile.
+        Returns how many still run. Tasks are accepted meanwhile. Runs that outlive the server are
+        not waited for.
         """
         self.scheduler.draining = True
         patience_s = 0.0 if self.workers.outlive else self.settings.drain_s
@@ -375,9 +376,8 @@ class Peers:
         if dead := self._dead(await service.queries.leases()):
             log.warning("took over from dead servers", servers=dead)
             await self.take_over(dead)
-        running = (
-            service.scheduler.running
-        )  # read before `held`: a run that starts meanwhile is not gone
+        # Read before `held`: a run that starts meanwhile is not gone.
+        running = service.scheduler.running
         held = await service.queries.held_by(service.owner)
         gone = tuple(one.run_id for one in running if not held.get(one.run_id, False))
         service.scheduler.cancel_runs(gone)

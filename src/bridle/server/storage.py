@@ -90,7 +90,6 @@ class TrajectoryFiles:
         return await asyncio.to_thread(self._write, name, trajectory)
 
     async def read(self, name: str) -> Trajectory:
-        """Read a trajectory from its file."""
         return await asyncio.to_thread(self._read, name)
 
     async def remove(self, name: str) -> None:
@@ -226,7 +225,8 @@ class Database:
     async def open(cls, given: str | Path) -> Self:
         """Connect to the database, and apply all migrations.
 
-        Raises `ConfigError` for an unusable URL, `StateError` if no database answers there.
+        Raises `ConfigError` for an unusable URL, a missing driver or a database of another version
+        of Bridle, `StateError` if no database answers there.
         """
         url = database_url(str(given))
         if "://" not in str(given):
@@ -335,7 +335,8 @@ async def until_done(
     closing: asyncio.Event | None = None,
     patience_s: float = math.inf,
 ) -> T:
-    """Retry `attempt()` with backoff while the database cannot store, and return its result.
+    """Retry `attempt()` with backoff while it raises `StateError` or `StoreError`, and return its
+    result.
 
     Once `closing` is set, or after `patience_s`, the next failure is raised; an `UnwritableError`
     at once.
@@ -426,9 +427,8 @@ def _migrate(connection: Connection) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
-    if (
-        connection.dialect.name == "postgresql"
-    ):  # of several starting servers one migrates at a time
+    if connection.dialect.name == "postgresql":
+        # Of several starting servers one migrates at a time.
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({MIGRATING})")
     try:
         command.upgrade(config, "head")
