@@ -267,7 +267,6 @@ class OnlyArchives:
         archive = folder.parent / "x.tar"
         pack(self.work, PurePosixPath(), archive)
         unpack(archive, ".", folder, any_link=True, only=keep)
-        return ()
 
     async def upload(self, source, target):
         self.shared |= {path.name for path in source.rglob("*") if path.lstat().st_nlink > 1}

@@ -279,18 +279,18 @@ class Archived(BaseRuntime):
             return size
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
-        """Copy the work folder to `folder`; returns the paths that were left out, with reasons."""
-        return await self.copy_kept(folder)
+        """Copy the work folder to `folder`; of what an archive leaves out nothing is known."""
+        await self.copy_kept(folder)
+        return ()
 
-    async def copy_kept(self, folder: Path, keep: Keep | None = None) -> tuple[str, ...]:
+    async def copy_kept(self, folder: Path, keep: Keep | None = None) -> None:
         """Copy the files and links of the work folder that `keep` names (`None` = all) to `folder`.
 
-        Returns the paths that were not copied, each with its reason.
+        Entries that lead elsewhere, or are neither files, folders nor links, are left out.
         """
         path = PurePosixPath(self.workdir)
         with boundary(RuntimeFailure, "cannot copy the work folder"):
             await self._fetch(path, folder, CopyLimits(), any_link=True, only=keep)
-        return ()
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
         """Replace the work folder by `folder`, but for what `keep` names; returns what was left

@@ -461,20 +461,18 @@ class DockerRuntime(Contained[RunningSandbox]):
 
     # ---- files
 
-    async def copy_kept(self, folder: Path, keep: Keep | None = None) -> tuple[str, ...]:
+    async def copy_kept(self, folder: Path, keep: Keep | None = None) -> None:
         """Copy the work folder to `folder`, but only the files and links that `keep` names (`None`
         = all).
 
-        Returns the paths that were not copied. A work folder that the harness deleted gives an
-        empty copy.
+        A work folder that the harness deleted gives an empty copy.
         """
         try:
-            return await super().copy_kept(folder, keep)
+            await super().copy_kept(folder, keep)
         except RuntimeFailure as error:
             if MISSING not in str(error):
                 raise
             await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-            return ()
 
     async def copied(self, scratch: Path) -> Self:
         """Start a second container from an image of this one's files; the copy deletes the image at
