@@ -22,7 +22,7 @@ from bridle.runtimes.conformance import CHECKS, run_check
         ({"gpus": 1}, "no GPUs: use 'docker'"),
         ({"image": "python:3.12"}, "image 'python:3.12' must be a root folder"),
         ({"workdir": "/a/../b"}, "must not contain"),
-        ({"kwargs": {"privileged": True}}, r"'binds' .*'folders'.* given: \['privileged'\]"),
+        ({"kwargs": {"privileged": True}}, r"'binds', 'folders'.* given: \['privileged'\]"),
         ({"kwargs": {"folders": ["tests"]}}, "folder 'tests' must be an absolute path"),
         ({"kwargs": {"folders": ["/a/../b"]}}, "folder '/a/../b' must be an absolute path"),
     ],

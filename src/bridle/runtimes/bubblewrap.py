@@ -211,11 +211,6 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
             raise ConfigError(
                 f"runtime 'bubblewrap': image {spec.image!r} must be a root folder (with /bin)"
             )
-        if unknown := sorted(set(spec.kwargs) - KWARGS):
-            raise ConfigError(
-                "runtime 'bubblewrap' takes the kwargs 'binds' (a list of host paths) and"
-                f" 'folders' (a list of paths inside); given: {unknown}"
-            )
         check_spec(spec, "bubblewrap", KWARGS)
         for folder in spec.kwargs.get("folders", ()):
             path = Path(folder if isinstance(folder, str) else "")
