@@ -345,7 +345,6 @@ class Command:
     error_log: Path | None = None
     marks: tuple[bytes, ...] = ()
     """`NAME=value` entries of `env` by which the processes are found again."""
-    grace_s: float = TERM_GRACE_S
     leaders: Leaders = field(default_factory=Leaders)
     """Records the process as leader of its own group and session."""
 
@@ -470,7 +469,7 @@ async def _ended(child: subprocess.Popen[bytes], streams: _Streams) -> None:
 async def _end_for_certain(child: subprocess.Popen[bytes], command: Command) -> None:
     """Call `_end`, even if the caller is cancelled, within a time limit."""
     try:
-        await run_shielded(_end(child, command), timeout_s=command.grace_s + 2 * KILL_S)
+        await run_shielded(_end(child, command), timeout_s=TERM_GRACE_S + 2 * KILL_S)
     except TimeoutError:
         message = f"process {child.pid} ({command.argv[0]}) does not end after SIGKILL"
         raise RuntimeFailure(message) from None
@@ -489,7 +488,7 @@ async def _end(child: subprocess.Popen[bytes], command: Command) -> None:
 
     signal_group(signal.SIGTERM)
     loop = asyncio.get_running_loop()
-    patience = loop.time() + command.grace_s
+    patience = loop.time() + TERM_GRACE_S
     while child.poll() is None and loop.time() < patience:  # noqa: ASYNC110 - no event tells
         await asyncio.sleep(POLL_S)
     signal_group(signal.SIGKILL)
