@@ -96,7 +96,6 @@ async def run_check(
 
 @_check
 async def exit_codes_are_true(bench: Fixtures) -> None:
-    """Check that a command's exit code is reported as it is."""
     for code in (0, 1, 3, 255):
         result = await bench.runtime.exec(f"exit {code}")
         expect((result.exit_code, result.signal) == (code, None), result)
@@ -105,21 +104,18 @@ async def exit_codes_are_true(bench: Fixtures) -> None:
 
 @_check
 async def the_signal_that_ended_a_process_is_reported(bench: Fixtures) -> None:
-    """Check that a command killed by a signal has that signal and no exit code."""
     result = await bench.runtime.exec(["bash", "-c", "kill -KILL $$"])
     expect((result.exit_code, result.signal) == (None, signal.SIGKILL), result)
 
 
 @_check
 async def a_pipeline_fails_with_any_of_its_parts(bench: Fixtures) -> None:
-    """Check that a shell pipeline has the exit code of a part that fails."""
     result = await bench.runtime.exec("exit 4 | cat")
     expect(result.exit_code == 4, result)
 
 
 @_check
 async def a_program_that_does_not_exist_is_exit_code_127(bench: Fixtures) -> None:
-    """Check that a program that does not exist gives exit code 127."""
     result = await bench.runtime.exec(["no-such-program"])
     expect(result.exit_code == 127, result)
 
@@ -129,21 +125,18 @@ async def a_program_that_does_not_exist_is_exit_code_127(bench: Fixtures) -> Non
 
 @_check
 async def stdout_and_stderr_come_apart(bench: Fixtures) -> None:
-    """Check that stdout and stderr of a command are returned separately."""
     result = await bench.runtime.exec("echo out; echo err >&2")
     expect((result.stdout, result.stderr) == (b"out\n", b"err\n"), result)
 
 
 @_check
 async def a_list_is_not_read_by_a_shell(bench: Fixtures) -> None:
-    """Check that a command given as a list of words is run without a shell."""
     result = await bench.runtime.exec(["echo", "$HOME", "a b", "'*'"])
     expect(result.stdout == b"$HOME a b '*'\n", result)
 
 
 @_check
 async def stdin_is_closed_unless_given(bench: Fixtures) -> None:
-    """Check that a command gets the bytes given as stdin, and an empty stdin without any."""
     closed = await bench.runtime.exec("cat", timeout_s=20)
     expect(closed.ok and closed.stdout == b"", closed)
     given = os.urandom(300_000)
@@ -171,7 +164,6 @@ async def the_environment_is_what_was_given(bench: Fixtures) -> None:
 
 @_check
 async def output_over_the_limit_keeps_head_and_tail(bench: Fixtures) -> None:
-    """Check that output over the limit keeps its beginning and end and is marked as truncated."""
     result = await bench.runtime.exec(
         "echo first; head -c 3000000 /dev/zero; echo last", output_limit=1000, timeout_s=30
     )
@@ -183,7 +175,6 @@ async def output_over_the_limit_keeps_head_and_tail(bench: Fixtures) -> None:
 
 @_check
 async def a_log_gets_everything(bench: Fixtures) -> None:
-    """Check that the log files of a command get its whole output, whatever the limit."""
     log, errors = bench.folder / "logs" / "all.log", bench.folder / "logs" / "err.log"
     result = await bench.runtime.exec(
         "head -c 50000 /dev/zero; echo err >&2", output_limit=100, log=log, error_log=errors
@@ -196,7 +187,6 @@ async def a_log_gets_everything(bench: Fixtures) -> None:
 
 @_check
 async def commands_run_in_the_workdir_by_default(bench: Fixtures) -> None:
-    """Check that commands run in the work folder, and that `cwd` is relative to it."""
     runtime = bench.runtime
     result = await runtime.exec("pwd -P; mkdir sub")
     expect(result.stdout.decode().strip().endswith(runtime.workdir), result)
@@ -206,7 +196,6 @@ async def commands_run_in_the_workdir_by_default(bench: Fixtures) -> None:
 
 @_check
 async def a_deleted_workdir_does_not_end_the_session(bench: Fixtures) -> None:
-    """Check that commands still run after one of them deleted the work folder."""
     await bench.runtime.exec('rm -rf "$PWD"')
     result = await bench.runtime.exec("pwd")
     expect(result.ok, result)
@@ -214,7 +203,6 @@ async def a_deleted_workdir_does_not_end_the_session(bench: Fixtures) -> None:
 
 @_check
 async def home_is_private_and_empty(bench: Fixtures) -> None:
-    """Check that the home folder is empty at first, writable, and not shared between sessions."""
     result = await bench.runtime.exec('ls -A "$HOME" && touch "$HOME/mine" && mktemp')
     expect(result.ok, result)
     expect(len(result.stdout.split()) == 1, result)
@@ -227,7 +215,6 @@ async def home_is_private_and_empty(bench: Fixtures) -> None:
 
 @_check
 async def files_and_folders_go_in_with_their_modes(bench: Fixtures) -> None:
-    """Check that uploaded files and folders keep their modes."""
     (bench.folder / "tree" / "deep").mkdir(parents=True)
     tool = bench.folder / "tree" / "deep" / "tool"
     tool.write_text("#!/bin/bash\necho ran\n")
@@ -240,7 +227,6 @@ async def files_and_folders_go_in_with_their_modes(bench: Fixtures) -> None:
 
 @_check
 async def written_files_make_their_parents(bench: Fixtures) -> None:
-    """Check that writing a file makes its parent folders, and that it reads back unchanged."""
     content = bytes(range(256)) * 100
     await bench.runtime.write("x/y/z.bin", content, mode=0o600)
     await bench.runtime.write(f"{bench.runtime.home}/.config/tool.json", b"{}")
@@ -252,7 +238,6 @@ async def written_files_make_their_parents(bench: Fixtures) -> None:
 
 @_check
 async def folders_come_out(bench: Fixtures) -> None:
-    """Check that a folder can be downloaded with everything in it."""
     await bench.runtime.exec("mkdir -p out/deep && echo 1 > out/one && echo 2 > out/deep/two")
     await bench.runtime.download("out", bench.folder / "out")
     expect((bench.folder / "out" / "deep" / "two").read_text() == "2\n", "out/deep/two is missing")
@@ -272,7 +257,6 @@ async def a_file_that_nobody_may_read_keeps_no_other_one_inside(bench: Fixtures)
 
 @_check
 async def more_than_was_asked_for_does_not_come_out(bench: Fixtures) -> None:
-    """Check that a download of more than `most` bytes fails and leaves nothing on the host."""
     await bench.runtime.exec("truncate -s 3M out || dd if=/dev/zero of=out bs=1M count=3")
     await _fails(bench.runtime.download("out", bench.folder / "out", most=2 << 20))
     expect(not (bench.folder / "out").exists(), "something of it came out")
@@ -280,13 +264,11 @@ async def more_than_was_asked_for_does_not_come_out(bench: Fixtures) -> None:
 
 @_check
 async def what_is_not_there_cannot_be_downloaded(bench: Fixtures) -> None:
-    """Check that the download of a path that does not exist fails."""
     await _fails(bench.runtime.download("nowhere", bench.folder / "nowhere"))
 
 
 @_check
 async def links_do_not_lead_out_of_the_session(bench: Fixtures) -> None:
-    """Check that a download follows no symbolic link to a file outside the session."""
     secret = bench.folder / "secret"
     secret.write_text("host's own")
     await bench.runtime.exec(
@@ -303,9 +285,6 @@ async def links_do_not_lead_out_of_the_session(bench: Fixtures) -> None:
 
 @_check
 async def a_link_is_replaced_when_written(bench: Fixtures) -> None:
-    """Check that writing to a symbolic link replaces the link and not the file that it
-    points to.
-    """
     secret = bench.folder / "secret"
     secret.write_text("untouched")
     await bench.runtime.exec(f"ln -s {secret} reward.txt")
@@ -315,17 +294,12 @@ async def a_link_is_replaced_when_written(bench: Fixtures) -> None:
 
 @_check
 async def mounts_are_readable_inside(bench: Fixtures) -> None:
-    """Check that the files of a mounted host folder can be read inside."""
     result = await bench.runtime.exec(["cat", bench.runtime.inside(bench.mount.source) + "/given"])
     expect(result.stdout == b"mounted", result)
 
 
 @_check
 async def the_gateway_is_reached(bench: Fixtures) -> None:
-    """Check that programs inside reach a server on the host by the URL that `gateway_url`
-    returns.
-    """
-
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
         writer.write(b"here\n")
@@ -349,7 +323,6 @@ async def the_gateway_is_reached(bench: Fixtures) -> None:
 
 @_check
 async def a_timeout_ends_all_that_was_started(bench: Fixtures) -> None:
-    """Check that a timeout ends the command and all processes that it started, daemons included."""
     command = f"({BEAT}) & setsid bash -c '{BEAT}' & {BEAT}"
     result = await _timed_out(bench.runtime, command)
     expect(result.timed_out and result.exit_code is None and not result.ok, result)
@@ -358,7 +331,6 @@ async def a_timeout_ends_all_that_was_started(bench: Fixtures) -> None:
 
 @_check
 async def a_process_that_ignores_sigterm_is_ended(bench: Fixtures) -> None:
-    """Check that a timeout ends also a process that ignores SIGTERM."""
     result = await _timed_out(bench.runtime, f"trap '' TERM; {BEAT}")
     expect(result.timed_out and not result.ok and result.exit_code is None, result)
     await _has_stopped(bench.runtime)
@@ -366,7 +338,6 @@ async def a_process_that_ignores_sigterm_is_ended(bench: Fixtures) -> None:
 
 @_check
 async def a_cancelled_caller_leaves_nothing(bench: Fixtures) -> None:
-    """Check that a command's processes end when the caller of `exec` is cancelled."""
     async with asyncio.TaskGroup() as group:
         running = group.create_task(bench.runtime.exec(BEAT))
         await _until(bench.runtime, "test -s beat")
@@ -376,7 +347,6 @@ async def a_cancelled_caller_leaves_nothing(bench: Fixtures) -> None:
 
 @_check
 async def what_a_command_leaves_running_is_there_for_the_next(bench: Fixtures) -> None:
-    """Check that a daemon that a command started runs on after the command has ended."""
     daemon = f"(setsid bash -c '{BEAT}' </dev/null >/dev/null 2>&1 &) &"
     await bench.runtime.exec(f"{daemon} until [ -s beat ]; do sleep 0.02; done")
     size = (await bench.runtime.exec("wc -c < beat")).stdout.decode().strip()
@@ -385,7 +355,6 @@ async def what_a_command_leaves_running_is_there_for_the_next(bench: Fixtures) -
 
 @_check
 async def kill_ends_daemons_and_can_be_repeated(bench: Fixtures) -> None:
-    """Check that `kill` ends daemons, also those that ignore SIGTERM, and can be called twice."""
     daemon = f"(setsid bash -c \"trap '' TERM; {BEAT}\" </dev/null >/dev/null 2>&1 &) &"
     started = await bench.runtime.exec(f"{daemon} until [ -s beat ]; do sleep 0.02; done")
     expect(started.ok, started)
@@ -396,7 +365,6 @@ async def kill_ends_daemons_and_can_be_repeated(bench: Fixtures) -> None:
 
 @_check
 async def kill_ends_a_running_exec(bench: Fixtures) -> None:
-    """Check that `kill` ends a command that is running."""
     async with asyncio.TaskGroup() as group:
         running = group.create_task(bench.runtime.exec(f"touch up; {BEAT}"))
         await _until(bench.runtime, "test -s beat")
@@ -407,7 +375,6 @@ async def kill_ends_a_running_exec(bench: Fixtures) -> None:
 
 @_check
 async def one_session_does_not_end_another(bench: Fixtures) -> None:
-    """Check that `kill` of one runtime leaves the commands of another one running."""
     other = await bench.another()
     async with asyncio.TaskGroup() as group:
         running = group.create_task(other.exec("touch up; sleep 0.5; echo alive"))
@@ -418,7 +385,6 @@ async def one_session_does_not_end_another(bench: Fixtures) -> None:
 
 @_check
 async def many_commands_run_at_once(bench: Fixtures) -> None:
-    """Check that sixteen commands can run at the same time."""
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(bench.runtime.exec(f"echo {n}")) for n in range(16)]
     expect([int(each.result().stdout) for each in running] == list(range(16)), running)
@@ -426,7 +392,6 @@ async def many_commands_run_at_once(bench: Fixtures) -> None:
 
 @_check
 async def stop_can_be_repeated_and_is_the_end(bench: Fixtures) -> None:
-    """Check that `stop` can be called twice, and that no command runs after it."""
     await bench.runtime.exec("mkdir -m 000 locked; touch file")
     await bench.runtime.stop()
     await bench.runtime.stop()
