@@ -68,6 +68,15 @@ def test_the_key_of_a_sealed_session_is_dead(registry):
     session, key = opened(registry, "a")
     session.sealed = True
     refused(registry, None, [key], match="ended")
+    registry.remove(session, key_digest(key))
+    for token, keys in ((None, [key]), (key, []), ("a", [key])):
+        refused(registry, token, keys, match="ended")
+
+
+def test_the_key_of_a_session_that_could_not_be_opened_is_unknown(registry):
+    session, key = opened(registry, "a")
+    registry.remove(session, key_digest(key))
+    refused(registry, key, [key])
 
 
 @pytest.mark.parametrize("session_id", ["", "bk-abc", "a/b", "a b", "-a", "a" * 201, "ä"])
