@@ -54,6 +54,15 @@ def test_texts_are_compressed_only_where_it_pays():
     assert pack([TextEntry(0, bytes(16), noise)])[:1] == b"\x00"
 
 
+@given(st.lists(st.binary(max_size=50), max_size=9), st.data())
+def test_a_cut_blob_yields_whole_entries_or_raises(texts, drawn):
+    written, found = [TextEntry(BODY, bytes(16), text) for text in texts], []
+    blob = pack(written)
+    with suppress(ValueError, struct.error):
+        found.extend(unpack(blob[: drawn.draw(st.integers(1, len(blob)))]))
+    assert found == written[: len(found)]
+
+
 @given(st.binary(max_size=60))
 def test_a_damaged_blob_raises_one_of_three_errors(blob):
     with suppress(ValueError, zlib.error, struct.error):
