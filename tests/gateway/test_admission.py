@@ -333,7 +333,8 @@ async def test_another_session_is_served_while_a_slow_body_arrives():
         async with asyncio.TaskGroup() as group:
             sending = group.create_task(send_slowly())
             await slow.until(lambda: slow.facts.calls == 1)
-            await other.ask([user("go")])
+            assert (await other.ask([user("go")]))["content"] == "a"
+            assert not sending.done()
             sending.cancel()
 
 
