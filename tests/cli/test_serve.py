@@ -26,7 +26,6 @@ from bridle.config import AgentSpec, Task
 from bridle.credentials import announce_server
 from bridle.errors import ConfigError, ServerError
 from bridle.folders import FolderLock
-from bridle.server import scheduler
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -246,16 +245,15 @@ def test_a_server_waiting_for_its_first_engine_ends_at_sigterm_with_code_0(tmp_p
             process.kill()
 
 
-async def test_serve_tries_to_join_engines_that_appear_in_its_engines_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(scheduler, "READ_EVERY_S", 0.01)
+async def test_serve_tries_to_join_engines_that_appear_in_its_engines_file(tmp_path):
     script = tmp_path / "script.json"
     script.write_text(json.dumps({"conversations": [{"turns": [{"content": "Done."}]}]}))
     source = tmp_path / "engines"
     server = {"engines_from": str(source), "data": tmp_path / "data", "port": 0}
     config = load_config(None, engines=[f"scripted:{script}"], server=server)
     with capture_logs() as logs:
-        async with server_of(config):
-            source.write_text("127.0.0.1:9")  # nothing listens there
+        async with server_of(config) as opened:
+            source.write_text(opened.url)  # a server, and no engine
             await until(lambda: any(one["event"] == "engine_cannot_join" for one in logs))
 
 
