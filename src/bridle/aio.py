@@ -119,7 +119,7 @@ class Checkup:
         self._error: Exception | None = None
 
     async def __call__(self) -> None:
-        """Raise what the last check raised."""
+        """Run the check if it is due; raise what the last one raised."""
         async with self._lock:
             if time.monotonic() >= self._due:
                 self._error = None
@@ -161,7 +161,7 @@ class Turnstile:
     Where many come in one moment, each with work to do, a loop would take them all one step further
     before it looks at the network again: the first would be answered when the last is. Behind a
     turnstile a few continue while the others wait, and what arrives for those few is seen to in
-    between. Who comes when nobody waits goes through at once.
+    between. Who comes when nobody waits and the round has room goes through at once.
     """
 
     def __init__(self, per_round: int) -> None:

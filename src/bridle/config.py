@@ -113,6 +113,7 @@ class Limits(Settings):
     max_seconds: float | None = None
     """Seconds since the first model call; calls begun before continue to their end."""
     max_calls_in_flight: int | None = None
+    """Calls at the same time; one more is refused with 429, and the session goes on."""
 
 
 class Action(Settings):

@@ -78,13 +78,16 @@ class Taken:
         self.give_back()
 
     def give_back(self) -> None:
-        """Return the reserved bytes to the session's share; only once."""
+        """Give the request's place and bytes back to the session and the gateway; only once."""
         self.session.in_hand.requests -= 1
         self.session.in_hand.size -= self.size
         self._admission.bytes_in_hand -= self.size
 
     def grow(self, size: int) -> None:
-        """Reserve `size` more bytes of the session's share."""
+        """Reserve `size` more bytes of the session's and the gateway's shares.
+
+        `RequestError` beyond one of them: then none are reserved.
+        """
         most, in_hand = self._admission.max_body_bytes, self.session.in_hand
         if in_hand.size + size > SESSION_BODIES * most:
             raise _too_many(
@@ -114,7 +117,7 @@ class Admission:
         self._threads = asyncio.Semaphore(THREADS)
 
     def of(self, session: GatewaySession) -> Taken:
-        """Reserve memory for a request from the session's share. `RequestError` if none is left."""
+        """Take a place among the session's requests. `RequestError` if none is left."""
         return Taken(self, session)
 
     async def body(self, http: web.BaseRequest, taken: Taken) -> bytes:

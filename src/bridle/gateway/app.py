@@ -142,7 +142,9 @@ class GatewayServer(Stacked):
         return self
 
     async def _start_engine(self) -> None:
-        """Replicas whose weights are older than those of the last life get these first."""
+        """Start the policy's engines; those with older weights than the last process had load these
+        first.
+        """
         folder = self._settings.data_dir
         self._engine.vocab_size = self._renderer.vocab_size
         kept = await asyncio.to_thread(kept_weights, folder)

@@ -182,7 +182,7 @@ class TokenAccount:
         return taken
 
     def take(self, most: int, spent: Callable[[], int]) -> int | None:
-        """Reserve tokens without waiting; `None` = `reserve` would wait."""
+        """Reserve tokens as `reserve` does, or raise its error; `None` = it would wait."""
         if self._limit is not None:
             left = self._limit - spent() - self.reserved
             if left <= 0 and not self.reserved:
@@ -194,8 +194,8 @@ class TokenAccount:
         return most
 
     def release(self, reserved: int) -> None:
-        """Release the tokens reserved for a call that ended; its sampled tokens count as spent from
-        here on.
+        """Release the tokens reserved for a call that ended, and wake the calls that wait for
+        tokens. Those that it sampled are counted as spent before, at its commit.
         """
         self.reserved -= reserved
         if self._freed is not None:

@@ -56,7 +56,7 @@ NEXT: Final[dict[Stage, frozenset[Stage]]] = {
 
 
 DELIVERED: Final = frozenset({DeliveryState.DELIVERED, DeliveryState.SUPERSEDED})
-"""States of a reply that is known to have reached the harness."""
+"""States of a reply that no retry can join: it arrived, or its client asked for a new sample."""
 
 
 @record()
@@ -300,7 +300,7 @@ class Call:
 
     @property
     def delivered(self) -> bool:
-        """Return whether the reply is known to have reached the harness."""
+        """Return whether no retry can join the reply: it arrived, or it was asked for anew."""
         return self.delivery in DELIVERED
 
     def posed(self) -> Question:

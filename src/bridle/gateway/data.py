@@ -1,7 +1,6 @@
 """The data routes: everything that a harness may ask, in any provider's dialect.
 
-What can be refused is refused before any header of a reply, in the provider's own shape. The only
-broad `except` of the room's edge is here, at the top of a served request.
+What can be refused is refused before any header of a reply, in the provider's own shape.
 """
 
 from __future__ import annotations

@@ -175,8 +175,9 @@ async def _seen(
 
 
 def pictures(shown: Shown, images: Sequence[JSON]) -> tuple[Picture, ...] | None:
-    """Return the images of the messages at the positions that `images` gives; `None` = a position
-    is missing.
+    """Return the images of the messages at the positions that `images` gives.
+
+    `None` = a position is missing, or they are other images than the messages'.
     """
     urls = [
         part["image_url"]["url"]

@@ -101,7 +101,8 @@ class Exchanges:
         """Begin a call for a request, or join the running call that it repeats, with its client
         attached.
 
-        Raises `RequestError` when the request is refused: paused, or a limit of the session.
+        Raises `RequestError` when the request is refused: the gateway is paused or ends, the
+        session has ended or reached a limit, or a tool result has no call.
         """
         served = self.models.find(request.model, asked.kind)
         question = self.place(session, wire, request, served)
@@ -171,7 +172,9 @@ class Exchanges:
     def place(
         self, session: GatewaySession, wire: WireFormat, request: ModelRequest, served: Served
     ) -> Question:
-        """Find the exchange that a request continues and the engine that answers it."""
+        """Return the request's question: `served`, which answers it, and the exchange that it
+        continues, found in the conversation.
+        """
         if session.tip is not None:
             settle(session)
         key = canonical(request, session.atoms)
@@ -231,7 +234,7 @@ class Exchanges:
             self.end(session, call)
 
     def end(self, session: GatewaySession, call: Call) -> None:
-        """Update the session's counts when a call is over."""
+        """Update the session's counts when a call is over, and release its reserved tokens."""
         session.running.discard(call)
         session.account.release(call.reserved)
         self._metrics.in_flight.values[()] -= 1

@@ -56,8 +56,8 @@ def turns_shown(
     """Return the counts of assistant turns (verbatim, re-rendered, foreign) of a request whose
     prompt extends `parent`.
 
-    `None` = it is a root, or the counts of the parent are not known (a capture file of an older
-    version).
+    Without a `parent` all turns are counted anew. `None` = the counts of the parent are not known
+    (a capture file of an older version).
     """
     request, before = question.request, None
     if parent is not None and (before := parent.turns) is None:
@@ -120,10 +120,10 @@ def after_summary(
 
 
 def of_subagent(session: GatewaySession, question: Question, asked: Asked) -> Asked:
-    """Return the call's kind as sub-agent if its task is an argument of an earlier call of this
-    session.
+    """Return `asked` with the kind of a sub-agent if the call's task is an argument of an earlier
+    tool call of the session, or if it continues a sub-agent's call.
 
-    So are calls that continue a sub-agent's. Calls whose kind is marked are left alone.
+    A call whose kind is marked is left alone.
     """
     if asked.kind is not Kind.AGENT or asked.kind_rule is not None:
         return asked

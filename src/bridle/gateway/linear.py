@@ -266,7 +266,8 @@ def _may_be_extended(call: Call, question: Question) -> bool:
 def _only_child(session: GatewaySession, call: Call, question: Question) -> bytes | None:
     """Return the digest of the chain behind a reply that no other of the session is like.
 
-    `None` = there is another one, or a call goes on from it, or it does not say anything.
+    `None` = there is another one, a call goes on from it or runs beside it, or it is no plain turn
+    (no text or call, with images, a summary, a side call).
     """
     known = session.conversation.known(call.exchange_id)
     if known is None or known.children or not known.answer or known.shown is not known.answer:
@@ -278,7 +279,7 @@ def _only_child(session: GatewaySession, call: Call, question: Question) -> byte
 
 
 def settle(session: GatewaySession) -> None:
-    """Add the turns that were read without a search to the session's index."""
+    """Add the turns that were read without a search to the session's index, and drop its tip."""
     tip, session.tip = session.tip, None
     if tip is None:
         return

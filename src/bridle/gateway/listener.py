@@ -113,7 +113,7 @@ class Connection(RequestHandler):
         self.head: object = None
         """For the handler: what the head of its last request said."""
         self.raw_head: bytes | None = None
-        """The same as it came; `None` = it came in pieces."""
+        """The same as it came; `None` = it came in pieces, or is longer than `MOST_KEPT`."""
         self.line = None if make_line is None else make_line(self)
         """Sees first what arrives."""
         self.handed: DisconnectListener | None = None
@@ -166,7 +166,7 @@ class Connection(RequestHandler):
             self._hold(len(data))
 
     def _with_one_agent(self, data: bytes) -> bytes:
-        """Part of a head without a second `User-Agent`, for which aiohttp refuses the request."""
+        """Return a part of a head without a second `User-Agent`, which aiohttp would refuse."""
         end = data.find(b"\r\n\r\n")
         end = len(data) if end < 0 else end + 2
         found = list(_AGENT.finditer(data, 0, end))
@@ -177,7 +177,7 @@ class Connection(RequestHandler):
         return data
 
     def _hold(self, more: int) -> None:
-        """Count bytes of an unfinished head, which are as many as a listener has room for."""
+        """Count bytes of an unfinished head; close it, or others, if there are too many."""
         self._unfinished += more
         assert isinstance(self._manager, _Server)
         self._manager.unfinished += more

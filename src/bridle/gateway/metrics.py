@@ -86,7 +86,7 @@ class Metrics:
         )
         self.calls = Tally(
             "bridle_calls",
-            "Model calls by how they ended: committed, failed, cancelled.",
+            "Model calls by how they ended: committed, cut, failed, cancelled.",
             ("outcome",),
         )
         self.joined = Tally(
@@ -231,7 +231,8 @@ _WORST = {
 
 
 def merged_metrics(texts: Sequence[str], more: Sequence[tuple[str, str, str, int]] = ()) -> str:
-    """Merge the metrics of several gateways: samples of the same name and labels are added up.
+    """Merge the metrics of several gateways: samples of the same name and labels are added up, but
+    for those of `_WORST`.
 
     `more` are further metrics: name, help text, type, value.
     """

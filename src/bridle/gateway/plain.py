@@ -81,7 +81,7 @@ class Handed:
     deliveries: Deliveries
 
     def lost(self) -> None:
-        """Act on the loss of the client before its reply."""
+        """Give back the request's share and detach its client, which left before its reply."""
         self.taken.give_back()
         self.deliveries.left(self.session, self.call, partly=False)
 
@@ -527,7 +527,10 @@ class PlainCall:
             self.alarm = asyncio.get_running_loop().call_later(patience_s, self.hand_over)
 
     def arrived(self, _: asyncio.Future[Any]) -> None:
-        """Take the engine's reply, commit it and answer; or handle its failure."""
+        """Read the engine's reply and queue its exchange for the next write.
+
+        A call that failed, or whose reply is not plain, is handed to a task.
+        """
         call, session, exchanges = self.call, self.taken.session, self.path.exchanges
         if call.flight is not self:
             return  # a task goes on with it

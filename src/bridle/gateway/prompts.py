@@ -215,7 +215,10 @@ class Prompts:
         return Prompted(prompt, None, reason, rendered_by=rendered_by, parted=parted)
 
     def _prefilled(self, prompt: PromptIds, request: ModelRequest) -> PromptIds:
-        """`prompt` with the client's beginning of the answer behind it."""
+        """Return `prompt` with the client's beginning of the answer, if any, behind it.
+
+        `RequestError` where the model's turns do not begin with text.
+        """
         if request.prefill is None:
             return prompt
         begun = self._renderer.text_ids(request.prefill, control=False)

@@ -330,7 +330,7 @@ class GatewaySession:
         """Calls without a result that were counted, by their links of the chain."""
         self.requests = 0
         self.begun = 0
-        """Calls that were given to the engine; salts the seeds."""
+        """Calls that were begun, failed ones included; salts the seeds."""
         self.next_index = 0
         """Order of commit of the next exchange."""
         self.turns = self.tokens = self.delivered = 0
@@ -351,7 +351,7 @@ class GatewaySession:
         return len(self.running)
 
     def facts(self) -> SessionFacts:
-        """Return the session's results so far: counts, times and the last error."""
+        """Return the session's results so far: counts, the limit reached and the last error."""
         return SessionFacts(
             session_id=self.session_id,
             calls=self.requests,

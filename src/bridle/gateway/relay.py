@@ -176,7 +176,7 @@ class _Follower:
         return self._mark, self._silent_until
 
     def _look(self) -> None:
-        """Something is new: one `_flush` writes all of it."""
+        """Schedule one `_flush`, which writes all that is new by then."""
         if self._flushing is None:
             self._flushing = self._loop.call_soon(self._flush)
 

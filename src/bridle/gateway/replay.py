@@ -207,7 +207,9 @@ def replay_of(capture: SessionCapture, at: int, noise: Sequence[Varying] = ()) -
 
 
 def replies_of(capture: SessionCapture) -> tuple[int, int]:
-    """Return how many of a session's replies were replayed or sampled, and how many replayed."""
+    """Return after how many of a session's replies a fork can begin at most, and how many of its
+    replies were themselves replayed.
+    """
     shown = _received(capture)
     return len(fork_points(capture)), sum("replayed" in node.exchange.extra for node in shown)
 

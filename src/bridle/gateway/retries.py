@@ -125,8 +125,8 @@ class Deliveries:
             self.record(session, call, DeliveryState.CUT if cut else DeliveryState.ABANDONED)
 
     def committed(self, session: GatewaySession, call: Call) -> None:
-        """Record that a call's exchange is durable; its reply is abandoned if the time for a retry
-        has passed.
+        """Mark the reply of a call that was just committed as abandoned or cut, if no client waits
+        and the time for a retry has passed.
         """
         if call.clients == 0 and call.grace is None:
             self.expire(session, call)

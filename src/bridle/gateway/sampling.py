@@ -160,7 +160,7 @@ def _clipped(spans: Sequence[VersionSpan], size: int) -> tuple[VersionSpan, ...]
 
 @dataclass(slots=True)
 class Extras:
-    """Collects them; sizes and places are in sampled tokens."""
+    """The engine data of one call beside its tokens; sizes and places are in sampled tokens."""
 
     _lists: dict[str, list[Any]] = field(default_factory=dict)
     """Name -> one entry per token from the first on; `None` where the engine reported none."""
@@ -459,7 +459,7 @@ class Sampler:
     def _chunks(
         self, request: GenerateRequest, sofar: Sofar, least: int
     ) -> AsyncGenerator[GenerateChunk, None]:
-        """Yield the engine's chunks; of a resumed call, up to a stop string over the seam."""
+        """Return the engine's chunks; of a resumed call, up to a stop string over the seam."""
         chunks = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
         if not sofar.tokens or not request.sampling.stop:
             return chunks

@@ -24,7 +24,8 @@ class GatewaySettings(Settings):
     as seen from inside a sandbox). `{port}` in it stands for the port of the data routes, which
     each of several workers has for itself."""
     data_dir: Path | None = None
-    """Folder of `control.token`; `None` = a made token lives in memory only."""
+    """Folder of `control.token`, and of the files by which the next start knows the loaded weights
+    and the released engines; `None` = they live in memory only."""
     control_token: str | None = Field(default=None, min_length=16, repr=False)
     """`None` = `BRIDLE_CONTROL_TOKEN`, else the one kept in `data_dir`, else a new one."""
     retry_grace_s: float = Field(default=10, ge=0)

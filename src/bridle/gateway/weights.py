@@ -285,8 +285,9 @@ async def add_replica(wanted: AddReplica, engines: EnginePool) -> None:
 
 
 async def remove_replica(name: str, drain_s: str, engines: EnginePool) -> None:
-    """Remove an inference server, its calls after `drain_s` seconds. `ConfigError` names a
-    mistake.
+    """Remove an inference server; its calls continue elsewhere after `drain_s` seconds.
+
+    `ConfigError` for no number of seconds, an unknown name or the only server.
     """
     try:
         seconds = float(drain_s)

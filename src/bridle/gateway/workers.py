@@ -188,7 +188,9 @@ class Supervisor(Stacked):
             self.ports.append(_port(data))
 
     def _spec_of(self, number: int) -> JSON:
-        """Tell a worker its settings, and the policy and replicas that the others have by now."""
+        """Return what a worker reads at its start: its settings, and the policy and the changes of
+        replicas that the others have by now.
+        """
         gateway = {
             "port": self.ports[number],
             "control_port": _port(self.workers[number].sockets[1]),
