@@ -253,10 +253,10 @@ class EnginePool(EngineHandover):
             one.end(call)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """Sample one reply on one replica, or continue the call that `begin` sent; see
-        `Engine.generate`.
+        """Sample one reply, or continue the call that `begin` sent; see `Engine.generate`.
 
-        A reply whose replica was lost in mid-reply ends with `FinishReason.ABORT`.
+        A call that fails before its first token is tried on other replicas; a reply whose replica
+        was lost in mid-reply ends with `FinishReason.ABORT`.
         """
         begun: tuple[Replica, Any] | None = None
         if (call := self.calls.get(request.request_id)) is not None:
@@ -357,7 +357,8 @@ class EnginePool(EngineHandover):
         return one.error or "its weights are too old"
 
     async def _judge(self, one: Replica, call: RoutedCall, error: EngineError) -> None:
-        """Handle a replica's failure; return if the call may be retried.
+        """Handle a replica's failure; return if the call may be retried, or if its caller has
+        tokens of it and resumes it.
 
         Otherwise raises the error: the call itself is the cause, or its attempts are spent.
         """

@@ -128,7 +128,7 @@ async def compare_rendering(engine: Engine, render: Render) -> Finding:
 async def compare_template(engine: Engine) -> Finding:
     """Check that the engine's chat route reports the prompt that it made of messages and tools.
 
-    The setting `prompt = "engine"` needs that. Samples one token.
+    The setting `prompt = "engine"` needs that. Samples one token for each of `CASES`.
     """
     if not isinstance(engine, Templating):
         return _no_template("it is not asked for prompts")

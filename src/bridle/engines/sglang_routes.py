@@ -55,7 +55,7 @@ class SglangRoute(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Capabilities of a server, found by probing it."""
+    """The server's abilities, and the room left, on which the body of a call depends."""
 
     model: str
     room: int

@@ -280,9 +280,9 @@ def call_parts(
 ) -> tuple[bytes, bytes, bytes]:
     """Return the JSON body of a call in three parts, of which the middle one is the prompt's ids.
 
-    Without `token_in` it has messages in place of ids. `room` is the rest of the context in tokens,
-    the budget of a request without one (the routes for completions would take 16). With `experts`
-    the body asks for the routed experts of the new tokens.
+    Without `token_in` a body of the chat route has messages in place of ids. `room` is the rest of
+    the context in tokens, the budget of a request without one (the routes for completions would
+    take 16). With `experts` the body asks for the routed experts of the new tokens.
     """
     sampling, by_ids = request.sampling, token_in and not request.by_messages
     most = sampling.max_tokens
