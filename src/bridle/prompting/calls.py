@@ -166,7 +166,7 @@ def _is_odd(value: Any) -> bool:  # noqa: ANN401 - any JSON value
 
 
 def _serialise(value: Any, *, odd: bool) -> bytes:  # noqa: ANN401 - any JSON value
-    """Sorted keys, no spaces, numbers by value."""
+    """Return the value's JSON text with sorted keys, no spaces, and numbers by value."""
     text = None if odd else _fast_text(value)
     if text is not None and not _NEEDS_NUMBERS.search(text):
         return text
@@ -175,7 +175,7 @@ def _serialise(value: Any, *, odd: bool) -> bytes:  # noqa: ANN401 - any JSON va
 
 
 def _fast_text(value: Any) -> bytes | None:  # noqa: ANN401 - any JSON value
-    """Serialize by orjson; `None` where it refuses (nesting, integers beyond 64 bit)."""
+    """Return the JSON text by orjson; `None` where it refuses (nesting, large integers)."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:

@@ -141,7 +141,7 @@ def digest(kind: str, *fields: bytes) -> bytes:
 
 
 def _text_digest(kind: AtomKind, text: str) -> bytes:
-    """`digest` of one text, in fewer steps."""
+    """Return the `digest` of one text, in fewer steps."""
     field = text.encode("utf-8", "surrogatepass")
     whole = _ALONE[kind] + len(field).to_bytes(8, "little") + field
     return sha256(whole).digest()[:16]
@@ -446,7 +446,7 @@ class _Walk:
         )
 
     def _order_results(self) -> None:
-        """R8 on atoms: each run of results in the order of the calls right before it."""
+        """Put each run of results in the order of the calls right before it (R8)."""
         kinds = [atom.kind is AtomKind.RESULT for atom in self._atoms[self._begun :]]
         start = 0
         while True in kinds:
@@ -489,7 +489,7 @@ def _span_atoms(
 
 
 def _assistant_atoms(message: Message, defaults: Defaults, offset: int) -> tuple[Atom, ...]:
-    """Evidence first, then text (R6: stripped) and media in place, then calls."""
+    """Return the evidence first, then text (R6: stripped) and media in place, then calls."""
     atoms: list[Atom] = []
     thought = message.reasoning.strip() if message.reasoning else ""
     if thought or message.issued_ids:
@@ -508,7 +508,7 @@ def _assistant_atoms(message: Message, defaults: Defaults, offset: int) -> tuple
 
 
 def _call_atom(call: ToolCall, defaults: Defaults, offset: int) -> Atom:
-    """R4 on the arguments; a freeform tool's input is text."""
+    """Return a call's atom, its arguments in normal form (R4); a freeform tool's input is text."""
     if call.custom:
         arguments = b"c" + text_bytes(call.arguments)
     else:
@@ -536,7 +536,7 @@ def _media_atom(part: MediaPart, offset: int) -> Atom:
 
 
 def _result_digest(content: Iterable[Part], dialect: Dialect) -> bytes:
-    """Return a result's parts; Google's are JSON objects, compared by value."""
+    """Return the digest of a result; Google's are JSON objects, compared by value."""
     fields: list[bytes] = []
     for part in _joined(content):
         if isinstance(part, MediaPart):
@@ -549,7 +549,7 @@ def _result_digest(content: Iterable[Part], dialect: Dialect) -> bytes:
 
 
 def _joined(content: Iterable[Part]) -> list[MediaPart | str]:
-    """R2, R3: adjacent texts as one, empty ones gone."""
+    """Return the parts with adjacent texts as one (R2) and without empty ones (R3)."""
     joined: list[MediaPart | str] = []
     texts: list[str] = []
     if type(content) is tuple and len(content) == 1 and type(content[0]) is TextPart:

@@ -66,7 +66,7 @@ class Placement:
     reason: str | None = None
     """Reason why it is not extended, or is no child: `first`, `foreign`, `history_changed`,
     `unknown_turn`, `tools_changed`, `tools_removed`, `template_args_changed`, `parent_abandoned`,
-    or a drift that forks. `None` = extend it."""
+    or a drift that forks; from the gateway `other_model` and `summarised`. `None` = extend it."""
     drift: str | None = None
     """A `Drift`; `None` = the turn came back as it was delivered."""
     extend: bool = False
@@ -360,7 +360,7 @@ class _Search:
     # ---- along the atoms
 
     def _last_assistant(self, end: int) -> int:
-        """Index of the last assistant atom before `end`; -1 = none."""
+        """Return the index of the last assistant atom before `end`; -1 = none."""
         for index in range(end - 1, -1, -1):
             if self._atoms[index].kind in ASSISTANT:
                 return index

@@ -172,7 +172,7 @@ def _stand_in(new_messages: Sequence[JSON]) -> JSON:
 
 def tool_parser_of(template: str) -> str | None:
     """Return the name of the tool parser of the package `renderers` that reads this template's
-    calls.
+    calls; `None` = its calls have no form that is known.
     """
     signs = {
         "<function=": "qwen3.5",

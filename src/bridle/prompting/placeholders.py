@@ -291,7 +291,7 @@ class Layouts:
 
 
 def _texts(turn: int, words: str) -> Iterator[str]:
-    """Different texts for the fields of a turn's messages; the first turn's have space around."""
+    """Yield different texts for the fields of a turn's messages; in turn 0 with space around."""
     for place in count():
         if turn == 0:
             yield f"{_SPACE}{place} {words}{place}{_SPACE}"

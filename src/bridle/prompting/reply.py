@@ -204,7 +204,7 @@ def _calls(read: Sequence[tuple[str, str] | None], new_id: Callable[[], str]) ->
 
 
 def _read(call: ParsedCall, *, ended: bool) -> tuple[str, str] | None:
-    """Name and arguments of a call; `None` = its name or its end cannot be read.
+    """Return name and arguments of a call; `None` = its name or its end cannot be read.
 
     `ended`: the model ended its turn, and with it a block that it left open.
     """
@@ -225,7 +225,7 @@ def _read(call: ParsedCall, *, ended: bool) -> tuple[str, str] | None:
 
 
 def _bare_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a reply that is one broken JSON call; `None` = it is text."""
+    """Return name and arguments of a reply that is one broken JSON call; `None` = it is text."""
     broken = _BROKEN.fullmatch(text.strip())
     if broken is None or not broken[3].endswith("}"):
         return None
@@ -235,7 +235,10 @@ def _bare_call(text: str) -> tuple[str, str] | None:
 
 
 def _open_xml(raw: str, *, read: bool) -> tuple[str, str] | None:
-    """Name and raw arguments of an XML call that its parser did not `read`, or not whole."""
+    """Return name and raw arguments of an XML call that its parser did not `read`, or not whole.
+
+    `None` = it is no such call.
+    """
     if (function := _FUNCTION.fullmatch(raw.strip())) is None:
         return None
     name, body = function[1], function[2].strip()
@@ -259,7 +262,7 @@ def _broken_arguments(text: str) -> str:
 def _content(
     tokenizer: PromptTokenizer, text: str, left: Sequence[ParsedCall], ids: Sequence[int]
 ) -> str:
-    """Visible text, with the blocks of calls that are none put back behind it."""
+    """Return the visible text, with the blocks of calls that are none put back behind it."""
     pieces = [text]
     for call in left:
         span = call.token_span
@@ -271,7 +274,7 @@ def _content(
 def _unseen(
     tokenizer: PromptTokenizer, spans: list[tuple[int, int]], ids: Sequence[int], end: int
 ) -> int:
-    """Sampled ids that no part of the reply shows: words beside calls, and all after the end."""
+    """Count the ids that no part of the reply shows: words beside calls, and all after the end."""
     unseen = max(0, len(ids) - end - 1)
     ends = [*(span[0] for span in spans[1:]), end]
     for (_, left), right in zip(spans, ends if spans else (), strict=True):
@@ -310,7 +313,9 @@ def count_thoughts(tokenizer: PromptTokenizer, ids: Sequence[int], reasoning: st
 
 
 def _run_of(tokenizer: PromptTokenizer, ids: Sequence[int], text: str) -> int:
-    """Length of the shortest run of `ids` whose text holds `text`; that of `text` alone if none."""
+    """Return the length of the shortest run of `ids` whose text holds `text`; that of `text` alone
+    if there is none.
+    """
 
     def held(start: int, end: int) -> bool:
         return text in tokenizer.decode(ids[start:end])
@@ -484,7 +489,7 @@ class _Part(Enum):
 
 
 class LiveReader:
-    """Feed the ids of one reply in any pieces, get what may be shown.
+    """A reader of one reply: takes its ids in any pieces, returns what may be shown.
 
     Args:
         marks: The family's tokens.
@@ -544,7 +549,7 @@ class LiveReader:
         return piece
 
     def _plain(self, run: list[int], piece: ReplyDelta) -> None:
-        """Ordinary ids of the present part."""
+        """Take ordinary ids of the present part."""
         if not run or self._part is _Part.HELD:
             return
         self._take(self._text.push(run), piece)

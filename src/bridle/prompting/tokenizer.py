@@ -612,7 +612,7 @@ def _pattern(state: JSON) -> str:
 
 
 def _ranks(backend: Tokenizer, model: JSON) -> dict[bytes, int]:
-    """Id of each token by its bytes; all that merging or a look-up can give, and no more."""
+    """Return the id of each token by its bytes: all that merging or a look-up can give, no more."""
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise _OtherwiseError("the tokenizer's tokens have a prefix or a suffix")
     vocabulary: dict[str, int] = model["vocab"]
