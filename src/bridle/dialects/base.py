@@ -352,7 +352,10 @@ class AssistantTurn:
 
 
 def user_messages(pieces: Iterable[Part | Message]) -> tuple[Message, ...]:
-    """Return tool results as they are and the parts between them as user messages, in order."""
+    """Return tool results as they are and the parts between them as user messages, in order.
+
+    Without any there is one user message, which is empty.
+    """
     messages: list[Message] = []
     parts: list[Part] = []
     for piece in pieces:

@@ -347,7 +347,7 @@ def split_body(
 
 
 def split_grown(inside: bytes) -> tuple[bytes, ...] | None:
-    """Return the raw items in the part of an array that begins with a comma; `None` = it is no such
+    """Return the raw items in `inside`, the part of an array behind a comma; `None` = it is no such
     part.
     """
     try:

@@ -549,7 +549,7 @@ def _read_compaction(item: JSON, path: str) -> Message:
 
 
 def _read_tool_item(item: JSON, kind: str, path: str) -> Message:
-    """Calls and their results, of functions and of what is shown to the model as functions."""
+    """Return the message of a call or its result, of functions and what is shown as functions."""
     answers = text_at(item, "call_id", path) or None
     if kind in _HOSTED or (kind in _SEARCH and answers is None):
         return Message(Role.ASSISTANT, (block_text(item),))
