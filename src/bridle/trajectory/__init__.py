@@ -262,7 +262,7 @@ def _without_training(traces: Iterable[Trace]) -> list[Trace]:
 
 
 def _place(plan: Plan) -> tuple[tuple[float, str], tuple[float, str]]:
-    """Sort key of a trajectory's traces: by the start of their conversation, then of their end."""
+    """Return the sort key of traces: the start of their conversation, then that of their end."""
     root = plan.leaf
     while root.parent is not None:
         root = root.parent
@@ -270,7 +270,7 @@ def _place(plan: Plan) -> tuple[tuple[float, str], tuple[float, str]]:
 
 
 def _last_cut(exchanges: Sequence[Exchange], train: Collection[Kind]) -> str | None:
-    """`length` if the last reply that may train was cut by its length."""
+    """Return `length` if the last reply that may train was cut by its length, else `None`."""
     replies = [exchange for exchange in exchanges if exchange.kind in train]
     last = max(replies, key=order_of, default=None)
     cut = last is not None and last.finish_reason is FinishReason.LENGTH
@@ -345,7 +345,7 @@ def _sampling(trace: Trace, path: Sequence[Exchange]) -> JSON:
 
 
 def _spliced(last: ExchangeNode, joined: Joined, start: int) -> list[JSON]:
-    """Spans of a trace's response that later turns of it saw as other tokens, in order."""
+    """Return the spans of a trace's response that later turns saw as other tokens, in order."""
     found: list[tuple[ExchangeNode, Splice | None]] = []
     at: ExchangeNode | None = last
     while at is not None:

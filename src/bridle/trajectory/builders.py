@@ -77,7 +77,7 @@ class Marks:
     joins: int
     """Number of requests that joined a call instead of being sampled."""
     rejected: frozenset[str]
-    """Exchanges whose reply the harness read and did not continue from (`siblings.rejected`)."""
+    """Exchanges whose reply the harness read and did not continue from (see `rejected`)."""
 
 
 def mark(
@@ -233,7 +233,7 @@ def _siblings(
 
 
 def _continued_at(exchanges: Iterable[Exchange]) -> dict[str, tuple[float, str]]:
-    """Exchange -> place in time of the last request that continues it."""
+    """Return for each exchange the place in time of the last request that continues it."""
     found: dict[str, tuple[float, str]] = {}
     for exchange in exchanges:
         at = order_of(exchange)
@@ -313,7 +313,7 @@ def _trained(marks: Marks, exchange_id: str, stop: int, start: int = 0) -> int:
 
 
 def _ends(graph: Graph, marks: Marks) -> list[ExchangeNode]:
-    """Nodes that train and are not wholly on the path to another node that trains.
+    """Return the nodes that train and are not wholly on the path to another node that trains.
 
     A rejected reply is an end of its own and nothing but it: what was said before it ends another
     path, so that its trace has only its own tokens to train.
@@ -330,7 +330,7 @@ def _ends(graph: Graph, marks: Marks) -> list[ExchangeNode]:
 
 
 def _path_totals(graph: Graph, marks: Marks) -> dict[str, int]:
-    """Sampled tokens that may train on the path to the end of each node."""
+    """Count the sampled tokens that may train on the path to the end of each node."""
     before: dict[str, int] = {}
     totals: dict[str, int] = {}
     for exchange_id, node in graph.nodes.items():
@@ -444,7 +444,7 @@ def _experts(path: Sequence[Piece], ids: Ids) -> npt.NDArray[np.int16] | None:
 
 
 def _seen_from(node: ExchangeNode, moved: int, ids: Ids) -> int:
-    """Return first position of a path that an exchange's own prompt has as the path has it.
+    """Return the first position of a path that an exchange's own prompt has as the path has it.
 
     Where drift joined it, what it saw in place of the turn before is no part of the path.
     """

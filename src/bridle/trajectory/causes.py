@@ -212,7 +212,7 @@ def _ranked(
 
 
 def _other_ids(scored: Scored) -> Iterator[tuple[list[Suspect], Flags]]:
-    """Mismatches of ids: in given tokens a template's, in sampled ones another tokenization."""
+    """Yield mismatches of ids: in given tokens a template's, in sampled ones of tokenization."""
     found: dict[bool, list[tuple[int, int, str]]] = {True: [], False: []}
     for number, (trace, (theirs, _)) in enumerate(zip(scored.traces, scored.answers, strict=True)):
         ids = trace.ids
@@ -286,7 +286,7 @@ def _part(scored: Scored, left: Flags, tolerance: float) -> tuple[list[Suspect],
 def _parts(
     scored: Scored, left: Flags, off: Flags
 ) -> Iterator[tuple[tuple[MismatchCause, ...], Flags, str, float]]:
-    """Parts that causes would spoil: the causes, the part, its name, nats that its choice costs."""
+    """Yield parts that causes would spoil: the causes, the part, its name, nats of its choice."""
     if (scored.padding >= 0).all():
         yield (MismatchCause.PADDING,), scored.padding > 0, "tokens of padded rows", 0.0
     else:
@@ -336,7 +336,7 @@ def _wrong_turns(
 
 
 def _information(inside: Flags, outside: Flags) -> float:
-    """Nats that knowing the part tells about which tokens are off."""
+    """Return the nats that knowing the part tells about which tokens are off."""
     whole = np.concatenate([inside, outside])
     return _surprise(whole) - _surprise(inside) - _surprise(outside)
 
@@ -354,7 +354,7 @@ def _surprise(flags: Flags) -> float:
 def _patterns(
     scored: Scored, left: Flags, trainer: DeclaredFacts, rollout: DeclaredFacts
 ) -> list[Suspect]:
-    """Causes of differences that are anywhere."""
+    """Return the causes of differences that are anywhere; never none."""
     apart, size = scored.differences[left], _rms(scored.differences[left])
     found = [*_temperature(scored, left), *_processor(scored, left), *_growth(scored, left)]
     if any(suspect.score > 0.8 for suspect in found):
@@ -415,7 +415,7 @@ def _temperature(scored: Scored, left: Flags) -> list[Suspect]:
 
 
 def _fit(terms: Sequence[Numbers], values: Numbers) -> tuple[float, float]:
-    """Share of the variance that a linear fit explains, and the slope of the first term."""
+    """Return the share of the variance that a linear fit explains, and the first term's slope."""
     design = np.stack([np.ones_like(values), *terms], 1)
     found = np.linalg.lstsq(design, values, rcond=None)[0]
     rest = ((values - design @ found) ** 2).sum()
@@ -448,7 +448,7 @@ def _processor(scored: Scored, left: Flags) -> list[Suspect]:
 
 
 def _biased(ids: Ids, apart: Numbers) -> list[Suspect]:
-    """Return a bias of single tokens: the id explains the differences."""
+    """Return a processor as the cause, if the tokens' ids alone explain the differences."""
     _, place, counts = np.unique(ids, return_inverse=True, return_counts=True)
     free = len(apart) - len(counts)
     if free < SMALLEST_PART:
@@ -463,7 +463,7 @@ def _biased(ids: Ids, apart: Numbers) -> list[Suspect]:
 
 
 def _growth(scored: Scored, left: Flags) -> list[Suspect]:
-    """Differences that grow with the position, by their ranks."""
+    """Return the causes of differences that grow with the position, judged by ranks."""
     sizes, places = (_ranks(x[left]) for x in (abs(scored.differences), scored.positions))
     grows = float((sizes * places).mean())
     if grows < max(0.25, 5 / np.sqrt(len(sizes))):
@@ -473,7 +473,7 @@ def _growth(scored: Scored, left: Flags) -> list[Suspect]:
 
 
 def _ranks(values: npt.NDArray[Any]) -> Numbers:
-    """Ranks of the values, with mean 0 and variance 1; equal values share theirs."""
+    """Return the ranks of the values, with mean 0 and variance 1; equal values share theirs."""
     _, place = np.unique(values, return_inverse=True)
     ranks: Numbers = place - place.mean()
     ranks /= max(float(ranks.std()), 1e-12)

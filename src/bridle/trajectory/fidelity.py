@@ -177,7 +177,7 @@ class Certificate:
         return not self.mismatches
 
     def facts(self) -> list[tuple[str, Any, Any, bool | None]]:
-        """Return each declared fact, as (name, trainer's value, rollout's value, whether they are
+        """Return each declared fact, as (name, rollout's value, trainer's value, whether they are
         equal).
 
         The last is `None` where one side did not declare the fact.

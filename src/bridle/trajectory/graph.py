@@ -64,7 +64,7 @@ class ExchangeNode:
     prompt_length: int
     """Ids from the root to the start of this output."""
     suffix: Ids
-    """Ids of the prompt after the `kept` ones: the exchange's own, or what `drift.join` left."""
+    """Ids of the prompt after the `kept` ones: the exchange's own, or what `stats.join` left."""
     children: list[ExchangeNode] = field(default_factory=list)
 
     @property
@@ -173,7 +173,7 @@ def first_difference(one: Ids, two: Ids) -> int:
 
 
 def _content(exchange: Exchange) -> tuple[object, ...]:
-    """Sort key of exchanges that share an id and a time."""
+    """Return the sort key of exchanges that share an id and a time."""
     return exchange.index, exchange.prompt_digest, exchange.output_ids.tobytes()
 
 
@@ -341,7 +341,7 @@ class _Grower:
 def _around(
     old: ExchangeNode, new: ExchangeNode, position: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`SHOWN` ids of both from where they part."""
+    """Return up to `SHOWN` ids of both from where they part."""
     end = position + SHOWN
     one, two = first_ids(old, min(old.length, end)), first_ids(new, min(new.prompt_length, end))
     return tuple(one[position:].tolist()), tuple(two[position:].tolist())

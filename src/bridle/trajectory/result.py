@@ -146,7 +146,7 @@ def trajectory_bytes(trajectory: Trajectory) -> bytes:
 
 
 def _shortest(values: npt.NDArray[Any]) -> list[float]:
-    """Floats whose shortest decimal form as float64 is that of the float32 values."""
+    """Return floats whose shortest decimal form as float64 is that of the float32 values."""
     decoded: list[float] = orjson.loads(orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY))
     return decoded
 

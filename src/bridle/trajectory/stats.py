@@ -167,7 +167,7 @@ def _look(
 
 
 def _attach(node: ExchangeNode, before: ExchangeNode, suffix: Ids) -> bool:
-    """Make a root the child of `before`; whether that could be done.
+    """Make a root the child of `before`; return whether that could be done.
 
     Not where it is above `before` already, nor where a child keeps a part of its prompt only: that
     part has no place in the longer path.

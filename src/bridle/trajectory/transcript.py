@@ -161,7 +161,7 @@ class Transcript:
         return tuple(new[sum(1 for _ in own) :])
 
     def _spans(self, exchange: Exchange) -> list[bytes]:
-        """Digests of all spans of an exchange's request, in order. `KeyError` = no such base."""
+        """Return the digests of all spans of a request, in order. `KeyError` = no such base."""
         runs: list[Sequence[bytes]] = []
         take = span_count(exchange)
         at = exchange
@@ -259,7 +259,7 @@ def span_count(exchange: Exchange) -> int:
 
 
 def _ends_of_spans(request: ModelRequest) -> list[int]:
-    """Index into `messages` after the head and the first 0, 1, 2... spans."""
+    """Return the indices into `messages` after the head and the first 0, 1, 2... spans."""
     lengths = request.span_lengths
     return list(itertools.accumulate(lengths, initial=request.head_messages))
 
