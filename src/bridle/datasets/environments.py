@@ -82,7 +82,7 @@ class Wheel:
 
     def needs(self, *extras: str) -> list[str]:
         """Return the wheel's requirements with some of its extras, for this Python, as pip takes
-        them.
+        them. Raises `Refused` for one that names a URL.
         """
         needed: dict[str, None] = {}
         for each in self.requires:
@@ -113,7 +113,6 @@ class VirtualEnvironment:
 
     @property
     def python(self) -> str:
-        """Path of the environment's Python."""
         return str(self.folder / "bin" / "python")
 
 
@@ -195,7 +194,7 @@ class Bench:
 
 def build_system(tree: Path) -> tuple[str, list[str], list[str]]:
     """Return the build backend that a source tree's `pyproject.toml` names, its paths and
-    requirements.
+    requirements. Raises `Refused`.
     """
     table = read_pyproject(tree).get("build-system", {})
     paths = table.get("backend-path", []) if isinstance(table, dict) else None
@@ -352,7 +351,7 @@ def _write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 async def _install(folder: Path, requirements: Sequence[str]) -> str:
-    """Install wheels by one call of pip; the lock of what it chose."""
+    """Install wheels by one call of pip; return the lock of what it chose."""
     wanted, report = folder / "requirements.in", folder / "report.json"
     wanted.write_text("".join(f"{each}\n" for each in requirements))
     flags = ("--no-input", "--quiet", "--only-binary", ":all:", "--disable-pip-version-check")
@@ -368,7 +367,10 @@ async def _install(folder: Path, requirements: Sequence[str]) -> str:
 
 
 async def host_python(*words: str) -> bytes:
-    """Run Bridle's own Python with these arguments and return its stdout. Raises `Refused`."""
+    """Run Bridle's own Python with these arguments and return its stdout.
+
+    Raises `Refused` if it fails, `ConfigError` if it has no pip.
+    """
     command = Command((sys.executable, *words), cwd="/", env=dict(os.environ), timeout_s=PIP_S)
     result = await run_process(command)
     if not result.ok:

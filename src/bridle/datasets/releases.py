@@ -313,7 +313,8 @@ async def pairs(wanted: str) -> list[tuple[Source, Source]]:
     first.
 
     Pre-releases and withdrawn releases are passed over, unless they are A or B. Raises
-    `ConfigError` for another form and for versions without a source distribution.
+    `ConfigError` for another form, for versions without a source distribution, and where pip cannot
+    list the releases.
     """
     package, ends = parse_wanted(wanted)
     try:
@@ -401,7 +402,7 @@ def _dated(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
 
 
 def change_notes(base: Path, release: Path) -> str:
-    """Return the lines that the newer release added to its change logs."""
+    """Return the lines that the newer release added to its change logs; empty = none with words."""
     added: list[str] = []
     for path in sorted([*release.glob("*"), *release.glob("doc*/*")]):
         if NOTES.fullmatch(path.name) and path.is_file() and not path.is_symlink():
@@ -440,9 +441,10 @@ def source_root(tree: Path, wheel: Wheel) -> str:
 
 
 def divide(diff: str, root: str, installed: Iterable[str]) -> Change:
-    """Return a diff divided into changes of the source, of the tests and of other files.
+    """Return a diff's changes to the source and to the tests; those to other files are left out.
 
-    `installed` are the paths of both wheels below `root`; they make up the source.
+    `installed` are the paths of both wheels below `root`; they make up the source. Raises `Refused`
+    for tests that are not UTF-8.
     """
     shipped = {str(PurePosixPath(root, name)) for name in installed}
     source, tests, files, lines = [], [], [], set()
@@ -558,7 +560,7 @@ def outcomes(
     """Compare test results before the reference patch (`before`), after it, and in a repeated run.
 
     Returns the tests that the patch fixes, those that keep passing, and the flaky ones. Raises
-    `Refused` where the patch fixes no test.
+    `Refused` where the patch fixes no test, or too few keep passing.
     """
     flaky = sorted(name for name in {*after, *again} if after.get(name) != again.get(name))
     passed = [name for name in after if after[name] == "passed" and name not in flaky]

@@ -331,7 +331,7 @@ def _way(error: EvaluatorError) -> str:
 async def read_file(runtime: Runtime, path: str, way: str) -> bytes:
     """Return the content of a file inside a runtime.
 
-    Raises `CheckerFailure` with `way` if there is no such file.
+    Raises `CheckerFailure` with `way` if it cannot be read.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="bridle-file-") as folder:
@@ -345,7 +345,7 @@ async def read_file(runtime: Runtime, path: str, way: str) -> bytes:
 async def read_text(runtime: Runtime, path: str, way: str) -> str:
     """Return the text of a file inside a runtime.
 
-    Raises `CheckerFailure` with `way` if there is no such file, or if it is not UTF-8.
+    Raises `CheckerFailure` with `way` if it cannot be read, or is not UTF-8.
     """
     try:
         return (await read_file(runtime, path, way)).decode()

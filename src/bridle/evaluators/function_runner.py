@@ -66,7 +66,10 @@ def load_scorer(path: str) -> Callable[[Attempt], Any]:
 
 
 def check_argument(function: Callable[..., Any], name: str, argument: str) -> None:
-    """Raise `ScorerError` unless the scoring function takes exactly one argument."""
+    """Raise `ScorerError` unless a function can be called with one argument.
+
+    The message has the function's `name` and says what the `argument` is.
+    """
     signature: object = ""
     try:
         signature = inspect.signature(function)

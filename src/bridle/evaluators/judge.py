@@ -276,7 +276,7 @@ def turns_text(trace: Trace, turns: Sequence[int], mark: str, max_chars: int) ->
 
 
 def longest(traces: list[list[JSON]]) -> list[JSON]:
-    """Return the messages of the trace with the most text; none for a session without traces."""
+    """Return the trace with the most messages; empty for a session without traces."""
     return max(traces, key=len, default=[])
 
 

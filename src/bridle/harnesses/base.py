@@ -89,7 +89,10 @@ class Harness(Protocol):
         """
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Return the process (command, environment, files) that works on the task."""
+        """Return the process (command, environment, files) that works on the task.
+
+        `ConfigError` where the program cannot take the task's instruction or model.
+        """
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
         """Return the cause of the agent program's failure, by its exit and output; `None` = it

@@ -138,7 +138,8 @@ def installed(name: str, version: str, bundles: Path) -> Path | None:
 async def ensure(recipe: Recipe, bundles: Path, report: Report) -> Path:
     """Return the folder of the recipe's bundle; builds the bundle if it is missing or incomplete.
 
-    Safe when several processes ask at once: one builds, the others wait. Raises `HarnessError`.
+    Safe when several processes ask at once: one builds, the others wait. A build also prunes
+    bundles that are unused for `UNUSED_S`. Raises `HarnessError`.
     """
     final = bundles / recipe.folder_name
     if _is_whole(final, recipe):

@@ -59,8 +59,8 @@ class Hermes(PackagedHarness[HermesSettings]):
     """A Python with 240 MB of packages."""
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Return the process `hermes --oneshot=<instruction> --toolsets <names> --usage-file
-        /dev/stdout`.
+        """Return the process that runs `hermes --oneshot=<instruction> --toolsets <names>
+        --usage-file /dev/stdout`, the instruction on stdin.
 
         Raises `ConfigError` where the model's context is shorter than Hermes requires.
         """

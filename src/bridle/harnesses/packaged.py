@@ -400,7 +400,10 @@ async def carry_node(builder: Builder, node: Path, link: Path) -> None:
 
 
 async def carry_libraries(builder: Builder, programs: Iterable[Path]) -> None:
-    """Copy the loader and every library that these programs and libraries load into the bundle."""
+    """Copy the loader and every library that these programs and libraries load into the bundle.
+
+    `HarnessError` if `ldd` names no loader or no C library.
+    """
     carried, files = builder.folder / CARRIED, [str(path) for path in programs]
     said = ""
     for first in range(0, len(files), AT_ONCE):
@@ -567,8 +570,8 @@ class PackagedHarness(Generic[SettingsT]):
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
         """Build the program's bundle if it is missing and return its folder.
 
-        A version without lock file is run once to check that it reports that version. See
-        `Harness.install`.
+        A version other than the pinned one must first do one scripted session (`bridle harness
+        check`). `None` = the program is the image's own. See `Harness.install`.
         """
         if self._wanted == IMAGE:
             return None

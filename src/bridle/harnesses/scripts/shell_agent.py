@@ -43,7 +43,10 @@ class AgentTask:
 
 
 def run(task: AgentTask) -> str:
-    """Let the model work on the task until it calls no tool; returns the text of its last reply."""
+    """Let the model work on the task until it calls no tool, for at most `MOST_TURNS` calls.
+
+    Returns the text of the last message.
+    """
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.instruction}]
     for _ in range(MOST_TURNS):
         message = ask(task, {"model": task.model, "messages": messages, "tools": [TOOL]})
