@@ -210,7 +210,7 @@ class HarborEvaluator(Configured[HarborSettings]):
             timeout_s=self._settings.timeout_s,
             log=context.logs / "evaluator.log",
         )
-        said = (result.stdout + result.stderr).decode(errors="replace").strip()[-TAIL_CHARS:]
+        said = _tail(result)
         if result.timed_out:
             raise CheckerFailure(
                 f"the tests gave no reward: they {LATE} {self._settings.timeout_s} s", said

@@ -151,7 +151,7 @@ class QwenCode(WritesEvents[QwenCodeSettings]):
     settings_class = QwenCodeSettings
     package = Npm(
         size_mb=340,
-        path="node_modules/@qwen-code/qwen-code/cli-entry.js",
+        path=CLI,
         command="qwen",
         whole_lock=False,
     )
