@@ -136,7 +136,7 @@ class RowCounts:
     tokens: int = 0
     """Tokens that train."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Reason -> sessions (`unknown`, `empty`) or rows (`overlong`)."""
+    """Reason -> sessions (`unknown`, `empty`) or rows (`overlong`: cut, masked or left out)."""
 
     def __add__(self, other: RowCounts) -> RowCounts:
         return RowCounts(
@@ -244,7 +244,6 @@ def rows_of(
 
 
 def _of_session(session: Trajectory, shape: Shape, counts: RowCounts) -> list[Trace]:
-    """Return a session's traces as the shape wants them."""
     trained = [trace for trace in session.traces if trace.loss_mask.any()]
     if not trained:
         counts.left_out["empty"] += 1
@@ -258,8 +257,8 @@ def _of_session(session: Trajectory, shape: Shape, counts: RowCounts) -> list[Tr
 
 
 def warn_of_own_rewards(bridge: str, session: Trajectory) -> None:
-    """Warn that a bridge with one reward per session leaves out the rewards of traces and
-    tokens.
+    """Warn, where a session has rewards of traces or tokens, that a bridge with one reward per
+    session leaves them out.
     """
     if has_own_rewards(session):
         log.warning("trace_rewards_left_out", bridge=bridge, session=session.session_id)

@@ -303,8 +303,9 @@ def write_pairs(
     differ by at least `margin`, then the lines of `siblings`. `BridleError` has the path.
 
     A line has `prompt`, `chosen`, `rejected` (messages), `tools`, `chosen_reward`,
-    `rejected_reward`, and, where ids are known, `prompt_ids`, `chosen_ids`, `rejected_ids` with
-    `chosen_mask`, `rejected_mask`. Examples of unknown reward are passed over.
+    `rejected_reward`, `task_id`, `chosen_session`, `rejected_session`, and, where ids are known,
+    `prompt_ids`, `chosen_ids`, `rejected_ids` with `chosen_mask`, `rejected_mask`. Examples of
+    unknown reward are passed over.
     """
     by_task: dict[str, dict[str, Example]] = {}
     for one in examples:
@@ -324,7 +325,7 @@ def sibling_pairs(capture: SessionCapture) -> Iterator[JSON]:
     """Yield a preference pair for each rejected answer of a session to a question whose other
     answer the harness went on with.
 
-    Each is a line as `write_pairs` writes it, without rewards.
+    Each is a line as `write_pairs` writes it, without rewards and ids of tokens.
     """
     exchanges = {one.exchange_id: one for one in capture.exchanges}
     shown = shown_whole(capture.exchanges)

@@ -76,7 +76,7 @@ class LocalSessions:
         """Run one session for each entry of `tasks`, in order; a task may be listed several times.
 
         The outcome of every session is in its trajectory. `ConfigError` for a task that names
-        something unknown.
+        something unknown, or that branches.
         """
         return self._wait(self._play(tasks))
 

@@ -127,7 +127,6 @@ class TrajectoryWriter:
             self._writer = pq.ParquetWriter(private_file(self._part), SCHEMA, compression="zstd")
 
     def write(self, trajectory: Trajectory) -> None:
-        """Append a trajectory to the file."""
         self.add(rows_of(trajectory))
 
     def add(self, rows: TrajectoryRows) -> None:
@@ -284,7 +283,7 @@ def _lists(arrays: Sequence[npt.NDArray[Any]], kind: pa.DataType) -> pa.Array:
 
 
 def _grouped(file: pq.ParquetFile) -> Iterator[Trajectory]:
-    """Neighbouring rows of one session as one trajectory."""
+    """Yield one trajectory for neighbouring rows of one session."""
     session: dict[str, Any] | None = None
     traces: list[Trace] = []
     for batch in file.iter_batches():
@@ -454,7 +453,7 @@ def rebuild_all(
 
 
 def _batch(path: Path, session_ids: Sequence[str], spec: BuilderSpec | None) -> list[Rebuilt]:
-    """Some sessions; runs in a process of its own."""
+    """Build some sessions' trajectories again; runs in a process of its own."""
     with SqliteReader(path) as reader:
         return [_rebuilt(reader, session_id, spec) for session_id in session_ids]
 

@@ -131,8 +131,6 @@ def _metrics(example: Example, turn: Turn) -> JSON:
 
 
 class _Steps:
-    """Puts messages together as steps."""
-
     def __init__(self) -> None:
         self.steps: list[JSON] = []
 

@@ -155,7 +155,9 @@ class TrlRollouts:
 
 
 def _rows_per_process(trainer: Any, rows: int) -> int:  # noqa: ANN401 - TRL's
-    """Return the rows that every process gives: as many, in equal parts for TRL's steps."""
+    """Return the number of rows of every process, the same in each, in equal parts for TRL's
+    steps.
+    """
     if trainer.accelerator.num_processes > 1:
         from accelerate.utils import gather_object
 
@@ -353,7 +355,7 @@ class TrlAsyncRollouts:
             thread.start()
 
     def stop(self) -> None:
-        """Start no further group, and wait for those in progress."""
+        """Start no further group, and wait for those in progress, at most `STOP_S` seconds."""
         self._stopping.set()
         until = time.monotonic() + STOP_S
         for thread in self._threads:
