@@ -93,6 +93,21 @@ async def test_a_sample_that_never_started_is_a_trajectory_without_traces(tmp_pa
         assert (lost.status, lost.traces, lost.metadata) == ("ERROR", (), {"task_id": "a"})
 
 
+async def test_a_sample_that_the_server_has_removed_is_a_trajectory_that_says_so(tmp_path):
+    async with (
+        a_service(tmp_path, FakeWorkers()) as service,
+        serve_api(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+    ):
+        sessions = ServerSessions(url, token=TOKEN.token)
+        with sessions:
+            await asyncio.to_thread(sessions.hand_in, {"g": (task("a"), 1)})
+            await asyncio.to_thread(sessions.fetch, "g", "a", 1)
+            await service.store.forget_rows((await service.queries.task("g"))["seq"])
+            (gone,) = await asyncio.to_thread(sessions.fetch, "g", "a", 1)
+        assert (gone.status, gone.traces) == ("ERROR", ())
+        assert "the server has removed the session" in str(gone.error)
+
+
 @pytest.mark.timeout(60)
 async def test_a_batch_larger_than_the_unacknowledged_groups_allowed_is_played(tmp_path):
     async with (

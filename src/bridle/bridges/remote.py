@@ -115,18 +115,21 @@ class ServerSessions:
         self._client.set_policy(released=False)
 
     def _trajectory(self, task_id: str, session: JSON | None) -> Trajectory:
-        """Fetch the trajectory of one sample; a session without one gets an empty trajectory."""
-        own = {"task_id": task_id}
-        answer = session or {"session_id": "", "error": "the server began no session"}
-        if session is not None:
-            try:
-                trajectory = self._client.trajectory(session["session_id"])
-                return dataclasses.replace(trajectory, metadata=trajectory.metadata | own)
-            except ServerError as refused:
-                if refused.status != 404:
-                    raise
-        status = SessionStatus.ERROR
-        return Trajectory(answer["session_id"], status, (), None, answer.get("error"), own)
+        """Fetch the trajectory of one sample; it is empty where the server has none.
+
+        `session` `None` = the server has removed the sessions of the group.
+        """
+        own, failed = {"task_id": task_id}, SessionStatus.ERROR
+        if session is None:
+            why = "the server has removed the session (keep_rows_days)"
+            return Trajectory("", failed, (), None, why, own)
+        try:
+            trajectory = self._client.trajectory(session["session_id"])
+        except ServerError as refused:
+            if refused.status != 404:
+                raise
+            return Trajectory(session["session_id"], failed, (), None, session["error"], own)
+        return dataclasses.replace(trajectory, metadata=trajectory.metadata | own)
 
 
 @functools.cache
