@@ -12,6 +12,7 @@ Its files, from the outside in:
 - `call`: one call with its tokens, its stop rules and its own randomness.
 - `model`: loads and checks a model folder.
 - `decoders`: the forward pass of a step over all calls or call by call, and the prefix cache.
+- `routing`: the experts of a mixture, recorded or replayed.
 
 Importing this package does not import torch; `EmbeddedEngine.start` does.
 """

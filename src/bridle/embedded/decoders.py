@@ -122,7 +122,7 @@ class PrefixStore:
         return best, matched
 
     def add(self, ids: Ids, cache: Cache, size_bytes: int, experts: Rows | None = None) -> None:
-        """Store the key-value cache of `ids`, unless it exceeds the whole budget.
+        """Store the key-value cache of `ids`, unless it exceeds the whole budget or is very short.
 
         An entry that is a prefix of `ids` is dropped.
         """
@@ -154,7 +154,6 @@ class PrefixStore:
         self.size_bytes -= entry.size_bytes
 
     def clear(self) -> None:
-        """Remove all entries."""
         self._entries.clear()
         self.size_bytes = 0
 

@@ -135,8 +135,9 @@ class EmbeddedEngine:
 
         Chunks come at the first token, every 20 ms, and at the end. Raises `EngineError` for a call
         that can't be sampled (status 400: an id beyond the vocabulary, a grammar, a value out of
-        range), `ContextOverflowError` for a prompt that leaves no room, and `EngineError` without a
-        status when the engine has failed or was closed.
+        range; 500: logits that are not numbers; 507: no memory for this call alone),
+        `ContextOverflowError` for a prompt that leaves no room, and `EngineError` without a status
+        when the engine has failed or was closed.
         """
         batch, loaded = self._working()
         mailbox = Mailbox()

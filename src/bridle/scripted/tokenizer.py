@@ -156,7 +156,10 @@ class TextStream:
 
 
 def load_tokenizer(source: str | None) -> ChatTokenizer:
-    """Return the tokenizer of folder `source`; `None` and `builtin` mean the one in the package."""
+    """Return the tokenizer of folder `source`; `None` and `builtin` mean the one in the package.
+
+    `ConfigError` if the folder holds none that can be read.
+    """
     folder = builtin_tokenizer_dir() if source in (None, "builtin") else Path(str(source))
     if not folder.is_dir():
         raise ConfigError(f"tokenizer {source!r}: no such folder; give a folder or 'builtin'")

@@ -35,16 +35,13 @@ class Wandb(Tracker):
         return run
 
     def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:
-        """Log values of one step to Weights & Biases."""
         self._run.log({**values, f"{axis}/step": step})
 
     def samples(self, rows: Sequence[JSON]) -> None:
-        """Log a table of sessions to Weights & Biases."""
         table = self._package.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
         self._run.log({"samples": table})
 
     def close(self) -> None:
-        """Finish the run in Weights & Biases."""
         self._run.finish()
 
 
@@ -75,7 +72,6 @@ class Mlflow(Tracker):
         self._tables = 0
 
     def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:  # noqa: ARG002 - the names begin with it
-        """Log values of one step to MLflow."""
         at = int(time.time() * 1000)
         metrics = [self._metric(name, value, at, step) for name, value in values.items()]
         self._client.log_batch(self._run, metrics=metrics)
@@ -102,7 +98,6 @@ class Tensorboard(Tracker):
         self._samples = 0
 
     def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:  # noqa: ARG002 - the names begin with it
-        """Log values of one step to TensorBoard."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -114,7 +109,6 @@ class Tensorboard(Tracker):
             self._writer.add_text("samples", _code(row), self._samples)
 
     def close(self) -> None:
-        """Close TensorBoard's event file."""
         self._writer.close()
 
 

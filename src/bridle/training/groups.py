@@ -169,7 +169,7 @@ class HeldOutEvaluation:
     """By label, the same tasks with other harnesses; not part of the numbers above."""
 
     def json(self) -> JSON:
-        """Return the evaluation as the JSON object that the run's files hold."""
+        """Return the evaluation as the JSON object that the run's files hold, without `rewards`."""
         value: JSON = {"reward": self.reward, "sessions": self.sessions, "unknown": self.unknown}
         if self.half_width is not None:
             value["half_width"] = self.half_width
@@ -261,7 +261,6 @@ class LocalGroups(_Groups):
         return group
 
     def cursor(self) -> JSON:
-        """Return the position of the source for a checkpoint."""
         return self._cursor(self._open.items())
 
     async def kept(self) -> None:
@@ -401,7 +400,6 @@ class ServerGroups(_Groups):
         return group
 
     def cursor(self) -> JSON:
-        """Return the position of the source for a checkpoint."""
         return self._cursor((index, name.task_id) for index, name in self._open.items())
 
     async def kept(self) -> None:

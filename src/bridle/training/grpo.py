@@ -381,8 +381,8 @@ class Learner:
         """Load a learner in float32 from the model in `folder`, on the GPU when there is one.
 
         With `lora` an adapter of it is trained, the one in the folder `adapter` or a new one.
-        `EngineError` if a folder holds no causal language model, `ConfigError` if the teacher has
-        another tokenizer, or if the adapter does not fit.
+        `EngineError` if a folder holds no causal language model, or an adapter of another one;
+        `ConfigError` if the teacher has another tokenizer, or the adapter other settings.
         """
         from bridle.embedded.model import check_folder, load_model, load_tokenizer
 
@@ -424,7 +424,8 @@ class Learner:
 
         Raises `TrainingError` if there is nothing to train on, for ids that the model does not
         have, for a loss or gradient that is not a number, and where trainer and rollout disagree by
-        more than `most_mismatch`; the weights are then unchanged.
+        more than `most_mismatch`; the weights are then unchanged, but for the steps on this batch
+        that were done before (`updates_per_batch`).
         """
         began = time.monotonic()
         if not batch.tokens:
@@ -485,7 +486,7 @@ class Learner:
     def _pass(
         self, pieces: Sequence[TraceBatch], starts: Sequence[torch.Tensor] | None
     ) -> tuple[list[Terms], list[torch.Tensor]]:
-        """Compute the gradients of the whole batch; the terms and the logprobs of each piece.
+        """Compute the gradients of the whole batch; return the terms and logprobs of each piece.
 
         Without `starts` this pass is the batch's first.
         """
@@ -541,7 +542,7 @@ class Learner:
             )
 
     def _step(self) -> float:
-        """Apply the gradients; their norm before clipping."""
+        """Apply the gradients; return their norm before clipping."""
         settings = self.settings
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm))
         if not math.isfinite(norm):

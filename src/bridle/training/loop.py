@@ -77,7 +77,7 @@ class StepReport:
     """Until the new weights were in the engine."""
 
     def json(self) -> JSON:
-        """Return the step's report as the JSON object in checkpoints and `curve.jsonl`."""
+        """Return the step's report as the JSON object in checkpoints and `course.json`."""
         value = asdict(self)
         if value["update"] is not None:
             lags = value["update"]["lags"].items()
@@ -92,7 +92,7 @@ class Course:
     steps: list[JSON] = field(default_factory=list)
     """`StepReport.json` of each."""
     evaluations: list[JSON] = field(default_factory=list)
-    """`Evaluation.json` with its `step`; 0 = before the first."""
+    """`HeldOutEvaluation.json` with its `step`; 0 = before the first."""
 
     @property
     def step(self) -> int:
@@ -407,7 +407,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_state(checkpoint: Path) -> JSON:
-    """Return the training state of a checkpoint, with the learner's own entries."""
+    """Return the training state of a checkpoint, with the learner's own entries.
+
+    Raises `TrainingError` if it cannot be read.
+    """
     try:
         state: JSON = json.loads((checkpoint / STATE).read_text())
     except (OSError, ValueError) as error:

@@ -46,7 +46,7 @@ class Group:
     """The sessions of one task that are compared with each other."""
 
     index: int
-    """The how manieth group of the training it is; -1 = from elsewhere."""
+    """Number of the group in the training, from 0; -1 = from elsewhere."""
     task_id: str
     sessions: tuple[Trajectory, ...]
 
@@ -212,7 +212,9 @@ def _turn_ends(trace: Trace) -> list[int]:
 
 
 def _returns(trace: Trace, reward: float | None) -> list[float]:
-    """Return the worth of each turn."""
+    """Return the value of each turn: the token rewards from its beginning to the trace's end, else
+    the reward of the trace or session.
+    """
     ends = _turn_ends(trace)
     if trace.token_rewards is None or not ends:
         own = reward if trace.reward is None else trace.reward

@@ -9,7 +9,8 @@ Every trained token counts the same: a step's gradient is the sum over its batch
 mean number of trained tokens of all batches. (Divided by its own number, a batch of short answers
 would count more for each, and a model would learn to give short answers.)
 
-A loss that is not a number ends the training, and the model gets the last weights that were good.
+A loss that is not a number ends the training, and the model gets the weights of at most
+`SNAPSHOT_STEPS` steps before.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _json_rows(path: Path) -> Iterator[object]:
 
 
 def _parquet_rows(path: Path) -> Iterator[object]:
-    """Examples as they are, or traces: prompt, then response with a mask of its own."""
+    """Yield examples as they are, or traces: prompt, then response with a mask of its own."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -177,7 +178,8 @@ def train(
     mode.
 
     Raises `TrainingError` before the first step if there is nothing to train on or an id is beyond
-    the vocabulary; and when a loss is not a number, with the last good weights back in the model.
+    the vocabulary; and when a loss is not a number, with the weights of the last snapshot (one each
+    `SNAPSHOT_STEPS` steps) back in the model.
     """
     samples = _samples(examples, model, settings.max_length)
     prefix = common_prefix(samples) if settings.share_prefix else 0
@@ -244,8 +246,9 @@ def train_folder(
 ) -> SftResult:
     """Train the model in `model_dir` on a CPU or the GPU, and write it with its tokenizer.
 
-    `out_dir` also gets the last good weights when the training ends with a `TrainingError` because
-    of a loss that is not a number. Raises `EngineError` for a folder that holds no such model.
+    When an error ends the training after its first step, `out_dir` gets the weights of the model
+    then: after a loss that is not a number, those of the last snapshot. Raises `EngineError` for a
+    folder that holds no such model.
     """
     from bridle.embedded.model import check_folder, load_model, load_tokenizer
 
@@ -288,7 +291,9 @@ def _samples(
 def _all_batches(
     samples: Sequence[Sample], prefix: int, settings: SftSettings
 ) -> Iterator[list[int]]:
-    """Indices of the examples of each step, over all epochs; `prefix` ids count once a batch."""
+    """Yield the numbers of each step's examples, over all epochs; `prefix` ids count once a
+    batch.
+    """
     lengths = np.array([sample.trace.size - prefix for sample in samples])
     batch_tokens = max(1, settings.batch_tokens - prefix)
     random = np.random.default_rng(settings.seed)
@@ -317,7 +322,7 @@ def _batches_of(
 
 
 def _rate(step: int, steps: int, settings: SftSettings) -> float:
-    """Share of the highest learning rate at `step`."""
+    """Return the learning rate at `step` as a share of the highest."""
     if step < settings.warmup_steps:
         return (step + 1) / (settings.warmup_steps + 1)
     done = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
