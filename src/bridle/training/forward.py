@@ -106,8 +106,9 @@ class TraceBatch:
         are known.
         """
         longest = max(sample.trace.size for sample in self.samples)
-        ids = np.stack([_padded(s.trace.ids, longest) for s in self.samples])
-        masks = np.stack([_padded(_mask(s), longest, 0) for s in self.samples])
+        padded = list(zip(self.samples, self.padding(), strict=True))
+        ids = np.stack([np.pad(one.trace.ids, (0, more), "edge") for one, more in padded])
+        masks = np.stack([np.pad(_mask(one), (0, more)) for one, more in padded])
         row = torch.from_numpy(ids).long().to(model.device)
         trained = torch.from_numpy(masks[:, self.prefix + 1 :]).to(model.device)
         experts = self._experts(longest) if replay else None
@@ -433,11 +434,6 @@ def _mask(sample: Sample) -> npt.NDArray[np.bool_]:
     mask = np.concatenate([prompt, sample.trace.loss_mask == 1])
     mask[:1] = False
     return mask
-
-
-def _padded(values: np.ndarray, length: int, fill: int | None = None) -> np.ndarray:
-    """`values` made longer: with `fill`, or with its last value."""
-    return np.pad(values, (0, length - len(values)), "edge" if fill is None else "constant")
 
 
 def common_prefix(samples: Sequence[Sample]) -> int:
