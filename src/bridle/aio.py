@@ -227,7 +227,6 @@ class Condition:
         self._event = asyncio.Event()
 
     def notify_all(self) -> None:
-        """Wake all that wait for this condition."""
         self._event.set()
         self._event = asyncio.Event()
 

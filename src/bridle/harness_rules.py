@@ -241,7 +241,6 @@ def _summary(_: Headers, request: ModelRequest) -> bool:
 
 @_rule("title", Kind.SIDE)
 def _title(_: Headers, request: ModelRequest) -> bool:
-    """Return whether it asks for a title of the session."""
     if request.tools:
         return False
     starts = system_text(request).startswith("You are a title generator")
@@ -284,7 +283,6 @@ def _memory(_: Headers, request: ModelRequest) -> bool:
 
 @_rule("commit_message", Kind.SIDE)
 def _commit(_: Headers, request: ModelRequest) -> bool:
-    """Return whether it asks for the message of a commit."""
     return not request.tools and "Git commit messages" in system_text(request)
 
 

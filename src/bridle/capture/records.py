@@ -42,12 +42,10 @@ _NONE = LogprobMode.NONE
 
 
 def no_ids() -> Ids:
-    """Return an empty array of token ids."""
     return np.empty(0, dtype=np.int32)
 
 
 def no_logprobs() -> Logprobs:
-    """Return an empty array of logprobs."""
     return np.empty(0, dtype=np.float32)
 
 

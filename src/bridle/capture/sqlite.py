@@ -123,7 +123,6 @@ class SqliteStore:
         return cls(path, _Writer(path, connection, group), reader)
 
     async def open_session(self, session: SessionRecord) -> None:
-        """Record a session; a second one of the same id is an error."""
         await self._write(lambda writer: writer.open_session(session))
 
     async def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
@@ -161,11 +160,9 @@ class SqliteStore:
             self._writer.give_later(job, LATER_S)
 
     async def close_session(self, outcome: Outcome) -> None:
-        """Record the end of a session; a second outcome of the same session is an error."""
         await self._write(lambda writer: writer.close_session(outcome))
 
     async def score(self, score: Score) -> None:
-        """Record a reward that is given after the session's end."""
         await self._write(lambda writer: writer.score(score))
 
     async def forget(self, session_id: str) -> None:
@@ -664,7 +661,6 @@ class Jobs:
 
     @property
     def empty(self) -> bool:
-        """Return whether no job is queued."""
         return self._queue.empty()
 
     def give(self, *jobs: Job) -> None:

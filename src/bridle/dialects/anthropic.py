@@ -191,7 +191,6 @@ class Anthropic(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """Return the whole reply as non-streaming clients get it."""
         thinking, toolsets = request.extra.get("thinking"), request.extra.get("toolsets", ())
         return encode(message_json(head, reply, usage, thinking, toolsets))
 
@@ -226,21 +225,16 @@ class Anthropic(WireFormat):
         return RequestError(message, status=404, code="thread_not_found", param="thread")
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """Return the assistant messages of a reply that this gateway sent."""
         return read_message(an_object(decode(reply_json, "reply"), "reply"), "reply")
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        """Return an encoder for one streaming reply."""
         thinking, toolsets = request.extra.get("thinking"), request.extra.get("toolsets", ())
         return MessagesStream(head, thinking=thinking, toolsets=toolsets)
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
-        """Return status, headers and body of a refused request, in Anthropic's form."""
         return status_of(error), retry_headers(error), encode(error_body(error))
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
-        """Return the model list, or the one model that the route names."""
-
         def model(name: str) -> JSON:
             return {
                 "type": "model",
@@ -258,7 +252,6 @@ class Anthropic(WireFormat):
         return encode({**listed, "first_id": None, "last_id": None, **ends})
 
     def token_count(self, count: int) -> bytes:
-        """Return the answer to a token-counting request."""
         return encode({"input_tokens": count})
 
 

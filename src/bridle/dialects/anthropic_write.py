@@ -186,12 +186,10 @@ class MessagesStream(StreamEncoder):
         return begin + self._delta({"type": "thinking_delta", "thinking": text})
 
     def write_text(self, text: str) -> bytes:
-        """Return the events of a piece of text."""
         begin = self._begin("text", {"type": "text", "text": ""})
         return begin + self._delta({"type": "text_delta", "text": text})
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        """Return the events of one whole tool call."""
         block = call_block(self._head, index, ToolCall(call_id, name, arguments), self._toolsets)
         given = bytes(block["input"]).decode()
         begin = self._end() + self._begin("tool_use", {**block, "input": {}})

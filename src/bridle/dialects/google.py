@@ -190,12 +190,10 @@ class Google(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """Return the whole reply as non-streaming clients get it."""
         shown = bool(request.extra.get("thoughts"))
         return encode(content_json(head, reply, usage, thoughts=shown))
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """Return the assistant messages of a reply that this gateway sent."""
         candidates = objects(decode(reply_json, "reply")["candidates"], "candidates")
         return tuple(
             message
@@ -204,7 +202,6 @@ class Google(WireFormat):
         )
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        """Return an encoder for one streaming reply."""
         return ContentStream(
             head,
             thoughts=bool(request.extra.get("thoughts")),
@@ -212,12 +209,9 @@ class Google(WireFormat):
         )
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
-        """Return status, headers and body of a refused request, in Google's form."""
         return error_response(error)
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
-        """Return the model list, or the one model that the route names."""
-
         def model(name: str) -> JSON:
             return {
                 "name": f"models/{name}",
@@ -233,7 +227,6 @@ class Google(WireFormat):
         return encode({"models": [model(name) for name in names]})
 
     def token_count(self, count: int) -> bytes:
-        """Return the answer to a token-counting request."""
         return encode({"totalTokens": count})
 
 

@@ -160,11 +160,9 @@ class ContentStream(StreamEncoder):
         return self._piece([{"text": text, "thought": True}]) if self._thoughts else b""
 
     def write_text(self, text: str) -> bytes:
-        """Return the event of a piece of text."""
         return self._piece([{"text": text}])
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        """Return the event of one whole tool call."""
         return self.write_calls(index, [ToolCall(call_id, name, arguments)])
 
     def write_calls(self, first: int, calls: Sequence[ToolCall]) -> bytes:

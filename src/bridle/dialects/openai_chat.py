@@ -231,7 +231,6 @@ class OpenAIChat(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """Return the whole reply as non-streaming clients get it."""
         message: JSON = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
@@ -258,7 +257,6 @@ class OpenAIChat(WireFormat):
         )
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """Return the assistant messages of a reply that this gateway sent."""
         try:
             (choice,) = _TEXT_ONLY.decode(reply_json).choices
         except (msgspec.MsgspecError, ValueError):  # calls, or a completion's text
@@ -276,16 +274,13 @@ class OpenAIChat(WireFormat):
         )
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        """Return an encoder for one streaming reply."""
         freeform = request.extra.get("freeform", ())
         return ChatStream(head, include_usage=request.include_usage, freeform=freeform)
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
-        """Return status, headers and body of a refused request, in OpenAI's form."""
         return error_response(error, chat_error_message(error))
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
-        """Return the model list, or the one model that the route names."""
         return models_json(route, names, context_length)
 
     def token_count(self, count: int) -> bytes:

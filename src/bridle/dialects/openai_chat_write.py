@@ -176,11 +176,9 @@ class ChatStream(StreamEncoder):
         return self._delta({"role": "assistant", "content": ""})
 
     def write_reasoning(self, text: str) -> bytes:
-        """Return the chunk of a piece of reasoning."""
         return self._delta({"reasoning_content": text})
 
     def write_text(self, text: str) -> bytes:
-        """Return the chunk of a piece of text."""
         return self._delta({"content": text})
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:

@@ -219,7 +219,6 @@ class OpenAIResponses(WireFormat):
         return encode(whole(head, dress, reply, usage))
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
-        """Return the assistant messages of a reply that this gateway sent."""
         items = self.output_items(reply_json)
         read, digests, lengths = read_spans(items, {}, _SALT, "output", read_item)
         return tuple(_Spans(items, digests, lengths, read).messages)
@@ -277,11 +276,9 @@ class OpenAIResponses(WireFormat):
         return RequestError(message, status=404, code="not_found", param="previous_response_id")
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        """Return an encoder for one streaming reply."""
         return ResponsesStream(head, request.extra.get("dress") or Dress())
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
-        """Return status, headers and body of a refused request, in OpenAI's form."""
         return error_response(error, responses_message(error))
 
     def refuses_in_stream(self, error: RequestError) -> bool:
@@ -297,7 +294,6 @@ class OpenAIResponses(WireFormat):
         return models_json(route, names, context_length)
 
     def token_count(self, count: int) -> bytes:
-        """Return the answer to a token-counting request."""
         return encode({"object": "response.input_tokens", "input_tokens": count})
 
 

@@ -529,7 +529,6 @@ class ResponsesStream(StreamEncoder):
         return closed + added + (self._summary_part("added", "") if self._dress.summary else b"")
 
     def _end(self) -> bytes:
-        """Close the open item."""
         if self._kind is None:
             return b""
         kind, text = self._kind, self._filled

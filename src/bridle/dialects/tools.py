@@ -45,7 +45,6 @@ class ToolList:
     """Tools that rules removed: rule name -> tools."""
 
     def plus(self, other: ToolList) -> ToolList:
-        """Return both tool lists as one."""
         removed = {name: list(tools) for name, tools in self.removed.items()}
         for name, tools in other.removed.items():
             removed.setdefault(name, []).extend(tools)

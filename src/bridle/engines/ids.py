@@ -170,7 +170,6 @@ class ArrayIds:
 
     @property
     def length(self) -> int:
-        """Number of ids."""
         return self._array.size
 
     @functools.cached_property
@@ -178,13 +177,10 @@ class ArrayIds:
         return ids_json(self._array)
 
     def array(self) -> Ids:
-        """Return the ids as int32, shape (T,), read-only."""
         return self._array
 
     def json(self) -> bytes:
-        """Return the ids as the text of a JSON array without spaces."""
         return self._text
 
     def tail(self, count: int) -> Ids:
-        """Return the last `count` ids, or all if there are fewer."""
         return self._array[-count:]

@@ -417,7 +417,6 @@ class EnginePool(EngineHandover):
         raise EngineError(self._nobody(0), retryable=True)
 
     async def _watch(self, one: Replica) -> None:
-        """Check a replica periodically."""
         settings, failed = self.settings, 0
         while self._replicas.get(one.name) is one:
             out = one.state.out
@@ -605,7 +604,6 @@ class EnginePool(EngineHandover):
         return self._held
 
     def each(self) -> list[Replica]:
-        """Return the replicas that have started."""
         return [one for one in self._replicas.values() if one.info is not None]
 
     async def see(
@@ -643,7 +641,6 @@ class EnginePool(EngineHandover):
         raise failed or EngineError("no replica is ready", retryable=True)
 
     def published(self, version: int) -> None:
-        """Record that some replica now has the weights of `version`."""
         self._version = max(self._version, version)
         self._updated = True
         self._refresh()

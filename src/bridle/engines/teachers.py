@@ -130,12 +130,10 @@ class SglangTeacher(ServedTeacher):
     """Teacher on an SGLang server."""
 
     async def folder(self) -> Path | None:
-        """Return the folder with the server's tokenizer; `None` = not on this machine."""
         about = await self._client.get("/model_info")
         return tokenizer_dir(about.get("tokenizer_path")) or tokenizer_dir(about.get("model_path"))
 
     async def score(self, ids: Ids, top: int) -> Scores:
-        """Return the logprobs of `ids` and the `top` likeliest tokens at each position."""
         body = {
             "input_ids": ids.tolist(),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},

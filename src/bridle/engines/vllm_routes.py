@@ -256,7 +256,6 @@ class VllmRoute(StrEnum):
     """Path below the base URL."""
 
     def __new__(cls, name: str, path: str) -> Self:
-        """Make a member."""
         route = str.__new__(cls, name)
         route._value_, route.path = name, path
         return route
@@ -378,7 +377,6 @@ def _shared_text(route: VllmRoute, request: GenerateRequest, model: str, *, expe
 
 
 def _chat_fields(request: GenerateRequest) -> JSON:
-    """Return the fields that only the chat route has."""
     # Hidden reasoning would hide ids and logprobs with it.
     body: JSON = {"logprobs": True, "top_logprobs": 0, "include_reasoning": True}
     body["messages"] = request.messages or [{"role": "user", "content": "."}]

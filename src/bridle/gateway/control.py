@@ -165,7 +165,6 @@ class Refusal(Exception):
         self._retry_after_s = retry_after_s
 
     def response(self) -> web.Response:
-        """Return the error as an HTTP response."""
         response = _error(self.status, str(self))
         if self._retry_after_s:
             response.headers["Retry-After"] = str(self._retry_after_s)

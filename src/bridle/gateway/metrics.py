@@ -61,12 +61,10 @@ class Spread:
         self._created = time.time()
 
     def observe(self, seconds: float) -> None:
-        """Add one duration to the histogram."""
         self._counts[bisect_left(self._bounds, seconds)] += 1
         self._total += seconds
 
     def family(self) -> Metric:
-        """Return the histogram for Prometheus."""
         names = [*map(floatToGoString, self._bounds)]
         family = HistogramMetricFamily(self._name, self._text)
         family.add_metric([], [*zip(names, accumulate(self._counts), strict=True)], self._total)
@@ -149,7 +147,6 @@ class _Tallies(Collector):
         self._tallies = tallies
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family per tally."""
         return (tally.family() for tally in self._tallies)
 
 
@@ -176,7 +173,6 @@ class _Replicas(Collector):
         self._pools = pools
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family per number."""
         labels = ("model", "replica")
         gauges = {
             name: GaugeMetricFamily(f"bridle_replica_{name}", text, labels=labels)

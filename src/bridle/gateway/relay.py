@@ -33,7 +33,6 @@ SSE_HEADERS: Final = {
 def json_response(
     body: bytes, status: int = 200, headers: dict[str, str] | None = None
 ) -> web.Response:
-    """Return an HTTP response with a JSON body."""
     return web.Response(
         body=body, status=status, headers={"Content-Type": JSON_TYPE, **(headers or {})}
     )

@@ -154,7 +154,6 @@ class _Seam:
 
 
 def _clipped(spans: Sequence[VersionSpan], size: int) -> tuple[VersionSpan, ...]:
-    """Return the spans over the first `size` tokens."""
     return tuple(replace(span, end=min(span.end, size)) for span in spans if span.start < size)
 
 
@@ -301,7 +300,6 @@ class Sofar:
     """`None` = the engine reported nothing beside the tokens."""
 
     def output_ids(self) -> Ids:
-        """Return the ids of the tokens that were sampled so far."""
         return _joined(self.ids) if self.ids else no_ids()
 
     def begin_again(self) -> None:
@@ -323,7 +321,6 @@ class Sofar:
         self.end_try((), version)
 
     def add(self, chunk: GenerateChunk) -> None:
-        """Add a chunk of sampled tokens."""
         if not self.ids and self.reported_prompt is None:
             self.reported_prompt = chunk.prompt_ids_json
         if chunk.extra:

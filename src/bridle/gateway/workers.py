@@ -73,7 +73,6 @@ Answer: TypeAlias = tuple[int, bytes]
 
 
 def worker_folder(data: Path, number: int) -> Path:
-    """Return the data folder of one worker."""
     return data / f"worker-{number}"
 
 

@@ -396,7 +396,6 @@ class PlaceholderFamily:
         return self._plain.text(token_ids, end, tools)
 
     def get_stop_token_ids(self) -> list[int]:
-        """Return the ids that end a turn."""
         return list(self._stops)
 
     def _suffix(

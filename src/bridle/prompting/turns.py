@@ -329,7 +329,6 @@ class TurnCounts:
         )
 
     def as_json(self) -> JSON:
-        """Return the counts as JSON for the capture."""
         return {
             "verbatim": self.verbatim,
             "rerendered": self.rerendered,

@@ -307,7 +307,6 @@ def _all_facts(
 
 
 def _scored(pairs: Sequence[tuple[Trace, Recomputed]]) -> Scored:
-    """Return the tokens that both sides scored, as columns."""
     columns: dict[str, list[npt.NDArray[Any]]] = {}
     for number, (trace, answer) in enumerate(pairs):
         for name, values in _columns(number, trace, answer).items():

@@ -370,7 +370,6 @@ class Report:
         return self.uncounted < self.sessions
 
     def as_json(self) -> JSON:
-        """Return the report's numbers as plain JSON values."""
         return {
             "sessions": self.sessions,
             "statuses": dict(sorted(self.statuses.items())),
@@ -407,7 +406,6 @@ class Report:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the report as lines of text."""
         yield f"sessions  {self.sessions} ({_listed(self.statuses)})"
         yield f"calls     {self.exchanges} in {self.traces} traces"
         yield from self._lineage()

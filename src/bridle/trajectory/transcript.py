@@ -51,7 +51,6 @@ class Transcript:
         self._replies: dict[str, tuple[Message, ...]] = {}
 
     def request(self, exchange: Exchange) -> ModelRequest:
-        """Return the parsed request of an exchange."""
         known = self._requests.get(exchange.exchange_id)
         if known is None:
             body = self.body(exchange)
