@@ -460,11 +460,11 @@ async def test_a_call_cancelled_before_its_task_ran_is_marked_as_failed_and_remo
         route = Route(Dialect.OPENAI_CHAT, RouteKind.GENERATE)
         request = wire.parse(route, orjson.dumps(body), session.messages)
         call = await home.gateway._exchanges.admit(session, wire, request, Asked())
-        assert session.in_flight() == 1
+        assert len(session.running) == 1
         assert call.task is not None
         call.task.cancel()
         async with asyncio.timeout(15):
             await call.done.wait()
         assert call.stage is Stage.FAILED
-        assert session.in_flight() == 0
+        assert len(session.running) == 0
         assert not session.calls

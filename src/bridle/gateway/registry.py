@@ -346,10 +346,6 @@ class GatewaySession:
             self._first_call_at = now
         return now - self._first_call_at
 
-    def in_flight(self) -> int:
-        """Return how many calls are neither committed nor failed."""
-        return len(self.running)
-
     def facts(self) -> SessionFacts:
         """Return the session's results so far: counts, the limit reached and the last error."""
         return SessionFacts(
