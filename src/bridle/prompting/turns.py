@@ -317,11 +317,6 @@ class TurnCounts:
     tokens_rerendered: int = 0
     """Sampled tokens of the re-rendered turns."""
 
-    @property
-    def ours(self) -> int:
-        """Number of turns that the policy sampled."""
-        return self.verbatim + self.rerendered
-
     def with_one_more(self) -> TurnCounts:
         """Return the counts of assistant turns with one more verbatim turn."""
         return TurnCounts(
