@@ -187,7 +187,7 @@ async def serving(*replies, silent_s=15.0, keepalive_s=15.0):
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    url = URL(f"http://u:p@127.0.0.1:{port}/base/")
+    url = URL(f"http://127.0.0.1:{port}/base/")
     made = Connections(url, {"A": "b"}, silent_s=silent_s, keepalive_s=keepalive_s)
     try:
         yield made, seen
@@ -213,7 +213,7 @@ async def test_calls_in_a_row_share_a_connection():
             assert reply.body == b"hello"
     assert len(seen) == 1
     assert seen[0].startswith(b"POST /base/x?y=1 HTTP/1.1\r\nHost: 127.0.0.1:")
-    assert b"\r\nA: b\r\nAuthorization: Basic dTpw\r\nContent-Length: 4\r\n\r\nbody" in seen[0]
+    assert b"\r\nA: b\r\nContent-Length: 4\r\n\r\nbody" in seen[0]
 
 
 async def test_calls_at_once_have_a_connection_each():

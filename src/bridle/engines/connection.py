@@ -8,7 +8,6 @@ redirects, cookies or compression. All other requests use aiohttp (`http`).
 from __future__ import annotations
 
 import asyncio
-import base64
 import re
 import ssl
 from collections import deque
@@ -496,9 +495,6 @@ class Connections:
         self._attempts = attempts
         lines = [f"Host: {url.host_port_subcomponent}", "User-Agent: bridle", "Accept: */*"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
-        if url.user is not None:
-            named = base64.b64encode(f"{url.user}:{url.password or ''}".encode()).decode()
-            lines.append(f"Authorization: Basic {named}")
         self._heads = _Heads(url, "\r\n".join(lines))
         self._idle: deque[_Connection] = deque()
         """Ordered by last use, the latest last."""
