@@ -87,9 +87,7 @@ class Workload:
 
     def suffix(self, prompt: PromptIds, *new: Message) -> Ids:
         """Return the ids that follow the sampled ones under a prompt."""
-        found = self.renderer.extend(
-            prompt, self.output, FinishReason.STOP, new, TOOLS, thinking=None
-        )
+        found = self.renderer.extend(prompt, self.output, new, TOOLS, thinking=None)
         assert found is not None
         return found
 

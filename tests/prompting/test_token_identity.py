@@ -187,9 +187,7 @@ class Session:
         if placement.extend:
             before, output = self.prompts[placement.parent]
             new = messages_after(request.messages, placement.new_from)
-            suffix = self.renderer.extend(
-                before, output, FinishReason.STOP, new, request.tools, thinking=None
-            )
+            suffix = self.renderer.extend(before, output, new, request.tools, thinking=None)
             prompt = before.extend(output, suffix)
         else:
             ids = self.renderer.render(request.messages, request.tools, thinking=None)

@@ -144,7 +144,7 @@ class Prompts:
     def _extended(self, question: Question, parent: Call, new: Sequence[Message]) -> Ids | None:
         request, (before, output_ids) = question.request, parent.sampled()
         return self._renderer.extend(
-            before, output_ids, parent.finish, new, request.tools, thinking=request.thinking
+            before, output_ids, new, request.tools, thinking=request.thinking
         )
 
     def extended_now(self, question: Question, parent: Call, size: int) -> Prompted | None:
@@ -155,13 +155,10 @@ class Prompts:
         new = messages_after(question.request.messages, question.placement.new_from)
         if len(new) > MANY or (size > LONG_CHARS and characters(new, None) > LONG_CHARS):
             return None
-        before, output_ids = parent.sampled()
-        request = question.request
-        suffix = self._renderer.extend(
-            before, output_ids, parent.finish, new, request.tools, thinking=request.thinking
-        )
+        suffix = self._extended(question, parent, new)
         if suffix is None:
             return None
+        before, output_ids = parent.sampled()
         return Prompted(before.extend(output_ids, suffix), parent, None)
 
     async def _among_images(

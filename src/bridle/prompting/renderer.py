@@ -201,7 +201,6 @@ class PromptRenderer:
         self,
         parent: PromptIds,
         output_ids: Ids,
-        finish: FinishReason,  # noqa: ARG002 - the ids say whether the turn is closed
         new_messages: Sequence[Message],
         tools: Sequence[ToolSpec],
         *,
