@@ -55,6 +55,14 @@ def test_clearing_engine_data_of_a_restarted_call_leaves_none_of_its_first_try()
     assert (extras.whole(2), extras.before(3)) == ({}, [])
 
 
+def test_clearing_engine_data_drops_that_of_the_try_under_way():
+    extras = Extras()
+    extras.add({"experts": "AA"}, begun=0, at=0, size=2)
+    extras.clear()
+    extras.end_try(0)
+    assert (extras.whole(0), extras.before(1)) == ({}, [])
+
+
 def test_cutting_a_reply_cuts_its_per_token_engine_data():
     extra = {"mask": [1, 2, 3], "experts": "AA", "other": [1]}
     assert first_of(extra, 3, 2) == {"mask": [1, 2], "experts": "AA", "other": [1]}

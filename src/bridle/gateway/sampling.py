@@ -191,6 +191,7 @@ class Extras:
     def clear(self) -> None:
         """Drop the recorded data, because the call is sampled again from its start."""
         self._lists.clear()
+        self._whole.clear()
         self._tries.clear()
 
     def whole(self, tokens: int) -> JSON:
