@@ -26,6 +26,7 @@ from bridle.gateway.admission import (
     SESSION_BODIES,
     SESSION_BYTES,
     Admission,
+    Taken,
 )
 from bridle.gateway.registry import InHand
 from bridle.gateway.settings import GatewaySettings
@@ -188,20 +189,20 @@ def taking(settings: GatewaySettings) -> tuple[Admission, Any]:
 
 def test_requests_at_once_beyond_a_session_s_share_get_429():
     admission, session = taking(GatewaySettings())
-    taken = [admission.of(session).__enter__() for _ in range(REQUESTS)]
-    with pytest.raises(RequestError) as refused, admission.of(session):
+    taken = [Taken(admission, session).__enter__() for _ in range(REQUESTS)]
+    with pytest.raises(RequestError) as refused, Taken(admission, session):
         pass
     assert (refused.value.status, refused.value.code) == (429, "session_busy")
     taken[0].__exit__()
-    with admission.of(session):
+    with Taken(admission, session):
         assert session.in_hand.requests == REQUESTS
 
 
 def test_a_session_s_capture_is_bounded():
     admission, session = taking(GatewaySettings())
-    with admission.of(session):
+    with Taken(admission, session):
         session.in_hand.captured = SESSION_BYTES
-    with pytest.raises(RequestError) as refused, admission.of(session):
+    with pytest.raises(RequestError) as refused, Taken(admission, session):
         pass
     assert (refused.value.status, refused.value.code) == (413, "request_too_large")
 
@@ -295,7 +296,7 @@ async def test_a_refused_body_is_freed_without_the_garbage_collector(name):
 
 def test_body_bytes_at_once_are_limited_per_session_by_429_and_per_gateway_by_503():
     admission, session = taking(GatewaySettings(max_body_bytes=100))
-    with admission.of(session) as taken:
+    with Taken(admission, session) as taken:
         taken.grow(100 * SESSION_BODIES)
         with pytest.raises(RequestError) as refused:
             taken.grow(1)
@@ -303,8 +304,8 @@ def test_body_bytes_at_once_are_limited_per_session_by_429_and_per_gateway_by_50
     assert admission.bytes_in_hand == session.in_hand.size == 0
     for _ in range(GATEWAY_BODIES // SESSION_BODIES):
         each: Any = SimpleNamespace(in_hand=InHand())
-        admission.of(each).__enter__().grow(100 * SESSION_BODIES)
-    with admission.of(session) as taken, pytest.raises(RequestError) as refused:
+        Taken(admission, each).__enter__().grow(100 * SESSION_BODIES)
+    with Taken(admission, session) as taken, pytest.raises(RequestError) as refused:
         taken.grow(1)
     assert (refused.value.status, refused.value.code) == (503, "overloaded")
 

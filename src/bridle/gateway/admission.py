@@ -116,10 +116,6 @@ class Admission:
         self._check = check
         self._threads = asyncio.Semaphore(THREADS)
 
-    def of(self, session: GatewaySession) -> Taken:
-        """Take a place among the session's requests. `RequestError` if none is left."""
-        return Taken(self, session)
-
     async def body(self, http: web.BaseRequest, taken: Taken) -> bytes:
         """Return the whole body of a request, decompressed, within the limits of size and time.
 

@@ -216,7 +216,7 @@ class DataPlane:
     async def _count(
         self, http: web.BaseRequest, session: GatewaySession, route: Route, wire: WireFormat
     ) -> web.StreamResponse:
-        with self._admission.of(session) as taken:
+        with Taken(self._admission, session) as taken:
             body = await self._admission.body(http, taken)
             try:
                 request = await self._admission.read(session, wire, route, body)
@@ -235,7 +235,7 @@ class DataPlane:
         route: Route,
         wire: WireFormat,
     ) -> web.StreamResponse:
-        with self._admission.of(session) as taken:
+        with Taken(self._admission, session) as taken:
             call, request = await self._admitted(http, session, headers, route, wire, taken)
             response = await self._relay.answer(http, session, call, request, route, wire)
         self.plain.offer(http, session, headers, route, wire, request)
