@@ -9,6 +9,7 @@ event only then (law 4). `Deliveries` learns whether the client got all of it, w
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Final
 
 from aiohttp import HttpVersion11, web
@@ -332,13 +333,9 @@ class _Writer:
         return self._response
 
 
-async def _within(event: asyncio.Event, seconds: float) -> bool:
-    """Return whether `event` is set within so many seconds."""
-    if event.is_set():
-        return True
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
+async def _within(event: asyncio.Event, seconds: float) -> None:
+    """Return when `event` is set, or after so many seconds."""
+    if not event.is_set():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await event.wait()
