@@ -39,7 +39,6 @@ from bridle.errors import (
 )
 from bridle.gateway.faults import trace_of
 from bridle.gateway.keys import TOO_MANY, WrongTokens
-from bridle.gateway.listener import JSON_TYPE
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import FACTS, SessionFacts, SessionHandle, facts_of
 from bridle.gateway.relay import json_response
@@ -487,7 +486,7 @@ def _exchange_json(exchange: Exchange, prompt_ids: Ids | None, delivery: Deliver
 
 
 def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=encode(value), status=status, headers={"Content-Type": JSON_TYPE})
+    return json_response(encode(value), status)
 
 
 def _error(status: int, message: str, code: str | None = None) -> web.Response:
