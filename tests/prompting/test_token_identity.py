@@ -6,6 +6,7 @@ given (arguments re-serialised, ids as issued), answers the calls, and asks on.
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -270,6 +271,6 @@ def test_each_prompt_begins_with_all_sampled_before_with_opened_thinking_and_xml
     qwen35, harness, sampled
 ):
     def encode(text):
-        return qwen35.text_ids(text, control=True)
+        return np.array(qwen35.tokenizer.encode(text), np.int32)
 
     check_prompts(qwen35, encode, harness, sampled)

@@ -218,7 +218,7 @@ class Prompts:
         """
         if request.prefill is None:
             return prompt
-        begun = self._renderer.text_ids(request.prefill, control=False)
+        begun = self._renderer.text_ids(request.prefill)
         read = self._renderer.parse(
             begun,
             tools=request.tools,
@@ -254,7 +254,7 @@ class Prompts:
 
         The turn is parsed whole, as its family writes it; what was begun is not shown again.
         """
-        ids = self._renderer.text_ids(begun, control=False)
+        ids = self._renderer.text_ids(begun)
         turn = self._renderer.parse(
             np.concatenate([ids, sampled.output_ids]),
             tools=request.tools,

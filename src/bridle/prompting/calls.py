@@ -279,7 +279,7 @@ class Pairing:
         call_id = atom.ids[0] if atom.ids else None
         if atom.kind == "C":
             self._call(call_id, atom.text, link)
-        elif atom.kind == "T":
+        else:
             self._result(call_id, atom.text)
 
     def _call(self, call_id: str | None, name: str | None, link: bytes) -> None:

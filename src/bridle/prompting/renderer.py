@@ -328,14 +328,8 @@ class PromptRenderer:
         template = str(self._tokens.fast.chat_template or "")
         return call_grammar(self.family or tool_parser_of(template), tools, choice)
 
-    def text_ids(self, text: str, *, control: bool) -> Ids:
-        """Tokenise a text without a template.
-
-        With `control`, control tokens that the text spells are control tokens; else they are plain
-        text.
-        """
-        if control:
-            return _array(self.tokenizer.encode(text))
+    def text_ids(self, text: str) -> Ids:
+        """Tokenise a text without a template; control tokens that it spells are plain text."""
         return _array(self._tokens.encode(self._tokens.escape(text)))
 
     def apart(self, text: str) -> str:

@@ -32,7 +32,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -163,21 +162,19 @@ def tokenised(
     text: str,
     *,
     added: re.Pattern[str] | None,
-    encode: Callable[[str], list[int]] | None = None,
+    encode: Callable[[str], list[int]],
 ) -> list[int]:
     """Return the ids of a text, without special tokens. `ContextOverflowError`, `RenderError`.
 
     `added` finds the tokenizer's added tokens, near which a long text is not divided; `None` = it
-    is not divided at all. `encode` returns the same ids as `backend`, faster; `None` = `backend`
-    itself.
+    is not divided at all. `encode` returns the same ids as `backend`, faster.
     """
-    ids_of_part = encode or partial(ids_of, backend)
     if len(text) < COUNTED:
-        return ids_of_part(text)
+        return encode(text)
     allowed = _ALLOWED.get()
     ids: list[int] = []
     for part in (text,) if added is None or len(text) <= WHOLE else _pieces(backend, text, added):
-        found = ids_of_part(part)
+        found = encode(part)
         ids += found
         if allowed is not None:
             allowed.take(len(found))
