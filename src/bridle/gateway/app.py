@@ -418,7 +418,7 @@ class GatewayServer(Stacked):
         """Remove an inference server as `DELETE /replicas` does. `ConfigError` if none has that
         name.
         """
-        await remove_replica(name, str(drain_s), self._engine)
+        await remove_replica(name, drain_s, self._engine)
 
     def metrics(self) -> str:
         """Return the gateway's metrics as Prometheus text, the reply of `GET /metrics`."""

@@ -323,7 +323,11 @@ class ControlPlane:
 
     async def _remove_replica(self, asked: ControlRequest) -> web.StreamResponse:
         query = parse_qs(asked.query)
-        name, drain_s = query.get("name", [""])[-1], query.get("drain_s", ["0"])[-1]
+        name, given = query.get("name", [""])[-1], query.get("drain_s", ["0"])[-1]
+        try:
+            drain_s = float(given)
+        except ValueError:
+            raise ConfigError(f"drain_s: {given!r} is not a number of seconds") from None
         await remove_replica(name, drain_s, self._engine)
         return await self._show_replicas(asked)
 

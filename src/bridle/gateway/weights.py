@@ -284,18 +284,14 @@ async def add_replica(wanted: AddReplica, engines: EnginePool) -> None:
     await engines.add(make_replica(wanted.engine, open_engine))
 
 
-async def remove_replica(name: str, drain_s: str, engines: EnginePool) -> None:
+async def remove_replica(name: str, drain_s: float, engines: EnginePool) -> None:
     """Remove an inference server; its calls continue elsewhere after `drain_s` seconds.
 
-    `ConfigError` for no number of seconds, an unknown name or the only server.
+    `ConfigError` for an unknown name or the only server.
     """
-    try:
-        seconds = float(drain_s)
-    except ValueError:
-        raise ConfigError(f"drain_s: {drain_s!r} is not a number of seconds") from None
     name = without_user_info(name)
     if not any(one["name"] == name for one in engines.replicas()):
         raise ConfigError(
             f"the engine has no replica {name!r}; it has: {[r['name'] for r in engines.replicas()]}"
         )
-    await engines.remove(name, timeout_s=seconds)
+    await engines.remove(name, timeout_s=drain_s)
