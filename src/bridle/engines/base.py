@@ -160,6 +160,11 @@ class GenerateChunk:
         )
 
 
+def spans_of(version: int, count: int) -> tuple[VersionSpan, ...]:
+    """Return the version spans of `count` tokens that one policy version sampled."""
+    return (VersionSpan(version, 0, count),) if count else ()
+
+
 def join_chunks(chunks: Iterable[GenerateChunk]) -> Iterator[GenerateChunk]:
     """Yield the chunks, neighbouring ones that have only tokens joined.
 

@@ -19,13 +19,13 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from bridle.engines.base import CutError, EngineInfo, GenerateChunk, GenerateRequest
+from bridle.engines.base import CutError, EngineInfo, GenerateChunk, GenerateRequest, spans_of
 from bridle.engines.connection import AbortedError, HttpCall
 from bridle.engines.http import EngineClient
 from bridle.engines.probe import Finding, ProbeReport
 from bridle.engines.vllm_routes import MessageText, read_answer, response_format
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
-from bridle.types import JSON, FinishReason, LogprobMode, Logprobs, VersionSpan
+from bridle.types import JSON, FinishReason, LogprobMode, Logprobs
 
 KEY_VARIABLES = ("BRIDLE_ENGINE_API_KEY", "OPENAI_API_KEY")
 """Environment variables of the key; the first that is set is used."""
@@ -212,10 +212,9 @@ class OpenAIEngine:
     def _last(self, held: GenerateChunk | None, text: MessageText, count: int) -> GenerateChunk:
         if held is None or held.finish_reason is None:
             raise CutError("the engine closed the stream without a finish reason")
-        spans = (VersionSpan(0, 0, count),) if count else ()
         aborted = held.finish_reason is FinishReason.ABORT
         reply = None if aborted else text.reply(held.finish_reason)
-        return replace(held, versions=spans, reply=reply)
+        return replace(held, versions=spans_of(0, count), reply=reply)
 
     async def _answers(
         self, request: GenerateRequest, call: HttpCall

@@ -37,6 +37,7 @@ from bridle.engines.base import (
     PauseMode,
     is_adapter,
     join_chunks,
+    spans_of,
 )
 from bridle.engines.connection import AbortedError, HttpCall
 from bridle.engines.ids import check_vocabulary
@@ -49,7 +50,7 @@ from bridle.engines.sglang_routes import (
     experts_shape,
 )
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.types import JSON, FinishReason, VersionSpan
+from bridle.types import JSON, FinishReason
 
 ABORT_S = 5.0
 """Time that a server has to end an aborted call."""
@@ -367,8 +368,7 @@ class SglangEngine(ServerAdapter):
         return chunk if self.gives_text else replace(chunk, reply=None)
 
     def _aborted(self, reading: Reading) -> GenerateChunk:
-        count = reading.count
-        return GenerateChunk.aborted((VersionSpan(self.version, 0, count),) if count else ())
+        return GenerateChunk.aborted(spans_of(self.version, reading.count))
 
     def _forget(self, request_id: str, running: _Running, *, ended: bool) -> None:
         self._asks_prompt = False  # the probe's later calls ask for what every call asks

@@ -22,7 +22,7 @@ from msgspec import Raw
 
 from bridle.engines import vllm_schemas
 from bridle.engines.adapter import ROUTER, as_version, check_paired
-from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest
+from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest, spans_of
 from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
 from bridle.errors import EngineError
 from bridle.experts import KEY, as_rows, reply_extra
@@ -355,7 +355,7 @@ class Reading:
         version = self.version
         if meta.weight_version is not None:
             version = as_version(meta.weight_version, unnamed=version)
-        return (VersionSpan(version, 0, self.count),) if self.count else ()
+        return spans_of(version, self.count)
 
     def _experts(self, meta: MetaInfo) -> JSON:
         """Place the routed experts, if there are any: base64 of int32 numbers, row after row."""

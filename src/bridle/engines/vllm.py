@@ -37,6 +37,7 @@ from bridle.engines.base import (
     Seen,
     TextDelta,
     WeightsLostError,
+    spans_of,
 )
 from bridle.engines.connection import AbortedError, HttpCall
 from bridle.engines.http import EngineClient
@@ -396,11 +397,6 @@ class VllmEngine(ServerAdapter, Immediate):
             )
         if chunk.finish_reason is FinishReason.STOP and not read.has_ids:
             raise GarbledError("the engine's reply has no token ids")
-
-
-def spans_of(version: int, count: int) -> tuple[VersionSpan, ...]:
-    """Return the version spans of `count` tokens that one policy version sampled."""
-    return (VersionSpan(version, 0, count),) if count else ()
 
 
 _SAYS_NOTHING = (None, TextDelta())
