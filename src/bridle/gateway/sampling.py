@@ -37,16 +37,14 @@ from bridle.engines.ids import compact, parse_ids
 from bridle.errors import EngineError, boundary
 from bridle.gateway.budgets import derived_seed
 from bridle.prompting.prompt import PromptIds
+from bridle.prompting.reply import REPLACEMENT
+from bridle.trajectory.graph import first_difference
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan, record
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from bridle.types import Ids, Logprobs
-
-
-_CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""Text that a decoder shows for a character whose last bytes are still to come."""
 
 
 def rest(request: GenerateRequest, prompt: PromptIds, sofar: Ids, tries: int) -> GenerateRequest:
@@ -129,7 +127,7 @@ class _Seam:
         # A character may take as many tokens as it has bytes.
         self._ids = before[-4 * self._longest - 8 :]
         self._decode = decode
-        self._begins = len(decode(self._ids).rstrip(_CUT_CHARACTER))
+        self._begins = len(decode(self._ids).rstrip(REPLACEMENT))
         self._due = least - len(before)
         self._open = True
         self.passed = 0
@@ -144,7 +142,7 @@ class _Seam:
                     at = text.find(stop, max(0, self._begins - len(stop) + 1))
                     if 0 <= at < self._begins:
                         return kept, stop
-            if len(text.rstrip(_CUT_CHARACTER)) - self._begins >= self._longest - 1:
+            if len(text.rstrip(REPLACEMENT)) - self._begins >= self._longest - 1:
                 self._open = False
                 break
         if self._open:
@@ -550,8 +548,7 @@ def another_prompt(
     with boundary(EngineError, "reading the engine's prompt ids"):
         used = parse_ids(compact(reported))
     sent = request.prompt.array()
-    shorter = min(len(used), len(sent))
-    differing = np.flatnonzero(used[:shorter] != sent[:shorter])
-    if not len(differing) and len(used) == len(sent):
+    position = first_difference(used, sent)
+    if position == len(used) == len(sent):
         return None, None
-    return PromptIds.root(used), int(differing[0]) if len(differing) else shorter
+    return PromptIds.root(used), position

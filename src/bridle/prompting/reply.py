@@ -458,6 +458,7 @@ class PlainReplies:
 
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""Text that a decoder shows for a character whose last bytes are still to come."""
 
 CHARACTER_MOST = 4
 """Most tokens of one character: one for each byte."""
