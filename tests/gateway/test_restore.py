@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 import orjson
 import pytest
+from tests.conformance.memory import MemoryStore
 from tests.gateway.gated import Gated
 from tests.gateway.house import (
     SHELL_TOOL,
@@ -25,6 +26,7 @@ from tests.gateway.test_relay import went
 from bridle.capture.reader import SqliteReader
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import Limits
+from bridle.errors import StoreError
 from bridle.types import DeliveryState, Dialect
 
 TURNS = (
@@ -208,6 +210,62 @@ async def test_a_damaged_exchange_costs_its_session_only_that_exchange(tmp_path)
         await caller.ask(messages)
         assert caller.facts.turns == 4
         assert caller.exchanges[-1].continues == caller.exchanges[0].exchange_id
+
+
+async def test_a_row_that_cannot_be_decoded_costs_its_session_only_that_exchange(tmp_path):
+    path = tmp_path / "c.sqlite"
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = await home.session("one", limits=Limits(max_turns=4))
+        messages = [user("go")]
+        for _ in range(3):
+            messages += [await caller.ask(messages), user("on")]
+        tokens = caller.facts.tokens
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("UPDATE exchanges SET kind = 'unknown' WHERE idx = 1")
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = again(home, caller)
+        assert (caller.facts.turns, caller.facts.tokens) == (3, tokens)
+        await caller.ask(messages)
+        with SqliteReader(path) as reader:
+            assert [one.index for one in reader.read("one").exchanges] == [0, 2, 3]
+        status, _ = await caller.post({"model": "m", "messages": [user("more")]})
+        assert status == 429
+
+
+class Unreadable(MemoryStore):
+    """It fails to read as often as `faults` says."""
+
+    faults = 0
+
+    def exchanges(self, session_id):
+        self._fail()
+        return super().exchanges(session_id)
+
+    def read(self, session_id):
+        self._fail()
+        return super().read(session_id)
+
+    def _fail(self):
+        if self.faults:
+            self.faults -= 1
+            raise StoreError("cannot read")
+
+
+async def test_a_session_that_could_not_be_read_back_is_read_at_its_next_request():
+    store = Unreadable()
+    async with house({"content": "a"}, store=store) as home:
+        caller = await home.session("one")
+        messages = [user("go")]
+        messages += [await caller.ask(messages), user("on")]
+    async with house({"content": "a"}, store=store) as home:
+        caller = again(home, caller)
+        store.faults = 2
+        for _ in range(2):
+            status, _ = await caller.post({"model": "m", "messages": messages})
+            assert status == 503
+        await caller.ask(messages)
+        assert caller.exchanges[-1].continues == caller.exchanges[0].exchange_id
+        assert caller.facts.turns == 2
 
 
 # ---- kill -9

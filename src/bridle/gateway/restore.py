@@ -67,31 +67,25 @@ class Restorer:
         self._models = models
 
     def count(self, session: GatewaySession) -> None:
-        """Compute the counts of a session of an earlier process. `StoreError`."""
-        if session.counted:
-            return
-        session.counted = True
-        session_id = session.session_id
-        exchanges = self._store.exchanges(session_id)
-        deliveries = self._store.deliveries(session_id)
-        session.turns = session.requests = session.begun = len(exchanges)
-        session.next_index = 1 + max((exchange.index for exchange in exchanges), default=-1)
-        session.tokens = sum(len(exchange.output_ids) for exchange in exchanges)
-        session.delivered = sum(
-            delivery.state is DeliveryState.DELIVERED for delivery in deliveries.values()
-        )
+        """Compute the counts of a session of an earlier process.
+
+        After a `StoreError` the next call tries again.
+        """
+        if not session.counted:
+            _count(session, self._store.read(session.session_id))
 
     def restore(self, session: GatewaySession) -> None:
-        """Read a session's exchanges from the store, unless they are in memory. `StoreError`.
+        """Read a session's exchanges from the store, unless they are in memory.
 
         An exchange that cannot be read (a damaged row) is left out: requests that continue it are
-        roots.
+        roots. After a `StoreError` the next call tries again.
         """
-        self.count(session)
         if session.restored:
             return
-        session.restored = True
         capture = self._store.read(session.session_id)
+        if not session.counted:
+            _count(session, capture)
+        session.restored = True
         session.stored.update(capture.bodies)
         session.in_hand.captured = sum(map(len, capture.bodies.values()))
         for exchange in capture.exchanges:
@@ -204,6 +198,20 @@ class Restorer:
             return before.extend(output_ids, exchange.suffix_ids)
         whole = np.concatenate((before.array(), output_ids))[: exchange.kept]
         return PromptIds.root(np.concatenate((whole, exchange.suffix_ids)))
+
+
+def _count(session: GatewaySession, capture: SessionCapture) -> None:
+    """Set the session's counts; damaged rows count as turns, with the tokens that they show."""
+    exchanges, damaged = capture.exchanges, capture.damaged
+    session.turns = session.requests = session.begun = len(exchanges) + len(damaged)
+    last = max((exchange.index for exchange in exchanges), default=-1)
+    session.next_index = max(last + 1, session.turns)
+    session.tokens = sum(len(exchange.output_ids) for exchange in exchanges)
+    session.tokens += sum(row.sampled for row in damaged)
+    session.delivered = sum(
+        delivery.state is DeliveryState.DELIVERED for delivery in capture.deliveries.values()
+    )
+    session.counted = True
 
 
 def _placed_again(exchange: Exchange) -> Placement:
