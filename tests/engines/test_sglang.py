@@ -304,6 +304,15 @@ async def test_a_server_without_control_routes_cannot_be_held(opened):
     assert chunk.finish_reason is FinishReason.LENGTH
 
 
+async def test_calls_go_on_after_a_pause_that_the_server_refused(opened):
+    _, engine = await opened(pause_generation=(500, {"message": "no time"}))
+    with pytest.raises(EngineError, match="no time"):
+        await engine.update_weights("/m", 1)
+    async with asyncio.timeout(5):
+        (chunk,) = await collect(engine, request())
+    assert chunk.finish_reason is FinishReason.LENGTH
+
+
 async def test_pause_in_wait_mode_finishes_running_calls_and_holds_new_ones():
     inside = RecordingEngine(scripted_engine([{**TURN, "delay_s": 0.1}]))
     async with SglangServer(inside) as server:

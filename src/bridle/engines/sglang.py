@@ -243,12 +243,14 @@ class SglangEngine(ServerAdapter):
         calls of this adapter only.
         """
         self._open.clear()
-        if mode == "wait":
-            await self._idle.wait()
-        theirs = {"abort": "abort", "keep": "retract", "wait": "retract"}[mode]
-        self._held = await self._client.command("/pause_generation", {"mode": theirs})
-        if not self._held:
-            self._open.set()
+        try:
+            if mode == "wait":
+                await self._idle.wait()
+            theirs = {"abort": "abort", "keep": "retract", "wait": "retract"}[mode]
+            self._held = await self._client.command("/pause_generation", {"mode": theirs})
+        finally:
+            if not self._held:
+                self._open.set()
         return self._held
 
     async def resume(self) -> None:
