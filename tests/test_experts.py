@@ -46,7 +46,21 @@ def test_packed_expert_ids_take_a_byte_or_less_each():
     assert len(pack(Experts(0, rows_of(1000, 8)))) < 1000 * 6 * 0.6
 
 
-@pytest.mark.parametrize("packed", [b"", b"x", pack(Experts(0, rows_of(4)))[:-2]])
+def with_width(packed, size):
+    """The packed rows, whose head tells that a number has `size` bytes."""
+    return packed[:12] + bytes([size]) + packed[13:]
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"x",
+        pack(Experts(0, rows_of(4)))[:-2],
+        with_width(pack(Experts(0, rows_of(4))), 3),
+        with_width(pack(Experts(0, rows_of(4))), 2),
+    ],
+)
 def test_bytes_that_are_no_packed_experts_are_refused(packed):
     with pytest.raises(ValueError, match="the stored expert numbers are damaged"):
         unpack(packed)
@@ -66,6 +80,13 @@ def test_arrays_of_invalid_shape_or_expert_ids_are_refused(values, fault):
         as_rows(values)
 
 
+def archive():
+    """Base64 of a `.npz` file."""
+    file = io.BytesIO()
+    np.savez(file, rows_of(2))
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def header(*shape):
     """Base64 of a `.npy` file that claims a shape and has no data."""
     file = io.BytesIO()
@@ -75,7 +96,11 @@ def header(*shape):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "AAAA", "!", header(3, 1, 1), header(10**12, 4, 2), header(10**18, 9, 9)]
+    "text",
+    [
+        *("", "AAAA", "!", archive(), archive()[:40]),
+        *(header(3, 1, 1), header(10**12, 4, 2), header(10**18, 9, 9)),
+    ],
 )
 def test_an_npy_text_without_the_rows_of_its_header_is_refused(text):
     with pytest.raises(ValueError, match=r"."):
