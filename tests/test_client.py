@@ -347,6 +347,38 @@ def test_client_outside_its_context_manager_raises():
         asyncio.run(AsyncClient().status())
 
 
+@pytest.mark.timeout(20)
+def test_blocking_client_outside_its_context_manager_raises():
+    client, refused = Client(), "use it inside `with Client"
+    with pytest.raises(RuntimeError, match=refused):
+        client.status()
+    with client:
+        pass
+    with pytest.raises(RuntimeError, match=refused):
+        next(client.tasks())
+
+
+async def test_an_event_stream_whose_server_is_gone_raises_a_server_error():
+    async def cut(request):
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(b'data: {"type": "hello"}\n\n')
+        request.transport.abort()
+        return answer
+
+    app = web.Application()
+    app.router.add_get("/events", cut)
+    async with TestServer(app) as server, AsyncClient(str(server.make_url(""))) as client:
+        events = client.events()
+        assert await anext(events) == {"type": "hello"}
+        with pytest.raises(ServerError, match="cannot be reached") as caught:
+            await anext(events)
+        assert caught.value.code == "unreachable"
+    async with AsyncClient("http://127.0.0.1:1") as client:
+        with pytest.raises(ServerError, match=r"cannot be reached: Connection refused$"):
+            await anext(client.events())
+
+
 LEFT_OPEN = """
 import sys
 from bridle.client import Client

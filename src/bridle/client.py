@@ -354,16 +354,22 @@ class AsyncClient:
         return count
 
     async def events(self) -> AsyncGenerator[JSON, None]:
-        """Yield the server's events from now on, until it stops."""
+        """Yield the server's events from now on, until it stops.
+
+        `ServerError` at once, without another try, if the connection fails or ends early.
+        """
         http = self._session()
         timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=60)
         token = self._token_header()
-        async with http.get(f"{self.url}/events", timeout=timeout, headers=token) as answer:
-            if not answer.ok:
-                raise _refused(answer.status, await answer.read())
-            async for line in answer.content:
-                if line.startswith(b"data: "):
-                    yield orjson.loads(line[6:])
+        try:
+            async with http.get(f"{self.url}/events", timeout=timeout, headers=token) as answer:
+                if not answer.ok:
+                    raise _refused(answer.status, await answer.read())
+                async for line in answer.content:
+                    if line.startswith(b"data: "):
+                        yield orjson.loads(line[6:])
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unreachable(error) from error
 
     # ---- requests
 
@@ -404,9 +410,7 @@ class AsyncClient:
                 if answer.status not in (429, 503):
                     raise fault
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                number = error.errno if isinstance(error, OSError) else None
-                why = os.strerror(number) if number and number > 0 else error
-                fault = ServerError(f"{self.url} cannot be reached: {why}", code="unreachable")
+                fault = self._unreachable(error)
             left_s = started + self._patience_s - time.monotonic()
             if wait_s > left_s:
                 raise fault
@@ -416,6 +420,11 @@ class AsyncClient:
                 log.warning("waiting for the server", **left)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, 5.0)
+
+    def _unreachable(self, error: Exception) -> ServerError:
+        number = error.errno if isinstance(error, OSError) else None
+        why = os.strerror(number) if number and number > 0 else error
+        return ServerError(f"{self.url} cannot be reached: {why}", code="unreachable")
 
     def _token_header(self) -> dict[str, str]:
         """Return the header with the token; looks again for a server of this user."""
@@ -493,6 +502,9 @@ class Client:
         self._loop.close()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if not self._thread.is_alive():
+            work.close()
+            raise RuntimeError("the client has no connection: use it inside `with Client(...)`")
         pending = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return pending.result()
@@ -517,7 +529,8 @@ class Client:
                     return
                 yield item  # type: ignore[misc]  # there is one
         finally:
-            if not sys.is_finalizing():  # then the loop's thread does not run any more
+            # The loop's thread does not run any more when Python or the client has ended.
+            if not sys.is_finalizing() and self._thread.is_alive():
                 self._wait(close())
 
     submit = _blocking(AsyncClient.submit)
