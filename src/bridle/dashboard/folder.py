@@ -137,7 +137,10 @@ KEPT_OPEN = 4
 
 
 def find(root: Path) -> tuple[list[Path], list[Path]]:
-    """Return the capture files and the trainings' course files in and below a folder, by path."""
+    """Return the capture files and the trainings' course files in and below a folder, by path.
+
+    `root` may be a capture file itself.
+    """
     if root.is_file():
         return [root], []
     captures, courses = [], []
@@ -185,7 +188,6 @@ class CapturedRun:
 
     @property
     def folder(self) -> Path:
-        """Folder of the run."""
         return self.path.parent
 
     def close(self) -> None:
@@ -477,12 +479,10 @@ class FolderSource:
         return None
 
     def close(self) -> None:
-        """Close the capture files of all runs."""
         for run in self._runs.values():
             run.close()
 
     def overview(self) -> Overview:
-        """Return the data of the overview page."""
         runs = self._look()
         # First, because this reads the sessions of all runs.
         facts = [run.facts() for run in runs]
@@ -504,7 +504,6 @@ class FolderSource:
         return shown
 
     def sessions(self, wanted: SessionFilter, start: int, count: int) -> SessionPage:
-        """Return a page of the matching sessions in the order of `wanted.sort`."""
         runs = self._look()
         lines = [line for run in runs for line in run.lines()]
         said, unsearched = self.search(wanted.text)
@@ -535,13 +534,11 @@ class FolderSource:
         return found, left
 
     def groups(self, run: str, start: int, count: int) -> tuple[Sequence[SampleGroup], int]:
-        """Return a page of groups, newest first, and their number; an empty `run` = all runs."""
         lines = (line for one in self._look() if run in ("", one.name) for line in one.lines())
         groups = groups_of(lines)
         return groups[start : start + count], len(groups)
 
     def session_set(self, run: str, version: int | None) -> SessionSet | None:
-        """Return the sessions of a run, or those that a policy version began; `None` = no run."""
         found = next((one for one in self._look() if one.name == run), None)
         if found is None:
             return None
@@ -550,7 +547,6 @@ class FolderSource:
         return set_of(run, found.lines(), version, left)
 
     def group(self, task_id: str, run: str) -> SampleGroup | None:
-        """Return the sessions of a task; an empty `run` = of all runs."""
         runs = [one for one in self._look() if run in ("", one.name)]
         lines = last_attempts(
             line for one in runs for line in one.lines() if line.task_id == task_id
@@ -561,7 +557,6 @@ class FolderSource:
         return SampleGroup(task_id, measured, run or None, instruction=_instruction(runs, task_id))
 
     def session(self, session_id: str, run: str) -> SessionView | None:
-        """Return a session; an empty `run` = of whichever run has it."""
         for one in self._look():
             if run not in ("", one.name) or (line := one.line(session_id)) is None:
                 continue
@@ -583,7 +578,6 @@ class FolderSource:
         return None
 
     def attempts(self, session_id: str, run: str) -> AttemptTree | None:
-        """Return the tree of a session and its forks; an empty `run` = whichever run has it."""
         shown = self.session(session_id, run)
         if shown is None or shown.session is None:
             return None
@@ -594,7 +588,6 @@ class FolderSource:
         return attempts_of(place_of(shown.line), lines, _origins(runs, lines), replies)
 
     def report(self, kind: RunReport[T], run: str) -> T | None:
-        """Return the last report of a kind on a run; an empty `run` = on the first that has one."""
         found = (one.report(kind) for one in self._look() if run in ("", one.name))
         return next((one for one in found if one is not None), None)
 
@@ -605,7 +598,9 @@ class FolderSource:
         return {name: line for name, line in found if line is not None}
 
     def file(self, session_id: str, run: str, name: str) -> Path | None:
-        """Return the path of a log or kept file of a session, only if it lies in the run folder."""
+        """Return the path of a log or kept file of a session; `None` = none lies in the run
+        folder.
+        """
         shown = self.session(session_id, run)
         if shown is None or shown.session is None or name not in shown.logs:
             return None

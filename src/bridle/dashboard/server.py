@@ -79,7 +79,6 @@ class ServerSource:
 
     @property
     def title(self) -> str:
-        """Title of the page."""
         return self._title
 
     @property
@@ -92,7 +91,6 @@ class ServerSource:
         return self._rollouts.fork(session_id, at=at, samples=samples, task_id=name)
 
     def overview(self) -> Overview:
-        """Return the data of the overview page."""
         status = self._rollouts.status()
         seen = None if self._folder is None else self._folder.overview()
         sessions = self._newest()
@@ -118,7 +116,6 @@ class ServerSource:
         )
 
     def sessions(self, wanted: SessionFilter, start: int, count: int) -> SessionPage:
-        """Return a page of the matching sessions in the order of `wanted.sort`."""
         state = wanted.status if wanted.status in FAILED | {"COMPLETED"} else None
         sessions = {one["session_id"]: one for one in self._newest(state)}
         lines = [line_of(one) for one in sessions.values()]
@@ -182,7 +179,6 @@ class ServerSource:
         return SessionView(line, trajectory, None, logs, known)
 
     def attempts(self, session_id: str, run: str) -> AttemptTree | None:
-        """Return the tree of a session and its forks; `None` = the server has no such session."""
         shown = self.session(session_id, run)
         if shown is None:
             return None
@@ -204,9 +200,6 @@ class ServerSource:
         return None
 
     def file(self, session_id: str, run: str, name: str) -> Path | bytes | None:
-        """Return the content of a session's log or kept file; `None` = there is none of
-        that name.
-        """
         shown = self.session(session_id, run)
         if shown is None or name not in shown.logs:
             return None

@@ -122,7 +122,6 @@ class CapturedSession:
 
     @cached_property
     def graph(self) -> Graph:
-        """Forest of the session's exchanges."""
         return grow(self.capture.session.session_id, self.capture.exchanges)
 
     @cached_property
@@ -154,7 +153,6 @@ class CapturedSession:
 
     @cached_property
     def transcript(self) -> Transcript:
-        """Messages of the session's exchanges."""
         return Transcript(self.capture.exchanges, self.capture.bodies)
 
     @cached_property
@@ -299,7 +297,6 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether the conversations do not differ."""
         return self.messages == (None, None)
 
 

@@ -147,19 +147,27 @@ class DataSource(Protocol):
         """Return the sessions of a run, or those that a policy version began; `None` = no run."""
 
     def group(self, task_id: str, run: str) -> SampleGroup | None:
-        """Return the sessions of a task; an empty `run` = of all runs."""
+        """Return the sessions of a task; an empty `run` = of all runs. `None` = no such task."""
 
     def session(self, session_id: str, run: str) -> SessionView | None:
-        """Return a session; an empty `run` = of whichever run has it."""
+        """Return a session; an empty `run` = of whichever run has it. `None` = none has it."""
 
     def attempts(self, session_id: str, run: str) -> AttemptTree | None:
-        """Return the tree of a session and its forks; an empty `run` = whichever run has it."""
+        """Return the tree of a session and its forks; an empty `run` = of whichever run has it.
+
+        `None` = none has it.
+        """
 
     def report(self, kind: RunReport[T], run: str) -> T | None:
-        """Return the last report of a kind on a run; an empty `run` = on the first that has one."""
+        """Return the last report of a kind on a run; an empty `run` = on the first that has one.
+
+        `None` = there is none that can be read.
+        """
 
     def file(self, session_id: str, run: str, name: str) -> Path | bytes | None:
-        """Return a log or kept file of a session, by a name of `SessionView.logs`."""
+        """Return a log or kept file of a session, by a name of `SessionView.logs`; `None` = there
+        is none.
+        """
 
 
 # ---- attempts

@@ -53,7 +53,6 @@ class TrajectoryFacts:
 
 
 def measured_of(trajectory: Trajectory) -> TrajectoryFacts:
-    """Return the token counts, policy versions and turns of a trajectory."""
     spans = [trace.metadata.get("policy_versions") for trace in trajectory.traces]
     known = [span for span in spans if span]
     return TrajectoryFacts(
