@@ -121,6 +121,8 @@ class AsyncClient:
     ) -> None:
         """Take the token from the URL (`http://x:TOKEN@host`), else `token`, else
         `$BRIDLE_SERVER_TOKEN`, else that of this user's own server at this URL.
+
+        `ConfigError` for a URL without `http://` or `https://`.
         """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"server {url!r} is not a URL; give for instance {DEFAULT_URL}")
@@ -177,7 +179,7 @@ class AsyncClient:
             query["cursor"] = page["cursor"]
 
     async def sessions(self, task_id: str) -> list[JSON]:
-        """Return the sessions of a task that have started."""
+        """Return the sessions of a task that have started or ended."""
         path, query, found = f"/v1/tasks/{task_id}/sessions", {"cursor": -1, "limit": 1000}, []
         while (page := await self._json("GET", path, query=query))["sessions"]:
             found += page["sessions"]
@@ -187,7 +189,9 @@ class AsyncClient:
     async def newest_sessions(
         self, *, limit: int = 100, offset: int = 0, state: str | None = None
     ) -> list[JSON]:
-        """Return sessions that have started, those of the newest task first; at most 1000."""
+        """Return sessions that have started or ended, those of the newest task first; at most
+        1000.
+        """
         query: JSON = {"limit": limit, "offset": offset} | ({"state": state} if state else {})
         found: list[JSON] = (await self._json("GET", "/v1/sessions", query=query))["sessions"]
         return found
@@ -197,7 +201,10 @@ class AsyncClient:
         return await self._json("GET", f"/v1/sessions/{session_id}")
 
     async def wait(self, task_id: str, *, timeout_s: float | None = None) -> JSON:
-        """Wait until a task is final, and return its state. Raises `TimeoutError`."""
+        """Wait until a task is final, and return its state.
+
+        `TimeoutError` after `timeout_s`; `None` = no limit.
+        """
         async with asyncio.timeout(timeout_s):
             while True:
                 query = {"wait_s": POLL_S}

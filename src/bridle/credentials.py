@@ -110,7 +110,11 @@ def load_or_make_token(path: Path) -> str:
 
 
 def split_token(url: str) -> tuple[str, str | None]:
-    """Return a URL without user info, and the token that is its password (`http://x:TOKEN@host`)."""
+    """Return a URL without user info, and the token that is its password (`http://x:TOKEN@host`),
+    or else its user (`http://TOKEN@host`).
+
+    `None` = it has neither.
+    """
     parts = urlsplit(url)
     info, at, place = parts.netloc.rpartition("@")
     if not at:

@@ -73,7 +73,7 @@ class Problems:
         """Raise the errors of the list: a single one as it is, several as one that lists each text
         once.
 
-        That one is a `ConfigError` where one of them is.
+        That one is a `ConfigError` where one of them is. An empty list raises nothing.
         """
         texts = dict.fromkeys(str(error) for error in self.found)
         if not texts:

@@ -291,7 +291,7 @@ def _constant(reward: float) -> Scorer:
 
 
 def _function(function: str, base: Path, tasks: dict[str, Task]) -> Scorer:
-    """Score by a function, called in this process."""
+    """Return a scorer that calls a function in this process. `ConfigError` if it is none."""
     try:
         called = load_scorer(function)
     except ScorerError as error:
@@ -316,7 +316,11 @@ def _function(function: str, base: Path, tasks: dict[str, Task]) -> Scorer:
 
 
 def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
-    """Score by an evaluator on the stored data; `None` as `given` = each task's own."""
+    """Return a scorer that asks an evaluator on the stored data; `None` as `given` = each task's
+    own.
+
+    `ConfigError` for an evaluator that cannot score it.
+    """
     if given is not None:
         spec = _spec(given)
         tasks = {name: task.model_copy(update={"evaluator": spec}) for name, task in tasks.items()}
@@ -367,7 +371,7 @@ def _spec(given: str) -> EvaluatorSpec:
 
 
 def _output(folder: Path) -> dict[str, Any]:
-    """Return the kept ends of a session's stdout and stderr."""
+    """Return the kept logs of a session's stdout and stderr; empty where there is none."""
     logs = {name: folder / f"{name}.log" for name in ("stdout", "stderr")}
     return {name: log.read_bytes() if log.exists() else b"" for name, log in logs.items()}
 

@@ -298,7 +298,7 @@ async def cancel_batch(request: ApiRequest) -> Response:
 
 @ROUTES.add("GET", "/v1/tasks/{task_id}/sessions", TokenRole.READ, query=SamplesQuery)
 async def list_sessions(request: ApiRequest) -> Response:
-    """List the sessions of a task that have started."""
+    """List the sessions of a task that have started or ended."""
     task = await task_row(request)
     page = request.query(SamplesQuery)
     rows = await request.queries.sessions(task["seq"], after=page.cursor, limit=page.limit)
@@ -313,7 +313,7 @@ async def list_sessions(request: ApiRequest) -> Response:
 
 @ROUTES.add("GET", "/v1/sessions", TokenRole.READ, query=SessionsQuery)
 async def newest_sessions(request: ApiRequest) -> Response:
-    """List sessions that have started, those of the newest task first."""
+    """List sessions that have started or ended, those of the newest task first."""
     page = request.query(SessionsQuery)
     rows = await request.queries.newest(limit=page.limit, offset=page.offset, state=page.state)
     return reply({"sessions": [session_json(request, row) for row in rows]})
