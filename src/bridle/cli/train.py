@@ -493,9 +493,7 @@ def _report(out: Path, tracked: Telemetry, tell: Tell, course: Course) -> None:
 
 
 def train(  # noqa: PLR0913 - one parameter per flag
-    config: Annotated[
-        Path | None, typer.Argument(help="TOML file with settings; flags come first.")
-    ] = None,
+    config: Annotated[Path | None, typer.Argument(help="TOML settings; flags come first.")] = None,
     model: Annotated[str | None, typer.Option(help="Folder of the initial model.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Task file, or a folder of tasks.")] = None,
     held_out: Annotated[str | None, typer.Option(help="Tasks for evaluation only.")] = None,
