@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 
-from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec, Task
+from bridle.config import Action, AgentSpec, EvaluatorSpec, RuntimeSpec, Task
 from bridle.evaluators.base import EvaluationContext
 from bridle.node.workspace import SessionPlaces
 from bridle.runtimes.base import ExecResult
@@ -16,10 +16,13 @@ ENDED_WELL = ExecResult(0, None, False, b"", b"", False, 1.0)
 
 
 @asynccontextmanager
-async def evaluation(folder, *, env=None, harness=ENDED_WELL, trusted=False, prepare=None):
+async def evaluation(
+    folder, *, env=None, harness=ENDED_WELL, trusted=False, prepare=None, eval_prepare=None
+):
     """An `EvaluationContext` of a session that ran in `context.places.agents`.
 
-    `prepare` is a shell line that was done there, and is in each fresh runtime.
+    `prepare` is a shell line that was done there, and is in each fresh runtime; `eval_prepare` is
+    one that is done in fresh runtimes only.
     """
     async with AsyncExitStack() as stack:
 
@@ -33,19 +36,22 @@ async def evaluation(folder, *, env=None, harness=ENDED_WELL, trusted=False, pre
                 assert (await runtime.exec(prepare)).ok
             return runtime
 
-        async def nothing(_runtime):
-            pass
+        async def prepared(runtime):
+            if eval_prepare is not None:
+                assert (await runtime.exec(eval_prepare)).ok
 
+        steps = () if eval_prepare is None else (Action(type="exec", command=eval_prepare),)
         task = Task(
             task_id="t-1",
             instruction="do it",
             agent=AgentSpec(harness="command", command="true"),
             evaluator=EvaluatorSpec(env=env or {}),
+            runtime=RuntimeSpec(eval_prepare=steps),
         )
         places = SessionPlaces(
             agents=await started(stack),
             make=started,
-            prepare=nothing,
+            prepare=prepared,
             stop=lambda runtime: runtime.stop(),
             folder=folder / "left",
             resources=stack,

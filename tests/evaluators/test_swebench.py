@@ -28,7 +28,7 @@ def get_eval_report(test_spec, prediction, test_log_path, include_tests_status):
     assert prediction["model_patch"] and include_tests_status
     return {prediction["instance_id"]: report}
 """
-CHECK = "grep -q 2 code.txt && echo PASSED new; echo done >&2"
+CHECK = "grep -q 2 code.txt && echo PASSED new >&2; echo done"
 
 
 @pytest.fixture

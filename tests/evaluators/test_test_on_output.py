@@ -26,9 +26,9 @@ exit $fail"""
 
 
 @asynccontextmanager
-async def two_runtimes(folder, work, begin=BEGIN):
+async def two_runtimes(folder, work, begin=BEGIN, **more):
     """A context whose fresh runtime is untouched and whose session did `work`."""
-    async with evaluation(folder, prepare=begin) as context:
+    async with evaluation(folder, prepare=begin, **more) as context:
         assert (await context.places.agents.exec(work)).ok
         yield context
 
@@ -44,6 +44,7 @@ async def found(folder, work, **config):
     [
         ("echo 2 > code.txt", 1.0, ["code.txt"]),
         ("echo 2 > code.txt; git commit -qam mine", 1.0, ["code.txt"]),
+        ("echo 2 > code.txt; git init -q new; echo 1 > new/x", 1.0, ["code.txt", "new/x"]),
         ("true", 0.0, []),
         ("echo 2 > code.txt; rm tests/rule.txt", 0.0, ["code.txt", "tests/rule.txt"]),
         ("echo 2 > code.txt; printf 'c\\0d' > blob; echo n > 'new file'", 1.0,
@@ -76,6 +77,40 @@ async def test_reward_is_1_only_if_the_output_names_exactly_the_expected_statuse
     async with two_runtimes(tmp_path, "echo 2 > code.txt") as context:
         config = {"command": "; ".join(lines), "expected": {"a": "PASSED"}}
         assert (await TestOnOutput.from_config(config).evaluate(context)).reward == reward
+
+
+async def test_a_run_with_an_expected_failure_may_end_with_an_error_code(tmp_path):
+    async with two_runtimes(tmp_path, "true") as context:
+        command = "echo PASSED a; echo FAILED b; exit 1"
+        config = {"command": command, "expected": {"a": "PASSED", "b": "FAILED"}}
+        assert (await TestOnOutput.from_config(config).evaluate(context)).reward == 1.0
+
+
+async def test_tests_run_with_the_environment_of_the_evaluator(tmp_path):
+    async with two_runtimes(tmp_path, "true", env={"SAYS": "PASSED"}) as context:
+        config = {"command": "echo $SAYS a", "expected": {"a": "PASSED"}}
+        assert (await TestOnOutput.from_config(config).evaluate(context)).reward == 1.0
+
+
+async def test_changes_of_the_image_itself_are_no_part_of_the_patch(tmp_path):
+    """They are in both runtimes before the session, and in no commit."""
+    begin = f"{BEGIN}; echo 3 >> tests/rule.txt; echo built > module.so"
+    command = f"git diff --cached --name-only; ls -A ~; {RUN}"
+    async with two_runtimes(tmp_path, "echo 2 > code.txt", begin) as context:
+        config = {"command": command, "fail_to_pass": ["t::new"], "pass_to_pass": ["t::old"]}
+        evaluated = await TestOnOutput.from_config(config).evaluate(context)
+    assert (evaluated.reward, evaluated.metadata["changed"]) == (1.0, ["code.txt"])
+    # Neither the index nor the home holds what was taken from the agent.
+    assert (tmp_path / "logs" / "evaluator.log").read_text().startswith("====")
+
+
+async def test_hidden_tests_of_eval_prepare_steps_are_not_deleted_by_the_patch(tmp_path):
+    hide = "echo strict > tests/hidden.txt"
+    command = RUN.replace("rule.txt", "hidden.txt")
+    async with two_runtimes(tmp_path, "echo 2 > code.txt", eval_prepare=hide) as context:
+        config = {"command": command, "fail_to_pass": ["t::new"], "pass_to_pass": ["t::old"]}
+        evaluated = await TestOnOutput.from_config(config).evaluate(context)
+    assert (evaluated.reward, evaluated.metadata["changed"]) == (1.0, ["code.txt"])
 
 
 async def test_config_without_fail_to_pass_or_expected_is_refused():
@@ -124,6 +159,7 @@ async def test_test_results_are_read_from_a_junit_file(tmp_path):
         ({"command": "true", "junit": "gone.xml"}, r"the tests left no \./gone\.xml"),
         ({"base": "no-such-commit"}, r"git .*bad revision .no-such-commit"),
         ({"include": ["code.txt"], "base": "HEAD~0", "work": "true"}, None),
+        ({"command": f"{RUN.replace('FAILED', 'ERROR')}; exit 1", "work": "true"}, None),
     ],
 )
 async def test_a_test_run_without_results_is_an_evaluator_error(tmp_path, config, why):
@@ -205,6 +241,12 @@ def test_filter_patch_keeps_file_lines_that_look_like_diff_headers():
     assert (patch.text, patch.kept, patch.dropped) == (one, ("x y",), ("t/z",))
 
 
+@pytest.mark.parametrize("path", ["conftest.py", "a/pytest.ini", ".cargo/config.toml"])
+def test_filter_patch_drops_files_that_test_runners_obey(path):
+    patch = filter_patch(f"diff --git a/{path} b/{path}\nnew file mode 100644\n", ("*",), ())
+    assert (patch.text, patch.dropped) == ("", (path,))
+
+
 HEAD = "=========== short test summary info ==========="
 END = "======= 1 failed, 2 passed in 0.10s ======="
 
@@ -226,6 +268,17 @@ def test_only_the_last_pytest_summary_counts():
 )
 def test_a_test_counts_as_passed_only_in_a_complete_summary_that_never_reports_it_failed(said):
     assert from_summary(said).get("a::x") != "passed"
+
+
+def test_a_test_of_a_junit_file_has_its_worst_status():
+    ends = {"a": "", "b": "<failure/>", "c": "<error/>", "d": "<system-out/><skipped/>"}
+    cases = [
+        f'<testcase classname="t" name="{name}">{end}</testcase>' for name, end in ends.items()
+    ]
+    text = f"<testsuites><testsuite>{''.join([*cases, *cases[::-1]])}</testsuite></testsuites>"
+    twice = text.replace("</testsuite>", '<testcase classname="t" name="b"/></testsuite>')
+    expected = {"t::a": "passed", "t::b": "failed", "t::c": "error", "t::d": "skipped"}
+    assert from_junit(twice.encode()) == expected
 
 
 @pytest.mark.parametrize("text", [b"no xml", b"<!DOCTYPE a [<!ENTITY b 'c'>]><a/>"])
