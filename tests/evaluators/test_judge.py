@@ -221,6 +221,13 @@ def test_a_judge_answer_must_be_one_json_object_with_a_score_in_range(text):
         parse_answer(text, 0, 1)
 
 
+@pytest.mark.parametrize("scores", ["[1]", "[1, 0, 1]", "[1, 2]", "[1, null]", "1", "null"])
+def test_a_judge_answer_on_turns_must_have_one_score_in_range_for_each(scores):
+    assert parse_answer('{"scores": [1, 0]}', 0, 1, turns=2)["scores"] == [1, 0]
+    with pytest.raises(EvaluatorError, match="no JSON object with 2 scores"):
+        parse_answer(f'{{"scores": {scores}}}', 0, 1, turns=2)
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [

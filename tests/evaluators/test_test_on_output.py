@@ -7,7 +7,7 @@ from tests.evaluators.made import evaluation
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Unscorable
 from bridle.evaluators.patch import TestOnOutput, filter_patch, from_junit
-from bridle.evaluators.summary import from_summary
+from bridle.evaluators.summary import all_passed, from_summary
 
 BEGIN = (
     "git init -q . && git config user.name a && git config user.email a@b && echo 1 > code.txt"
@@ -264,10 +264,23 @@ def test_only_the_last_pytest_summary_counts():
         f"{HEAD}\nFAILED a::x\n{END}\n{HEAD}\nPASSED a::x\n{END}",
         f"{HEAD}\nPASSED a::x\n{END}\n{HEAD}\nFAILED a::x\n{END}",
         f"{HEAD}\nPASSED a::x\nERROR a::x - at teardown\n{END}",
+        f"{HEAD}\nERROR a::x - at teardown\nPASSED a::x\n{END}",
+        f"{HEAD}\nERROR a::x\n{END}\n{HEAD}\nPASSED a::x\n{END}",
     ],
 )
 def test_a_test_counts_as_passed_only_in_a_complete_summary_that_never_reports_it_failed(said):
     assert from_summary(said).get("a::x") != "passed"
+
+
+@pytest.mark.parametrize(
+    ("more", "exit_code", "passed"),
+    [("", 0, True), ("", 2, False), ("FAILED a::y\n", 1, True), ("FAILED a::x\n", 1, False)],
+)
+def test_a_harbor_task_is_solved_if_its_tests_pass_in_a_run_that_explains_its_exit_code(
+    more, exit_code, passed
+):
+    said = f"{HEAD}\nPASSED a::x\n{more}{END}"
+    assert all_passed(said, ["a::x"], exit_code) == passed
 
 
 def test_a_test_of_a_junit_file_has_its_worst_status():
