@@ -232,6 +232,21 @@ async def test_a_row_that_cannot_be_decoded_costs_its_session_only_that_exchange
         assert status == 429
 
 
+async def test_the_seconds_of_a_session_count_from_its_first_call_in_an_earlier_process(tmp_path):
+    path = tmp_path / "c.sqlite"
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = await home.session("one", limits=Limits(max_seconds=60))
+        messages = [user("go")]
+        messages += [await caller.ask(messages), user("on")]
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("UPDATE exchanges SET started_at = started_at - 61")
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = again(home, caller)
+        status, _ = await caller.post({"model": "m", "messages": messages})
+        assert status == 429
+        assert caller.facts.limit == "seconds"
+
+
 class Unreadable(MemoryStore):
     """It fails to read as often as `faults` says."""
 

@@ -325,7 +325,8 @@ class GatewaySession:
         self.sealed = False
         self.ended: asyncio.Event | None = None
         """Set when what a seal waits for is over; `None` = not sealed by this process."""
-        self._first_call_at: float | None = None
+        self.first_call_at: float | None = None
+        """By the monotonic clock; `None` before its first call."""
         self._unpaired: set[bytes] = set()
         """Calls without a result that were counted, by their links of the chain."""
         self.requests = 0
@@ -342,9 +343,9 @@ class GatewaySession:
     def seconds(self) -> float:
         """Return the seconds since the session's first call."""
         now = time.monotonic()
-        if self._first_call_at is None:
-            self._first_call_at = now
-        return now - self._first_call_at
+        if self.first_call_at is None:
+            self.first_call_at = now
+        return now - self.first_call_at
 
     def facts(self) -> SessionFacts:
         """Return the session's results so far: counts, the limit reached and the last error."""

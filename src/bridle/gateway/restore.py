@@ -8,6 +8,8 @@ committed. Its prompt is a chain node of stored ids; nothing is rendered and not
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import structlog
 
@@ -201,7 +203,10 @@ class Restorer:
 
 
 def _count(session: GatewaySession, capture: SessionCapture) -> None:
-    """Set the session's counts; damaged rows count as turns, with the tokens that they show."""
+    """Set the session's counts and the time of its first call.
+
+    Damaged rows count as turns, with the tokens that they show.
+    """
     exchanges, damaged = capture.exchanges, capture.damaged
     session.turns = session.requests = session.begun = len(exchanges) + len(damaged)
     last = max((exchange.index for exchange in exchanges), default=-1)
@@ -211,6 +216,9 @@ def _count(session: GatewaySession, capture: SessionCapture) -> None:
     session.delivered = sum(
         delivery.state is DeliveryState.DELIVERED for delivery in capture.deliveries.values()
     )
+    if exchanges:
+        seconds = time.time() - min(exchange.started_at for exchange in exchanges)
+        session.first_call_at = time.monotonic() - seconds
     session.counted = True
 
 
