@@ -201,8 +201,8 @@ def encode(value: Any) -> bytes:
         return msgspec.json.encode(_cleaned(value))
 
 
-def one_line(raw: bytes | msgspec.Raw) -> msgspec.Raw:
-    """Return JSON text without white space between its tokens, on one line as an event needs it."""
+def without_space(raw: bytes | msgspec.Raw) -> msgspec.Raw:
+    """Return JSON text without white space between its tokens: on one line, as events need it."""
     return msgspec.Raw(msgspec.json.format(bytes(raw), indent=-1))
 
 
@@ -668,7 +668,7 @@ def arguments_object(arguments: str) -> bytes:
     text = without_lone_surrogates(raw).encode()
     try:
         if isinstance(_VALUE.decode(text), dict):
-            return bytes(one_line(text)) if "\n" in raw or "\r" in raw else text
+            return bytes(without_space(text)) if "\n" in raw or "\r" in raw else text
     except _REFUSED:
         pass
     return encode({"INVALID_JSON": without_lone_surrogates(arguments)})

@@ -42,7 +42,6 @@ from bridle.dialects.json_reader import (
     name_at,
     object_at,
     objects_at,
-    one_line,
     read_head,
     read_spans,
     split_array,
@@ -50,6 +49,7 @@ from bridle.dialects.json_reader import (
     split_object,
     text_at,
     texts_at,
+    without_space,
     wrong,
 )
 from bridle.dialects.media import block_part, block_text, data_part, url_part
@@ -407,7 +407,7 @@ def _dress(
     summary = text_at(reasoning, "summary", "reasoning")
     older = text_at(reasoning, "generate_summary", "reasoning")
     echo: JSON = {
-        key: one_line(fields[key]) if head.get(key) is not None else default
+        key: without_space(fields[key]) if head.get(key) is not None else default
         for key, default in _ECHOED.items()
     }
     echo["reasoning"] = {"effort": reasoning.get("effort"), "summary": summary}
