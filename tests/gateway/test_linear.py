@@ -16,6 +16,7 @@ from tests.gateway.test_plain import CALL, OTHER, Watched, played, rows_of
 from bridle.dialects import history as history_file
 from bridle.gateway import exchange as exchange_file
 from bridle.gateway import linear as linear_file
+from bridle.gateway.listener import AT_ONCE
 
 JSON = dict[str, Any]
 
@@ -187,6 +188,17 @@ async def test_a_byte_limit_makes_long_linear_turns_settle_in_smaller_batches(mo
     linear, taken = await rows(work, plain=True)
     assert linear == general
     assert taken == 4, "every other turn is settled with the one before it"
+
+
+async def test_a_turn_after_a_reply_too_long_to_be_sent_in_one_write_extends_that_reply():
+    async def work(talk: Talk) -> None:
+        await talk.turns(4)
+
+    turns = ({"content": "function " * (AT_ONCE // 8)},) * 4
+    general, _ = await rows(work, *turns, plain=False)
+    linear, taken = await rows(work, *turns, plain=True)
+    assert linear == general
+    assert taken >= 1
 
 
 @pytest.mark.parametrize("calls", [[CALL], [CALL, OTHER]])
