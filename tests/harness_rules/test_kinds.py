@@ -184,7 +184,7 @@ def test_a_user_agent_names_the_harness_where_the_session_does_not():
     [
         ("GeminiCLI/0.61.0", google_search()),
         (
-            "claude-cli/2.1.328 (external, cli)",
+            "claude-cli/2.1.332 (external, cli)",
             messages(tools=[{"type": "web_search_20250305", "name": "web_search"}]),
         ),
     ],

@@ -164,9 +164,9 @@ async def test_pi_is_installed_without_npm_on_the_machine(tmp_path, monkeypatch)
     for name in ("bash", "sh", "env"):
         (tools / name).symlink_to(f"/bin/{name}" if name != "env" else "/usr/bin/env")
     monkeypatch.setenv("PATH", str(tools))
-    folder = await ensure(node_recipe("pi", "0.87.1", size_mb=350), tmp_path / "bundles", print)
+    folder = await ensure(node_recipe("pi", "1.6.0", size_mb=350), tmp_path / "bundles", print)
     monkeypatch.setenv("PATH", os.defpath)
     said = await Builder(folder, print, "").run(
         (str(folder / NODE), str(folder / CLI), "--version")
     )
-    assert said.strip() == b"0.87.1"
+    assert said.strip() == b"1.6.0"

@@ -1,6 +1,6 @@
 """Claude Code, unmodified, from npm: Anthropic Messages, streams.
 
-Facts: recorded requests of version 2.1.328, its `--help`, and its own variables. All of its
+Facts: recorded requests of version 2.1.332, its `--help`, and its own variables. All of its
 configuration comes through the environment and three files of the private home, which also keep it
 from looking anything up on the network. Tool search is off (it would change the tool list in the
 middle of a conversation), so are the billing block and prompt-caching marks. Its program is a
@@ -70,7 +70,7 @@ class ClaudeCode(WritesEvents[ClaudeCodeSettings]):
     """Claude Code; implements `base.Harness`."""
 
     name = "claude_code"
-    pinned = "2.1.328"
+    pinned = "2.1.332"
     dialect = Dialect.ANTHROPIC
     settings_class = ClaudeCodeSettings
     package = Npm(

@@ -1,6 +1,6 @@
 """Codex CLI, unmodified, from npm: OpenAI Responses, always streams.
 
-Facts: recorded requests of version 0.169.0 and its configuration reference. It reads one
+Facts: recorded requests of version 0.171.0 and its configuration reference. It reads one
 `config.toml` of the private home; only a provider of its own making takes a base URL, and the name
 of a model that it does not know keeps it from special tool protocols. Needs HTTP only: WebSockets
 are switched off.
@@ -35,7 +35,7 @@ class Codex(PackagedHarness[CodexSettings]):
     """Codex CLI; implements `base.Harness`."""
 
     name = "codex"
-    pinned = "0.169.0"
+    pinned = "0.171.0"
     dialect = Dialect.OPENAI_RESPONSES
     settings_class = CodexSettings
     transports = ("stdio", "streamable-http")

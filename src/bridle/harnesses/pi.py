@@ -2,7 +2,7 @@
 
 openclaw is built on pi and calls the wire formats by the same names (`ADAPTERS`).
 
-Facts about pi: recorded requests of version 0.87.1 and its own documentation (models, environment
+Facts about pi: recorded requests of version 1.6.0 and its own documentation (models, environment
 variables, JSON event stream). It has four tools and streams. It exits 0 after API errors, so its
 event stream is read. It looks nothing up on the network in offline mode.
 
@@ -63,7 +63,7 @@ class Pi(PackagedHarness[PiSettings]):
     """pi; implements `base.Harness`."""
 
     name = "pi"
-    pinned = "0.87.1"
+    pinned = "1.6.0"
     settings_class = PiSettings
     transports = ()
     package = Npm(size_mb=350, path=CLI, command="pi")
