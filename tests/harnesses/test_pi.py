@@ -1,8 +1,10 @@
 import json
 
 import pytest
-from tests.harnesses.made import context, maker
+from tests.harnesses.made import SERVERS, context, maker
 
+from bridle.config import AgentSpec
+from bridle.errors import ConfigError
 from bridle.harnesses.pi import Pi
 from bridle.types import Cause
 
@@ -54,6 +56,22 @@ def test_pi_speaks_every_wire_format(api, result, url):
 def test_pi_settings_become_flags():
     line = pi(thinking="off", tools=["bash", "read"]).launch(context()).command
     assert line[9:] == ("--thinking", "off", "--tools", "bash,read")
+
+
+def test_pi_shows_the_tools_of_mcp_servers_to_the_model():
+    launch = pi(mcp_servers=SERVERS[:2]).launch(context())
+    near = {"command": "serve", "args": ["-x"], "env": {}, "exposure": "direct"}
+    far = {"url": "http://m", "headers": {}, "exposure": "direct"}
+    servers = {"mcpServers": {"a": near, "b": far}}
+    assert json.loads(launch.files["/h/.pi/agent/mcp.json"]) == servers
+    assert "/h/.pi/agent/mcp.json" not in pi().launch(context()).files
+
+
+def test_pi_of_a_version_that_ignores_mcp_servers_refuses_them():
+    task = AgentSpec.model_validate({"harness": "pi", "mcp_servers": SERVERS[:1]})
+    with pytest.raises(ConfigError, match=r"pi 0\.87\.1 ignores MCP servers; give version 0\.99"):
+        Pi(task.model_copy(update={"version": "0.87.1"}))
+    Pi(task.model_copy(update={"version": "0.99.1"}))
 
 
 def test_skills_are_copied_to_the_pi_config_folder(tmp_path):

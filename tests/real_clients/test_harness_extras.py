@@ -38,6 +38,7 @@ PREFIXES = {
     "openclaw": "{}__",
     "opencode": "{}_",
     "openhands": "{}_",
+    "pi": "mcp__{}__",
     "qwen_code": "mcp__{}__",
 }
 """What each program puts before the name of a server's tool."""
@@ -119,7 +120,7 @@ def test_harnesses_call_tools_of_mcp_servers_over_stdio_and_http(sessions, calle
     assert result.trajectory.metadata["stats"]["merge_ratio"] == 1.0
 
 
-@pytest.mark.parametrize("reader", sorted({*PREFIXES, "pi"} - {"openai_agents"}))
+@pytest.mark.parametrize("reader", sorted(PREFIXES.keys() - {"openai_agents"}))
 def test_a_task_s_skills_are_in_the_prompt_of_each_harness(sessions, reader):
     result, exchanges = sessions[skilled, reader].result()
     assert (result.status, result.error) == ("COMPLETED", None)

@@ -4,7 +4,8 @@ openclaw is built on pi and calls the wire formats by the same names (`ADAPTERS`
 
 Facts about pi: recorded requests of version 1.6.0 and its own documentation (models, environment
 variables, JSON event stream). It has four tools and streams. It exits 0 after API errors, so its
-event stream is read. It looks nothing up on the network in offline mode.
+event stream is read. It looks nothing up on the network in offline mode. MCP servers are `direct`,
+because it hides the tools of others from the model, which then calls them from scripts.
 
 Facts about openclaw: version 2026.9.6, its own documentation (`agent exec`, custom providers) and
 its requests as they came. One run is one headless turn of its agent. It needs node 24, which its
@@ -22,7 +23,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import Settings, merged
+from bridle.config import AgentSpec, Settings, merged
+from bridle.errors import ConfigError
 from bridle.harnesses.base import (
     PATIENCE_S,
     Launch,
@@ -65,9 +67,17 @@ class Pi(PackagedHarness[PiSettings]):
     name = "pi"
     pinned = "1.6.0"
     settings_class = PiSettings
-    transports = ()
+    transports = ("stdio", "streamable-http")
     package = Npm(size_mb=350, path=CLI, command="pi")
     """345 MB: the program and its own node 22."""
+
+    def __init__(self, agent: AgentSpec) -> None:
+        super().__init__(agent)
+        if agent.mcp_servers and self._wanted.startswith("0.") and self._wanted < "0.99":
+            raise ConfigError(
+                f"agent.version: pi {self._wanted} ignores MCP servers; give version 0.99.0 or "
+                "later, or remove agent.mcp_servers"
+            )
 
     def launch(self, context: LaunchContext) -> Launch:
         """Return the process `pi -p --mode json --provider gw --model <model>`, the instruction on
@@ -94,6 +104,9 @@ class Pi(PackagedHarness[PiSettings]):
             f"{folder}/models.json": as_json(self._models(context)),
             f"{folder}/settings.json": as_json(own),
         }
+        if self._agent.mcp_servers:
+            servers = self._mcp(exposure="direct")
+            files[f"{folder}/mcp.json"] = as_json({"mcpServers": servers})
         # From stdin: an argument has a size limit, and one that begins with @ or - means another.
         return self._with_stdin(context, folder, command, env, files)
 
