@@ -136,7 +136,6 @@ class ServerSource:
         return SessionPage(self._lines(found[start : start + count]), len(found), choices, left)
 
     def groups(self, run: str, start: int, count: int) -> tuple[Sequence[SampleGroup], int]:  # noqa: ARG002 - it has no runs
-        """Return a page of groups, newest first, and their number."""
         groups = groups_of(line_of(one) for one in self._newest())
         return groups[start : start + count], len(groups)
 

@@ -419,7 +419,6 @@ def change_notes(base: Path, release: Path) -> str:
 
 
 def is_test(path: PurePosixPath | Path) -> bool:
-    """Return whether a path belongs to the tests."""
     inside = {"test", "tests"} & set(path.parts[:-1])
     return bool(inside) or path.name.startswith("test_") or path.name.endswith("_test.py")
 

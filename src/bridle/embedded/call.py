@@ -161,7 +161,6 @@ class BatchedCall:
 
     @property
     def sampled(self) -> int:
-        """Number of sampled tokens."""
         return self.length - self.prompt_length
 
     @property

@@ -304,7 +304,6 @@ class SlotDecoder:
                 tensor[len(self._calls) :] = 0
 
     def reserve(self, work: Sequence[tuple[BatchedCall, int]]) -> bool:
-        """Reserve cache for the next tokens of these calls; `False` = there is no room."""
         ends = [call.computed + count for call, count in work]
         # A decoding pass runs over all slots: each needs room for one more token.
         ends += [call.computed + 1 for call in self._calls]
@@ -451,7 +450,6 @@ class SingleDecoder:
         return True
 
     def release(self, call: BatchedCall, *, keep: bool) -> None:
-        """Remove a call; with `keep` its cache is stored for later calls."""
         if keep and call.state is not None:
             ids = call.ids[: call.computed]
             size_bytes = sum(_tensor_bytes(call.state.layers))

@@ -199,7 +199,6 @@ class NodeHost:
             each.note(event)
 
     def result(self, run_id: str) -> RunEnd | None:
-        """Return the end of a run; `None` = it still runs, or is not known."""
         run = self._runs.get(run_id)
         return None if run is None else run.end
 
@@ -213,16 +212,12 @@ class NodeHost:
                 self.node.release(run_id)
 
     def cancel(self, run_id: str) -> bool:
-        """End a run with the result CANCELLED; returns whether it was running."""
         run = self._runs.get(run_id)
         if run is None or run.end is not None:
             return False
         return self.node.cancel(run_id)
 
     async def recall_all(self, run_ids: Sequence[str]) -> dict[str, SessionResult]:
-        """Return the results of those runs that ended on this node, also under an earlier
-        process.
-        """
         found: dict[str, SessionResult] = {}
         for run_id in run_ids:
             run = self._runs.get(run_id)

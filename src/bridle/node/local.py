@@ -491,7 +491,6 @@ class LocalNode:
         return self.policy()
 
     def policy(self) -> JSON:
-        """Return the policy version that samples, and whether sampling is held."""
         return self.gateway.policy()
 
     async def add_replica(self, engine: str) -> JSON:

@@ -187,9 +187,6 @@ class OnThisMachine(BaseRuntime):
             return await asyncio.to_thread(copy_tree, self._work_folder, folder, self._scratch)
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
-        """Replace the work folder by `folder`, but for what `keep` names; returns what was left
-        out.
-        """
         self._must_be_usable()
         with boundary(RuntimeFailure, "cannot fill the work folder"):
             return await asyncio.to_thread(replace_tree, folder, self._work_folder, keep=keep)
@@ -293,9 +290,6 @@ class Archived(BaseRuntime):
             await self._fetch(path, folder, CopyLimits(), any_link=True, only=keep)
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
-        """Replace the work folder by `folder`, but for what `keep` names; returns what was left
-        out.
-        """
         with (
             boundary(RuntimeFailure, "cannot fill the work folder"),
             tempfile.TemporaryDirectory(prefix="bridle-work-", dir=folder.parent) as aside,

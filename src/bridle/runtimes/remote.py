@@ -435,9 +435,6 @@ class RexHost:
         await _aside(self._deployment.stop)
 
     async def execute(self, argv: Sequence[str]) -> str:
-        """Run a short command on the host and return its stdout; raise with its stderr if
-        it fails.
-        """
         from swerex.runtime.abstract import Command as RexCommand
 
         command = RexCommand(command=list(argv))
@@ -450,7 +447,6 @@ class RexHost:
         return str(answer.stdout)
 
     async def upload(self, source: Path, path: str) -> None:
-        """Copy a file of this machine to an absolute path on the host."""
         from swerex.runtime.abstract import UploadRequest
 
         request = UploadRequest(source_path=str(source), target_path=path)

@@ -142,7 +142,6 @@ class ReplyWriter(ABC):
         ]
 
     def usage(self) -> JSON:
-        """Return the reply's token counts."""
         prompt = len(self._prompt)
         return {
             "prompt_tokens": prompt,

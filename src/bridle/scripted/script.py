@@ -163,7 +163,6 @@ class PromptView:
 
     @functools.cached_property
     def tools(self) -> Sequence[JSON]:
-        """Tools that the prompt lists."""
         return tuple(tool for text in self._systems for tool in _tools_in(text))
 
 

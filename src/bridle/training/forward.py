@@ -146,11 +146,6 @@ class PackedTraces(TraceBatch):
     def logits(
         self, model: PreTrainedModel, *, replay: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits that predict each trained token, shape (N, vocabulary), and the tokens'
-        ids.
-
-        With `replay` tokens are routed to the experts that they were sampled with.
-        """
         device = model.device
         lengths = [sample.trace.size - 1 for sample in self.samples]
         ids = np.concatenate([sample.trace.ids[:-1] for sample in self.samples])
@@ -188,7 +183,6 @@ class Tree(TraceBatch):
         return mask
 
     def places(self) -> Places:
-        """Return the sample and the position of each trained token of the tree."""
         trained = self._trained()
         return self.packed.trace_of[trained], self.packed.position_ids[trained]
 
@@ -199,11 +193,6 @@ class Tree(TraceBatch):
     def logits(
         self, model: PreTrainedModel, *, replay: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits that predict each trained token, shape (N, vocabulary), and the tokens'
-        ids.
-
-        With `replay` tokens are routed to the experts that they were sampled with.
-        """
         packed, trained = self.packed, self._trained()
         device = model.device
         sees = torch.from_numpy(block_mask(packed)).to(device)

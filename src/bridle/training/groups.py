@@ -255,7 +255,6 @@ class LocalGroups(_Groups):
         self._open: dict[int, str] = {}
 
     async def take(self) -> Group:
-        """Return the next group whose sessions have all ended."""
         group = await self._ended.get()
         del self._open[group.index]
         return group
@@ -267,9 +266,6 @@ class LocalGroups(_Groups):
         """Do nothing: groups of this process are not kept for a resumed training."""
 
     async def evaluate(self) -> HeldOutEvaluation | None:
-        """Run the held-out tasks with the engine's current weights; `None` = there are no such
-        tasks.
-        """
         if not self._held_out:
             return None
         found: dict[str, list[float | None]] = {}
@@ -394,7 +390,6 @@ class ServerGroups(_Groups):
         self._evaluations = 0
 
     async def take(self) -> Group:
-        """Return the next group whose sessions have all ended."""
         group = await self._ended.get()
         self._taken.append(str(self._open.pop(group.index)))
         return group
