@@ -167,10 +167,10 @@ class Deliveries:
         """Write the delivery state of a reply; the conversation and the session's counts get it at
         once.
         """
-        before, call.delivery = call.delivery in DELIVERED, state
+        session.delivered -= call.delivery is DeliveryState.DELIVERED
+        session.delivered += state is DeliveryState.DELIVERED
+        call.delivery = state
         delivered = state in DELIVERED
-        if state is DeliveryState.DELIVERED and not before:
-            session.delivered += 1
         if delivered:
             session.tries.end(call)
         if call.grace is not None:
