@@ -152,7 +152,13 @@ async def test_setting_history_decides_whether_reasoning_stays_in_the_prompt(
 
 async def test_opening_a_session_of_a_gateway_that_is_not_running_raises(engine, tmp_path):
     gateway = bridle.Gateway(engine, data=tmp_path / "run")
-    with pytest.raises(ConfigError, match="open its sessions inside its `async with`"):
+    refused = pytest.raises(ConfigError, match="open its sessions inside its `async with`")
+    with refused:
+        async with gateway.session():
+            pass
+    async with gateway, gateway.session():
+        pass
+    with refused:
         async with gateway.session():
             pass
 

@@ -240,6 +240,7 @@ class Gateway(Stacked):
 
     async def _finish(self) -> None:
         if self._started:
+            self._started = False
             writing = asyncio.to_thread(write_results, self.folder, self.store)
             self.summary = await run_shielded(writing, timeout_s=FINISH_S)
 
@@ -311,7 +312,7 @@ class Session:
             )
 
     def trajectory(self) -> Trajectory:
-        """Return the trajectory of the exchanges captured so far."""
+        """Return the trajectory of the exchanges captured so far, while the gateway runs."""
         return trajectory_of(self._gateway.store.read(self.session_id))
 
     @asynccontextmanager
