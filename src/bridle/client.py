@@ -41,7 +41,7 @@ from bridle.credentials import find_token, split_token
 from bridle.errors import ConfigError, ServerError
 from bridle.trajectory.result import from_packed
 from bridle.trajectory.sample import Trajectory
-from bridle.types import JSON
+from bridle.types import JSON, is_server_url, without_user_info
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -124,8 +124,10 @@ class AsyncClient:
 
         `ConfigError` for a URL without `http://` or `https://`.
         """
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"server {url!r} is not a URL; give for instance {DEFAULT_URL}")
+        if not is_server_url(url):
+            raise ConfigError(
+                f"server {without_user_info(url)!r} is not a URL; give for instance {DEFAULT_URL}"
+            )
         self.url, own = split_token(url.rstrip("/"))
         self.token = own or token or os.environ.get(TOKEN_ENV)
         """The token that is sent; `None` = none, until a server of this user is found."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, dataclass_transform
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,6 +51,15 @@ USER_INFO: Final = re.compile(r"://[^/@\"\s]*@")
 def without_user_info(text: str) -> str:
     """Return a text whose URLs have no user names and passwords, so that others may see it."""
     return USER_INFO.sub("://", text)
+
+
+def is_server_url(text: str) -> bool:
+    """Return whether a text is an http:// or https:// URL with a host and, if any, a valid port."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def one_line(data: bytes) -> bytes:

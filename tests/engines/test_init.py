@@ -46,6 +46,33 @@ def test_an_unknown_engine_spec_is_an_error_that_names_the_known_forms(spec):
         open_engine(spec)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "http://127.0.0.1:99999",
+        "http://",
+        "http://[::1",
+        "sglang:127.0.0.1:30000",
+        "openai:api.example/v1",
+        "openai:http://127.0.0.1:99999#model",
+    ],
+)
+def test_an_engine_whose_url_is_not_one_of_a_server_is_refused(spec):
+    with pytest.raises(ConfigError, match="give http://HOST:PORT or https://HOST"):
+        open_engine(spec)
+
+
+def test_the_password_in_a_wrong_url_of_an_engine_is_not_shown():
+    with pytest.raises(ConfigError) as caught:
+        open_engine("http://name:secret@127.0.0.1:99999")
+    assert "secret" not in str(caught.value)
+
+
+def test_an_engine_without_its_script_is_refused():
+    with pytest.raises(ConfigError, match="engine 'scripted:' names no file or folder"):
+        open_engine("scripted:")
+
+
 def test_a_missing_script_or_tokenizer_is_named(script, tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         open_engine(f"scripted:{tmp_path / 'gone.json'}")

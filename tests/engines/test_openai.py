@@ -66,7 +66,7 @@ async def test_the_short_form_names_server_model_and_key(stub, monkeypatch, path
 
 
 def test_the_short_form_of_a_hosted_model_has_a_url():
-    with pytest.raises(ConfigError, match="a URL is expected"):
+    with pytest.raises(ConfigError, match="is not the URL of a server"):
         open_engine("openai:gpt")
 
 

@@ -66,7 +66,7 @@ from bridle.node.session import FINAL, read_replay
 from bridle.runtimes import check_machine, default_backend, resolve_auto
 from bridle.runtimes.local import PATH, search_path
 from bridle.trajectory.scores import from_summaries, scores_of
-from bridle.types import JSON, SessionStatus
+from bridle.types import JSON, SessionStatus, is_server_url, without_user_info
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,14 +276,15 @@ def _check_engines(specs: Sequence[str]) -> None:
     faults = []
     for spec in specs:
         found = re.search(r"https?://[^#]+", spec)
-        url = urlsplit(found[0]) if found else None
-        if url is None or not url.hostname:
+        if found is None or not is_server_url(found[0]):
             return
+        url = urlsplit(found[0])
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
             socket.create_connection((url.hostname, port), timeout=CONNECT_S).close()
         except OSError as error:
-            faults.append(f"engine {spec} takes no connection: {error.strerror or error}")
+            shown = without_user_info(spec)
+            faults.append(f"engine {shown} takes no connection: {error.strerror or error}")
         else:
             return
     raise EngineError("; ".join(faults) + "; start it, or name another")

@@ -49,10 +49,13 @@ def open_engine(
     ours = kind in ENGINES or name != kind
     if not colon or not (ours or kind in installed("engine")):
         known = (
-            "scripted:FILE, embedded:DIR, http://HOST:PORT, sglang:URL, package.module:Class:TARGET"
+            "scripted:FILE, embedded:DIR, http://HOST:PORT, sglang:URL, openai:URL#MODEL, "
+            "package.module:Class:TARGET"
         )
         meant = f" did you mean 'http://{spec}'?" if re.fullmatch(r"[\w.-]+:\d+", spec) else ""
         raise ConfigError(f"unknown engine {spec!r};{meant} known forms: {known}")
+    if kind in {"scripted", "embedded"} and not target:
+        raise ConfigError(f"engine {spec!r} names no file or folder: give {kind}:PATH")
     if kind == "embedded":
         check_model_folder(target)
     factory = load(name, ENGINES, what="engine")

@@ -31,8 +31,8 @@ from bridle.engines.connection import (
     HttpReply,
     NoConnectionError,
 )
-from bridle.errors import ContextOverflowError, EngineError
-from bridle.types import JSON, without_user_info
+from bridle.errors import ConfigError, ContextOverflowError, EngineError
+from bridle.types import JSON, is_server_url, without_user_info
 
 _OVERFLOW = re.compile(r"maximum (?:context|model) length(?: is| of)? \(?(\d+)", re.IGNORECASE)
 _LARGE = 1 << 20
@@ -47,6 +47,11 @@ class EngineClient:
     def __init__(
         self, base_url: str, *, api_key: str | None, timeout_s: float, attempts: int = 1
     ) -> None:
+        if not is_server_url(base_url):
+            raise ConfigError(
+                f"{without_user_info(base_url)!r} is not the URL of a server: give "
+                "http://HOST:PORT or https://HOST"
+            )
         url = URL(base_url.rstrip("/").removesuffix("/v1"))
         self.base_url = without_user_info(str(url))
         self._timeout_s = timeout_s

@@ -24,7 +24,7 @@ from bridle.engines.connection import AbortedError, HttpCall
 from bridle.engines.http import EngineClient
 from bridle.engines.probe import Finding, ProbeReport
 from bridle.engines.vllm_routes import MessageText, read_answer, response_format
-from bridle.errors import ConfigError, ContextOverflowError, EngineError
+from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, Logprobs
 
 KEY_VARIABLES = ("BRIDLE_ENGINE_API_KEY", "OPENAI_API_KEY")
@@ -102,8 +102,6 @@ class OpenAIEngine:
         Raises `ConfigError` unless it is a URL.
         """
         url, _, model = target.partition("#")
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"openai:{target}: a URL is expected, as in openai:https://HOST/v1")
         keys = [os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)]
         return cls(url, api_key=keys[0] if keys else None, model=model or None)
 
