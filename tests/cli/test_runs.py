@@ -4,6 +4,8 @@ import shutil
 
 import pytest
 
+from bridle.capture.records import SessionRecord
+from bridle.capture.sqlite import SqliteStore
 from bridle.errors import ConfigError
 from bridle.node.results import capture_files, find_session, sessions
 
@@ -48,4 +50,39 @@ def test_error_for_an_unknown_session_is_one_line_for_any_number_of_runs(finishe
     with pytest.raises(ConfigError) as caught:
         find_session("nobody", tmp_path)
 
-    assert str(caught.value) == f"there is no session 'nobody'; looked in {tmp_path} (30 runs)"
+    assert str(caught.value) == (
+        f"there is no session 'nobody'; looked in {tmp_path} (30 runs); --run names another run"
+    )
+
+
+@pytest.fixture
+async def runs(tmp_path):
+    """Return a folder of three runs, of which two have a session s-1."""
+    for run, ids in {"one": ["s-1"], "two": ["s-1", "s-10"], "three": ["s-10", "s-11"]}.items():
+        (tmp_path / run).mkdir()
+        async with await SqliteStore.open(tmp_path / run / "capture.sqlite") as store:
+            for session_id in ids:
+                await store.open_session(SessionRecord(session_id, opened_at=0.0))
+    return tmp_path
+
+
+def test_a_whole_session_id_names_that_session_even_if_ids_of_another_run_begin_with_it(runs):
+    shutil.rmtree(runs / "one")
+    path, found = find_session("s-1", runs)
+    assert (path.parent.name, found.session.session_id) == ("two", "s-1")
+
+
+def test_a_session_id_of_several_runs_is_refused_with_the_runs_that_have_it(runs):
+    with pytest.raises(ConfigError, match=r"session 's-1' is in 2 runs: .*; name one .* --run"):
+        find_session("s-1", runs)
+
+
+def test_the_beginning_of_several_session_ids_is_refused_with_those_ids(runs):
+    with pytest.raises(ConfigError, match=r"'s-' is the beginning of 5 session ids: s-1"):
+        find_session("s-", runs)
+
+
+@pytest.mark.parametrize("name", ["trajectories.jsonl", "summary.json"])
+def test_another_file_of_a_run_is_not_taken_for_its_capture(finished_run, name):
+    with pytest.raises(ConfigError, match=f"{name} is not a run: give its folder"):
+        capture_files(finished_run / name)

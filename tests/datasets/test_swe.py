@@ -312,7 +312,7 @@ def test_invalid_rows_are_skipped_with_a_warning_unless_strict(tmp_path, capfd):
     assert len(load_tasks(tmp_path)) == 999
     said = "".join(capfd.readouterr())
     assert "rows.jsonl:501: version: " in said
-    assert "rows.jsonl:1001: column 2" in said
+    assert "rows.jsonl:1001: not JSON at column 2" in said
     assert "rows.jsonl:1002: task_id 'getmoto__moto-0' is used at" in said
     with pytest.raises(ConfigError, match=r"rows\.jsonl:501: version"):
         load_tasks(tmp_path, strict=True)

@@ -185,7 +185,9 @@ def _read_lines(path: Path, text: str) -> Iterator[RawTask]:
             try:
                 value = json.loads(line)
             except json.JSONDecodeError as error:
-                value = ConfigError(f"{path}:{number}: column {error.colno}: {error.msg}")
+                value = ConfigError(
+                    f"{path}:{number}: not JSON at column {error.colno}: {error.msg}"
+                )
             yield RawTask(path, number, line, value)
 
 

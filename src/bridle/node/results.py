@@ -521,12 +521,19 @@ def capture_files(target: Path) -> list[Path]:
     `ConfigError` if there is none.
     """
     path = target / CAPTURE if target.is_dir() else target
+    if target.is_file() and target.name != CAPTURE and not _is_sqlite(target):
+        raise ConfigError(f"{target} is not a run: give its folder, or its {CAPTURE}")
     if path.is_file():
         return [path]
     found = sorted(target.glob(BY_WORKER), key=lambda file: (len(file.parent.name), file))
     if not found:
         raise ConfigError(f"{target} is not a run: {path} does not exist")
     return found
+
+
+def _is_sqlite(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(16) == b"SQLite format 3\0"
 
 
 def sessions(target: Path) -> Iterator[SessionCapture]:
@@ -548,15 +555,23 @@ def find_session(name: str, runs: Path) -> tuple[Path, SessionCapture]:
     files = [runs / CAPTURE]
     if not files[0].is_file():
         files = sorted([*runs.glob(f"*/{CAPTURE}"), *runs.glob(f"*/{BY_WORKER}")])
-    found: list[tuple[Path, str]] = []
+    begin: list[tuple[Path, str]] = []
     for path in files:
         with SqliteReader(path) as reader:
-            ids = [session.session_id for session in reader.sessions()]
-        exact = [session_id for session_id in ids if session_id == name]
-        found += [(path, i) for i in exact or (i for i in ids if i.startswith(name))]
+            ids = (session.session_id for session in reader.sessions())
+            begin += [(path, session_id) for session_id in ids if session_id.startswith(name)]
+    exact = [one for one in begin if one[1] == name]
+    found = exact or begin
     if not found:
         held = {0: " (no run there)", 1: ""}.get(len(files), f" ({len(files)} runs)")
-        raise ConfigError(f"there is no session {name!r}; looked in {runs}{held}")
+        raise ConfigError(
+            f"there is no session {name!r}; looked in {runs}{held}; --run names another run"
+        )
+    if len(exact) > 1:
+        places = ", ".join(str(path.parent) for path, _ in exact[:5])
+        raise ConfigError(
+            f"session {name!r} is in {len(exact)} runs: {places}; name one of them by --run"
+        )
     if len(found) > 1:
         names = ", ".join(session_id for _, session_id in found[:5])
         raise ConfigError(
