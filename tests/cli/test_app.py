@@ -246,6 +246,14 @@ def test_faulty_arguments_exit_with_the_documented_code_and_create_no_file(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("group", ["harness", "tasks"])
+def test_a_group_of_verbs_that_is_given_alone_prints_its_help_and_no_empty_error(say, group):
+    said = say(group)
+    assert said.code == 2
+    assert f"bridle {group}" in said.out
+    assert said.err == ""
+
+
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_an_unknown_flag_exits_with_code_2(say, verb):
     said = say(verb, "--no-such-flag")

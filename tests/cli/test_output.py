@@ -169,6 +169,15 @@ def test_rebuilding_a_missing_run_creates_no_folder(say, here):
     assert not Path("nowhere").exists()
 
 
+def test_a_run_folder_that_cannot_be_made_on_a_disk_with_room_is_not_called_a_full_disk(say, here):
+    said = say("run", "mine", *SCRIPTED, "--out", "/proc/gone/run")
+
+    assert said.code == 3
+    assert "cannot begin a run in /proc: No such file" in said.err
+    assert "name another folder by --out" in said.err
+    assert "disk space" not in said.err
+
+
 @pytest.mark.parametrize("verb", ["run", "gateway", "serve", "engine"])
 def test_a_missing_tokenizer_folder_is_named(say, here, verb):
     engine = (SCRIPTED[1],) if verb == "engine" else SCRIPTED

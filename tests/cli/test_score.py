@@ -88,6 +88,7 @@ def test_a_scorer_that_fails_changes_no_reward(say, run, name, error):
         (("--evaluator", "comand"), "unknown evaluator 'comand'"),
         (("--reward", "nan"), "must be a finite number"),
         (("--function", "nowhere.py:f"), "there is no file nowhere.py"),
+        (("--function", "my_scores.py"), "'my_scores.py' names no function: give"),
         (("--function", "json:nothing"), "has no function 'nothing'"),
         (("--function", "my_scores.py:two"), "must take one argument"),
         (("nobody", "--reward", "1"), "no session nobody"),

@@ -181,8 +181,9 @@ def _explain(error: Exception) -> tuple[str, int] | None:
 
 
 def _fail(message: str, code: int) -> int:
-    text = Text.assemble(("bridle:", "bold red"), f" {message}")
-    Plain(stderr=True).print(text, highlight=False, soft_wrap=True)
+    if message:  # a group of verbs that is given alone has printed its help
+        text = Text.assemble(("bridle:", "bold red"), f" {message}")
+        Plain(stderr=True).print(text, highlight=False, soft_wrap=True)
     return code
 
 

@@ -8,6 +8,7 @@ failure), the run folder is complete: capture, trajectories and summary.
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
 import shutil
@@ -169,6 +170,9 @@ class Board:
         self.say(note)
 
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a write for which the disk, a quota or a limit has no room left."""
+
 CONNECT_S = 2.0
 """Timeout of the test connection to an engine."""
 
@@ -257,8 +261,9 @@ def _check_run_folder(folder: Path) -> None:
     try:
         check_room(existing)
     except OSError as error:
+        fix = "free some disk space" if error.errno in FULL else "name another folder by --out"
         raise StoreError(
-            f"cannot begin a run in {existing}: {error.strerror or error}; free some disk space"
+            f"cannot begin a run in {existing}: {error.strerror or error}; {fix}"
         ) from error
 
 

@@ -42,6 +42,9 @@ class Attempt(dict[str, Any]):
 def load_scorer(path: str) -> Callable[[Attempt], Any]:
     """Import the function that `module:name` or `file.py:name` names. Raises `ScorerError`."""
     module, _, name = path.rpartition(":")
+    if not module:
+        message = f"{path!r} names no function: give package.module:name or file.py:name"
+        raise ScorerError(message)
     if module.endswith(".py") and not Path(module).is_file():
         message = f"there is no file {module}"
         raise ScorerError(message)
