@@ -91,14 +91,15 @@ def test_a_session_with_only_overlong_traces_is_a_blank_row_when_blanks_are_on()
 
 
 def test_each_token_of_a_row_has_the_temperature_of_its_call():
-    result = trace(metadata={"temperatures": [0.5, None]})
+    result = trace(metadata={"temperatures": [0.0, None]})
     rows, _ = rows_of([group(session("s", 1.0, result, trace()))])
-    assert rows[0].temperatures.tolist() == [0.5, 0.5, 1, 1, 1, 1, 1]
+    assert rows[0].temperatures.tolist() == [0, 0, 1, 1, 1, 1, 1]
     assert rows[1].temperatures.tolist() == [1.0] * 7
-    (cut,), _ = rows_of(
+    (cut,), counts = rows_of(
         [group(session("s", 1.0, result))], Shape(max_response=1, overlong="truncate")
     )
-    assert cut.temperatures.tolist() == [0.5]
+    assert cut.temperatures.tolist() == [0]
+    assert counts.left_out == {"overlong": 1}
 
 
 def test_tasks_are_played_as_groups_in_order():

@@ -1,6 +1,7 @@
 """Traces and conversations of text become examples, with what filters ask of them."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +32,14 @@ def test_a_trace_is_an_example_with_its_messages_and_tokens():
     assert example.tokens == len(trace.prompt_ids) + len(trace.response_ids)
     assert [m["role"] for m in example.prompt_messages] == ["system", "user"]
     assert [m["role"] for m in example.response_messages] == ["assistant", "user", "assistant"]
+
+
+def test_the_reward_of_an_example_is_that_of_its_trace_where_it_has_one():
+    trajectory = rebuild(session().capture())
+    (trace,) = trajectory.traces
+    for own, reward in ((None, 1.0), (0.0, 0.0)):
+        with_own = replace(trajectory, traces=(replace(trace, reward=own),))
+        assert examples_of(with_own)[0].reward == reward
 
 
 def test_each_conversation_of_text_is_an_example_without_ids():

@@ -51,6 +51,16 @@ def test_a_parquet_file_has_one_row_per_trace_with_the_json_field_names(tmp_path
     assert json.loads(row["trajectory_metadata"])["stats"]["exchanges"] == 3
 
 
+def test_parquet_keeps_a_trace_s_own_reward_beside_its_session_s(tmp_path):
+    trajectory = made_trajectory()
+    (trace,) = trajectory.traces
+    traces = [dataclasses.replace(trace, reward=reward) for reward in (0.75, None)]
+    given = dataclasses.replace(trajectory, traces=tuple(traces))
+    write_trajectories(tmp_path / "t.parquet", [given])
+    (read,) = read_trajectories(tmp_path / "t.parquet")
+    assert (read.reward, [one.reward for one in read.traces]) == (0.25, [0.75, None])
+
+
 @pytest.mark.train
 def test_the_datasets_package_loads_a_parquet_file_with_every_value(tmp_path):
     from datasets import load_dataset

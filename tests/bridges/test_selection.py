@@ -7,7 +7,7 @@ from tests.capture.made import MadeSession
 
 from bridle.bridges.examples import Rules, select_examples, survey
 from bridle.trajectory import rebuild
-from bridle.types import LogprobMode
+from bridle.types import Kind, LogprobMode
 
 
 def made(session_id, reward=1.0, *, turns=1, status="COMPLETED", task="t", ids=None, source="set"):
@@ -30,12 +30,13 @@ def test_sessions_rejected_by_selection_rules_are_counted_by_reason():
         made("long", turns=4),
         made("loop", ids=[7] * 30),
         made("empty", turns=0),
+        made("early", turns=0, status="TIMEOUT"),
     ]
     rules = Rules(min_reward=0.5, max_turns=3, max_repetition=0.5, finish=("stop",))
     found = survey(sessions, rules)
     assert list(found.accepted) == ["good"]
     assert found.rejected == {
-        "reward": 1, "reward_unknown": 1, "status": 1, "turns": 1, "repetition": 1,
+        "reward": 1, "reward_unknown": 1, "status": 2, "turns": 1, "repetition": 1,
         "nothing_sampled": 1,
     }  # fmt: skip
     assert (found.tasks, found.solved, found.examples) == (1, 1, 1)
@@ -52,6 +53,29 @@ def test_sessions_rejected_by_selection_rules_are_counted_by_reason():
 )
 def test_each_selection_rule_rejects_with_its_own_reason(rules, reason):
     assert survey([made("s")], Rules.model_validate(rules)).rejected == {reason: 1}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        *({"max_tokens": 15}, {"min_turns": 1}, {"max_turns": 1}, {"finish": ["stop"]}),
+        *({"min_reward": 1}, {"max_reward": 1}, {"max_repetition": 0}),
+    ],
+)
+def test_the_limit_of_a_selection_rule_is_itself_accepted(rules):
+    assert list(survey([made("s")], Rules.model_validate(rules)).accepted) == ["s"]
+
+
+def test_rule_keep_takes_all_conversations_of_a_kept_session_and_unknown_rewards_last():
+    whole = MadeSession("whole")
+    whole.record = dataclasses.replace(whole.record, task_id="t", metadata={})
+    whole.call(None)
+    whole.call(None, kind=Kind.SUBAGENT)
+    whole.end(-1.0)
+    capture = whole.capture()
+    sessions = [made("unknown", None), (capture, rebuild(capture)), made("worse", -2.0)]
+    found = survey(sessions, Rules(keep=1))
+    assert [(name, len(of)) for name, of in found.accepted.items()] == [("whole", 2)]
 
 
 def test_rule_keep_takes_a_task_s_best_sessions_and_the_shortest_of_equals():
