@@ -53,8 +53,15 @@ async def test_a_reward_file_that_is_not_utf_8_is_an_evaluator_error(tmp_path):
             await evaluator(command, reward_file="out.json").evaluate(context)
 
 
-async def test_a_reward_file_left_by_the_harness_is_not_read(tmp_path):
+async def test_a_command_s_python_looks_for_modules_neither_in_a_home_nor_beside_the_work(tmp_path):
     async with evaluation(tmp_path) as context:
+        found = await evaluator('test "$PYTHONSAFEPATH$PYTHONNOUSERSITE" = 11').evaluate(context)
+    assert found.reward == 1.0
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+async def test_a_reward_file_left_by_the_harness_is_not_read(tmp_path, trusted):
+    async with evaluation(tmp_path, trusted=trusted) as context:
         await context.places.agents.write("reward.txt", b"1.0")
         with pytest.raises(EvaluatorError, match=r"left no reward\.txt"):
             await evaluator("true", reward_file="reward.txt").evaluate(context)

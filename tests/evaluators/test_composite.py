@@ -1,10 +1,11 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tests.evaluators.made import evaluation, trace
 
 from bridle.errors import ConfigError, EvaluatorError
-from bridle.evaluators.base import Evaluation
+from bridle.evaluators.base import Evaluation, Unscorable
 from bridle.evaluators.composite import CompositeEvaluator
 
 
@@ -20,13 +21,14 @@ class Fixed:
 
     async def evaluate(self, context):
         if "fails" in self.config:
-            raise EvaluatorError(self.config["fails"])
+            kind = Unscorable if self.config.get("blamed") else EvaluatorError
+            raise kind(self.config["fails"])
         traces, turns = (self.config.get(name) for name in ("traces", "turns"))
         return Evaluation(self.config["reward"], traces, {"seen": True}, turns)
 
 
 def part(reward=None, *, name, **more):
-    config = {key: more.pop(key) for key in ("traces", "turns", "fails") if key in more}
+    config = {key: more.pop(key) for key in ("traces", "turns", "fails", "blamed") if key in more}
     return {
         "strategy": "tests.evaluators.test_composite:Fixed",
         "config": {"reward": reward, **config},
@@ -81,6 +83,24 @@ async def test_weighted_turn_rewards_are_added_to_the_outcome_reward_on_the_last
     assert evaluated.turn_rewards == {"e-0": 0.25, "e-1": 0.5, "e-2": 0.5}
 
 
+async def test_an_outcome_reward_goes_to_the_last_turn_that_trains_of_each_trace(tmp_path):
+    two = replace(
+        trace(("user", "do it")),
+        **dict.fromkeys(("response_ids", "versions"), np.array([2, 3], np.int32)),
+        loss_mask=np.array([1, 0], np.uint8),
+        response_logprobs=np.zeros(2, np.float32),
+        reasons=np.zeros(2, np.uint8),
+        exchange_ids=("e-0", "e-1"),
+        turn_ends=(1, 2),
+    )
+    both = replace(two, loss_mask=np.array([1, 1], np.uint8), exchange_ids=("e-2", "e-3"))
+    none = replace(two, loss_mask=np.zeros(2, np.uint8))
+    tests = part(0.5, name="tests", traces=(1.0, 0.25, 1.0))
+    judge = part(0.0, name="judge", turns={"e-0": 1.0})
+    evaluated = await found(tmp_path, tests, judge, traces=(two, both, none))
+    assert evaluated.turn_rewards == {"e-0": 1.0, "e-3": 0.125}
+
+
 async def test_parts_with_different_numbers_of_trace_rewards_are_an_evaluator_error(tmp_path):
     parts = part(1.0, name="a", traces=(1.0,)), part(0.0, name="b", traces=(0.0, 1.0))
     with pytest.raises(EvaluatorError, match="different numbers of traces"):
@@ -88,9 +108,11 @@ async def test_parts_with_different_numbers_of_trace_rewards_are_an_evaluator_er
 
 
 async def test_a_failing_part_fails_the_composite_evaluator(tmp_path):
-    parts = part(1.0, name="a"), part(name="b", fails="broken checker")
-    with pytest.raises(EvaluatorError, match="part 'b' of 'composite': broken checker"):
-        await found(tmp_path, *parts)
+    for kind in (EvaluatorError, Unscorable):
+        failing = part(name="b", fails="broken checker", blamed=kind is Unscorable)
+        with pytest.raises(kind, match="part 'b' of 'composite': broken checker") as caught:
+            await found(tmp_path, part(1.0, name="a"), failing)
+        assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize(

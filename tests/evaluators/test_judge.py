@@ -1,3 +1,4 @@
+import asyncio
 import json
 import time
 from contextlib import asynccontextmanager
@@ -129,6 +130,7 @@ async def test_judge_in_turns_mode_scores_all_trained_turns_of_a_trace_with_one_
     assert "exactly 3 numbers" in model.asked[0]["messages"][0]["content"]
     assert second.count(" turn ") == 1
     assert mark not in second
+    assert all(f"{said} {number}" in second for said in ("reply", "result") for number in range(3))
 
 
 async def test_prompt_of_the_judge_keeps_every_turn_of_a_long_session_and_shortens_the_rest(
@@ -204,6 +206,21 @@ async def test_a_judge_that_closes_connections_or_a_missing_gateway_is_an_evalua
             )
         with pytest.raises(EvaluatorError, match="through a gateway, and there is none here"):
             await JudgeEvaluator.from_config(given).evaluate(known)
+
+
+async def test_a_judge_that_does_not_answer_in_time_is_an_evaluator_error(tmp_path):
+    class Slow(Model):
+        async def complete(self, request):
+            await asyncio.sleep(1)  # the server's end waits for it
+            return await super().complete(request)
+
+    given = {"rubric": "r", "model": "m", "on_failure": "error", "timeout_s": 0.1}
+    async with evaluation(tmp_path) as context:
+        known = replace(context, trajectory=replace(context.trajectory, traces=TRACES))
+        with pytest.raises(EvaluatorError, match=r"2 attempts: it did not answer within 0\.1 s"):
+            await JudgeEvaluator.from_config(given).evaluate(
+                replace(known, open_model=Slow(GOOD).open)
+            )
 
 
 async def test_judge_in_process_mode_refuses_a_session_without_traces(tmp_path):
