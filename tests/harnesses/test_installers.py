@@ -29,6 +29,9 @@ from bridle.harnesses.packaged import (
     python_recipe,
 )
 
+# Virtual environments with pip: 5 s of CPU each.
+pytestmark = pytest.mark.timeout(120)
+
 NODE_SCRIPT = "#!/bin/bash\necho v22.0.0\n"
 
 LOADED = """

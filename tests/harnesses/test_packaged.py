@@ -12,6 +12,9 @@ from bridle.harnesses.packaged import CHECKING, PackagedHarness, PyPI, node_reci
 from bridle.harnesses.sdk_agents import GoogleAdk, OpenaiAgents
 from bridle.types import Cause, Dialect
 
+# Virtual environments with pip: 5 s of CPU each.
+pytestmark = pytest.mark.timeout(120)
+
 
 class Tool(PackagedHarness[Settings]):
     name = "tool"
