@@ -241,6 +241,22 @@ def test_a_nan_loss_or_gradient_raises_and_leaves_the_weights_unchanged(kind):
     assert learner.version == 0
 
 
+def test_weights_of_a_batch_whose_second_update_fails_are_the_next_version():
+    settings = GrpoSettings(threads=1, updates_per_batch=2)
+    learner = Learner(tiny_model(), settings)
+    batch = a_batch(learner.model, settings)
+    factors = iter([1.0, math.nan])
+    head = learner.model.lm_head.weight
+    head.register_hook(lambda grad: grad * next(factors))
+    before = head.detach().clone()
+
+    with pytest.raises(TrainingError, match=r"gradient at step 2 is not a number; .*version 1"):
+        learner.update(batch)
+
+    assert not torch.equal(head, before)
+    assert learner.version == 1
+
+
 def test_a_batch_without_samples_raises_with_the_reasons_for_leaving_them_out():
     settings = GrpoSettings()
     flat = make_batch([group(session(1.0, trace([2], [3])))], settings, version=0)

@@ -424,8 +424,8 @@ class Learner:
 
         Raises `TrainingError` if there is nothing to train on, for ids that the model does not
         have, for a loss or gradient that is not a number, and where trainer and rollout disagree by
-        more than `most_mismatch`; the weights are then unchanged, but for the steps on this batch
-        that were done before (`updates_per_batch`).
+        more than `most_mismatch`. The weights are then unchanged, unless a later one of
+        `updates_per_batch` fails: they are the next version, after the steps that were done.
         """
         began = time.monotonic()
         if not batch.tokens:
@@ -438,11 +438,11 @@ class Learner:
             if self.settings.most_mismatch is not None:
                 self._certify(pieces, starts, batch.version, self.settings.most_mismatch)
             norm = self._step()
+            self.version += 1  # also if a further step fails
             for _ in range(self.settings.updates_per_batch - 1):
                 last, _ = self._pass(pieces, starts)
                 norm = self._step()
                 clipped += sum(terms.clipped for terms in last)
-        self.version += 1
         passes = self.settings.updates_per_batch
         return Update(
             version=self.version,
