@@ -48,6 +48,16 @@ def test_function_calling_config_is_read_as_a_mode_or_a_function_name(calling, r
     assert request.tool_choice == read_as
 
 
+@pytest.mark.parametrize(
+    ("names", "param"), [([], "mode"), (["gone"], "allowedFunctionNames"), (["a", "b"], "mode")]
+)
+def test_a_required_call_without_tools_is_refused_by_the_field_that_asks_for_it(names, param):
+    calling = {"mode": "ANY", "allowedFunctionNames": names}
+    with pytest.raises(RequestError) as refused:
+        read(toolConfig={"functionCallingConfig": calling})
+    assert refused.value.param == f"toolConfig.functionCallingConfig.{param}"
+
+
 def test_an_unknown_function_calling_mode_is_refused():
     with pytest.raises(RequestError, match="ODD"):
         read(tools=TOOLS, toolConfig={"functionCallingConfig": {"mode": "ODD"}})

@@ -161,6 +161,14 @@ def test_a_number_out_of_bounds_is_refused(found):
     assert number_at({"k": None}, "k", "") is None
 
 
+@pytest.mark.parametrize(
+    ("found", "limit"), [(-1, ">= 1, but got -1"), (2**70, "<= 9.22337e.18, but got 1.18059e.21")]
+)
+def test_the_error_for_a_number_out_of_bounds_names_the_bound_that_it_breaks(found, limit):
+    with pytest.raises(RequestError, match=f"'k': expected a number {limit} instead"):
+        whole_at({"k": found}, "k", "", least=1)
+
+
 @pytest.mark.parametrize("found", [1.5, True, "1", 2**70, 1e300])
 def test_a_fraction_boolean_text_or_huge_number_is_no_whole_number(found):
     with pytest.raises(RequestError, match="'k'"):
@@ -260,7 +268,7 @@ def test_one_pass_and_two_pass_splitting_of_a_body_give_the_same(value):
 def test_a_number_of_400_digits_is_refused_with_its_field():
     huge = 10**400
     for read in (number_at, whole_at):
-        with pytest.raises(RequestError, match="'top_k': a number of 401 digits") as refused:
+        with pytest.raises(RequestError, match=r"'top_k'.*a number of 401 digits") as refused:
             read({"top_k": huge}, "top_k", "")
         assert refused.value.param == "top_k"
     with pytest.raises(RequestError, match=r"'ids\[1\]'"):

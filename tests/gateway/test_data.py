@@ -347,6 +347,12 @@ async def test_head_probes_get_200_and_other_keyless_requests_404_or_401(method,
         assert found == status
 
 
+async def test_a_model_route_by_another_method_is_refused_with_the_method_that_it_takes():
+    async with house({"content": "a"}) as home:
+        _, _, body = await request(home, "GET", "/v1/chat/completions")
+    assert b"GET of 'completions' is not served here; models are asked by POST at" in body
+
+
 async def test_a_websocket_upgrade_is_a_426():
     async with house({"content": "a"}) as home:
         headers = {

@@ -258,8 +258,9 @@ def _read_choice(head: JSON, tools: ToolList) -> str:
         case "NONE":
             return "none"
         case "ANY":
-            only = names[0] if len(names) == 1 else "required"
-            return check_choice(only, tools, f"{path}.allowedFunctionNames")
+            if len(names) == 1:
+                return check_choice(names[0], tools, f"{path}.allowedFunctionNames")
+            return check_choice("required", tools, f"{path}.mode")
         case "AUTO" | "VALIDATED" | "MODE_UNSPECIFIED":
             return "auto"
         case _:

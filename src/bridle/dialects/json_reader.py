@@ -585,7 +585,8 @@ def _outside(path: str, value: float, least: float, most: float) -> RequestError
         shown = f"a number of {digits} digits"
     else:
         shown = f"{value:.6g}"
-    message = f"Invalid value for '{path}': {shown} is not between {least:g} and {most:g}."
+    limit = f">= {least:g}" if value < least else f"<= {most:g}"
+    message = f"Invalid value for '{path}': expected a number {limit}, but got {shown} instead."
     return RequestError(message, param=path)
 
 

@@ -45,7 +45,7 @@ processor's caches: at 2 a round each call costs 15 % more, at 8 it costs 2 %
 
 
 SERVED: Final = (
-    "models are asked at /v1/chat/completions, /v1/responses, /v1/messages and "
+    "models are asked by POST at /v1/chat/completions, /v1/responses, /v1/messages and "
     "/v1beta/models/MODEL:generateContent"
 )
 """Ends the refusal of a provider's other routes."""
@@ -166,7 +166,7 @@ class DataPlane:
                 return _upgrade_refused()
             case RouteKind.UNSUPPORTED:
                 what = route.resource or target.path
-                message = f"{what!r} is not served here; {SERVED}"
+                message = f"{http.method} of {what!r} is not served here; {SERVED}"
                 raise RequestError(message, status=404, code="not_found")
             case RouteKind.MODELS | RouteKind.MODEL:
                 self._authenticate(http, head)
