@@ -86,6 +86,12 @@ def test_a_malformed_turns_range_is_refused(export):
         assert "is not MIN:MAX" in said.err
 
 
+def test_a_turns_range_that_no_session_is_in_is_refused(export):
+    said, _ = export("sft", "--turns", "5:2")
+    assert said.code == 2
+    assert "--turns '5:2': MIN is greater than MAX" in said.err
+
+
 def test_rebuild_with_the_same_builder_writes_identical_files(say, finished_run, tmp_path):
     said = say("rebuild", finished_run, "--out", tmp_path)
 

@@ -218,6 +218,10 @@ def _turn_limits(turns: str) -> JSON:
         colon = ""
     if not colon:
         raise ConfigError(f"--turns {turns!r} is not MIN:MAX; give for example 2:10, 2: or :10")
+    if least and most and int(least) > int(most):
+        raise ConfigError(
+            f"--turns {turns!r}: MIN is greater than MAX, so no session would be left"
+        )
     return limits
 
 
