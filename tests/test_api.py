@@ -71,7 +71,7 @@ async def test_a_gateway_session_has_the_reward_set_in_its_block(engine, tmp_pat
             assert await ask(session) == "Four."
             assert len(session.trajectory().traces) == 1
             session.reward = 0.5
-        with pytest.raises(ConfigError, match="has ended"):
+        with pytest.raises(ConfigError, match=r"has ended, and its reward stays 0\.5: set"):
             session.reward = 1.0
         with pytest.raises(openai.AuthenticationError):
             await ask(session)

@@ -281,7 +281,7 @@ class Session:
         """Set the session's reward, which is recorded at the end of the block; `None` = not
         known.
         """
-        self._check_open(self._reward)
+        self._check_open("reward")
         self._reward = None if value is None else _finite(value, "reward")
 
     @property
@@ -294,7 +294,7 @@ class Session:
         """Set the rewards of the session's traces, one number for each; `None` = each has the
         session's.
         """
-        self._check_open(self._trace_rewards)
+        self._check_open("trace_rewards")
         if values is not None:
             try:
                 listed = tuple(values)
@@ -304,11 +304,11 @@ class Session:
             values = tuple(_finite(value, "trace_rewards") for value in listed)
         self._trace_rewards = values
 
-    def _check_open(self, value: object) -> None:
+    def _check_open(self, name: str) -> None:
         if self.ended:
             raise ConfigError(
-                f"session {self.session_id} has ended; its reward stays {value}: set a reward "
-                "before the end"
+                f"session {self.session_id} has ended, and its {name} stays "
+                f"{getattr(self, name)}: set it before the end"
             )
 
     def trajectory(self) -> Trajectory:

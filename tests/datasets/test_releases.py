@@ -140,7 +140,7 @@ def test_a_version_bump_an_oversized_change_and_a_near_duplicate_are_refused_by_
     maker._check(a_change(*big[:10]), VERSIONS)
     maker.kept.append(("p-1-2", a_change(*big[:10])))
     with pytest.raises(
-        Refused, match=r"near-duplicate: 90% of its changed lines are those of the task p-1-2"
+        Refused, match=r"near-duplicate: 90% of the lines that it or the task p-1-2 changes"
     ):
         maker._check(a_change(*big[:9]), VERSIONS)
 

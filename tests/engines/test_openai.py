@@ -211,7 +211,7 @@ async def test_no_error_repeats_the_key(opened):
     ("models", "says"),
     [
         ({"data": [{"id": "b"}, {"id": "a"}]}, r"name one, as in openai:URL#MODEL \(a, b\)"),
-        (404, "none that it lists"),
+        (404, "lists no model: name one, as in openai:URL#MODEL$"),
         (b"<html>", "not JSON"),
     ],
 )

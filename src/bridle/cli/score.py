@@ -147,7 +147,7 @@ def _compare(
     names = [*functions, *evaluators]
     if reward is not None or len({RECORDED, *names}) <= len(names):
         raise ConfigError(
-            f"to compare several scorers, give each another name, and no --reward; given: {names}"
+            f"to compare several scorers, name each once, and give no --reward; given: {names}"
         )
     scorers = {name: _scorer(target, [name], None, None) for name in functions}
     scorers |= {name: _scorer(target, None, [name], None) for name in evaluators}

@@ -190,8 +190,8 @@ class Maker:
             if common >= ALIKE:
                 raise Refused(
                     "near-duplicate",
-                    f"{common:.0%} of its changed lines are those of the task {other}, which is "
-                    "kept",
+                    f"{common:.0%} of the lines that it or the task {other} changes are changed by "
+                    "both, and that task is kept",
                 )
 
     async def _environment(

@@ -123,10 +123,11 @@ class OpenAIEngine:
         if self._model is None and len(models) == 1:
             self._model = next(iter(models))
         if self._model is None:
-            names = ", ".join(sorted(models)[:8]) or "none that it lists"
+            names = ", ".join(sorted(models)[:8])
+            has = "has several models" if names else "lists no model"
             raise EngineError(
-                f"the server {self._client.base_url} has several models: name one, as in "
-                f"openai:URL#MODEL ({names})"
+                f"the server {self._client.base_url} {has}: name one, as in openai:URL#MODEL"
+                f"{names and f' ({names})'}"
             )
         length = models.get(self._model, {}).get("max_model_len")
         self._context_length = length if isinstance(length, int) else UNKNOWN_CONTEXT

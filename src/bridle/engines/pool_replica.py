@@ -406,13 +406,13 @@ def check_fit(name: str, its: EngineInfo | None, ours: EngineInfo | None) -> Non
             )
     if ours.pictures and not its.pictures:
         raise EngineError(
-            f"replica {name} takes no images beside token ids, and the others do; replicas must "
-            "be alike"
+            f"replica {name} takes no images beside token ids, and the others do; a new replica "
+            "must take what the others take"
         )
     if its.context_length < ours.context_length:
         raise EngineError(
             f"replica {name} has a context of {its.context_length} tokens, the others have "
-            f"{ours.context_length}; replicas must be alike"
+            f"{ours.context_length}; a new replica's context must be at least as long"
         )
 
 

@@ -82,12 +82,13 @@ def check_folder(data: Path, workers: int) -> None:
     before = 1 + max((int(n[7:]) for n in found if re.fullmatch(r"worker-\d+", n)), default=-1)
     if (data / CAPTURE).exists() and workers > 1:
         raise ConfigError(
-            f"{data} holds the sessions of a gateway of one process; give --workers another folder"
+            f"{data} holds the sessions of a gateway of one process: name another folder by "
+            "--data, or give --workers 1"
         )
     if before and before != workers:
         raise ConfigError(
-            f"{data} holds the sessions of {before} workers: give --workers {before}, or another "
-            "folder"
+            f"{data} holds the sessions of {before} workers: give --workers {before}, or name "
+            "another folder by --data"
         )
 
 
