@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 from tests.bridges.by_hand import CALL, CALLS, DONE, RESULT, SYSTEM, TOOLS, session, trace
 from tests.capture.made import MadeSession
@@ -107,6 +108,16 @@ def test_atif_has_other_traces_as_subagent_trajectories_and_keeps_unknown_conten
     ]  # fmt: skip
     assert calls["observation"]["results"] == [{"content": "ok"}]
     assert done["metrics"]["extra"] == {"loss_mask": [0, 0, 0]}
+
+
+def test_an_atif_step_of_which_a_part_trains_has_a_mask_in_place_of_logprobs(tmp_path):
+    mask = np.array([1, 0, 0, 0, 1, 1, 1], np.uint8)
+    calls, done = document(tmp_path, trace(loss_mask=mask))["steps"][2:]
+    assert (calls["metrics"]["extra"], "logprobs" in calls["metrics"]) == (
+        {"loss_mask": [1, 0]},
+        False,
+    )
+    assert len(done["metrics"]["logprobs"]) == 3
 
 
 def test_atif_steps_of_messages_without_turns_have_no_metrics(tmp_path):

@@ -69,9 +69,10 @@ def test_slime_samples_have_routed_experts_of_all_tokens_but_the_last_or_none():
 
 
 def test_a_session_without_a_reward_is_a_removed_slime_sample_in_its_place():
-    sessions = session("s", 1.0, trace(), status="TIMEOUT"), session("u", None, status="ERROR")
-    (((late,), (failed,)),) = samples_of([group(*sessions)], templates("a"))[0]
-    assert (late.status, late.remove_sample) == (Status.ABORTED, False)
+    for early in ("TIMEOUT", "CANCELLED"):
+        sessions = session("s", 1.0, trace(), status=early), session("u", None, status="ERROR")
+        (((late,), (failed,)),) = samples_of([group(*sessions)], templates("a"))[0]
+        assert (late.status, late.remove_sample) == (Status.ABORTED, False)
     assert (failed.status, failed.remove_sample, failed.loss_mask) == (Status.FAILED, True, [0])
     assert failed.reward == 1.0
     cut = [group(session("s", 1.0, trace(finish_reason="length")), session("u", 1.0, trace()))]
@@ -99,9 +100,14 @@ def test_slime_advantages_count_a_session_once_and_ignore_unknown_rewards():
     ]
     samples, _ = samples_of(groups, templates("a", "b"))
     flat = [one for of in samples for two in of for one in two]
+    assert [sample.rollout_id for sample in flat] == [0, 0, 0, 1, 2, 3]
     raw, advantages = post_process_rewards(ARGS, flat)
     assert raw == [1, 1, 1, 0, 1, 1]
     assert advantages == [1, 1, 1, -1, 0, 0]
+    three = [Sample(group_index=0, index=at, metadata={"task_id": "a"}) for at in range(3)]
+    known = session("s", 1.0, trace()), session("u", 0.0, trace())
+    (of,), _ = samples_of([group(*known, unknown)], [three])
+    assert post_process_rewards(ARGS, [one for (one,) in of])[1] == [1, -1, 0]
 
 
 def test_slime_groups_play_the_tasks_that_their_samples_name():

@@ -51,6 +51,8 @@ def test_a_verifiers_record_has_messages_and_tools_in_verifiers_form():
         {"id": "c1", "name": "bash", "arguments": '{"a": 1}'}
     ]
     assert record["rewards"] == {"bridle": {"score": 1.0}}
+    ids = [node["token_ids"] for node in record["nodes"]]
+    assert ids == [[], [1, 2, 3], [4, 5], [6, 7], [8, 9, 10]]
 
 
 def test_verifiers_nodes_have_the_routed_experts_of_their_tokens():
