@@ -2,12 +2,12 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests.evaluators.made import evaluation
+from tests.evaluators.made import evaluation, trace
 
 from bridle.config import EvaluatorSpec
 from bridle.errors import EvaluatorError
 from bridle.evaluators import open_evaluator
-from bridle.evaluators.base import Unscorable, evaluate_with_control
+from bridle.evaluators.base import Evaluation, Unscorable, evaluate_with_control
 
 
 async def scored(context, strategy, budget_s=30.0, **config):
@@ -63,6 +63,46 @@ async def test_a_failure_that_recurs_on_the_untouched_work_folder_is_an_evaluato
             await scored(context, strategy, **config)
     assert not isinstance(caught.value, Unscorable)
     assert "untouched work folder" in str(caught.value)
+
+
+class Failing:
+    """An evaluator that fails as `errors` say, one after the other, and then gives 1.0."""
+
+    def __init__(self, *errors, control="whole"):
+        self.errors = list(errors)
+        self.control = control
+        self.traces = []
+
+    async def evaluate(self, context):
+        self.traces.append(len(context.trajectory.traces))
+        if self.errors:
+            raise self.errors.pop(0)
+        return Evaluation(1.0)
+
+
+async def test_an_evaluator_without_control_fails_at_once_and_the_agent_is_not_blamed(tmp_path):
+    failing = Failing(EvaluatorError("the judge is down"), control="none")
+    async with evaluation(tmp_path) as context:
+        with pytest.raises(EvaluatorError, match=r"the judge is down$") as caught:
+            await evaluate_with_control(failing, context)
+    assert (type(caught.value), len(failing.traces)) == (EvaluatorError, 1)
+
+
+async def test_an_unscorable_session_needs_no_control_run(tmp_path):
+    failing = Failing(*[Unscorable("a link leads out")] * 2)
+    async with evaluation(tmp_path) as context:
+        with pytest.raises(Unscorable, match=r"a link leads out$"):
+            await evaluate_with_control(failing, context)
+    assert len(failing.traces) == 1
+
+
+async def test_the_control_run_gets_no_traces_of_the_agent(tmp_path):
+    failing = Failing(EvaluatorError("unreadable"))
+    async with evaluation(tmp_path) as context:
+        said = replace(context.trajectory, traces=(trace(("user", "do it"), ("assistant", "?")),))
+        with pytest.raises(Unscorable, match="unreadable"):
+            await evaluate_with_control(failing, replace(context, trajectory=said))
+    assert failing.traces == [1, 0]
 
 
 async def test_an_evaluation_timeout_caused_by_the_agent_s_files_makes_the_session_unscorable(

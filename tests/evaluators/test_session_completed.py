@@ -21,3 +21,5 @@ async def test_session_completed_rewards_only_exit_code_0_without_a_timeout(
     evaluator = SessionCompleted.from_config({"reward": 2.0})
     async with evaluation(tmp_path, harness=harness) as context:
         assert (await evaluator.evaluate(context)).reward == reward
+        limited = replace(context, completed=False)
+        assert (await evaluator.evaluate(limited)).reward == 0.0
