@@ -1,6 +1,8 @@
 import asyncio
+import re
 import socket
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -9,6 +11,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from tests.server.house import KNOWN, TOKEN, a_service, an_app, served, until
 
+from bridle import server
 from bridle.errors import ConfigError
 from bridle.server.app import ApiConnection, describe, make_app, serve_api, serve_app
 
@@ -81,6 +84,18 @@ async def test_openapi_describes_the_routes_and_all_its_references_resolve(tmp_p
     operations = [one for path in response["paths"].values() for one in path.values()]
     assert len({one["operationId"] for one in operations}) == len(operations)
     assert all(one["summary"] for one in operations)
+
+
+SOURCES = "".join(path.read_text() for path in Path(server.__path__[0]).glob("*.py"))
+
+
+async def test_openapi_describes_every_refusal_of_the_server(tmp_path):
+    statuses = set(re.findall(r"ApiError\(\s*(4\d\d)|error_json\([^()]+\), (4\d\d)", SOURCES))
+    known = {one for pair in statuses for one in pair if one}
+    async with an_app(tmp_path) as http:
+        paths = (await http.get("/openapi.json")).json()["paths"]
+    assert {"404", "408", "421"} <= known
+    assert known <= set(paths["/v1/groups"]["get"]["responses"])
 
 
 def test_openapi_without_routes_has_no_paths():
