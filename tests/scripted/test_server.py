@@ -297,6 +297,20 @@ async def test_a_port_in_use_raises_an_error_with_its_address(api):
             pass
 
 
+async def test_a_server_whose_tokenizer_cannot_be_loaded_closes_its_engine():
+    class Closing(InstantEngine):
+        closed = False
+
+        async def aclose(self):
+            self.closed = True
+
+    engine = Closing()
+    with pytest.raises(ConfigError, match="nowhere"):
+        async with EngineServer(engine, tokenizer="/nowhere/at/all"):
+            pass
+    assert engine.closed
+
+
 async def test_long_prompt_id_lists_are_passed_to_the_engine_unparsed(api):
     engine = RecordingEngine(InstantEngine(tokens=4))
     one = await api(engine)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Self, TypeAlias, TypeVar, cast
@@ -76,21 +76,23 @@ class EngineServer:
     url: str
 
     async def __aenter__(self) -> Self:
-        self.info = await self._engine.start()
-        source = self._tokenizer_source or self.info.tokenizer_dir
-        self._tokenizer = load_tokenizer(source)
-        # A client that goes away cancels its handler, which closes the engine's iterator.
-        self._runner = web.AppRunner(
-            self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0
-        )
-        await self._runner.setup()
-        try:
-            site = web.TCPSite(self._runner, self._host, self._port, backlog=4096)
-            await site.start()
-        except OSError as error:
-            await self._runner.cleanup()
-            await self._engine.aclose()
-            raise cannot_listen(self._host, self._port, error) from error
+        async with AsyncExitStack() as stack:
+            self.info = await self._engine.start()
+            stack.push_async_callback(self._engine.aclose)
+            source = self._tokenizer_source or self.info.tokenizer_dir
+            self._tokenizer = load_tokenizer(source)
+            # A client that goes away cancels its handler, which closes the engine's iterator.
+            self._runner = web.AppRunner(
+                self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0
+            )
+            await self._runner.setup()
+            stack.push_async_callback(self._runner.cleanup)
+            try:
+                site = web.TCPSite(self._runner, self._host, self._port, backlog=4096)
+                await site.start()
+            except OSError as error:
+                raise cannot_listen(self._host, self._port, error) from error
+            stack.pop_all()
         port = self._runner.addresses[0][1]
         self.url = f"http://{self._host}:{port}"
         return self
