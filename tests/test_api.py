@@ -112,7 +112,7 @@ async def test_a_session_reward_must_be_a_finite_number(engine, tmp_path, value)
         ([], {}, "no engine is given"),
         ("scripted:gone.json", {}, "gone.json: no such file"),
         ("scripted", {"settings": {"prt": 1}}, "gateway.prt: Extra inputs are not permitted, did"),
-        ("scripted", {"settings": "port = 1"}, "gateway: Input should be a valid dictionary"),
+        ("scripted", {"settings": "port = 1"}, "gateway: Input should be an object"),
         ("scripted", {"telemetry": "wandbb"}, "unknown tracker 'wandbb'"),
     ],
 )  # fmt: skip

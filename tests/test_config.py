@@ -48,6 +48,27 @@ def test_an_unknown_field_is_refused_with_a_suggestion(given, meant):
     assert f"did you mean {meant!r}?" in str(explain(caught.value, "tasks.toml:3"))
 
 
+def test_the_error_for_a_missing_field_shows_no_value():
+    with pytest.raises(ValidationError) as caught:
+        Task.model_validate({"task_id": "t", "agent": {"harness": "empty"}})
+    assert str(explain(caught.value, "t.json:1")) == "t.json:1: instruction: Field required"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"metadata": 3}, "metadata: Input should be an object with fields; given: 3"),
+        ({"runtime": []}, "runtime: Input should be an object with fields; given: []"),
+        (
+            {"runtime": {"prepare": "true"}},
+            "runtime.prepare: Input should be a list; given: 'true'",
+        ),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_refused_without_words_of_python(fields, said):
+    assert str(mistake(**fields)) == f"tasks.toml:3: {said}"
+
+
 def test_validation_errors_shorten_long_values_and_count_further_mistakes():
     text = str(mistake(task_id="!" * 300, num_samples=-1))
 

@@ -9,6 +9,7 @@ a typing mistake is named instead of ignored.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -413,12 +414,30 @@ def explain(error: ValidationError, where: str) -> ConfigError:
     first = first_fault(error)
     if first is None:
         return ConfigError(f"{where}: {error.error_count()} of its values are wrong")
-    path = ".".join(str(part) for part in first["loc"]) or "(top level)"
+    path = field_path(first) or "(top level)"
     more = f" (+{error.error_count() - 1} more)" if error.error_count() > 1 else ""
     given = repr(first["input"])
     given = given if len(given) <= 80 else given[:77] + "..."
+    given = "" if first["type"] == "missing" else f"; given: {given}"
     meant = _meant(error.title, first["loc"]) if first["type"] == "extra_forbidden" else ""
-    return ConfigError(f"{where}: {path}: {first['msg']}{meant}; given: {given}{more}")
+    said = PLAIN.get(first["type"], first["msg"].removeprefix("Value error, "))
+    return ConfigError(f"{where}: {path}: {said}{meant}{given}{more}")
+
+
+PLAIN: Final = dict.fromkeys(("tuple_type", "list_type"), "Input should be a list") | dict.fromkeys(
+    ("model_type", "dict_type"), "Input should be an object with fields"
+)
+"""Type of a pydantic fault -> message, for those whose own message has words of Python."""
+
+BRANCH: Final = re.compile(r"str|int|float|bool|[a-z-]+\[.*\]")
+"""A part of a fault's place that is no field: pydantic's name of one type of several."""
+
+
+def field_path(fault: ErrorDetails) -> str:
+    """Return the place of a fault as names joined by dots, without names of types."""
+    first, *others = fault["loc"] or ("",)
+    parts = (part for part in others if not BRANCH.fullmatch(str(part)))
+    return ".".join(map(str, (first, *parts)))
 
 
 def _meant(title: str, loc: Sequence[int | str]) -> str:

@@ -61,6 +61,13 @@ async def test_unknown_path_gives_an_error_in_the_common_form(tmp_path):
     ):
         response = await http.get("/nowhere")
         assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+        assert "the rollout server has no route GET /nowhere" in response.json()["detail"]
+        response = await http.put("/v1/tasks")
+        assert (response.status_code, response.json()["error"]["code"]) == (
+            405,
+            "method_not_allowed",
+        )
+        assert "the rollout server has no route PUT /v1/tasks" in response.json()["detail"]
 
 
 async def test_openapi_describes_the_routes_and_all_its_references_resolve(tmp_path):

@@ -25,11 +25,21 @@ async def test_batch_is_accepted_as_a_whole_or_not_at_all(tmp_path):
         wrong = body("d", agent={"harness": "nope"})
         response = await submit(http, body("c"), wrong)
         assert response.status_code == 422
-        assert (response.json()["error"]["task_id"], response.json()["error"]["index"]) == ("d", 1)
+        error = response.json()["error"]
+        assert (error["task_id"], error["index"]) == ("d", 1)
+        assert error["message"] == response.json()["detail"]
+        assert error["message"].startswith("task 'd': unknown harness 'nope'; known: ")
         assert (await submit(http, body("c"), body("c"))).status_code == 422
         assert (await http.get("/v1/tasks/c")).status_code == 404
         response = await submit(http, body("b"), body("c"))
         assert [one["new"] for one in response.json()["tasks"]] == [False, True]
+
+
+async def test_a_wrong_query_parameter_is_refused_by_its_name(tmp_path):
+    async with an_app(tmp_path) as http:
+        response = await http.get("/v1/tasks?state=odd")
+    assert (response.status_code, response.json()["error"]["param"]) == (422, "state")
+    assert response.json()["detail"].startswith("the query: state: Input should be 'queued'")
 
 
 async def test_default_builder_of_a_v1_task_is_prefix_merging(tmp_path):

@@ -150,10 +150,12 @@ def make_app(context: ServerContext, mounts: Sequence[Mount] = ()) -> Starlette:
     return app
 
 
-async def _no_route(_: Request, error: Exception) -> Response:
+async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "error")
-    return reply(error_json(code, error.detail), error.status_code)
+    route = f"{request.method} {request.url.path[:200]}"
+    message = f"the rollout server has no route {route}; /openapi.json lists its routes"
+    return reply(error_json(code, message), error.status_code)
 
 
 @asynccontextmanager

@@ -34,7 +34,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from bridle.config import Settings, explain, first_fault, load_toml, validated
+from bridle.config import Settings, explain, field_path, first_fault, load_toml, validated
 from bridle.credentials import load_or_make_token
 from bridle.dialects.json_reader import check_depth, check_json, check_values
 from bridle.errors import (
@@ -489,7 +489,7 @@ def packed_reply(value: object) -> Response:
 def validation_error(error: ValidationError, where: str) -> ApiError:
     """Return a 422 error that names the first wrong field; `where` is the part of the request."""
     first = first_fault(error)
-    param = None if first is None else ".".join(str(part) for part in first["loc"])
+    param = None if first is None else field_path(first)
     return ApiError(422, "invalid", str(explain(error, where)), param=param)
 
 

@@ -250,7 +250,9 @@ async def submit_batch(request: ApiRequest) -> Response:
         try:
             checked.append(check(request, one))
         except ApiError as error:
-            error.body["error"] |= {"task_id": one.task_id, "index": index}
+            message = f"task {one.task_id!r}: {error}"
+            error.body["error"] |= {"message": message, "task_id": one.task_id, "index": index}
+            error.body["detail"] = message
             raise
     await asyncio.to_thread(check_forks, request.caller, batch.tasks)
     fresh = await submit(request, checked)
