@@ -106,7 +106,7 @@ class ClaudeAgentSdk(SdkAgent[ClaudeAgentSdkSettings]):
     """
 
     name = "claude_agent_sdk"
-    pinned = "0.2.184"
+    pinned = "0.2.189"
     dialect = Dialect.ANTHROPIC
     settings_class = ClaudeAgentSdkSettings
     package = PyPI(size_mb=440, distribution="claude-agent-sdk")
