@@ -13,8 +13,10 @@ from bridle.config import (
     cache_dir,
     explain,
     load_toml,
+    validated,
 )
 from bridle.errors import ConfigError
+from bridle.evaluators.composite import CompositeSettings
 
 
 def mistake(**fields) -> ConfigError:
@@ -67,6 +69,11 @@ def test_the_error_for_a_missing_field_shows_no_value():
 )
 def test_a_value_of_a_wrong_type_is_refused_without_words_of_python(fields, said):
     assert str(mistake(**fields)) == f"tasks.toml:3: {said}"
+
+
+def test_an_empty_list_in_place_of_one_with_items_is_refused_without_words_of_python():
+    with pytest.raises(ConfigError, match="parts: List should have at least 1 item, not 0; given"):
+        validated(CompositeSettings, {"parts": []}, "evaluator.config")
 
 
 def test_validation_errors_shorten_long_values_and_count_further_mistakes():

@@ -421,6 +421,7 @@ def explain(error: ValidationError, where: str) -> ConfigError:
     given = "" if first["type"] == "missing" else f"; given: {given}"
     meant = _meant(error.title, first["loc"]) if first["type"] == "extra_forbidden" else ""
     said = PLAIN.get(first["type"], first["msg"].removeprefix("Value error, "))
+    said = said.replace("Tuple should", "List should").replace(" after validation", "")
     return ConfigError(f"{where}: {path}: {said}{meant}{given}{more}")
 
 
