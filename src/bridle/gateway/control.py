@@ -260,7 +260,7 @@ class ControlPlane:
             return _error(500, str(error))
         except Exception as error:  # noqa: BLE001 - the top of a served request
             log.error("control_request_failed", trace=trace_of(error))  # noqa: TRY400 - no variables in a log
-            return _error(500, "internal error of the gateway")
+            return _error(500, "internal error of the gateway; its log has more")
 
     async def _serve(self, http: web.BaseRequest, target: Target) -> web.StreamResponse:
         words = target.path.strip("/").split("/")

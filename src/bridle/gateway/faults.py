@@ -31,6 +31,9 @@ FAILURES = {
 }
 """Texts by the kind of an `EngineError`."""
 
+NO_KEY = "the session's key is unknown or missing; send the key that its opening returned"
+"""Text of a 401."""
+
 REFUSED = frozenset({400, 413, 422})
 """Statuses by which an engine says that the request is at fault: sending it again changes nothing.
 Others below 500 (keys, paths) are our own mistakes and are reported as failures."""
@@ -51,7 +54,9 @@ def request_error(error: BaseException) -> RequestError:
         case RenderError():
             return RequestError(f"the messages cannot be shown to this model: {error}")
         case _:
-            return RequestError("internal error of the gateway", status=500, code="engine_error")
+            return RequestError(
+                "internal error of the gateway; its log has more", status=500, code="engine_error"
+            )
 
 
 def without_frames(error: Exception) -> Exception:
@@ -123,7 +128,7 @@ def orphan(found: Orphan) -> RequestError:
     )
 
 
-def unauthorized(message: str = "unknown or missing session key") -> RequestError:
+def unauthorized(message: str = NO_KEY) -> RequestError:
     """Return the error for a key that belongs to no open session."""
     return RequestError(message, status=401, code="authentication_error")
 
