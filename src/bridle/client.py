@@ -433,7 +433,8 @@ class AsyncClient:
     def _unreachable(self, error: Exception) -> ServerError:
         number = error.errno if isinstance(error, OSError) else None
         why = os.strerror(number) if number and number > 0 else error
-        return ServerError(f"{self.url} cannot be reached: {why}", code="unreachable")
+        message = f"{self.url} cannot be reached: {why}; is `bridle serve` running there?"
+        return ServerError(message, code="unreachable")
 
     def _token_header(self) -> dict[str, str]:
         """Return the header with the token; looks again for a server of this user."""
