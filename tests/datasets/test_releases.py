@@ -158,19 +158,41 @@ def test_tests_that_pass_only_with_the_change_are_separated_from_those_that_alwa
         outcomes(dict.fromkeys(list(always)[:4], "passed"), always, always, seconds=1.0)
 
 
-@pytest.mark.timeout(60)
-async def test_two_releases_of_a_package_become_a_task_folder(tmp_path, monkeypatch):
-    """They are built and tested without a sandbox; `tests/cli/test_tasks.py` uses one."""
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """The folder that pip takes for its only index."""
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(make_index(tmp_path / "index")))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "index"
+
+
+async def test_pairs_of_releases_are_newest_first_and_pass_over_pre_releases(index):
+    index.mkdir()
+    for version in ("1.0", "1.1rc1", "1.1", "1.10"):
+        (index / f"p-{version}.tar.gz").touch()
+
+    async def named(wanted):
+        return [(str(older.version), str(newer.version)) for older, newer in await pairs(wanted)]
+
+    assert await named("p") == [("1.1", "1.10"), ("1.0", "1.1")]
+    assert await named("p==1.1rc1..1.1") == [("1.1rc1", "1.1")]
+
+
+@pytest.mark.timeout(60)
+async def test_two_releases_of_a_package_become_a_task_folder(tmp_path, index):
+    """They are built and tested without a sandbox; `tests/cli/test_tasks.py` uses one."""
+    make_index(index)
     maker = Maker(tmp_path / "out", "tests", Bench("local"), print)
     ((older, newer),) = await pairs("tinytext==1.1..1.2")
     made = await maker.make(older, newer)
     config = json.loads((made.folder / "task.json").read_text())["evaluator"]["config"]
     assert config["fail_to_pass"] == ["tests/test_text.py::test_a_shout_has_one_mark"]
     assert config["pass_to_pass"] == [f"tests/test_text.py::test_words_{n}" for n in range(5)]
+    assert "tests/test_text.py" in config["exclude"]
+    assert "+def test_a_shout_has_one_mark" in config["test_patch"]
+    assert "python -m pytest" in config["command"]
     assert "+def shout" in (made.folder / "solution" / "reference.patch").read_text()
     assert "shout" not in (made.folder / "repo" / "src" / "tinytext" / "__init__.py").read_text()
     assert [name for name, _ in maker.kept] == ["tinytext-1.1-1.2"]
