@@ -10,6 +10,7 @@ from bridle.datasets.environments import (
     Refused,
     build_system,
     host_python,
+    last_line,
     make_environment,
     read_wheel,
     requirements_of,
@@ -98,6 +99,13 @@ async def test_concurrent_requests_for_an_environment_build_one(tmp_path, monkey
     (packages,) = first.folder.glob("lib/python3*/site-packages")
     assert (packages / "own.pth").read_text() == "/work\n"
     assert [path.name for path in first.folder.parent.glob("[!.]*")] == [first.folder.name]
+    assert (await make_environment([], {"own.pth": "/other\n"})).folder != first.folder
+
+
+def test_the_reason_of_a_failed_install_is_the_last_error_line_and_not_the_hint_behind_it():
+    said = b"ERROR: no version of p\nERROR: nothing matches p\n\nhint: upgrade pip\n"
+    assert last_line(said) == "ERROR: nothing matches p"
+    assert last_line(b"it broke\n\n") == "it broke"
 
 
 async def test_a_program_that_warns_and_times_out_is_refused_for_the_timeout(monkeypatch):

@@ -137,12 +137,16 @@ def test_a_version_bump_an_oversized_change_and_a_near_duplicate_are_refused_by_
         with pytest.raises(Refused) as error:
             maker._check(change, VERSIONS)
         assert error.value.cause == cause
-    maker._check(a_change(*big[:10]), VERSIONS)
+    for accepted in (3, 10, 400):
+        maker._check(a_change(*big[:accepted]), VERSIONS)
     maker.kept.append(("p-1-2", a_change(*big[:10])))
     with pytest.raises(
         Refused, match=r"near-duplicate: 90% of the lines that it or the task p-1-2 changes"
     ):
         maker._check(a_change(*big[:9]), VERSIONS)
+    with pytest.raises(Refused, match="near-duplicate: 80%"):
+        maker._check(a_change(*big[:8]), VERSIONS)
+    maker._check(a_change(*big[:7]), VERSIONS)
 
 
 def test_tests_that_pass_only_with_the_change_are_separated_from_those_that_always_pass():
@@ -227,6 +231,8 @@ def test_hint_level_adds_tests_and_then_notes_to_the_statement():
     assert ["1.1" in text for text in texts] == [True, True, True]
     assert ["t::new" in text for text in texts] == [False, True, True]
     assert ["Note." in text for text in texts] == [False, False, True]
+    long = statement("notes", wheels, [f"t::{n}" for n in range(51)], "x" * 9000)
+    assert ("- t::49\n- and 1 more" in long, "x" * 8001 in long) == (True, False)
 
 
 def test_requirements_of_tests_come_from_extras_groups_or_files(tmp_path):
