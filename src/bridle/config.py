@@ -414,23 +414,32 @@ def explain(error: ValidationError, where: str) -> ConfigError:
     first = first_fault(error)
     if first is None:
         return ConfigError(f"{where}: {error.error_count()} of its values are wrong")
-    path = field_path(first) or "(top level)"
-    more = f" (+{error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    path = field_path(first)
+    alike = [first, *(one for one in error.errors() if one != first and field_path(one) == path)]
+    more = error.error_count() - len(alike)
     given = repr(first["input"])
     given = given if len(given) <= 80 else given[:77] + "..."
     given = "" if first["type"] == "missing" else f"; given: {given}"
     meant = _meant(error.title, first["loc"]) if first["type"] == "extra_forbidden" else ""
-    said = PLAIN.get(first["type"], first["msg"].removeprefix("Value error, "))
-    said = said.replace("Tuple should", "List should").replace(" after validation", "")
-    return ConfigError(f"{where}: {path}: {said}{meant}{given}{more}")
+    said = "; or ".join(dict.fromkeys(_plain(one) for one in alike if one["type"] != NO_VALUE))
+    said = f"{path or '(top level)'}: {said}{meant}{given}{f' (+{more} more)' if more else ''}"
+    return ConfigError(f"{where}: {said}")
 
+
+def _plain(fault: ErrorDetails) -> str:
+    said = PLAIN.get(fault["type"], fault["msg"].removeprefix("Value error, "))
+    return said.replace("Tuple should", "List should").replace(" after validation", "")
+
+
+NO_VALUE: Final = "none_required"
+"""Type of the fault that a field which may be left out adds to each other one."""
 
 PLAIN: Final = dict.fromkeys(("tuple_type", "list_type"), "Input should be a list") | dict.fromkeys(
     ("model_type", "dict_type"), "Input should be an object with fields"
 )
 """Type of a pydantic fault -> message, for those whose own message has words of Python."""
 
-BRANCH: Final = re.compile(r"str|int|float|bool|[a-z-]+\[.*\]")
+BRANCH: Final = re.compile(r"str|int|float|bool|constrained-\w+|[a-z-]+\[.*\]")
 """A part of a fault's place that is no field: pydantic's name of one type of several."""
 
 
