@@ -97,7 +97,7 @@ def test_unknown_setting_is_refused_by_name(name):
         open_harness(agent)
 
 
-@pytest.mark.parametrize("name", ["aider", "command", "function", "mini_swe_agent", "pi"])
+@pytest.mark.parametrize("name", ["aider", "command", "function", "mini_swe_agent"])
 def test_a_harness_without_an_mcp_client_refuses_mcp_servers(name):
     server = McpServer(name="a", command="serve")
     agent = AgentSpec(harness=name, command=None, mcp_servers=(server,))
