@@ -154,7 +154,7 @@ def test_comparison_of_scorers_reports_the_error_of_a_failing_scorer(say, run):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--evaluator", "session_completed") * 2, "give each another name"),
+        (("--evaluator", "session_completed") * 2, "name each once"),
         (("--evaluator", "session_completed", "--evaluator", "judge", "--reward", "1"), "--reward"),
         (("--evaluator", "session_completed", "--evaluator", "comand"), "unknown evaluator"),
         (("no", "--evaluator", "session_completed", "--function", "json:loads"), "no session no"),
