@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -25,6 +24,7 @@ from tests.deploy.images import (
     make_bridle,
     make_postgres,
 )
+from tests.ports import free_port
 
 from bridle.client import AsyncClient
 
@@ -146,9 +146,7 @@ async def completed(client):
 @pytest.fixture
 def trial():
     """Runs commands with the names that a test needs; all services end with it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    given = {"BASE": BASE, "POSTGRES_IMAGE": POSTGRES, "PORT": str(port)}
+    given = {"BASE": BASE, "POSTGRES_IMAGE": POSTGRES, "PORT": str(free_port())}
     env = {**os.environ, **given, "COMPOSE_PROJECT_NAME": PROJECT, "BRIDLE_SERVER_TOKEN": TOKEN}
 
     def run(*commands):

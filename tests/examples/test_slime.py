@@ -2,12 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.ports import free_port
 
 from bridle.config import builtin_tokenizer_dir
 
@@ -28,13 +28,11 @@ def run(tmp_path, *options):
         (checkout / name).symlink_to(Path(__file__).with_name("slime_trainer.py"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "engines.json").write_text('["http://127.0.0.1:9"]')  # of a run that ended
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     environment = {
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
         "PYTHONPATH": str(ROOT),
         "TRAINER_DIR": str(checkout),
-        "PORT": str(port),
+        "PORT": str(free_port()),
     }
     few = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "2")
     subprocess.run(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "verl" / "run.sh"
@@ -33,8 +33,6 @@ def settings(tmp_path):
     (tmp_path / "tasks.jsonl").write_text("\n".join(tasks))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "engines.yml").write_text("127.0.0.1:9")  # of a run that ended
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     # The environment of the trainers sees our own, but has no `bridle`.
     programs = (str(Path(sys.executable).parent), str(ROOT / ".venv" / "bin"), os.environ["PATH"])
     said = tmp_path / "said.json"
@@ -46,7 +44,7 @@ def settings(tmp_path):
     arguments = ["builtin", "tasks.jsonl", "out", "trainer.nnodes=2"]
     subprocess.run(
         [SCRIPT, *arguments],
-        env={**os.environ, **environment, "PORT": str(port)}, cwd=tmp_path, check=True,
+        env={**os.environ, **environment, "PORT": str(free_port())}, cwd=tmp_path, check=True,
     )  # fmt: skip
     return json.loads(said.read_text())
 
