@@ -276,7 +276,7 @@ def names(request):
     return [spec.name for spec in request.tools]
 
 
-def test_computer_use_is_the_functions_that_its_clients_run():
+def test_the_computer_use_tool_is_declared_as_the_functions_of_its_client_libraries():
     tool = {"computerUse": {"environment": "ENVIRONMENT_BROWSER"}}
     newer, older = parsed("policy", tool), parsed("gemini-2.5-computer-use-preview-10-2025", tool)
     assert {"click", "type", "scroll", "hotkey", "take_screenshot"} <= set(names(newer))

@@ -166,8 +166,9 @@ class SqliteReader:
             return {row[2]: formats.delivery_of(session_id, row) for row in rows}
 
     def outcome(self, session_id: str) -> Outcome | None:
-        """Return a session's outcome with its later rewards; `None` = it still runs, or was
-        killed.
+        """Return a session's outcome, with rewards that were added after its end.
+
+        `None` = it still runs, or was killed.
         """
         with self._reading():
             query = "SELECT scores, o.* FROM outcomes o JOIN sessions ON n = session WHERE n = ?"

@@ -529,7 +529,10 @@ def text_at(value: JSON, key: str, path: str) -> str | None:
 
 
 def name_at(value: JSON, key: str, path: str) -> str:
-    """Return the string member `key` of an object, which must be there and not be empty."""
+    """Return the string member `key` of the object at `path`.
+
+    Raises `RequestError` if it is missing, empty or no string.
+    """
     found = text_at(value, key, path)
     if not found:
         raise missing(member(path, key))

@@ -125,7 +125,10 @@ class SessionControl(Protocol):
         """Drop an ended session from memory; return whether there was one."""
 
     def page(self, after: int, limit: int) -> tuple[list[str], int | None]:
-        """Return the ids of some sessions, oldest first, and the `after` of the next page."""
+        """Return up to `limit` session ids, oldest first, behind the place `after`.
+
+        The second value is the `after` of the next page; `None` = this page is the last one.
+        """
 
 
 def control_token(settings: GatewaySettings) -> str:

@@ -265,7 +265,7 @@ Builder: TypeAlias = Callable[[Graph, Marks], list[Plan]]
 
 
 def per_request(graph: Graph, marks: Marks) -> list[Plan]:
-    """Return one planned trace per exchange of which something trains."""
+    """Return one planned trace per exchange that has a token to train on."""
     return [
         Plan(node, {exchange_id: (0, len(node.exchange.output_ids))}, whole_prompt=True)
         for exchange_id, node in graph.nodes.items()
