@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pip
 import pytest
-from tests.datasets.packages import make_index
+from tests.datasets.packages import make_index, use_index
 from tests.sandbox.images import put_image
 
 from bridle.config import cache_dir
@@ -60,10 +60,7 @@ def shared(tmp_path_factory):
 @pytest.fixture
 def index(shared, monkeypatch):
     """The user's configuration of pip: one folder, and no network."""
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(shared / "index"))
-    monkeypatch.setenv("BRIDLE_CACHE", str(shared / "cache"))
+    use_index(monkeypatch, shared / "index", shared / "cache")
     monkeypatch.setenv("BRIDLE_RUNTIME", "bubblewrap")
 
 

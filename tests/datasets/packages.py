@@ -9,6 +9,8 @@ import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 
+import pytest
+
 PYPROJECT = """
 [build-system]
 requires = []
@@ -87,6 +89,14 @@ def tiny_releases() -> dict[str, dict[str, str]]:
         "1.2": files("1.2", SHOUT, SHOUT_TESTS, noted),
         "1.3": without_tests,
     }
+
+
+def use_index(patch: pytest.MonkeyPatch, folder: Path, cache: Path) -> None:
+    """Make a folder the only index of pip, and `cache` the cache of Bridle."""
+    patch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    patch.setenv("PIP_NO_INDEX", "1")
+    patch.setenv("PIP_FIND_LINKS", str(folder))
+    patch.setenv("BRIDLE_CACHE", str(cache))
 
 
 def make_index(folder: Path) -> Path:

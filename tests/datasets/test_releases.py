@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
-from tests.datasets.packages import add, make_index
+from tests.datasets.packages import add, make_index, use_index
 from tests.peaks import peak_kib
 from tests.runtimes.test_files import chain_of_links, packed
 
@@ -165,10 +165,7 @@ def test_tests_that_pass_only_with_the_change_are_separated_from_those_that_alwa
 @pytest.fixture
 def index(tmp_path, monkeypatch):
     """The folder that pip takes for its only index."""
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path / "cache"))
+    use_index(monkeypatch, tmp_path / "index", tmp_path / "cache")
     return tmp_path / "index"
 
 
