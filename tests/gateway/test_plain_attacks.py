@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 
 import orjson
 import pytest
+import uvloop
 from tests.gateway.house import Caller, House, user
-from tests.gateway.test_plain import Streaming, played
+from tests.gateway.test_plain import Streaming, played, raw
 
 from bridle.engines.vllm import VllmEngine
 from bridle.gateway import plain as plain_file
@@ -223,3 +224,24 @@ async def test_both_paths_choose_the_same_of_two_equal_parents(way):
                 ]
             )
     assert found[0] == found[1]
+
+
+def test_under_uvloop_a_new_connection_takes_the_plain_path_though_its_request_comes_at_once():
+    async def burst() -> tuple[int, int]:
+        async with played({"content": "a"}) as home:
+            callers = [await home.session(f"s{n}") for n in range(16)]
+            talks: list[list[Any]] = [[user("go")] for _ in callers]
+
+            async def turn(caller: Caller, messages: Any) -> None:
+                async with raw(home, caller) as (send, receive, _):
+                    await send(messages)
+                    messages += [await receive(), user("and then")]
+
+            for _ in range(2):
+                async with asyncio.TaskGroup() as group:
+                    for caller, messages in zip(callers, talks, strict=True):
+                        group.create_task(turn(caller, messages))
+            return home.gateway.plain.served, len(callers)
+
+    served, callers = uvloop.run(burst())
+    assert served == callers, "the second turn of each"

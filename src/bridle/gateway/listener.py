@@ -129,10 +129,18 @@ class Connection(RequestHandler):
     @property
     def is_idle(self) -> bool:
         """Return whether the next byte is the first one of a request."""
-        waiter = self._waiter
         if self._unfinished or self._messages or self._current_request is not None:
             return False
-        return waiter is not None and not waiter.done()
+        return self._in_head()
+
+    def _in_head(self) -> bool:
+        """Return whether the next byte belongs to the head of a request.
+
+        The first bytes of a connection may come before aiohttp's task waits for them.
+        """
+        if self._waiter is None:
+            return not (self.was_served or self._messages)
+        return not self._waiter.done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Accept a client, which must send its first byte within the time limit for a head."""
@@ -153,8 +161,7 @@ class Connection(RequestHandler):
 
     def pass_on(self, data: bytes) -> None:
         """Pass received bytes to aiohttp."""
-        waiter = self._waiter
-        in_head = waiter is not None and not waiter.done()  # of the next request
+        in_head = self._in_head()
         if in_head:
             if self._deadline is None:
                 self._begin_deadline()
