@@ -481,16 +481,6 @@ async def test_a_lost_engine_gives_503_on_the_plain_path(linear):
         assert len(caller.exchanges) == 2
 
 
-async def test_live_streams_are_answered_by_the_general_path():
-    async with played({"content": "a"}, stream="live") as home:
-        caller = Streaming(home, (await home.session("s")).handle)
-        messages: list[Any] = [user("go")]
-        for _ in range(3):
-            messages += [await caller.ask(messages), user("and then")]
-        assert home.gateway.plain.served == 0
-        assert [one.extra["stream"] for one in caller.exchanges] == ["live"] * 3
-
-
 async def test_streams_take_the_general_path_once_a_second_replica_could_resume_them():
     async with EngineServer(scripted({"content": "a"})) as spare, played({"content": "a"}) as home:
         caller = Streaming(home, (await home.session("s")).handle)

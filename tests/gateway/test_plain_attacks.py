@@ -9,14 +9,17 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import orjson
 import pytest
 import uvloop
 from tests.gateway.house import Caller, House, user
-from tests.gateway.test_plain import Streaming, played, raw
+from tests.gateway.test_plain import Streaming, Watched, played, raw
 
+from bridle.engines.base import GenerateRequest
 from bridle.engines.vllm import VllmEngine
 from bridle.gateway import plain as plain_file
+from bridle.gateway.plain import PlainCall
 from bridle.types import DeliveryState
 
 WAYS = {"json": (Caller, "whole"), "whole": (Streaming, "whole"), "live": (Streaming, "live")}
@@ -245,3 +248,72 @@ def test_under_uvloop_a_new_connection_takes_the_plain_path_though_its_request_c
 
     served, callers = uvloop.run(burst())
     assert served == callers, "the second turn of each"
+
+
+class Begun(VllmEngine):
+    """An adapter that counts the streams that it sent outside of a task."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.streams = 0
+
+    def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
+        waiting = super().begin(request)
+        self.streams += request.stream and waiting is not None
+        return waiting
+
+
+async def test_live_streams_are_sent_at_once_and_answered_by_the_general_path():
+    engine = Watched({"content": "a"})
+    async with played(server=engine, adapter=Begun, stream="live") as home:
+        caller, probed = Streaming(home, (await home.session("s")).handle), engine.asked
+        messages: list[Any] = [user("go")]
+        for _ in range(3):
+            messages += [await caller.ask(messages), user("and then")]
+        assert home.gateway.plain.served == 0
+        assert [one.extra["stream"] for one in caller.exchanges] == ["live"] * 3
+        (replica,) = home.gateway._engine.each()
+        assert isinstance(replica.engine, Begun)
+        assert (replica.engine.streams, engine.asked - probed) == (2, 3), "all but the root"
+
+
+async def refused(caller: Caller, messages: Any) -> None:
+    """Send a request whose connection breaks."""
+    with pytest.raises(aiohttp.ClientError):
+        await caller.post({"model": "m", "messages": messages})
+
+
+@pytest.mark.parametrize("ends", ["client", "seal"])
+async def test_a_live_stream_that_ends_before_its_task_begins_is_aborted(ends, monkeypatch):
+    engine = Watched({"content": "a"})
+    house = played(server=engine, stream="live", retry_grace_s=0.0)
+    async with house as home, asyncio.TaskGroup() as group:
+        caller = Streaming(home, (await home.session("s")).handle)
+        messages: list[Any] = [user("go")]
+        messages += [await caller.ask(messages), user("and then")]
+        session = home.gateway._registry.get("s")
+        assert session is not None
+        engine.held, begin = True, PlainCall.begin
+        ending: list[Any] = []
+
+        def end_and_begin(call: PlainCall) -> None:
+            if ends == "seal":
+                ending.append(group.create_task(home.gateway.seal("s")))
+            else:
+                asyncio.get_running_loop().call_soon(call.line.connection.connection_lost, None)
+                ending.append(call.line.connection.transport)
+            begin(call)
+
+        monkeypatch.setattr(PlainCall, "begin", end_and_begin)
+        if ends == "seal":
+            assert (await caller.post({"model": "m", "messages": messages}))[0] == 401
+        else:
+            asking = group.create_task(refused(caller, messages))
+            await caller.until(lambda: bool(ending))
+            ending[0].abort()
+            await asking
+        async with asyncio.timeout(15):
+            while session.running:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
+        assert not home.gateway._engine.calls
+        assert len(caller.exchanges) == 1

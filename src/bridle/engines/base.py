@@ -332,7 +332,8 @@ class Immediate(ABC):
         """Send a call at once; the returned future is done when its whole reply has arrived or it
         failed.
 
-        `None` = the call was not sent, and `generate` is to do all.
+        `generate` is to read a call that asks for a stream. `None` = the call was not sent, and
+        `generate` is to do all.
         """
 
     @abstractmethod

@@ -502,16 +502,16 @@ class Connections:
         """Those that are not lost."""
         self._connecting = Nursery(lambda _: None)  # a failure is the call's
 
-    def begin(self, path: str, *body: bytes) -> HttpCall:
-        """Send a POST at once, or once a new connection is made; `post`, `keep` and `drop`
-        end it.
+    def begin(self, path: str, *body: bytes, streams: bool = False) -> HttpCall:
+        """Send a POST at once, or once a new connection is made; `post` (with `streams`, `stream`),
+        `keep` and `drop` end it.
         """
         connection = self._idle_one()
         if connection is None:
             connection = _Connection(self._silent_s, self._made)
             connecting = self._connecting.start(self._connect(connection), name="connect")
             connecting.add_done_callback(connection.connected)
-        return HttpCall(connection, connection.call(self._heads[path], *body))
+        return HttpCall(connection, connection.call(self._heads[path], *body, streams=streams))
 
     async def post(self, path: str, body: bytes, call: HttpCall) -> HttpReply:
         """Send a POST, unless `begin` has sent it, and return its reply.
@@ -546,13 +546,17 @@ class Connections:
     async def stream(
         self, path: str, body: bytes, call: HttpCall
     ) -> AsyncIterator[tuple[HttpReply, Callable[[], Awaitable[bytes]]]]:
-        """Send a POST; yield the head of its reply, and a function that awaits more of its body.
+        """Send a POST, unless `begin` has sent it; yield the head of its reply, and a function that
+        awaits more of its body.
 
         That function returns an empty part at the end. Failures are those of `post`.
         """
-        connection = await self._take()
-        try:
+        connection, waiting = call.connection, call.waiting
+        if connection is None or waiting is None:
+            connection = await self._take()
             waiting = connection.call(self._heads[path], body, streams=True)
+        call.connection = None
+        try:
             call.watch(waiting)
             reply = await waiting
             yield reply, partial(connection.more, reply, call.watch)

@@ -194,7 +194,7 @@ class EnginePool(EngineHandover):
 
         `None` for a call that may have to wait: `generate` sends it.
         """
-        keeps = request.keeps or self.settings.keep_tokens
+        keeps = (request.keeps or self.settings.keep_tokens) and not request.stream
         if self._held is not None or not self._ready or (keeps and self._must_stream(request)):
             return None
         failures, session_id = self._failures, request.session_id

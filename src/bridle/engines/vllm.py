@@ -312,9 +312,9 @@ class VllmEngine(ServerAdapter, Immediate):
     def begin(self, request: GenerateRequest) -> asyncio.Future[Any] | None:
         """Send a call at once; see `Immediate.begin`.
 
-        `None` for streams, messages and the server's own text, which `generate` handles.
+        `None` for messages and the server's own text, which `generate` handles.
         """
-        if request.stream or request.by_messages or not self._gives_ids:
+        if request.by_messages or not self._gives_ids:
             return None
         room = self._context_length - request.prompt.length
         if room <= 0:
@@ -324,7 +324,7 @@ class VllmEngine(ServerAdapter, Immediate):
             self._route, request, adapter or self._model,
             room=room, token_in=True, experts=self.tells_experts,
         )  # fmt: skip
-        call = self._client.connections.begin(self._route.path, *parts)
+        call = self._client.connections.begin(self._route.path, *parts, streams=request.stream)
         self._calls[request.request_id] = call
         if adapter is not None and request.model is None:
             call.version = self.version

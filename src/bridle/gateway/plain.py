@@ -513,13 +513,13 @@ class PlainCall:
         if question.request.stream and self.path.settings.stream != "whole":
             call.live = exchanges.live(session, call, prompted, self.effective)
         call.enter(Stage.SAMPLING)
-        if call.live is not None:  # it leaves while a task samples it
-            self.hand_over()
-            return
         self.request = engine_request(call, question, prompted, self.effective)
         waiting = self.pool.begin(self.request)
         if waiting is None:
             self.hand_over()
+            return
+        if call.live is not None:  # it leaves while a task samples it
+            asyncio.get_running_loop().call_soon(self._hand_over_live)
             return
         waiting.add_done_callback(self.arrived)
         if question.request.stream:
@@ -647,6 +647,11 @@ class PlainCall:
         self._start_task(work)
         if self.line.flight is self:
             self.to_relay()
+
+    def _hand_over_live(self) -> None:
+        """Hand a live call over once all requests of this round of the loop are sent."""
+        if self.call.flight is self:
+            self.hand_over()
 
     def _start_task(self, work: Coroutine[None, None, None] | None) -> None:
         exchanges, session, call = self.path.exchanges, self.taken.session, self.call
