@@ -1,6 +1,6 @@
 import asyncio
 import itertools
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 from hypothesis import given
@@ -357,6 +357,81 @@ async def test_streamed_replies_yield_all_parts_and_reuse_their_connection():
         for _ in range(3):
             assert b"".join(await parts_of(made)) == b"hello"
     assert len(seen) == 1
+
+
+@asynccontextmanager
+async def three_streams():
+    """Connections, three streams and the server's writer of each; the first stream has begun."""
+    writers, head = [], CHUNKED.split(b"\r\n\r\n", 1)[0] + b"\r\n\r\n"
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head)
+        writers.append(writer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    made = Connections(URL(f"http://127.0.0.1:{port}/"), {}, silent_s=15.0)
+    try:
+        async with AsyncExitStack() as stack:
+            reads = []
+            for count in range(1, 4):
+                _, more = await stack.enter_async_context(made.stream("/", b"", HttpCall()))
+                reads.append(more)
+                await until(lambda count=count: len(writers) == count)
+            writers[0].write(chunk(b"a"))
+            assert await reads[0]() == b"a", "a first part is read at once"
+            yield reads, writers
+    finally:
+        await made.aclose()
+        server.close()
+        for writer in writers:
+            writer.close()
+        await server.wait_closed()
+
+
+def chunk(data):
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+async def test_later_parts_of_a_stream_are_gathered_while_many_wait_for_their_first(monkeypatch):
+    monkeypatch.setattr(connection, "MANY", 2)
+    monkeypatch.setattr(connection, "GATHER_S", 3600.0)
+    async with three_streams() as (reads, writers), asyncio.TaskGroup() as group:
+        reading = group.create_task(reads[0]())
+        for data in (b"b", b"c"):
+            writers[0].write(chunk(data))
+            await asyncio.sleep(0.05)
+        assert not reading.done(), "two streams wait for their first part"
+        writers[1].write(chunk(b"x"))
+        assert await reads[1]() == b"x"
+        writers[0].write(chunk(b"d"))
+        assert await reading == b"bcd", "one stream waits"
+
+
+async def test_gathered_parts_are_read_after_a_time_and_a_whole_reply_at_once(monkeypatch):
+    monkeypatch.setattr(connection, "MANY", 2)
+    monkeypatch.setattr(connection, "GATHER_S", 0.01)
+    async with three_streams() as (reads, writers):
+        writers[0].write(chunk(b"b"))
+        assert await reads[0]() == b"b"
+        monkeypatch.setattr(connection, "GATHER_S", 3600.0)
+        writers[0].write(chunk(b"c") + chunk(b""))
+        assert await reads[0]() == b"c"
+        assert await reads[0]() == b"", "its end"
+
+
+async def test_a_stream_that_ends_before_its_first_part_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(connection, "MANY", 1)
+    monkeypatch.setattr(connection, "GATHER_S", 3600.0)
+    async with three_streams() as (reads, writers):
+        writers[1].write(chunk(b""))
+        assert await reads[1]() == b""
+        writers[2].close()
+        with pytest.raises(CutReplyError):
+            await reads[2]()
+        writers[0].write(chunk(b"b"))
+        assert await reads[0]() == b"b"
 
 
 async def test_a_stream_that_is_left_early_drops_its_connection():

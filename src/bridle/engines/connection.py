@@ -31,6 +31,12 @@ END_S: Final = 1.0
 FIRST_WAIT_S: Final = 0.5
 """Wait before a failed connect is tried again; doubles."""
 
+MANY: Final = 16
+"""Streams that wait for their first part, from which on the parts of others are gathered."""
+
+GATHER_S: Final = 0.05
+"""Longest time for which parts of a stream are gathered."""
+
 _HEAD_BYTES: Final = 1 << 16
 
 MOST_BYTES: Final = 512 << 20
@@ -103,6 +109,11 @@ class HttpReply:
         """Return the whole body of a reply that is complete."""
         pieces = self._pieces
         return bytes(pieces[0]) if pieces and not pieces[1:] else b"".join(pieces)
+
+    @property
+    def has_part(self) -> bool:
+        """Return whether `take` would return something of a reply whose head has arrived."""
+        return any(self._chunks) if self._chunked else any(self._pieces)
 
     def take(self) -> bytes:
         """Return the part of the body that arrived since the last call; the head must have
@@ -260,13 +271,46 @@ def _first_chunks(data: bytes) -> tuple[list[bytes], bytes]:
     return chunks[:found], data[end:]
 
 
+class _Streams:
+    """Streamed replies of one server: first parts are read before others.
+
+    While `MANY` calls wait for the first part of their replies, those that have begun are read
+    `GATHER_S` after a part has come, with all that came in between. Each read costs the loop about
+    as much with one token as with several, and it is the loop that the first parts wait for.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: set[_Connection] = set()
+        """Those whose first part has not come."""
+        self._gathering: set[_Connection] = set()
+
+    def came(self, connection: _Connection) -> None:
+        """Have a part that has come read, at once or with the next ones."""
+        if connection in self.waiting:
+            if connection.has_part:
+                self.waiting.discard(connection)
+            connection.wake()
+        elif len(self.waiting) < MANY:
+            connection.wake()
+        else:
+            if not self._gathering:
+                asyncio.get_running_loop().call_later(GATHER_S, self._wake)
+            self._gathering.add(connection)
+
+    def _wake(self) -> None:
+        gathering, self._gathering = self._gathering, set()
+        for connection in gathering - self.waiting:  # a new call may have it by now
+            connection.wake()
+
+
 class _Connection(asyncio.Protocol):
     """Connection for one call at a time."""
 
-    def __init__(self, silent_s: float, made: set[_Connection]) -> None:
+    def __init__(self, silent_s: float, made: set[_Connection], streams: _Streams) -> None:
         """`made` holds it until it is lost."""
         self._silent_s = silent_s
         self._made = made
+        self._all_streams = streams
         self._loop = asyncio.get_running_loop()
         self._reply: HttpReply | None = None
         self._head: _Head | None = None
@@ -300,6 +344,8 @@ class _Connection(asyncio.Protocol):
         The body's length is written behind `head`.
         """
         self._reply, self._streams = HttpReply(self._head), streams
+        if streams:
+            self._all_streams.waiting.add(self)
         self._waiting = self._loop.create_future()
         self._received = self._loop.time()
         if self._timer is None:
@@ -325,9 +371,23 @@ class _Connection(asyncio.Protocol):
         if whole:
             self._done()
         elif self._streams and self._reply.status:
-            waiting, self._waiting = self._waiting, None
-            if waiting is not None and not waiting.done():
-                waiting.set_result(self._reply)
+            if self._all_streams.waiting:
+                self._all_streams.came(self)
+            else:
+                self.wake()
+
+    @property
+    def has_part(self) -> bool:
+        """Return whether a part of the reply has come that is not read."""
+        return self._reply is not None and self._reply.has_part
+
+    def wake(self) -> None:
+        """End the wait of a stream's caller, if it waits."""
+        waiting, reply = self._waiting, self._reply
+        if waiting is not None and reply is not None and self._streams:
+            self._waiting = None
+            if not waiting.done():
+                waiting.set_result(reply)
 
     async def more(
         self, reply: HttpReply, watch: Callable[[asyncio.Future[HttpReply]], None]
@@ -343,6 +403,8 @@ class _Connection(asyncio.Protocol):
 
     def _done(self) -> None:
         reply, self._reply = self._reply, None
+        if self._streams:
+            self._all_streams.waiting.discard(self)
         self.idle_since = self._received
         assert reply is not None
         self._head = reply.head
@@ -405,6 +467,7 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         """Drop the connection, at which the server aborts the running call."""
         self.is_closed = True
+        self._all_streams.waiting.discard(self)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -500,6 +563,7 @@ class Connections:
         """Ordered by last use, the latest last."""
         self._made: set[_Connection] = set()
         """Those that are not lost."""
+        self._streams = _Streams()
         self._connecting = Nursery(lambda _: None)  # a failure is the call's
 
     def begin(self, path: str, *body: bytes, streams: bool = False) -> HttpCall:
@@ -508,7 +572,7 @@ class Connections:
         """
         connection = self._idle_one()
         if connection is None:
-            connection = _Connection(self._silent_s, self._made)
+            connection = self._new()
             connecting = self._connecting.start(self._connect(connection), name="connect")
             connecting.add_done_callback(connection.connected)
         return HttpCall(connection, connection.call(self._heads[path], *body, streams=streams))
@@ -591,6 +655,9 @@ class Connections:
             connection.close()
         return None
 
+    def _new(self) -> _Connection:
+        return _Connection(self._silent_s, self._made, self._streams)
+
     async def _take(self) -> _Connection:
         connection = self._idle_one()
         if connection is not None:
@@ -604,7 +671,7 @@ class Connections:
         try:
             async with asyncio.timeout(CONNECT_S):
                 _, made = await asyncio.get_running_loop().create_connection(
-                    lambda: connection or _Connection(self._silent_s, self._made),
+                    lambda: connection or self._new(),
                     str(self._url.host),
                     self._url.port or 80,
                     ssl=secure,
