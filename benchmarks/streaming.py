@@ -106,6 +106,11 @@ def part(*arguments: str) -> Iterator[str]:
 # ---- the client
 
 
+def stream_body(messages: list[Any]) -> bytes:
+    """Request that asks for a stream."""
+    return json.dumps({"model": "m", "stream": True, "messages": messages}).encode()
+
+
 @dataclass
 class Round:
     """One way, one number of streams."""
@@ -134,13 +139,11 @@ class Client:
         async with self._http.post(f"{self._url}/sessions", json={}, headers=control) as answer:
             session = await answer.json()
         url = session["base_url"]["openai"] + "/chat/completions"
-        headers = {"Authorization": f"Bearer {session['key']}", "Content-Type": "application/json"}
+        headers = {"Authorization": f"Bearer {session['key']}"}
         messages: list[Any] = [{"role": "user", "content": asked}]
-        body = {"model": "m", "messages": messages}
-        async with self._http.post(url, json=body, headers=headers) as answer:
-            messages.append((await answer.json())["choices"][0]["message"])
-        messages.append({"role": "user", "content": "And then?"})
-        return url, json.dumps({**body, "stream": True}).encode(), headers
+        await self.stream((url, stream_body(messages), headers))
+        messages += {"role": "assistant", "content": "ok"}, {"role": "user", "content": "And then?"}
+        return url, stream_body(messages), headers
 
     def _engine_body(self, asked: str) -> bytes:
         result = [(Role.USER, asked), (Role.ASSISTANT, "ok"), (Role.USER, "And then?")]
