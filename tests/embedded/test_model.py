@@ -1,5 +1,6 @@
 import json
 import shutil
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import torch
 import transformers
 from tests.embedded.models import CONFIGS, SMALL, save_model
 
+from bridle.embedded import model
 from bridle.embedded.model import PlainModel, load
 from bridle.engines.base import GenerateRequest
 from bridle.engines.ids import ArrayIds
@@ -148,3 +150,13 @@ async def test_sampled_logprobs_equal_those_of_a_plain_forward_pass(opened, fold
 def test_a_plain_model_of_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(EngineError):
         PlainModel(tmp_path)
+
+
+def test_the_first_model_on_a_gpu_turns_off_cudnn_s_attention_and_a_later_one_leaves_it(folders):
+    """Loading fails after that where there is no GPU."""
+    model._leave_cudnn_attention.cache_clear()
+    for expected in (False, True):
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        with suppress(AssertionError, RuntimeError):
+            model.load_model(folders["qwen3"], dtype="auto", device=torch.device("cuda"))
+        assert torch.backends.cuda.cudnn_sdp_enabled() == expected

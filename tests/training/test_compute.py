@@ -16,6 +16,7 @@ from tests.training.made import group, plain_logprobs, sampled_under, session, t
 from tests.training.test_grpo import a_batch
 
 from bridle.errors import ConfigError
+from bridle.training import forward
 from bridle.training.forward import chosen, packed_of, rows_of
 from bridle.training.grpo import Learner, pack_attention, recompute_layers
 from bridle.training.samples import Sample, make_batch
@@ -142,6 +143,32 @@ def test_gradient_checkpointing_refuses_a_model_without_known_layers():
         ConfigError, match="gradient_checkpointing: it is not supported for PreTrainedModel"
     ):
         recompute_layers(model)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_only_long_traces_use_cudnn_s_attention_and_a_layer_computed_again_uses_the_same(
+    packing, monkeypatch
+):
+    monkeypatch.setattr(forward, "LONG", 8)
+    settings = GrpoSettings(packing=packing, batch_tokens=1, gradient_checkpointing=True)
+    short, long = ([2, 3], [4]), ([2] * 7, [3])
+    model, seen = tiny_model(), []
+    groups = [
+        group(*(session(reward, sampled_under(tiny_model(), *ids)) for reward in (1.0, 0.0)))
+        for ids in (short, long)
+    ]
+    learner = Learner(model, settings)
+    model.model.layers[0].mlp.register_forward_pre_hook(
+        lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+
+    learner.update(make_batch(groups, settings, version=0))
+
+    assert {tuple(pair) for pair in zip(seen[::2], seen[1::2], strict=True)} == {
+        (False, False),
+        (True, True),
+    }
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_packed_pieces_have_no_padding():

@@ -46,6 +46,7 @@ from bridle.errors import ConfigError, TrainingError, boundary, install_extra
 from bridle.training.forward import (
     Tokens,
     TraceBatch,
+    attention_for,
     certify_pieces,
     check_ids,
     chosen,
@@ -490,32 +491,39 @@ class Learner:
 
         Without `starts` this pass is the batch's first.
         """
-        settings = self.settings
         found: list[Terms] = []
         ours: list[torch.Tensor] = []
         self.optimizer.zero_grad(set_to_none=True)
         for number, piece in enumerate(pieces):
-            tokens = piece.tokens()
-            with self.computing():
-                logits, wanted = piece.logits(self.model, replay=settings.replay_experts)
-            logprobs = chosen(logits, wanted, settings.temperature)
-            reference = teacher = None
-            if self.reference is not None:
-                judged = self._judged(piece, self.reference)
-                reference = chosen(judged, wanted, settings.temperature)
-            if self.teacher is not None:
-                judged = self._judged(piece, self.teacher)
-                teacher = divergence(logits, judged, settings.temperature)
-            start = None if starts is None else starts[number]
-            terms = objective(
-                logprobs, tokens, settings, start=start, reference=reference, teacher=teacher
-            )
-            if not torch.isfinite(terms.loss):
-                raise TrainingError(self._diverged("loss"))
-            terms.loss.backward()
-            found.append(replace(terms, loss=terms.loss.detach()))
-            ours.append(logprobs.detach())
+            with attention_for(piece):
+                terms, logprobs = self._backward(piece, None if starts is None else starts[number])
+            found.append(terms)
+            ours.append(logprobs)
         return found, ours
+
+    def _backward(
+        self, piece: TraceBatch, start: torch.Tensor | None
+    ) -> tuple[Terms, torch.Tensor]:
+        """Add the gradients of a piece to the weights'; return its terms and logprobs."""
+        settings = self.settings
+        tokens = piece.tokens()
+        with self.computing():
+            logits, wanted = piece.logits(self.model, replay=settings.replay_experts)
+        logprobs = chosen(logits, wanted, settings.temperature)
+        reference = teacher = None
+        if self.reference is not None:
+            judged = self._judged(piece, self.reference)
+            reference = chosen(judged, wanted, settings.temperature)
+        if self.teacher is not None:
+            judged = self._judged(piece, self.teacher)
+            teacher = divergence(logits, judged, settings.temperature)
+        terms = objective(
+            logprobs, tokens, settings, start=start, reference=reference, teacher=teacher
+        )
+        if not torch.isfinite(terms.loss):
+            raise TrainingError(self._diverged("loss"))
+        terms.loss.backward()
+        return replace(terms, loss=terms.loss.detach()), logprobs.detach()
 
     def _judged(self, piece: TraceBatch, model: PreTrainedModel) -> torch.Tensor:
         """Return the logits of a model that does not train."""

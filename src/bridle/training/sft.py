@@ -30,7 +30,14 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.errors import TrainingError
-from bridle.training.forward import TraceBatch, check_ids, chosen, common_prefix, threads
+from bridle.training.forward import (
+    TraceBatch,
+    attention_for,
+    check_ids,
+    chosen,
+    common_prefix,
+    threads,
+)
 from bridle.training.samples import Sample, trains
 from bridle.trajectory.sample import Trace
 from bridle.types import Ids
@@ -222,9 +229,10 @@ def _steps(
         if step % SNAPSHOT_STEPS == 0:
             good = [parameter.detach().clone() for parameter in model.parameters()]
         piece = TraceBatch(tuple(samples[i] for i in batch), prefix)
-        loss = -chosen(*piece.logits(model, replay=False), 1.0).sum()
         optimizer.zero_grad(set_to_none=True)
-        (loss / typical).backward()
+        with attention_for(piece):
+            loss = -chosen(*piece.logits(model, replay=False), 1.0).sum()
+            (loss / typical).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         if not math.isfinite(norm.item() + loss.item()):
             _restore(model, good)
