@@ -1,13 +1,15 @@
 """The reference trainer on this machine's GPU: rollouts, updates, their agreement, and TRL.
 
 Models of Qwen3's shapes with random weights; nothing is downloaded, the tokenizer is Bridle's own.
-The embedded engine samples one group of sequences of up to `--context` tokens each, of which the
-last 1/32 is sampled, 256 tokens at most; before, it samples a few tokens, so that the device's
-start-up does not count. The reference trainer then updates a fresh copy of the weights with that
-group under each of several settings, twice; the second update counts. Before, it computes the
-rollout's logprobs again under the same setting: fidelity, as `bridle certify` has it. Where TRL is
-installed, its `GRPOTrainer` takes the same group, twice as well. Tokens/s of an update are the
-tokens of the traces, prompts included and padding not, by its seconds.
+The embedded engine samples one group of `--sequences` of up to `--context` tokens each, of which
+the last 1/32 is sampled, `--sampled` tokens at most; before, it samples a few tokens, so that the
+device's start-up does not count. The reference trainer then updates a fresh copy of the weights
+with that group under each of several settings, twice; the second update counts. Before, it computes
+the rollout's logprobs again under the same setting: fidelity, as `bridle certify` has it. Where TRL
+is installed, its `GRPOTrainer` takes the same group, twice as well, with as many sequences at once
+as fit into `--batch-tokens`. The first update's traces are one token shorter, since lengths are
+mostly new in training as well. Tokens/s of an update are the tokens of the traces, prompts included
+and padding not, by its seconds.
 
 MFU is the share of the device's peak in bfloat16, for the arithmetic that a model needs (three
 times the forward pass; what checkpointing computes again does not count). It is `None` where the
@@ -16,11 +18,13 @@ peak is not known, and in float32.
 The GPU is found; without one the run is of toy size, on the CPU, and says so. A table comes first,
 and one line of JSON last. Numbers go to standard error as they come.
 
-    python -m benchmarks.gpu [--sizes 0.6b 1.7b 4b] [--context 32768]
-        [--dtypes bfloat16 float32] [--trainers bridle trl]
+    python -m benchmarks.gpu [--sizes 0.6b 1.7b 4b] [--context 32768] [--sequences 8]
+        [--sampled 256] [--batch-tokens 16384] [--dtypes bfloat16 float32]
+        [--packings rows sequence] [--checkpointing yes no] [--trainers bridle trl]
 
-`--dtypes bfloat16` leaves out the reference trainer's setting in float32, which a GPU computes many
-times slower, and `--trainers bridle` leaves out TRL.
+`--batch-tokens` is the reference trainer's setting. `--dtypes`, `--packings` and `--checkpointing`
+leave out some of its rows, such as those in float32, which a GPU computes many times slower, and
+`--trainers bridle` leaves out TRL.
 
 A machine without a network needs the wheels of `requirements/embedded.txt` and torch's, and of
 `requirements/trl.txt` for the comparison. docs/guides/training.md has the commands.
@@ -35,11 +39,13 @@ import gc
 import importlib.util
 import json
 import logging
+import math
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +60,7 @@ from bridle.engines.base import GenerateRequest
 from bridle.engines.ids import ArrayIds
 from bridle.training.forward import facts_of, recompute
 from bridle.training.grpo import Learner
-from bridle.training.samples import Group, make_batch
+from bridle.training.samples import Batch, Group, make_batch
 from bridle.training.settings import GrpoSettings
 from bridle.trajectory.fidelity import Facts, certify
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
@@ -62,9 +68,6 @@ from bridle.types import Sampling
 
 if TYPE_CHECKING:
     from bridle.types import Ids
-
-GROUP = 8
-"""Sequences of the batch."""
 
 SIZES = {
     "toy": (64, 128, 2, 4, 2, 16),
@@ -93,8 +96,37 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 """Of the reference trainer; TRL's are its nearest to the first."""
 
-CHOICES = {"dtypes": ["bfloat16", "float32"], "trainers": ["bridle", "trl"]}
-"""Options that leave rows of the table out; by default none."""
+STEP_TOKENS = 4096
+"""Most prompt tokens of one step of the engine: with its default a GPU has too little to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Choice of what to measure of each model; by default all of it."""
+
+    context: int
+    sequences: int = 8
+    """Of the batch."""
+    sampled: int = 256
+    """Most tokens that are sampled for a sequence."""
+    batch_tokens: int = 16384
+    """Of the reference trainer, which has also the following."""
+    dtypes: Sequence[str] = ("bfloat16", "float32")
+    packings: Sequence[str] = ("rows", "sequence")
+    checkpointing: Sequence[str] = ("yes", "no")
+    trainers: Sequence[str] = ("bridle", "trl")
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return the settings of the reference trainer that are chosen."""
+        return [
+            one
+            for one in SETTINGS
+            if "bridle" in self.trainers
+            and one["dtype"] in self.dtypes
+            and one["packing"] in self.packings
+            and yes_or_no(one["gradient_checkpointing"]) in self.checkpointing
+        ]
+
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -153,13 +185,13 @@ def operations(config: transformers.PretrainedConfig, traces: Sequence[Trace]) -
     return 3 * found
 
 
-async def rollouts(folder: Path, vocabulary: int, context: int) -> tuple[list[Trace], float, str]:
+async def rollouts(folder: Path, vocabulary: int, plan: Plan) -> tuple[list[Trace], float, str]:
     """Traces of one group by the embedded engine, the seconds that they took, and its decoder."""
     random = np.random.default_rng(0)
-    sampled = min(max(8, context // 32), 256)
-    lengths = np.linspace(context // 2, context - sampled, GROUP).astype(int)
+    context, sampled = plan.context, min(max(8, plan.context // 32), plan.sampled)
+    lengths = np.linspace(context // 2, context - sampled, plan.sequences).astype(int)
     prompts = [random.integers(0, vocabulary, n).astype(np.int32) for n in lengths]
-    engine = EmbeddedEngine(folder)
+    engine = EmbeddedEngine(folder, step_tokens=STEP_TOKENS)
     await engine.start()
     await sample(engine, "warm", prompts[0][:16], 8)
     began = time.perf_counter()
@@ -208,6 +240,16 @@ def measured(into: dict[str, Any]) -> Iterator[None]:
     into["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None
 
 
+@contextlib.contextmanager
+def default_attention() -> Iterator[None]:
+    """Within the context, torch chooses attention's kernels as it does where Bridle is not used."""
+    torch.backends.cuda.enable_cudnn_sdp(True)  # noqa: FBT003 - it takes no keyword
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # noqa: FBT003
+
+
 def freed() -> None:
     """Have what nothing refers to leave the device's memory."""
     gc.collect()
@@ -215,14 +257,14 @@ def freed() -> None:
         torch.cuda.empty_cache()
 
 
-def updates(folder: Path, traces: Sequence[Trace], context: int, **chosen: Any) -> dict[str, Any]:  # noqa: ANN401
+def updates(folder: Path, traces: Sequence[Trace], tokens: int, **chosen: Any) -> dict[str, Any]:  # noqa: ANN401
     """One setting of the reference trainer: fidelity first, then two updates."""
-    settings = GrpoSettings(learning_rate=1e-9, batch_tokens=context, **chosen)
+    settings = GrpoSettings(learning_rate=1e-9, batch_tokens=tokens, **chosen)
     found: dict[str, Any] = {"trainer": "bridle", **chosen}
     with measured(found):
         learner = Learner.load(folder, settings)
         with learner.computing():
-            answers = list(recompute(learner.model, traces, batch_tokens=context))
+            answers = list(recompute(learner.model, traces, batch_tokens=tokens))
         trainer = facts_of(learner.model, Facts(dtype=settings.dtype, temperature=1.0))
         rollout = Facts(dtype="bfloat16" if ON_GPU else "float32")
         fidelity = certify(traces, answers, trainer, rollout)
@@ -232,19 +274,29 @@ def updates(folder: Path, traces: Sequence[Trace], context: int, **chosen: Any) 
             "rms": fidelity.rms,
             "tolerance": fidelity.tolerance,
         }
-        sessions = [
-            Trajectory(one.trace_id, "COMPLETED", (one,), float(n % 2), None, {})
-            for n, one in enumerate(traces)
-        ]
-        batch = make_batch([Group(0, "task", tuple(sessions))], settings, version=0)
-        reports = [learner.update(batch) for _ in range(2)]
-        found |= {"seconds": reports[1].seconds, "computed": reports[1].computed}
-        found["logprob_error"] = reports[0].logprob_error
+        for part in (shortened(traces), traces):
+            report = learner.update(batch_of(part, settings))
+        found |= {"seconds": report.seconds, "computed": report.computed}
+        found["logprob_error"] = report.logprob_error
     return found
 
 
-def trl_updates(folder: Path, traces: Sequence[Trace]) -> dict[str, Any]:
-    """The same group through TRL's `GRPOTrainer`, sequence by sequence."""
+def batch_of(traces: Sequence[Trace], settings: GrpoSettings) -> Batch:
+    """The traces as one group, of which every second succeeded."""
+    sessions = [
+        Trajectory(one.trace_id, "COMPLETED", (one,), float(n % 2), None, {})
+        for n, one in enumerate(traces)
+    ]
+    return make_batch([Group(0, "task", tuple(sessions))], settings, version=0)
+
+
+def shortened(traces: Sequence[Trace]) -> list[Trace]:
+    """The traces without their first token: the lengths of an update are new, as in training."""
+    return [replace(one, prompt_ids=one.prompt_ids[1:]) for one in traces]
+
+
+def trl_updates(folder: Path, traces: Sequence[Trace], together: int) -> dict[str, Any]:
+    """The same group through TRL's `GRPOTrainer`, with so many sequences at once."""
     from trl import GRPOConfig, GRPOTrainer
 
     from datasets import Dataset
@@ -252,6 +304,7 @@ def trl_updates(folder: Path, traces: Sequence[Trace]) -> dict[str, Any]:
     found: dict[str, Any] = {"trainer": "trl", "packing": "rows", "gradient_checkpointing": True}
     found["dtype"] = "bfloat16" if ON_GPU else "float32"
     times: list[float] = []
+    parts = iter((shortened(traces), traces))
 
     class Clock(transformers.TrainerCallback):  # type: ignore[misc]
         """Times of the steps' beginnings and ends."""
@@ -266,22 +319,22 @@ def trl_updates(folder: Path, traces: Sequence[Trace]) -> dict[str, Any]:
                 torch.cuda.synchronize()
             times.append(time.perf_counter())
 
-    def played(prompts: Sequence[str], trainer: object) -> dict[str, list[Any]]:
-        del prompts, trainer
+    def played(*_: object) -> dict[str, list[Any]]:
+        part = next(parts)
         return {
-            "prompt_ids": [one.prompt_ids.tolist() for one in traces],
-            "completion_ids": [one.response_ids.tolist() for one in traces],
-            "logprobs": [one.response_logprobs.tolist() for one in traces],
+            "prompt_ids": [one.prompt_ids.tolist() for one in part],
+            "completion_ids": [one.response_ids.tolist() for one in part],
+            "logprobs": [one.response_logprobs.tolist() for one in part],
         }
 
-    with measured(found), tempfile.TemporaryDirectory(prefix="bridle-") as out:
+    with measured(found), default_attention(), tempfile.TemporaryDirectory(prefix="bridle-") as out:
         trainer = GRPOTrainer(
             model=str(folder),
             args=GRPOConfig(
                 output_dir=out,
-                per_device_train_batch_size=1,
-                gradient_accumulation_steps=GROUP,
-                num_generations=GROUP,
+                per_device_train_batch_size=together,
+                gradient_accumulation_steps=len(traces) // together,
+                num_generations=len(traces),
                 max_completion_length=max(len(one.response_ids) for one in traces),
                 max_steps=2,
                 learning_rate=1e-9,
@@ -305,20 +358,19 @@ def trl_updates(folder: Path, traces: Sequence[Trace]) -> dict[str, Any]:
     return found
 
 
-def measure(
-    size: str, context: int, dtypes: Sequence[str], trainers: Sequence[str]
-) -> dict[str, Any]:
-    """All numbers of one model by these trainers; `dtypes` are of the reference trainer."""
+def measure(size: str, plan: Plan) -> dict[str, Any]:
+    """All numbers of one model."""
     with tempfile.TemporaryDirectory(prefix="bridle-") as made:
         folder = Path(made)
-        config = make_model(folder, size, context)
+        config = make_model(folder, size, plan.context)
         freed()
-        traces, seconds, decoder = asyncio.run(rollouts(folder, config.vocab_size, context))
+        traces, seconds, decoder = asyncio.run(rollouts(folder, config.vocab_size, plan))
         freed()
         tokens = sum(len(one.prompt_ids) + len(one.response_ids) for one in traces)
         sampled = sum(len(one.response_ids) for one in traces)
         rolled = {
             "seconds": seconds,
+            "sequences": len(traces),
             "sampled": sampled,
             "tokens": tokens,
             "sampled_s": sampled / seconds,
@@ -326,12 +378,12 @@ def measure(
         }
         noted(rolled)
         rows = []
-        chosen_settings = [one for one in SETTINGS if one["dtype"] in dtypes]
-        for chosen in chosen_settings if "bridle" in trainers else ():
-            rows.append(noted(updates(folder, traces, context, **chosen)))
+        for chosen in plan.settings():
+            rows.append(noted(updates(folder, traces, plan.batch_tokens, **chosen)))
             freed()
-        if "trl" in trainers and importlib.util.find_spec("trl") is not None:
-            rows.append(noted(trl_updates(folder, traces)))
+        if "trl" in plan.trainers and importlib.util.find_spec("trl") is not None:
+            together = math.gcd(len(traces), max(1, plan.batch_tokens // plan.context))
+            rows.append(noted(trl_updates(folder, traces, together)))
             freed()
     peak, needed = peak_of(device_name()), operations(config, traces)
     for row in rows:
@@ -362,8 +414,8 @@ def show(report: dict[str, Any]) -> None:
     for model in report["models"]:
         rolled = model["rollouts"]
         console.print(
-            f"\n{model['size']}: {GROUP} sequences, {rolled['tokens']} tokens, of which "
-            f"{rolled['sampled']} were sampled in {rolled['seconds']:.1f} s: "
+            f"\n{model['size']}: {rolled['sequences']} sequences, {rolled['tokens']} tokens, of "
+            f"which {rolled['sampled']} were sampled in {rolled['seconds']:.1f} s: "
             f"{rolled['sampled_s']:.0f} tokens/s of rollouts, prompts computed beside\n"
         )
         head = ("trainer", "packing", "dtype", "checkpointing", "update, s", "tokens/s", "MFU",
@@ -371,6 +423,11 @@ def show(report: dict[str, Any]) -> None:
         console.print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
         for row in model["updates"]:
             console.print(f"| {' | '.join(cells(row))} |")
+
+
+def yes_or_no(answer: bool) -> str:  # noqa: FBT001
+    """The word for it."""
+    return "yes" if answer else "no"
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -384,7 +441,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         row["trainer"],
         row["packing"],
         row["dtype"],
-        "yes" if row["gradient_checkpointing"] else "no",
+        yes_or_no(row["gradient_checkpointing"]),
         row.get("error") or answer(row.get("seconds"), ".2f"),
         answer(row["tokens_s"], ".0f"),
         answer(row["mfu"], ".1%"),
@@ -400,9 +457,16 @@ def main() -> None:
     sizes = ["0.6b", "1.7b", "4b"] if ON_GPU else ["toy"]
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=sizes)
     parser.add_argument("--context", type=int, default=32768 if ON_GPU else 256)
-    for name, known in CHOICES.items():
-        parser.add_argument(f"--{name}", nargs="+", choices=known, default=known)
-    given = parser.parse_args()
+    for one in fields(Plan)[1:]:
+        option = f"--{one.name.replace('_', '-')}"
+        default: Any = one.default
+        if isinstance(default, int):
+            parser.add_argument(option, type=int, default=default)
+        else:
+            parser.add_argument(option, nargs="+", choices=default, default=default)
+    given = vars(parser.parse_args())
+    sizes = given.pop("sizes")
+    plan = Plan(**given)
     if not ON_GPU:
         torch.set_num_threads(1)  # the fastest for models of toy size
     logging.disable(logging.WARNING)
@@ -410,12 +474,11 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     report = {
         "device": device_name(),
-        "context": given.context,
+        "context": plan.context,
+        "batch_tokens": plan.batch_tokens,
         "torch": torch.__version__,
         "trl": importlib.util.find_spec("trl") is not None,
-        "models": [
-            measure(size, given.context, given.dtypes, given.trainers) for size in given.sizes
-        ],
+        "models": [measure(size, plan) for size in sizes],
     }
     show(report)
     print(json.dumps(report))

@@ -60,7 +60,7 @@ def test_the_gpu_benchmark_runs_on_a_cpu_and_reports_bridle_and_trl():
     assert table[0] == "device: CPU; context 256"
     assert (report["device"], report["trl"]) == ("CPU", True)
     [model] = report["models"]
-    assert model["rollouts"]["sampled"] == 8 * gpu.GROUP
+    assert model["rollouts"]["sampled"] == 8 * 8
     assert model["rollouts"]["decoder"] == "slots"
     printed = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     assert [one.get("trainer") for one in printed] == [
@@ -79,6 +79,6 @@ def test_the_gpu_benchmark_runs_on_a_cpu_and_reports_bridle_and_trl():
 
 
 def test_the_gpu_benchmark_measures_only_the_chosen_dtypes_and_trainers():
-    [row] = gpu.measure("toy", 64, ["float32"], ["bridle"])["updates"]
+    [row] = gpu.measure("toy", gpu.Plan(64, dtypes=["float32"], trainers=["bridle"]))["updates"]
     assert (row["trainer"], row["dtype"]) == ("bridle", "float32")
     assert row["fidelity"]["faithful"]
