@@ -16,6 +16,7 @@ from tests.gateway.test_plain import CALL, OTHER, Watched, played, rows_of
 from bridle.dialects import history as history_file
 from bridle.gateway import exchange as exchange_file
 from bridle.gateway import linear as linear_file
+from bridle.gateway import plain as plain_file
 from bridle.gateway.listener import AT_ONCE
 
 JSON = dict[str, Any]
@@ -242,14 +243,13 @@ async def test_a_result_that_no_call_asked_for_is_refused():
 
 async def test_a_reply_is_the_conversation_tip_for_its_own_request_object_only(monkeypatch):
     monkeypatch.setattr(history_file, "SMALLEST", 1)
-    async with played({"content": "a"}, stream="live") as home:
+    monkeypatch.setattr(plain_file, "tip_of", lambda *_: None)
+    async with played({"content": "a"}) as home:
         gateway = home.gateway
         caller = Caller(home, (await home.session("s")).handle)
-        await caller.stream([user("Begin.")])
+        await caller.ask([user("Begin.")])
         session = caller._session
-        assert session.newest is not None, (
-            "no tip was wanted: its replies leave as they are sampled"
-        )
+        assert session.newest is not None, "no tip was made of it"
         own, (known,) = session.newest[1].request, gateway.plain._known.values()
         models = gateway.plain.exchanges.models
         assert linear_file.tip_of(session, replace(own), known, models) is None

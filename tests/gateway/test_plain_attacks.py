@@ -263,14 +263,14 @@ class Begun(VllmEngine):
         return waiting
 
 
-async def test_live_streams_are_sent_at_once_and_answered_by_the_general_path():
+async def test_live_streams_take_the_plain_path_and_are_sent_at_once():
     engine = Watched({"content": "a"})
     async with played(server=engine, adapter=Begun, stream="live") as home:
         caller, probed = Streaming(home, (await home.session("s")).handle), engine.asked
         messages: list[Any] = [user("go")]
         for _ in range(3):
             messages += [await caller.ask(messages), user("and then")]
-        assert home.gateway.plain.served == 0
+        assert home.gateway.plain.served == 2
         assert [one.extra["stream"] for one in caller.exchanges] == ["live"] * 3
         (replica,) = home.gateway._engine.each()
         assert isinstance(replica.engine, Begun)

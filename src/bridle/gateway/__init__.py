@@ -3,7 +3,8 @@
 One request goes through these files in order:
 
 - `routing`   whose session a path and a key name, and which dialect the rest of the path speaks;
-- `plain`     a linear turn, in two callbacks; any other request takes the general path below;
+- `plain`     a linear turn, in two callbacks (`plain_live`: its stream, where it leaves while it is
+  sampled); any other request takes the general path below;
 - `exchange`  place it, prompt the engine, sample, commit: the states of one `call`;
 - `retries`   clients of a call and the record of what they received;
 - `relay`     the reply on the wire, streaming or not, with keep-alives;

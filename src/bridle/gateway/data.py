@@ -27,7 +27,8 @@ from bridle.gateway.keys import presented_keys
 from bridle.gateway.linear import settle
 from bridle.gateway.listener import Connection
 from bridle.gateway.metrics import Metrics
-from bridle.gateway.plain import Handed, PlainPath
+from bridle.gateway.plain import PlainPath
+from bridle.gateway.plain_live import Handed
 from bridle.gateway.registry import GatewaySession, Registry
 from bridle.gateway.relay import Relay, json_response, refusal
 from bridle.gateway.responses import Responses
@@ -209,6 +210,7 @@ class DataPlane:
                 head.route,
                 head.wire,
                 waited_s=time.perf_counter() - handed.call.clock_start,
+                begun=handed.begun,
             )
         finally:
             handed.taken.give_back()

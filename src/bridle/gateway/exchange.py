@@ -278,7 +278,7 @@ class Exchanges:
         self, session: GatewaySession, call: Call, prompted: Prompted, effective: Sampling
     ) -> None:
         """Continue a call whose engine call was begun outside a task, and commit it."""
-        sampled = await self._sampled(session, call, call.posed(), prompted, effective)
+        sampled = await self.sampled(session, call, call.posed(), prompted, effective)
         await self.finish(session, call, prompted, effective, sampled)
 
     async def _exchange(self, session: GatewaySession, call: Call) -> None:
@@ -320,7 +320,7 @@ class Exchanges:
         if captured is not None:
             sampled = captured.sample(served.sampler.decode)
         else:
-            sampled = await self._sampled(session, call, question, prompted, effective)
+            sampled = await self.sampled(session, call, question, prompted, effective)
         await self.finish(session, call, prompted, effective, sampled)
 
     def know(
@@ -353,7 +353,7 @@ class Exchanges:
         )
         return LiveReply(reader, prompted.prompt, reasoning=session.plan.shows_reasoning)
 
-    async def _sampled(
+    async def sampled(
         self,
         session: GatewaySession,
         call: Call,

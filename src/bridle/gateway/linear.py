@@ -73,7 +73,9 @@ class LinearTurn:
 
         To be called before the call is released.
         """
-        self.shown = wire.reply_messages(self.call.answered().body)
+        answer = self.call.answer
+        assert answer is not None, "it has a reply"
+        self.shown = wire.reply_messages(answer.body)
         if [message for message in self.shown if message.tool_calls]:
             session.lineage.note(self.call.exchange_id, self.shown, summary=False)
 

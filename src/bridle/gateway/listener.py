@@ -131,7 +131,8 @@ class Connection(RequestHandler):
         """Return whether the next byte is the first one of a request."""
         if self._unfinished or self._messages or self._current_request is not None:
             return False
-        return self._in_head()
+        waiter = self._waiter
+        return self._in_head() if waiter is None else not waiter.done()
 
     def _in_head(self) -> bool:
         """Return whether the next byte belongs to the head of a request.

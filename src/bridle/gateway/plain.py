@@ -8,8 +8,8 @@ come in one round of the loop are written in one transaction. Where the store's 
 fsync, or after a slow write), they are answered when that has written. What is stored is the same
 on both paths, and they may alternate as they like.
 
-A stream that leaves while it is sampled begins here as well; a task samples it, and the general
-path answers its client. Any doubt before the engine was asked leaves the request to the general
+A stream that leaves while it is sampled begins here as well; a task samples it, and `plain_live`
+answers its client. Any doubt before the engine was asked leaves the request to the general
 path, as if it had not been looked at. From then on the call is the session's as any other, in the
 stage SAMPLING, and a `PlainCall` carries it. Whatever is not plain there (an error, an abort,
 another prompt, a client that goes, a seal, a write that fails) hands it over: a task goes on with
@@ -43,10 +43,11 @@ from bridle.gateway.linear import LinearTurn, Tip, settle, tip_of
 from bridle.gateway.listener import MOST_KEPT, Connection, takes_at_once, whole_reply
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import Models, Served
+from bridle.gateway.plain_live import Handed, LiveAnswer
 from bridle.gateway.prompts import engine_request
 from bridle.gateway.recording import Finished, Prompted
 from bridle.gateway.registry import GatewaySession
-from bridle.gateway.relay import whole_stream
+from bridle.gateway.relay import StreamState, whole_stream
 from bridle.gateway.responses import Responses
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.routing import asked
@@ -68,22 +69,6 @@ _LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)(?=\r\n)", re.IG
 
 _ODD: Final = ("transfer-encoding", "content-encoding", "expect", "upgrade")
 """Headers with which a body is not what follows the head, or that want an answer before it."""
-
-
-@dataclass(slots=True, eq=False)
-class Handed:
-    """A call whose client is to be answered by the general path."""
-
-    session: GatewaySession
-    call: Call
-    request: ModelRequest
-    taken: Taken
-    deliveries: Deliveries
-
-    def lost(self) -> None:
-        """Give back the request's share and detach its client, which left before its reply."""
-        self.taken.give_back()
-        self.deliveries.left(self.session, self.call, partly=False)
 
 
 class KnownHead:
@@ -152,7 +137,7 @@ class PlainConnection:
         self.connection = connection
         self.known: KnownHead | None = None
         """The head of its last request, if that is known."""
-        self.flight: PlainCall | None = None
+        self.flight: PlainCall | LiveAnswer | None = None
         """The call that its client waits for."""
         self._parts: list[bytes] = []
         """A request that has not arrived whole."""
@@ -282,8 +267,7 @@ class PlainPath:
         plain path.
         """
         known = self._offered(http, session, headers, route, wire)
-        leaves_whole = not request.stream or self.settings.stream == "whole"
-        if known is not None and leaves_whole and session.tip is None and not session.sealed:
+        if known is not None and session.tip is None and not session.sealed:
             session.tip = tip_of(session, request, known, self.exchanges.models)
 
     def _offered(
@@ -519,7 +503,7 @@ class PlainCall:
             self.hand_over()
             return
         if call.live is not None:  # it leaves while a task samples it
-            asyncio.get_running_loop().call_soon(self._hand_over_live)
+            asyncio.get_running_loop().call_soon(self._sample_live)
             return
         waiting.add_done_callback(self.arrived)
         if question.request.stream:
@@ -531,7 +515,7 @@ class PlainCall:
 
         A call that failed, or whose reply is not plain, is handed to a task.
         """
-        call, session, exchanges = self.call, self.taken.session, self.path.exchanges
+        call = self.call
         if call.flight is not self:
             return  # a task goes on with it
         try:
@@ -542,28 +526,31 @@ class PlainCall:
             self.hand_over()
             return
         sampled = chunk.output_ids, chunk.logprobs, chunk.finish_reason, chunk.versions
-        is_settled = self.tip is None or self.tip is not session.tip
-        question = call.posed() if is_settled else self.question
         try:
             call.note_first_token()
-            finished = exchanges.finished(
-                *(session, call, question, self.prompted, self.effective),
-                SampledReply(*sampled, chunk, None, None, 0),
-            )
-            if is_settled or self.turn is None:
-                exchange, bodies = exchanges.indexed(session, finished)
-            else:
-                exchange, bodies = exchanges.recorded(session, finished)
+            self._finish(SampledReply(*sampled, chunk, None, None, 0))
         except Exception as error:  # noqa: BLE001 - the top of a served request
             self.hand_over(_failing(error))
             return
-        self.finished, self.commit = finished, (exchange, bodies)
         path = self.path
         path.unwritten += (self,)
         if not self.pool.calls or len(path.unwritten) == WRITTEN_TOGETHER:
             path.write()
         elif len(path.unwritten) == 1:
             asyncio.get_running_loop().call_soon(path.write)
+
+    def _finish(self, sampled: SampledReply) -> None:
+        """Parse the sample and make the record of its exchange, which is to be written."""
+        call, session, exchanges = self.call, self.taken.session, self.path.exchanges
+        is_settled = self.tip is None or self.tip is not session.tip
+        question = call.posed() if is_settled else self.question
+        self.finished = exchanges.finished(
+            session, call, question, self.prompted, self.effective, sampled
+        )
+        if is_settled or self.turn is None:
+            self.commit = exchanges.indexed(session, self.finished)
+        else:
+            self.commit = exchanges.recorded(session, self.finished)
 
     def not_written(self, error: Exception) -> None:
         """Pass a call whose exchange cannot be written to the general path."""
@@ -611,24 +598,25 @@ class PlainCall:
         path.metrics.calls.values[("committed",)] += 1
         path.exchanges.end(session, call)
         if is_answered:
-            if self.turn is not None and self.tip is session.tip:
-                self.turn.read_reply(session, question.wire)
-            path.deliveries.received(session, call)
-            path.metrics.requests.values[question.wire.dialect, RouteKind.GENERATE, 200] += 1
-            self.taken.give_back()
-            path.served += 1
-            self._go_on()
+            self.answered()
         elif waits:
             self.to_relay()
 
-    def _go_on(self) -> None:
-        """Have the next turn go on from this one, which was delivered."""
-        session, known = self.taken.session, self.line.known
+    def answered(self) -> None:
+        """Record that the client got the whole reply, from which the next turn may go on."""
+        path, session, call, wire = self.path, self.taken.session, self.call, self.question.wire
+        if self.turn is not None and self.tip is session.tip:
+            self.turn.read_reply(session, wire)
+        path.deliveries.received(session, call)
+        path.metrics.requests.values[wire.dialect, RouteKind.GENERATE, 200] += 1
+        self.taken.give_back()
+        path.served += 1
+        known = self.line.known
         assert known is not None, "its head was found"
         if self.turn is None:
             if session.tip is None:
-                models = self.path.exchanges.models
-                session.tip = tip_of(session, self.question.request, known, models)
+                request = self.question.request
+                session.tip = tip_of(session, request, known, path.exchanges.models)
         elif (
             self.tip is not None
             and self.tip is session.tip
@@ -648,10 +636,25 @@ class PlainCall:
         if self.line.flight is self:
             self.to_relay()
 
-    def _hand_over_live(self) -> None:
-        """Hand a live call over once all requests of this round of the loop are sent."""
+    def _sample_live(self) -> None:
+        """Have a task sample a live call, once all requests of this round of the loop are sent."""
         if self.call.flight is self:
-            self.hand_over()
+            self._begin_task(self._sampled_live())
+            LiveAnswer(self)
+
+    async def _sampled_live(self) -> None:
+        """Sample a live call and write its exchange."""
+        exchanges, session, call = self.path.exchanges, self.taken.session, self.call
+        asked = call, call.posed(), self.prompted, self.effective
+        try:
+            sampled = await exchanges.sampled(session, *asked)
+            if call.error is not None:  # it broke off, and its beginning may come back
+                settle(session)
+            self._finish(sampled)
+        except BaseException:
+            settle(session)
+            raise
+        await self._written(self.path.store.commit(*self.commit))
 
     def _start_task(self, work: Coroutine[None, None, None] | None) -> None:
         exchanges, session, call = self.path.exchanges, self.taken.session, self.call
@@ -666,21 +669,20 @@ class PlainCall:
         if work is None and self.writing is not None:
             work = self._written(self.writing)
         work = work or exchanges.resumed(session, call, self.prompted, self.effective)
-        exchanges.start(session, call, work)
+        self._begin_task(work)
+
+    def _begin_task(self, work: Coroutine[None, None, None]) -> None:
+        call = self.call
+        self.path.exchanges.start(self.taken.session, call, work)
         assert call.task is not None
         call.task.add_done_callback(lambda _: self.pool.drop(call.exchange_id))
 
-    def to_relay(self) -> None:
-        """Let the general path answer the client, as if it had read the request itself."""
+    def to_relay(self, begun: StreamState | None = None) -> None:
+        """Let the general path answer the client; `begun` is the stream of which it has a part."""
         settle(self.taken.session)
         connection, self.line.flight = self.line.connection, None
-        connection.handed = Handed(
-            self.taken.session,
-            self.call,
-            self.question.request,
-            self.taken,
-            self.path.deliveries,
-        )
+        call, request, deliveries = self.call, self.question.request, self.path.deliveries
+        connection.handed = Handed(self.taken.session, call, request, self.taken, deliveries, begun)
         connection.pass_on(self.data)
 
     def client_gone(self) -> None:

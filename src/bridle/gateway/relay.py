@@ -45,6 +45,21 @@ def refusal(wire: WireFormat, error: RequestError) -> web.Response:
     return json_response(body, status, headers)
 
 
+class StreamState:
+    """A stream to one client, and how much of it is written."""
+
+    __slots__ = ("encoder", "ending", "mark", "opening")
+
+    def __init__(self, encoder: StreamEncoder) -> None:
+        self.encoder = encoder
+        self.opening = encoder.open()
+        """Bytes that begin the stream, until they are written."""
+        self.mark = Mark()
+        """The end of the part of the live reply that is written."""
+        self.ending = b""
+        """The encoded rest of the stream, if it is known and not written."""
+
+
 class Relay:
     """Writes the replies of one gateway."""
 
@@ -62,11 +77,13 @@ class Relay:
         wire: WireFormat,
         *,
         waited_s: float = 0.0,
+        begun: StreamState | None = None,
     ) -> web.StreamResponse:
         """Wait for a call and write its reply; the client is detached from it at the end.
 
-        `waited_s` is how long the client has waited before. Cancellation means that the client has
-        gone. `ConnectionError` when it went, or was too slow, in the middle of a reply.
+        `waited_s` is how long the client has waited before; `begun` is the stream that it was
+        written a part of. Cancellation means that the client has gone. `ConnectionError` when it
+        went, or was too slow, in the middle of a reply.
         """
         writer = _Writer(http, self._settings.write_timeout_s)
         task = asyncio.current_task()
@@ -76,7 +93,7 @@ class Relay:
             if request.stream:
                 patience_s = self._settings.headers_after_s - waited_s
                 await _within(call.began, patience_s)
-                response = await self._stream(writer, call, request, route, wire)
+                response = await self._stream(writer, call, request, route, wire, begun)
             else:
                 response = await self._whole(writer, call, wire)
         except TimeoutError:
@@ -102,42 +119,47 @@ class Relay:
         return await writer.whole(call.answered().body)
 
     async def _stream(
-        self, writer: _Writer, call: Call, request: ModelRequest, route: Route, wire: WireFormat
-    ) -> web.StreamResponse:
-        if call.error is not None and not wire.refuses_in_stream(call.error):
-            return refusal(wire, call.error)
-        await writer.start(route)
-        encoder = wire.stream(request, call.head)
-        opening = await self._until_done(writer, call, encoder)
+        self, writer: _Writer, call: Call, request: ModelRequest, route: Route, wire: WireFormat,
+        begun: StreamState | None,
+    ) -> web.StreamResponse:  # fmt: skip
+        if begun is None:
+            if call.error is not None and not wire.refuses_in_stream(call.error):
+                return refusal(wire, call.error)
+            await writer.start(route)
+            begun = StreamState(wire.stream(request, call.head))
+        else:
+            writer.go_on()
+        if begun.ending:
+            return await writer.finish(begun.ending)
+        await self._until_done(writer, call, begun)
         if call.error is not None:
-            return await writer.broken(opening, encoder.error(call.error))
+            return await writer.broken(begun.opening, begun.encoder.error(call.error))
         answer = call.answered()
-        before, last = encoder.close(answer.reply, answer.usage)
-        return await writer.finish(opening + before + last)
+        before, last = begun.encoder.close(answer.reply, answer.usage)
+        return await writer.finish(begun.opening + before + last)
 
-    async def _until_done(self, writer: _Writer, call: Call, encoder: StreamEncoder) -> bytes:
-        """Write what is certain as it comes, and keep-alives; returns the opening if it is left."""
+    async def _until_done(self, writer: _Writer, call: Call, stream: StreamState) -> None:
+        """Write what is certain as it comes, and keep-alives."""
         loop, silence = asyncio.get_running_loop(), self._settings.keepalive_s
-        opening, mark, silent_until = encoder.open(), Mark(), loop.time()
+        silent_until = loop.time()
         while not call.done.is_set():
             live, pieces = call.live, b""
             if live is not None:
-                pieces, mark = live.after(mark, encoder)
+                pieces, stream.mark = live.after(stream.mark, stream.encoder)
             if pieces and live is not None:
-                live.note(mark)
-                await writer.write_reply(opening + pieces)
+                live.note(stream.mark)
+                await writer.write_reply(stream.opening + pieces)
             elif (now := loop.time()) >= silent_until:
-                await writer.write(opening or encoder.keepalive())
+                await writer.write(stream.opening or stream.encoder.keepalive())
             elif live is None or call.first_token_s is None:
                 began = call.began.is_set()
                 await _within(call.done if began else call.began, silent_until - now)
                 continue
             else:
-                follower = _Follower(writer, call, live, encoder, mark)
-                mark, silent_until = await follower.follow(silence, silent_until)
+                follower = _Follower(writer, call, live, stream)
+                silent_until = await follower.follow(silence, silent_until)
                 continue
-            opening, silent_until = b"", loop.time() + silence
-        return opening
+            stream.opening, silent_until = b"", loop.time() + silence
 
 
 class _Follower:
@@ -146,22 +168,19 @@ class _Follower:
     It wakes no task for a piece: what was sampled in one round of the event loop leaves in it.
     """
 
-    def __init__(
-        self, writer: _Writer, call: Call, live: LiveReply, encoder: StreamEncoder, mark: Mark
-    ) -> None:
+    def __init__(self, writer: _Writer, call: Call, live: LiveReply, stream: StreamState) -> None:
         self._writer = writer
         self._call = call
         self._live = live
-        self._encoder = encoder
-        self._mark = mark
+        self._stream = stream
         self._loop = asyncio.get_running_loop()
         self._stopped = self._loop.create_future()
         self._flushing: asyncio.Handle | None = None
 
-    async def follow(self, silence_s: float, silent_until: float) -> tuple[Mark, float]:
+    async def follow(self, silence_s: float, silent_until: float) -> float:
         """Follow until the call ends, the connection has no room, or nothing came for so long.
 
-        Returns how much is written, and when the next keep-alive is due.
+        Returns when the next keep-alive is due.
         """
         self._silence_s, self._silent_until = silence_s, silent_until
         self._alarm = self._loop.call_at(silent_until, self._ring)
@@ -173,7 +192,7 @@ class _Follower:
             self._alarm.cancel()
             if self._flushing is not None:
                 self._flushing.cancel()
-        return self._mark, self._silent_until
+        return self._silent_until
 
     def _look(self) -> None:
         """Schedule one `_flush`, which writes all that is new by then."""
@@ -186,9 +205,10 @@ class _Follower:
         if transport is None:
             self._stop()
             return
-        pieces, self._mark = self._live.after(self._mark, self._encoder)
+        stream = self._stream
+        pieces, stream.mark = self._live.after(stream.mark, stream.encoder)
         if pieces:
-            self._live.note(self._mark)
+            self._live.note(stream.mark)
             self._writer.began_reply = True
             transport.write(b"%x\r\n%b\r\n" % (len(pieces), pieces))
             self._silent_until = self._loop.time() + self._silence_s
@@ -211,6 +231,11 @@ _STREAM_HEADS: Final = {
 }
 
 
+def stream_head(route: Route) -> bytes:
+    """Return the head of a stream over a connection that stays open."""
+    return _STREAM_HEADS[route.sse] % rfc822_formatted_time().encode()
+
+
 def whole_stream(call: Call, request: ModelRequest, route: Route, wire: WireFormat) -> bytes:
     """Return the bytes of a committed reply as a whole stream with its head, over a connection that
     stays open.
@@ -218,7 +243,7 @@ def whole_stream(call: Call, request: ModelRequest, route: Route, wire: WireForm
     encoder, answer = wire.stream(request, call.head), call.answered()
     opening = encoder.open()
     before, last = encoder.close(answer.reply, answer.usage)
-    head = _STREAM_HEADS[route.sse] % rfc822_formatted_time().encode()
+    head = stream_head(route)
     size = len(opening) + len(before) + len(last)
     return b"%b%x\r\n%b%b%b\r\n0\r\n\r\n" % (head, size, opening, before, last)
 
@@ -266,11 +291,16 @@ class _Writer:
     async def start(self, route: Route) -> None:
         """Begin a stream; its headers leave with the first bytes."""
         if self._stays:
-            self._head = _STREAM_HEADS[route.sse] % rfc822_formatted_time().encode()
+            self._head = stream_head(route)
             return
         headers = SSE_HEADERS if route.sse else {"Content-Type": JSON_TYPE}
         self._response = web.StreamResponse(headers=headers)
         await self._response.prepare(self._http)
+
+    def go_on(self) -> None:
+        """Continue a stream of which a part was written, over a connection that stays open."""
+        self.began_reply = True
+        self._http.writer.output_size += 1  # what fails from here on finds a begun reply
 
     def free(self) -> asyncio.WriteTransport | None:
         """Return the connection for a stream's next chunk; `None` = more is to leave before."""
