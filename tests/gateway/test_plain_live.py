@@ -258,6 +258,20 @@ async def test_a_live_stream_to_a_connection_without_room_is_continued_by_the_ge
     assert next(asked) == room_for + 1
 
 
+async def test_the_keepalive_timeout_of_a_connection_does_not_end_its_live_stream():
+    async with talking(gate=6, plain=True) as talk:
+        await talk.send()
+        await talk.read(b"two")
+        (call,) = (call for call in talk.caller.calls if call.in_flight)
+        flight: Any = call.flight
+        connection = flight._plain.line.connection
+        connection._next_keepalive_close_time = 0
+        connection._process_keepalive()
+        await talk.end()
+        assert talk.said()[1] == WORDS
+        assert talk.home.gateway.plain.served == 2
+
+
 async def test_a_live_stream_that_cannot_be_written_is_cut_and_its_call_goes_on(monkeypatch):
     async with talking(gate=6, plain=True) as talk:
         await talk.send()

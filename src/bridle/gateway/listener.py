@@ -219,6 +219,12 @@ class Connection(RequestHandler):
         self.transport.write(data)
         self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
 
+    def _process_keepalive(self) -> None:
+        """Close the connection after an idle time; aiohttp takes a call of `line` for one."""
+        if self.line is not None and self.line.flight is not None:
+            self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+        super()._process_keepalive()
+
     def _let_go(self) -> None:
         if self._unfinished and isinstance(self._manager, _Server):
             self._manager.unfinished -= self._unfinished
