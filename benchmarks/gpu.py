@@ -243,11 +243,12 @@ def measured(into: dict[str, Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def default_attention() -> Iterator[None]:
     """Within the context, torch chooses attention's kernels as it does where Bridle is not used."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)  # noqa: FBT003 - it takes no keyword
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # noqa: FBT003
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def freed() -> None:
@@ -295,6 +296,24 @@ def shortened(traces: Sequence[Trace]) -> list[Trace]:
     return [replace(one, prompt_ids=one.prompt_ids[1:]) for one in traces]
 
 
+class Clock(transformers.TrainerCallback):  # type: ignore[misc]
+    """Times of a trainer's steps."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        """Begin and end of each step, in seconds."""
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        """Note it."""
+        self.times.append(time.perf_counter())
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        """Note it, when the device is done."""
+        if ON_GPU:
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+
+
 def trl_updates(folder: Path, traces: Sequence[Trace], together: int) -> dict[str, Any]:
     """The same group through TRL's `GRPOTrainer`, with so many sequences at once."""
     from trl import GRPOConfig, GRPOTrainer
@@ -303,21 +322,7 @@ def trl_updates(folder: Path, traces: Sequence[Trace], together: int) -> dict[st
 
     found: dict[str, Any] = {"trainer": "trl", "packing": "rows", "gradient_checkpointing": True}
     found["dtype"] = "bfloat16" if ON_GPU else "float32"
-    times: list[float] = []
-    parts = iter((shortened(traces), traces))
-
-    class Clock(transformers.TrainerCallback):  # type: ignore[misc]
-        """Times of the steps' beginnings and ends."""
-
-        def on_step_begin(self, *_: object, **__: object) -> None:
-            """Note it."""
-            times.append(time.perf_counter())
-
-        def on_step_end(self, *_: object, **__: object) -> None:
-            """Note it, when the device is done."""
-            if ON_GPU:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter())
+    clock, parts = Clock(), iter((shortened(traces), traces))
 
     def played(*_: object) -> dict[str, list[Any]]:
         part = next(parts)
@@ -350,11 +355,11 @@ def trl_updates(folder: Path, traces: Sequence[Trace], together: int) -> dict[st
             train_dataset=Dataset.from_list([{"prompt": "one"}] * 2),
             reward_funcs=lambda prompts, **_: [float(n % 2) for n in range(len(prompts))],
             rollout_func=played,
-            callbacks=[Clock()],
+            callbacks=[clock],
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-        found["seconds"] = times[-1] - times[-2]
+        found["seconds"] = clock.times[-1] - clock.times[-2]
     return found
 
 

@@ -145,9 +145,18 @@ def test_gradient_checkpointing_refuses_a_model_without_known_layers():
         recompute_layers(model)
 
 
+@pytest.fixture(params=[True, False])
+def cudnn(request):
+    """State of cuDNN's attention before an update."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(request.param)
+    yield request.param
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_only_long_traces_use_cudnn_s_attention_and_a_layer_computed_again_uses_the_same(
-    packing, monkeypatch
+    packing, cudnn, monkeypatch
 ):
     monkeypatch.setattr(forward, "LONG", 8)
     settings = GrpoSettings(packing=packing, batch_tokens=1, gradient_checkpointing=True)
@@ -168,7 +177,7 @@ def test_only_long_traces_use_cudnn_s_attention_and_a_layer_computed_again_uses_
         (False, False),
         (True, True),
     }
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() is cudnn
 
 
 def test_packed_pieces_have_no_padding():

@@ -369,15 +369,16 @@ def replayed(model: PreTrainedModel, rows: Rows16 | None) -> AbstractContextMana
 def attention_for(piece: TraceBatch) -> Iterator[None]:
     """Within the context, a GPU attends by cuDNN's kernels if a trace of the piece is long.
 
-    They are faster, but prepare themselves for each new length; the embedded engine turns them off
-    in its process. A layer that is computed twice needs the same kernel both times.
+    They are faster, but prepare themselves for each new length. A layer that is computed twice
+    needs the same kernel both times.
     """
     longest = max(sample.trace.size for sample in piece.samples)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(longest >= LONG)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # noqa: FBT003 - it takes no keyword
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @contextmanager
