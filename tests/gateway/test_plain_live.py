@@ -159,12 +159,17 @@ async def second_request(talk: Talk) -> None:
         after += await talk.reader.read(1 << 16)
 
 
-async def retry(talk: Talk) -> None:
+async def leave(talk: Talk) -> None:
+    """Go when a part of the reply has come."""
     await talk.send()
     await talk.read(b"two")
     talk.writer.transport.abort()
     (call,) = (call for call in talk.caller.calls if call.in_flight)
     await talk.caller.until(lambda: call.clients == 0)
+
+
+async def retry(talk: Talk) -> None:
+    await leave(talk)
     del talk.writer
     talk.received = b""
     await talk.send()
@@ -181,11 +186,7 @@ async def go_on(talk: Talk, text: str) -> None:
 
 
 async def leave_and_go_on(talk: Talk) -> None:
-    await talk.send()
-    await talk.read(b"two")
-    talk.writer.transport.abort()
-    (call,) = (call for call in talk.caller.calls if call.in_flight)
-    await talk.caller.until(lambda: call.clients == 0)
+    await leave(talk)
     await go_on(talk, "one two")
 
 

@@ -32,7 +32,7 @@ FIRST_WAIT_S: Final = 0.5
 """Wait before a failed connect is tried again; doubles."""
 
 MANY: Final = 16
-"""Streams that wait for their first part, from which on the parts of others are gathered."""
+"""Number of streams without a first part at which the later parts of others are gathered."""
 
 GATHER_S: Final = 0.05
 """Longest time for which parts of a stream are gathered."""

@@ -108,7 +108,7 @@ class LiveAnswer:
                 transport.abort()
 
     def _head(self) -> bytes:
-        """Return the head of the response, if it has not left."""
+        """Return the head of the response, which is written now; empty if it has left."""
         if self._began:
             return b""
         self._began, self._stream.opening = True, b""
