@@ -317,3 +317,27 @@ async def test_a_live_stream_that_ends_before_its_task_begins_is_aborted(ends, m
                 await asyncio.sleep(0.01)
         assert not home.gateway._engine.calls
         assert len(caller.exchanges) == 1
+
+
+async def test_a_request_sent_behind_another_does_not_make_that_one_s_head_known():
+    def request(key: str, messages: Any) -> bytes:
+        body = orjson.dumps({"model": "m", "messages": messages})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nx-api-key: {key}\r\n"
+        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+    async with played(TURN) as home:
+        caller, other = await home.session("s"), await home.session("t")
+        await home.gateway.seal("t")
+        url = urlsplit(caller.url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        messages = [user("go")]
+        both = [request(one.handle.key, messages) for one in (other, caller)]
+        writer.write(b"".join(both))
+        answers = b""
+        while b"401 Unauthorized" not in answers or b'"usage"' not in answers:
+            answers += await reader.read(1 << 16)
+        messages += [{"role": "assistant", "content": TURN["content"]}, user("and then")]
+        writer.write(request(other.handle.key, messages))
+        assert (await reader.readuntil(b"\r\n")).split()[1] == b"401"
+        assert (len(caller.exchanges), home.gateway.plain.served) == (1, 0)
+        writer.close()

@@ -86,7 +86,7 @@ class Connection(RequestHandler):
     """One client connection, with a deadline for the head of each request, the first included."""
 
     __slots__ = (
-        *("_deadline", "_head_timeout_s", "_lingers", "_names_agent", "_unfinished"),
+        *("_arriving", "_deadline", "_head_timeout_s", "_lingers", "_names_agent", "_unfinished"),
         *("handed", "head", "is_known", "line", "raw_head", "was_served"),
     )
 
@@ -113,7 +113,10 @@ class Connection(RequestHandler):
         self.head: object = None
         """For the handler: what the head of its last request said."""
         self.raw_head: bytes | None = None
-        """The same as it came; `None` = it came in pieces, or is longer than `MOST_KEPT`."""
+        """The same as it came; `None` = it came in pieces or behind another request, or is longer
+        than `MOST_KEPT`."""
+        self._arriving: bytes | None = None
+        """Head of the request that aiohttp is about to begin, likewise."""
         self.line = None if make_line is None else make_line(self)
         """Sees first what arrives."""
         self.handed: DisconnectListener | None = None
@@ -167,7 +170,7 @@ class Connection(RequestHandler):
             if self._deadline is None:
                 self._begin_deadline()
             end = data.find(b"\r\n\r\n", 0, MOST_KEPT) + 4
-            self.raw_head = data[:end] if end > 4 and not self._unfinished else None
+            self._arriving = data[:end] if end > 4 and not self._unfinished else None
             data = self._with_one_agent(data)
         super().data_received(data)
         if in_head and not self._messages:
@@ -197,6 +200,7 @@ class Connection(RequestHandler):
     def head_arrived(self) -> None:
         """End the time limit of a request's head, which has arrived."""
         self.was_served = True
+        self.raw_head, self._arriving = self._arriving, None
         if self._unfinished:
             self._let_go()
         if self._deadline is not None:
