@@ -68,9 +68,12 @@ class Answers(BaseHTTPRequestHandler):
                 return 200, {"session_id": session_id, "worker": NAME}
             case "GET", "/sessions":
                 return 200, {"sessions": [{"session_id": one} for one in SESSIONS]}
-            case "POST", "/replicas":
-                REPLICAS.append(asked["engine"])
-        if self.path == "/replicas":
+            case ("POST" | "DELETE"), _ if self.path.startswith("/replicas"):
+                adds, name = self.command == "POST", asked.get("engine", "http://second")
+                if adds == (name in REPLICAS):
+                    return 400, {"error": {"message": f"{NAME} has {REPLICAS}"}}
+                (REPLICAS.append if adds else REPLICAS.remove)(name)
+        if self.path.startswith("/replicas"):
             zeros: dict = dict.fromkeys(
                 ("calls_in_flight", "sessions", "calls", "failures", "losses", "version"), 0
             )

@@ -15,6 +15,7 @@ from bridle.capture.records import Outcome, SessionRecord
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import Limits, SamplingPolicy
 from bridle.errors import ConfigError, EngineError
+from bridle.gateway import workers
 from bridle.gateway.keys import key_digest, mint_key
 from bridle.gateway.listener import listen
 from bridle.gateway.registry import STORED_AS, stored_settings
@@ -245,6 +246,25 @@ async def test_a_killed_worker_comes_back_on_its_port_with_the_policy_of_the_oth
         _, listed = await it.ask("GET", "/replicas")
         assert [one["name"] for one in listed["replicas"]] == ["http://first", "http://second"]
         assert [one["prompt_tokens"] for one in listed["replicas"]] == [2, 2]
+
+
+async def test_a_change_of_replicas_that_one_worker_missed_can_be_repeated(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "READY_S", 0.01)
+    second = {"engine": "http://second"}
+    async with stand(tmp_path) as it:
+        restarting = it.gateway.workers[1].ready
+        for method, path, body, found in (
+            ("POST", "/replicas", second, {"http://first": 2, "http://second": 2}),
+            ("DELETE", "/replicas?name=http%3A//second", {}, {"http://first": 2}),
+        ):
+            restarting.clear()
+            assert (await it.ask(method, path, body))[0] == 503
+            restarting.set()
+            assert (await it.ask(method, path, body))[0] == 200
+            _, listed = await it.ask("GET", "/replicas")
+            assert {one["name"]: one["prompt_tokens"] for one in listed["replicas"]} == found
+            status, said = await it.ask(method, path, body)
+            assert (status, said["error"]["message"][:8]) == (400, "worker-0")
 
 
 async def test_health_names_a_worker_that_is_down(tmp_path):

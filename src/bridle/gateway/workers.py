@@ -260,7 +260,7 @@ class Supervisor(Stacked):
             return web.Response(body=answer[1], headers={"Content-Type": kind})
         return _response(answer)
 
-    async def _answer(  # noqa: PLR0911 - one per route
+    async def _answer(  # noqa: C901, PLR0911 - one per route
         self, method: str, words: Sequence[str], path: str, body: bytes
     ) -> Answer:
         match (method, *words):
@@ -281,9 +281,11 @@ class Supervisor(Stacked):
                 return _failure(answers) or _newest(answers)
             case "POST", "policy":
                 return await self._set_policy(body)
-            case (("GET" | "POST"), "engines", *_):
-                return await self._engines(method, path, body)
-            case (("GET" | "POST" | "DELETE"), "replicas"):
+            case "GET", ("engines" | "replicas") as route:
+                return await self._show_replicas(route)
+            case "POST", "engines", *_:
+                return await self._steer_engine(path, body)
+            case (("POST" | "DELETE"), "replicas"):
                 return await self._change_replicas(method, path, body)
         return await self._ask(self.workers[0], method, path, body)  # refused there
 
@@ -392,23 +394,16 @@ class Supervisor(Stacked):
             undo.pop_all()
         return _newest(answers)
 
-    async def _engines(self, method: str, path: str, body: bytes) -> Answer:
-        """List the engines, after a release or resume on all workers if it is a `POST`."""
-        if method == "POST":
-            try:
-                wanted = SetEngine.model_validate_json(body or b"{}")
-                policy = wanted.policy(unquote(path.removeprefix("/engines/")))
-            except ValidationError:
-                return await self._ask(self.workers[0], method, path, body)  # refused there
-            changes = policy.model_dump(mode="json", exclude_none=True)
-            answer = await self._set_policy(orjson.dumps(changes))
-            if answer[0] != 200:
-                return answer
-        answers = await self._ask_all("GET", "/replicas")
-        if failed := _failure(answers):
-            return failed
-        replicas = [orjson.loads(answer)["replicas"] for _, answer in answers]
-        return 200, orjson.dumps({"engines": engines_json(merged_replicas(replicas))})
+    async def _steer_engine(self, path: str, body: bytes) -> Answer:
+        """Release or resume an engine on all workers, and list the engines."""
+        try:
+            wanted = SetEngine.model_validate_json(body or b"{}")
+            policy = wanted.policy(unquote(path.removeprefix("/engines/")))
+        except ValidationError:
+            return await self._ask(self.workers[0], "POST", path, body)  # refused there
+        changes = policy.model_dump(mode="json", exclude_none=True)
+        answer = await self._set_policy(orjson.dumps(changes))
+        return answer if answer[0] != 200 else await self._show_replicas("engines")
 
     async def _take_back(self, before: JSON, *, hold: bool) -> None:
         self._policy = before
@@ -444,16 +439,29 @@ class Supervisor(Stacked):
                 await self._ask(worker, "POST", "/policy", orjson.dumps(policy))
 
     async def _change_replicas(self, method: str, path: str, body: bytes) -> Answer:
+        """Make a change on all workers. One that some of them made and others missed can be
+        repeated: the former refuse it then.
+        """
         answers = await self._ask_all(method, path, body)
-        if failed := _failure(answers):
+        made = any(status == 200 for status, _ in answers)
+        if failed := _failure([one for one in answers if not made or one[0] != 400]):
             return failed
         if method == "POST":
             self._replicas.append(("add", orjson.loads(body)["engine"]))
-        elif method == "DELETE":
+        else:
             query = parse_qs(path.partition("?")[2])
             self._replicas.append(("remove", query["name"][-1]))
-        replicas = [orjson.loads(answer)["replicas"] for _, answer in answers]
-        return 200, orjson.dumps({"replicas": merged_replicas(replicas)})
+        return await self._show_replicas("replicas")
+
+    async def _show_replicas(self, route: str) -> Answer:
+        """Return the answer of `GET /replicas` or `GET /engines`."""
+        answers = await self._ask_all("GET", "/replicas")
+        if failed := _failure(answers):
+            return failed
+        replicas = merged_replicas([orjson.loads(answer)["replicas"] for _, answer in answers])
+        return 200, orjson.dumps(
+            {route: engines_json(replicas) if route == "engines" else replicas}
+        )
 
 
 _SUMMED: Final = (
