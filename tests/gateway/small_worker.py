@@ -68,7 +68,7 @@ class Answers(BaseHTTPRequestHandler):
                 return 200, {"session_id": session_id, "worker": NAME}
             case "GET", "/sessions":
                 return 200, {"sessions": [{"session_id": one} for one in SESSIONS]}
-            case ("POST" | "DELETE"), _ if self.path.startswith("/replicas"):
+            case (("POST" | "DELETE"), _) if self.path.startswith("/replicas"):
                 adds, name = self.command == "POST", asked.get("engine", "http://second")
                 if adds == (name in REPLICAS):
                     return 400, {"error": {"message": f"{NAME} has {REPLICAS}"}}
