@@ -65,6 +65,10 @@ def test_the_error_for_a_missing_field_shows_no_value():
             {"runtime": {"prepare": "true"}},
             "runtime.prepare: Input should be a list; given: 'true'",
         ),
+        (
+            {"rejected_reward": float("nan")},
+            "rejected_reward: Input should be a finite number; given: nan",
+        ),
     ],
 )
 def test_a_value_of_a_wrong_type_is_refused_without_words_of_python(fields, said):

@@ -353,7 +353,7 @@ class Task(Settings):
     """Kinds of call whose tokens train."""
     rejected: Literal["train", "mask"] = "train"
     """Treatment of replies that the harness read and did not continue from (`rejected`)."""
-    rejected_reward: float | None = None
+    rejected_reward: float | None = Field(default=None, allow_inf_nan=False)
     """The reward of their traces; `None` = the session's, so that a malformed reply of a session
     that succeeded is reinforced with it."""
     metadata: JSON = Field(default_factory=dict)

@@ -10,6 +10,7 @@ import sqlite3
 import pyarrow.parquet as pq
 import pytest
 
+from bridle.evaluators.base import Evaluation
 from bridle.folders import FolderLock
 
 SCORER = """
@@ -194,6 +195,40 @@ def test_an_evaluator_that_needs_the_work_folder_changes_no_reward(say, run):
     said = say("score", run, "--evaluator", spec, "--json")
     assert said.code == 1
     assert all("the work folder is not kept" in each["error"] for each in said.json["sessions"])
+    assert rewards(run) == before
+
+
+class Turns:
+    """An evaluator that gives the last turn of each trace a reward of its own."""
+
+    def __init__(self, reward=0.5):
+        self._reward = reward
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config)
+
+    async def evaluate(self, context):
+        turns = {trace.exchange_ids[-1]: self._reward for trace in context.trajectory.traces}
+        return Evaluation(sum(turns.values()), turn_rewards=turns)
+
+
+def test_score_records_the_turn_rewards_of_an_evaluator(say, run):
+    said = say("score", run, "--evaluator", "tests.cli.test_score:Turns")
+    assert said.code == 0, said.err
+    for one in map(json.loads, (run / "trajectories.jsonl").read_text().splitlines()):
+        for trace in one["traces"]:
+            last = trace["turn_ends"][-1] - 1
+            assert {at: r for at, r in enumerate(trace["token_rewards"]) if r} == {last: 0.5}
+
+
+def test_score_refuses_rewards_that_are_not_finite_and_changes_none(say, run):
+    before = rewards(run)
+    spec = run.parent / "again.toml"
+    spec.write_text('strategy = "tests.cli.test_score:Turns"\nconfig = { reward = nan }\n')
+    said = say("score", run, "--evaluator", spec, "--json")
+    assert said.code == 1
+    assert all("must be a finite number" in each["error"] for each in said.json["sessions"])
     assert rewards(run) == before
 
 

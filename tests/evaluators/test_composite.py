@@ -123,6 +123,7 @@ async def test_a_failing_part_fails_the_composite_evaluator(tmp_path):
         ([{"strategy": "command"}], "part 'command' of 'composite': .*command: Field required"),
         ([{"strategy": "session_completed", "weight": 0}], "needs a weight above 0"),
         ([{"strategy": "session_completed"}] * 2, "need different names"),
+        ([{"strategy": "session_completed", "gate": float("nan")}], "gate: .* finite number"),
     ],
 )
 def test_an_invalid_part_of_a_composite_config_is_refused_by_name(parts, why):

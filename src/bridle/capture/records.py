@@ -202,6 +202,8 @@ class Score:
     why: str = ""
     metadata: JSON = field(default_factory=dict)
     """Result of the scorer beside the reward."""
+    turn_rewards: Mapping[str, float] | None = None
+    """Rewards of turns, by the id of their exchange."""
 
 
 def with_scores(outcome: Outcome, scores: Sequence[Score]) -> Outcome:
@@ -220,6 +222,8 @@ def with_scores(outcome: Outcome, scores: Sequence[Score]) -> Outcome:
     ]
     if last.metadata:
         metadata["evaluation"] = last.metadata
+    if last.turn_rewards:
+        metadata["turn_rewards"] = last.turn_rewards
     now = replace(outcome, reward=last.reward, trace_rewards=last.trace_rewards, metadata=metadata)
     if outcome.cause != Cause.EVALUATOR or last.reward is None:
         return now

@@ -257,6 +257,7 @@ async def _one(store: SqliteStore, capture: SessionCapture, scorer: Scorer, why:
         by=getpass.getuser(),
         why=why,
         metadata=found.metadata,
+        turn_rewards=found.turn_rewards,
     )
     await store.score(given)
     return row | {"reward": given.reward}

@@ -16,6 +16,7 @@ reward 0.0, if it got a reply of the model.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import shlex
 import tempfile
@@ -283,16 +284,18 @@ async def evaluate_with_control(evaluator: Evaluator, context: EvaluationContext
     """
     kind = getattr(evaluator, "control", "whole")
     if kind == "parts":
-        return await evaluator.evaluate(context)
+        return _finite(await evaluator.evaluate(context))
     try:
         async with asyncio.timeout(context.budget_s):
-            return await evaluator.evaluate(context)
+            evaluation = await evaluator.evaluate(context)
     except Unscorable:
         raise
     except EvaluatorError as error:
         failure = error
     except TimeoutError:
         failure = EvaluatorError(f"it {LATE} its budget of {context.budget_s:g} s")
+    else:
+        return _finite(evaluation)
     if kind == "none":
         raise failure
     if await _control(evaluator, context, failure):
@@ -322,6 +325,15 @@ async def _control(
     except EvaluatorError as error:
         return _way(error) == _way(failure)
     return False
+
+
+def _finite(evaluation: Evaluation) -> Evaluation:
+    """Return the evaluation. Raises `EvaluatorError` if one of its rewards is NaN or infinite."""
+    turns = (evaluation.turn_rewards or {}).values()
+    rewards = (evaluation.reward, *(evaluation.trace_rewards or ()), *turns)
+    if not all(math.isfinite(reward) for reward in rewards):
+        raise EvaluatorError(f"a reward must be a finite number, not {rewards}")
+    return evaluation
 
 
 def _way(error: EvaluatorError) -> str:

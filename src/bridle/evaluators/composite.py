@@ -44,7 +44,7 @@ class Part(Settings):
     name: str | None = None
     """Its name in the metadata; `None` = its strategy."""
     weight: float = Field(default=1.0, ge=0)
-    gate: float | None = None
+    gate: float | None = Field(default=None, allow_inf_nan=False)
     """The least reward with which the next part is reached; `None` = any."""
 
     @property

@@ -13,7 +13,6 @@ exhausted budget; most harnesses then stop. One that continues is killed after a
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -464,10 +463,6 @@ class SessionRun:
                 evaluation = await evaluate_with_control(self._evaluator, context)
             except Unscorable as error:
                 evaluation = Evaluation(0.0, metadata={"unscorable": str(error)})
-        turns = (evaluation.turn_rewards or {}).values()
-        rewards = (evaluation.reward, *(evaluation.trace_rewards or ()), *turns)
-        if not all(math.isfinite(reward) for reward in rewards):
-            raise EvaluatorError(f"a reward must be a finite number, not {rewards}")
         return replace(evaluation, metadata=writable({**evaluation.metadata, **places.facts()}))
 
     def _places(
