@@ -1,6 +1,7 @@
 """Samples for slime and Miles: groups, siblings, masks, versions; advantages by session."""
 
 import asyncio
+import json
 from collections import Counter
 from heapq import heappop, heappush
 from types import SimpleNamespace
@@ -52,7 +53,7 @@ def test_traces_of_a_session_are_slime_samples_with_one_rollout_id():
     assert first.weight_versions == ["3", "4"]
     assert (first.reward, first.group_index, first.status) == (1.0, 0, Status.COMPLETED)
     assert first.response == "\nDone."
-    assert first.metadata["session_id"] == "s"
+    assert (first.metadata["session_id"], first.metadata["task_id"]) == ("s", "a")
     for sample in (*two, *one):
         sample.validate()
 
@@ -77,6 +78,9 @@ def test_a_session_without_a_reward_is_a_removed_slime_sample_in_its_place():
     assert failed.reward == 1.0
     cut = [group(session("s", 1.0, trace(finish_reason="length")), session("u", 1.0, trace()))]
     assert samples_of(cut, templates("a"))[0][0][0][0].status is Status.TRUNCATED
+    first = trace(versions=np.array([0, 0, -1, -1, 0, 0, 1], np.int32))
+    groups = [group(session("s", 1.0, first), session("u", 1.0, trace()))]
+    assert samples_of(groups, templates("a"))[0][0][0][0].weight_versions == ["0", "1"]
 
 
 def test_slime_advantages_of_trace_rewards_are_computed_within_a_role():
@@ -104,6 +108,9 @@ def test_slime_advantages_count_a_session_once_and_ignore_unknown_rewards():
     raw, advantages = post_process_rewards(ARGS, flat)
     assert raw == [1, 1, 1, 0, 1, 1]
     assert advantages == [1, 1, 1, -1, 0, 0]
+    plain = SimpleNamespace(grpo_std_normalization=False)
+    assert post_process_rewards(plain, flat)[1] == [0.5, 0.5, 0.5, -0.5, 0, 0]
+    assert post_process_rewards(SimpleNamespace(), flat)[1] == advantages
     three = [Sample(group_index=0, index=at, metadata={"task_id": "a"}) for at in range(3)]
     known = session("s", 1.0, trace()), session("u", 0.0, trace())
     (of,), _ = samples_of([group(*known, unknown)], [three])
@@ -224,13 +231,17 @@ class Slots(ServerSessions):
         self.running: list[tuple[float, str]] = []
         self.left: Counter[str] = Counter()
         self.order: list[str] = []
+        self.acked: list[str] = []
+        self.versions: list[int] = []
 
     def hand_in(self, groups, *, hand_out=True):
+        known = [name for name in groups if name in self.left]
         for name, (_, samples) in groups.items():
-            self.queue += [name] * samples
-            self.left[name] = samples
+            if name not in known:
+                self.queue += [name] * samples
+                self.left[name] = samples
         self.fill()
-        return []
+        return [name for name in known if name in self.order]
 
     def fill(self):
         while self.queue and len(self.running) < 64:
@@ -260,7 +271,10 @@ class Slots(ServerSessions):
         return [session(f"{name}.{at}", 1.0, trace()) for at in range(samples)]
 
     def ack(self, names):
-        pass
+        self.acked += names
+
+    def set_version(self, version):
+        self.versions.append(version)
 
 
 class Groups:
@@ -277,6 +291,33 @@ class Groups:
             [Sample(group_index=n, index=8 * n + at, metadata={"task_id": "a"}) for at in range(8)]
             for n in numbers
         ]
+
+
+def names_of(groups):
+    return [f"one.{group[0][0].group_index}" for group in groups]
+
+
+def test_slime_s_asynchronous_rollouts_have_the_version_of_the_update_before(opened, monkeypatch):
+    args, slots = opened[0], Slots()
+    args.bridle_run = "one"
+    monkeypatch.setattr("bridle.bridges.slime.open_server", lambda *_: (slots, TASKS))
+    source = Groups()
+    taken = [names_of(generate_rollout_async(args, rollout, source)) for rollout in range(4)]
+    assert slots.versions == [0, 0, 1, 2]
+    assert slots.acked == [*taken[0], *taken[1]]  # 2 may be in training, 3 waits for it
+
+
+def test_slime_s_restarted_run_acknowledges_what_is_trained_and_takes_the_rest_again():
+    slots, source = Slots(), Groups()
+    ahead = Ahead(slots, TASKS, source, "one")
+    taken = [names_of(ahead.take(rollout, 2, 2)[0]) for rollout in range(3)]
+    slots.acked.clear()
+    again = Groups()
+    again.given = source.given
+    again.metadata = json.loads(json.dumps(source.metadata))
+    restarted = Ahead(slots, TASKS, again, "one")
+    assert names_of(restarted.take(2, 2, 2)[0]) == taken[2]
+    assert sorted(slots.acked) == sorted(taken[1])  # those of 0 were acknowledged before
 
 
 def lost_share(ahead):

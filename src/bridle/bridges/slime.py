@@ -174,7 +174,12 @@ class Ahead:
         end.
         """
         trained = [name for name, of in self._rollouts.items() if of < rollout_id - 1]
-        self._sessions.ack(trained)
+        before = [
+            f"{self._run}.{of[0]['group_index']}"
+            for rollout, of in self._restored
+            if rollout is not None and rollout < rollout_id
+        ]
+        self._sessions.ack([*trained, *before])
         for name in trained:
             del self._groups[name], self._rollouts[name]
         self._begin(rollout_id, count + ahead)
