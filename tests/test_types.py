@@ -3,6 +3,8 @@
 import dataclasses
 import pickle
 
+import numpy as np
+
 from bridle.types import (
     MediaPart,
     Message,
@@ -11,6 +13,7 @@ from bridle.types import (
     TextPart,
     ToolCall,
     VersionSpan,
+    first_difference,
     record,
 )
 
@@ -21,6 +24,14 @@ def test_the_text_of_a_message_joins_its_text_parts_without_a_separator():
 
     assert message.text == "ab"
     assert Message(Role.ASSISTANT).text == ""
+
+
+def test_first_difference_is_the_first_unequal_position_or_the_shorter_length():
+    one = np.array([1, 2, 3], np.int32)
+    assert first_difference(one, np.array([1, 9, 3], np.int32)) == 1
+    assert first_difference(one, one) == 3
+    assert first_difference(one, one[:2]) == 2
+    assert first_difference(one, one[:0]) == 0
 
 
 def test_value_types_survive_pickling():

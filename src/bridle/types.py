@@ -71,6 +71,15 @@ def one_line(data: bytes) -> bytes:
     return data.replace(b"\xc2\x85", b"\\u0085") if b"\xc2\x85" in data else data
 
 
+def first_difference(one: Ids, two: Ids) -> int:
+    """Return the first position at which two id arrays differ; the shorter's length if neither
+    does.
+    """
+    shared = min(len(one), len(two))
+    (different,) = (one[:shared] != two[:shared]).nonzero()
+    return int(different[0]) if len(different) else shared
+
+
 class Dialect(StrEnum):
     """One provider's wire format."""
 

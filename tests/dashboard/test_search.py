@@ -1,10 +1,9 @@
 """Search in the messages of a capture file: every form of a text, a little at a time."""
 
-import asyncio
 import math
 
 import pytest
-from tests.dashboard.house import HOSTILE, client, long, looked_at, write
+from tests.dashboard.house import HOSTILE, client, looked_at
 
 from bridle.capture.reader import SqliteReader
 from bridle.dashboard import folder
@@ -39,15 +38,25 @@ def test_session_list_filtered_by_text_has_the_sessions_whose_messages_contain_t
     assert source.sessions(SessionFilter(text="a unicorn"), 0, 10).total == 0
 
 
+class After(float):
+    """A time that is reached after so many looks at the clock."""
+
+    looks = 0
+
+    def __gt__(self, _):
+        self.looks += 1
+        return self.looks <= self
+
+
 def test_an_interrupted_search_resumes_and_the_page_shows_the_number_of_calls_left(
-    tmp_path, run, monkeypatch
+    run, monkeypatch
 ):
-    asyncio.run(write(tmp_path, long(7)))
     monkeypatch.setattr(folder, "SEARCHED_ROWS", 2)
-    with SqliteReader(tmp_path / "capture.sqlite") as reader:
-        wanted = TextSearch("x")
-        assert wanted.go_on(reader, 0.0) == 7
+    with SqliteReader(run / "capture.sqlite") as reader:
+        wanted = TextSearch("look first.")
+        assert [wanted.go_on(reader, After(looks)) for looks in (0, 1, 3)] == [15, 13, 7]
         assert wanted.go_on(reader, math.inf) == 0
+        assert wanted.found == ALL
     monkeypatch.setattr("bridle.dashboard.folder.SEARCH_S", 0.0)
     with client(run) as browser:
         page = browser.get("/sessions?text=look+first").text

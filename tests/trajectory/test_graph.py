@@ -8,7 +8,7 @@ from tests.capture.made import MadeSession, digest_of
 from tests.trajectory.conversations import chain
 
 from bridle.capture.records import no_ids
-from bridle.trajectory.graph import Break, first_difference, first_ids, grow, pieces
+from bridle.trajectory.graph import Break, first_ids, grow, pieces
 
 
 def grown(made):
@@ -189,14 +189,6 @@ def test_an_exchange_without_any_id_is_sound():
     graph = grown(made)
     assert graph.nodes["x0"].sound
     assert np.array_equal(first_ids(graph.nodes["x0"], 0), no_ids())
-
-
-def test_first_difference_is_the_first_unequal_position_or_the_shorter_length():
-    one = np.array([1, 2, 3], np.int32)
-    assert first_difference(one, np.array([1, 9, 3], np.int32)) == 1
-    assert first_difference(one, one) == 3
-    assert first_difference(one, one[:2]) == 2
-    assert first_difference(one, no_ids()) == 0
 
 
 def test_non_contiguous_id_arrays_have_the_same_digest():

@@ -27,7 +27,7 @@ import numpy as np
 from bridle.engines.base import Engine, GenerateRequest, HasTokenizer, Templating
 from bridle.engines.ids import ArrayIds, compact, parse_ids
 from bridle.errors import BridleError, EngineError
-from bridle.types import JSON, Ids, LogprobMode, Logprobs, Sampling
+from bridle.types import JSON, Ids, LogprobMode, Logprobs, Sampling, first_difference
 
 Render = Callable[[list[JSON], list[JSON]], "Ids"]
 """OpenAI Chat messages and tools -> Bridle's ids of the whole prompt."""
@@ -111,7 +111,7 @@ async def compare_rendering(engine: Engine, render: Render) -> Finding:
             differ.append(f"{case.name} (ours fails: {error})")
             continue
         if not np.array_equal(ours, theirs):
-            differ.append(f"{case.name} (from token {_first_difference(ours, theirs)})")
+            differ.append(f"{case.name} (from token {first_difference(ours, theirs)})")
     if not asked:
         return Finding.note("rendering", "the engine renders nothing for us to compare")
     found = f"{asked - len(differ)} of {asked} alike"
@@ -144,7 +144,7 @@ async def compare_template(engine: Engine) -> Finding:
             return _no_template(f"it reports no prompt for messages: {error}")
         reported_by_chat += used is not None
         if used is not None and not np.array_equal(ids, used):
-            unlike.append(f"{case.name} (from token {_first_difference(ids, used)})")
+            unlike.append(f"{case.name} (from token {first_difference(ids, used)})")
     if unlike:
         return _no_template(
             f"its chat route makes other prompts than it reports: {', '.join(unlike)}"
@@ -180,12 +180,6 @@ async def _chat_prompt(engine: Engine, case: Case, ids: Ids) -> Ids | None:
     return parse_ids(compact(texts[0])) if texts else None
 
 
-def _first_difference(ours: Ids, theirs: Ids) -> int:
-    size = min(len(ours), len(theirs))
-    same = ours[:size] == theirs[:size]
-    return size if same.all() else int(np.argmin(same))
-
-
 async def compare_vocabulary(
     engine: Engine | HasTokenizer, encode: Callable[[str], Ids], vocab_size: int
 ) -> Finding:
@@ -206,7 +200,7 @@ async def compare_vocabulary(
         asked += 1
         ours = encode(text)
         if not np.array_equal(ours, theirs):
-            at = _first_difference(ours, theirs)
+            at = first_difference(ours, theirs)
             return _mismatch(what, f"other ids for {text[:24]!r} from token {at}")
     if not asked:
         return Finding.note(what, "the engine tokenises nothing for us to compare")

@@ -21,9 +21,16 @@ from bridle.errors import ConfigError, RequestError
 from bridle.experts import KEY, unpack
 from bridle.gateway.sampling import SampledReply
 from bridle.harness_rules import VARYING, differing, likely_cause
-from bridle.trajectory.graph import ExchangeNode, first_difference, first_ids, grow
+from bridle.trajectory.graph import ExchangeNode, first_ids, grow
 from bridle.trajectory.transcript import Transcript
-from bridle.types import JSON, DeliveryState, FinishReason, Kind, LogprobMode
+from bridle.types import (
+    JSON,
+    DeliveryState,
+    FinishReason,
+    Kind,
+    LogprobMode,
+    first_difference,
+)
 
 if TYPE_CHECKING:
     from bridle.capture.records import Exchange, SessionCapture

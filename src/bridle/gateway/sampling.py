@@ -38,8 +38,14 @@ from bridle.errors import EngineError, boundary
 from bridle.gateway.budgets import derived_seed
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.reply import REPLACEMENT
-from bridle.trajectory.graph import first_difference
-from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan, record
+from bridle.types import (
+    JSON,
+    FinishReason,
+    LogprobMode,
+    VersionSpan,
+    first_difference,
+    record,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt

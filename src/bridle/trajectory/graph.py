@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bridle.capture.records import Exchange, no_ids
-from bridle.types import Ids
+from bridle.types import Ids, first_difference
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -161,15 +161,6 @@ def first_ids(node: ExchangeNode, take: int) -> Ids:
     """Return the first `take` ids of the path from the root to a node, shape (take,), int32."""
     runs = [piece.ids for piece in pieces(node, take)]
     return np.concatenate(runs) if runs else no_ids()
-
-
-def first_difference(one: Ids, two: Ids) -> int:
-    """Return the first position at which two id arrays differ; the shorter's length if neither
-    does.
-    """
-    shared = min(len(one), len(two))
-    different = np.flatnonzero(one[:shared] != two[:shared])
-    return int(different[0]) if len(different) else shared
 
 
 def _content(exchange: Exchange) -> tuple[object, ...]:

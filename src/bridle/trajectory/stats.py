@@ -40,11 +40,10 @@ from bridle.trajectory.graph import (
     ExchangeNode,
     Graph,
     by_time,
-    first_difference,
     first_ids,
 )
 from bridle.trajectory.sample import MaskReason, Trace
-from bridle.types import JSON, FinishReason, Ids, Kind
+from bridle.types import JSON, FinishReason, Ids, Kind, first_difference
 
 TEMPLATE_ROOTS = frozenset({"engine_prompt", "image", "template"})
 """Root reasons of prompts that an engine's chat template made."""

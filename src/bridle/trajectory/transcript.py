@@ -31,9 +31,18 @@ from bridle.dialects.media import shown_block
 from bridle.dialects.openai_chat_write import chat_messages, chat_tools
 from bridle.errors import RequestError, StoreError, boundary
 from bridle.trajectory.builders import mark
-from bridle.trajectory.graph import ExchangeNode, Graph, by_time, first_difference, first_ids, grow
+from bridle.trajectory.graph import ExchangeNode, Graph, by_time, first_ids, grow
 from bridle.trajectory.sample import MaskReason
-from bridle.types import JSON, Ids, Kind, MediaPart, Message, ModelRequest, Role
+from bridle.types import (
+    JSON,
+    Ids,
+    Kind,
+    MediaPart,
+    Message,
+    ModelRequest,
+    Role,
+    first_difference,
+)
 
 
 class Transcript:
