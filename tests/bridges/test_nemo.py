@@ -50,6 +50,12 @@ def test_an_untrained_call_is_in_the_prompt_of_the_next_nemo_gym_call():
     assert only["prompt_token_ids"] == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_a_call_that_sampled_nothing_has_no_token_ids_for_nemo_gym():
+    empty = trace(exchange_ids=("e0", "empty", "e1"), turn_ends=(2, 2, 7), response_messages=[])
+    first, second = with_tokens(items_of(empty))
+    assert first["generation_token_ids"] + second["generation_token_ids"] == [4, 5, 8, 9, 10]
+
+
 def test_nemo_gym_items_of_unmatched_messages_are_empty_texts_with_token_ids():
     result = items_of(trace(response_messages=[]))
     assert [item["content"][0]["text"] for item in result] == ["", ""]
@@ -189,6 +195,13 @@ def test_a_nemo_rl_batch_has_every_trace_with_logprobs_advantages_and_routed_exp
     assert batch["routed_experts"][0, :10].tolist() == rows().tolist()
     assert (batch["routed_experts"][0, 10:] == -1).all()
     assert (batch["routed_experts"][1:] == -1).all()
+
+
+def test_a_nemo_rl_batch_can_have_plain_advantages_and_no_routed_experts():
+    sessions = session("s", 1.0, trace("s0")), session("u", 0.0, trace("u0"))
+    batch, _ = train_batch([group(*sessions)], pad_id=0, normalise=False)
+    assert batch.keys() == FIELDS
+    assert [of[3].item() for of in batch["advantages"]] == [0.5, -0.5]
 
 
 @pytest.mark.parametrize("token_level", [True, False])
