@@ -16,7 +16,7 @@ import pytest
 from tests.gateway.gated import Gated
 from tests.gateway.house import Caller, House, events, user
 from tests.gateway.speech import SPEECHES, Harness
-from tests.gateway.test_plain import Streaming, played
+from tests.gateway.test_plain import OtherPrompt, Streaming, played
 
 from bridle.dialects import history as history_file
 from bridle.errors import EngineError
@@ -159,6 +159,18 @@ async def second_request(talk: Talk) -> None:
         after += await talk.reader.read(1 << 16)
 
 
+async def another_prompt(talk: Talk) -> None:
+    """Get a reply that the engine samples under a prompt of its own, and go on from it."""
+    (replica,) = talk.home.gateway._engine.each()
+    engine: Any = replica.engine
+    engine.prompt = b"[5,6,7]"
+    await talk.send()
+    await talk.end()
+    engine.prompt = None
+    talk.messages += [{"role": "assistant", "content": WORDS}, user("and then")]
+    await talk.caller.ask(talk.messages)
+
+
 async def leave(talk: Talk) -> None:
     """Go when a part of the reply has come."""
     await talk.send()
@@ -209,6 +221,7 @@ DISTURBED: dict[str, tuple[Callable[[Talk], Awaitable[None]], dict[str, Any]]] =
     "seal": (seal, {"gate": 6}),
     "closing": (closing, {"gate": 6}),
     "second request": (second_request, {"gate": 6}),
+    "another prompt": (another_prompt, {"gate": 6, "adapter": OtherPrompt}),
     "retry": (retry, {"gate": 6}),
     "leave": (leave_and_go_on, {"gate": 6}),
     "break": (break_and_go_on, {"gate": 6, "error": EngineError("it broke", status=400)}),

@@ -648,8 +648,8 @@ class PlainCall:
         asked = call, call.posed(), self.prompted, self.effective
         try:
             sampled = await exchanges.sampled(session, *asked)
-            if call.error is not None:  # it broke off, and its beginning may come back
-                settle(session)
+            if call.error is not None or sampled.engine_prompt is not None:
+                settle(session)  # a beginning may come back; another prompt shows other turns
             self._finish(sampled)
         except BaseException:
             settle(session)
