@@ -115,6 +115,23 @@ def test_every_toml_and_json_example_of_the_docs_is_valid(tmp_path):
         make_script(json.loads(text), "engines.md")
 
 
+def test_the_rooms_of_the_architecture_page_are_those_that_lint_checks():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers, pure, *_ = project["tool"]["importlinter"]["contracts"]
+    text = page("architecture.md").partition("\n## Rooms")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| \d+ \| (.+) \|$", text, re.MULTILINE)
+    said = re.findall(r"^The modules (.+?) are pure", text, re.MULTILINE | re.DOTALL)
+
+    assert [set(re.findall(r"`(\w+)`", row)) for row in rows] == [
+        set(re.findall(r"\((\w+)\)", layer)) for layer in layers["layers"]
+    ]
+    assert set(re.findall(r"`([\w.]+)`", said[0])) == {
+        module.removeprefix("bridle.") for module in pure["source_modules"]
+    }
+
+
 def test_python_m_bridle_cli_runs_the_command_line():
     done = subprocess.run(
         [sys.executable, "-m", "bridle.cli", "--version"],
