@@ -188,6 +188,16 @@ async def test_identical_replies_get_one_continuation_each_also_after_a_restart(
     assert len(set(children)) == 2
 
 
+async def test_ties_between_equal_replies_are_counted_by_what_decided_them():
+    async with house({"content": "same"}, {"content": "next"}) as home:
+        caller = await home.session()
+        for _ in range(2):
+            answer = await caller.ask([user("go")])
+        for text in ("on", "off"):
+            await caller.ask([user("go"), answer, user(text)])
+        assert (await stats_of(home, caller))["ties"] == {"newest": 1, "childless": 1}
+
+
 THINK_ONLY = {"raw": "<think>\nI wonder.\n</think>\n\n<|im_end|>"}
 
 

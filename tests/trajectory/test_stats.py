@@ -37,6 +37,7 @@ NOTHING = {
     "malformed_calls": 0,
     "drift": {},
     "habits": {},
+    "ties": {},
     "breaks": [],
     "spliced": {"spans": 0, "tokens": 0},
     "unpaired": 0,

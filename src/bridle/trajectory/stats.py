@@ -266,6 +266,7 @@ def measure(
         "malformed_calls": sum(one.extra.get("malformed_calls", 0) for one in exchanges),
         "drift": dict(sorted(_drift(continuing, joined).items())),
         "habits": dict(Counter(e.extra["habit"] for e in exchanges if "habit" in e.extra)),
+        "ties": dict(Counter(e.extra["tie"] for e in exchanges if "tie" in e.extra)),
         "breaks": [_break(found) for found in graph.breaks]
         + [
             {"exchange": row.exchange_id, "position": 0, "reason": "damaged_row"} for row in damaged
