@@ -12,6 +12,10 @@ TARGETS = PHONY.split()
 CI = (ROOT / ".ci" / "run").read_text()
 
 
+def test_the_targets_that_people_rely_on_exist():
+    assert {"demo", "test", "lint", "bench", "docs", "dist", "long"} <= set(TARGETS)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_each_make_target_has_an_executable_script(target):
     script = ROOT / "scripts" / target
