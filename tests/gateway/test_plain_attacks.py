@@ -341,3 +341,27 @@ async def test_a_request_sent_behind_another_does_not_make_that_one_s_head_known
         assert (await reader.readuntil(b"\r\n")).split()[1] == b"401"
         assert (len(caller.exchanges), home.gateway.plain.served) == (1, 0)
         writer.close()
+
+
+def test_under_uvloop_a_known_head_with_two_user_agents_is_served_on_every_new_connection():
+    async def burst() -> list[bytes]:
+        async with played(TURN) as home:
+            caller = await home.session("s")
+            url = urlsplit(caller.url)
+
+            async def root(text: str) -> bytes:
+                body = orjson.dumps({"model": "m", "messages": [user(text)]})
+                head = f"POST {url.path} HTTP/1.1\r\nHost: g\r\nUser-Agent: a\r\nUser-Agent: b\r\n"
+                key = f"x-api-key: {caller.handle.key}\r\n"
+                reader, writer = await asyncio.open_connection(url.hostname, url.port)
+                writer.write(f"{head}{key}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                status = (await reader.readuntil(b"\r\n")).split()[1]
+                writer.close()
+                return status
+
+            found = [await root("go")]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(root(f"go {number}")) for number in range(8)]
+            return [*found, *[task.result() for task in tasks]]
+
+    assert uvloop.run(burst()) == [b"200"] * 9

@@ -184,13 +184,13 @@ class PlainConnection:
             return False
         self.known, self.connection.head = known, known.head
         self.connection.is_known = True
+        if missing:
+            self._parts, self._missing, self._start, self._taken = [data], missing, start, taken
+            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._give_up)
+        elif not self._path.take(self, data, start, taken):
+            return False
         if not self.connection.was_served:  # else nothing of its first head is left to be ended
             self.connection.head_arrived()
-        if not missing:
-            return self._path.take(self, data, start, taken)
-        self._parts, self._missing, self._start, self._taken = [data], missing, start, taken
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(GATHER_S, self._give_up)
         return True
 
     def _whole(self) -> tuple[bytes, Taken]:
