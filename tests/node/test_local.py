@@ -3,6 +3,7 @@ import json
 import os
 import secrets
 import subprocess
+from contextlib import AsyncExitStack
 
 import pytest
 from tests.node.house import a_node, checked, task
@@ -92,6 +93,14 @@ async def test_a_session_without_a_ready_buffer_is_initialised_in_its_run_slot(t
             runs = [group.create_task(node.run(one)) for one in (task(runtime=bad), task(), task())]
         assert [run.result().status for run in runs] == ["ERROR", "COMPLETED", "COMPLETED"]
         assert most_at_once(node, "INITIALIZING", ("BUILDING", *ENDS)) == 1
+
+
+async def test_an_ended_session_leaves_nothing_in_the_scratch_folder(tmp_path):
+    async with a_node(tmp_path) as node:
+        for evaluator in (checked(), checked(trusted=True)):
+            assert (await node.run(task(evaluator=evaluator))).reward == 1.0
+        left = {path.name for path in node.scratch.folder.iterdir()}
+    assert left == {OWNER, "sessions"}
 
 
 async def test_a_node_reports_its_stages_and_free_slots(tmp_path):
@@ -271,9 +280,10 @@ def disown(scratch, pid):
     (scratch.folder / OWNER).write_text(f"{pid}.1.{machine}")
 
 
-def test_each_session_gets_its_own_scratch_folder(tmp_path):
+async def test_each_session_gets_its_own_scratch_folder(tmp_path):
     scratch = Scratch.make(tmp_path)
-    one, two = scratch.session("s-1"), scratch.session("s-2")
+    async with AsyncExitStack() as stack:
+        one, two = scratch.session("s-1", stack), scratch.session("s-2", stack)
     assert one != two
     assert one.parent == two.parent == scratch.folder
     scratch.remove()
@@ -294,7 +304,7 @@ async def test_reaper_keeps_the_folder_of_a_living_node(tmp_path):
 
 async def test_reaper_removes_the_folder_and_processes_of_a_dead_node(tmp_path, dead):
     scratch = Scratch.make(tmp_path)
-    scratch.session(LEFT)
+    scratch.session(LEFT, AsyncExitStack())
     disown(scratch, dead)
     left, other = sleeper(LEFT), sleeper(OTHER)
     assert await reap(tmp_path) == 1

@@ -26,7 +26,13 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Protocol, Self
@@ -561,20 +567,26 @@ class Scratch:
             raise RuntimeFailure(f"cannot make a scratch folder in {where}: {error}") from error
         return cls(folder)
 
-    def session(self, session_id: str) -> Path:
+    def session(self, session_id: str, stack: AsyncExitStack) -> Path:
         """Make a folder for a session in the scratch folder; its name is short, as the model sees
-        it.
+        it. `stack` removes it; users of the folder empty it before.
         """
         with (self.folder / SESSIONS).open("a") as file:
             file.write(f"{session_id}\n")
         folder = self.folder / secrets.token_hex(4)
         folder.mkdir()
+        stack.callback(_remove_empty, folder)
         return folder
 
     def remove(self) -> None:
         """Delete the scratch folder; what cannot be deleted is left to a later cleaning."""
         with suppress(RuntimeFailure):  # the next reaper tries again
             remove_folders([self.folder])
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # what could not be removed is removed with the scratch folder
+        folder.rmdir()
 
 
 async def reap(base: Path | None = None) -> int:

@@ -285,7 +285,7 @@ class SessionRun:
 
     def _new_runtime(self, stack: AsyncExitStack, bundle: Path | None) -> Runtime:
         """Make a runtime that is not started yet; `stack` stops it."""
-        scratch = self._node.scratch.session(self.session_id)
+        scratch = self._node.scratch.session(self.session_id, stack)
         harness, spec = self._harness, self.task.runtime
         mounts = [] if bundle is None else [Mount(bundle, f"/opt/bridle/{harness.name}")]
         if spec.image is None:
@@ -474,7 +474,7 @@ class SessionRun:
             make=self._fresh_runtime,
             prepare=lambda runtime: self._prepare(runtime, "eval_prepare"),
             stop=self._stop,
-            folder=self._node.scratch.session(self.session_id),
+            folder=self._node.scratch.session(self.session_id, resources),
             resources=resources,
             targets=[action.target for action in actions if action.target],
             trusted=self.task.evaluator.in_place,
