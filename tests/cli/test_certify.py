@@ -127,12 +127,24 @@ def test_certify_refuses_conflicting_arguments_and_a_faulty_engine_file(say, fil
     assert say("certify", run_, logprobs, "--engine", engine).code == 2
 
 
+def test_certify_exits_with_code_2_if_the_model_or_the_logprobs_do_not_exist(say, files, tmp_path):
+    run_ = files(run(0))[0]
+    for arguments, error in (
+        (("--model", tmp_path / "gone"), "gone does not exist"),
+        (("--model", tmp_path), f"{tmp_path} is not a model folder: it has no config.json"),
+        ((tmp_path / "gone",), "gone: no such file"),
+    ):
+        said = say("certify", run_, *arguments)
+        assert (said.code, error in said.err) == (2, True), said.err
+
+
 def test_certify_with_a_model_refuses_sessions_of_two_temperatures(say, files, tmp_path):
     made = run(0)
     first = made.traces[0]
     sampling = {"sampling": {"temperature": [0.5, 1.0]}}
     mixed = replace(first, metadata=first.metadata | sampling)
     arguments = files(replace(made, traces=[mixed, *made.traces[1:]]))
+    (tmp_path / "config.json").write_text("{}")
     said = say("certify", arguments[0], "--model", tmp_path)
     assert (said.code, "temperatures 0.5, 1" in said.err) == (2, True)
 

@@ -107,6 +107,7 @@ def test_without_torch_the_pip_command_for_the_extra_is_printed(
     batch, without_torch, tmp_path, command
 ):
     names = {"TASKS": batch(1) / "tasks.jsonl", "MODEL": tmp_path, "OUT": tmp_path / "out"}
+    (tmp_path / "config.json").write_text("{}")
     words = [re.sub("[A-Z]+$", lambda name: str(names[name[0]]), word) for word in command]
 
     done = subprocess.run(

@@ -40,7 +40,7 @@ import pyarrow.parquet as pq
 
 from bridle.capture.sqlite import SqliteReader
 from bridle.config import BuilderSpec
-from bridle.errors import BridleError, boundary
+from bridle.errors import BridleError, ConfigError, boundary
 from bridle.folders import private_file
 from bridle.node import results
 from bridle.runtimes.confinement import available_cores
@@ -367,8 +367,11 @@ def write_logprobs(path: str | Path, answers: Iterable[Recomputed], facts: Facts
 def read_logprobs(path: str | Path) -> tuple[list[Recomputed], Facts]:
     """Return a trainer's logprobs and facts from a file; columns that may be null may be absent.
 
-    Raises `BridleError` for what is not such a file, and `ConfigError` for values that are wrong.
+    Raises `BridleError` for what is not such a file, and `ConfigError` if there is none, and for
+    values that are wrong.
     """
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: no such file")
     with boundary(BridleError, f"{path}: cannot read logprobs"):
         table = pq.read_table(path)
         missing = {"trace_id", "positions", "logprobs"} - set(table.column_names)

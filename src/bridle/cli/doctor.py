@@ -47,7 +47,7 @@ from bridle.config import EvaluatorSpec, Limits, RuntimeSpec, Task, cache_dir
 from bridle.datasets.jsonl import load_tasks
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import Route, RouteKind
-from bridle.engines import open_engine
+from bridle.engines import check_model_folder, open_engine
 from bridle.engines.base import Engine, EngineInfo
 from bridle.engines.probe import (
     Finding,
@@ -477,6 +477,8 @@ def certify(
     """
     if (logprobs is None) == (model is None):
         raise ConfigError("give either a file of logprobs or --model, and not both")
+    if model is not None:
+        check_model_folder(str(model))
     if write is not None:
         if model is None:
             raise ConfigError("--write writes the logprobs that --model computes: give --model too")

@@ -68,6 +68,10 @@ def open_engine(
 
 
 def check_model_folder(folder: str) -> None:
-    """Raise `ConfigError` if there is no such folder; loads nothing."""
+    """Raise `ConfigError` if there is no such folder, or no model in it; loads nothing."""
+    from bridle.engines.base import is_adapter
+
     if not Path(folder).is_dir():
         raise ConfigError(f"model folder {folder} does not exist")
+    if not (is_adapter(folder) or Path(folder, "config.json").is_file()):
+        raise ConfigError(f"{folder} is not a model folder: it has no config.json")
