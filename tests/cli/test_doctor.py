@@ -63,6 +63,18 @@ def test_doctor_probes_an_engine_and_fails_if_it_is_unreachable(say, tmp_path):
     assert "127.0.0.1:9" in json.dumps(gone.json)
 
 
+def test_doctor_of_tasks_and_an_engine_checks_both(say, tmp_path):
+    named = "task_id = 't'\ninstruction = 'x'\nagent = {harness = 'command', command = 'true'}\n"
+    (tmp_path / "t.toml").write_text(named + "runtime = {backend = 'local'}\n")
+
+    said = say("doctor", tmp_path / "t.toml", "--engine", "http://127.0.0.1:9", "--json")
+
+    assert [(finding["what"], finding["ok"]) for finding in said.json] == [
+        ("agent of t", False),
+        ("engine", False),
+    ]
+
+
 def test_doctor_probes_each_replica_and_fails_if_models_differ_or_a_replica_is_down(say, tmp_path):
     for name, model in (("a", "m"), ("b", "m"), ("c", "n")):
         turns = {"conversations": [{"turns": [{"content": "x"}]}], "model": model}

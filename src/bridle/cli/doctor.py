@@ -117,13 +117,14 @@ def doctor(
     json: JsonOption = False,
 ) -> None:
     """Check this machine, tasks, an engine or a runtime, and say what is missing."""
+    findings = []
     if tasks is not None:
-        findings = _proofs(tasks)
-    elif engine:
-        findings = asyncio.run(_probe_all(engine, tokenizer, logprobs=logprobs))
-    elif runtime is not None:
-        findings = asyncio.run(_conformance(runtime, image))
-    else:
+        findings += _proofs(tasks)
+    if engine:
+        findings += asyncio.run(_probe_all(engine, tokenizer, logprobs=logprobs))
+    if runtime is not None:
+        findings += asyncio.run(_conformance(runtime, image))
+    if not (tasks or engine or runtime):
         findings = [*machine(), *requests(runs)]
     if json:
         print_json([asdict(finding) for finding in findings])
