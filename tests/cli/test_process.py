@@ -53,6 +53,38 @@ def test_a_process_that_does_not_close_in_time_after_a_signal_exits_with_code_1(
     assert b"not closed within 0.1 s of the signal" in ended.stderr
 
 
+ENDS_ONCE = """
+import asyncio, os, signal
+from bridle.cli.process import run_to_end
+
+async def work():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(3600)
+    finally:
+        await asyncio.sleep(0)
+        print("closed")
+        {at_end}
+
+try:
+    run_to_end(work())
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_the_first_sigterm_ends_work_as_ctrl_c_does_and_a_second_one_kills_it():
+    def ended(at_end):
+        script = ENDS_ONCE.format(at_end=at_end)
+        argv = [sys.executable, "-u", "-c", script]
+        return subprocess.run(argv, capture_output=True, timeout=120, check=False, text=True)
+
+    once = ended("")
+    assert (once.returncode, once.stdout) == (0, "closed\ninterrupted\n"), once.stderr
+    twice = ended("os.kill(os.getpid(), signal.SIGTERM)")
+    assert (twice.returncode, twice.stdout) == (-signal.SIGTERM, "closed\n")
+
+
 def test_long_running_raises_the_gc_threshold_and_restores_it_at_the_end():
     before = gc.get_threshold()
     frozen = gc.get_freeze_count()

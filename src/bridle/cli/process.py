@@ -1,4 +1,4 @@
-"""A process that serves until a signal: signal handling, memory and file limits."""
+"""A process that works or serves until a signal: signal handling, memory and file limits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import uvloop
 
 Stop: TypeAlias = "asyncio.Event"
 """Event that is set by the first SIGINT or SIGTERM; a second one kills the process."""
+
+T = TypeVar("T")
 
 
 _THRESHOLDS = (50_000, 20, 100)
@@ -62,6 +64,33 @@ def open_files_limit(soft: int, hard: int) -> int:
     if resource.RLIM_INFINITY in (soft, hard):
         return soft if soft == resource.RLIM_INFINITY else max(soft, OPEN_FILES)
     return max(soft, min(hard, OPEN_FILES))
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a new event loop; the first SIGTERM ends it as Ctrl-C does.
+
+    It is cancelled, and `KeyboardInterrupt` is raised when it has closed its resources. A second
+    SIGTERM kills the process.
+    """
+    ended: list[bool] = []
+
+    async def guarded() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def end() -> None:
+            loop.remove_signal_handler(signal.SIGTERM)
+            ended.append(task.cancel())
+
+        loop.add_signal_handler(signal.SIGTERM, end)
+        return await work
+
+    try:
+        return uvloop.run(guarded())
+    except asyncio.CancelledError:
+        if not ended:
+            raise
+        raise KeyboardInterrupt from None
 
 
 def run_until_signal(

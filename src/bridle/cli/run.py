@@ -2,8 +2,8 @@
 
 A batch of tasks (`run`, `fork`, `demo`, `harness check` and `tasks verify` have one) runs engine,
 gateway, node and harnesses, with progress. `preflight` checks configuration, ports and programs
-before an engine is called or a sandbox is created. However the batch ends (last session, Ctrl-C,
-failure), the run folder is complete: capture, trajectories and summary.
+before an engine is called or a sandbox is created. However the batch ends (last session,
+Ctrl-C, SIGTERM, failure), the run folder is complete: capture, trajectories and summary.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
-import uvloop
 from rich.progress import Progress, TaskID
 
 from bridle import telemetry
 from bridle.api import Gateway, new_run_folder
 from bridle.cli.config import FileConfig, load_config
-from bridle.cli.process import long_running
+from bridle.cli.process import long_running, run_to_end
 from bridle.cli.show import COLUMNS, print_scores, row
 from bridle.cli.terminal import (
     ConcurrencyOption,
@@ -93,11 +92,11 @@ class BatchRun:
 def run_batch(batch: BatchRun) -> list[JSON]:
     """Run the sessions of a batch; return their summaries in the order in which they were opened.
 
-    `ConfigError` for a mistake, before anything runs; `KeyboardInterrupt` after Ctrl-C, once all
-    sessions have ended and all files are written.
+    `ConfigError` for a mistake, before anything runs; `KeyboardInterrupt` after Ctrl-C or SIGTERM,
+    once all sessions have ended and all files are written.
     """
     with progress() as bars:
-        return uvloop.run(_run(batch, Board(bars, batch)))
+        return run_to_end(_run(batch, Board(bars, batch)))
 
 
 async def _run(batch: BatchRun, board: Board) -> list[JSON]:

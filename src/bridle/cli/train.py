@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-import uvloop
 from pydantic import Field, field_serializer
 from rich.progress import Progress
 from rich.table import Table
@@ -31,7 +30,7 @@ from bridle import telemetry
 from bridle.aio import run_shielded
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import EngineSetup, load_config, open_setup
-from bridle.cli.process import long_running
+from bridle.cli.process import long_running, run_to_end
 from bridle.cli.run import task_overrides
 from bridle.cli.show import counts_of
 from bridle.cli.terminal import (
@@ -567,7 +566,7 @@ def _trained(settings: TrainSettings, *, resume: bool) -> Trained:
     held = load(settings.held_out, settings, settings.held_out_samples)
     with progress() as bars:
         tell = CourseBar(bars, settings.loop.steps)
-        return uvloop.run(train_here(settings, chosen, held, resume=resume, tell=tell))
+        return run_to_end(train_here(settings, chosen, held, resume=resume, tell=tell))
 
 
 def load_settings(config: Path | None, flags: JSON) -> TrainSettings:
