@@ -79,8 +79,13 @@ def test_any_finite_number_is_a_reward(number):
     assert parse_reward(f" {json.dumps(number)}\n", "r") == (float(number), {})
 
 
+def test_true_and_false_in_a_reward_file_are_rewards_of_1_and_0():
+    assert parse_reward("true", "r") == (1.0, {})
+    assert parse_reward('{"reward": false, "why": "late"}', "r") == (0.0, {"why": "late"})
+
+
 @pytest.mark.parametrize(
-    "text", ["", "good", "NaN", "Infinity", "true", "[1]", "{}", '{"reward": ""}']
+    "text", ["", "good", "NaN", "Infinity", "null", "[1]", "{}", '{"reward": ""}']
 )
 def test_text_without_a_finite_number_is_an_evaluator_error(text):
     with pytest.raises(EvaluatorError, match="must hold a finite number"):

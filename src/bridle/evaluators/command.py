@@ -124,7 +124,8 @@ class CommandEvaluator(Configured[CommandSettings]):
 def parse_reward(text: str, name: str) -> tuple[float, JSON]:
     """Return reward and metadata from a reward file: a number, or an object with `reward`.
 
-    Raises `EvaluatorError` quoting a file that has neither.
+    `true` and `false` are rewards of 1 and 0. Raises `EvaluatorError` quoting a file that has
+    neither.
     """
     try:
         given = json.loads(text)
@@ -134,7 +135,7 @@ def parse_reward(text: str, name: str) -> tuple[float, JSON]:
     if isinstance(given, dict):
         more = {key: value for key, value in given.items() if key != "reward"}
         given = given.get("reward")
-    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+    if not isinstance(given, int | float) or not math.isfinite(given):
         raise EvaluatorError(
             f"{name}: must hold a finite number or {{'reward': number}}, not {text[:80]!r}"
         )
@@ -260,7 +261,7 @@ def parse_text(text: str) -> dict[str, float]:
 def parse_json(text: str) -> dict[str, float]:
     """Return the rewards in the text of `reward.json`: a finite number, or an object of numbers.
 
-    Raises `EvaluatorError`.
+    `true` and `false` are rewards of 1 and 0, as in Harbor. Raises `EvaluatorError`.
     """
     try:
         given = orjson.loads(text)
