@@ -104,6 +104,7 @@ def of_file(session):
     [
         ("broken", {}, r"broken failed \(ValueError\): .*ValueError: do it"),
         ("ends", {}, "ends failed"),
+        ("ends_well", {}, "not nothing: it ended its process"),
         ("gone", {}, "has no function 'gone'"),
         ("slow", {"timeout_s": 0.3}, r"slow did not end within 0\.3 s"),
     ],

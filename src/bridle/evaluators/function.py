@@ -193,7 +193,7 @@ def evaluation_of(text: bytes, who: str) -> Evaluation:
     if not is_number(reward) or not (
         traces is None or (isinstance(traces, list) and all(map(is_number, traces)))
     ):
-        said = text[:80].decode(errors="replace")
+        said = text[:80].decode(errors="replace") or "nothing: it ended its process"
         message = f"{who} must return a finite number or {{'reward': number}}, not {said}"
         raise EvaluatorError(message)
     trace_rewards = None if traces is None else tuple(map(float, traces))
