@@ -508,9 +508,11 @@ def merged(under: JSON, over: JSON) -> JSON:
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text; `ConfigError` names the path of a file that cannot be read."""
+    """Return a file's text without a byte order mark; `ConfigError` names the path of a file that
+    cannot be read.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:

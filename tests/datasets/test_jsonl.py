@@ -27,6 +27,7 @@ def ids(tasks):
     ("name", "content"),
     [
         ("t.jsonl", f"\n{json.dumps(ONE)}\n\n{json.dumps(TWO)}"),
+        ("t.jsonl", f"\ufeff{json.dumps(ONE)}\r\n{json.dumps(TWO)}\r\n"),
         ("t.json", [ONE, TWO]),
         ("t.json", {"tasks": [ONE, TWO]}),
         ("t.json", {"defaults": {"num_samples": 2}, "tasks": [{**ONE, "num_samples": 1}, TWO]}),
@@ -93,6 +94,7 @@ def test_overrides_replace_task_fields_and_defaults_fill_missing_ones(tmp_path):
     ("name", "content", "said"),
     [
         ("t.jsonl", json.dumps(ONE) + "\n{oops", r"t\.jsonl:2: .*column 2: "),
+        ("t.jsonl", "[" * 200_000, r"t\.jsonl: values are nested too deeply"),
         ("t.jsonl", json.dumps(ONE) + "\n7", r"t\.jsonl:2: a task must be an object, not 7"),
         (
             "t.jsonl",

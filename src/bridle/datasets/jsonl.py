@@ -170,13 +170,16 @@ def _read(path: Path, wanted: JSON) -> tuple[JSON, list[RawTask]]:
     if path.suffix == ".parquet":
         return {}, list(_read_parquet(path))
     text = read_text(path)
-    match path.suffix:
-        case ".jsonl":
-            return {}, list(_read_lines(path, text))
-        case ".json":
-            return _read_json(path, text)
-        case _:
-            return _read_toml(path, text)
+    try:
+        match path.suffix:
+            case ".jsonl":
+                return {}, list(_read_lines(path, text))
+            case ".json":
+                return _read_json(path, text)
+            case _:
+                return _read_toml(path, text)
+    except RecursionError:
+        raise ConfigError(f"{path}: values are nested too deeply to be read") from None
 
 
 def _read_lines(path: Path, text: str) -> Iterator[RawTask]:
