@@ -147,6 +147,8 @@ def test_an_in_process_engine_may_be_listed_twice_but_an_engine_url_only_once(sc
     assert names(open_replicas([script, script], "builtin")) == [script, f"{script}#2"]
     with pytest.raises(ConfigError, match="two replicas"):
         open_replicas(["http://127.0.0.1:9", "http://127.0.0.1:9"], None)
+    with pytest.raises(ConfigError, match="two replicas"):
+        open_replicas(["http://127.0.0.1:9", "http://127.0.0.1:9/"], None)
 
 
 def test_setup_opens_replicas_and_models_of_the_config(script, tmp_path):

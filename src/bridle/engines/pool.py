@@ -96,7 +96,7 @@ class EnginePool(EngineHandover):
         self._absent: dict[str, Release] = {}
 
     def _know(self, one: Replica) -> None:
-        if one.name in self._replicas:
+        if one.name.rstrip("/") in {name.rstrip("/") for name in self._replicas}:
             raise ConfigError(f"two replicas are named {one.name!r}; name each replica once")
         self._replicas[one.name] = one
 
