@@ -77,6 +77,9 @@ async def test_a_gateway_session_has_the_reward_set_in_its_block(engine, tmp_pat
             await ask(session)
         assert [each.reward for each in gateway.trajectories()] == [0.5]
     (trajectory,) = gateway.trajectories()
+    assert session.trajectory().reward == trajectory.reward == 0.5
+    with pytest.raises(ConfigError, match="the gateway is not running"):
+        await session.fork(at=1).__aenter__()
     assert trajectory.status == "COMPLETED"
     assert trajectory.metadata["stats"]["tokens_trained"] == 4
     assert gateway.summary["sessions"][0]["task_id"] == "sum-1"

@@ -33,8 +33,8 @@ import structlog
 from bridle import telemetry as trackers
 from bridle.aio import Stacked, run_shielded
 from bridle.bridges.parquet import TrajectoryWriter
-from bridle.capture.records import Outcome
-from bridle.capture.sqlite import SqliteStore
+from bridle.capture.records import Outcome, SessionCapture
+from bridle.capture.sqlite import SqliteReader, SqliteStore
 from bridle.cli.config import EngineSetup, FileConfig, load_config, open_setup
 from bridle.cli.terminal import log_to_stderr, progress
 from bridle.config import AgentSpec, EvaluatorSpec, Limits, SamplingPolicy, Task, validated
@@ -244,6 +244,13 @@ class Gateway(Stacked):
             writing = asyncio.to_thread(write_results, self.folder, self.store)
             self.summary = await run_shielded(writing, timeout_s=FINISH_S)
 
+    def captured(self, session_id: str) -> SessionCapture:
+        """Return the records of a session, also after the end."""
+        if self._started:
+            return self.store.read(session_id)
+        with SqliteReader(self.folder.capture) as reader:
+            return reader.read(session_id)
+
     def trajectories(self) -> list[Trajectory]:
         """Return the trajectories of all sessions in the order of opening, also after the end."""
         return [trajectory_of(capture) for capture in sessions(self.path)]
@@ -312,8 +319,8 @@ class Session:
             )
 
     def trajectory(self) -> Trajectory:
-        """Return the trajectory of the exchanges captured so far, while the gateway runs."""
-        return trajectory_of(self._gateway.store.read(self.session_id))
+        """Return the trajectory of the exchanges captured so far, also after the gateway's end."""
+        return trajectory_of(self._gateway.captured(self.session_id))
 
     @asynccontextmanager
     async def fork(self, *, at: int) -> AsyncIterator[Session]:
@@ -322,7 +329,7 @@ class Session:
         The engine is not called for the replayed replies. A prompt that differs from the captured
         one is refused with HTTP 400. `ConfigError` if this session has fewer replies.
         """
-        capture = await asyncio.to_thread(self._gateway.store.read, self.session_id)
+        capture = await asyncio.to_thread(self._gateway.captured, self.session_id)
         origin = {"session": self.session_id, "at": at}
         async with self._gateway.session(
             self.task or capture.session.task_id, replay=replay_of(capture, at), fork=origin
