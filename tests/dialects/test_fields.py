@@ -6,9 +6,13 @@ from tests.dialects.exchange import parse
 from tests.dialects.golden import FOLDERS, GOLDEN, PATHS
 
 from bridle.dialects import DIALECTS, recognise
-from bridle.dialects.fields import FIELDS, unknown_betas
+from bridle.dialects.base import Route, RouteKind
+from bridle.dialects.fields import members, table, unknown_betas
+from bridle.dialects.google import CONFIG_FIELDS
 from bridle.dialects.ids import signature
 from bridle.dialects.media import block_name
+from bridle.dialects.openai_chat import OpenAIChat
+from bridle.dialects.openai_responses import TEXT_FIELDS
 from bridle.errors import RequestError
 from bridle.types import Dialect
 
@@ -230,8 +234,29 @@ def test_reasoning_that_only_another_provider_can_read_is_named(dialect, item, u
 
 
 def test_field_tables_hold_only_identifiers():
-    for table in FIELDS.values():
-        assert all(name.isidentifier() for name in table)
+    for fields in (*(wire.fields for wire in DIALECTS.values()), CONFIG_FIELDS, TEXT_FIELDS):
+        assert all(name.isidentifier() for name in fields)
+
+
+class Moody(OpenAIChat):
+    """Chat Completions with a field of a request and one of a message beside it."""
+
+    fields = OpenAIChat.fields | table(harmless="mood")
+    members = members("", message="role content tone")
+
+
+def test_the_fields_that_a_dialect_knows_stand_in_its_own_class():
+    body = {
+        "model": "m",
+        "mood": "good",
+        "manner": "mild",
+        "messages": [{"role": "user", "content": "go", "tone": "low", "pitch": "high"}],
+    }
+    request = Moody().parse(
+        Route(Dialect.OPENAI_CHAT, RouteKind.GENERATE), json.dumps(body).encode(), {}
+    )
+    assert request.extra["unknown"] == ["manner"]
+    assert request.messages[0].unknown == ("message.pitch",)
 
 
 def test_betas_are_known_by_their_names_without_dates():

@@ -5,10 +5,11 @@ becomes a `bridle.types.ModelRequest`; a `bridle.types.Reply` becomes the provid
 through a `StreamEncoder`, its event stream.
 
 `base` is the contract. `anthropic`, `google`, `openai_chat` and `openai_responses` read requests
-and know the tools that the provider defines; replies are written there, or in the `..._write` file
-beside it. They share `json_reader` (with `history`, its memory of earlier requests), `fields` (the
-treatment of each field, and the removal of what means nothing to the model), `tools`, `media` and
-`ids`. Adding a dialect is its file, one line here and a row in the docs.
+and know the fields and the tools that the provider defines; replies are written there, or in the
+`..._write` file beside it. They share `json_reader` (with `history`, its memory of earlier
+requests), `fields` (the treatment of each field, and the removal of what means nothing to the
+model), `tools`, `media` and `ids`. Adding a dialect is its file, its name in
+`bridle.types.Dialect`, one line here and a row in the docs.
 """
 
 from __future__ import annotations

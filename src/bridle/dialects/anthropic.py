@@ -38,7 +38,14 @@ from bridle.dialects.base import (
     tidy,
     user_messages,
 )
-from bridle.dialects.fields import ignored_fields, note_unknown_value, read_sampling, split_billing
+from bridle.dialects.fields import (
+    ignored_fields,
+    members,
+    note_unknown_value,
+    read_sampling,
+    split_billing,
+    table,
+)
 from bridle.dialects.json_reader import (
     SpanMemo,
     an_object,
@@ -79,6 +86,28 @@ from bridle.types import (
 )
 
 _SALT = b"messages:"
+_FIELDS = table(
+    used="model system tool_choice max_tokens temperature top_p top_k stop_sequences stream "
+    "thinking output_config output_format thread",
+    harmless="metadata service_tier cache_control betas anthropic_beta anthropic_version "
+    "billing_policy diagnostics inference_geo speed user_profile_id workspace_id fallbacks "
+    "fallback_credit_token",
+    unenforced="context_management compaction",
+    refused="mcp_servers container",
+)
+_MEMBERS = members(
+    "type cache_control",
+    message="role content",
+    text="text citations",
+    image="source transformations",
+    document="source title context citations",
+    search_result="source title content citations",
+    compaction="content encrypted_content signature tool_changes",
+    thinking="thinking signature",
+    redacted_thinking="data",
+    tool_use="id name input caller toolset_name",
+    tool_result="tool_use_id content is_error toolset_name",
+)
 _SAMPLING = {
     **{name: name for name in ("temperature", "top_p", "top_k", "max_tokens")},
     "stop": "stop_sequences",
@@ -90,6 +119,8 @@ class Anthropic(WireFormat):
     """Messages."""
 
     dialect = Dialect.ANTHROPIC
+    fields = _FIELDS
+    members = _MEMBERS
 
     def __init__(self) -> None:
         super().__init__(read_tools, read_message)
@@ -160,7 +191,7 @@ class Anthropic(WireFormat):
         shown = thinking.get("type") in ("enabled", "adaptive")
         how = "omitted" if thinking.get("display") == "omitted" else "text"
         alone = flag_at(choice, "disable_parallel_tool_use", "tool_choice")
-        ineffective = ignored_fields(head, self.dialect)
+        ineffective = ignored_fields(head, self.fields)
         form = object_at(output, "format", "output_config") or {}
         name = "output_config.format"
         note_unknown_value(form.get("type"), ("json_schema", "text"), name, ineffective)

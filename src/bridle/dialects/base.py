@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import unquote
 
-from bridle.dialects.fields import watch_members
+from bridle.dialects.fields import Use, watch_members
 from bridle.dialects.json_reader import ReadMessages, SpanMemo, an_object, decode, too_deep
 from bridle.dialects.tools import ToolList, ToolMemo
 from bridle.errors import RequestError
@@ -221,6 +221,11 @@ class WireFormat(ABC):
     """One provider's wire format."""
 
     dialect: Dialect
+    fields: Mapping[str, Use]
+    """Fields of a request, without messages and tools."""
+    members: Mapping[str, frozenset[str]]
+    """By kind of object in a message (its `type`, else its key): the fields that are read, or say
+    nothing to the model. Other kinds are shown or counted as whole blocks."""
     messages_field: str = "messages"
     """Name of the request's list of messages or items, whose elements are the spans."""
     grows: bool = True
@@ -231,7 +236,7 @@ class WireFormat(ABC):
     ) -> None:
         """Make it with these readers of the tool list and of one span."""
         self._tools = ToolMemo(read_tools)
-        self._read = watch_members(self.dialect, read_message)
+        self._read = watch_members(self.members, read_message)
 
     @abstractmethod
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:

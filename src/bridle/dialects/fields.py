@@ -1,4 +1,4 @@
-"""Tables of the fields that a request and its messages may have, per dialect, and their treatment.
+"""The treatment of the fields of a request and its messages, by the tables that each dialect has.
 
 A field is refused if the model would lack context without it. A field that asks for something else
 that is not done is served, and its name is in `ModelRequest.extra["unenforced"]`. The name of a
@@ -22,7 +22,7 @@ from typing import Any
 from bridle.dialects.ids import is_signature, standard_base64
 from bridle.dialects.json_reader import number_at, texts_at, whole_at
 from bridle.errors import RequestError
-from bridle.types import JSON, Dialect, Message, Sampling
+from bridle.types import JSON, Message, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,64 +73,10 @@ class Use(StrEnum):
     """It names context that only the provider has."""
 
 
-def _table(**words: str) -> dict[str, Use]:
+def table(**words: str) -> dict[str, Use]:
+    """Return a table of fields: `used="model stream"` says that these two are used."""
     return {name: Use(use) for use, names in words.items() for name in names.split()}
 
-
-FIELDS: dict[str, dict[str, Use]] = {
-    Dialect.ANTHROPIC: _table(
-        used="model system tool_choice max_tokens temperature top_p top_k stop_sequences stream "
-        "thinking output_config output_format thread",
-        harmless="metadata service_tier cache_control betas anthropic_beta anthropic_version "
-        "billing_policy diagnostics inference_geo speed user_profile_id workspace_id fallbacks "
-        "fallback_credit_token",
-        unenforced="context_management compaction",
-        refused="mcp_servers container",
-    ),
-    Dialect.OPENAI_CHAT: _table(
-        used="model functions tool_choice function_call stream stream_options max_tokens "
-        "max_completion_tokens temperature top_p top_k min_tokens stop stop_token_ids seed "
-        "presence_penalty frequency_penalty response_format reasoning_effort enable_thinking "
-        "chat_template_kwargs thinking reasoning logprobs n best_of parallel_tool_calls logit_bias "
-        "min_p repetition_penalty",
-        harmless="store metadata user prompt_cache_key prompt_cache_options prompt_cache_retention "
-        "safety_identifier service_tier prediction moderation include_reasoning usage provider "
-        "models route session_id trace cache_prompt request_id priority tool_stream "
-        "separate_reasoning skip_special_tokens spaces_between_special_tokens",
-        unenforced="length_penalty typical_p top_a verbosity "
-        "modalities audio web_search_options top_logprobs ignore_eos bad_words allowed_token_ids "
-        "guided_json guided_regex guided_choice guided_grammar structured_outputs transforms "
-        "plugins thinking_budget reasoning_split truncate_prompt_tokens",
-        refused="documents conversation previous_response_id mcp_servers",
-    ),
-    Dialect.OPENAI_RESPONSES: _table(
-        used="model instructions tool_choice stream max_output_tokens temperature top_p top_k stop "
-        "text reasoning include previous_response_id store parallel_tool_calls object",
-        harmless="metadata client_metadata user prompt_cache_key prompt_cache_options "
-        "prompt_cache_retention safety_identifier service_tier stream_options moderation "
-        "access_programs max_tool_calls",
-        unenforced="truncation context_management top_logprobs image",
-        refused="background conversation prompt mcp_servers",
-    ),
-    "text": _table(used="format", unenforced="verbosity"),
-    Dialect.GOOGLE: _table(
-        used="model systemInstruction toolConfig generationConfig",
-        harmless="safetySettings labels store serviceTier",
-        refused="cachedContent",
-    ),
-    "generationConfig": _table(
-        used="temperature topP topK maxOutputTokens stopSequences seed presencePenalty "
-        "frequencyPenalty responseMimeType responseSchema responseJsonSchema candidateCount "
-        "thinkingConfig",
-        harmless="serviceTier",
-        unenforced="responseModalities responseLogprobs logprobs mediaResolution speechConfig "
-        "imageConfig audioTimestamp enableEnhancedCivicAnswers routingConfig modelSelectionConfig "
-        "generationOutputConfig responseFormat audioTranscriptionConfig enableAffectiveDialog "
-        "translationConfig",
-    ),
-}
-"""By dialect: the fields without messages and tools. Google's generation and `text` of Responses
-have tables of their own."""
 
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
@@ -177,13 +123,11 @@ def unknown_betas(headers: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(beta for beta in betas if beta and _DATE.sub("", beta) not in BETAS)
 
 
-def ignored_fields(head: JSON, table: str, path: str = "") -> JSON:
+def ignored_fields(head: JSON, uses: Mapping[str, Use], path: str = "") -> JSON:
     """Return the fields of a request that have no effect, by kind: `unenforced` and `unknown`.
 
-    `table` is a key of `FIELDS`; `path` precedes the names. `RequestError` for a field that is
-    refused.
+    `path` precedes the names. `RequestError` for a field that is refused.
     """
-    uses = FIELDS[table]
     found: dict[str, list[str]] = {}
     for name, value in head.items():
         use = uses.get(name)
@@ -264,67 +208,10 @@ def read_sampling(head: JSON, names: Mapping[str, str], path: str = "", **more: 
 # ---- inside messages
 
 
-def _members(common: str, **kinds: str) -> dict[str, frozenset[str]]:
+def members(common: str, **kinds: str) -> dict[str, frozenset[str]]:
+    """Return a dialect's `WireFormat.members`; `common` are names that every kind has."""
     return {kind: frozenset(f"{common} {names}".split()) for kind, names in kinds.items()}
 
-
-_MEMBERS: dict[Dialect, dict[str, frozenset[str]]] = {
-    Dialect.ANTHROPIC: _members(
-        "type cache_control",
-        message="role content",
-        text="text citations",
-        image="source transformations",
-        document="source title context citations",
-        search_result="source title content citations",
-        compaction="content encrypted_content signature tool_changes",
-        thinking="thinking signature",
-        redacted_thinking="data",
-        tool_use="id name input caller toolset_name",
-        tool_result="tool_use_id content is_error toolset_name",
-    ),
-    Dialect.OPENAI_CHAT: _members(
-        "type cache_control prompt_cache_breakpoint",
-        message="role content name tool_calls tool_call_id function_call refusal audio "
-        "reasoning_content reasoning annotations provider_specific_fields",
-        text="text annotations",
-        image_url="image_url url detail",
-        input_audio="input_audio data format",
-        file="file file_data file_id filename",
-        refusal="refusal",
-        thinking="thinking text signature",
-        reasoning="reasoning text signature",
-        function="id index function name arguments",
-        custom="id index custom name input",
-        function_call="name arguments",
-    ),
-    Dialect.OPENAI_RESPONSES: _members(
-        "type id status prompt_cache_breakpoint internal_chat_message_metadata_passthrough",
-        message="role content phase",
-        input_text="text",
-        output_text="text annotations logprobs",
-        text="text annotations",
-        refusal="refusal",
-        input_image="image_url file_id detail",
-        input_file="file_data file_url file_id filename detail",
-        input_audio="input_audio data format",
-        reasoning="summary content encrypted_content",
-        function_call="call_id name namespace arguments async caller",
-        custom_tool_call="call_id name namespace input async caller",
-        function_call_output="call_id output name namespace caller",
-        custom_tool_call_output="call_id output name namespace caller",
-    ),
-    Dialect.GOOGLE: _members(
-        "",
-        message="role parts",
-        parts="text thought thoughtSignature inlineData fileData functionCall functionResponse",
-        inlineData="mimeType data displayName",
-        fileData="mimeType fileUri displayName",
-        functionCall="id name args",
-        functionResponse="id name response parts",
-    ),
-}
-"""By dialect and kind of object (its `type`, else its key): the fields that
-are read, or say nothing to the model. Other kinds are shown or counted as whole blocks."""
 
 _INSIDE = frozenset(
     {"content", "output", "tool_calls", "function", "custom", "function_call", "image_url", "file"}
@@ -346,12 +233,12 @@ _NO_REASONING_BASE64 = {base64.b64encode(text.encode()).decode() for text in _NO
 
 
 def watch_members(
-    dialect: Dialect, read: Callable[[JSON, str], tuple[Message, ...]]
+    known: Mapping[str, frozenset[str]], read: Callable[[JSON, str], tuple[Message, ...]]
 ) -> Callable[[JSON, str], tuple[Message, ...]]:
-    """Return `read` changed so that its first message records the unknown members of the wire
-    message.
+    """Return `read` changed so that its first message records the members of the wire message that
+    are not `known` (`WireFormat.members`).
     """
-    common = _MEMBERS[dialect]["message"]
+    common = known["message"]
     flat = {str, type(None)}
 
     def reads(value: JSON, path: str) -> tuple[Message, ...]:
@@ -363,7 +250,7 @@ def watch_members(
         ):
             return messages
         unknown: list[str] = []
-        _note_unknown(_MEMBERS[dialect], value, "message", unknown)
+        _note_unknown(known, value, "message", unknown)
         if not unknown or not messages:
             return messages
         return (replace(messages[0], unknown=tuple(unknown)), *messages[1:])
@@ -372,7 +259,7 @@ def watch_members(
 
 
 def _note_unknown(
-    tables: dict[str, frozenset[str]], value: JSON, key: str, found: list[str]
+    tables: Mapping[str, frozenset[str]], value: JSON, key: str, found: list[str]
 ) -> None:
     """Add the names of what is not known of an object and of those inside it."""
     named = value.get("type")

@@ -28,7 +28,14 @@ from bridle.dialects.base import (
     tidy,
     user_messages,
 )
-from bridle.dialects.fields import camel, ignored_fields, note_unknown_value, read_sampling
+from bridle.dialects.fields import (
+    camel,
+    ignored_fields,
+    members,
+    note_unknown_value,
+    read_sampling,
+    table,
+)
 from bridle.dialects.google_write import ContentStream, content_json, error_response
 from bridle.dialects.ids import standard_base64
 from bridle.dialects.json_reader import (
@@ -78,6 +85,30 @@ from bridle.types import (
 )
 
 _SALT = b"google:"
+_FIELDS = table(
+    used="model systemInstruction toolConfig generationConfig",
+    harmless="safetySettings labels store serviceTier",
+    refused="cachedContent",
+)
+CONFIG_FIELDS = table(
+    used="temperature topP topK maxOutputTokens stopSequences seed presencePenalty "
+    "frequencyPenalty responseMimeType responseSchema responseJsonSchema candidateCount "
+    "thinkingConfig",
+    harmless="serviceTier",
+    unenforced="responseModalities responseLogprobs logprobs mediaResolution speechConfig "
+    "imageConfig audioTimestamp enableEnhancedCivicAnswers routingConfig modelSelectionConfig "
+    "generationOutputConfig responseFormat audioTranscriptionConfig enableAffectiveDialog "
+    "translationConfig",
+)
+_MEMBERS = members(
+    "",
+    message="role parts",
+    parts="text thought thoughtSignature inlineData fileData functionCall functionResponse",
+    inlineData="mimeType data displayName",
+    fileData="mimeType fileUri displayName",
+    functionCall="id name args",
+    functionResponse="id name response parts",
+)
 _SAMPLING = {
     "temperature": "temperature",
     "top_p": "topP",
@@ -99,6 +130,8 @@ class Google(WireFormat):
     """generateContent and streamGenerateContent."""
 
     dialect = Dialect.GOOGLE
+    fields = _FIELDS
+    members = _MEMBERS
     messages_field = "contents"
 
     def __init__(self) -> None:
@@ -232,8 +265,8 @@ class Google(WireFormat):
 
 def _ineffective(head: JSON, config: JSON) -> JSON:
     """Return the fields of the head and the configuration that have no effect."""
-    ineffective = ignored_fields(head, Dialect.GOOGLE)
-    for kind, names in ignored_fields(config, "generationConfig", "generationConfig.").items():
+    ineffective = ignored_fields(head, _FIELDS)
+    for kind, names in ignored_fields(config, CONFIG_FIELDS, "generationConfig.").items():
         ineffective.setdefault(kind, []).extend(names)
     name, known = "responseMimeType", ("text/plain", "application/json")
     note_unknown_value(config.get(name), known, f"generationConfig.{name}", ineffective)

@@ -23,7 +23,15 @@ from bridle.dialects.base import (
     models_route,
     tidy,
 )
-from bridle.dialects.fields import FORMATS, ignored_fields, note_unknown_value, read_sampling
+from bridle.dialects.fields import (
+    FORMATS,
+    Use,
+    ignored_fields,
+    members,
+    note_unknown_value,
+    read_sampling,
+    table,
+)
 from bridle.dialects.history import RequestHistory
 from bridle.dialects.json_reader import (
     SpanMemo,
@@ -106,6 +114,37 @@ class _TextOnly(msgspec.Struct):
 _TEXT_ONLY = msgspec.json.Decoder(_TextOnly)
 
 _SALT = b"chat:"
+_FIELDS = table(
+    used="model functions tool_choice function_call stream stream_options max_tokens "
+    "max_completion_tokens temperature top_p top_k min_tokens stop stop_token_ids seed "
+    "presence_penalty frequency_penalty response_format reasoning_effort enable_thinking "
+    "chat_template_kwargs thinking reasoning logprobs n best_of parallel_tool_calls logit_bias "
+    "min_p repetition_penalty",
+    harmless="store metadata user prompt_cache_key prompt_cache_options prompt_cache_retention "
+    "safety_identifier service_tier prediction moderation include_reasoning usage provider "
+    "models route session_id trace cache_prompt request_id priority tool_stream "
+    "separate_reasoning skip_special_tokens spaces_between_special_tokens",
+    unenforced="length_penalty typical_p top_a verbosity "
+    "modalities audio web_search_options top_logprobs ignore_eos bad_words allowed_token_ids "
+    "guided_json guided_regex guided_choice guided_grammar structured_outputs transforms "
+    "plugins thinking_budget reasoning_split truncate_prompt_tokens",
+    refused="documents conversation previous_response_id mcp_servers",
+)
+_MEMBERS = members(
+    "type cache_control prompt_cache_breakpoint",
+    message="role content name tool_calls tool_call_id function_call refusal audio "
+    "reasoning_content reasoning annotations provider_specific_fields",
+    text="text annotations",
+    image_url="image_url url detail",
+    input_audio="input_audio data format",
+    file="file file_data file_id filename",
+    refusal="refusal",
+    thinking="thinking text signature",
+    reasoning="reasoning text signature",
+    function="id index function name arguments",
+    custom="id index custom name input",
+    function_call="name arguments",
+)
 _SAMPLING = {
     name: name
     for name in (
@@ -133,6 +172,8 @@ class OpenAIChat(WireFormat):
     """Chat Completions."""
 
     dialect = Dialect.OPENAI_CHAT
+    fields = _FIELDS
+    members = _MEMBERS
 
     def __init__(self) -> None:
         super().__init__(read_tools, read_message)
@@ -215,7 +256,7 @@ class OpenAIChat(WireFormat):
             "extra": {
                 "freeform": tools.freeform,
                 "removed": dict(tools.removed),
-                **_ineffective(head),
+                **_ineffective(head, self.fields),
             },
         }
 
@@ -304,9 +345,9 @@ def _refuse_many(head: JSON) -> None:
             )
 
 
-def _ineffective(head: JSON) -> JSON:
+def _ineffective(head: JSON, uses: Mapping[str, Use]) -> JSON:
     """Return the fields of the head that have no effect, and an unknown `response_format`."""
-    ineffective = ignored_fields(head, Dialect.OPENAI_CHAT)
+    ineffective = ignored_fields(head, uses)
     form = object_at(head, "response_format", "") or {}
     note_unknown_value(form.get("type"), FORMATS, "response_format", ineffective)
     return ineffective

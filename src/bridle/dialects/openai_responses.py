@@ -26,7 +26,14 @@ from bridle.dialects.base import (
     WireFormat,
     tidy,
 )
-from bridle.dialects.fields import FORMATS, ignored_fields, note_unknown_value, read_sampling
+from bridle.dialects.fields import (
+    FORMATS,
+    ignored_fields,
+    members,
+    note_unknown_value,
+    read_sampling,
+    table,
+)
 from bridle.dialects.history import KEPT, RequestHistory
 from bridle.dialects.json_reader import (
     SpanMemo,
@@ -82,6 +89,32 @@ from bridle.types import (
 )
 
 _SALT = b"responses:"
+_FIELDS = table(
+    used="model instructions tool_choice stream max_output_tokens temperature top_p top_k stop "
+    "text reasoning include previous_response_id store parallel_tool_calls object",
+    harmless="metadata client_metadata user prompt_cache_key prompt_cache_options "
+    "prompt_cache_retention safety_identifier service_tier stream_options moderation "
+    "access_programs max_tool_calls",
+    unenforced="truncation context_management top_logprobs image",
+    refused="background conversation prompt mcp_servers",
+)
+TEXT_FIELDS = table(used="format", unenforced="verbosity")
+_MEMBERS = members(
+    "type id status prompt_cache_breakpoint internal_chat_message_metadata_passthrough",
+    message="role content phase",
+    input_text="text",
+    output_text="text annotations logprobs",
+    text="text annotations",
+    refusal="refusal",
+    input_image="image_url file_id detail",
+    input_file="file_data file_url file_id filename detail",
+    input_audio="input_audio data format",
+    reasoning="summary content encrypted_content",
+    function_call="call_id name namespace arguments async caller",
+    custom_tool_call="call_id name namespace input async caller",
+    function_call_output="call_id output name namespace caller",
+    custom_tool_call_output="call_id output name namespace caller",
+)
 _SAMPLING = {
     **{name: name for name in ("temperature", "top_p", "top_k", "stop")},
     "max_tokens": "max_output_tokens",
@@ -102,6 +135,8 @@ class OpenAIResponses(WireFormat):
     """Responses."""
 
     dialect = Dialect.OPENAI_RESPONSES
+    fields = _FIELDS
+    members = _MEMBERS
     messages_field = "input"
     grows = False
 
@@ -174,12 +209,12 @@ class OpenAIResponses(WireFormat):
         `added` are items that no message comes from, and the paths of their tools.
         """
         head = an_object(decode(encode(fields), ""), "")
-        ineffective = ignored_fields(head, self.dialect)
+        ineffective = ignored_fields(head, self.fields)
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
         tools = _with_added_tools(tools, added, self._tools)
         system = read_instructions(head.get("instructions"))
         text = object_at(head, "text", "") or {}
-        for kind, names in ignored_fields(text, "text", "text.").items():
+        for kind, names in ignored_fields(text, TEXT_FIELDS, "text.").items():
             ineffective.setdefault(kind, []).extend(names)
         form = object_at(text, "format", "text") or {}
         note_unknown_value(form.get("type"), FORMATS, "text.format", ineffective)
