@@ -1,13 +1,20 @@
 """Names to classes."""
 
+import inspect
+
 import pytest
 
 from bridle.config import AgentSpec, EvaluatorSpec, Task
-from bridle.engines import open_engine
+from bridle.engines import ENGINES, open_engine
+from bridle.engines.base import Engine
 from bridle.errors import ConfigError
-from bridle.evaluators import open_evaluator
-from bridle.harnesses import open_harness
+from bridle.evaluators import EVALUATORS, open_evaluator
+from bridle.evaluators.base import Evaluator
+from bridle.harnesses import CHECKS, HARNESSES, open_harness
+from bridle.harnesses.base import Harness
 from bridle.plugins import load
+from bridle.runtimes import RUNTIMES
+from bridle.runtimes.base import Runtime
 from bridle.server.settings import SubmissionPolicy
 
 TABLE = {"path": "pathlib:Path"}
@@ -26,6 +33,58 @@ def test_a_plugin_that_cannot_be_found_is_refused_by_name(name):
         load(name, TABLE, what="thing")
 
     assert "thing" in str(caught.value)
+
+
+CONTRACTS = (
+    (Engine, ENGINES),
+    (Evaluator, EVALUATORS),
+    (Harness, HARNESSES | CHECKS),
+    (Runtime, RUNTIMES),
+)
+
+
+def unlike_contract(kind, contract):
+    """The methods of a class that cannot be called as its contract's are, each with the reason."""
+    found = []
+    for name, method in inspect.getmembers(contract, inspect.isfunction):
+        if name.startswith("_"):
+            continue
+        wanted, ours = inspect.signature(method), getattr(kind, name, None)
+        each = wanted.parameters.values()
+        positional = [one for one in each if one.kind is one.POSITIONAL_OR_KEYWORD]
+        keywords = {one.name: one for one in each if one.kind is one.KEYWORD_ONLY}
+        if ours is None:
+            found.append(f"{name} is missing")
+            continue
+        given = inspect.signature(ours)
+        try:
+            given.bind(*positional, **keywords)
+        except TypeError as error:
+            found.append(f"{name}{given}: {error}; its contract is {name}{wanted}")
+        if inspect.iscoroutinefunction(ours) != inspect.iscoroutinefunction(method):
+            found.append(f"{name}: one of it and its contract is async, the other is not")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("contract", "path"),
+    [(contract, path) for contract, table in CONTRACTS for path in sorted({*table.values()})],
+)
+def test_every_class_of_a_table_can_be_called_as_its_contract_says(contract, path):
+    assert unlike_contract(load(path, {}, what="class"), contract) == []
+
+
+def test_a_class_that_breaks_its_contract_is_named_with_the_method_and_the_reason():
+    class Wrong:
+        async def evaluate(self, session, context): ...
+
+    class Blocking:
+        def evaluate(self, context): ...
+
+    [found] = unlike_contract(Wrong, Evaluator)
+    assert found.startswith("evaluate(self, session, context): missing a required argument")
+    assert unlike_contract(Blocking, Evaluator)[0].startswith("evaluate: one of it and its")
+    assert unlike_contract(object, Evaluator) == ["evaluate is missing"]
 
 
 @pytest.fixture
