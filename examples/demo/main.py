@@ -154,7 +154,7 @@ def _what_next(out: Path, real: Part, summary: JSON) -> None:
             f"{out}/training                         curve.png, course.json, checkpoints,"
         )
         console.print("                                             the run folder of its sessions")
-    console.print("\nWhat to try next")
+    console.print("\nWhat to try next (after `. .venv/bin/activate`)")
     console.print(f"  bridle dashboard {out}   (runs, conversations and tokens in a browser)")
     console.print(f"  bridle show {session} --run {out}/harnesses/run")
     console.print(f"  bridle rebuild {out}/harnesses/run --builder per_request")

@@ -101,7 +101,7 @@ async def test_a_thread_can_be_continued_after_a_gateway_restart(tmp_path):
         is_one_path(caller, 2)
 
 
-async def test_the_sdk_replays_its_history_where_the_thread_is_unknown():
+async def test_the_anthropic_sdk_sends_its_whole_history_again_if_the_message_thread_is_unknown():
     async with house(*TURNS) as home:
         one, other = await home.session("one"), await home.session("other")
         async with client_of(one) as client, client_of(other) as elsewhere:

@@ -240,7 +240,9 @@ async def test_a_version_published_without_weights_clears_the_weights_to_reload(
         assert kept(tmp_path) is None
 
 
-async def test_missing_weights_to_reload_stop_the_start_with_advice(tmp_path):
+async def test_a_gateway_whose_last_weights_are_missing_does_not_start_and_says_what_to_remove(
+    tmp_path,
+):
     (tmp_path / WEIGHTS_FILE).write_text('{"weights": "nowhere", "version": 4}')
     with pytest.raises(EngineError, match=r"version 4, of nowhere; .* remove .*weights\.json"):
         async with house(engine=Trained({"content": "a"}), data_dir=tmp_path):

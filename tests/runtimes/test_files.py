@@ -222,7 +222,7 @@ def test_an_archive_beyond_its_size_depth_or_file_limits_is_refused_before_extra
         check_archive(archived(tmp_path / "x.tar", *entries), CopyLimits(entries=20))
 
 
-def test_the_size_of_an_archive_is_that_of_its_files(tmp_path):
+def test_checking_an_archive_returns_the_total_size_of_the_files_in_it(tmp_path):
     archive = archived(tmp_path / "x.tar", ("out/a", 7), ("out/b", 5))
     assert check_archive(archive, CopyLimits(bytes=12)) == 12
     archive.write_bytes(b"no archive" * 100)

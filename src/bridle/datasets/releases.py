@@ -419,6 +419,7 @@ def change_notes(base: Path, release: Path) -> str:
 
 
 def is_test(path: PurePosixPath | Path) -> bool:
+    """Return whether a path is that of a test, by the names of its folders and its file."""
     inside = {"test", "tests"} & set(path.parts[:-1])
     return bool(inside) or path.name.startswith("test_") or path.name.endswith("_test.py")
 

@@ -45,6 +45,7 @@ class ToolList:
     """Tools that rules removed: rule name -> tools."""
 
     def plus(self, other: ToolList) -> ToolList:
+        """Return a list with the tools of both, those of `other` last."""
         removed = {name: list(tools) for name, tools in self.removed.items()}
         for name, tools in other.removed.items():
             removed.setdefault(name, []).extend(tools)

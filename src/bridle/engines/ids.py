@@ -35,7 +35,9 @@ def ids_json(ids: Ids) -> bytes:
 
 
 def compact(text: bytes) -> bytes:
-    """Return the text of a JSON array without its white space; `text` itself if there is none."""
+    """Return the text of a JSON array of numbers without white space; `text` itself if it has
+    none.
+    """
     if b" " in text or b"\n" in text:
         return bytes(text).translate(None, b" \t\r\n")
     return text

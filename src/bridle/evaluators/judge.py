@@ -95,8 +95,10 @@ class JudgeEvaluator(Configured[JudgeSettings]):
     control = "none"
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """Ask the judge model about the session or each of its traces. Raises `EvaluatorError` as
-        configured.
+        """Ask the judge model about the session or each of its traces.
+
+        If that fails, the reward is the number in `on_failure`; if that is "error", raises
+        `EvaluatorError`. Raises it, too, where no gateway could serve the judge.
         """
         if context.open_model is None:
             raise EvaluatorError(

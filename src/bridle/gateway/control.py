@@ -441,7 +441,7 @@ def encode(value: object) -> bytes:
 
 
 def exchanges_json(exchanges: Sequence[Exchange], deliveries: Mapping[str, Delivery]) -> list[JSON]:
-    """Return one object per exchange, in commit order, which `encode` makes JSON of.
+    """Return one object per exchange, in commit order; `encode` turns them into JSON.
 
     `prompt_ids` are `None` where an exchange that they depend on could not be read.
     """

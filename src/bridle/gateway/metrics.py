@@ -65,6 +65,7 @@ class Spread:
         self._total += seconds
 
     def family(self) -> Metric:
+        """Return the histogram of the counts so far for Prometheus."""
         names = [*map(floatToGoString, self._bounds)]
         family = HistogramMetricFamily(self._name, self._text)
         family.add_metric([], [*zip(names, accumulate(self._counts), strict=True)], self._total)
