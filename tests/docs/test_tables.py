@@ -10,6 +10,7 @@ import pytest
 from bridle.config import Budgets, EvaluatorSpec, Limits, Task
 from bridle.engines import ENGINES
 from bridle.evaluators import EVALUATORS, open_evaluator
+from bridle.gateway.metrics import Metrics
 from bridle.harnesses import HARNESSES
 from bridle.runtimes import RUNTIMES
 from bridle.telemetry import TRACKERS
@@ -151,3 +152,12 @@ def test_the_harness_page_has_a_result_for_every_harness_dialect_and_column(load
         assert outcome in {"ok", "fails", "n/a"}
         assert note or outcome == "ok"
         assert version == table.version(harness)
+
+
+def test_every_metric_of_a_gateway_is_in_the_reference():
+    text = Metrics().render().decode()
+    names = set(re.findall(r"(?m)^# TYPE (\w+)", text))
+
+    listed = set(re.findall(r"`(bridle_\w+)", page("reference/gateway.md")))
+
+    assert {name for name in names if not name.endswith("_created")} - listed == set()
