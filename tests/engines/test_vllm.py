@@ -9,7 +9,7 @@ from tests.engines.stub import Stub, events, honest, sampled
 from tests.engines.test_hostile import Proxy, without
 
 from bridle.engines import open_engine
-from bridle.engines.base import CutError, GenerateRequest, Versioned
+from bridle.engines.base import CutError, GarbledError, GenerateRequest, Versioned
 from bridle.engines.ids import ArrayIds
 from bridle.engines.vllm import VllmEngine
 from bridle.engines.vllm_routes import VllmRoute
@@ -497,6 +497,8 @@ def piece(ids, **choice):
         ([piece([5]), {"error": {"message": "gone"}}], EngineError, "failed in mid-reply"),
         ([piece([5]), b"data: {oops\n\n"], EngineError, "cannot be read"),
         ([], CutError, "without a finish reason"),
+        ([piece([5], finish_reason="stop"), piece([6])], GarbledError, "behind the end"),
+        ([piece([5], finish_reason="stop")] * 2, GarbledError, "behind the end"),
     ],
 )
 async def test_a_stream_that_goes_wrong_is_an_engine_error(turned, parts, kind, says):

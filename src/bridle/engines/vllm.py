@@ -430,8 +430,10 @@ class _Progress:
             chunk = replace(chunk, delta=self._parsed.add(read))
         count = chunk.output_ids.size
         self._count += count
+        if self._held is not None and count:
+            raise GarbledError("the engine sent tokens behind the end of its reply")
         if chunk.finish_reason is not None:
-            self._held = chunk
+            self._held = self._held or chunk
             return None
         says = count or chunk.prompt_ids_json is not None or chunk.delta not in _SAYS_NOTHING
         return chunk if says else None
