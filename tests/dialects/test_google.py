@@ -317,3 +317,11 @@ def test_computer_use_actions_depend_on_the_model_name():
     assert speaks_older("gemini-3-flash-preview")
     assert not speaks_older("gemini-3.5-flash")
     assert not speaks_older("policy")
+
+
+def test_a_reply_that_comes_back_with_a_part_for_each_piece_is_left_to_parse():
+    kept = {"role": "model", "parts": [{"text": "I see.", "thought": True}, {"text": 'a "text"'}]}
+    pieces = {"role": "model", "parts": [{"text": piece} for piece in ("I ", "see", ".")]}
+    after = encode(HI[0])
+    assert WIRE.read_new([encode(kept), after]) is not None
+    assert WIRE.read_new([encode(pieces), after]) is None

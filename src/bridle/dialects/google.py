@@ -186,6 +186,14 @@ class Google(WireFormat):
             **members,
         )
 
+    def read_new(self, spans: Sequence[bytes]) -> list[Message] | None:
+        """Return the messages of further contents; `None` = only `parse` can read them.
+
+        The first repeats a reply. One that was streamed may come back with a part for each piece;
+        as it was kept it has at most two texts, reasoning and answer.
+        """
+        return None if spans[0].count(b'"text"') > 2 else super().read_new(spans)
+
     def _read_head(
         self, head_bytes: bytes, tools_span: bytes | None, route: Route
     ) -> tuple[Sequence[Message], JSON]:
