@@ -72,11 +72,20 @@ def test_environment_variables_override_the_file_and_flags_override_variables(pa
     assert config.tokenizer == "Qwen/Qwen3-4B"
 
 
-def test_an_environment_variable_of_an_unknown_key_is_refused_with_a_suggestion(path, monkeypatch):
-    monkeypatch.setenv("BRIDLE_GATEWAY__RETRY_GRACE", "1")
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("GATEWAY__RETRY_GRACE", r"gateway\.retry_grace: .*did you mean 'retry_grace_s'"),
+        ("GATWAY__PORT", r"gatway: .*did you mean 'gateway'"),
+        ("TOKENIZER__DIR", r"tokenizer: Input should be a valid string"),
+    ],
+)
+def test_an_environment_variable_of_an_unknown_key_is_refused_with_a_suggestion(
+    path, monkeypatch, variable, said
+):
+    monkeypatch.setenv(f"BRIDLE_{variable}", "1")
 
-    said = r"variables .*gateway\.retry_grace: .*did you mean 'retry_grace_s'"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=f"variables .*{said}"):
         load_config(path)
 
 

@@ -101,14 +101,16 @@ def from_environment(environment: Mapping[str, str]) -> JSON:
     underscores between a table and its key.
 
     A value is parsed as in the file where it can be (`["http://..."]`, `4`, `true`), else it is
-    text.
+    text. Variables of other names (`BRIDLE_CACHE`) are left alone; a table that does not exist
+    is kept, for `validated` to refuse.
     """
     given: JSON = {}
     for name, value in environment.items():
         path = name.removeprefix("BRIDLE_").lower().split("__")
         field = FileConfig.model_fields.get(path[0])
         is_table = field is not None and isinstance(field.default, Settings)
-        if not name.startswith("BRIDLE_") or field is None or is_table is (len(path) == 1):
+        other = len(path) == 1 and (field is None or is_table)
+        if other or not name.startswith("BRIDLE_"):
             continue
         one: object = value
         with suppress(tomllib.TOMLDecodeError):
