@@ -5,6 +5,7 @@ from pydantic import ValidationError
 from tests.server.house import body, submission
 
 from bridle.config import Task
+from bridle.errors import ConfigError
 from bridle.server.http import error_json
 from bridle.server.schemas import GroupOptions, Submission, TaskBatch
 from bridle.server.settings import ServerSettings, SubmissionPolicy
@@ -57,6 +58,25 @@ def test_local_runtime_is_permitted_on_loopback(host):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "server.example"])
 def test_local_runtime_is_refused_off_loopback(host):
     assert not ServerSettings(host=host).checked().permits.local
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_version_lag": 2}, "max_version_lag needs groups_per_version"),
+        ({"groups_per_version": 2}, "groups_per_version needs max_version_lag"),
+        ({"on_stale": "cancel"}, "needs max_version_lag"),
+    ],
+)
+def test_a_limit_of_staleness_that_would_do_nothing_is_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        ServerSettings(**given).checked()
+
+
+def test_a_limit_of_staleness_holds_groups_back_or_cancels_sessions():
+    held = ServerSettings(max_version_lag=2, groups_per_version=1)
+    cancelled = ServerSettings(max_version_lag=2, on_stale="cancel")
+    assert held.checked().max_version_lag == cancelled.checked().max_version_lag == 2
 
 
 def test_local_runtime_permission_cannot_be_set_by_configuration():

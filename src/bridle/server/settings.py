@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 from bridle.config import RuntimeSpec, Settings, Task
 from bridle.credentials import is_loopback
 from bridle.datasets.jsonl import read_manifest, unsound
+from bridle.errors import ConfigError
 from bridle.evaluators import EVALUATORS
 from bridle.harnesses import CHECKS, HARNESSES
 from bridle.plugins import installed
@@ -525,8 +526,19 @@ class ServerSettings(ServiceSettings):
     def checked(self) -> ServerSettings:
         """Return the settings with the defaults that depend on the listening address.
 
-        `ConfigError` if the manifest of verified tasks cannot be read.
+        `ConfigError` if the manifest of verified tasks cannot be read, and for settings that do
+        nothing without another one.
         """
+        bounded = self.max_version_lag is not None
+        if self.on_stale == "cancel" and not bounded:
+            raise ConfigError('server.on_stale = "cancel" needs max_version_lag')
+        if bounded and self.groups_per_version is None and self.on_stale == "keep":
+            raise ConfigError(
+                'server.max_version_lag needs groups_per_version, or on_stale = "cancel"; alone it '
+                "holds no group back"
+            )
+        if self.groups_per_version is not None and not bounded:
+            raise ConfigError("server.groups_per_version needs max_version_lag")
         if self.permits.verified is not None:
             read_manifest(self.permits.verified)
         permits = self.permits.model_copy(update={"local": is_loopback(self.host)})
