@@ -7,6 +7,7 @@ import pytest
 from packaging.version import Version
 
 from bridle.datasets.environments import (
+    Bench,
     Refused,
     build_system,
     host_python,
@@ -15,8 +16,23 @@ from bridle.datasets.environments import (
     read_wheel,
     requirements_of,
 )
+from bridle.runtimes.local import LocalRuntime
 
 HEAD = "Metadata-Version: 2.1\nName: p\nVersion: 1.0\n"
+
+
+class Spec(LocalRuntime):
+    """A runtime of a plug-in, which says what it was asked for."""
+
+    def __init__(self, spec, *where):
+        self.network = spec.network
+        super().__init__(spec.model_copy(update={"network": "open"}), *where)
+
+
+async def test_strangers_code_gets_a_sandbox_without_network():
+    async with Bench("tests.datasets.test_environments:Spec").place() as runtime:
+        assert isinstance(runtime, Spec)
+        assert runtime.network == "none"
 
 
 def a_wheel(tmp_path, metadata=HEAD, name="p-1.0-py3-none-any.whl"):

@@ -2,6 +2,7 @@
 
 import secrets
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import numpy as np
 
@@ -17,7 +18,14 @@ ENDED_WELL = ExecResult(0, None, False, b"", b"", False, 1.0)
 
 @asynccontextmanager
 async def evaluation(
-    folder, *, env=None, harness=ENDED_WELL, trusted=False, prepare=None, eval_prepare=None
+    folder,
+    *,
+    env=None,
+    harness=ENDED_WELL,
+    trusted=False,
+    prepare=None,
+    eval_prepare=None,
+    kind=LocalRuntime,
 ):
     """An `EvaluationContext` of a session that ran in `context.places.agents`.
 
@@ -29,7 +37,7 @@ async def evaluation(
         async def started(resources):
             scratch = folder / f"scratch-{secrets.token_hex(4)}"
             scratch.mkdir()
-            runtime = LocalRuntime(RuntimeSpec(), f"s-{secrets.token_hex(8)}", scratch)
+            runtime = kind(RuntimeSpec(), f"s-{secrets.token_hex(8)}", scratch)
             resources.push_async_callback(runtime.stop)
             await runtime.start()
             if prepare is not None:
@@ -59,6 +67,28 @@ async def evaluation(
         )
         trajectory = Trajectory("s-1", "RUNNING", (), None, None, {})
         yield EvaluationContext(task, "s-1", places, harness, trajectory, folder / "logs", folder)
+
+
+LEAVE = "sleep 60 & echo $! > {}"
+"""Shell line that leaves a process behind, whose id it writes to a file."""
+
+
+def runs(pid):
+    """Whether the process whose id is in a file still runs."""
+    stat = Path("/proc", pid.read_text().strip(), "stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def watching(file, pid, alive):
+    """A runtime that notes in `alive`, as `file` is copied out, whether a process still runs."""
+
+    class Watching(LocalRuntime):
+        async def download(self, source, target, *, most=None):
+            if source.endswith(file):
+                alive.append(runs(pid))
+            return await super().download(source, target, most=most)
+
+    return Watching
 
 
 def trace(*messages):

@@ -3,7 +3,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.evaluators.made import evaluation
+from tests.evaluators.made import LEAVE, evaluation, watching
 
 from bridle.errors import EvaluatorError
 from bridle.evaluators.command import CommandEvaluator, parse_reward
@@ -44,6 +44,15 @@ async def test_a_reward_file_gives_reward_and_metadata_whatever_the_exit_code(tm
     async with evaluation(tmp_path) as context:
         found = await evaluator(command, reward_file="out.json").evaluate(context)
     assert (found.reward, found.metadata["passed"], found.metadata["exit_code"]) == (0.25, 1, 1)
+
+
+async def test_a_reward_file_is_read_when_no_process_of_the_command_is_left(tmp_path):
+    alive, pid = [], tmp_path / "pid"
+    command = f"{LEAVE.format(pid)}; echo 1 > out.txt"
+    async with evaluation(tmp_path, kind=watching("out.txt", pid, alive)) as context:
+        found = await evaluator(command, reward_file="out.txt").evaluate(context)
+    assert found.reward == 1
+    assert alive == [False]
 
 
 async def test_a_reward_file_that_is_not_utf_8_is_an_evaluator_error(tmp_path):

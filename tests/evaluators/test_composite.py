@@ -107,6 +107,13 @@ async def test_parts_with_different_numbers_of_trace_rewards_are_an_evaluator_er
         await found(tmp_path, *parts)
 
 
+def test_a_composite_has_a_runtime_prepared_if_a_part_needs_one():
+    command = {"strategy": "command", "config": {"command": "true"}}
+    plain = {"strategy": "session_completed"}
+    assert CompositeEvaluator.from_config({"parts": [plain, command]}).prewarm
+    assert not CompositeEvaluator.from_config({"parts": [plain]}).prewarm
+
+
 async def test_a_failing_part_fails_the_composite_evaluator(tmp_path):
     for kind in (EvaluatorError, Unscorable):
         failing = part(name="b", fails="broken checker", blamed=kind is Unscorable)

@@ -144,6 +144,16 @@ async def test_prompt_of_the_judge_keeps_every_turn_of_a_long_session_and_shorte
     assert all(f"reply {number}" in shown for number in range(3))
 
 
+async def test_prompt_of_the_judge_shortens_a_long_session_in_its_middle(tmp_path):
+    long = trace(("user", "first" + "x" * 90_000), ("assistant", "last"))
+    _, model = await judged(tmp_path, GOOD, traces=(long,), max_chars=2000)
+    shown = model.asked[0]["messages"][1]["content"]
+    assert len(shown) < 3000
+    assert "first" in shown
+    assert "last" in shown
+    assert "characters left out" in shown
+
+
 @pytest.mark.parametrize(
     "answer", ['{"scores": [1, 1]}', '{"scores": [1, 1, 2]}', GOOD, "[1, 1, 1]"]
 )

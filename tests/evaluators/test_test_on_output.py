@@ -2,7 +2,7 @@ import sys
 from contextlib import asynccontextmanager
 
 import pytest
-from tests.evaluators.made import evaluation
+from tests.evaluators.made import LEAVE, evaluation, watching
 
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Unscorable
@@ -148,6 +148,18 @@ async def test_test_results_are_read_from_a_junit_file(tmp_path):
     command = f"cat > out.xml <<'END'\n{xml}\nEND"
     evaluated = await found(tmp_path, "true", command=command, junit="out.xml", partial=True)
     assert evaluated.metadata["not_passed"] == {"t::old": "skipped"}
+
+
+async def test_a_junit_report_is_read_when_no_process_of_the_tests_is_left(tmp_path):
+    alive, pid = [], tmp_path / "pid"
+    case = '<testsuite><testcase classname="t" name="new"/></testsuite>'
+    command = f"{LEAVE.format(pid)}; echo '{case}' > out.xml"
+    kind = watching("out.xml", pid, alive)
+    async with two_runtimes(tmp_path, "true", kind=kind) as context:
+        tests = {"command": command, "junit": "out.xml", "fail_to_pass": ["t::new"]}
+        evaluated = await TestOnOutput.from_config(tests).evaluate(context)
+    assert evaluated.reward == 1
+    assert alive == [False]
 
 
 @pytest.mark.parametrize(
