@@ -379,13 +379,14 @@ def test_a_dataset_or_one_split_is_loaded_by_its_hub_id(tmp_path):
 
 
 def test_parquet_files_may_hold_swe_rows_or_tasks(tmp_path):
-    task = {"task_id": "plain", "instruction": "x", "num_samples": 2, "repo": None}
+    task = {"task_id": "plain", "instruction": '{"say": 1}', "num_samples": 2, "repo": None}
     task["evaluator"] = json.dumps({"strategy": "command", "config": {"command": "true"}})
     pq.write_table(pa.Table.from_pylist([GYM]), tmp_path / "a.parquet")
     pq.write_table(pa.Table.from_pylist([task | {"metadata": None}]), tmp_path / "b.parquet")
     first, second = load_tasks(tmp_path)
     assert (first.task_id, first.evaluator.strategy) == ("getmoto__moto-7365", "swebench")
     assert (second.num_samples, second.evaluator.config) == (2, {"command": "true"})
+    assert second.instruction == '{"say": 1}'
 
 
 def test_a_parquet_error_names_file_and_row(tmp_path):
