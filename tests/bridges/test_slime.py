@@ -96,6 +96,15 @@ def test_slime_advantages_of_trace_rewards_are_computed_within_a_role():
     assert advantages == [0.0, -1.0, 0.0, 1.0]
 
 
+def test_slime_advantage_of_a_trace_alone_in_its_role_is_that_of_its_session_s_reward():
+    helper = trace(reward=0.0, metadata={"kind": "subagent"})
+    masked = trace("t1", loss_mask=np.zeros(7, np.uint8))
+    groups = [group(session("s", 1.0, helper, masked), session("u", 0.0, trace()))]
+    samples, _ = samples_of(groups, templates("a"))
+    flat = [one for two in samples[0] for one in two]
+    assert post_process_rewards(ARGS, flat) == ([0.0, 0.0], [1.0, -1.0])
+
+
 def test_slime_advantages_count_a_session_once_and_ignore_unknown_rewards():
     unknown = session("x", None, trace())
     groups = [

@@ -21,6 +21,7 @@ import json
 import os
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ from bridle.bridges.base import Row, RowCounts, SessionGroup, Sessions, Shape, T
 from bridle.bridges.remote import ServerSessions, open_server
 from bridle.errors import ConfigError
 from bridle.experts import complete_rows
-from bridle.trajectory.credit import role_advantages, role_of, session_advantages
+from bridle.trajectory.credit import trace_advantages
 from bridle.trajectory.sample import refuse_images
 from bridle.types import FinishReason, SessionStatus
 
@@ -252,19 +253,23 @@ def samples_of(
         for session in group.sessions:
             refuse_images("slime", session)
     rows, counts = rows_of(groups, Shape(blanks=True))
+    advantages = _advantages(groups)
     of: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
         of.setdefault((row.group, row.sample), []).append(row)
     return [
         [
-            [_sample(row, template) for row in of[place, at]]
+            [
+                _sample(row, template, advantages.get((place, at, row.trace.trace_id), {}))
+                for row in of[place, at]
+            ]
             for at, template in enumerate(templates[place])
         ]
         for place in range(len(groups))
     ], counts
 
 
-def _sample(row: Row, template: Sample) -> Sample:
+def _sample(row: Row, template: Sample, advantages: dict[str, float]) -> Sample:
     sample = copy.copy(template)
     known_versions = row.versions[row.versions >= 0]
     sample.rollout_id = template.index
@@ -285,7 +290,7 @@ def _sample(row: Row, template: Sample) -> Sample:
         "trace_id": row.trace.trace_id,
         "session_status": str(row.session.status),
         "reward_known": row.known,
-        "role": list(role_of(row.trace)),
+        "advantages": advantages,
     }
     return sample
 
@@ -307,39 +312,24 @@ def post_process_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[flo
     """Return raw rewards, and advantages within each group, in which each session counts once.
 
     This is a hook of slime. A session whose reward is not known has no part in its group's mean and
-    gets 0. Where samples of one session have different rewards (of their traces), each is compared
-    with those of its role.
+    gets 0. Where an evaluator gave traces rewards of their own, each is compared with those of its
+    role.
     """
-    raw = [float(sample.reward) for sample in samples]
-    groups: dict[Any, dict[Any, list[int]]] = {}
-    for number, sample in enumerate(samples):
-        played = groups.setdefault(sample.group_index, {})
-        played.setdefault(sample.rollout_id, []).append(number)
     kind = "grpo" if getattr(args, "grpo_std_normalization", True) else "dr_grpo"
-    found = [0.0] * len(samples)
-    for sessions in groups.values():
-        advantages = _advantages([[samples[n] for n in of] for of in sessions.values()], kind)
-        for of, own in zip(sessions.values(), advantages, strict=True):
-            for number, advantage in zip(of, own, strict=True):
-                found[number] = advantage
-    return raw, found
+    advantages = [sample.metadata["advantages"].get(kind, 0.0) for sample in samples]
+    return [float(sample.reward) for sample in samples], advantages
 
 
-def _advantages(sessions: Sequence[Sequence[Sample]], kind: str) -> list[list[float]]:
-    """Return one advantage per sample of each session of a group."""
-    known = [of[0].metadata.get("reward_known", True) for of in sessions]
-    means = [
-        float(np.mean([sample.reward for sample in of])) if is_known else float("nan")
-        for of, is_known in zip(sessions, known, strict=True)
-    ]
-    if all(sample.reward == of[0].reward for of in sessions for sample in of):
-        own = session_advantages(means, kind)
-        return [[value] * len(of) for value, of in zip(own, sessions, strict=True)]
-    parts = [
-        [(tuple(sample.metadata.get("role", ())), float(sample.reward)) for sample in of]
-        for of in sessions
-    ]
-    return role_advantages(means, parts, kind)[0]
+def _advantages(groups: Sequence[SessionGroup]) -> dict[tuple[int, int, str], dict[str, float]]:
+    """Return the advantages of each kind, by group, session and id of the trace."""
+    found: defaultdict[tuple[int, int, str], dict[str, float]] = defaultdict(dict)
+    for place, group in enumerate(groups):
+        for kind in ("grpo", "dr_grpo"):
+            by_session = trace_advantages(group.sessions, kind)[0]
+            for at, own in enumerate(by_session):
+                for trace, advantage in zip(group.sessions[at].traces, own, strict=True):
+                    found[place, at, trace.trace_id][kind] = advantage
+    return found
 
 
 def _evaluate(args: Any, sessions: Sessions, tasks: TaskTable) -> Any:  # noqa: ANN401 - slime's own
