@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tests.bridges.by_hand import Player
 from tests.training.made import session, trace
 
@@ -81,6 +82,40 @@ def test_a_trl_trainer_of_one_row_per_prompt_and_images_are_refused():
     ):
         with pytest.raises(TrainingError, match="images, whose pixels TRL would not get"):
             bring()
+
+
+class Computed:
+    """In place of TRL's trainer: one advantage per session."""
+
+    def _generate_and_score_completions(self, inputs):
+        return {"advantages": torch.tensor([1.0, -1.0])}
+
+
+class Scoring(EveryTrace, Computed):
+    def __init__(self, loss_type):
+        self.loss_type = loss_type
+        # Two traces of the first session, one of the second, and one that fills up the batch.
+        self.rollout_func = TrlRollouts(Player(), TASKS)
+        self.rollout_func.owners = [0, 1, 0, 0]
+        self.rollout_func.weights = [0.75, 1.0, 0.25, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "advantages"),
+    [
+        # Mean of rows: 4 rows of 2 sessions, and each session weighs 1.
+        ("grpo", [1.5, -2.0, 0.5, 0.0]),
+        ("sapo", [1.5, -2.0, 0.5, 0.0]),
+        # Sum of a row's tokens over the number of rows: of sessions.
+        ("dr_grpo", [2.0, -2.0, 2.0, 2.0]),
+        ("luspo", [2.0, -2.0, 2.0, 2.0]),
+        # Mean of all tokens.
+        ("dapo", [1.0, -1.0, 1.0, 1.0]),
+    ],
+)
+def test_a_trl_row_has_the_advantage_of_its_session_as_the_loss_weighs_rows(loss_type, advantages):
+    batch = Scoring(loss_type)._generate_and_score_completions([{}, {}])
+    assert batch["advantages"].tolist() == advantages
 
 
 def test_trl_rows_have_the_order_of_the_prompts():

@@ -74,7 +74,7 @@ LEAVE = "sleep 60 & echo $! > {}"
 
 
 def runs(pid):
-    """Whether the process whose id is in a file still runs."""
+    """Return whether the process whose id is in a file still runs."""
     stat = Path("/proc", pid.read_text().strip(), "stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
