@@ -165,7 +165,11 @@ def test_a_published_row_of_each_dataset_loads_with_its_own_image(tmp_path, name
     runtime = task.runtime
     assert (runtime.backend, runtime.image, runtime.workdir) == ("docker", image, "/testbed")
     assert (task.evaluator.strategy, task.evaluator.trusted) == ("swebench", False)
-    assert not {"patch", "test_patch"} & task.evaluator.config["instance"].keys()
+    instance = task.evaluator.config["instance"]
+    assert not {"patch", "test_patch"} & instance.keys()
+    named = [*instance["FAIL_TO_PASS"], *instance["PASS_TO_PASS"]]
+    assert instance["FAIL_TO_PASS"]
+    assert all(json.dumps(one) in json.dumps(row).replace("\\", "") for one in named)
     assert callable(open_evaluator(task.evaluator).evaluate)
 
 
