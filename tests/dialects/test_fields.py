@@ -67,10 +67,11 @@ def test_an_unknown_field_of_google_s_configuration_is_named_with_its_place():
         (Dialect.OPENAI_CHAT, "documents", [{"text": "a"}]),
         (Dialect.OPENAI_RESPONSES, "conversation", "conv_1"),
         (Dialect.OPENAI_RESPONSES, "prompt", {"id": "pmpt_1"}),
+        (Dialect.OPENAI_RESPONSES, "generate", False),
         (Dialect.GOOGLE, "cachedContent", "cachedContents/1"),
     ],
 )
-def test_context_that_only_the_provider_has_is_refused_by_name(dialect, field, value):
+def test_what_only_the_provider_can_serve_is_refused_by_name(dialect, field, value):
     with pytest.raises(RequestError, match=field) as refused:
         treatment(dialect, **{field: value})
     assert refused.value.param == field
@@ -91,7 +92,7 @@ CLEAR = {"edits": [{"type": "clear_tool_uses_20250919"}]}
             {"output_config": {"format": {"type": "grammar"}}},
             ["output_config.format"],
         ),
-        (Dialect.OPENAI_RESPONSES, {"truncation": "disabled"}, []),
+        (Dialect.OPENAI_RESPONSES, {"truncation": "disabled", "generate": True}, []),
         (Dialect.OPENAI_RESPONSES, {"truncation": "auto"}, ["truncation"]),
         (Dialect.OPENAI_RESPONSES, {"text": {"format": {"type": "grammar"}}}, ["text.format"]),
         (Dialect.OPENAI_RESPONSES, {"text": {"verbosity": "low"}}, ["text.verbosity"]),

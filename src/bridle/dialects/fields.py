@@ -70,7 +70,7 @@ class Use(StrEnum):
     UNENFORCED = "unenforced"
     """It asks for something that is not done, unless its value asks for nothing."""
     REFUSED = "refused"
-    """It names context that only the provider has."""
+    """It names context that only the provider has, or asks for no sample."""
 
 
 def table(**words: str) -> dict[str, Use]:
@@ -151,6 +151,8 @@ def ignored_fields(head: JSON, uses: Mapping[str, Use], path: str = "") -> JSON:
 def _asks_nothing(name: str, value: Any) -> bool:
     if name == "web_search_options":  # it asks by being there
         return False
+    if name == "generate":  # a warm-up, after which nothing is to be sampled
+        return value is not False
     if not value or value in _NOTHING.get(name, ()):
         return True
     if name != "context_management" or not isinstance(value, dict):

@@ -96,7 +96,7 @@ _FIELDS = table(
     "prompt_cache_retention safety_identifier service_tier stream_options moderation "
     "access_programs max_tool_calls",
     unenforced="truncation context_management top_logprobs image",
-    refused="background conversation prompt mcp_servers",
+    refused="background conversation prompt mcp_servers generate",
 )
 TEXT_FIELDS = table(used="format", unenforced="verbosity")
 _MEMBERS = members(
