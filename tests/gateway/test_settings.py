@@ -6,11 +6,12 @@ from pydantic import ValidationError
 from bridle.gateway.settings import GatewaySettings
 
 
-def test_the_defaults_listen_on_loopback_only():
+def test_the_defaults_are_those_promised_and_listen_on_loopback_only():
     settings = GatewaySettings()
     assert (settings.host, settings.port, settings.control_port) == ("127.0.0.1", 0, None)
     assert settings.retry_grace_s == 10
     assert settings.headers_after_s == 10
+    assert settings.min_output_tokens == 64
     assert not settings.allow_untokenized
 
 

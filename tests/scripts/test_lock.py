@@ -49,6 +49,12 @@ def test_the_core_and_embedded_locks_pin_the_versions_of_the_dev_lock():
             assert dev.get(name, versions) == versions
 
 
+def test_a_plain_installation_has_neither_torch_nor_ray():
+    core = {Requirement(one).name for one in PROJECT["project"]["dependencies"]}
+    assert {"aiohttp", "pydantic"} <= core & pins("core.txt").keys()
+    assert not {"torch", "ray"} & (core | pins("core.txt").keys())
+
+
 def test_optional_dependencies_have_no_exact_pins():
     extras = PROJECT["project"]["optional-dependencies"]
     requirements = [Requirement(one) for of in extras.values() for one in of]
