@@ -48,7 +48,10 @@ def test_portable_dockerfile_instructions_become_prepare_steps_in_order(steps, t
         ("WORKDIR /a\nCOPY --from=x a.txt .", "only 'COPY source... target'"),
         ("WORKDIR /a\nCOPY ../x .", "no such file beside the Dockerfile"),
         ("WORKDIR /a\nCOPY gone .", "no such file beside the Dockerfile: 'gone'"),
+        ("WORKDIR /a\nCOPY /etc/passwd .", "no such file beside the Dockerfile"),
+        ("WORKDIR /a\nCOPY .. .", "no such file beside the Dockerfile: '..'"),
         ("ENV A=$B", "refers to another variable"),
+        ("ENV PATH /opt/bin:$PATH", "refers to another variable"),
     ],
 )
 def test_a_dockerfile_instruction_that_needs_an_image_is_refused_with_its_line(steps, text, why):

@@ -141,6 +141,7 @@ def test_the_oracle_gets_the_solution_of_its_task(folder, backend, target):
     [
         ({}, "bubblewrap", "needs the image of its environment: use runtime 'docker'"),
         ({"environment": 'os = "windows"'}, None, "asks for os 'windows'"),
+        ({"environment": 'tpu = "v5e-4"'}, None, "asks for a TPU"),
         ({"environment": 'memory = "lots"'}, None, "'lots' is not a size"),
         ({"environment": 'cpus = "many"'}, None, r"task\.toml: environment\.cpus"),
         ({"environment": '[environment.env]\nK = "${K}"'}, None, r"environment\.env\.K: wants"),

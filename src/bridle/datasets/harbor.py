@@ -381,8 +381,9 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
 def _pairs(rest: str, where: str) -> dict[str, str]:
     if re.match(r"[A-Za-z_]\w*=", rest) is None:
         name, _, value = rest.partition(" ")
-        return {name: value.strip()}
-    pairs = [word.partition("=") for word in shlex.split(rest)]
+        pairs = [(name, "", value.strip())]
+    else:
+        pairs = [word.partition("=") for word in shlex.split(rest)]
     if any("$" in value for _, _, value in pairs):
         raise ConfigError(
             f"{where}: a value refers to another variable, which only the build of an image fills "
