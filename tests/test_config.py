@@ -87,6 +87,11 @@ def test_validation_errors_shorten_long_values_and_count_further_mistakes():
     assert "(+1 more)" in text
 
 
+def test_a_wrong_item_of_a_list_is_counted_once():
+    with pytest.raises(ConfigError, match=r"parts\.0\.wrong: Extra inputs .*; given: 1$"):
+        validated(CompositeSettings, {"parts": [{"strategy": "command", "wrong": 1}]}, "c")
+
+
 def test_default_sampling_is_from_the_full_distribution_at_temperature_1():
     sampling = Task(task_id="t", instruction="x").sampling
 

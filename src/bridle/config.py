@@ -415,8 +415,10 @@ def explain(error: ValidationError, where: str) -> ConfigError:
     if first is None:
         return ConfigError(f"{where}: {error.error_count()} of its values are wrong")
     path = field_path(first)
-    alike = [first, *(one for one in error.errors() if one != first and field_path(one) == path)]
-    more = error.error_count() - len(alike)
+    others = [one for one in error.errors() if one != first]
+    alike = [first, *(one for one in others if field_path(one) == path)]
+    # A list that has a wrong item is also too short for pydantic, because it drops the item.
+    more = sum(not f"{path}.".startswith(f"{field_path(one)}.") for one in others)
     given = repr(first["input"])
     given = given if len(given) <= 80 else given[:77] + "..."
     given = "" if first["type"] == "missing" else f"; given: {given}"

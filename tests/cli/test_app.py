@@ -259,3 +259,9 @@ def test_an_unknown_flag_exits_with_code_2(say, verb):
     said = say(verb, "--no-such-flag")
     assert said.code == 2
     assert "no-such-flag" in said.err
+
+
+def test_a_value_that_is_no_choice_of_a_flag_is_refused_without_words_of_python(say):
+    said = say("export", "x", "--format", "wat", "--out", "y")
+    assert said.code == 2
+    assert "Invalid value for '--format': 'wat' is not one of 'parquet'" in said.err

@@ -176,7 +176,7 @@ def _explain(error: Exception) -> tuple[str, int] | None:
         case OSError() if error.filename is not None:
             return f"{error.filename}: {error.strerror}", 3
     if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # typer's
-        return error.format_message(), 2
+        return error.format_message().replace("Value error, ", ""), 2
     return None
 
 
