@@ -249,6 +249,22 @@ async def test_the_client_raises_server_refusals_with_their_reason(tmp_path):
                     pass
 
 
+@pytest.mark.parametrize("status", [200, 501])
+async def test_an_answer_that_is_no_rollout_server_s_is_an_error(status):
+    async def page(_):
+        return web.Response(text="<html>\n <b>Hi</b>", status=status)
+
+    other = web.Application()
+    other.router.add_route("*", "/{path:.*}", page)
+    said = rf"the server answered {status} and not as .* is it one\? <html> <b>Hi</b>$"
+    async with (
+        TestServer(other) as server,
+        AsyncClient(str(server.make_url("")), token="t" * 16) as client,
+    ):
+        with pytest.raises(ServerError, match=said):
+            await client.status()
+
+
 async def test_unreachable_server_raises_after_patience_s():
     async with AsyncClient("http://127.0.0.1:1", patience_s=0.2) as client:
         with pytest.raises(

@@ -385,7 +385,11 @@ class AsyncClient:
     async def _json(
         self, method: str, path: str, body: object = None, *, query: Mapping[str, Any] | None = None
     ) -> JSON:
-        answer: JSON = orjson.loads(await self._request(method, path, body, query=query))
+        content = await self._request(method, path, body, query=query)
+        try:
+            answer: JSON = orjson.loads(content)
+        except ValueError:
+            raise _strange(200, content) from None
         return answer
 
     async def _request(
@@ -607,5 +611,11 @@ def _refused(status: int, content: bytes) -> ServerError:
         error = orjson.loads(content)["error"]
         return ServerError(error["message"], status=status, code=error["code"])
     except (ValueError, KeyError, TypeError):
-        text = content[:200].decode(errors="replace")
-        return ServerError(f"the server answered {status}: {text}", status=status)
+        return _strange(status, content)
+
+
+def _strange(status: int, content: bytes) -> ServerError:
+    """Return the error for an answer that is not a rollout server's."""
+    said = " ".join(content[:200].decode(errors="replace").split())
+    message = f"the server answered {status} and not as `bridle serve` does; is it one? {said}"
+    return ServerError(message.rstrip(), status=status)
