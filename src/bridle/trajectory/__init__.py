@@ -44,7 +44,7 @@ from bridle.trajectory.packing import pack
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.trajectory.stats import Built, Joined, Splice, join, measure, with_texts
 from bridle.trajectory.transcript import Messages, Transcript
-from bridle.types import JSON, SHAPING, Cause, FinishReason, Ids, Kind, SessionStatus
+from bridle.types import JSON, SHAPING, Cause, FinishReason, Ids, Kind, Sampling, SessionStatus
 
 __all__ = ["BUILDERS", "MaskReason", "Trace", "Trajectory", "rebuild", "with_outcome"]
 
@@ -330,10 +330,12 @@ def _described(trace: Trace, joined: Joined, marks: Marks, transcript: Transcrip
 
 def _sampling(trace: Trace, path: Sequence[Exchange]) -> JSON:
     """Return each field that shapes a distribution with its values in the turns that train."""
-    found = []
+    found: list[Sampling] = []
     start = 0
     for exchange, end in zip(path, trace.turn_ends, strict=True):
-        if trace.loss_mask[start:end].any():
+        # A file's turns share one object while their sampling stays the same.
+        again = bool(found) and found[-1] is exchange.sampling
+        if not again and trace.loss_mask[start:end].any():
             found.append(exchange.sampling)
         start = end
     values: JSON = {field: [] for field in SHAPING}

@@ -334,7 +334,8 @@ def _named(exchanges: Iterable[Exchange], key: str) -> Counter[str]:
     """Add up the names that each exchange's `extra` has under `key`: a list, or counts."""
     counts: Counter[str] = Counter()
     for exchange in exchanges:
-        counts.update(exchange.extra.get(key, ()))
+        if named := exchange.extra.get(key):
+            counts.update(named)
     return counts
 
 
