@@ -196,14 +196,17 @@ async def test_the_same_idempotency_key_supersedes_a_delivered_reply_until_it_is
 async def test_a_delivery_names_the_requests_that_joined_its_call():
     async with a_room() as room:
         call = room.add(a_call(stage=Stage.COMMITTED), FRESH)
-        for again in (RETRY, Asked(retry_count=2), FRESH):
+        keyed = Asked(idempotency_key="k")
+        for again in (RETRY, Asked(retry_count=2), FRESH, keyed, keyed):
             room.deliveries.left(room.session, call, partly=False)
             assert room.deliveries.joined(room.session, ASKED_FOR, again) is call
         room.deliveries.received(room.session, call)
         await room.recorded(call)
         joined_by = room.store.deliveries("s")["e1"].joined_by
         answer = [(one["why"], one["retry_count"]) for one in joined_by]
-        assert answer == [("retry_count", 1), ("retry_count", 2), ("client_gone", 0)]
+        gone = ("client_gone", 0)
+        expected = [("retry_count", 1), ("retry_count", 2), gone, gone, ("idempotency_key", 0)]
+        assert answer == expected
 
 
 async def test_refusing_a_call_detaches_its_client_and_the_session_s_facts_have_the_error():
@@ -214,6 +217,18 @@ async def test_refusing_a_call_detaches_its_client_and_the_session_s_facts_have_
         assert (call.clients, room.session.last_error) == (0, "try later")
         assert room.session.facts().last_error_code == "overloaded"
         assert room.session.failed_last
+
+
+async def test_a_retry_of_a_failed_call_is_a_new_sample_at_once_while_another_client_waits():
+    async with a_room() as room:
+        tries, call = room.session.tries, room.add(a_call(), FRESH)
+        room.add(a_call("another"), FRESH)
+        call.error = RequestError("try later", status=503, code="overloaded")
+        call.enter(Stage.FAILED)
+        tries.failed(call)
+        room.deliveries.refused(room.session, call, call.error)
+        assert not await tries.waited(ASKED_FOR, RETRY)
+        assert room.deliveries.joined(room.session, ASKED_FOR, RETRY) is None
 
 
 async def test_the_end_of_a_session_settles_every_reply():

@@ -55,6 +55,7 @@ SAMPLING = REQUEST.sampling
         {"response_schema": {"title": "\ud800"}},
         {"model": "other"},
         {"logprobs": True},
+        {"prefill": "Yes, "},
         {"sampling": replace(SAMPLING, max_tokens=5)},
         {"sampling": replace(SAMPLING, stop=("x",))},
         {"sampling": replace(SAMPLING, seed=2**80)},
