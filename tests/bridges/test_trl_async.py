@@ -118,6 +118,27 @@ def test_rollouts_run_while_the_trainer_reads_rows_with_each_task_once_per_epoch
     assert rollouts.rows() == [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
 
 
+def test_a_checkpoint_gives_the_rest_of_a_group_and_plays_again_what_was_not_trained(tmp_path):
+    path = tmp_path / "rollouts.json"
+    with playing(Players(), groups_at_once=1, queue_rows=6) as rollouts:
+        taken = [rollouts.rollout_buffer.get(timeout=10) for _ in range(4)]
+        until(rollouts.rollout_buffer.full)
+        rollouts.trained({0: 2, 1: 1})
+        rollouts.save(path)
+    again = TrlAsyncRollouts(Players(), TASKS, num_generations=2, groups_at_once=1)
+    again.load(path)
+    assert again.dealt_with == 1
+    again.start()
+    try:
+        given = [again.rollout_buffer.get(timeout=10) for _ in range(5)]
+    finally:
+        again.stop()
+    assert [row.group_id for row in taken] == [0, 0, 1, 1]
+    assert [row.group_id for row in given] == [1, 2, 2, 3, 3]
+    assert given[0].input_ids.tolist() == taken[3].input_ids.tolist()
+    assert given[0].advantage == taken[3].advantage
+
+
 def test_a_full_row_queue_pauses_rollouts_and_stop_ends_their_threads():
     players = Players()
     with playing(players, groups_at_once=2, queue_rows=3) as rollouts:
