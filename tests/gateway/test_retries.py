@@ -128,11 +128,12 @@ async def test_an_unclaimed_reply_is_abandoned_or_cut(partly, state):
         assert call.question is not None  # a late retry still gets it
 
 
-async def test_an_unclaimed_call_in_flight_is_cancelled_at_once_without_grace():
+async def test_an_unclaimed_call_in_flight_is_cancelled_and_not_joinable_at_once_without_grace():
     async with a_room(grace_s=0) as room:
         call = room.add(a_call(), FRESH)
         call.task = room.nursery.start(asyncio.sleep(30), name="call")
         room.deliveries.left(room.session, call, partly=False)
+        assert room.deliveries.joined(room.session, ASKED_FOR, RETRY) is None
         await asyncio.wait([call.task])
         assert call.task.cancelled()
         assert await room.recorded(call) is None

@@ -118,7 +118,7 @@ class Tries:
         return call if call is not None and call.question_key == question else None
 
     def end(self, call: Call) -> None:
-        """Remove a call that is delivered or failed: no retry joins it any more."""
+        """Remove a call that is delivered, failed or cancelled: no retry joins it any more."""
         key = call.question_key
         if (found := self._open.get(key)) is None:
             return

@@ -110,6 +110,7 @@ class Deliveries:
             return
         match call.stage:
             case Stage.PLACED | Stage.SAMPLING:
+                session.tries.end(call)  # a retry would get the error by which it ends
                 if not call.cut() and call.task is not None:
                     call.task.cancel()
             case Stage.COMMITTED:
