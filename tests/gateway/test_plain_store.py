@@ -14,7 +14,7 @@ from tests.gateway.test_plain import Streaming, Watched, asked, linear_turns, pl
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.errors import StoreError
-from bridle.gateway.plain import WRITTEN_TOGETHER
+from bridle.gateway.plain import TOGETHER
 from bridle.types import DeliveryState
 
 either = pytest.mark.parametrize("harness", [Caller, Streaming])
@@ -147,8 +147,8 @@ class Together(MemoryStore):
 
 
 @asynccontextmanager
-async def unwritten(harness: type[Caller]) -> AsyncIterator[Any]:
-    """Three sessions with a reply each that waits to be written; `write` writes them."""
+async def replied(harness: type[Caller]) -> AsyncIterator[Any]:
+    """Three sessions whose engine replied; `answer_replied` writes and answers."""
     engine, store = Watched({"content": "a"}), Together()
     async with played(server=engine, store=store) as home, asyncio.TaskGroup() as group:
         callers = [harness(home, (await home.session(name)).handle) for name in "stu"]
@@ -157,21 +157,21 @@ async def unwritten(harness: type[Caller]) -> AsyncIterator[Any]:
             for caller, messages in zip(callers, talks, strict=True):
                 messages += [await caller.ask(messages), user("and then")]
         plain = home.gateway.plain
-        write, plain.write = plain.write, lambda: None  # type: ignore[method-assign]
+        answer, plain.answer_replied = plain.answer_replied, lambda: None  # type: ignore[method-assign]
         sent = [
             group.create_task(caller.post({"model": "m", "messages": messages}))
             for caller, messages in zip(callers, talks, strict=True)
         ]
-        await callers[0].until(lambda: len(plain.unwritten) == 3)
-        plain.write = write  # type: ignore[method-assign]
+        await callers[0].until(lambda: len(plain.replied) == 3)
+        plain.answer_replied = answer  # type: ignore[method-assign]
         store.sizes.clear()
         yield home, engine, callers, sent, talks
 
 
 @either
 async def test_replies_that_come_together_are_written_together(harness):
-    async with unwritten(harness) as (home, _, callers, sent, _):
-        home.gateway.plain.write()
+    async with replied(harness) as (home, _, callers, sent, _):
+        home.gateway.plain.answer_replied()
         assert home.store.sizes == [3]
         assert [(await reply)[0] for reply in sent] == [200] * 3
         assert [caller.delivery(2) for caller in callers] == [DeliveryState.DELIVERED] * 3
@@ -180,9 +180,9 @@ async def test_replies_that_come_together_are_written_together(harness):
 
 @either
 async def test_an_exchange_that_cannot_be_written_fails_alone(harness):
-    async with unwritten(harness) as (home, engine, callers, sent, talks):
+    async with replied(harness) as (home, engine, callers, sent, talks):
         home.store.refused.add("t")
-        home.gateway.plain.write()
+        home.gateway.plain.answer_replied()
         assert home.store.sizes == [3, 1, 1, 1]
         assert [(await reply)[0] for reply in sent] == [200, 503, 200]
         before = engine.asked
@@ -194,10 +194,12 @@ async def test_an_exchange_that_cannot_be_written_fails_alone(harness):
 
 @either
 async def test_a_client_that_goes_before_its_reply_is_written_leaves_it_to_a_retry(harness):
-    async with unwritten(harness) as (home, engine, callers, sent, talks):
+    async with replied(harness) as (home, engine, callers, sent, talks):
         before = engine.asked
         sent[0].cancel()
-        await callers[0].until(lambda: home.store.sizes == [3])
+        await callers[0].until(lambda: len(callers[0].exchanges) == 3)
+        home.gateway.plain.answer_replied()
+        assert home.store.sizes == [1, 2], "a task wrote the first one"
         assert (await callers[0].ask(talks[0]))["content"] == "a"
         assert engine.asked == before, "the retry joined"
         assert [(await reply)[0] for reply in sent[1:]] == [200] * 2
@@ -205,16 +207,17 @@ async def test_a_client_that_goes_before_its_reply_is_written_leaves_it_to_a_ret
 
 
 @either
-async def test_sealing_a_session_writes_its_batched_reply(harness):
-    async with unwritten(harness) as (home, _, callers, sent, _):
+async def test_sealing_a_session_whose_reply_waits_for_others_ends_its_call_alone(harness):
+    async with replied(harness) as (home, _, callers, sent, _):
         await home.gateway.seal("t")
-        assert home.store.sizes == [3]
-        assert [(await reply)[0] for reply in sent] == [200] * 3
-        assert callers[1].delivery(2) is DeliveryState.DELIVERED
+        home.gateway.plain.answer_replied()
+        assert home.store.sizes == [2]
+        assert [(await reply)[0] for reply in sent] == [200, 401, 200]
+        assert [len(caller.exchanges) for caller in callers] == [3, 2, 3]
 
 
 async def test_a_write_batch_of_plain_replies_has_a_largest_size():
-    count = WRITTEN_TOGETHER + 1
+    count = TOGETHER + 1
     store, engine = Together(), Watched({"content": "a"})
     async with played(server=engine, store=store) as home, asyncio.TaskGroup() as group:
         callers = [await home.session(f"s{number}") for number in range(count)]
@@ -229,4 +232,86 @@ async def test_a_write_batch_of_plain_replies_has_a_largest_size():
         engine.sign.set()
         assert [(await reply)["content"] for reply in sent] == ["a"] * count
         assert sum(store.sizes) == count
-        assert max(store.sizes) <= WRITTEN_TOGETHER
+        assert max(store.sizes) <= TOGETHER
+
+
+# ---- requests that arrive in one round of the loop
+
+
+@asynccontextmanager
+async def arrived(harness: type[Caller], *sessions: str) -> AsyncIterator[Any]:
+    """A request of each of these sessions that has arrived and is not read; `begin_arrived` reads
+    them. A session that is named twice sends its request over two connections. Gives a function
+    that counts the calls to the engine since.
+    """
+    engine = Watched({"content": "a"})
+    async with played(server=engine, store=Together()) as home, asyncio.TaskGroup() as group:
+        known = {
+            name: harness(home, (await home.session(name)).handle)
+            for name in dict.fromkeys(sessions)
+        }
+        talks = {name: [user(f"go {name}")] for name in known}
+        for name, caller in known.items():
+            talks[name] += [await caller.ask(talks[name]), user("and then")]
+        plain = home.gateway.plain
+        begin, plain.begin_arrived = plain.begin_arrived, lambda: None  # type: ignore[method-assign]
+        sent = [
+            group.create_task(known[name].post({"model": "m", "messages": talks[name]}))
+            for name in sessions
+        ]
+        await known[sessions[0]].until(lambda: len(plain.arrived) == len(sessions))
+        plain.begin_arrived = begin  # type: ignore[method-assign]
+        before = engine.asked
+        yield home, lambda: engine.asked - before, list(known.values()), sent
+
+
+@either
+async def test_requests_that_arrive_together_take_the_plain_path_each_in_its_session(harness):
+    async with arrived(harness, "s", "t", "u") as (home, asked, callers, sent):
+        home.gateway.plain.begin_arrived()
+        assert [(await reply)[0] for reply in sent] == [200] * 3
+        assert (home.gateway.plain.served, asked()) == (3, 3)
+        assert [len(caller.exchanges) for caller in callers] == [2] * 3
+
+
+@either
+async def test_the_later_of_equal_requests_that_arrive_together_repeats_the_first(harness):
+    async with arrived(harness, "s", "t", "s") as (home, asked, callers, sent):
+        home.gateway.plain.begin_arrived()
+        assert [(await reply)[0] for reply in sent] == [200] * 3
+        assert asked() == 3
+        _, first, later = sorted(callers[0].exchanges, key=lambda one: len(one.extra))
+        assert later.extra["repeats"] == [first.exchange_id]
+
+
+@either
+async def test_a_client_that_goes_before_its_request_is_read_takes_nothing_with_it(harness):
+    async with arrived(harness, "s", "t") as (home, asked, callers, sent):
+        first = home.gateway.plain.arrived[0].connection
+        sent[0].cancel()
+        await callers[0].until(lambda: first.line is None)
+        home.gateway.plain.begin_arrived()
+        assert (await sent[1])[0] == 200
+        assert asked() == 1
+        assert [len(caller.exchanges) for caller in callers] == [1, 2]
+        assert home.gateway.plain.admission.bytes_in_hand == 0
+
+
+@either
+async def test_a_session_sealed_before_its_request_is_read_gets_401_and_no_sample(harness):
+    async with arrived(harness, "s", "t") as (home, asked, callers, sent):
+        await home.gateway.seal("s")
+        home.gateway.plain.begin_arrived()
+        assert [(await reply)[0] for reply in sent] == [401, 200]
+        assert asked() == 1
+        assert [len(caller.exchanges) for caller in callers] == [1, 2]
+
+
+async def test_a_request_sent_behind_one_that_is_not_read_is_answered_after_it():
+    async with arrived(Caller, "s", "t") as (home, asked, callers, sent):
+        first = home.gateway.plain.arrived[0]
+        first.connection.data_received(b"".join(first._parts))
+        home.gateway.plain.begin_arrived()
+        assert [(await reply)[0] for reply in sent] == [200, 200]
+        assert asked() == 2, "the same again is a retry"
+        assert [len(caller.exchanges) for caller in callers] == [2, 2]

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b, sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import ref
 
 from bridle.dialects.base import Route, WireFormat
 from bridle.dialects.json_reader import MOST_ITEMS, split_grown
 from bridle.engines.pool import EnginePool
 from bridle.gateway import lineage
 from bridle.gateway.admission import LONG_BYTES
-from bridle.gateway.call import Call, Question, Stage
+from bridle.gateway.call import Asked, Call, Question, Stage
+from bridle.gateway.listener import Connection
+from bridle.gateway.models import Models, Served
 from bridle.gateway.registry import GatewaySession, question_rest
+from bridle.gateway.routing import asked
+from bridle.harness_rules import decided_by_head
 from bridle.prompting.canonical import (
     AtomKind,
     Canonical,
@@ -31,11 +36,7 @@ from bridle.prompting.canonical import (
     text_after,
 )
 from bridle.prompting.conversation import Placement, PlacementKind
-from bridle.types import DeliveryState, FinishReason, Kind, Message, ModelRequest, Role
-
-if TYPE_CHECKING:
-    from bridle.gateway.models import Models
-    from bridle.gateway.plain import KnownHead
+from bridle.types import DeliveryState, FinishReason, Kind, Message, ModelRequest, Role, ToolCall
 
 MOST_TURNS = 64
 """Turns that wait to be settled; more are settled at once."""
@@ -53,6 +54,70 @@ _TURNS = frozenset({Kind.AGENT, Kind.SUBAGENT})
 
 _UNREAD = Canonical((), (), (), b"")
 """In place of the canonical form of a request that `Tip.next` has read."""
+
+
+class KnownHead:
+    """A head that was authenticated, and what the requests with it have in common."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        session: GatewaySession,
+        headers: dict[str, str],
+        route: Route,
+        wire: WireFormat,
+        raw: tuple[bytes, bytes],
+    ) -> None:
+        """`raw` is the head's bytes before and behind the length of the body."""
+        self.before, self.after = raw
+        self.start = len(self.before)
+        self.size = self.start + len(self.after)
+        self.head = connection.head
+        self.session = ref(session)  # which may end before its connections
+        self.headers = headers
+        self.route = route
+        self.wire = wire
+        self._said: tuple[object, str, tuple[Asked, Served, EnginePool]] | None = None
+        """The part of all requests with this `extra` and model besides their messages, and who
+        answers them; `None` = not known."""
+
+    def is_fixed(self, request: ModelRequest) -> bool:
+        """Return whether all requests with this one's fields get the same engine and settings as
+        it.
+        """
+        known = self._said
+        return known is not None and known[0] is request.extra and known[1] == request.model
+
+    def said(
+        self, session: GatewaySession, request: ModelRequest, models: Models
+    ) -> tuple[Asked, Served, EnginePool] | None:
+        """Return a request's settings besides its messages, and the engine and pool that answer it.
+
+        `None` = it does not want one unconstrained sample of its own from a pool of engines.
+        """
+        known = self._said
+        if known is not None and known[0] is request.extra and known[1] == request.model:
+            return known[2]
+        harness, rules = session.record.metadata.get("harness"), session.kind_rules
+        said = asked(self.headers, request, harness, rules)
+        served = models.find(request.model, said.kind)
+        pool = served.engine
+        if not isinstance(pool, EnginePool) or not _is_whole(request, said, served):
+            return None
+        if decided_by_head(self.headers, harness, rules):
+            self._said = request.extra, request.model, (said, served, pool)
+        return said, served, pool
+
+
+def _is_whole(request: ModelRequest, said: Asked, served: Served) -> bool:
+    """Return whether a request wants a sample of its own, not constrained."""
+    return not (
+        request.logprobs
+        or request.response_schema is not None
+        or said.retry_count
+        or said.idempotency_key is not None
+        or (served.info.grammar and request.tool_choice not in {"auto", "none"})
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +141,10 @@ class LinearTurn:
         answer = self.call.answer
         assert answer is not None, "it has a reply"
         self.shown = wire.reply_messages(answer.body)
-        if [message for message in self.shown if message.tool_calls]:
-            session.lineage.note(self.call.exchange_id, self.shown, summary=False)
+        for message in self.shown:
+            if message.tool_calls:
+                session.lineage.note(self.call.exchange_id, self.shown, summary=False)
+                break
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +222,9 @@ class Tip:
 
         `None` = they are not texts of users after a text, nor the result of the reply's one call.
         """
-        calls = [call for message in self.shown for call in message.tool_calls]
+        calls: tuple[ToolCall, ...] = ()
+        for message in self.shown:
+            calls += message.tool_calls
         link, results = self.link, 0
         for message in new:
             if message.role is Role.TOOL:
@@ -248,6 +317,23 @@ def tip_of(
         call=call,
         link=link,
         shown=shown,
+    )
+
+
+def extends_delivered(question: Question, parent: Call) -> bool:
+    """Return whether a question is the only one that goes on from a delivered reply of text."""
+    placement = question.placement
+    return (
+        placement.kind is PlacementKind.CHILD
+        and placement.extend
+        and placement.tie is None
+        and not placement.repeats
+        and placement.new_from < len(question.request.messages)
+        and parent.delivery is DeliveryState.DELIVERED
+        and parent.finish is not FinishReason.ABORT
+        and parent.turns is not None
+        and parent.prompt is not None
+        and not parent.images
     )
 
 

@@ -1,12 +1,12 @@
 """The plain path: a linear turn is served in two callbacks, without a task of its own.
 
 A request with a head that was authenticated before, and that extends an exchange whose reply was
-delivered, is read, placed and prompted in the callback that brought its last byte: from what the
-last turn left (`bridle.gateway.linear`), else by the functions of the general path. Its sample is
-parsed, made durable and answered in the callback that brought the engine's last byte. Replies that
-come in one round of the loop are written in one transaction. Where the store's thread writes (with
-fsync, or after a slow write), they are answered when that has written. What is stored is the same
-on both paths, and they may alternate as they like.
+delivered, is read, placed and prompted in the round of the event loop that brought its last byte:
+from what the last turn left (`bridle.gateway.linear`), else by the functions of the general path.
+Its sample is parsed, made durable and answered in the round that brought the engine's last byte.
+Each step is made for the calls of a round together, and their exchanges are written in one
+transaction. Where the store's thread writes (with fsync, or after a slow write), they are answered
+when that has written. What is stored is the same on both paths, and they may alternate.
 
 A stream that leaves while it is sampled begins here as well; a task samples it, and `plain_live`
 answers its client. Any doubt before the engine was asked leaves the request to the general
@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import structlog
 from aiohttp import HttpVersion11, web
@@ -39,10 +39,16 @@ from bridle.gateway.call import Asked, Call, Question, Stage
 from bridle.gateway.exchange import Exchanges
 from bridle.gateway.faults import trace_of
 from bridle.gateway.lineage import of_subagent
-from bridle.gateway.linear import LinearTurn, Tip, settle, tip_of
+from bridle.gateway.linear import (
+    KnownHead,
+    LinearTurn,
+    Tip,
+    extends_delivered,
+    settle,
+    tip_of,
+)
 from bridle.gateway.listener import MOST_KEPT, Connection, takes_at_once, whole_reply
 from bridle.gateway.metrics import Metrics
-from bridle.gateway.models import Models, Served
 from bridle.gateway.plain_live import Handed, LiveAnswer
 from bridle.gateway.prompts import engine_request
 from bridle.gateway.recording import Finished, Prompted
@@ -50,17 +56,14 @@ from bridle.gateway.registry import GatewaySession
 from bridle.gateway.relay import StreamState, whole_stream
 from bridle.gateway.responses import Responses
 from bridle.gateway.retries import Deliveries
-from bridle.gateway.routing import asked
 from bridle.gateway.sampling import SampledReply
 from bridle.gateway.settings import GatewaySettings
-from bridle.harness_rules import decided_by_head
-from bridle.prompting.conversation import PlacementKind
-from bridle.types import DeliveryState, Dialect, FinishReason, ModelRequest, Sampling
+from bridle.types import Dialect, ModelRequest, Sampling
 
 log = structlog.get_logger()
 
-WRITTEN_TOGETHER: Final = 8
-"""Most exchanges of one transaction. They are those whose replies came in one round of the loop."""
+TOGETHER: Final = 8
+"""Most calls of which one step is made before the next: the first of them waits for the others."""
 
 GATHER_S: Final = 1.0
 """Time that the rest of a body may take to arrive; then the general path reads it."""
@@ -71,65 +74,12 @@ _ODD: Final = ("transfer-encoding", "content-encoding", "expect", "upgrade")
 """Headers with which a body is not what follows the head, or that want an answer before it."""
 
 
-class KnownHead:
-    """A head that was authenticated, and what the requests with it have in common."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        session: GatewaySession,
-        headers: dict[str, str],
-        route: Route,
-        wire: WireFormat,
-        raw: tuple[bytes, bytes],
-    ) -> None:
-        """`raw` is the head's bytes before and behind the length of the body."""
-        self.before, self.after = raw
-        self.start = len(self.before)
-        self.size = self.start + len(self.after)
-        self.head = connection.head
-        self.session = ref(session)  # which may end before its connections
-        self.headers = headers
-        self.route = route
-        self.wire = wire
-        self._said: tuple[object, str, tuple[Asked, Served, EnginePool]] | None = None
-        """The part of all requests with this `extra` and model besides their messages, and who
-        answers them; `None` = not known."""
-
-    def is_fixed(self, request: ModelRequest) -> bool:
-        """Return whether all requests with this one's fields get the same engine and settings as
-        it.
-        """
-        known = self._said
-        return known is not None and known[0] is request.extra and known[1] == request.model
-
-    def said(
-        self, session: GatewaySession, request: ModelRequest, models: Models
-    ) -> tuple[Asked, Served, EnginePool] | None:
-        """Return a request's settings besides its messages, and the engine and pool that answer it.
-
-        `None` = it does not want one unconstrained sample of its own from a pool of engines.
-        """
-        known = self._said
-        if known is not None and known[0] is request.extra and known[1] == request.model:
-            return known[2]
-        harness, rules = session.record.metadata.get("harness"), session.kind_rules
-        said = asked(self.headers, request, harness, rules)
-        served = models.find(request.model, said.kind)
-        pool = served.engine
-        if not isinstance(pool, EnginePool) or not _is_whole(request, said, served):
-            return None
-        if decided_by_head(self.headers, harness, rules):
-            self._said = request.extra, request.model, (said, served, pool)
-        return said, served, pool
-
-
 class PlainConnection:
     """The requests of one connection whose heads are known."""
 
     __slots__ = (
-        *("_missing", "_parts", "_path", "_start", "_taken", "_timer"),
-        *("connection", "flight", "known"),
+        *("_parts", "_path", "_start", "_taken", "_timer"),
+        *("connection", "flight", "known", "missing"),
     )
 
     def __init__(self, path: PlainPath, connection: Connection) -> None:
@@ -141,7 +91,8 @@ class PlainConnection:
         """The call that its client waits for."""
         self._parts: list[bytes] = []
         """A request that has not arrived whole."""
-        self._missing = 0
+        self.missing = 0
+        """Bytes of it that are still to come."""
         self._start = 0
         self._taken: Taken | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -153,9 +104,11 @@ class PlainConnection:
             return False
         if self._parts:
             self._parts.append(data)
-            self._missing -= len(data)
-            if self._missing <= 0:
-                self._gathered()
+            self.missing -= len(data)
+            if self.missing < 0:
+                self._give_up()
+            elif not self.missing and self._taken is not None:
+                self._path.take(self, self._taken.session)
             return True
         if not self.connection.is_idle:
             return False
@@ -184,41 +137,38 @@ class PlainConnection:
             return False
         self.known, self.connection.head = known, known.head
         self.connection.is_known = True
-        if missing:
-            self._parts, self._missing, self._start, self._taken = [data], missing, start, taken
-            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._give_up)
-        elif not self._path.take(self, data, start, taken):
-            return False
+        self._parts, self.missing, self._start, self._taken = [data], missing, start, taken
+        if not missing:
+            self._path.take(self, taken.session)
+            return True
+        self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._give_up)
         if not self.connection.was_served:  # else nothing of its first head is left to be ended
             self.connection.head_arrived()
         return True
 
-    def _whole(self) -> tuple[bytes, Taken]:
-        """Hand out what has arrived; it is the caller's now."""
-        assert self._taken is not None, "nothing has arrived"
-        assert self._timer is not None, "nothing has arrived"
-        data, taken = b"".join(self._parts), self._taken
-        self._timer.cancel()
-        self._parts, self._missing, self._taken, self._timer = [], 0, None, None
-        return data, taken
-
-    def _gathered(self) -> None:
-        surplus = self._missing < 0
-        data, taken = self._whole()
-        if surplus:
-            taken.give_back()
-        if surplus or not self._path.take(self, data, self._start, taken):
-            self.connection.pass_on(data)
+    def hand_out(self) -> tuple[bytes, int, Taken] | None:
+        """Hand out what has arrived of a request, where its body begins, and its share: they are
+        the caller's now. `None` = nothing has.
+        """
+        if (taken := self._taken) is None:
+            return None
+        data = b"".join(self._parts)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._parts, self.missing, self._taken, self._timer = [], 0, None, None
+        return data, self._start, taken
 
     def _give_up(self) -> None:
-        data, taken = self._whole()
-        taken.give_back()
-        self.connection.pass_on(data)
+        """Let the general path read what has arrived."""
+        if (request := self.hand_out()) is not None:
+            data, _, taken = request
+            taken.give_back()
+            self.connection.pass_on(data)
 
     def lost(self) -> None:
         """Detach the client, which has gone, from its call."""
-        if self._parts:
-            _, taken = self._whole()
+        if (request := self.hand_out()) is not None:
+            _, _, taken = request
             taken.give_back()
             taken.session.requests += 1
         if self.flight is not None:
@@ -250,8 +200,10 @@ class PlainPath:
         self.admission = admission
         self.is_open = True
         """True if requests may take it; tests compare both."""
-        self.unwritten: list[PlainCall] = []
-        """Calls whose exchanges are written together, before this round of the loop ends."""
+        self.arrived: list[PlainConnection] = []
+        """Those whose request came in this round of the loop, and is not read."""
+        self.replied: list[PlainCall] = []
+        """Calls whose engine replied in this round of the loop, and whose reply is not read."""
         self.served = 0
         """Calls that it answered."""
 
@@ -308,9 +260,91 @@ class PlainPath:
             return None
         return self._known.get((data[: length.start(1)], data[length.end(1) : end]))
 
-    def write(self) -> None:
-        """Write the exchanges that are queued, in one transaction."""
-        flights, self.unwritten = self.unwritten, []
+    def take(self, line: PlainConnection, session: GatewaySession) -> None:
+        """Begin the call of a request that has arrived: with the others of this round of the loop,
+        or now if no call is under way.
+        """
+        self.arrived.append(line)
+        tip = session.tip
+        if tip is not None and not tip.pool.calls:
+            self.begin_arrived()
+        elif len(self.arrived) == 1:
+            asyncio.get_running_loop().call_soon(self.begin_arrived)
+
+    def begin_arrived(self) -> None:
+        """Read the requests that have arrived, and send their calls to the engine.
+
+        A step is made for several calls one after the other: it takes less time then, because the
+        processor has its code and data at hand. A request that is not linear is left to the general
+        path.
+        """
+        arrived, self.arrived = self.arrived, []
+        ready: dict[GatewaySession, PlainCall] = {}
+        for line in arrived:
+            if line.missing or (request := line.hand_out()) is None:
+                continue
+            data, start, taken = request
+            if len(ready) == TOGETHER or taken.session in ready:
+                self._begin(ready)
+                ready = {}
+            flight = None
+            try:
+                flight = self._linear(line, taken, data, start)
+            except BridleError:
+                pass  # the general path says so
+            except Exception as error:  # noqa: BLE001 - the top of a served request
+                log.error("plain_path_failed", trace=trace_of(error))  # noqa: TRY400 - no variables
+            if flight is None:
+                taken.give_back()
+                line.connection.pass_on(data)
+                continue
+            if not line.connection.was_served:
+                line.connection.head_arrived()
+            ready[taken.session] = flight
+        self._begin(ready)
+
+    def _begin(self, flights: Mapping[GatewaySession, PlainCall]) -> None:
+        """Send the calls of several sessions to the engine."""
+        for session, flight in flights.items():
+            session.requests += 1
+            question, said, line = flight.question, flight.said, flight.line
+            try:
+                if flight.tip is None:
+                    said = of_subagent(session, question, said)
+                call = self.exchanges.begun(session, question, said)
+                if flight.tip is None:
+                    session.conversation.begin(call.exchange_id, question.canonical)
+                call.reserved, call.flight = flight.reserved, flight
+                flight.call, line.flight = call, flight
+                flight.begin()
+            except Exception as error:  # noqa: BLE001 - the top of a served request
+                if line.flight is flight:
+                    flight.hand_over(_failing(error))
+                    continue
+                log.error("plain_path_failed", trace=trace_of(error))  # noqa: TRY400 - no variables
+                line.connection.force_close()
+
+    def answer_replied(self) -> None:
+        """Read the engines' replies, write their exchanges in one transaction and answer."""
+        replied, self.replied = self.replied, []
+        for start in range(0, len(replied), TOGETHER):
+            several = replied[start : start + TOGETHER]
+            samples: list[tuple[PlainCall, SampledReply]] = []
+            for flight in several:
+                if (sample := flight.sample()) is not None:
+                    samples += ((flight, sample),)
+            finished: list[PlainCall] = []
+            for flight, sample in samples:
+                try:
+                    flight.finish(sample)
+                except Exception as error:  # noqa: BLE001 - the top of a served request
+                    flight.hand_over(_failing(error))
+                else:
+                    finished += (flight,)
+            self.write(finished)
+
+    def write(self, flights: Sequence[PlainCall]) -> None:
+        """Write the exchanges of several calls in one transaction, and answer their clients."""
         if not flights:
             return
         commits: list[Commit] = []
@@ -323,8 +357,7 @@ class PlainPath:
                 flights[0].not_written(error)
                 return
             for flight in flights:
-                self.unwritten = [flight]
-                self.write()
+                self.write([flight])
             return
         for place, flight in enumerate(flights):
             try:
@@ -334,36 +367,6 @@ class PlainPath:
                     flight.writes(writing[place])
             except Exception as error:  # noqa: BLE001 - the others are answered all the same
                 log.error("plain_path_failed", trace=trace_of(error))  # noqa: TRY400 - no variables
-
-    def take(self, line: PlainConnection, data: bytes, start: int, taken: Taken) -> bool:
-        """Begin the call of a complete request, whose body begins at `start`.
-
-        `False` = nothing is done, and `taken` is given back.
-        """
-        flight = None
-        try:
-            flight = self._linear(line, taken, data, start)
-        except BridleError:
-            pass  # the general path says so
-        except Exception as error:  # noqa: BLE001 - the top of a served request
-            log.error("plain_path_failed", trace=trace_of(error))  # noqa: TRY400 - no variables
-        if flight is None:
-            taken.give_back()
-            return False
-        taken.session.requests += 1
-        session, question, said = taken.session, flight.question, flight.said
-        if flight.tip is None:
-            said = of_subagent(session, question, said)
-        call = self.exchanges.begun(session, question, said)
-        if flight.tip is None:
-            session.conversation.begin(call.exchange_id, question.canonical)
-        call.reserved, call.flight = flight.reserved, flight
-        flight.call, line.flight = call, flight
-        try:
-            flight.begin()
-        except Exception as error:  # noqa: BLE001 - the top of a served request
-            flight.hand_over(_failing(error))
-        return True
 
     def _linear(
         self, line: PlainConnection, taken: Taken, data: bytes, start: int
@@ -414,38 +417,10 @@ class PlainPath:
             return None
         said, served, pool = found
         question = exchanges.place(session, wire, request, served)
-        if question.parent is None or not _extends(question, question.parent):
+        if question.parent is None or not extends_delivered(question, question.parent):
             return None
         session.check(question.canonical)
         return question, question.parent, said, pool
-
-
-def _is_whole(request: ModelRequest, said: Asked, served: Served) -> bool:
-    """Return whether a request wants a sample of its own, not constrained."""
-    return not (
-        request.logprobs
-        or request.response_schema is not None
-        or said.retry_count
-        or said.idempotency_key is not None
-        or (served.info.grammar and request.tool_choice not in {"auto", "none"})
-    )
-
-
-def _extends(question: Question, parent: Call) -> bool:
-    """Return whether a question is the only one that goes on from a delivered reply of text."""
-    placement = question.placement
-    return (
-        placement.kind is PlacementKind.CHILD
-        and placement.extend
-        and placement.tie is None
-        and not placement.repeats
-        and placement.new_from < len(question.request.messages)
-        and parent.delivery is DeliveryState.DELIVERED
-        and parent.finish is not FinishReason.ABORT
-        and parent.turns is not None
-        and parent.prompt is not None
-        and not parent.images
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -511,35 +486,37 @@ class PlainCall:
             self.alarm = asyncio.get_running_loop().call_later(patience_s, self.hand_over)
 
     def arrived(self, _: asyncio.Future[Any]) -> None:
-        """Read the engine's reply and queue its exchange for the next write.
-
-        A call that failed, or whose reply is not plain, is handed to a task.
+        """Answer with the other replies of this round of the loop, or now if no other call is under
+        way.
         """
-        call = self.call
-        if call.flight is not self:
-            return  # a task goes on with it
+        path = self.path
+        path.replied.append(self)
+        if len(self.pool.calls) == 1:
+            path.answer_replied()
+        elif len(path.replied) == 1:
+            asyncio.get_running_loop().call_soon(path.answer_replied)
+
+    def sample(self) -> SampledReply | None:
+        """Return the engine's reply; `None` = a task continues the call, because the reply failed
+        or is not plain.
+        """
+        if self.call.flight is not self:
+            return None
         try:
             chunk = self.pool.arrived(self.request)
         except EngineError:  # the task gets the same error
             chunk = None
-        if chunk is None or chunk.finish_reason is None:
-            self.hand_over()
-            return
-        sampled = chunk.output_ids, chunk.logprobs, chunk.finish_reason, chunk.versions
-        try:
-            call.note_first_token()
-            self._finish(SampledReply(*sampled, chunk, None, None, 0))
         except Exception as error:  # noqa: BLE001 - the top of a served request
             self.hand_over(_failing(error))
-            return
-        path = self.path
-        path.unwritten += (self,)
-        if not self.pool.calls or len(path.unwritten) == WRITTEN_TOGETHER:
-            path.write()
-        elif len(path.unwritten) == 1:
-            asyncio.get_running_loop().call_soon(path.write)
+            return None
+        if chunk is None or chunk.finish_reason is None:
+            self.hand_over()
+            return None
+        self.call.note_first_token()
+        sampled = chunk.output_ids, chunk.logprobs, chunk.finish_reason, chunk.versions
+        return SampledReply(*sampled, chunk, None, None, 0)
 
-    def _finish(self, sampled: SampledReply) -> None:
+    def finish(self, sampled: SampledReply) -> None:
         """Parse the sample and make the record of its exchange, which is to be written."""
         call, session, exchanges = self.call, self.taken.session, self.path.exchanges
         is_settled = self.tip is None or self.tip is not session.tip
@@ -650,7 +627,7 @@ class PlainCall:
             sampled = await exchanges.sampled(session, *asked)
             if call.error is not None or sampled.engine_prompt is not None:
                 settle(session)  # a beginning may come back; another prompt shows other turns
-            self._finish(sampled)
+            self.finish(sampled)
         except BaseException:
             settle(session)
             raise
@@ -659,10 +636,6 @@ class PlainCall:
     def _start_task(self, work: Coroutine[None, None, None] | None) -> None:
         exchanges, session, call = self.path.exchanges, self.taken.session, self.call
         settle(session)
-        if self in self.path.unwritten:
-            self.path.write()
-            if call.flight is not self:
-                return
         call.flight = None
         if self.alarm is not None:
             self.alarm.cancel()

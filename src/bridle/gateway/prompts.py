@@ -155,10 +155,12 @@ class Prompts:
         new = messages_after(question.request.messages, question.placement.new_from)
         if len(new) > MANY or (size > LONG_CHARS and characters(new, None) > LONG_CHARS):
             return None
-        suffix = self._extended(question, parent, new)
+        request, (before, output_ids) = question.request, parent.sampled()
+        suffix = self._renderer.extend(
+            before, output_ids, new, request.tools, thinking=request.thinking
+        )
         if suffix is None:
             return None
-        before, output_ids = parent.sampled()
         return Prompted(before.extend(output_ids, suffix), parent, None)
 
     async def _among_images(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from bridle.capture.records import Exchange
@@ -149,7 +150,10 @@ def new_bodies(finished: Finished, stored: set[bytes]) -> Mapping[bytes, bytes]:
     request, span_list = finished.question.request, finished.call.spans
     new_spans = request.message_spans[len(request.message_spans) - len(span_list.new) :]
     spans = zip(span_list.new, new_spans, strict=True)
-    new = {digest: body for digest, body in spans if digest not in stored}
+    new: dict[bytes, bytes] = {}
+    for digest, body in spans:
+        if digest not in stored:
+            new[digest] = body  # noqa: PERF403 - a comprehension is one more call of each turn
     if request.tools_span is not None:
         tools = list_digest(request.tools_span)
         if tools not in stored:
@@ -202,7 +206,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "engine": sample.extra and _others(sample.extra),
         "engine_before": sample.extra_before and _all_others(sample.extra_before),
     }
-    return {name: value for name, value in facts.items() if value}
+    return dict(filter(itemgetter(1), facts.items()))
 
 
 def _others(reported: JSON) -> JSON:
