@@ -213,6 +213,8 @@ class RequestError(BridleError):
         """With `context_length_exceeded`: the prompt's length, for the provider's own wording."""
         self.context_length = context_length
         """With `context_length_exceeded`: how many tokens there may be."""
+        self.reason = ""
+        """Failure behind the gateway, for whoever runs it; it is never sent to the harness."""
 
     @property
     def passes(self) -> bool:

@@ -174,7 +174,7 @@ async def shown(home, budget, path):
         return response.status, orjson.loads(await response.read())["error"], caller
 
 
-async def test_the_kind_of_an_engine_fault_is_in_every_dialect_s_error_and_in_session_facts():
+async def test_every_dialect_tells_the_kind_of_an_engine_fault_and_session_facts_its_reason():
     async with behind(SHAPES["sglang"]) as (home, _):
         kinds = [
             (path, budget, FAULTS[name][1])
@@ -188,7 +188,7 @@ async def test_the_kind_of_an_engine_fault_is_in_every_dialect_s_error_and_in_se
             status, error, caller = call.result()
             assert (path, status in {500, 503}) == (path, True)
             assert error["message"].startswith(f"{kind}: ")
-            assert caller.facts.last_error.startswith(f"{kind}: ")
+            assert caller.facts.last_error.startswith(f"{error['message']} (")
             assert caller.facts.last_error_code == kind
 
 

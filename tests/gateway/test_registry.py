@@ -105,7 +105,7 @@ def test_stored_session_settings_do_not_contain_the_key():
 def test_session_facts_report_the_last_error():
     session, _ = opened(Registry(), "a")
     assert not session.facts().failed_last
-    session.note_error("busy")
+    session.note_error(RequestError("busy"))
     facts = session.facts()
     assert (facts.failed_last, facts.last_error) == (True, "busy")
 

@@ -269,13 +269,8 @@ class DataPlane:
         except BridleError as error:
             settle(session)
             self._admission.refused(session, body)
-            _note(session, faults.request_error(error))
+            session.note_error(faults.request_error(error))
             raise
-
-
-def _note(session: GatewaySession, refusal: RequestError) -> None:
-    """Note a refusal; a variable with it in a frame that it left would keep that frame alive."""
-    session.note_error(str(refusal), refusal.code)
 
 
 def _upgrade_refused() -> web.Response:

@@ -1,8 +1,8 @@
 """Failures in the form that a harness may see.
 
 Errors from behind the gateway (engine, renderer, store, our own bugs) become a `RequestError` of
-the kind whose meaning the client acts on: back off, compact, stop. What the engine said stays in
-our log and never reaches a harness.
+the kind whose meaning the client acts on: back off, compact, stop. What the engine said stands in
+our log and in the session's result, and never reaches a harness.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from bridle.errors import (
 )
 from bridle.gateway.keys import redact
 from bridle.prompting.calls import Orphan
+from bridle.types import without_user_info
+
+REASON_CHARS = 300
+"""Characters of an engine's error that a session's result shows."""
 
 RETRY_AFTER_S = 1.0
 """Retry delay of a client after a refusal that passes by itself."""
@@ -47,7 +51,9 @@ def request_error(error: BaseException) -> RequestError:
         case ContextOverflowError():
             return overflow(error.prompt_tokens, error.context_length)
         case EngineError():
-            return _engine_failed(error)
+            failed = _engine_failed(error)
+            failed.reason = redact(without_user_info(str(error)))[:REASON_CHARS]
+            return failed
         case StoreError():
             message = "store_error: the gateway cannot record calls now; try again later"
             return _passing(message, 503, "store_error")

@@ -251,7 +251,8 @@ class SessionFacts:
     tokens: int
     """Sampled tokens, committed."""
     last_error: str | None
-    """Text of the last error that the harness got; `None` = none."""
+    """Text of the last error that the harness got, and what the engine said in brackets; `None` =
+    none."""
     last_error_code: str | None
     """Its kind (`bridle.errors.RequestError.code`); `None` = none."""
     sealed: bool
@@ -376,11 +377,11 @@ class GatewaySession:
         self._unpaired.update(asked.pairing.unpaired)
         return len(self._unpaired) - before
 
-    def note_error(self, message: str, code: str | None = None) -> None:
+    def note_error(self, error: RequestError) -> None:
         """Record that the last reply to the harness is an error."""
         self.failed_last = True
-        self.last_error = message
-        self.last_error_code = code
+        self.last_error = f"{error} ({error.reason})" if error.reason else str(error)
+        self.last_error_code = error.code
 
     def forget_conversation(self) -> None:
         """Free the memory that only an open session needs."""

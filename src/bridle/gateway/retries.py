@@ -77,7 +77,7 @@ class Deliveries:
     def refused(self, session: GatewaySession, call: Call, error: RequestError) -> None:
         """Record that a client got the error of the call."""
         call.clients -= 1
-        session.note_error(str(error), error.code)
+        session.note_error(error)
         if call.stage is Stage.FAILED:
             last = replace(call.asked, retry_count=call.retry_count)
             session.tries.refused(call.question_key, last, error)
