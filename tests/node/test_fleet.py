@@ -1,5 +1,6 @@
 import pytest
 from tests.node.nodes import a_runner, remote_nodes
+from tests.server.house import until
 
 from bridle.errors import EngineError
 from bridle.gateway.weights import SetPolicy
@@ -32,6 +33,22 @@ async def test_an_engine_that_cannot_join_is_tried_again():
         remotes[0].failure = None
         await runner.follow_engines([], drain_s=0)
         assert remotes[0].gateway.replicas == ["http://engine"]
+
+
+async def test_an_engine_removed_while_a_node_is_away_is_removed_there_when_it_returns():
+    async with remote_nodes("x") as remotes, a_runner(*remotes) as runner:
+        await runner.add_replica(A)
+        await runner.add_replica(B)
+        remotes[0].failure = "away"
+        await until(lambda: not runner.live())
+        await runner.remove_replica(A, 0)
+        remotes[0].failure = None
+        await until(lambda: len(runner.live()) == 1)
+        assert remotes[0].gateway.replicas == ["http://engine", "http://b"]
+        await runner.add_replica(A)
+        await remotes[0].restart()
+        await until(lambda: runner.members()[0].epoch == remotes[0].host.epoch)
+        assert A in remotes[0].gateway.replicas
 
 
 async def test_a_node_opens_without_an_unreachable_engine_and_adds_it_once_it_answers():

@@ -23,7 +23,7 @@ import structlog
 
 from bridle.aio import LoopClock, Nursery, run_shielded
 from bridle.config import Task
-from bridle.errors import BridleError, ConfigError, EngineError, NodeLostError
+from bridle.errors import BridleError, ConfigError, NodeLostError
 from bridle.node.base import (
     EventBatch,
     Events,
@@ -226,13 +226,7 @@ class ClusterRunner(Fleet):
             await self.release_on(member)
             if self.common is not None:
                 member.policy = await member.node.set_policy(self.common)
-            for engine in self.replicas:
-                if self.has_released(engine):
-                    continue
-                try:
-                    member.policy = await member.node.add_replica(engine)
-                except EngineError as error:  # it may be gone; the others are there
-                    log.warning("an engine cannot join", engine=engine, error=str(error))
+            await self.give_engines(member)
         member.state = "draining" if shake.room.draining or member.state == "draining" else "live"
         self._update_slots(member, shake)
         missing = [run for run in expected if run.run_id not in known]

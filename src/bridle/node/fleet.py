@@ -466,6 +466,8 @@ class Fleet:
         """Engines that joined at run time, as `AddReplica.engine`."""
         self.released: list[SetPolicy] = []
         """Releases that have not ended, for nodes that join late."""
+        self._removed = set[str]()
+        """Names of engines that were removed at run time; a node may have been away then."""
         self._followed = set[str]()
 
     def members(self) -> list[Member]:
@@ -544,10 +546,28 @@ class Fleet:
             for one in self.released
         )
 
+    async def give_engines(self, member: Member) -> None:
+        """Remove and add engines on a node that has just connected, as was done on the others."""
+        for name in self._removed.intersection(member.policy.get("replicas", ())):
+            try:
+                member.policy = await member.node.remove_replica(name, 0.0)
+            except (ConfigError, EngineError) as error:
+                log.warning("an engine cannot leave", engine=name, error=str(error))
+        for engine in self.replicas:
+            if self.has_released(engine):
+                continue
+            try:
+                member.policy = await member.node.add_replica(engine)
+            except EngineError as error:  # it may be gone; the others are there
+                log.warning(
+                    "an engine cannot join", engine=without_user_info(engine), error=str(error)
+                )
+
     async def add_replica(self, engine: str) -> JSON:
         """Add an inference server on every node. `EngineError` names the nodes that failed, and
         why.
         """
+        self._removed.discard(without_user_info(engine))
         await self._on_all(lambda node: node.add_replica(engine))
         if engine not in self.replicas:
             self.replicas.append(engine)
@@ -561,6 +581,7 @@ class Fleet:
             if without_user_info(engine) == without_user_info(name):
                 self.replicas.remove(engine)
         await self._on_all(lambda node: node.remove_replica(name, drain_s))
+        self._removed.add(without_user_info(name))
         return self.policy()
 
     async def follow_engines(self, wanted: Collection[str], *, drain_s: float) -> None:
