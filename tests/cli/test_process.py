@@ -3,11 +3,15 @@
 import asyncio
 import gc
 import os
+import pty
 import resource
 import signal
 import subprocess
 import sys
 import threading
+import time
+
+import pytest
 
 from bridle.cli.process import OPEN_FILES, long_running, open_files_limit, run_until_signal
 
@@ -57,10 +61,12 @@ ENDS_ONCE = """
 import asyncio, os, signal
 from bridle.cli.process import run_to_end
 
+{at_start}
+
 async def work():
     try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(3600)
+        os.kill(os.getpid(), signal.{number})
+        await asyncio.sleep({seconds})
     finally:
         await asyncio.sleep(0)
         print("closed")
@@ -73,16 +79,59 @@ except KeyboardInterrupt:
 """
 
 
-def test_the_first_sigterm_ends_work_as_ctrl_c_does_and_a_second_one_kills_it():
-    def ended(at_end):
-        script = ENDS_ONCE.format(at_end=at_end)
-        argv = [sys.executable, "-u", "-c", script]
-        return subprocess.run(argv, capture_output=True, timeout=120, check=False, text=True)
+def ends_once(number, *, seconds=3600, at_start="", at_end=""):
+    script = ENDS_ONCE.format(number=number, seconds=seconds, at_start=at_start, at_end=at_end)
+    argv = [sys.executable, "-u", "-c", script]
+    ended = subprocess.run(argv, capture_output=True, timeout=120, check=False, text=True)
+    return ended.returncode, ended.stdout
 
-    once = ended("")
-    assert (once.returncode, once.stdout) == (0, "closed\ninterrupted\n"), once.stderr
-    twice = ended("os.kill(os.getpid(), signal.SIGTERM)")
-    assert (twice.returncode, twice.stdout) == (-signal.SIGTERM, "closed\n")
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
+def test_the_first_signal_ends_work_as_ctrl_c_does_and_a_second_one_kills_it(number):
+    assert ends_once(number) == (0, "closed\ninterrupted\n")
+    twice = ends_once(number, at_end=f"os.kill(os.getpid(), signal.{number})")
+    assert twice == (-getattr(signal, number), "closed\n")
+
+
+def test_work_under_nohup_does_not_end_with_its_terminal():
+    ignore = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    assert ends_once("SIGHUP", seconds=0.1, at_start=ignore) == (0, "closed\n")
+
+
+ENDS_WITH_TERMINAL = """
+import asyncio, fcntl, sys, termios
+from pathlib import Path
+from bridle.cli.process import run_to_end
+
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+async def work():
+    state = Path(sys.argv[1])
+    try:
+        state.write_text("started")
+        await asyncio.sleep(3600)
+    finally:
+        print("closing", flush=True)
+        state.write_text("closed")
+
+run_to_end(work())
+"""
+
+
+def test_work_closes_its_resources_when_its_terminal_closes(tmp_path):
+    state = tmp_path / "state"
+    state.touch()
+    ours, terminal = pty.openpty()
+    argv = [sys.executable, "-c", ENDS_WITH_TERMINAL, str(state)]
+    with subprocess.Popen(
+        argv, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+    ) as process:
+        os.close(terminal)
+        while not state.read_text():
+            time.sleep(0.01)
+        os.close(ours)
+        process.wait(60)
+    assert state.read_text() == "closed"
 
 
 def test_long_running_raises_the_gc_threshold_and_restores_it_at_the_end():

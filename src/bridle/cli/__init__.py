@@ -16,7 +16,7 @@ Exit codes, the same for every verb:
 | 1 | done, but something did not succeed; the output says what |
 | 2 | invalid input: a flag, a config value, a task file, a path, a port |
 | 3 | an external failure: the engine, the disk, a missing program or package |
-| 130 | ended by Ctrl-C, or a batch or a training by SIGTERM; captured data are kept |
+| 130 | ended by Ctrl-C, a batch or a training also by SIGTERM or SIGHUP; captured data are kept |
 """
 
 

@@ -10,14 +10,14 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import uvloop
 
 Stop: TypeAlias = "asyncio.Event"
-"""Event that is set by the first SIGINT or SIGTERM; a second one kills the process."""
+"""Event that is set by the first SIGINT, SIGTERM or SIGHUP; a second one kills the process."""
 
 T = TypeVar("T")
 
@@ -67,22 +67,17 @@ def open_files_limit(soft: int, hard: int) -> int:
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a new event loop; the first SIGTERM ends it as Ctrl-C does.
+    """Run a coroutine on a new event loop; the first SIGTERM or SIGHUP ends it as Ctrl-C does.
 
     It is cancelled, and `KeyboardInterrupt` is raised when it has closed its resources. A second
-    SIGTERM kills the process.
+    signal kills the process.
     """
     ended: list[bool] = []
 
     async def guarded() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        task = asyncio.current_task()
         assert task is not None
-
-        def end() -> None:
-            loop.remove_signal_handler(signal.SIGTERM)
-            ended.append(task.cancel())
-
-        loop.add_signal_handler(signal.SIGTERM, end)
+        _at_first((signal.SIGTERM, signal.SIGHUP), lambda: ended.append(task.cancel()))
         return await work
 
     try:
@@ -96,7 +91,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 def run_until_signal(
     serve: Callable[[Stop], Awaitable[None]], *, end_s: float | None = None
 ) -> None:
-    """Run `serve(stop)` on a new event loop; the first SIGINT or SIGTERM sets `stop`.
+    """Run `serve(stop)` on a new event loop; the first SIGINT, SIGTERM or SIGHUP sets `stop`.
 
     `serve` closes its resources after `stop`; its errors escape. If it has not returned `end_s`
     after the signal, the process exits with status 1; `None` = no limit.
@@ -109,7 +104,6 @@ def run_until_signal(
 
     async def guarded() -> None:
         stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
 
         def asked() -> None:
             stop.set()
@@ -117,11 +111,31 @@ def run_until_signal(
                 timer = threading.Timer(end_s, overdue)
                 timer.daemon = True
                 timer.start()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, asked)
+        _at_first((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), asked)
         await serve(stop)
 
     uvloop.run(guarded())
+
+
+def _at_first(numbers: Sequence[signal.Signals], act: Callable[[], object]) -> None:
+    """Call `act` at the first of these signals; a second one kills the process.
+
+    At SIGHUP the terminal has closed: what is still written to it goes to /dev/null. An ignored
+    SIGHUP (`nohup`) stays ignored.
+    """
+    loop = asyncio.get_running_loop()
+    terminal = [one.fileno() for one in (sys.stdout, sys.stderr) if one.isatty()]
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    handled = [one for one in numbers if one not in ignored]
+
+    def arrived(number: signal.Signals) -> None:
+        for one in handled:
+            loop.remove_signal_handler(one)
+        if number is signal.SIGHUP:
+            for fileno in terminal:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fileno)
+        act()
+
+    for one in handled:
+        loop.add_signal_handler(one, arrived, one)

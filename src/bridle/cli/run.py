@@ -2,8 +2,8 @@
 
 A batch of tasks (`run`, `fork`, `demo`, `harness check` and `tasks verify` have one) runs engine,
 gateway, node and harnesses, with progress. `preflight` checks configuration, ports and programs
-before an engine is called or a sandbox is created. However the batch ends (last session,
-Ctrl-C, SIGTERM, failure), the run folder is complete: capture, trajectories and summary.
+before an engine is called or a sandbox is created. However the batch ends (last session, Ctrl-C,
+SIGTERM, a closed terminal, failure), the run folder is complete: capture, trajectories and summary.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class BatchRun:
 def run_batch(batch: BatchRun) -> list[JSON]:
     """Run the sessions of a batch; return their summaries in the order in which they were opened.
 
-    `ConfigError` for a mistake, before anything runs; `KeyboardInterrupt` after Ctrl-C or SIGTERM,
-    once all sessions have ended and all files are written.
+    `ConfigError` for a mistake, before anything runs; `KeyboardInterrupt` after Ctrl-C, SIGTERM
+    or SIGHUP, once all sessions have ended and all files are written.
     """
     with progress() as bars:
         return run_to_end(_run(batch, Board(bars, batch)))
