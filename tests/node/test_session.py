@@ -9,12 +9,10 @@ import orjson
 import pytest
 from tests.conformance.memory import MemoryStore
 from tests.node.house import AGENT, BEAT, WORK, a_node, checked, nothing_lives, statuses, task
-from tests.node.test_ending import known
 
 from bridle.config import Action, Limits, RuntimeSpec
 from bridle.errors import StoreError
 from bridle.evaluators.base import Evaluation
-from bridle.node import session
 from bridle.node.results import result_from
 from bridle.node.session import FINAL, TRANSITIONS
 from bridle.testing import scripted_engine
@@ -430,21 +428,6 @@ async def test_an_unused_prewarmed_evaluation_runtime_is_removed(tmp_path):
         assert nothing_lives(result.session_id)
         assert list(node.scratch.folder.glob("*/*")) == []
     assert result.cause is Cause.HARNESS_CRASH
-
-
-async def test_limit_overrun_is_reported_after_the_grace_period():
-    facts = [known(), known(), known(limit="tokens")]
-    kept = session.POLL_S
-    session.POLL_S = 0.01
-    try:
-        began = asyncio.get_running_loop().time()
-        found = await session.limit_overrun(
-            lambda: facts.pop(0) if len(facts) > 1 else facts[0], grace_s=0.05
-        )
-    finally:
-        session.POLL_S = kept
-    assert found == "tokens"
-    assert asyncio.get_running_loop().time() - began >= 0.06
 
 
 @pytest.mark.parametrize(

@@ -393,13 +393,21 @@ class GatewayServer(Stacked):
 
     def facts(self, session_id: str) -> SessionFacts:
         """Return the results of a session so far. `KeyError` if no session has that id."""
-        if self._registry.get(session_id) is None:
+        session = self._registry.get(session_id)
+        if session is None:
             deleted = facts_of(self._store.outcome(session_id))
-            if deleted is not None:
-                return deleted
-        session = self._known(session_id)
+            if deleted is None:
+                raise KeyError(session_id)
+            return deleted
         self._restorer.count(session)
         return session.facts()
+
+    async def limit_reached(self, session_id: str) -> None:
+        """Wait until a call of an open session is refused for one of the session's limits.
+
+        `KeyError` if there is no such session.
+        """
+        await self._known(session_id).limited.wait()
 
     async def set_policy(self, wanted: SetPolicy) -> None:
         """Change the policy (version, weights, pause) as `POST /policy` does.

@@ -206,7 +206,7 @@ class Exchanges:
             seconds=session.seconds(),
         )
         if limit is not None:
-            session.limit = limit
+            session.note_limit(limit)
             raise faults.spent(limit)
         if (refusal := budgets.too_many_in_flight(session.limits, in_flight)) is not None:
             raise refusal
@@ -457,7 +457,7 @@ class Exchanges:
         try:
             call.reserved = await session.account.reserve(budget, lambda: session.tokens)
         except RequestError:
-            session.limit = "tokens"
+            session.note_limit("tokens")
             raise
         return self.sampling(session, question, call.reserved)
 

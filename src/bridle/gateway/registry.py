@@ -338,8 +338,8 @@ class GatewaySession:
         self.turns = self.tokens = self.delivered = 0
         self.failed_last = False
         self.limit: str | None = None
-        self.last_error: str | None = None
-        self.last_error_code: str | None = None
+        self.limited = asyncio.Event()  # set once `limit` is
+        self.last_error: tuple[str, str] | tuple[None, None] = None, None  # text and code
 
     def seconds(self) -> float:
         """Return the seconds since the session's first call."""
@@ -358,8 +358,8 @@ class GatewaySession:
             failed_last=self.failed_last,
             limit=self.limit,
             tokens=self.tokens,
-            last_error=self.last_error,
-            last_error_code=self.last_error_code,
+            last_error=self.last_error[0],
+            last_error_code=self.last_error[1],
             sealed=self.sealed,
         )
 
@@ -377,11 +377,16 @@ class GatewaySession:
         self._unpaired.update(asked.pairing.unpaired)
         return len(self._unpaired) - before
 
+    def note_limit(self, limit: str) -> None:
+        """Record that a call was refused for this limit (`turns`, `tokens`, `seconds`)."""
+        self.limit = limit
+        self.limited.set()
+
     def note_error(self, error: RequestError) -> None:
         """Record that the last reply to the harness is an error."""
         self.failed_last = True
-        self.last_error = f"{error} ({error.reason})" if error.reason else str(error)
-        self.last_error_code = error.code
+        text = f"{error} ({error.reason})" if error.reason else str(error)
+        self.last_error = text, error.code
 
     def forget_conversation(self) -> None:
         """Free the memory that only an open session needs."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,9 +102,6 @@ CONCLUDE_S = 90.0
 
 MODEL_END_S = 30.0
 """Time limit of the last commits of an evaluator's own session."""
-
-POLL_S = 0.5
-"""Interval at which the gateway is asked whether a limit is reached."""
 
 log = structlog.get_logger(__name__)
 
@@ -355,12 +352,7 @@ class SessionRun:
     async def _run_within(self, budget_s: float, ready: ReadySession) -> Ending:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self._exec(ready))
-            outstayed = group.create_task(
-                limit_overrun(
-                    lambda: self._node.gateway.facts(self.session_id),
-                    grace_s=self._node.settings.limit_grace_s,
-                )
-            )
+            outstayed = group.create_task(self._over_limit())
             either = asyncio.FIRST_COMPLETED
             await asyncio.wait({running, outstayed}, timeout=budget_s, return_when=either)
             timed_out = not running.done() and not outstayed.done()
@@ -543,6 +535,11 @@ class SessionRun:
         self._ending, self._outcome = ending, outcome
         self._go(ending.status)
 
+    async def _over_limit(self) -> None:
+        """Wait until the session exceeds a limit, then for the grace of a harness that goes on."""
+        await self._node.gateway.limit_reached(self.session_id)
+        await asyncio.sleep(self._node.settings.limit_grace_s)
+
     async def _seal(self) -> SessionFacts | None:
         """Revoke the key and await the last commits; idempotent. `None` = it was never opened."""
         with suppress(KeyError):
@@ -659,16 +656,6 @@ class SessionRun:
                 error=None if ending is None else ending.error,
             )
         )
-
-
-async def limit_overrun(facts: Callable[[], SessionFacts], *, grace_s: float) -> str:
-    """Wait until the session exceeds a limit, then `grace_s` longer, and return the limit's
-    name.
-    """
-    while (limit := facts().limit) is None:  # noqa: ASYNC110 - the gateway reports it only on request
-        await asyncio.sleep(POLL_S)
-    await asyncio.sleep(grace_s)
-    return limit
 
 
 FORK_BYTES: Final = 256 << 20
