@@ -216,6 +216,15 @@ async def test_sealing_a_session_whose_reply_waits_for_others_ends_its_call_alon
         assert [len(caller.exchanges) for caller in callers] == [3, 2, 3]
 
 
+@either
+async def test_a_reply_whose_reading_fails_leaves_the_others_of_its_round_alone(harness):
+    async with replied(harness) as (home, _, callers, sent, _):
+        home.gateway.plain.replied[0].pool = object()  # which cannot be asked for the reply
+        home.gateway.plain.answer_replied()
+        assert [(await reply)[0] for reply in sent] == [500, 200, 200]
+        assert [len(caller.exchanges) for caller in callers] == [2, 3, 3]
+
+
 async def test_a_write_batch_of_plain_replies_has_a_largest_size():
     count = TOGETHER + 1
     store, engine = Together(), Watched({"content": "a"})

@@ -319,9 +319,10 @@ class PlainPath:
                 flight.begin()
             except Exception as error:  # noqa: BLE001 - the top of a served request
                 if line.flight is flight:
-                    flight.hand_over(_failing(error))
+                    flight.fail(error)
                     continue
                 log.error("plain_path_failed", trace=trace_of(error))  # noqa: TRY400 - no variables
+                flight.taken.give_back()
                 line.connection.force_close()
 
     def answer_replied(self) -> None:
@@ -331,14 +332,19 @@ class PlainPath:
             several = replied[start : start + TOGETHER]
             samples: list[tuple[PlainCall, SampledReply]] = []
             for flight in several:
-                if (sample := flight.sample()) is not None:
+                try:
+                    sample = flight.sample()
+                except Exception as error:  # noqa: BLE001 - the others are answered all the same
+                    flight.fail(error)
+                    continue
+                if sample is not None:
                     samples += ((flight, sample),)
             finished: list[PlainCall] = []
             for flight, sample in samples:
                 try:
                     flight.finish(sample)
-                except Exception as error:  # noqa: BLE001 - the top of a served request
-                    flight.hand_over(_failing(error))
+                except Exception as error:  # noqa: BLE001 - the others are answered all the same
+                    flight.fail(error)
                 else:
                     finished += (flight,)
             self.write(finished)
@@ -506,9 +512,6 @@ class PlainCall:
             chunk = self.pool.arrived(self.request)
         except EngineError:  # the task gets the same error
             chunk = None
-        except Exception as error:  # noqa: BLE001 - the top of a served request
-            self.hand_over(_failing(error))
-            return None
         if chunk is None or chunk.finish_reason is None:
             self.hand_over()
             return None
@@ -602,6 +605,19 @@ class PlainCall:
             settle(session)
 
     # ---- what is not plain
+
+    def fail(self, error: Exception) -> None:
+        """Have a task answer an error of the gateway; if that fails too, close the connection.
+
+        Nothing is raised, so that the other calls of a round are served.
+        """
+        work = _failing(error)
+        try:
+            self.hand_over(work)
+        except Exception as failed:  # noqa: BLE001 - the top of a served request
+            work.close()
+            log.error("plain_path_failed", trace=trace_of(failed))  # noqa: TRY400 - no variables
+            self.line.connection.force_close()
 
     def hand_over(self, work: Coroutine[None, None, None] | None = None) -> None:
         """Continue the call in a task, and answer its client on the general path.
