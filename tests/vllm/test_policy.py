@@ -109,22 +109,29 @@ async def test_a_call_aborted_by_a_weight_update_is_resumed_as_one_reply(updated
     check_spans(exchange, models)
 
 
-SESSIONS, FIRST, SECOND = 50, 8, 400
-"""Sessions that run at once, and the tokens of their two replies."""
+SESSIONS, FIRST, LATER = 50, 8, 400
+"""Sessions that run at once, and the tokens of their first and of each later reply."""
 
 
-async def two_turns(handle, together):
-    """A harness of two calls; the second one begins when all harnesses have had their first."""
+async def turns(handle, together, updated):
+    """A harness that starts its later calls with all others and goes on until the update is over.
+
+    So the update finds calls of every gateway under way, and every session ends with new weights.
+    """
     said = [{"role": "user", "content": f"Say a little, {handle.session_id}."}]
+
+    async def turn(client, tokens):
+        reply = await client.chat.completions.create(
+            model="m", messages=said, max_tokens=tokens, extra_body={"min_tokens": tokens}
+        )
+        message = reply.choices[0].message.model_dump(exclude_none=True)
+        said.extend((message, {"role": "user", "content": "Say more."}))
+
     async with openai_client(handle) as client:
-        for tokens in (FIRST, SECOND):
-            reply = await client.chat.completions.create(
-                model="m", messages=said, max_tokens=tokens, extra_body={"min_tokens": tokens}
-            )
-            message = reply.choices[0].message.model_dump(exclude_none=True)
-            said += [message, {"role": "user", "content": "Say more."}]
-            if tokens == FIRST:
-                await together.wait()
+        await turn(client, FIRST)
+        await together.wait()
+        while not updated.is_set():
+            await turn(client, LATER)
 
 
 async def test_a_weight_update_amid_fifty_sessions_fails_no_call(updated, models):
@@ -135,25 +142,28 @@ async def test_a_weight_update_amid_fifty_sessions_fails_no_call(updated, models
     ):
         homes = [(one, of_one), (other, of_other)] * (SESSIONS // 2)
         opened = [(await gateway.open_session(), store) for gateway, store in homes]
-        together = asyncio.Barrier(SESSIONS + 1)
+        together, over = asyncio.Barrier(SESSIONS + 1), asyncio.Event()
         async with asyncio.TaskGroup() as group:
             for handle, _ in opened:
-                group.create_task(two_turns(handle, together))
+                group.create_task(turns(handle, together, over))
             await together.wait()
             before = await asyncio.to_thread(updated.metric, counted)
             await until(updated, counted, before + SESSIONS)
             await until(updated, "vllm:num_requests_running", SESSIONS / 2)
             await update([Here(one), Here(other)], str(models[1]), 1)
+            over.set()
         for gateway in (one, other):
             assert gateway.policy()["version"] == 1
     resumed_at = set()
     for handle, store in opened:
-        first, second = store.exchanges(handle.session_id)
+        first, *later = store.exchanges(handle.session_id)
         assert first.versions == (VersionSpan(0, 0, FIRST),)
-        versions = [span.version for span in second.versions]
-        assert versions in ([0, 1], [1])
-        assert second.versions[-1].end == len(second.output_ids) == SECOND
-        if versions == [0, 1]:
+        versions = [[span.version for span in exchange.versions] for exchange in later]
+        assert versions[-1] in ([0, 1], [1])
+        assert versions == sorted(versions)
+        assert {len(one.output_ids) for one in later} == {LATER}
+        assert all(one.versions[-1].end == LATER for one in later)
+        if [0, 1] in versions:
             resumed_at.add(store)
         (trace,) = rebuild(store.read(handle.session_id)).traces
         assert sorted({*trace.versions[trace.loss_mask == 1].tolist()}) == [0, 1]
