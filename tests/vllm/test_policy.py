@@ -109,14 +109,16 @@ async def test_a_call_aborted_by_a_weight_update_is_resumed_as_one_reply(updated
     check_spans(exchange, models)
 
 
-SESSIONS, FIRST, LATER = 50, 8, 400
-"""Sessions that run at once, and the tokens of their first and of each later reply."""
+FIRST, LATER = 8, range(300, 500, 4)
+"""Tokens of the first reply of a session, and of its later ones: one number for each session. They
+differ, so that the sessions do not all wait for the beginning of a reply at the same time."""
 
 
-async def turns(handle, together, updated):
-    """A harness that starts its later calls with all others and goes on until the update is over.
+async def turns(handle, together, over, later):
+    """A harness: one short call, and when all harnesses have had theirs, others until the weight
+    update is over.
 
-    So the update finds calls of every gateway under way, and every session ends with new weights.
+    So the update finds calls of both gateways under way, and every session ends with new weights.
     """
     said = [{"role": "user", "content": f"Say a little, {handle.session_id}."}]
 
@@ -130,8 +132,8 @@ async def turns(handle, together, updated):
     async with openai_client(handle) as client:
         await turn(client, FIRST)
         await together.wait()
-        while not updated.is_set():
-            await turn(client, LATER)
+        while not over.is_set():
+            await turn(client, later)
 
 
 async def test_a_weight_update_amid_fifty_sessions_fails_no_call(updated, models):
@@ -140,29 +142,29 @@ async def test_a_weight_update_amid_fifty_sessions_fails_no_call(updated, models
         opened_gateway(updated) as (one, of_one),
         opened_gateway(updated) as (other, of_other),
     ):
-        homes = [(one, of_one), (other, of_other)] * (SESSIONS // 2)
+        homes = [(one, of_one), (other, of_other)] * (len(LATER) // 2)
         opened = [(await gateway.open_session(), store) for gateway, store in homes]
-        together, over = asyncio.Barrier(SESSIONS + 1), asyncio.Event()
+        together, over = asyncio.Barrier(len(LATER) + 1), asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            for handle, _ in opened:
-                group.create_task(turns(handle, together, over))
+            for (handle, _), tokens in zip(opened, LATER, strict=True):
+                group.create_task(turns(handle, together, over, tokens))
             await together.wait()
             before = await asyncio.to_thread(updated.metric, counted)
-            await until(updated, counted, before + SESSIONS)
-            await until(updated, "vllm:num_requests_running", SESSIONS / 2)
+            await until(updated, counted, before + len(LATER))
+            await until(updated, "vllm:num_requests_running", len(LATER) / 2)
             await update([Here(one), Here(other)], str(models[1]), 1)
             over.set()
         for gateway in (one, other):
             assert gateway.policy()["version"] == 1
     resumed_at = set()
-    for handle, store in opened:
+    for (handle, store), tokens in zip(opened, LATER, strict=True):
         first, *later = store.exchanges(handle.session_id)
         assert first.versions == (VersionSpan(0, 0, FIRST),)
         versions = [[span.version for span in exchange.versions] for exchange in later]
         assert versions[-1] in ([0, 1], [1])
         assert versions == sorted(versions)
-        assert {len(one.output_ids) for one in later} == {LATER}
-        assert all(one.versions[-1].end == LATER for one in later)
+        assert {len(exchange.output_ids) for exchange in later} == {tokens}
+        assert {exchange.versions[-1].end for exchange in later} == {tokens}
         if [0, 1] in versions:
             resumed_at.add(store)
         (trace,) = rebuild(store.read(handle.session_id)).traces
