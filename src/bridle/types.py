@@ -81,7 +81,7 @@ def first_difference(one: Ids, two: Ids) -> int:
 
 
 class Dialect(StrEnum):
-    """One provider's wire format."""
+    """One provider's wire format, which `bridle.dialects` has in a file of this name."""
 
     ANTHROPIC = "anthropic"
     """Anthropic Messages."""

@@ -8,9 +8,11 @@ from pydantic import BaseModel
 from bridle.config import Settings, Task
 from bridle.evaluators import EVALUATORS
 from bridle.harnesses import CHECKS, HARNESSES
+from bridle.harnesses.codex import Codex
+from bridle.harnesses.packaged import PackagedHarness
 from bridle.runtimes import RUNTIMES, apptainer, bubblewrap, docker, remote
 from bridle.server.schemas import GroupOptions
-from bridle.server.settings import INSIDE, RULES, SETTINGS, SubmissionPolicy, names_files
+from bridle.server.settings import INSIDE, RULES, SubmissionPolicy, names_files
 
 BASE = {
     "task_id": "t",
@@ -267,27 +269,48 @@ def settings_of(path):
     return max(found, key=lambda one: (one.__name__ == own, "Settings" in one.__name__))
 
 
-@pytest.mark.parametrize(
-    ("kind", "table"),
-    [("agent.settings", HARNESSES | CHECKS), ("evaluator.config", EVALUATORS)],
-)
-def test_every_setting_of_a_harness_and_an_evaluator_is_listed(kind, table):
-    assert set(SETTINGS[kind]) == set(table)
+def submittable(path):
+    """The settings that a submitted task may give to a harness, an evaluator or a runtime."""
+    module, _, name = path.partition(":")
+    words = vars(getattr(importlib.import_module(module), name)).get("submittable", "")
+    return {word.partition(":")[0] for word in words.split()}
+
+
+@pytest.mark.parametrize("table", [HARNESSES | CHECKS, EVALUATORS])
+def test_every_setting_of_a_harness_and_an_evaluator_is_listed(table):
     for name, path in table.items():
-        listed = {word.partition(":")[0] for word in SETTINGS[kind][name].split()}
-        assert listed == set(settings_of(path).model_fields), name
+        assert submittable(path) == set(settings_of(path).model_fields), name
 
 
 def test_every_kwarg_of_a_runtime_is_listed():
-    kwargs = {
-        name: {word.partition(":")[0] for word in words.split()}
-        for name, words in SETTINGS["runtime.kwargs"].items()
+    assert {name: submittable(path) for name, path in RUNTIMES.items()} == {
+        "docker": docker.KWARGS,
+        "apptainer": apptainer.KWARGS,
+        "remote": set(remote.RemoteSettings.model_fields),
+        "bubblewrap": bubblewrap.KWARGS,
+        "local": set(),
     }
-    assert set(kwargs) == set(RUNTIMES)
-    assert kwargs["docker"] == docker.KWARGS
-    assert kwargs["apptainer"] == apptainer.KWARGS
-    assert kwargs["remote"] == set(remote.RemoteSettings.model_fields)
-    assert kwargs["bubblewrap"] == bubblewrap.KWARGS
+
+
+def test_every_rule_of_a_listed_setting_exists():
+    for place, table in (
+        ("agent.settings", HARNESSES | CHECKS),
+        ("evaluator.config", EVALUATORS),
+        ("runtime.kwargs", RUNTIMES),
+    ):
+        model, _, field = place.partition(".")
+        key = {"agent": "harness", "evaluator": "strategy", "runtime": "backend"}[model]
+        for name, path in table.items():
+            given = dict.fromkeys(submittable(path), "x")
+            found = refused(SubmissionPolicy(), **{model: {key: name, field: given}})
+            assert "has no such field" not in " ".join(found.values()), name
+
+
+def test_a_class_that_lists_nothing_takes_no_setting_of_a_submitted_task(monkeypatch):
+    monkeypatch.setattr(Codex, "submittable", PackagedHarness.submittable)
+    agent = {"harness": "codex", "settings": {"multi_agent": True}}
+    message = refused(SubmissionPolicy(), agent=agent)["agent.settings.multi_agent"]
+    assert message == "'codex' has no such field; it has: none"
 
 
 def test_paths_are_resolved_before_they_are_compared_with_listed_folders(tmp_path):

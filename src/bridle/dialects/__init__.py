@@ -8,28 +8,24 @@ through a `StreamEncoder`, its event stream.
 and know the fields and the tools that the provider defines; replies are written there, or in the
 `..._write` file beside it. They share `json_reader` (with `history`, its memory of earlier
 requests), `fields` (the treatment of each field, and the removal of what means nothing to the
-model), `tools`, `media` and `ids`. Adding a dialect is its file, its name in
-`bridle.types.Dialect`, one line here and a row in the docs.
+model), `tools`, `media` and `ids`. Each member of `bridle.types.Dialect` has a file of its name,
+which ends with its `FORMAT`: to add a dialect, write that file, its member and its row in the docs.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Final
 
-from bridle.dialects.anthropic import Anthropic
 from bridle.dialects.base import Route, WireFormat, caller
-from bridle.dialects.google import Google
-from bridle.dialects.openai_chat import OpenAIChat
-from bridle.dialects.openai_responses import OpenAIResponses
 from bridle.types import Dialect
 
-_FORMATS = (OpenAIResponses, Anthropic, Google, OpenAIChat)
-"""In the order in which they are asked for a path: OpenAI's list of what it does not serve last."""
-
-
-DIALECTS: dict[Dialect, WireFormat] = {form.dialect: form() for form in _FORMATS}
-"""Every dialect that the gateway speaks."""
-
+DIALECTS: dict[Dialect, WireFormat] = {
+    dialect: import_module(f"{__name__}.{dialect}").FORMAT
+    for dialect in sorted(Dialect, key=Dialect.OPENAI_CHAT.__eq__)
+}
+"""Every dialect that the gateway speaks, in the order in which `recognise` asks them: OpenAI's list
+of what it does not serve is last."""
 
 POSTS_KEPT: Final = 256
 """Paths whose route is remembered: harnesses post to few, again and again."""

@@ -571,3 +571,6 @@ def _read_call(block: JSON, path: str) -> ToolCall:
         inner = object_at(block, "input", path) or {}
         name, given = family, {"action": name, **inner}
     return ToolCall(text_at(block, "id", path), name, arguments_text(given))
+
+
+FORMAT = Anthropic()

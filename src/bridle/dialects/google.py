@@ -607,3 +607,6 @@ def _predefined(name: str, arguments: str, description: str) -> ToolSpec:
     properties = {plain[word]: _ARGUMENTS[word.rstrip("?")] for word in words}
     required = [plain[word] for word in words if not word.endswith("?")]
     return ToolSpec(name, description, object_schema(properties, required))
+
+
+FORMAT = Google()

@@ -646,3 +646,6 @@ def read_thinking(head: JSON) -> bool | None:
         if isinstance(switch, dict) and isinstance(switch.get("enabled"), bool):
             return bool(switch["enabled"])
     return False if text_at(head, "reasoning_effort", "") == "none" else None
+
+
+FORMAT = OpenAIChat()

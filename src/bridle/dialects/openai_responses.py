@@ -661,3 +661,6 @@ def _read_part(part: JSON, path: str) -> Iterator[Part]:
             yield data_part(f"audio/{form}", name_at(audio, "data", where))
         case _:
             yield block_part(part)
+
+
+FORMAT = OpenAIResponses()

@@ -265,6 +265,8 @@ class Configured(Generic[SettingsT]):
     strategy: ClassVar[str]
     """Its short name in `EVALUATORS`."""
     settings_class: type[SettingsT]
+    submittable: ClassVar[str] = ""
+    """Config that a submitted task may give, as `bridle.server.settings` reads it."""
 
     def __init__(self, settings: SettingsT) -> None:
         self._settings = settings
@@ -380,6 +382,7 @@ class SessionCompleted(Configured[SessionCompletedSettings]):
 
     strategy = "session_completed"
     settings_class = SessionCompletedSettings
+    submittable = "reward"
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Return the configured reward if the session completed, else 0.0."""

@@ -70,6 +70,7 @@ class CommandEvaluator(Configured[CommandSettings]):
 
     strategy = "command"
     settings_class = CommandSettings
+    submittable = "command cwd files timeout_s reward_file failure_codes"
     prewarm = True
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
@@ -174,6 +175,7 @@ class HarborEvaluator(Configured[HarborSettings]):
 
     strategy = "harbor"
     settings_class = HarborSettings
+    submittable = "tests:task_path timeout_s weights"
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Run the tests of a Harbor task and return their reward; their output goes to

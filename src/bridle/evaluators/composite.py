@@ -75,6 +75,7 @@ class CompositeEvaluator:
     """Implements `base.Evaluator`."""
 
     control = "parts"
+    submittable = "parts:parts otherwise"
 
     def __init__(self, settings: CompositeSettings, evaluators: dict[str, Evaluator]) -> None:
         self._otherwise = settings.otherwise

@@ -90,6 +90,7 @@ class FunctionEvaluator(Configured[FunctionSettings]):
 
     strategy = "function"
     settings_class = FunctionSettings
+    submittable = "function:copied files timeout_s sandbox"
 
     def check(self, task: Task) -> None:
         """Import the scoring function in another process and check that it takes one argument.

@@ -92,6 +92,9 @@ class JudgeEvaluator(Configured[JudgeSettings]):
 
     strategy = "judge"
     settings_class = JudgeSettings
+    submittable = (
+        "rubric model on_failure mode coefficient low high attempts timeout_s max_chars max_tokens"
+    )
     control = "none"
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:

@@ -117,6 +117,10 @@ class TestOnOutput(Configured[TestOnOutputSettings]):
 
     strategy = "test_on_output"
     settings_class = TestOnOutputSettings
+    submittable = (
+        "command fail_to_pass pass_to_pass expected repo tested base include exclude "
+        "junit test_patch partial timeout_s"
+    )
     __test__ = False
     prewarm = True
 
@@ -343,6 +347,7 @@ class SwebenchEvaluator(Configured[SwebenchSettings]):
 
     strategy = "swebench"
     settings_class = SwebenchSettings
+    submittable = "instance repo tested exclude python:host_path timeout_s"
     prewarm = True
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:

@@ -41,6 +41,7 @@ class Aider(PackagedHarness[AiderSettings]):
     pinned = "0.86.2"
     dialect = Dialect.OPENAI_CHAT
     settings_class = AiderSettings
+    submittable = "edit_format files auto_commits config"
     transports = ()
     has_skills = False
     package = PyPI(size_mb=700, module="aider", pythons=(OLDEST, BELOW))

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from bridle.config import AgentSpec, McpServer, Settings, validated
 from bridle.errors import ConfigError
@@ -102,6 +102,9 @@ class Harness(Protocol):
 
 class Unpackaged:
     """A harness with nothing to install, whose exit code tells whether it succeeded."""
+
+    submittable: ClassVar[str] = ""
+    """Settings that a submitted task may give, as `bridle.server.settings` reads them."""
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
         """Return `None`: this harness needs no bundle."""

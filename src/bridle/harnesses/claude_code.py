@@ -73,6 +73,7 @@ class ClaudeCode(WritesEvents[ClaudeCodeSettings]):
     pinned = "2.1.332"
     dialect = Dialect.ANTHROPIC
     settings_class = ClaudeCodeSettings
+    submittable = "bare max_turns config args"
     package = Npm(
         size_mb=550,
         path=f"{PACKAGE}/bin/claude.exe",

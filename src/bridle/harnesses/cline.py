@@ -52,6 +52,7 @@ class Cline(PackagedHarness[ClineSettings]):
     name = "cline"
     pinned = "3.0.65"
     settings_class = ClineSettings
+    submittable = "api config args"
     package = Npm(size_mb=640, path="node_modules/.bin/cline", whole_lock=False, command="cline")
     """630 MB: the program, the packages that it names, and the node that installs it."""
 

@@ -38,6 +38,7 @@ class Codex(PackagedHarness[CodexSettings]):
     pinned = "0.171.0"
     dialect = Dialect.OPENAI_RESPONSES
     settings_class = CodexSettings
+    submittable = "multi_agent config args"
     transports = ("stdio", "streamable-http")
     package = Npm(size_mb=600, path="node_modules/@openai/codex/bin/codex.js", command="codex")
     """590 MB: the program and the node that starts it."""

@@ -170,6 +170,7 @@ class Oracle(Empty):
     """Runs the task's solution; implements `base.Harness`."""
 
     name = "oracle"
+    submittable = "solution:host_path script target patch reverse"
 
     def __init__(self, agent: AgentSpec) -> None:
         refuse_commands(agent)

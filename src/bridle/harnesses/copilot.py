@@ -62,6 +62,7 @@ class Copilot(PackagedHarness[CopilotSettings]):
     name = "copilot"
     pinned = "1.0.102"
     settings_class = CopilotSettings
+    submittable = "api config args"
     package = Npm(size_mb=620, path=program(), setup=_unpack, command="copilot")
     """610 MB: the program, packed and unpacked, and the node that installs it."""
 

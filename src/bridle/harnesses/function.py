@@ -53,6 +53,7 @@ class FunctionHarness(Unpackaged):
     """One function; implements `base.Harness`."""
 
     name = "function"
+    submittable = "python modules:modules"
     dialect = Dialect.OPENAI_CHAT
 
     def __init__(self, agent: AgentSpec) -> None:

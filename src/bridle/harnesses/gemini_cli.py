@@ -60,6 +60,7 @@ class GeminiCli(PackagedHarness[GeminiCliSettings]):
     pinned = "0.61.0"
     dialect = Dialect.GOOGLE
     settings_class = GeminiCliSettings
+    submittable = "max_turns config args"
     package = Npm(
         size_mb=300, path="node_modules/@google/gemini-cli/bundle/gemini.js", command="gemini"
     )
@@ -149,6 +150,7 @@ class QwenCode(WritesEvents[QwenCodeSettings]):
     name = "qwen_code"
     pinned = "0.24.4"
     settings_class = QwenCodeSettings
+    submittable = "api tool_search config args"
     package = Npm(
         size_mb=340,
         path=CLI,

@@ -55,6 +55,7 @@ class Hermes(PackagedHarness[HermesSettings]):
     name = "hermes"
     pinned = "0.19.0"
     settings_class = HermesSettings
+    submittable = "api toolsets config"
     package = PyPI(size_mb=250, module="hermes_cli.main")
     """A Python with 240 MB of packages."""
 

@@ -43,6 +43,7 @@ class MiniSweAgent(PackagedHarness[MiniSettings]):
     name = "mini_swe_agent"
     pinned = "2.4.6"
     settings_class = MiniSettings
+    submittable = "api config model_attempts"
     transports = ()
     has_skills = False
     package = PyPI(

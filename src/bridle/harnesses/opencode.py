@@ -49,6 +49,7 @@ class Opencode(PackagedHarness[OpencodeSettings]):
     name = "opencode"
     pinned = "1.18.33"
     settings_class = OpencodeSettings
+    submittable = "api config args"
     package = Npm(
         size_mb=550,
         path=f"{PACKAGE}/bin/opencode.exe",

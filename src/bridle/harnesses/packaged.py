@@ -540,6 +540,8 @@ class PackagedHarness(Generic[SettingsT]):
     """The version of the lock."""
     package: ClassVar[PyPI | Npm]
     settings_class: type[SettingsT]
+    submittable: ClassVar[str] = ""
+    """Settings that a submitted task may give, as `bridle.server.settings` reads them."""
     transports: ClassVar[Collection[str]] = TRANSPORTS
     """Of MCP servers that it can use."""
     has_skills: ClassVar[bool] = True

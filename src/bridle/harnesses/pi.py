@@ -67,6 +67,7 @@ class Pi(PackagedHarness[PiSettings]):
     name = "pi"
     pinned = "1.6.0"
     settings_class = PiSettings
+    submittable = "api thinking tools max_output_tokens"
     transports = ("stdio", "streamable-http")
     package = Npm(size_mb=350, path=CLI, command="pi")
     """345 MB: the program and its own node 22."""
@@ -170,6 +171,7 @@ class Openclaw(PackagedHarness[OpenclawSettings]):
     name = "openclaw"
     pinned = "2026.9.6"
     settings_class = OpenclawSettings
+    submittable = "api thinking live_state config args"
     package = Npm(
         size_mb=840, path="node_modules/openclaw/openclaw.mjs", command="openclaw", whole_lock=False
     )

@@ -109,6 +109,7 @@ class ClaudeAgentSdk(SdkAgent[ClaudeAgentSdkSettings]):
     pinned = "0.2.189"
     dialect = Dialect.ANTHROPIC
     settings_class = ClaudeAgentSdkSettings
+    submittable = "instructions max_turns config"
     package = PyPI(size_mb=440, distribution="claude-agent-sdk")
     """A Python with 430 MB of packages, most of it the Claude Code in it."""
     skills_folder = ".claude/skills"
@@ -146,6 +147,7 @@ class GoogleAdk(SdkAgent[GoogleAdkSettings]):
     pinned = "2.13.0"
     dialect = Dialect.GOOGLE
     settings_class = GoogleAdkSettings
+    submittable = "stream instructions max_turns"
     package = PyPI(size_mb=160, distribution="google-adk")
     """A Python with 155 MB of packages."""
 
@@ -179,6 +181,7 @@ class OpenaiAgents(SdkAgent[OpenaiAgentsSettings]):
     name = "openai_agents"
     pinned = "0.24.0"
     settings_class = OpenaiAgentsSettings
+    submittable = "api stream instructions max_turns"
     has_skills = False
     package = PyPI(size_mb=130, distribution="openai-agents")
     """A Python with 120 MB of packages."""
@@ -219,6 +222,7 @@ class Openhands(SdkAgent[OpenhandsSettings]):
     name = "openhands"
     pinned = "1.58.0"
     settings_class = OpenhandsSettings
+    submittable = "api native_tool_calling max_turns llm"
     package = PyPI(size_mb=710, distribution="openhands-sdk", pythons=((3, 12), (3, 15)))
     """A Python with 700 MB of packages, made with a Python of 3.12 or newer."""
     skills_folder = ".openhands/skills"

@@ -71,6 +71,7 @@ class _Instance(RunningSandbox):
 class ApptainerRuntime(Sandbox[_Instance]):
     """One session's instance; implements `base.Runtime`."""
 
+    submittable = "binds:host_paths"
     folders = (*Sandbox.folders, "overlay")
     kind = "instance"
     start_s = START_S

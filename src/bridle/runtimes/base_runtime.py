@@ -89,6 +89,8 @@ class BaseRuntime(ABC):
     contains: bool
     workdir: str
     home: str
+    submittable: ClassVar[str] = ""
+    """Keyword arguments that a submitted task may give, as `bridle.server.settings` reads them."""
 
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()

@@ -192,6 +192,7 @@ class _Namespaces(RunningSandbox):
 class BubblewrapRuntime(Sandbox[_Namespaces]):
     """One session's sandbox; implements `base.Runtime`."""
 
+    submittable = "binds:host_paths folders"
     home = HOME
     folders = OWN
     scraps = ("etc", "aside")

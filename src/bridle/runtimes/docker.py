@@ -235,6 +235,7 @@ KWARGS = frozenset({"binds", "build", "user"})
 class DockerRuntime(Contained[RunningSandbox]):
     """One session's container; implements `base.Runtime`."""
 
+    submittable = "binds:host_paths build:host_path user"
     home = HOME
     kind = "container"
     start_s = CALL_S

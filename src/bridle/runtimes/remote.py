@@ -163,6 +163,8 @@ class _Stream:
 class RemoteRuntime(Archived):
     """One session's folders and processes on a host; implements `base.Runtime`."""
 
+    submittable = "deployment gateway python"
+
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
     ) -> None:

@@ -3,7 +3,9 @@
 `SubmissionPolicy` is an allow-list of the fields of submitted tasks. A field that is not listed is
 refused. A field of `INSIDE` reaches only the sandbox, the gateway and the result. Every other field
 names something on the server's machine (a process, a file, an import), and has a rule that compares
-it with the operator's lists.
+it with the operator's lists. The settings of a harness, an evaluator or a runtime are listed by its
+class: `submittable` has the names that a submitted task may give, separated by spaces; a name with
+`:rule` behind it is compared by that method of `_PolicyCheck`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from bridle.datasets.jsonl import read_manifest, unsound
 from bridle.errors import ConfigError
 from bridle.evaluators import EVALUATORS
 from bridle.harnesses import CHECKS, HARNESSES
-from bridle.plugins import installed
+from bridle.plugins import installed, load
 from bridle.runtimes import RUNTIMES, resolve_auto
 from bridle.trajectory.builders import BUILDERS
 from bridle.types import JSON
@@ -73,51 +75,6 @@ INSIDE: Final = _names("""
     fork.session fork.at branching.samples branching.max_depth branching.budget_tokens
     """) | {f"{place}.{name}" for place in ("sampling", "agent.sampling") for name in SAMPLING}
 """Fields without a rule; `[]` is each entry of a list."""
-
-SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
-    "agent.settings": {
-        "aider": "edit_format files auto_commits config",
-        "claude_agent_sdk": "instructions max_turns config",
-        "claude_code": "bare max_turns config args",
-        "cline": "api config args",
-        "codex": "multi_agent config args",
-        "command": "",
-        "copilot": "api config args",
-        "empty": "",
-        "function": "python modules:modules",
-        "gemini_cli": "max_turns config args",
-        "google_adk": "stream instructions max_turns",
-        "hermes": "api toolsets config",
-        "mini_swe_agent": "api config model_attempts",
-        "openai_agents": "api stream instructions max_turns",
-        "openclaw": "api thinking live_state config args",
-        "opencode": "api config args",
-        "openhands": "api native_tool_calling max_turns llm",
-        "oracle": "solution:host_path script target patch reverse",
-        "pi": "api thinking tools max_output_tokens",
-        "qwen_code": "api tool_search config args",
-    },
-    "evaluator.config": {
-        "command": "command cwd files timeout_s reward_file failure_codes",
-        "composite": "parts:parts otherwise",
-        "function": "function:copied files timeout_s sandbox",
-        "harbor": "tests:task_path timeout_s weights",
-        "judge": "rubric model on_failure mode coefficient low high attempts timeout_s max_chars "
-        "max_tokens",
-        "session_completed": "reward",
-        "swebench": "instance repo tested exclude python:host_path timeout_s",
-        "test_on_output": "command fail_to_pass pass_to_pass expected repo tested base include "
-        "exclude junit test_patch partial timeout_s",
-    },
-    "runtime.kwargs": {
-        "apptainer": "binds:host_paths",
-        "bubblewrap": "binds:host_paths folders",
-        "docker": "binds:host_paths build:host_path user",
-        "local": "",
-        "remote": "deployment gateway python",
-    },
-}
-"""Allowed settings of each harness, evaluator and runtime, with a rule's name after a colon."""
 
 DEFAULTS: Final = {"harbor": {"tests": "tests"}}
 """Paths that an evaluator reads if its config has none."""
@@ -252,26 +209,29 @@ class _PolicyCheck:
                 field,
                 "the operator does not list this host for runtime 'remote' (permits.remotes)",
             )
-        yield from self.own(field, "runtime.kwargs", self.runtime, given)
+        yield from self.own(field, "runtime", RUNTIMES, self.runtime, given)
 
     def settings(self, field: str, given: JSON) -> Refused:
         agent = self.task.agent
-        name = _short(agent.harness or agent.import_path or "", HARNESSES | CHECKS)
-        yield from self.own(field, "agent.settings", name, given)
+        name = agent.harness or agent.import_path or ""
+        yield from self.own(field, "harness", HARNESSES | CHECKS, name, given)
 
     def config(self, field: str, given: JSON) -> Refused:
         yield from self.evaluator(field, self.task.evaluator.strategy, given)
 
     def evaluator(self, field: str, strategy: str, config: JSON) -> Refused:
-        name = _short(strategy, EVALUATORS)
-        whole = DEFAULTS.get(name, {}) | config
-        yield from self.own(field, "evaluator.config", name, whole)
+        whole = DEFAULTS.get(_short(strategy, EVALUATORS), {}) | config
+        yield from self.own(field, "evaluator", EVALUATORS, strategy, whole)
 
-    def own(self, field: str, kind: str, name: str, given: JSON) -> Refused:
-        """Check the settings of one of Bridle's harnesses, evaluators or runtimes."""
-        if name not in SETTINGS[kind]:
+    def own(
+        self, field: str, what: str, table: Mapping[str, str], name: str, given: JSON
+    ) -> Refused:
+        """Check the settings of a harness, evaluator or runtime, if it is one of Bridle's."""
+        name = _short(name, table)
+        if name not in table:
             return
-        known = dict(word.partition(":")[::2] for word in SETTINGS[kind][name].split())
+        listed: str = load(name, table, what=what).submittable
+        known = dict(word.partition(":")[::2] for word in listed.split())
         for key, value in given.items():
             if key not in known:
                 shown = ", ".join(sorted(known)) or "none"
