@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import orjson
 
@@ -25,6 +26,8 @@ from bridle.types import ToolSpec
 
 if TYPE_CHECKING:
     from bridle.prompting.canonical import Atom, Hint
+
+T = TypeVar("T")
 
 Defaults: TypeAlias = Mapping[str, Mapping[str, bytes]]
 """Tool name -> top-level argument -> canonical bytes of its schema's default."""
@@ -108,26 +111,34 @@ def canonical_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
 
 
 KEPT_LISTS: Final = 64
-"""Tool lists whose defaults are remembered."""
-
-_known: dict[int, tuple[tuple[ToolSpec, ...], Defaults]] = {}
-"""By identity: a list that comes again and again is one object (`bridle.dialects.tools`)."""
+"""Tool lists whose results a `once_per_tools` function remembers."""
 
 
+def once_per_tools(read: Callable[[Sequence[ToolSpec]], T]) -> Callable[[Sequence[ToolSpec]], T]:
+    """Return the function `read` with a memory of its results, by the identity of the tool list.
+
+    A list that many requests give is one tuple (`bridle.dialects.tools`), of any session.
+    """
+    known: dict[int, tuple[tuple[ToolSpec, ...], T]] = {}
+
+    @wraps(read)
+    def remembered(tools: Sequence[ToolSpec]) -> T:
+        found = known.get(id(tools))
+        if found is not None and found[0] is tools:
+            return found[1]
+        made = read(tools)
+        if isinstance(tools, tuple):
+            if len(known) >= KEPT_LISTS:
+                known.clear()
+            known[id(tools)] = (tools, made)
+        return made
+
+    return remembered
+
+
+@once_per_tools
 def schema_defaults(tools: Sequence[ToolSpec]) -> Defaults:
     """Return the defaults that each tool's schema declares for its top-level arguments."""
-    known = _known.get(id(tools))
-    if known is not None and known[0] is tools:
-        return known[1]
-    found = _read_defaults(tools)
-    if isinstance(tools, tuple):
-        if len(_known) >= KEPT_LISTS:
-            _known.clear()
-        _known[id(tools)] = (tools, found)
-    return found
-
-
-def _read_defaults(tools: Sequence[ToolSpec]) -> Defaults:
     found: dict[str, dict[str, bytes]] = {}
     for tool in tools:
         properties = (tool.parameters or {}).get("properties")

@@ -27,6 +27,7 @@ from bridle.prompting.calls import (
     Pairing,
     canonical_arguments,
     canonical_json,
+    once_per_tools,
     schema_defaults,
     text_bytes,
 )
@@ -286,7 +287,8 @@ def joined_atoms(request: ModelRequest, messages: Sequence[Message]) -> tuple[At
     return tuple(atom for atom in atoms if atom.kind is not AtomKind.EVIDENCE)
 
 
-def tools_digest(tools: Iterable[ToolSpec]) -> bytes:
+@once_per_tools
+def tools_digest(tools: Sequence[ToolSpec]) -> bytes:
     """Return 16 bytes of a hash over the ordered tools: name, description, schema.
 
     No tools give `NO_TOOLS`. Tools whose loading is deferred are not among a request's tools (the
