@@ -180,13 +180,12 @@ async def test_the_fast_path_for_linear_turns_records_the_same_rows_as_the_gener
     assert taken >= 1
 
 
-@pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_TURNS"])
-async def test_a_limit_makes_linear_turns_settle_in_smaller_batches(limit, monkeypatch):
+async def test_a_limit_makes_linear_turns_settle_in_smaller_batches(monkeypatch):
     async def work(talk: Talk) -> None:
         await talk.turns(9)
 
     general, _ = await rows(work, plain=False)
-    monkeypatch.setattr(linear_file, limit, 1)
+    monkeypatch.setattr(linear_file, "MOST_TURNS", 1)
     linear, taken = await rows(work, plain=True)
     assert linear == general
     assert taken == 4, "every other turn is settled with the one before it"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.prompting.talk import BASH, EDIT, call, image, request, result, said, system, user
 
 from bridle.prompting import canonical as canonical_file
-from bridle.prompting.calls import canonical_json
+from bridle.prompting.calls import Pairing, canonical_json
 from bridle.prompting.canonical import (
     NO_TOOLS,
     SEEDS,
@@ -293,6 +293,21 @@ def test_the_tools_digest_is_computed_once_per_raw_list():
 
 def test_tools_and_sampling_are_not_in_the_chain():
     assert key(user("u"), tools=(BASH,)) == key(user("u"))
+
+
+def test_the_beginning_of_a_request_has_the_atoms_and_the_chain_of_a_request_of_its_own():
+    messages = [system("s"), user("a", image("1"))]
+    ends = [2]
+    for turn in range(3):
+        calls = [call(f"{turn}a"), call(f"{turn}b")]
+        messages += [said("t", calls=calls, reasoning="hm"), result(f"{turn}b"), result(f"{turn}a")]
+        ends.append(len(messages))
+        messages += [said("done", issued=["id"]), user("go", "on")]
+        ends.append(len(messages))
+    whole = canonical(request(*messages), {})
+    for end in ends:
+        own = canonical(request(*messages[:end]), {})
+        assert whole.until(end) == replace(own, pairing=Pairing())
 
 
 # ---- laws

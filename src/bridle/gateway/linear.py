@@ -4,13 +4,14 @@ Most requests are the last one's bytes, then its reply as a faithful harness sen
 message of a user or a tool. What such a turn continues is known without a search, and its facts
 follow from those of the turn before. So the memory that a search needs (`RequestHistory`, atoms,
 `Conversation`) learns of these turns only when the session gets any other request: `settle` then
-reads them again, from the bytes of the newest body, with the functions that read every request.
+reads the newest body, with the functions that read every request, and finds the others in it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b, sha256
+from itertools import accumulate
 from typing import Any
 from weakref import ref
 
@@ -40,9 +41,6 @@ from bridle.types import DeliveryState, FinishReason, Kind, Message, ModelReques
 
 MOST_TURNS = 64
 """Turns that wait to be settled; more are settled at once."""
-
-MOST_BYTES = 1 << 24
-"""Their bodies together, about; `settle` reads all of them before anything else is served."""
 
 _COMMA = ord(",")
 
@@ -127,6 +125,8 @@ class LinearTurn:
     call: Call
     end: int
     """Length of its request's body up to the end of the last message."""
+    spans: int
+    """Number of its request's raw messages."""
     link: bytes
     """Digest of the chain behind its request."""
     shown: tuple[Message, ...] | None = None
@@ -253,7 +253,9 @@ class Tip:
         call.continues = call.base_id = parent.exchange_id
         call.spans = parent.spans.grown(question.request.span_digests)
         call.turns = before.with_one_more()
-        turn = LinearTurn(call, len(self.body), link)
+        new, known = question.request.message_spans, self.question.request.message_spans
+        spans = len(new) + (self.turns[-1].spans if self.turns else len(known))
+        turn = LinearTurn(call, len(self.body), spans, link)
         self.turns.append(turn)
         return turn
 
@@ -265,8 +267,7 @@ class Tip:
         after = _link_after(turn.link, turn.shown, self.question.request)
         if after is None or turn.call.finish is FinishReason.ABORT:
             return False
-        waiting = len(self.turns)
-        if waiting >= MOST_TURNS or waiting * len(self.body) >= MOST_BYTES:
+        if len(self.turns) >= MOST_TURNS:
             return False
         if session.conversation.turns_at(after):
             return False
@@ -367,18 +368,24 @@ def _only_child(session: GatewaySession, call: Call, question: Question) -> byte
 
 
 def settle(session: GatewaySession) -> None:
-    """Add the turns that were read without a search to the session's index, and drop its tip."""
+    """Add the turns that were read without a search to the session's index, and drop its tip.
+
+    The body of the last one contains the others: it is read once.
+    """
     tip, session.tip = session.tip, None
-    if tip is None:
+    turns = [] if tip is None else [one for one in tip.turns if one.call.stage is not Stage.FAILED]
+    if tip is None or not turns:
         return
     wire, template_args = tip.question.wire, tip.question.template_args
-    for turn in tip.turns:
-        call = turn.call
-        if call.stage is Stage.FAILED:
-            continue
-        body = b"".join((tip.body[: turn.end], tip.tail))
-        request = wire.parse(tip.route, body, session.messages)
-        key = canonical(request, session.atoms)
+    body = b"".join((tip.body[: turns[-1].end], tip.tail))
+    last = wire.parse(tip.route, body, session.messages)
+    whole = canonical(last, session.atoms)
+    messages = [*accumulate(last.span_lengths, initial=last.head_messages)]
+    for turn in turns:
+        call, key = turn.call, whole
+        if turn is not turns[-1]:
+            assert call.question is None, "only the reply of the last one may not be delivered"
+            key = whole.until(messages[turn.spans])
         session.conversation.begin(call.exchange_id, key, continues=call.continues)
         if turn.shown is None and call.answer is not None:
             turn.read_reply(session, wire)
@@ -386,7 +393,7 @@ def settle(session: GatewaySession) -> None:
             lineage.index_reply(
                 session,
                 call.exchange_id,
-                (request, key, template_args),
+                (last, key, template_args),  # all have its tools, and no prefill
                 turn.shown,
                 tokens=call.sampled()[1].size,
                 kind=call.asked.kind,
@@ -394,6 +401,6 @@ def settle(session: GatewaySession) -> None:
         if call.delivery is not None:
             session.conversation.mark(call.exchange_id, call.delivery)
         if (question := call.question) is not None:
-            new_from = len(request.messages) - len(question.request.messages)
+            new_from = len(last.messages) - len(question.request.messages)
             placement = replace(question.placement, new_from=new_from + question.placement.new_from)
-            call.question = replace(question, request=request, canonical=key, placement=placement)
+            call.question = replace(question, request=last, canonical=whole, placement=placement)

@@ -15,10 +15,12 @@ takes its atoms and chain over whole, without a look-up per message of its histo
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import field, replace
 from enum import StrEnum
 from hashlib import sha256
+from operator import attrgetter
 from struct import pack
 
 from bridle.dialects.tools import list_digest
@@ -110,6 +112,21 @@ class Canonical:
     hints: tuple[Hint, ...] = ()
     """Evidence, in order."""
     pairing: Pairing = field(default_factory=Pairing)
+
+    def until(self, messages: int) -> Canonical:
+        """Return the atoms and hints of the first `messages` of the request, with an empty pairing.
+
+        They must not end between two tool results, which may stand in another order.
+        """
+        atoms = bisect_left(self.message_of, messages)
+        hints = bisect_left(self.hints, messages, key=attrgetter("message"))
+        return Canonical(
+            self.atoms[:atoms],
+            self.chain[: atoms + 1],
+            self.message_of[:atoms],
+            self.tools_digest,
+            self.hints[:hints],
+        )
 
 
 class AtomMemo(dict[bytes, tuple[Atom, ...]]):
