@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import secrets
 import struct
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -28,6 +28,7 @@ import numpy as np
 from bridle.config import builtin_tokenizer_dir
 from bridle.dialects.media import block_name, shown_block
 from bridle.errors import RenderError, boundary
+from bridle.prompting.calls import once_per_tools
 from bridle.prompting.canonical import results_in_call_order
 from bridle.prompting.family import (
     ChatTemplate,
@@ -481,12 +482,20 @@ def _content(
     return shown
 
 
-def chat_tools(tools: Iterable[ToolSpec], escape: Escape | None = None) -> list[JSON] | None:
+def chat_tools(tools: Sequence[ToolSpec], escape: Escape | None = None) -> list[JSON] | None:
     """Return tools in the form that chat templates take; `None` if there are none.
 
-    Without `escape`, for parsing only.
+    Without `escape`, for parsing only. The caller must not change the list.
     """
-    listed = [
+    listed = _listed(tools)
+    if not listed:
+        return None
+    return listed if escape is None else [_escaped(tool, escape) for tool in listed]
+
+
+@once_per_tools
+def _listed(tools: Sequence[ToolSpec]) -> list[JSON]:
+    return [
         {
             "type": "function",
             "function": {
@@ -497,9 +506,6 @@ def chat_tools(tools: Iterable[ToolSpec], escape: Escape | None = None) -> list[
         }
         for tool in tools
     ]
-    if not listed:
-        return None
-    return listed if escape is None else [_escaped(tool, escape) for tool in listed]
 
 
 def _text_of(index: int, message: Message) -> str:
