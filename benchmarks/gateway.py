@@ -1,7 +1,7 @@
 """Overhead of the gateway per model call: latency, calls per second, CPU, beside a bare proxy.
 
-Workload: append-only sessions of 16 turns, 128 sampled tokens a turn, 30 tools of 1.6 kB, an
-instant engine. Client, engine, proxy and gateway have a process each (`gateway_parts`).
+Workload: append-only sessions of 16 turns (`--turns`), 128 sampled tokens a turn, 30 tools of 1.6
+kB, an instant engine. Client, engine, proxy and gateway have a process each (`gateway_parts`).
 
 - `direct`: the client sends the engine the bytes that the gateway would send it.
 - `proxy`: the same bytes through bare aiohttp: the floor for any gateway in Python.
@@ -156,15 +156,15 @@ async def play(
         return sum(map(parts.cpu_seconds, served.pids))
 
     async def rest(player: Player) -> None:
-        for _ in range(TURNS - 1):
+        for _ in range(options.turns - 1):
             measured.latencies_ms.append(await player.turn())
 
-    for _ in range(max(1, options.calls // ((TURNS - 1) * sessions))):
+    for _ in range(max(1, options.calls // ((options.turns - 1) * sessions))):
         async with contextlib.AsyncExitStack() as stack:
             before = cpu_seconds()
             players = [
                 await stack.enter_async_context(
-                    Player(way, context, options.tools, served.url, served.token)
+                    Player(way, context, options.tools, served.url, served.token, options.turns)
                 )
                 for _ in range(sessions)
             ]
@@ -255,6 +255,7 @@ def main() -> None:
         "--workers", type=int, default=1, help="processes of `bridle gateway --workers`"
     )
     parser.add_argument("--tools", type=int, default=30, help="tools that each request shows")
+    parser.add_argument("--turns", type=int, default=TURNS, help="calls of a session")
     parser.add_argument("--calls", type=int, default=480, help="calls per way and round, about")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fsync", choices=("off", "group"), default="off")
@@ -316,7 +317,7 @@ def measure(options: argparse.Namespace) -> None:
         rows = uvloop.run(run_all(ways, options, servers, data))
         for served in servers.values():
             if served.token:
-                parts.check_extended(served.url, served.token, TURNS)
+                parts.check_extended(served.url, served.token, options.turns)
     if options.json:
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
     else:

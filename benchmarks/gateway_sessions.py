@@ -1,6 +1,6 @@
 """The sessions that `gateway.py` plays: the bodies they send, and the replies they read.
 
-A session sends a body, reads the reply, and sends that back with a new message, for `TURNS` turns.
+A session sends a body, reads the reply, and sends that back with a new message, again and again.
 `direct` and `proxy` get the bytes that the gateway would send the engine, of the same lengths in
 tokens; the others get messages in their dialect.
 """
@@ -23,6 +23,8 @@ from bridle.engines.vllm_routes import VllmRoute
 from bridle.prompting.prompt import PromptIds
 
 TURNS = 16
+"""Turns of a session, if nothing else is asked for."""
+
 NEW_TOKENS = 64
 """Tokens that the harness adds per turn, about."""
 
@@ -59,46 +61,46 @@ class Way:
         return "live" if self.reply == "live" else "whole"
 
 
-def first_tokens(context: int) -> int:
+def first_tokens(context: int, turns: int) -> int:
     """Tokens that a session begins with, so that its mean context is about `context`."""
-    return max(16, context - TURNS * (parts.OUTPUT_TOKENS + NEW_TOKENS) // 2)
+    return max(16, context - turns * (parts.OUTPUT_TOKENS + NEW_TOKENS) // 2)
 
 
-def bodies(way: Way, context: int, tools: int) -> Bodies:
+def bodies(way: Way, context: int, tools: int, turns: int) -> Bodies:
     """Bodies of one session; each reply is sent in. Tools come on top of the context."""
     if way.name in DIALECTS:
-        return dialect_bodies(way, context, tools)
-    return engine_bodies(context + tools * TOOL_TOKENS, stream=way.reply != "json")
+        return dialect_bodies(way, context, tools, turns)
+    return engine_bodies(context + tools * TOOL_TOKENS, turns, stream=way.reply != "json")
 
 
 def growing(before: bytes, after: bytes, items: list[bytes]) -> Iterator[bytes]:
-    """JSON of an array that grows by what is put into `items`, `TURNS` times."""
+    """JSON of an array that grows by what is put into `items`, without end."""
     inside = b""
-    for _ in range(TURNS):
+    while True:
         inside = b",".join([inside, *items] if inside else items)
         items.clear()
         yield b"".join((before, inside, after))
 
 
-def engine_bodies(context: int, *, stream: bool) -> Bodies:
+def engine_bodies(context: int, turns: int, *, stream: bool) -> Bodies:
     """Bodies as the gateway sends them to the engine."""
     prompt = PromptIds.root(np.zeros(1, np.int32))
     call = parts.engine_call(VllmRoute.GENERATE, prompt, stream=stream)
     before, _, after = call.rpartition(b"[0]")
     seed = time.perf_counter_ns()
-    ids = np.random.default_rng(seed).integers(300, 1500, first_tokens(context))
+    ids = np.random.default_rng(seed).integers(300, 1500, first_tokens(context, turns))
     items = [ids_json(ids.astype(np.int32))[1:-1]]
     for body in growing(before + b"[", b"]" + after, items):
         yield body
         items.append(b",".join([b"1234"] * (parts.OUTPUT_TOKENS + NEW_TOKENS + 8)))
 
 
-def dialect_bodies(way: Way, context: int, tools: int) -> Bodies:
+def dialect_bodies(way: Way, context: int, tools: int, turns: int) -> Bodies:
     """Bodies of one session in a dialect."""
     dialect = DIALECTS[way.name]
     seed = time.perf_counter_ns()
     # No two sessions begin alike, or the tokenizer would remember the text.
-    opening = f"Go {seed}." + parts.words(first_tokens(context), seed)
+    opening = f"Go {seed}." + parts.words(first_tokens(context, turns), seed)
     head = dialect.head(parts.tools(tools))
     if dialect.streams_by_field and way.reply != "json":
         head["stream"] = True
@@ -243,13 +245,18 @@ DIALECTS = {
 
 
 class Player:
-    """One session over one connection. `token` opens sessions; an engine or a proxy needs none."""
+    """One session over one connection. `token` opens sessions; an engine or a proxy needs none.
 
-    def __init__(self, way: Way, context: int, tools: int, server: str, token: str = "") -> None:
+    After `turns` turns its mean context was about `context` tokens, `tools` tools not counted.
+    """
+
+    def __init__(
+        self, way: Way, context: int, tools: int, server: str, token: str = "", turns: int = TURNS
+    ) -> None:
         self._way = way
         self._server = server
         self._token = token
-        self._bodies = bodies(way, context, tools)
+        self._bodies = bodies(way, context, tools, turns)
         self._body = next(self._bodies)
 
     async def __aenter__(self) -> Self:
