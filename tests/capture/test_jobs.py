@@ -39,10 +39,10 @@ async def test_the_thread_is_busy_until_it_has_finished_all_that_was_queued():
 async def test_the_next_writer_takes_the_deferred_jobs():
     jobs, left = Jobs(), job("a")
     jobs.left.append(left)
-    assert jobs.is_left(left)
-    assert not jobs.is_left(job("a"))
+    assert left in jobs.left
+    assert job("a") not in jobs.left
     assert names(jobs.take_left()) == ["a"]
-    assert not jobs.is_left(left)
+    assert left not in jobs.left
     assert jobs.take_left() == []
     jobs.give()
     assert jobs.given == jobs.finished

@@ -190,23 +190,41 @@ async def test_a_delivery_is_written_with_the_next_exchange_and_readable_at_once
         assert set(store.deliveries("s1")) == {first.exchange_id, second.exchange_id}
 
 
-async def test_the_timer_of_a_delivery_already_written_writes_no_later_delivery(
+async def test_one_timer_writes_the_deliveries_that_no_exchange_took_with_it(
     path, quick_disk, timers
 ):
     made = three_turns()
     async with await SqliteStore.open(path) as store, asyncio.TaskGroup() as group:
         await store.open_session(made.record)
-        await store.commit(made.exchanges[0], made.bodies)
-        group.create_task(store.deliver(made.deliver(made.exchanges[0].exchange_id)))
-        await asyncio.sleep(0)
-        await store.commit(made.exchanges[1], made.bodies)
-        group.create_task(store.deliver(made.deliver(made.exchanges[1].exchange_id)))
-        await asyncio.sleep(0)
-        of_the_first, of_the_second = timers
+        for exchange in made.exchanges[:2]:
+            await store.commit(exchange, made.bodies)
+            group.create_task(store.deliver(made.deliver(exchange.exchange_id)))
+            await asyncio.sleep(0)
+        (of_the_first,) = timers
         of_the_first()
-        assert deliveries_in(path) == 1
+        assert deliveries_in(path) == 1, "the second came later, and waits as long"
+        _, of_the_second = timers
         of_the_second()
         assert deliveries_in(path) == 2
+        group.create_task(store.deliver(made.deliver(made.exchanges[1].exchange_id)))
+        await asyncio.sleep(0)
+        assert len(timers) == 3
+        timers[2]()
+        assert deliveries_in(path) == 3
+
+
+async def test_each_event_loop_has_a_timer_for_its_own_deliveries(path, quick_disk):
+    made = three_turns()
+    async with await SqliteStore.open(path) as store:
+        await store.open_session(made.record)
+        for exchange in made.exchanges[:2]:
+            await store.commit(exchange, made.bodies)
+        ids = [exchange.exchange_id for exchange in made.exchanges[:2]]
+        here, there = [store.deliver(made.deliver(one)) for one in ids]
+        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+            group.create_task(here)
+            group.create_task(asyncio.to_thread(asyncio.run, there))
+        assert set(store.deliveries("s1")) == set(ids)
 
 
 async def test_a_delivery_that_cannot_be_written_costs_the_next_exchange_nothing(path):

@@ -78,15 +78,14 @@ WRITTEN_HERE = 1 << 15
 """Bytes of texts up to which a caller writes its own record: more takes long to compress."""
 
 HELD_UP_S = 0.05
-"""Duration of a transaction without fsync that shows a busy disk; a busy processor costs some ms.
-"""
+"""Duration of a transaction without fsync that shows a busy disk; a busy processor costs less."""
 
 SHY_S = 5.0
 """Time for which callers then leave the writing to the thread."""
 
 LATER_S = 0.02
-"""Time that a delivery waits to be written with an exchange: a transaction of its own would cost
-half as much as the exchange's."""
+"""Time that a delivery waits to be written with an exchange, up to twice that: a transaction of its
+own would cost half as much as the exchange's."""
 
 SOON_S = 0.001
 """Time after which the caller of a small record looks again whether the thread is idle. A queued
@@ -308,6 +307,8 @@ class _Writer:
         """Held while the connection is used."""
         self._shy_until = 0.0
         self._patience_ms = OTHERS_MS
+        self._watching: asyncio.AbstractEventLoop | None = None
+        """The loop with a timer for the deferred jobs."""
         self._jobs = Jobs()
         # A daemon: what was acknowledged is written, so an exit without `aclose` loses nothing.
         self._thread = threading.Thread(target=self._run, name=f"capture {path}", daemon=True)
@@ -319,14 +320,25 @@ class _Writer:
         self._jobs.give(job)
 
     def give_later(self, job: Job, seconds: float) -> None:
-        """Defer a job to the next transaction, at most for so many seconds."""
-        is_first = not self._jobs.left
+        """Defer a job to the next transaction, at most for so many seconds or twice `LATER_S`."""
         self._jobs.left.append(job)
-        if is_first or seconds < LATER_S:
+        if seconds < LATER_S:
             job.loop.call_later(seconds, self._write_later, job)
+        elif self._watching is not job.loop:
+            self._watching = job.loop
+            job.loop.call_later(LATER_S, self._look, job)
+
+    def _look(self, job: Job) -> None:
+        """Write a deferred job, or look later at those of its loop that came since."""
+        left = [one for one in (*self._jobs.left,) if one.loop is job.loop]
+        if left and job not in left:
+            job.loop.call_later(LATER_S, self._look, left[0])
+        else:
+            self._watching = None
+            self._write_later(job)
 
     def _write_later(self, job: Job) -> None:
-        if not self._jobs.is_left(job):
+        if job not in self._jobs.left:
             return
         if (written := self.write_now()) is Written.SOON:
             job.loop.call_later(SOON_S, self._write_later, job)
@@ -655,10 +667,6 @@ class Jobs:
         self.finished = 0
         """Queued jobs that were done; counted by the writer's thread."""
 
-    def is_left(self, job: Job) -> bool:
-        """Return whether `job` is deferred and not yet taken."""
-        return job in self.left
-
     @property
     def empty(self) -> bool:
         return self._queue.empty()
@@ -671,9 +679,7 @@ class Jobs:
                 self._queue.put(job)
 
     def put(self, event: threading.Event | None) -> None:
-        """Queue the deferred jobs, then an event for the thread to set, or `None` to end the
-        thread.
-        """
+        """Queue the deferred jobs, then an event for the thread to set; `None` ends the thread."""
         self.give()
         self._queue.put(event)
 
