@@ -8,8 +8,6 @@ from pydantic import BaseModel
 from bridle.config import Settings, Task
 from bridle.evaluators import EVALUATORS
 from bridle.harnesses import CHECKS, HARNESSES
-from bridle.harnesses.codex import Codex
-from bridle.harnesses.packaged import PackagedHarness
 from bridle.runtimes import RUNTIMES, apptainer, bubblewrap, docker, remote
 from bridle.server.schemas import GroupOptions
 from bridle.server.settings import INSIDE, RULES, SubmissionPolicy, names_files
@@ -306,11 +304,11 @@ def test_every_rule_of_a_listed_setting_exists():
             assert "has no such field" not in " ".join(found.values()), name
 
 
-def test_a_class_that_lists_nothing_takes_no_setting_of_a_submitted_task(monkeypatch):
-    monkeypatch.setattr(Codex, "submittable", PackagedHarness.submittable)
-    agent = {"harness": "codex", "settings": {"multi_agent": True}}
-    message = refused(SubmissionPolicy(), agent=agent)["agent.settings.multi_agent"]
-    assert message == "'codex' has no such field; it has: none"
+@pytest.mark.parametrize("name", ["command", "bridle.harnesses.command:CommandHarness"])
+def test_a_class_that_lists_nothing_takes_no_setting_of_a_submitted_task(name):
+    agent = {"import_path" if ":" in name else "harness": name, "settings": {"new": 1}}
+    message = refused(SubmissionPolicy(), agent=agent)["agent.settings.new"]
+    assert message == "'command' has no such field; it has: none"
 
 
 def test_paths_are_resolved_before_they_are_compared_with_listed_folders(tmp_path):

@@ -320,7 +320,7 @@ class _Writer:
         self._jobs.give(job)
 
     def give_later(self, job: Job, seconds: float) -> None:
-        """Defer a job to the next transaction, at most for so many seconds or twice `LATER_S`."""
+        """Defer a job to the next transaction, at most for `SOON_S`, or for twice `LATER_S`."""
         self._jobs.left.append(job)
         if seconds < LATER_S:
             job.loop.call_later(seconds, self._write_later, job)

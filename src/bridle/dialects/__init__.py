@@ -22,7 +22,7 @@ from bridle.types import Dialect
 
 DIALECTS: dict[Dialect, WireFormat] = {
     dialect: import_module(f"{__name__}.{dialect}").FORMAT
-    for dialect in sorted(Dialect, key=Dialect.OPENAI_CHAT.__eq__)
+    for dialect in sorted(Dialect, key=lambda dialect: dialect is Dialect.OPENAI_CHAT)
 }
 """Every dialect that the gateway speaks, in the order in which `recognise` asks them: OpenAI's list
 of what it does not serve is last."""

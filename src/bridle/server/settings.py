@@ -228,9 +228,9 @@ class _PolicyCheck:
     ) -> Refused:
         """Check the settings of a harness, evaluator or runtime, if it is one of Bridle's."""
         name = _short(name, table)
-        if name not in table:
+        if name not in table or not given:
             return
-        listed: str = load(name, table, what=what).submittable
+        listed: str = getattr(load(name, table, what=what), "submittable", "")
         known = dict(word.partition(":")[::2] for word in listed.split())
         for key, value in given.items():
             if key not in known:
