@@ -9,12 +9,14 @@ the model speaks for itself.
 The bonus comes after the raw logprobs are taken, so `raw_logprobs` are those of the model's own
 weights for the scripted tokens, and can be computed again by a plain forward pass. The script is a
 file in the form of `bridle.scripted.script`, named by `BRIDLE_TEST_SCRIPT`; it is read again when
-it changes.
+it changes. A file of the same name with the suffix `.pace` has the seconds that each step takes at
+least, for a test that must act in the middle of a reply.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,7 @@ class ScriptedLogits(LogitsProcessor):  # type: ignore[misc]  # vLLM is not besi
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._tokenizer = load_tokenizer(vllm_config.model_config.tokenizer)
         self._path = Path(os.environ[SCRIPT])
+        self._pace = self._path.with_suffix(".pace")
         self._read_at: int | None = None
         self._engine: ScriptedEngine | None = None
         self._said: dict[int, Saying] = {}
@@ -77,6 +80,8 @@ class ScriptedLogits(LogitsProcessor):  # type: ignore[misc]  # vLLM is not besi
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Add the bonus; `logits` is (requests, vocabulary)."""
+        if self._pace.is_file():
+            time.sleep(float(self._pace.read_text()))
         for index, (words, sampled) in self._said.items():
             if index < len(logits) and len(sampled) < len(words):
                 logits[index, words[len(sampled)]] += BONUS

@@ -287,6 +287,10 @@ class VllmServer:
         draft.write_text(json.dumps(script))
         draft.rename(self.script)
 
+    def slow_down(self, step_s: float) -> None:
+        """Let each step take this long at least; call it before the first call."""
+        self.script.with_suffix(".pace").write_text(str(step_s))
+
     def call(self, method: str, path: str, body: Any = None, *, timeout_s: float = 60) -> Any:
         """JSON of one call; `{}` for an empty answer. Raises `OSError`, for an error status too."""
         request = urllib.request.Request(  # noqa: S310 - loopback

@@ -23,7 +23,9 @@ pytestmark = [
 ]
 
 TEXT = " ".join(f"word{number}" for number in range(200))
-"""What the model says: long enough to be killed under way, some seconds."""
+"""What the model says: with `STEP_S`, half a minute of the engine that is killed."""
+STEP_S = 0.05
+"""Seconds of each of its steps, so that no reply ends before it is killed."""
 SOME = 20
 """Tokens that each reply has when its engine is killed, at least."""
 
@@ -41,6 +43,7 @@ async def test_a_replica_killed_in_mid_reply_is_resumed_by_another_in_every_dial
     """Its tokens are kept, and the other replica continues them under newer weights."""
     for one in (server, doomed):
         one.say({"conversations": [{"turns": [{"content": TEXT}]}]})
+    doomed.slow_down(STEP_S)
     server.load(models[1], 1)
     try:
         pool = EnginePool(
