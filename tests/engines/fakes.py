@@ -28,10 +28,11 @@ class Fake:
     """Counts up from 0 in chunks of one token, after a prompt of 3; goes on counting after a longer
     one. A test makes it fail, hang, or say other things."""
 
-    def __init__(self, *, tokens=4, info=INFO, versions=()):
+    def __init__(self, *, tokens=4, info=INFO, versions=(), numbered=False):
         self.tokens = tokens
         self.versions = versions
         """What its last chunk says of the versions."""
+        self.numbered = numbered
         self.info = info
         self.asked: list[GenerateRequest] = []
         self.faults: deque[tuple[int, Exception]] = deque()
@@ -65,7 +66,8 @@ class Fake:
             if request.request_id in self.aborted:
                 yield chunk([], FinishReason.ABORT)
                 return
-            yield chunk([token], ended, versions=self.versions if ended else ())
+            ending = {"versions": self.versions, "numbered": self.numbered} if ended else {}
+            yield chunk([token], ended, **ending)
             await asyncio.sleep(0)
 
     async def abort(self, request_id):

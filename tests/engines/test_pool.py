@@ -76,14 +76,21 @@ async def test_tokens_across_a_version_change_have_spans_of_both_versions():
         assert (await pool.start()).version == 4
 
 
-async def test_the_engine_s_last_version_does_not_overwrite_the_pool_s_spans():
-    a = Fake(tokens=6, versions=(VersionSpan(4, 0, 6),))
+@pytest.mark.parametrize(
+    ("knows", "recorded"),
+    [(False, (VersionSpan(0, 0, 3), VersionSpan(4, 3, 6))), (True, (VersionSpan(4, 0, 6),))],
+)
+async def test_only_an_engine_that_knows_each_token_s_version_overwrites_the_pool_s_spans(
+    knows, recorded
+):
+    a = Fake(tokens=6, versions=(VersionSpan(4, 0, 6),), numbered=knows)
     async with pooled(a) as pool, aclosing(pool.generate(call())) as chunks:
         await anext(chunks)
         await anext(chunks)
         await pool.set_version(4)
         last = [one async for one in chunks][-1]
-        assert last.versions == (VersionSpan(0, 0, 3), VersionSpan(4, 3, 6))
+        assert last.versions == recorded
+        assert last.mixed_versions is not knows
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])

@@ -379,6 +379,28 @@ async def test_a_fresh_vllm_whose_weights_have_no_number_is_at_version_0(stub, c
     assert chunk.versions == (VersionSpan(6, 0, 2),)
 
 
+async def test_tokens_of_weights_without_a_number_have_the_version_at_the_beginning_of_their_call(
+    stub, connected
+):
+    engines, reply = [], honest()
+
+    def over_an_update(asked):
+        answer = reply(asked)
+        if engines:
+            engines[0].version = 9
+            spans = [("default", 0, 1), ("9", 1, 2)]
+            answer["choices"][0]["weight_versions"] = [
+                {"version": version, "start": start, "end": end} for version, start, end in spans
+            ]
+        return answer
+
+    server = await stub(**{CHAT: over_an_update, "weight_info": {"weight_version": "default"}})
+    engines.append(await connected(server.url))
+    (chunk,) = await collect(engines[0], request())
+    assert chunk.versions == (VersionSpan(0, 0, 1), VersionSpan(9, 1, 2))
+    assert not chunk.numbered
+
+
 async def test_the_route_that_reports_versions_is_preferred_if_weights_can_change(stub, connected):
     replies = {CHAT: honest(), "inference/v1/generate": generate}
     fixed = await stub(**replies)

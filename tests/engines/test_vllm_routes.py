@@ -308,6 +308,10 @@ def test_tokens_of_unnamed_weights_get_the_last_known_version():
     reply = json.dumps(sampled(PROMPT, weight_versions=spans)).encode()
     assert read_answer(reply).spans == (VersionSpan(0, 0, 1), VersionSpan(9, 1, 2))
     assert read_answer(reply, unnamed=8).spans == (VersionSpan(8, 0, 1), VersionSpan(9, 1, 2))
+    for reported, numbered in ((spans, False), (spans[1:], True), (None, False)):
+        chunk = read_answer(json.dumps(sampled(PROMPT, weight_versions=reported)).encode()).chunk
+        assert chunk is not None
+        assert chunk.numbered is numbered
 
 
 def test_experts_that_are_no_rows_are_refused():

@@ -150,6 +150,8 @@ class GenerateChunk:
     moved: bool = False
     """On the last chunk, with `ABORT`: whether the call was ended for a reason that is not its own
     (a weight update, a dead engine)."""
+    numbered: bool = False
+    """On the last chunk: whether the engine knows the number of each token's version."""
 
     @classmethod
     def aborted(cls, versions: tuple[VersionSpan, ...], cached_tokens: int = 0) -> GenerateChunk:

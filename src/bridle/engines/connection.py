@@ -509,6 +509,8 @@ class HttpCall:
         """The future that is awaited, or was last; `None` = none was."""
         self.version: int | None = None
         """Version of the adapter that it samples with; `None` = the engine's weights alone."""
+        self.unnamed = 0
+        """Version of the engine's weights when it began, if they have no number."""
         self._aborted = False
 
     def abort(self) -> None:

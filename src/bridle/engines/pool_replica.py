@@ -350,8 +350,8 @@ class RoutedCall:
         """Record a chunk of the reply, and return it; the last one gets the versions that are
         known.
 
-        The engine's own versions count unless weights changed during the call: an engine that knows
-        only its last version would report that for all tokens.
+        The versions of an engine that knows each token's count. Those of another one count unless
+        weights changed during the call: it would report its last version for all tokens.
         """
         count = chunk.output_ids.size
         version = replica.version if self.version is None else self.version
@@ -373,7 +373,8 @@ class RoutedCall:
         if chunk.versions:
             if not self.pinned:
                 replica.version = max(replica.version, chunk.versions[-1].version)
-            if len(chunk.versions) > 1 or not (self.mixed or len(self.spans) > 1):
+            knows = chunk.numbered or len(chunk.versions) > 1
+            if knows or not (self.mixed or len(self.spans) > 1):
                 return chunk
         if not self.spans:
             return chunk

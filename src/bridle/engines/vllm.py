@@ -277,6 +277,7 @@ class VllmEngine(ServerAdapter, Immediate):
         is_begun = call is not None and call.connection is not None
         if call is None or not is_begun:
             call = self._calls[request.request_id] = HttpCall()
+            call.unnamed = self.version
             if adapter is not None and request.model is None:
                 call.version = self.version
         state = _Progress(self, request, call.version)
@@ -295,12 +296,12 @@ class VllmEngine(ServerAdapter, Immediate):
                 stream = self._client.stream(route.path, body, call, prompt_tokens=length)
                 async with aclosing(stream) as reads:
                     async for answers in reads:
-                        for read in self._read(answers, sent):
+                        for read in self._read(answers, sent, call.unnamed):
                             if (chunk := state.next(read)) is not None:
                                 yield chunk
             else:
                 answer = await self._client.post(route.path, body, call, prompt_tokens=length)
-                state.next(read_answer(answer, unnamed=self.version, sent=sent))
+                state.next(read_answer(answer, unnamed=call.unnamed, sent=sent))
             yield state.last()
         except AbortedError:
             yield state.aborted()
@@ -326,6 +327,7 @@ class VllmEngine(ServerAdapter, Immediate):
         )  # fmt: skip
         call = self._client.connections.begin(self._route.path, *parts, streams=request.stream)
         self._calls[request.request_id] = call
+        call.unnamed = self.version
         if adapter is not None and request.model is None:
             call.version = self.version
         return call.waiting
@@ -337,14 +339,15 @@ class VllmEngine(ServerAdapter, Immediate):
         call = self._calls[request.request_id]
         if call.connection is None or (answer := call.arrived()) is None:
             return None
-        read = read_answer(answer, unnamed=self.version, sent=request.prompt.json())
+        read = read_answer(answer, unnamed=call.unnamed, sent=request.prompt.json())
         self.check(read)
         chunk = read.chunk
         if chunk is None or chunk.finish_reason is None:
             return None
         if call.version is not None or not chunk.versions:
             version = self.version if call.version is None else call.version
-            chunk = replace(chunk, versions=spans_of(version, chunk.output_ids.size))
+            spans = spans_of(version, chunk.output_ids.size)
+            chunk = replace(chunk, versions=spans, numbered=False)
         if chunk.extra:
             chunk = replace(chunk, extra=self.placed(chunk, request, read.prompt_tokens))
         return chunk
@@ -358,10 +361,10 @@ class VllmEngine(ServerAdapter, Immediate):
         """Abort a call that `begin` sent and that `generate` will not take over."""
         self._client.connections.drop(self._calls.pop(request.request_id))
 
-    def _read(self, answers: list[bytes], sent: bytes | None) -> Iterator[Read]:
+    def _read(self, answers: list[bytes], sent: bytes | None, unnamed: int) -> Iterator[Read]:
         if self.gives_text:  # each says a text of its own
-            return (read_answer(one, unnamed=self.version, sent=sent) for one in answers)
-        return read_answers(answers, unnamed=self.version, sent=sent)
+            return (read_answer(one, unnamed=unnamed, sent=sent) for one in answers)
+        return read_answers(answers, unnamed=unnamed, sent=sent)
 
     def placed(
         self,
@@ -414,6 +417,7 @@ class _Progress:
         self._count = 0
         self._cached = 0
         self._spans: tuple[VersionSpan, ...] | None = None
+        self._numbered = False
         self._held: GenerateChunk | None = None
         self._parsed = MessageText() if engine.gives_text else None
 
@@ -421,6 +425,7 @@ class _Progress:
         """Add a piece; return the chunk to yield, or `None`."""
         self._cached = max(self._cached, read.cached_tokens)
         self._spans = read.spans or self._spans
+        self._numbered |= read.chunk is not None and read.chunk.numbered
         self._prompt_tokens = read.prompt_tokens or self._prompt_tokens
         if read.chunk is None:
             return None
@@ -455,6 +460,7 @@ class _Progress:
             reply=reply,
             delta=held.delta,
             extra=self._engine.placed(held, self._request, self._prompt_tokens, self._count),
+            numbered=self._numbered and self._version is None,
         )
 
     def aborted(self) -> GenerateChunk:

@@ -32,7 +32,7 @@ import numpy as np
 import orjson
 
 from bridle.engines import vllm_schemas
-from bridle.engines.adapter import as_version, check_paired, ids_from
+from bridle.engines.adapter import UNNAMED, as_version, check_paired, ids_from
 from bridle.engines.base import (
     GarbledError,
     GenerateChunk,
@@ -549,7 +549,9 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
             f"the engine ended a reply with the unknown finish reason {reason!r}", retryable=True
         )
     spans: tuple[VersionSpan, ...] = ()
+    numbered = bool(choice.weight_versions)
     for span in choice.weight_versions or ():
+        numbered &= span.version != UNNAMED
         version = as_version(span.version, unnamed=unnamed)
         spans += (VersionSpan(version, span.start, span.end),)
     has_ids = choice.token_ids not in vllm_schemas.ABSENT
@@ -564,6 +566,7 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
         prompt_ids_json=_prompt_text(answer, choice) if prompt_text is None else prompt_text,
         cached_tokens=cached,
         extra={} if choice.routed_experts is None else {KEY: _experts(choice.routed_experts)},
+        numbered=numbered,
     )
     message = choice.message or choice.delta
     prompt_tokens = None if usage is None else usage.prompt_tokens
