@@ -60,6 +60,9 @@ class Sleeper(Fake):
         self.touch()
         return np.arange(3)
 
+    async def is_paused(self):
+        return False
+
     async def pause(self, mode):
         self.touch()
         await asyncio.sleep(self.slow_s)

@@ -23,6 +23,9 @@ class Stubborn(Fake):
     async def abort(self, request_id):
         raise RuntimeError(request_id)
 
+    async def is_paused(self):
+        return False
+
     async def pause(self, mode):
         return mode == "keep"
 
@@ -186,6 +189,9 @@ class Held(Trained):
     def __init__(self, **more):
         super().__init__(**more)
         self.paused: list[str] = []
+
+    async def is_paused(self):
+        return False
 
     async def pause(self, mode):
         self.paused.append(mode)

@@ -9,6 +9,7 @@ from tests.engines.shapes import PROMPT, SHAPES, TOKENIZER, collect, ids_of, log
 
 from bridle.engines.base import CutError, Pausable, Updatable, Versioned
 from bridle.engines.ids import ArrayIds
+from bridle.engines.vllm import VllmEngine
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.testing import scripted_engine
 from bridle.types import FinishReason, LogprobMode, Sampling, VersionSpan
@@ -204,16 +205,25 @@ async def test_64_concurrent_calls_over_http_all_finish(shape):
     assert {call.result()[-1].finish_reason for call in calls} == {FinishReason.STOP}
 
 
-async def test_a_pause_holds_new_calls_until_it_is_over(shape):
+async def test_a_pause_holds_new_calls_until_it_is_over_or_vllm_refuses_them(shape):
     async with shape.over(scripted_engine([TURN])) as outside:
+        is_vllm = isinstance(outside, VllmEngine)
         for mode in ("abort", "wait", "keep"):
             assert await outside.pause(mode)
+            assert await outside.is_paused() is is_vllm
             async with asyncio.timeout(15), asyncio.TaskGroup() as group:
+                if is_vllm and mode != "keep":
+                    with pytest.raises(EngineError, match="Generation is paused") as raised:
+                        await collect(outside, request(PROMPT))
+                    assert (raised.value.status, raised.value.retryable) == (503, True)
+                    await outside.resume()
                 task = group.create_task(collect(outside, request(PROMPT)))
-                await asyncio.sleep(0.03)
-                assert not task.done()
-                await outside.resume()
+                if not is_vllm or mode == "keep":
+                    await asyncio.sleep(0.03)
+                    assert not task.done()
+                    await outside.resume()
             assert task.result()[-1].finish_reason is FinishReason.STOP
+            assert not await outside.is_paused()
 
 
 async def test_a_weight_update_that_the_engine_does_not_support_is_an_error(shape, tmp_path):

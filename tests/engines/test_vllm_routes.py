@@ -297,10 +297,18 @@ def test_text_that_is_no_reply_is_refused():
             read_answer(text)
 
 
-def test_an_error_in_a_stream_can_be_tried_again():
-    with pytest.raises(EngineError, match=r"failed in mid-reply.*gone") as caught:
-        read_answer(b'{"error":{"message":"gone","code":500}}')
-    assert caught.value.retryable
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        ('{"message":"gone","code":500}', None),
+        ('{"message":"Generation is paused","type":"ServiceUnavailable","code":503}', 503),
+        ('"gone"', None),
+    ],
+)
+def test_an_error_in_a_stream_can_be_tried_again(error, status):
+    with pytest.raises(EngineError, match="failed in mid-reply") as raised:
+        read_answer(f'{{"error":{error}}}'.encode())
+    assert (raised.value.retryable, raised.value.status) == (True, status)
 
 
 def test_tokens_of_unnamed_weights_get_the_last_known_version():

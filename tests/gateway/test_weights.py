@@ -356,3 +356,39 @@ async def test_a_whole_stream_is_recorded_alike_from_one_reply_of_the_engine_and
     assert whole == pieces
     if mode in {"abort", "keep"}:
         assert [span.version for span in whole[3]] == [0, 4]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+async def test_calls_wait_for_the_end_of_a_pause_by_somebody_else_in_which_the_engine_refuses_them(
+    keep,
+):
+    engine = Halting(LONG)
+    async with EngineServer(engine) as server:
+        routing = RoutingSettings(keep_tokens=keep)
+        pool = EnginePool([make_replica(server.url, VllmEngine)], settings=routing)
+        async with house(engine=pool) as home:
+
+            async def command(path):
+                async with home.client.post(f"{server.url}{path}") as response:
+                    assert response.status == 200
+
+            callers = [await home.session() for _ in range(3)]
+            async with asyncio.TaskGroup() as group:
+                begun = group.create_task(callers[0].ask([user("go")]))
+                await engine.halted.wait()
+                await command("/pause?mode=abort")
+                asked = group.create_task(callers[1].ask([user("go")]))
+                streamed = group.create_task(callers[2].stream([user("go")]))
+                while (await replicas(home))[0]["state"] != "paused":  # noqa: ASYNC110 - no event
+                    await asyncio.sleep(0.005)
+                await engine.set_version(4)
+                engine.gate.set()
+                await command("/resume")
+            assert begun.result()["content"] == asked.result()["content"] == LONG["content"]
+            assert streamed.result()
+            assert [[span.version for span in one.exchanges[0].versions] for one in callers] == [
+                [0, 4],
+                [4],
+                [4],
+            ]
+            assert (await replicas(home))[0]["losses"] == 0

@@ -133,6 +133,10 @@ class ServerAdapter(ABC):
         """Check whether the server can sample; raises `EngineError`."""
         await self._client.get("/health")
 
+    async def is_paused(self) -> bool:
+        """Return whether the server is paused; see `Pausable.is_paused`."""
+        return (await self._client.get("/is_paused", optional=True)).get("is_paused") is True
+
     async def set_version(self, version: int) -> None:
         """Set the policy version of later tokens, for replies that do not report their own."""
         self.version = version

@@ -359,13 +359,17 @@ class Pausable(Protocol):
     """Engine that can be held while its weights are changed from outside."""
 
     async def pause(self, mode: PauseMode) -> bool:
-        """Stop sampling; return when nothing samples any more. New calls wait.
+        """Stop sampling; return when nothing samples any more. New calls wait, or are refused with
+        the status 503.
 
         `False` = the engine cannot be paused.
         """
 
     async def resume(self) -> None:
         """Continue sampling after a pause."""
+
+    async def is_paused(self) -> bool:
+        """Return whether the engine is paused, by whomever; `False` if it does not tell."""
 
 
 @runtime_checkable

@@ -56,6 +56,9 @@ log = structlog.get_logger()
 BUSY = 429
 """Status of a live replica that is overloaded."""
 
+UNAVAILABLE = 503
+"""Status of a live replica that is overloaded, or (vLLM from 0.33 on) paused by somebody else."""
+
 
 class EnginePool(EngineHandover):
     """Pool of replicas of one model, an `Engine` and `Versioned`; `add` and `remove` change it."""
@@ -366,6 +369,8 @@ class EnginePool(EngineHandover):
         blames_call = status is not None and 400 <= status < 500 and not error.retryable
         if blames_call or isinstance(error, ContextOverflowError):
             raise error
+        if status == UNAVAILABLE and await self._paused(one, call, error):
+            return
         one.failures += 1
         if call.given and isinstance(error, GarbledError):
             raise error
@@ -386,6 +391,23 @@ class EnginePool(EngineHandover):
             spent = call.attempts >= self.settings.attempts
         if spent and not call.given:
             raise error
+
+    async def _paused(self, one: Replica, call: RoutedCall, error: EngineError) -> bool:
+        """Return whether a replica refused a call because somebody else has paused its server.
+
+        It gets no calls then until it is resumed.
+        """
+        async with one.checking:
+            if one.state is ReplicaState.LIVE:
+                if await one.is_paused(self.settings.health_timeout_s):
+                    log.info("replica_paused", replica=one.name, calls=one.load)
+                    one.enter(ReplicaState.PAUSED)
+                    one.wake.set()
+                    self._refresh()
+                elif "paused" in str(error):  # it has been resumed since
+                    call.attempts += 1
+                    return call.attempts < self.settings.attempts
+            return one.state is ReplicaState.PAUSED
 
     async def abort(self, request_id: str) -> None:
         """End a call; its iterator then yields a last chunk with `FinishReason.ABORT`."""
@@ -476,6 +498,11 @@ class EnginePool(EngineHandover):
         if one.state is ReplicaState.RELEASED:
             return False
         error = await one.well(self.settings.health_timeout_s) if one.info is not None else None
+        if one.state is ReplicaState.PAUSED:
+            if error is not None:
+                self._lose(one, error)
+            elif await one.is_paused(self.settings.health_timeout_s):
+                return False
         if error is None and (one.info is None or (one.gone and one.reopen is not None)):
             error = await self._begun(one)
         elif error is None:

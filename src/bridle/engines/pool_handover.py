@@ -85,7 +85,11 @@ class EngineHandover(WeightUpdates):
                 leaving = [one for one in chosen if one.state is not ReplicaState.RELEASED]
                 for one in leaving:
                     one.leaving, one.released_by, one.cut = one.state, by, cut
-                    if one.state in {ReplicaState.LIVE, ReplicaState.QUARANTINED}:
+                    if one.state in {
+                        ReplicaState.LIVE,
+                        ReplicaState.QUARANTINED,
+                        ReplicaState.PAUSED,
+                    }:
                         one.enter(ReplicaState.DRAINING)
                 self._refresh()
                 for one in leaving:
@@ -206,7 +210,10 @@ class EngineHandover(WeightUpdates):
         return True
 
     def _away(self) -> bool:
-        return any(one.state.away for one in self._replicas.values())
+        """Return whether a replica is with its trainer, or paused: calls wait longer for it."""
+        return any(
+            one.state.away or one.state is ReplicaState.PAUSED for one in self._replicas.values()
+        )
 
     def _named(self, names: Collection[str] | None) -> list[Replica]:
         there = (*self._replicas, *self._absent)

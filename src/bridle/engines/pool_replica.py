@@ -10,7 +10,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -84,6 +84,8 @@ class ReplicaState(StrEnum):
     """It failed; it is checked until it answers."""
     QUARANTINED = "quarantined"
     """It is healthy but fails calls; others get them until its next check."""
+    PAUSED = "paused"
+    """Somebody else paused its server, which refuses calls; they wait until it is resumed."""
     DRAINING = "draining"
     """It gets no new calls; running ones continue."""
     RELEASED = "released"
@@ -99,8 +101,8 @@ class ReplicaState(StrEnum):
 
     @property
     def out(self) -> bool:
-        """Return whether the replica gets no calls until a health check passes."""
-        return self in {ReplicaState.DOWN, ReplicaState.QUARANTINED}
+        """Return whether the replica gets no calls until a check passes."""
+        return self in {ReplicaState.DOWN, ReplicaState.QUARANTINED, ReplicaState.PAUSED}
 
 
 @dataclass(slots=True, eq=False)
@@ -254,6 +256,15 @@ class Replica:
         except EngineError as error:
             return error
         return None
+
+    async def is_paused(self, timeout_s: float) -> bool:
+        """Return whether the replica's server is paused; `False` if it does not tell."""
+        if not isinstance(self.engine, Pausable):
+            return False
+        with suppress(EngineError), boundary(EngineError, f"asking {self.name} for a pause"):
+            async with asyncio.timeout(timeout_s):
+                return await self.engine.is_paused()
+        return False
 
     async def abort_all(self) -> None:
         """Tell the engine to end all calls of the replica."""

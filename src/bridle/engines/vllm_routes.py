@@ -534,9 +534,19 @@ def _read_together(choices: list[vllm_schemas.VllmChoice]) -> Read:
     return Read(chunk, 0, None, paired, None, None, has_ids=True)
 
 
+def _failed(error: msgspec.Raw) -> EngineError:
+    """Return the failure that a stream reports, with the status 503 of one that will pass."""
+    status = None
+    with suppress(msgspec.MsgspecError):
+        detail = msgspec.json.decode(error, type=vllm_schemas.ErrorDetail)
+        status = 503 if detail.code == 503 else None
+    message = f"the engine failed in mid-reply: {_start(error)}"
+    return EngineError(message, retryable=True, status=status)
+
+
 def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: int) -> Read:
     if answer.error not in vllm_schemas.ABSENT:
-        raise EngineError(f"the engine failed in mid-reply: {_start(answer.error)}", retryable=True)
+        raise _failed(answer.error)
     usage = answer.usage
     details = usage.prompt_tokens_details if usage is not None else None
     cached = (details.cached_tokens or 0) if details is not None else 0

@@ -414,6 +414,8 @@ class Control:
         self._flowing = asyncio.Event()
         """Set: running calls continue."""
         self._flowing.set()
+        self._refuses = False
+        """True if new calls are refused, and do not wait for the end of the pause."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._calls: dict[str, str] = {}
@@ -437,6 +439,8 @@ class Control:
 
         The engine gets a unique id for the call, because two callers may use the same one.
         """
+        if self._refuses:  # as vLLM does from 0.33 on
+            raise EngineError("Generation is paused; try again later", status=503, retryable=True)
         await self._open.wait()
         self._served += 1
         request = replace(call, request_id=f"{call.request_id}-{self._served}")
@@ -473,6 +477,7 @@ class Control:
 
     def resume(self) -> None:
         """End a pause: all held calls continue."""
+        self._refuses = False
         self._flowing.set()
         self._open.set()
 
@@ -494,6 +499,7 @@ class Control:
         mode = request.query.get("mode", "abort")
         if mode not in MODES:
             raise EngineError(f"unknown pause mode {mode!r}; known: {', '.join(MODES)}", status=400)
+        self._refuses = mode != "keep"
         await self.pause(mode)
         return web.json_response({"status": "paused"})
 
