@@ -18,7 +18,9 @@ import pytest
 from tests.peaks import peak_kib
 from tests.sandbox.images import spec_of
 
+from bridle.config import RuntimeSpec
 from bridle.errors import RuntimeFailure
+from bridle.runtimes import make_runtime
 from bridle.runtimes.confinement import MOUNT, PREFIX, remove_empty
 from bridle.runtimes.docker import remove_left_behind
 
@@ -175,6 +177,32 @@ def was_written(folder):
     with suppress(PermissionError):
         return Path(folder, "mine").exists()
     return False
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"kwargs": {"folders": ["/tmp/a/mine"]}},
+        {"kwargs": {"binds": ["/usr:/tmp/a/mine"]}},
+        {"workdir": "/tmp/a/mine"},
+    ],
+)
+async def test_a_link_in_the_path_of_a_mount_does_not_lead_bwrap_to_the_host(tmp_path, spec):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (tmp_path / "scratch").mkdir()
+    runtime = make_runtime(RuntimeSpec(backend="bubblewrap", **spec), "link", tmp_path / "scratch")
+    await runtime.start()
+    try:
+        # While bwrap makes the sandbox, the machine's files are in /oldroot.
+        left = await runtime.exec(f"cd /tmp; mv a b; ln -s /oldroot{theirs} a; readlink a")
+        assert left.stdout.decode() == f"/oldroot{theirs}\n"
+        await runtime.kill()
+        with pytest.raises(RuntimeFailure, match="made a link in the path /tmp/a/mine"):
+            await runtime.exec("true")
+    finally:
+        await runtime.stop()
+    assert list(theirs.iterdir()) == []
 
 
 async def test_a_task_s_environment_variables_do_not_affect_host_programs(place, tmp_path):

@@ -25,7 +25,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from bridle.config import RuntimeSpec
@@ -213,7 +213,8 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
                 f"runtime 'bubblewrap': image {spec.image!r} must be a root folder (with /bin)"
             )
         check_spec(spec, "bubblewrap", KWARGS)
-        for folder in spec.kwargs.get("folders", ()):
+        inside = (mount.target for mount in binds(spec))
+        for folder in (*spec.kwargs.get("folders", ()), *inside):
             path = Path(folder if isinstance(folder, str) else "")
             if not path.is_absolute() or ".." in path.parts:
                 raise ConfigError(
@@ -247,7 +248,28 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
     def _bounds(self) -> ResourceLimits:
         return super()._bounds() if self._cgroup is None else ResourceLimits()
 
+    def _refuse_links(self) -> None:
+        """Raise `RuntimeFailure` for a link of the session's on the way to a path that is mounted.
+
+        `bwrap` makes missing folders of that path, and follows links, out of the sandbox too.
+        """
+        extra = enumerate(self._spec.kwargs.get("folders", ()))
+        own = {self._top: "work", HOME: "home", "/tmp": "tmp"}  # noqa: S108 - the sandbox's own
+        own |= {target: f"more/{number}" for number, target in extra}
+        mounted = (mount.target for mount in (*self._mounts, *binds(self._spec)))
+        for target in map(PurePosixPath, (*own, *mounted)):
+            for top, name in own.items():
+                if not target.is_relative_to(top):
+                    continue
+                path, below = self._scratch / name, target.relative_to(top).parts
+                if any(path.joinpath(*below[: n + 1]).is_symlink() for n in range(len(below))):
+                    raise RuntimeFailure(
+                        f"the session made a link in the path {target}, where its sandbox has a "
+                        "mount: the sandbox cannot be started again"
+                    )
+
     async def _begin(self) -> _Namespaces:
+        await asyncio.to_thread(self._refuse_links)
         up = _Namespaces(*await asyncio.to_thread(self._spawn))
         for pipe in filter(None, (up.process.stdout, up.process.stderr)):
             up.resources.callback(pipe.close)
