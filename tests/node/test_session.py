@@ -1,6 +1,7 @@
 import asyncio
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -372,8 +373,9 @@ async def test_unreadable_and_special_files_of_the_agent_do_not_prevent_reward_0
     ]
 
 
-async def test_a_work_folder_too_deep_to_copy_has_reward_0(tmp_path):
-    deep = "for i in $(seq 120); do mkdir d && cd d || exit; done"
+@pytest.mark.parametrize("depth", [120, 3000])
+async def test_a_work_folder_too_deep_to_copy_has_reward_0_and_is_removed(tmp_path, depth):
+    nest = f"import os\nfor _ in range({depth}): os.mkdir('d'); os.chdir('d')"
     async with a_node(tmp_path) as node:
         result = await node.run(task(f"{AGENT}; {deep}", evaluator=checked("true")))
     assert (result.status, result.reward) == ("COMPLETED", 0.0)
@@ -391,7 +393,9 @@ mkfifo $'pipe\n\xfe'; ln -s $'nowhere\xff' link; printf '\xff\xfe' > text; ln -s
     [
         checked("grep -q no out.txt"),
         {
+        deep = f'{sys.executable} -c "{nest}"'
             "strategy": "test_on_output",
+        assert list(node.scratch.folder.glob("*/*")) == []
             "config": {
                 "command": "printf '%s\n' '= short test summary info =' 'FAILED t' '1 in 0.1s'",
                 "fail_to_pass": ["t"],

@@ -468,6 +468,22 @@ def test_remove_folders_removes_folders_without_permissions(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("name", "depth"), [("d", 3000), ("x" * 250, 40)])
+def test_remove_folders_removes_a_tree_deeper_than_calls_and_paths_may_be(tmp_path, name, depth):
+    at = os.open(tmp_path, os.O_RDONLY)
+    for level in ["a", *[name] * depth]:
+        os.mkdir(level, dir_fd=at)
+        above, at = at, os.open(level, os.O_RDONLY, dir_fd=at)
+        os.close(above)
+    os.close(os.open("file", os.O_CREAT, dir_fd=at))
+    os.fchmod(at, 0)
+    os.close(at)
+
+    remove_folders([tmp_path / "a"])
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_remove_folders_does_not_follow_links_inside_a_folder(tmp_path):
     (tmp_path / "kept").mkdir(mode=0o755)
     (tmp_path / "kept" / "file").touch()

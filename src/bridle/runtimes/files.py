@@ -15,12 +15,14 @@ from __future__ import annotations
 import errno
 import io
 import os
+import secrets
 import shutil
 import stat
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
@@ -503,17 +505,40 @@ def remove_folders(folders: Iterable[Path]) -> None:
         if folder.is_symlink() or not folder.is_dir():  # a harness put it there, if it is there
             folder.unlink(missing_ok=True)
             continue
-        with suppress(OSError):
-            folder.chmod(0o700)
-        for parent, names, _ in os.walk(folder):
-            for name in names:
-                path = Path(parent, name)
-                if not path.is_symlink():
-                    with suppress(OSError):
-                        path.chmod(0o700)
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove_tree(folder)
         if folder.exists():
             raise RuntimeFailure(f"the folder {folder} could not be removed")
+
+
+def _remove_tree(top: Path) -> None:
+    """Remove a folder of any depth, as far as that is possible; no link is followed.
+
+    Folders in a folder of `top` are moved up into `top` first: `shutil.rmtree` calls itself for
+    each level, and a path has at most 4096 bytes.
+    """
+    mark, moved = secrets.token_hex(8), count()
+    with suppress(OSError):
+        top.chmod(0o700)
+    waiting = [top]
+    while waiting:
+        folder = waiting.pop()
+        with suppress(OSError):
+            with _opened(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as at:
+                for entry in list(os.scandir(at)):
+                    name = entry.name
+                    with suppress(OSError):
+                        if not entry.is_dir(follow_symlinks=False):
+                            os.unlink(name, dir_fd=at)
+                            continue
+                        os.chmod(name, 0o700, dir_fd=at)
+                        if folder != top:
+                            name = f"{mark}-{next(moved)}"
+                            os.rename(entry.name, top / name, src_dir_fd=at)
+                        waiting.append(top / name)
+            if folder != top:
+                folder.rmdir()
+    with suppress(OSError):
+        top.rmdir()
 
 
 def host_path(path: PurePosixPath, folders: Mapping[str, Path]) -> Path | None:
