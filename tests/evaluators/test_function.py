@@ -139,9 +139,12 @@ async def test_booleans_and_integers_returned_by_a_function_become_float_rewards
     assert (type(found.reward), found.reward) == (float, reward)
 
 
-async def test_a_symbolic_link_in_place_of_a_scored_file_makes_the_session_unscorable(tmp_path):
+@pytest.mark.parametrize("target", ["/etc/hostname", "answer.txt"])
+async def test_a_symbolic_link_in_place_of_a_scored_file_makes_the_session_unscorable(
+    tmp_path, target
+):
     async with evaluation(tmp_path) as context:
-        await context.places.agents.exec("ln -s /etc/hostname answer.txt")
+        await context.places.agents.exec(f"ln -s {target} answer.txt")
         with pytest.raises(Unscorable, match=r"answer\.txt cannot be copied for the evaluator"):
             await evaluator("of_file", files=["answer.txt"]).evaluate(context)
 

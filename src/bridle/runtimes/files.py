@@ -283,7 +283,7 @@ def copy_out(source: Path, target: Path, allowed: Path) -> None:
     `source` is such an entry or lies elsewhere; `OSError` escapes.
     """
     allowed = allowed.resolve()
-    real = source.resolve(strict=True)
+    real = Path(os.path.realpath(source, strict=True))  # `resolve` raises no OSError for a loop
     if not real.is_relative_to(allowed):
         raise RuntimeFailure(f"{source} lies outside the session's own folder, and is not copied")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -349,7 +349,7 @@ def _may_leave(path: Path, allowed: Path) -> bool:
     """Return whether it is a regular file or folder, or a link to a file of the same session."""
     mode = path.lstat().st_mode
     if stat.S_ISLNK(mode):
-        real = path.resolve()
+        real = Path(os.path.realpath(path))
         return real.is_relative_to(allowed) and real.is_file()
     return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
 
