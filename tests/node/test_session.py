@@ -363,6 +363,22 @@ async def test_only_a_shared_evaluation_sees_a_live_service_of_the_agent(
     assert nothing_lives(result.session_id)
 
 
+async def test_a_process_that_the_kept_patch_starts_does_not_live_beside_a_trusted_evaluation(
+    tmp_path,
+):
+    begin = "git init -q && git -c user.name=a -c user.email=a@b commit -q --allow-empty -m a"
+    runtime = RuntimeSpec(prepare=(Action(type="exec", command=begin),))
+    serve = "setsid tail -f /dev/null </dev/null >/dev/null 2>&1 & echo $! > served; cat"
+    left = f"echo '{serve}' > run; echo '* filter=x' > .gitattributes"
+    left += '; git config filter.x.clean "bash $PWD/run"'
+    spec = checked("! grep -q '^State:.[RS]' /proc/$(cat served)/status", trusted=True)
+    async with a_node(tmp_path) as node:
+        given = task(f"{AGENT}; {left}", evaluator=spec, runtime=runtime, artifacts={"patch": "."})
+        result = await node.run(given)
+    assert (result.status, result.reward) == ("COMPLETED", 1.0), result.error
+    assert "patch.diff" in result.logs
+
+
 async def test_unreadable_and_special_files_of_the_agent_do_not_prevent_reward_0(tmp_path):
     left = "mkdir -p out; echo 1 > out/z; chmod 000 out/z; mkfifo pipe"
     async with a_node(tmp_path) as node:
@@ -377,7 +393,9 @@ async def test_unreadable_and_special_files_of_the_agent_do_not_prevent_reward_0
 async def test_a_work_folder_too_deep_to_copy_has_reward_0_and_is_removed(tmp_path, depth):
     nest = f"import os\nfor _ in range({depth}): os.mkdir('d'); os.chdir('d')"
     async with a_node(tmp_path) as node:
+        deep = f'{sys.executable} -c "{nest}"'
         result = await node.run(task(f"{AGENT}; {deep}", evaluator=checked("true")))
+        assert list(node.scratch.folder.glob("*/*")) == []
     assert (result.status, result.reward) == ("COMPLETED", 0.0)
     assert "more than 100 folders inside each other" in result.metadata["evaluation"]["unscorable"]
 
@@ -393,9 +411,7 @@ mkfifo $'pipe\n\xfe'; ln -s $'nowhere\xff' link; printf '\xff\xfe' > text; ln -s
     [
         checked("grep -q no out.txt"),
         {
-        deep = f'{sys.executable} -c "{nest}"'
             "strategy": "test_on_output",
-        assert list(node.scratch.folder.glob("*/*")) == []
             "config": {
                 "command": "printf '%s\n' '= short test summary info =' 'FAILED t' '1 in 0.1s'",
                 "fail_to_pass": ["t"],

@@ -105,10 +105,8 @@ class SessionPlaces:
         `ours`, and what is not below one of `only`, stays as the task's own steps made it.
         """
         if self.trusted:
-            self.used.add(self._own)
-            with _checking():
-                await self.prepare(self.agents)
-                yield self.agents
+            async with self._in_place() as runtime:
+                yield runtime
             return
         work = await self.left()
         async with self._opened() as runtime:
@@ -125,24 +123,26 @@ class SessionPlaces:
 
         Where the task is `trusted`, it is the agent's own.
         """
-        self.used.add(self._own if self.trusted else "apart")
+        if self.trusted:
+            async with self._in_place() as runtime:
+                yield runtime
+            return
+        self.used.add("apart")
         async with AsyncExitStack() as stack:
-            runtime = self.agents
-            if not self.trusted:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                scratch = Path(tempfile.mkdtemp(dir=self.folder))
-                self.resources.push_async_callback(asyncio.to_thread, remove_folders, [self.folder])
-                try:
-                    runtime = await self.agents.copied(scratch)
-                except TooMuch as error:
-                    raise Unscorable(
-                        f"the session's sandbox cannot be copied for its checker: {error}"
-                    ) from error
-                except RuntimeFailure as error:
-                    raise CheckerFailure(
-                        "the session's sandbox cannot be copied for its checker", str(error)
-                    ) from error
-                stack.push_async_callback(self.stop, runtime)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            scratch = Path(tempfile.mkdtemp(dir=self.folder))
+            self.resources.push_async_callback(asyncio.to_thread, remove_folders, [self.folder])
+            try:
+                runtime = await self.agents.copied(scratch)
+            except TooMuch as error:
+                raise Unscorable(
+                    f"the session's sandbox cannot be copied for its checker: {error}"
+                ) from error
+            except RuntimeFailure as error:
+                raise CheckerFailure(
+                    "the session's sandbox cannot be copied for its checker", str(error)
+                ) from error
+            stack.push_async_callback(self.stop, runtime)
             with _checking():
                 await self.prepare(runtime)
                 yield runtime
@@ -170,9 +170,15 @@ class SessionPlaces:
             facts["stayed"] = self.stayed[:NAMED]
         return facts
 
-    @property
-    def _own(self) -> str:
-        return "shared" if self.shared else "trusted"
+    @asynccontextmanager
+    async def _in_place(self) -> AsyncIterator[Runtime]:
+        """Yield the agent's own runtime, with its processes only where the task is `shared`."""
+        self.used.add("shared" if self.shared else "trusted")
+        with _checking():
+            if not self.shared:  # git, which made the kept patch, obeys the agent
+                await self.agents.kill()
+            await self.prepare(self.agents)
+            yield self.agents
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[Runtime]:
