@@ -14,6 +14,7 @@ from bridle.node.workspace import keep_filter
         ("check/deep/file", False),
         ("deep", False),  # a link in the way of deep/check.sh
         ("deep/check.sh", False),
+        ("hidden/deep/file", False),
         ("src/conftest.py", False),
         ("GNUmakefile", False),
         ("web/.npmrc", False),
@@ -25,9 +26,8 @@ from bridle.node.workspace import keep_filter
     ],
 )
 def test_evaluator_paths_and_config_files_of_tools_are_not_copied_from_the_agent(path, is_folder):
-    assert keep_filter(["check", "deep/check.sh", "/absolute", "."])(
-        PurePosixPath(path), is_folder=is_folder
-    )
+    ours = ["check", "deep/check.sh", "/work/a/../hidden", "/absolute", "."]
+    assert keep_filter(ours)(PurePosixPath(path), is_folder=is_folder)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,7 @@ def test_all_other_files_are_copied_from_the_agent(path, is_folder):
 
 def test_only_named_files_are_copied_from_the_agent_if_any_are_named():
     keep = keep_filter([], ["out/answer.txt"])
+    assert not keep_filter([], ["/work/out"])(PurePosixPath("out/answer.txt"), is_folder=False)
     taken = [("out", True), ("out/answer.txt", False), ("out/answer.txt/x", False)]
     assert not any(keep(PurePosixPath(path), is_folder=flag) for path, flag in taken)
     left = [("out", False), ("out/other", False), ("settings", False)]

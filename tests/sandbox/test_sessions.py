@@ -86,6 +86,17 @@ async def test_the_evaluator_finds_the_agent_s_files_and_none_of_its_processes(t
     assert (result.status, result.reward) == ("COMPLETED", 1.0)
 
 
+async def test_an_agent_s_file_does_not_replace_what_is_bound_below_the_work_folder(tmp_path):
+    (tmp_path / "expected").write_text("42\n")
+    runtime = {"kwargs": {"binds": [f"{tmp_path}/expected:/work/data/expected"]}}
+    script = "mv data aside; mkdir data; echo 7 > data/expected; grep -qx 7 data/expected"
+    result = await played(
+        tmp_path, "bubblewrap", script, runtime=runtime,
+        evaluator=checked("grep -qx 42 data/expected"),
+    )  # fmt: skip
+    assert (result.status, result.reward) == ("COMPLETED", 1.0), result.error
+
+
 def process_1():
     """Process 1 of the sandbox in which a `sleep 54.5` runs; `None` = not yet."""
     found = {}

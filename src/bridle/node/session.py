@@ -71,7 +71,7 @@ from bridle.node.workspace import (
     put_harness_files,
 )
 from bridle.runtimes import make_runtime
-from bridle.runtimes.base import ExecResult, Mount, Runtime
+from bridle.runtimes.base import ExecResult, Mount, Runtime, binds
 from bridle.trajectory import with_outcome
 from bridle.trajectory.result import writable
 from bridle.trajectory.sample import Trajectory
@@ -460,7 +460,8 @@ class SessionRun:
     def _places(
         self, ready: ReadySession, fresh: Prewarmed | None, resources: AsyncExitStack
     ) -> SessionPlaces:
-        actions = self.task.runtime.eval_prepare
+        spec = self.task.runtime
+        bound = [mount.target for mount in binds(spec)]
         return SessionPlaces(
             agents=ready.runtime,
             make=self._fresh_runtime,
@@ -468,7 +469,7 @@ class SessionRun:
             stop=self._stop,
             folder=self._node.scratch.session(self.session_id, resources),
             resources=resources,
-            targets=[action.target for action in actions if action.target],
+            targets=[*(one.target for one in spec.eval_prepare if one.target), *bound],
             trusted=self.task.evaluator.in_place,
             shared=self.task.evaluator.shared,
             prewarmed=None if fresh is None else fresh.get,

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from posixpath import join, normpath
 from typing import Final
 
 from bridle.aio import retry
@@ -55,7 +56,7 @@ class SessionPlaces:
     """Host folder for the copy of the agent's files."""
     resources: AsyncExitStack
     targets: Sequence[str] = ()
-    """Targets of `eval_prepare`, relative to the work folder."""
+    """Paths of the task's own: targets of `eval_prepare`, and of what is bound."""
     trusted: bool = False
     """True to score in `agents` itself."""
     shared: bool = False
@@ -111,7 +112,7 @@ class SessionPlaces:
         work = await self.left()
         async with self._opened() as runtime:
             with _checking():
-                keep = keep_filter((*self.targets, *ours), only)
+                keep = keep_filter((*self.targets, *ours), only, runtime.workdir)
                 stayed = await runtime.put_work(work, keep)
                 self.stayed += [path for path in stayed if "/.git/" not in f"/{path}"]
                 await self.prepare(runtime)
@@ -197,13 +198,15 @@ def _checking() -> Iterator[None]:
         raise CheckerFailure("the checker's runtime failed", str(error)) from error
 
 
-def keep_filter(ours: Sequence[str], only: Sequence[str] | None = None) -> Keep:
+def keep_filter(
+    ours: Sequence[str], only: Sequence[str] | None = None, workdir: str = "/work"
+) -> Keep:
     """Return the filter of files that stay when the agent's work folder is copied over a fresh one.
 
     These are `ours`, files that programs obey unasked (such as git's configuration), and all that
-    is not below one of `only`.
+    is not below one of `only`. Paths of `ours` and `only` may be absolute, below `workdir`.
     """
-    own, wanted = _inside(ours), _inside(only or ())
+    own, wanted = _inside(ours, workdir), _inside(only or (), workdir)
     above = {parent for path in (*own, *wanted) for parent in path.parents if parent.parts}
 
     def keep(path: PurePosixPath, *, is_folder: bool) -> bool:
@@ -218,9 +221,11 @@ def keep_filter(ours: Sequence[str], only: Sequence[str] | None = None) -> Keep:
     return keep
 
 
-def _inside(paths: Sequence[str]) -> list[PurePosixPath]:
-    found = [PurePosixPath(path) for path in paths]
-    return [path for path in found if path.parts and not path.is_absolute()]
+def _inside(paths: Sequence[str], workdir: str) -> list[PurePosixPath]:
+    """Return the paths that lie below the work folder, relative to it."""
+    found = [PurePosixPath(normpath(join(workdir, path))) for path in paths]
+    below = [path.relative_to(workdir) for path in found if path.is_relative_to(workdir)]
+    return [path for path in below if path.parts]
 
 
 def _below(path: PurePosixPath, tops: Sequence[PurePosixPath]) -> bool:
