@@ -278,6 +278,10 @@ def test_only_the_last_pytest_summary_counts():
         f"{HEAD}\nPASSED a::x\nERROR a::x - at teardown\n{END}",
         f"{HEAD}\nERROR a::x - at teardown\nPASSED a::x\n{END}",
         f"{HEAD}\nERROR a::x\n{END}\n{HEAD}\nPASSED a::x\n{END}",
+        f"{HEAD}\nSKIPPED [1] a.py:1: why\nPASSED a::x\n=== 1 skipped in 0.10s ===",
+        f"{HEAD}\nPASSED a::y\nPASSED a::z\nSKIPPED [1] a.py:1: why\fPASSED a::x\n{END}",
+        f"{HEAD}\nPASSED a::y\nPASSED a::z\nSKIPPED [1] a.py:1: \n{HEAD}\nPASSED a::x\n{END}",
+        f"{HEAD}\nPASSED a::y\nSKIPPED [1] a: \nPASSED a::x\n9 passed in 0.1s\n1 passed in 0.1s",
     ],
 )
 def test_a_test_counts_as_passed_only_in_a_complete_summary_that_never_reports_it_failed(said):

@@ -35,6 +35,10 @@ WAYS = {
     "skips or deselects the tests": (
         "import pytest\ndef answer(given):\n    pytest.skip('no')\nanswer if __name__ else 0"
     ),
+    "skips a test for a reason that says `PASSED` in a line of its own": (
+        f"import pytest\ndef answer(given):\n    pytest.skip('no\\nPASSED {ID}')"
+        "\nanswer if __name__ else 0"
+    ),
     "replaces `pytest`'s report functions in memory": """
 from _pytest.reports import TestReport
 made = TestReport.from_item_and_call.__func__

@@ -15,6 +15,8 @@ from pathlib import Path
 HEADING = re.compile(r"(?m)^=+ short test summary info =+$")
 ENDED = re.compile(r"(?m)^=* ?\d+ .*\bin \d+\.\d+s\b.*$")
 """The last line of pytest's report."""
+COUNTS = re.compile(r"\b(\d+) (passed|failed|skipped|deselected|xfailed|xpassed|error)")
+"""Counts in that line."""
 SUMMARY = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S.*?)(?: - .*)?$")
 
 
@@ -23,10 +25,18 @@ def from_summary(said: str) -> dict[str, str]:
     complete.
 
     A test that another summary calls anything but passed has that status: code under test can print
-    a summary of its own, before or after the runner's.
+    a summary of its own, before or after the runner's. None counts if more are said to have passed
+    than the summary's end counts: the reason of a skipped test may have lines of its own.
     """
     *earlier, last = re.split(HEADING, said)
-    if not earlier or not re.search(ENDED, last):
+    ends = re.findall(ENDED, last)
+    if not earlier or not ends:
+        return {}
+    begun = [part for part in earlier[1:] if not re.search(ENDED, part)]
+    lines = "\n".join((*begun, last)).splitlines()
+    listed = sum(line.startswith("PASSED ") for line in lines)
+    counts = [dict(map(reversed, re.findall(COUNTS, end))) for end in ends]
+    if any(count and listed > int(count.get("passed", 0)) for count in counts):
         return {}
     statuses = lines_of_summary(last)
     for summary in earlier[1:]:
