@@ -120,6 +120,16 @@ async def test_a_command_over_the_memory_limit_is_ended_with_limit_memory(place)
     assert (await runtime.exec("echo alive")).stdout == b"alive\n"
 
 
+async def test_files_in_memory_over_the_memory_limit_end_a_command_with_limit_memory(place):
+    runtime = await place(memory_mb=48)
+    more = "(head -c 70000000 /dev/zero; sleep 3) | tail"
+    fill = f"head -c 200000000 /dev/zero > /dev/shm/file; {more}"
+    result = await runtime.exec(fill, timeout_s=30)
+    assert not result.ok
+    assert result.limit == "memory"
+    assert (await runtime.exec("echo alive")).stdout == b"alive\n"
+
+
 async def test_a_command_over_the_storage_limit_is_ended_with_limit_storage(place):
     runtime = await place(storage_mb=20)
     fill = "for ((i = 0; ; i++)); do head -c 4000000 /dev/zero > file$i || exit 3; sleep 0.02; done"

@@ -33,6 +33,7 @@ from bridle.errors import ConfigError, RuntimeFailure
 from bridle.runtimes.base import ExecResult, Mount, binds
 from bridle.runtimes.base_runtime import (
     GATEWAY_PORT,
+    LAST_S,
     RESTORE_ENV,
     RunningSandbox,
     Sandbox,
@@ -347,10 +348,12 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
         env = prefix_names({**ENVIRONMENT, **self._spec.env, **inside.env})
         command = replace(inside, argv=[*entering, *inside.argv], cwd="/", env=env)
         result = await run_process(self._marked(command, self._marks()))
+        reached = None if self._cgroup is None else self._cgroup.reached()
+        if reached == "memory" and result.signal == signal.SIGKILL:
+            # Memory that belongs to no process (a file in /dev/shm) costs process 1 its life, too.
+            held.reached = reached if await self._is_gone(held, LAST_S) else held.reached
         result = await self._judged(result, held)
-        if result.limit is None and self._cgroup is not None:
-            result = replace(result, limit=self._cgroup.reached())
-        return result
+        return result if result.limit is not None else replace(result, limit=reached)
 
 
 def what_is_missing() -> str | None:
