@@ -36,12 +36,12 @@ async def opened_stream(caller, messages=None, **more):
     return await sent(caller, body)
 
 
-async def sent(caller, body, headers=()):
+async def sent(caller, body, headers=(), version="1.1"):
     host, _, port = caller.house.gateway.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     data = orjson.dumps(body)
     head = [
-        "POST /v1/chat/completions HTTP/1.1",
+        f"POST /v1/chat/completions HTTP/{version}",
         "Host: x",
         f"Content-Length: {len(data)}",
         f"Authorization: Bearer {caller.handle.key}",
@@ -188,6 +188,28 @@ async def test_a_late_engine_failure_ends_a_stream_by_a_cut_or_error_and_never_b
     assert raw.endswith(b"<cut>") or b"error" in raw
     assert b"[DONE]" not in raw
     assert b"secret" not in raw
+
+
+async def test_only_a_whole_stream_over_http_1_0_ends_without_a_connection_reset():
+    engine = Gated({"content": "some words"})
+    async with house(engine=engine, stream="live") as home:
+        caller = await home.session()
+        reader, writer = await sent(caller, MESSAGES, version="1.0")
+        engine.sign.set()
+        assert (await reader.read()).endswith(b"data: [DONE]\n\n")
+        writer.close()
+        engine.sign.clear()
+        engine.error = EngineError("no", status=500)
+        reader, writer = await sent(caller, MESSAGES, version="1.0")
+        await reader.readuntil(b'"delta":{"content"')
+        engine.sign.set()
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+        writer.close()
+        assert [caller.delivery(index) for index in range(2)] == [
+            DeliveryState.DELIVERED,
+            DeliveryState.CUT,
+        ]
 
 
 async def test_a_context_overflow_in_a_responses_stream_is_a_response_failed_event():

@@ -9,6 +9,8 @@ event only then (law 4). `Deliveries` learns whether the client got all of it, w
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from contextlib import suppress
 from typing import Final
 
@@ -296,6 +298,17 @@ class _Writer:
         headers = SSE_HEADERS if route.sse else {"Content-Type": JSON_TYPE}
         self._response = web.StreamResponse(headers=headers)
         await self._response.prepare(self._http)
+        self._closes_by(reset=True)
+
+    def _closes_by(self, *, reset: bool) -> None:
+        """Have whatever closes an HTTP/1.0 connection reset it: a plain close ends a stream there
+        as if it were whole.
+        """
+        transport = self._http.transport
+        if self._http.version < HttpVersion11 and transport is not None:
+            linger = struct.pack("ii", reset, 0)
+            connected = transport.get_extra_info("socket")
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
     def go_on(self) -> None:
         """Continue a stream of which a part was written, over a connection that stays open."""
@@ -345,6 +358,7 @@ class _Writer:
             return _WRITTEN
         async with asyncio.timeout(self._timeout_s):
             await self._response.write_eof(data)
+        self._closes_by(reset=False)
         return self._response
 
     def abort(self) -> None:
