@@ -27,6 +27,7 @@ from bridle.capture.reader import SqliteReader
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import Limits
 from bridle.errors import StoreError
+from bridle.trajectory import rebuild
 from bridle.types import DeliveryState, Dialect
 
 TURNS = (
@@ -167,6 +168,23 @@ async def test_a_reply_that_never_arrived_is_given_to_the_retry_after_a_restart(
         assert reply == kept
         assert caller.facts.turns == 1
         assert caller.delivery(0) is DeliveryState.DELIVERED
+
+
+async def test_a_delivered_reply_asked_again_by_its_idempotency_key_after_a_restart_is_superseded(
+    tmp_path,
+):
+    path, key = tmp_path / "c.sqlite", {"idempotency-key": "k" * 5000}
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = await home.session("one")
+        await caller.ask([user("go")], key)
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = again(home, caller)
+        await caller.ask([user("go")], key)
+        await caller.ask([user("go")], {"idempotency-key": "another"})
+        states = [caller.delivery(index) for index in range(3)]
+        assert states == [DeliveryState.SUPERSEDED, *[DeliveryState.DELIVERED] * 2]
+        stats = rebuild(home.store.read("one")).metadata["stats"]
+        assert stats["tokens_excluded"] == {"superseded": len(caller.exchanges[0].output_ids)}
 
 
 async def test_a_branch_of_an_old_session_keeps_only_what_is_new(tmp_path):

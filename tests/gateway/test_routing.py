@@ -1,5 +1,6 @@
 """A path says whose session it is and what the provider is asked for."""
 
+import orjson
 import pytest
 
 from bridle.gateway.routing import Target, asked, split_target
@@ -54,7 +55,9 @@ def test_only_a_positive_retry_count_is_proof_of_a_retry():
     for given, read in counts.items():
         assert asked({"x-stainless-retry-count": given}, REQUEST).retry_count == read
     assert asked({}, REQUEST).idempotency_key is None
-    assert asked({"idempotency-key": "k"}, REQUEST).idempotency_key == "k"
+    keys = [asked({"idempotency-key": key}, REQUEST).idempotency_key for key in ("k", "\udce9")]
+    assert len({None, *keys}) == 3
+    assert orjson.loads(orjson.dumps(keys)) == keys
 
 
 def test_a_call_s_kind_comes_with_the_rule_that_decided_it():

@@ -66,6 +66,7 @@ class Asked:
     retry_count: int = 0
     """`x-stainless-retry-count`; above 0 = some try of this call went before, sampled or not."""
     idempotency_key: str | None = None
+    """A digest of it, which is stored: the key itself may be long, or not be text."""
     user_agent: str | None = None
     """`None` = it named none, or the call was read back from the store."""
     kind: Kind = Kind.AGENT

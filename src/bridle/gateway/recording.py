@@ -172,6 +172,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "other_model": finished.call.other,
         "kind_rule": asked.kind_rule,
         "retry_count": asked.retry_count,
+        "idempotency_keys": sorted(finished.call.idempotency_keys),
         "question": question.key.hex(),
         "drift": placement.drift,
         "habit": placement.habit,

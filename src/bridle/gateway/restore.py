@@ -144,11 +144,7 @@ class Restorer:
             continues=exchange.continues,
             base_id=exchange.request.base,
         )
-        for stage in (Stage.SAMPLING, Stage.COMMITTING, Stage.COMMITTED):
-            call.enter(stage)
-        session.calls[exchange.exchange_id] = call
-        if exchange.continues in session.calls:
-            session.calls[exchange.continues].continued = True
+        _register(session, call, exchange)
         delivery = capture.deliveries.get(exchange.exchange_id)
         if delivery is not None:
             call.delivery, call.joined_by = delivery.state, tuple(delivery.joined_by)
@@ -220,6 +216,17 @@ def _count(session: GatewaySession, capture: SessionCapture) -> None:
         seconds = time.time() - min(exchange.started_at for exchange in exchanges)
         session.first_call_at = time.monotonic() - seconds
     session.counted = True
+
+
+def _register(session: GatewaySession, call: Call, exchange: Exchange) -> None:
+    """Make a call known to its session as committed, under the idempotency keys that it had."""
+    for stage in (Stage.SAMPLING, Stage.COMMITTING, Stage.COMMITTED):
+        call.enter(stage)
+    session.calls[exchange.exchange_id] = call
+    for key in exchange.extra.get("idempotency_keys", ()):
+        session.tries.named(call, key)
+    if exchange.continues in session.calls:
+        session.calls[exchange.continues].continued = True
 
 
 def _placed_again(exchange: Exchange) -> Placement:

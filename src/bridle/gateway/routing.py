@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
@@ -70,9 +71,10 @@ def asked(
     """
     count = headers.get("x-stainless-retry-count", "0")
     kind, rule = kind_of(headers, request, harness, declared)
+    key = headers.get("idempotency-key", "").encode("utf-8", "surrogateescape")
     return Asked(
         retry_count=0 if count == "0" or not re.fullmatch(r"[0-9]{1,9}", count) else int(count),
-        idempotency_key=headers.get("idempotency-key") or None,
+        idempotency_key=blake2b(key, digest_size=16).hexdigest() if key else None,
         user_agent=headers.get("user-agent"),
         kind=kind,
         kind_rule=rule,
