@@ -5,12 +5,15 @@ import asyncio
 import openai
 import orjson
 import pytest
+from tests.gateway.gated import Gated
 from tests.gateway.house import house, scripted
 from tests.gateway.test_data import request
 from tests.gateway.test_relay import late
 from tests.gateway.test_restore import again, on_disk
+from tests.gateway.test_sdk import client_of
 
 from bridle.dialects.base import StoredReply
+from bridle.errors import EngineError
 from bridle.gateway.responses import NEWEST, Shelf
 
 TOOL = {
@@ -83,6 +86,25 @@ async def test_a_previous_response_id_still_works_after_a_gateway_restart(tmp_pa
         )
         assert status == 200, second
         assert caller.exchanges[1].parent_id == caller.exchanges[0].exchange_id
+
+
+async def test_a_response_that_broke_off_is_a_404_before_and_after_a_gateway_restart(tmp_path):
+    path = tmp_path / "c.sqlite"
+    engine = Gated({"content": "some words"}, error=EngineError("no", status=500))
+    engine.sign.set()
+    async with on_disk(path, engine=engine, stream="live") as home:
+        caller = await home.session("one")
+        async with client_of(caller) as client:
+            stream = await client.responses.create(model="m", input="go", stream=True)
+            seen = [event async for event in stream]
+        assert seen[-1].type == "response.failed"
+        broken = seen[-1].response.id
+        assert (await asked(caller, broken))[0] == 404
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = again(home, caller)
+        assert (await asked(caller, broken))[0] == 404
+        status, _ = await respond(caller, input="on", previous_response_id=broken)
+        assert (status, len(caller.exchanges)) == (404, 1)
 
 
 async def test_a_branch_from_an_old_reply_extends_that_reply():

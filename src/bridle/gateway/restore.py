@@ -150,7 +150,9 @@ class Restorer:
             call.delivery, call.joined_by = delivery.state, tuple(delivery.joined_by)
             atoms = _left(delivery, exchange, wire, request, shown)
             session.conversation.mark(exchange.exchange_id, delivery.state, delivered=atoms)
-        if request.extra.get("store") and (delivery is None or delivery.detail != DELETED):
+        is_whole = exchange.finish_reason is not FinishReason.ABORT
+        deleted = delivery is not None and delivery.detail == DELETED
+        if request.extra.get("store") and is_whole and not deleted:
             session.shelf.know(reply_id(exchange.reply), exchange.exchange_id)
         if not call.delivered:
             placement, served = _placed_again(exchange), self._models.of(other)
