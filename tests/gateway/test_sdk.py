@@ -80,6 +80,19 @@ async def test_the_openai_sdk_streams_text_parallel_calls_and_usage():
         assert caller.delivery(0) is DeliveryState.DELIVERED
 
 
+async def test_a_streamed_chat_completion_has_the_logprobs_that_were_asked_for():
+    async with house({"content": "two words"}) as home:
+        caller = await home.session()
+        asked: Any = {"model": "m", "messages": [user("go")], "logprobs": True}
+        async with client_of(caller) as client:
+            whole = await client.chat.completions.create(**asked)
+            async with client.chat.completions.stream(**asked) as stream:
+                final = await stream.get_final_completion()
+        sampled = final.choices[0].logprobs.content
+        assert [one.logprob for one in sampled] == caller.exchanges[1].logprobs.tolist()
+        assert whole.choices[0].logprobs.content == sampled
+
+
 async def test_retries_of_the_openai_sdk_after_503s_are_new_calls_and_one_sample():
     turn = {"content": "ok", "fault": 503, "fault_times": 6}  # three for each try of the SDK
     async with house(turn) as home:

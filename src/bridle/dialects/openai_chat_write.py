@@ -187,10 +187,13 @@ class ChatStream(StreamEncoder):
         return self._delta({"tool_calls": [{"index": index, **call}]})
 
     def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """Return the chunk with the finish reason, and the rest: the usage if asked for, and
-        `[DONE]`.
+        """Return the chunk with the finish reason and all logprobs that were asked for, and the
+        rest: the usage if asked for, and `[DONE]`.
         """
         reason = b',"finish_reason":' + encode(finish_reason(reply)) + b"}]"
+        if reply.token_logprobs is not None:
+            shown = encode(logprobs_json(reply.token_logprobs))
+            reason = b',"logprobs":' + one_line(shown) + reason
         null = b',"usage":null' if self._include_usage else b""
         last = self._before + b"{}" + reason + null + b"}\n\n"
         if self._include_usage:
