@@ -10,6 +10,7 @@ import aiohttp
 import orjson
 import pytest
 from tests.conformance.memory import MemoryStore
+from tests.dialects.sse import SseParser
 from tests.gateway.gated import Gated
 from tests.gateway.house import (
     SHELL_TOOL,
@@ -168,6 +169,42 @@ async def test_a_reply_that_never_arrived_is_given_to_the_retry_after_a_restart(
         assert reply == kept
         assert caller.facts.turns == 1
         assert caller.delivery(0) is DeliveryState.DELIVERED
+
+
+STREAMS = {
+    "/v1/messages": {"max_tokens": 99, "stop_sequences": ["zz"]},
+    "/v1/chat/completions": {"logprobs": True, "stream_options": {"include_usage": True}},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_a_lost_stream_that_is_asked_for_after_a_restart_ends_as_it_would_have(
+    path, tmp_path
+):
+    body = {"model": "m", "messages": [user("go")], "stream": True, **STREAMS[path]}
+    engine = Gated({"reasoning": "hm", "content": "alpha zz beta"})
+    async with on_disk(tmp_path / "c.sqlite", engine=engine) as home:
+        whole, lost = await home.session("whole"), await home.session("lost")
+        engine.sign.set()
+        expected = await pieces(home, path, whole, body)
+        engine.sign.clear()
+        engine.waits.clear()
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(pieces(home, path, lost, body))
+            await engine.waits.wait()
+            asking.cancel()
+        await lost.unclaimed()
+        engine.sign.set()
+        await lost.until(lambda: lost.facts.turns == 1)
+    async with on_disk(tmp_path / "c.sqlite", {"content": "another"}) as home:
+        assert await pieces(home, path, lost, body) == expected
+
+
+async def pieces(home, path, caller, body):
+    """Return what the events of a stream say besides their ids."""
+    _, _, raw = await request(home, "POST", path, key=caller.handle.key, body=body)
+    said = [orjson.loads(one.data) for one in SseParser().feed(raw) if one.data != "[DONE]"]
+    return [(one.get("delta"), one.get("choices"), one.get("usage")) for one in said]
 
 
 async def test_a_delivered_reply_asked_again_by_its_idempotency_key_after_a_restart_is_superseded(

@@ -32,6 +32,7 @@ from bridle.prompting.tokenizer import Allowance, count_against
 from bridle.types import FinishReason, Message, ModelRequest, Reply, Sampling, TextPart
 
 if TYPE_CHECKING:
+    from bridle.capture.records import Exchange
     from bridle.types import Ids
 
 T = TypeVar("T")
@@ -269,7 +270,7 @@ class Prompts:
         _, found, rest = turn.content.partition(begun.strip() or "\0")
         return replace(turn, content=rest if found else turn.content)
 
-    def with_logprobs(self, reply: Reply, sampled: SampledReply) -> Reply:
+    def with_logprobs(self, reply: Reply, sampled: SampledReply | Exchange) -> Reply:
         """Return the reply with the logprobs of its tokens, for a client that asked for them."""
         if len(sampled.logprobs) != len(sampled.output_ids):
             return reply

@@ -68,13 +68,11 @@ class Captured:
     def sample(self, decode: Callable[[Ids], str]) -> SampledReply:
         """Return the captured reply as if it had been sampled now."""
         exchange = self.exchange
-        stops = exchange.sampling.stop
-        text = decode(exchange.output_ids) if stops else ""
         last = GenerateChunk(
             no_ids(),
             no_logprobs(),
             exchange.finish_reason,
-            stop_text=next((stop for stop in stops if stop in text), None),
+            stop_text=stop_text_of(exchange, decode),
             cached_tokens=exchange.extra.get("cached_tokens", 0),
         )
         return SampledReply(
@@ -90,6 +88,13 @@ class Captured:
             replayed=exchange.exchange_id,
             call_ids=self.call_ids,
         )
+
+
+def stop_text_of(exchange: Exchange, decode: Callable[[Ids], str]) -> str | None:
+    """Return the stop string that ended a captured reply; `None` = none did."""
+    stops = exchange.sampling.stop
+    text = decode(exchange.output_ids) if stops else ""
+    return next((stop for stop in stops if stop in text), None)
 
 
 def _experts(exchange: Exchange) -> JSON:

@@ -9,6 +9,7 @@ committed. Its prompt is a chain node of stored ids; nothing is rendered and not
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import structlog
@@ -24,6 +25,7 @@ from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.live import Mark
 from bridle.gateway.models import Models
 from bridle.gateway.registry import STORED_AS, GatewaySession, Registry, facts_of, question_key
+from bridle.gateway.replay import stop_text_of
 from bridle.gateway.responses import DELETED
 from bridle.prompting.canonical import Atom, answer_atoms, canonical
 from bridle.prompting.conversation import Placement, PlacementKind
@@ -247,8 +249,18 @@ def _keep_for_a_retry(
     """Keep what a client needs that asks again for a reply it never got."""
     call.question = question
     call.head = _head_of(exchange, question.request)
-    usage = Usage(exchange.prompt_length, len(exchange.output_ids))
-    call.answer = Answer(_reply_of(exchange, shown), usage, exchange.reply)
+    facts, served = exchange.extra, question.served
+    usage = Usage(
+        prompt_tokens=exchange.prompt_length,
+        completion_tokens=len(exchange.output_ids),
+        cached_tokens=facts.get("cached_tokens", 0),
+        reasoning_tokens=facts.get("reasoning_tokens", 0),
+    )
+    stop_text = stop_text_of(exchange, served.sampler.decode)
+    reply = replace(_reply_of(exchange, shown), stop_text=stop_text)
+    if question.request.logprobs:
+        reply = served.prompts.with_logprobs(reply, exchange)
+    call.answer = Answer(reply, usage, exchange.reply)
     if exchange.finish_reason is FinishReason.ABORT:
         call.error = faults.client_left()  # it has no end that could be asked for
 
