@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from tests.gateway.house import house, renderer, scripted, user
+from tests.gateway.house import house, renderer, scripted, tool_result, user
 from tests.gateway.test_data import request
 
 from bridle.engines.base import CutError, Seen
@@ -17,6 +17,7 @@ from bridle.errors import EngineError
 from bridle.scripted.engine import ScriptedEngine
 from bridle.scripted.script import make_script
 from bridle.trajectory import rebuild
+from bridle.trajectory.sample import images_of
 
 RED, BLUE = (base64.b64encode(text).decode() for text in (b"\x89PNG red", b"\x89PNG dark blue"))
 PAD = "<|image_pad|>"
@@ -215,6 +216,29 @@ async def test_a_prompt_with_an_image_is_a_root_that_records_the_image_s_token_s
         place = ids[image["start"] : image["start"] + image["length"]]
         assert set(place) == {engine.tokenizer.id_of(PAD)}
     assert trajectory.metadata["stats"]["breaks"] == []
+
+
+async def test_images_of_parallel_results_stand_in_the_order_of_their_calls():
+    calls = [{"name": "bash", "arguments": {"command": name}} for name in ("blue", "red")]
+    engine = Picturing({"tool_calls": calls}, {"content": "I see."}, {"content": "I do."})
+    async with house(engine=engine) as home:
+        caller = await home.session()
+        tools = Chat().body([])["tools"]
+        turn = await caller.ask([shown()], tools=tools)
+        blue, red = (
+            tool_result(call, shown(url(data))["content"])
+            for call, data in zip(turn["tool_calls"], (BLUE, RED), strict=True)
+        )
+        history = [shown(), turn, red, blue]
+        history += [await caller.ask(history, tools=tools), user("Sure?")]
+        await caller.ask(history, tools=tools)
+        two, three = caller.exchanges[1:]
+        assert [image["length"] for image in two.extra["media"]] == [8, 14, 8]
+        assert (three.parent_id, three.extra["media"]) == (two.exchange_id, two.extra["media"])
+        sent = [picture.url for picture in engine.asked[-1].pictures]
+        assert sent == [url(RED), url(BLUE), url(RED)]
+        (trace,) = rebuild(home.store.read(caller.session_id)).traces
+    assert images_of(trace) == [base64.b64decode(data) for data in (RED, BLUE, RED)]
 
 
 def seeing(**fields):

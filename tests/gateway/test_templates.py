@@ -73,6 +73,22 @@ async def test_the_engine_s_template_renders_the_first_prompt_and_bridle_the_nex
         assert "break" not in two.extra
 
 
+BOTH = {"tool_calls": [{"name": "bash", "arguments": {"command": name}} for name in ("a", "b")]}
+
+
+async def test_the_engine_s_template_gets_parallel_results_in_the_order_of_their_calls(ruled):
+    async with ruled_house("vllm chat", ruled, BOTH, {"content": "done"}) as home:
+        caller = await home.session()
+        turn = await caller.ask([user("list both")], tools=[SHELL_TOOL])
+        first, second = turn["tool_calls"]
+        results = [tool_result(second, "in b"), tool_result(first, "in a")]
+        await caller.ask([user("list them"), turn, *results], tools=[SHELL_TOOL])
+        two = caller.exchanges[-1]
+        assert (two.root_reason, two.extra["prompt"]) == ("history_changed", "engine")
+        text = renderer().decode(two.suffix_ids)
+        assert 0 < text.index("in a") < text.index("in b")
+
+
 async def test_prompt_renderer_uses_bridle_s_template_and_not_the_engine_s(ruled):
     async with ruled_house("vllm chat", ruled, {"content": "a"}, prompt="renderer") as home:
         caller = await home.session()

@@ -36,6 +36,7 @@ from bridle.dialects.openai_chat_write import chat_part
 from bridle.engines.base import Picture, Seeing, Seen, Templating
 from bridle.errors import EngineError, RequestError
 from bridle.gateway.faults import REFUSED
+from bridle.prompting.canonical import results_in_call_order
 from bridle.prompting.renderer import chat_tools, server_messages
 from bridle.types import JSON, MediaPart, Message, ModelRequest
 
@@ -135,9 +136,10 @@ async def show(served: Served, request: ModelRequest) -> Shown | None:
 
     `RequestError` for images that are refused, with the reason where it is safe to tell.
     """
-    images = media_of(request.messages)
-    if not images or not isinstance(served.engine, Seeing):
+    if not media_of(request.messages) or not isinstance(served.engine, Seeing):
         return None
+    ordered = results_in_call_order(request.messages)
+    images = media_of(ordered)
     if not all(part.media_type.startswith("image/") for part in images):
         return None
     if not all(part.source.startswith("data:") for part in images):
@@ -149,7 +151,7 @@ async def show(served: Served, request: ModelRequest) -> Shown | None:
             param="messages",
         )
     parting = Parting(served.renderer)
-    messages = server_messages(request.messages, escape=parting, media=chat_part)
+    messages = server_messages(ordered, escape=parting, media=chat_part)
     tools = chat_tools(request.tools, parting)
     arguments = template_arguments(served.renderer, request)
     seen = await _seen(served.engine, messages, tools, arguments)

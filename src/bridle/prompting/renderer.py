@@ -452,10 +452,10 @@ def server_messages(
     escape: Escape = str,
     media: Callable[[MediaPart], JSON] | None = None,
 ) -> list[JSON]:
-    """Return messages in the form that servers of OpenAI's chat route take, call arguments
-    as text.
+    """Return messages in the form that servers of OpenAI's chat route take: call arguments as text,
+    tool results in the order of their calls.
     """
-    chat = chat_messages(messages, escape, media=media)
+    chat = chat_messages(results_in_call_order(messages), escape, media=media)
     for call in (call for turn in chat for call in turn.get("tool_calls", ())):
         arguments = call["function"]["arguments"]
         if not isinstance(arguments, str):

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -250,7 +251,10 @@ def images_of(trace: Trace) -> list[bytes]:
             f"trace {trace.trace_id}: {len(missing)} of {len(trace.media)} images are not in its "
             f"messages (the first is {missing[0]})"
         )
-    return [files[one["digest"]] for one in trace.media]
+    media = list(trace.media)
+    if all("start" in one for one in media):  # a prompt may have results in another order
+        media.sort(key=itemgetter("start"))
+    return [files[one["digest"]] for one in media]
 
 
 def _files(trace: Trace) -> Iterator[bytes]:
