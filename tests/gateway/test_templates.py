@@ -89,6 +89,19 @@ async def test_the_engine_s_template_gets_parallel_results_in_the_order_of_their
         assert 0 < text.index("in a") < text.index("in b")
 
 
+async def test_the_engine_s_template_gets_no_lone_surrogate_of_a_call_s_arguments(ruled):
+    half = {"name": "bash", "arguments": '{"command": "\\ud83d"}'}
+    async with ruled_house("vllm chat", ruled, {"tool_calls": [half]}, {"content": "a"}) as home:
+        caller = await home.session()
+        turn = await caller.ask([user("go")], tools=[SHELL_TOOL])
+        result = tool_result(turn["tool_calls"][0], "no such file")
+        await caller.ask([user("go now"), turn, result], tools=[SHELL_TOOL])
+        two = caller.exchanges[-1]
+        assert two.extra["prompt"] == "engine"
+        assert '{"command": "\ufffd"}' in renderer().decode(two.suffix_ids)
+        assert "markers_parted" not in two.extra
+
+
 async def test_prompt_renderer_uses_bridle_s_template_and_not_the_engine_s(ruled):
     async with ruled_house("vllm chat", ruled, {"content": "a"}, prompt="renderer") as home:
         caller = await home.session()

@@ -120,6 +120,13 @@ def test_a_server_gets_arguments_as_text():
     assert given == ['{"command": "é"}', "no json"]
 
 
+def test_a_server_gets_no_lone_surrogate_and_results_in_the_order_of_their_calls():
+    calls = [call("c", '{"command":"\\ud83d"}'), call("d")]
+    turn, *results = server_messages([said(calls=calls), result("d", "2"), result("c", "1")])
+    assert turn["tool_calls"][0]["function"]["arguments"] == '{"command": "\ufffd"}'
+    assert [one["content"] for one in results] == ["1", "2"]
+
+
 def test_tools_are_functions_with_a_schema_even_where_none_was_given():
     assert chat_tools([]) is None
     (bash, bare) = chat_tools([BASH, ToolSpec("t", None, None)]) or []

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
+from bridle.dialects.json_reader import without_lone_surrogates
 from bridle.dialects.media import shown_block
 from bridle.dialects.openai_chat_write import chat_part
 from bridle.engines.base import Picture, Seeing, Seen, Templating
@@ -57,8 +58,9 @@ class Parting:
 
     def __call__(self, text: str) -> str:
         """Return the text as the model reads it, no part of it a control token."""
-        made = self._renderer.apart(text)
-        self.count += made != text
+        whole = without_lone_surrogates(text)
+        made = self._renderer.apart(whole)
+        self.count += made != whole
         return made
 
 

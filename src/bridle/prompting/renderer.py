@@ -26,6 +26,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 
 from bridle.config import builtin_tokenizer_dir
+from bridle.dialects.json_reader import without_lone_surrogates
 from bridle.dialects.media import block_name, shown_block
 from bridle.errors import RenderError, boundary
 from bridle.prompting.calls import once_per_tools
@@ -449,7 +450,7 @@ def chat_messages(
 def server_messages(
     messages: Sequence[Message],
     *,
-    escape: Escape = str,
+    escape: Escape = without_lone_surrogates,
     media: Callable[[MediaPart], JSON] | None = None,
 ) -> list[JSON]:
     """Return messages in the form that servers of OpenAI's chat route take: call arguments as text,
