@@ -1,5 +1,6 @@
 """Roots that the engine's own template renders, on servers whose template is not ours."""
 
+import random
 import shutil
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,9 @@ from tests.engines.recording import RecordingEngine
 from tests.engines.sglang_server import SglangServer
 from tests.engines.shapes import SHAPES
 from tests.gateway.house import SHELL_TOOL, house, renderer, scripted, tool_result, user
+from tests.gateway.speech import SPEECHES, Harness
 from tests.gateway.test_data import request
+from tests.gateway.test_plain import TURNS, played
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.embedded import EmbeddedEngine
@@ -203,6 +206,22 @@ async def test_the_scripted_engine_renders_prompts_like_bridle_s_renderer():
         shown = parse(Dialect.OPENAI_CHAT, {"model": "m", "messages": [user("hi")]})
         ours = renderer().render(shown.messages, (), thinking=None)
         assert np.array_equal(one.suffix_ids, ours)
+
+
+@pytest.mark.parametrize("name", SPEECHES)
+@pytest.mark.parametrize("seed", [9, 18, 22])
+async def test_random_traffic_gets_the_same_prompts_whoever_renders_them(seed, name):
+    both = []
+    for prompt in ("renderer", "engine"):
+        choose = random.Random(seed)
+        async with played(*choose.sample(list(TURNS), 5), prompt=prompt) as home:
+            caller = await home.session("s")
+            speech = SPEECHES[name]
+            harness = Harness(caller, speech, "You are an agent.", choose, streams=False)
+            for _ in range(12):
+                await harness.step()
+            both.append([one.prompt_digest for one in caller.exchanges])
+    assert both[0] == both[1]
 
 
 async def test_an_engine_without_a_template_is_refused_at_the_start():
