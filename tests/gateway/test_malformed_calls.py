@@ -1,10 +1,12 @@
 """The official SDKs read a call whose arguments are no JSON, and its echo goes on in one trace."""
 
 import json
+import random
 from typing import Any
 
 import pytest
 from tests.gateway.house import SHELL_TOOL, house, tool_result, user
+from tests.gateway.speech import SPEECHES, Harness
 from tests.gateway.test_sdk import client_of, said
 from tests.gateway.test_sdk_others import (
     CONFIG,
@@ -156,3 +158,26 @@ async def test_the_google_sdk_reads_the_raw_arguments_under_the_same_key(streame
             ]
             await models.generate_content(contents=contents, **args)
         await is_one_trace(home, caller)
+
+
+@STREAMED
+@pytest.mark.parametrize("name", SPEECHES)
+async def test_a_call_with_deeply_nested_arguments_is_captured_extended_and_rendered(
+    name, streamed
+):
+    nested = "[" * 600 + "]" * 600
+    call = f'<tool_call>\n{{"name": "bash", "arguments": {{"command": {nested}}}}}\n</tool_call>'
+    async with house({"raw": call}, END) as home:
+        caller = await home.session()
+        speech = SPEECHES[name]
+        harness = Harness(caller, speech, "Be brief.", random.Random(0), streams=streamed)
+        items = await harness.send() or []
+        given = [(one, "too deep") for item in items for one in speech.calls(item)]
+        harness.messages += [*items, *speech.results(given)]
+        await harness.send()
+        harness.messages[harness.first] = speech.user("Begin anew.")
+        await harness.send()
+        assert [status for status, _, _ in harness.answers] == [200, 200, 200]
+        one, two, three = caller.exchanges
+        assert (len(given), two.parent_id) == (1, one.exchange_id)
+        assert (three.continues, three.root_reason) == (one.exchange_id, "history_changed")

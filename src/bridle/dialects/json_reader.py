@@ -30,6 +30,8 @@ from bridle.types import JSON, Message
 
 MOST_NESTED: Final = 128
 """Levels of arrays and objects in one value: real schemas have 20, and the code behind recurses."""
+_AROUND: Final = 16
+"""More levels than stand around a call's arguments in a request or reply."""
 
 MOST_ITEMS: Final = 10_000
 """Messages of one request: each costs tens of microseconds before its first token is counted."""
@@ -106,15 +108,15 @@ def too_deep(path: str) -> RequestError:
     return RequestError(message, param=path or None)
 
 
-def check_depth(raw: bytes, value: Any, path: str) -> None:
-    """Raise `RequestError` if `value`, decoded from `raw`, has more than `MOST_NESTED` levels.
+def check_depth(raw: bytes, value: Any, path: str, most: int = MOST_NESTED) -> None:
+    """Raise `RequestError` if `value`, decoded from `raw`, has more than `most` levels.
 
     Most often the brackets are too few for that, which counting them in the bytes shows.
     """
-    if len(raw) <= 2 * MOST_NESTED or raw.count(b"{") + raw.count(b"[") <= MOST_NESTED:
+    if len(raw) <= 2 * most or raw.count(b"{") + raw.count(b"[") <= most:
         return
     level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MOST_NESTED):
+    for _ in range(most):
         held = [one.values() if isinstance(one, dict) else one for one in level]
         level = [item for one in held for item in one if isinstance(item, dict | list)]
         if not level:
@@ -663,16 +665,19 @@ def arguments_object(arguments: str) -> bytes:
     """Return the JSON text of call arguments for a dialect that needs an object.
 
     An object stays as it was written, but on one line. Empty text and `null` are `{}`. Anything
-    else goes under the key `INVALID_JSON`, which Anthropic's documentation uses for it, so that the
-    harness's own schema check tells the model: SDKs raise at a stream of broken JSON.
+    else, also an object that is nested too deeply to be read again, goes under the key
+    `INVALID_JSON`, which Anthropic's documentation uses for it, so that the harness's own schema
+    check tells the model: SDKs raise at a stream of broken JSON.
     """
     raw = arguments.strip()
     if raw in ("", "null"):
         return b"{}"
     text = without_lone_surrogates(raw).encode()
     try:
-        if isinstance(_VALUE.decode(text), dict):
+        value = _VALUE.decode(text)
+        check_depth(text, value, "", MOST_NESTED - _AROUND)
+        if isinstance(value, dict):
             return bytes(without_space(text)) if "\n" in raw or "\r" in raw else text
-    except _REFUSED:
+    except (*_REFUSED, RequestError):
         pass
     return encode({"INVALID_JSON": without_lone_surrogates(arguments)})

@@ -554,11 +554,10 @@ def _arguments(call: ToolCall, escape: Escape) -> JSON | str:
         return {"input": escape(call.arguments)}
     try:
         value = json.loads(call.arguments or "{}")
+        shown = _escaped(value, escape) if isinstance(value, dict) else escape(call.arguments)
     except (ValueError, RecursionError):
         return escape(call.arguments)
-    if value is None:
-        return {}
-    return _escaped(value, escape) if isinstance(value, dict) else escape(call.arguments)
+    return {} if value is None else shown
 
 
 def _result(message: Message, content: str | list[JSON], escape: Escape) -> JSON:
