@@ -272,6 +272,28 @@ async def test_all_replicas_take_new_weights_while_nothing_samples(mode):
         assert (await pool.start()).version == 5
 
 
+async def test_nothing_samples_while_the_second_of_two_updates_at_once_loads():
+    gates = {"five": asyncio.Event(), "six": asyncio.Event()}
+
+    class Gated(Trained):
+        async def update_weights(self, source, version):
+            self.loaded.append((source, version, len(self.asked)))
+            await gates[source].wait()
+
+    a = Gated()
+    async with pooled(a) as pool, asyncio.TaskGroup() as group:
+        first = group.create_task(pool.update_weights("five", 5))
+        second = group.create_task(pool.update_weights("six", 6))
+        await until(lambda: a.loaded)
+        gates["five"].set()
+        await first
+        await until(lambda: len(a.loaded) == 2)
+        assert (pool.held, second.done()) == ("abort", False)
+        gates["six"].set()
+        await second
+        assert (pool.held, pool.replicas()[0]["version"]) == (None, 6)
+
+
 async def test_calls_are_served_during_a_rolling_weight_update():
     a, b = Trained(), Trained()
     async with pooled(a, b) as pool:

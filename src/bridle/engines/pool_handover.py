@@ -44,8 +44,6 @@ class EngineHandover(WeightUpdates):
 
     settings: RoutingSettings
     _replicas: dict[str, Replica]
-    _turns: asyncio.Lock
-    """Held while replicas are released or resumed: trainers take turns."""
     _absent: dict[str, Release]
     """Released servers that are not in the pool, now or yet."""
 

@@ -447,6 +447,8 @@ class WeightUpdates(ABC):
     `bridle.engines.pool.EnginePool` implements the abstract methods.
     """
 
+    _turns: asyncio.Lock
+    """Held while weights are loaded, and while replicas are released or resumed."""
     _latest: tuple[Weights, int] | None = None
     """The weights that were loaded last, and their version."""
 
@@ -524,42 +526,44 @@ class WeightUpdates(ABC):
         """Load the weights of `source` into all replicas, or those named in `only`; with
         `only_older`, those whose weights are of an earlier version.
 
-        Sessions continue. All replicas are updated at once under a `hold` of `mode`, or under the
-        hold that is already there; with `rolling`, one after the other, while the rest samples
-        under the old weights. Engines that are `Adaptable` take an adapter without a hold; calls
-        that are two adapters behind then are ended and resumed. Raises `EngineError` naming the
-        replicas that failed.
+        Sessions continue, and updates take turns. All replicas are updated at once under a `hold`
+        of `mode`, or under the hold that is already there; with `rolling`, one after the other,
+        while the rest samples under the old weights. Engines that are `Adaptable` take an adapter
+        without a hold; calls that are two adapters behind then are ended and resumed. Raises
+        `EngineError` naming the replicas that failed.
         """
-        released = [one for one in self.each() if one.state is ReplicaState.RELEASED]
-        for one in released:
-            if only is not None and one.named_in(only):
+        async with self._turns:
+            released = [one for one in self.each() if one.state is ReplicaState.RELEASED]
+            for one in released:
+                if only is not None and one.named_in(only):
+                    raise EngineError(
+                        f"replica {one.name} is released to its trainer: it loads weights when it"
+                        " is resumed"
+                    )
+            if not self._up() and not (only_older and released):
                 raise EngineError(
-                    f"replica {one.name} is released to its trainer: it loads weights when it is "
-                    "resumed"
+                    "no replica is live, so none can take weights; try again later", retryable=True
                 )
-        if not self._up() and not (only_older and released):
-            raise EngineError(
-                "no replica is live, so none can take weights; try again later", retryable=True
-            )
-        failed: list[str] = []
-        logged: set[str] = set()
-        # Again for those that came back meanwhile, with weights that were the newest then.
-        while todo := [
-            one
-            for one in self._up()
-            if one.name not in logged
-            and one.named_in(only)
-            and not (only_older and one.version >= version)
-        ]:
-            logged.update(one.name for one in todo)
-            if rolling and self.held is None:
-                failed += await self._in_turn(todo, source, version, wait=mode == "wait")
-            else:
-                failed += await self._at_once(todo, source, version, mode, timeout_s)
-        if failed:
-            raise EngineError(f"weights {version} did not load everywhere: " + "; ".join(failed))
-        if only_older:
-            self.remember(source, version)
+            failed: list[str] = []
+            logged: set[str] = set()
+            # Again for those that came back meanwhile, with weights that were the newest then.
+            while todo := [
+                one
+                for one in self._up()
+                if one.name not in logged
+                and one.named_in(only)
+                and not (only_older and one.version >= version)
+            ]:
+                logged.update(one.name for one in todo)
+                if rolling and self.held is None:
+                    failed += await self._in_turn(todo, source, version, wait=mode == "wait")
+                else:
+                    failed += await self._at_once(todo, source, version, mode, timeout_s)
+            if failed:
+                errors = "; ".join(failed)
+                raise EngineError(f"weights {version} did not load everywhere: {errors}")
+            if only_older:
+                self.remember(source, version)
 
     def remember(self, source: Weights, version: int) -> None:
         """Record the latest weights, which replicas with older ones load before they serve
