@@ -15,7 +15,7 @@ from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica, RoutingSettings, make_replica
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import ConfigError, EngineError
-from bridle.gateway.weights import WEIGHTS_FILE
+from bridle.gateway.weights import WEIGHTS_FILE, kept_releases
 from bridle.scripted.engine import PROBE_PREFIX
 from bridle.scripted.server import EngineServer
 from bridle.types import VersionSpan
@@ -392,3 +392,21 @@ async def test_calls_wait_for_the_end_of_a_pause_by_somebody_else_in_which_the_e
                 [4],
             ]
             assert (await replicas(home))[0]["losses"] == 0
+
+
+async def test_engines_that_are_released_at_once_are_all_written_down(tmp_path):
+    """Each of 16 trainers releases its own engine, and has it serve again, eight times."""
+    engines = [Trained({"content": "a"}) for _ in range(17)]
+    servers = [(f"http://e{n}", one) for n, one in enumerate(engines)]
+    pool = EnginePool([Replica(name, one, reopen=Trained) for name, one in servers])
+    async with house(engine=pool, data_dir=tmp_path) as home:
+
+        async def steer(name, state):
+            return await home.control("POST", f"/engines/{name}", {"state": state, "by": name})
+
+        for _ in range(8):
+            for state, written in (("released", 16), ("resumed", 0)):
+                async with asyncio.TaskGroup() as group:
+                    asked = [group.create_task(steer(f"e{n}", state)) for n in range(16)]
+                assert [one.result() for one in asked if one.result()[0] != 200] == []
+                assert len(kept_releases(tmp_path)) == written

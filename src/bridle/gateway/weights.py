@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, Self
 
@@ -42,6 +42,8 @@ class Policy:
     paused: bool = False
     file: Path | None = None
     """File that names the folder of the weights, for the gateway's next start."""
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while this file or that of the releases is written."""
 
     @classmethod
     def of(cls, version: int, data_dir: Path | None) -> Self:
@@ -162,7 +164,7 @@ async def set_policy(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> 
             only_older=wanted.only_older,
         )
         policy.version = wanted.version
-        await asyncio.to_thread(_keep, policy.file, wanted.weights, wanted.version)
+        await _record(wanted, policy)
     else:
         check_version(engines.each(), wanted.version)
         if wanted.hold:
@@ -170,7 +172,7 @@ async def set_policy(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> 
         if wanted.version is not None:
             await engines.set_version(wanted.version)
             policy.version = wanted.version
-            await asyncio.to_thread(_forget, policy.file, wanted.version)
+            await _record(wanted, policy)
         if wanted.hold is False:
             await engines.release()
     if wanted.paused is not None:
@@ -194,14 +196,22 @@ async def _hand_over(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> 
             )
     finally:
         if policy.file is not None:
-            content = _RELEASES.dump_json(engines.released())
-            await asyncio.to_thread(_write, policy.file.with_name(RELEASED_FILE), content)
+            async with policy.writing:  # read within it: the last one to write knows all
+                content = _RELEASES.dump_json(engines.released())
+                await asyncio.to_thread(_write, policy.file.with_name(RELEASED_FILE), content)
     if wanted.version is not None:
         policy.version = max(policy.version, wanted.version)
-        if wanted.weights is not None:
-            await asyncio.to_thread(_keep, policy.file, wanted.weights, wanted.version)
-        else:
-            await asyncio.to_thread(_forget, policy.file, wanted.version)
+        await _record(wanted, policy)
+
+
+async def _record(wanted: SetPolicy, policy: Policy) -> None:
+    """Record the folder of the version that samples now; forget it if a trainer has loaded it."""
+    if policy.file is not None and wanted.version is not None:
+        async with policy.writing:
+            if wanted.weights is not None:
+                await asyncio.to_thread(_keep, policy.file, wanted.weights, wanted.version)
+            else:
+                await asyncio.to_thread(_forget, policy.file, wanted.version)
 
 
 def kept_releases(data_dir: Path | None) -> dict[str, Release]:
@@ -228,9 +238,8 @@ def kept_weights(data_dir: Path | None) -> tuple[str, int] | None:
         return str(kept["weights"]), int(kept["version"])
 
 
-def _keep(path: Path | None, weights: str, version: int) -> None:
-    if path is not None:
-        _write(path, json.dumps({"weights": weights, "version": version}).encode())
+def _keep(path: Path, weights: str, version: int) -> None:
+    _write(path, json.dumps({"weights": weights, "version": version}).encode())
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -244,9 +253,9 @@ def _write(path: Path, content: bytes) -> None:
         aside.replace(path)
 
 
-def _forget(path: Path | None, version: int) -> None:
+def _forget(path: Path, version: int) -> None:
     """Forget the kept folder: this version's weights were loaded by a trainer."""
-    if path is not None and (kept := kept_weights(path.parent)) and kept[1] != version:
+    if (kept := kept_weights(path.parent)) and kept[1] != version:
         with boundary(StoreError, f"{path}: cannot be removed"):
             path.unlink(missing_ok=True)
 
