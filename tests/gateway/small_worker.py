@@ -1,8 +1,9 @@
 """A worker that is no gateway: it speaks to its supervisor like one and answers with its name.
 
 A program of the standard library alone, so that a test can start a few of them. Its line of JSON
-may tell, by worker: an `error` that keeps it from starting, a key to `refuse` in bodies, and a
-file that, while it is there, keeps every second start from coming up (`stumbles`).
+may tell, by worker: an `error` that keeps it from starting, a key to `refuse` in bodies (once the
+named pipe `refuses_after` was read, if it has one), and a file that, while it is there, keeps every
+second start from coming up (`stumbles`).
 """
 
 import json
@@ -45,6 +46,8 @@ class Answers(BaseHTTPRequestHandler):
     def route(self, body):  # noqa: PLR0911, C901 - one per route
         asked = json.loads(body) if body.startswith("{") else {}
         if OWN.get("refuse") in asked:
+            if "refuses_after" in OWN:
+                Path(OWN["refuses_after"]).write_bytes(b"")
             return 400, {"error": {"message": f"{NAME} refuses"}}
         match self.command, self.path:
             case "GET", "/metrics":

@@ -190,6 +190,12 @@ async def test_weights_are_loaded_by_one_worker_while_the_others_hold(tmp_path):
         assert (status, said["error"]["message"]) == (400, "rolling: not with several workers")
 
 
+async def test_a_pause_that_comes_with_weights_pauses_every_worker(tmp_path):
+    async with stand(tmp_path) as it:
+        await it.ask("POST", "/policy", {"weights": "/w", "version": 5, "paused": True})
+        assert [(await policy_of(it, number))["paused"] for number in range(2)] == [True, True]
+
+
 @pytest.mark.parametrize("more", [{}, {"released": False}])
 async def test_an_adapter_is_loaded_by_every_worker(tmp_path, more):
     """A worker's calls name the adapters that it has loaded itself."""
@@ -222,6 +228,38 @@ async def test_weights_that_the_others_cannot_hold_for_are_not_loaded(tmp_path):
         status, said = await it.ask("POST", "/policy", {"weights": "/w", "version": 5})
         assert (status, said["error"]["message"]) == (400, "worker-1 refuses")
         assert (await it.ask("GET", "/policy"))[1]["version"] == 0
+
+
+@pytest.mark.parametrize("later", [{"version": 9}, {"version": 9, "weights": "/w"}])
+async def test_a_policy_that_is_taken_back_leaves_one_that_was_set_meanwhile(tmp_path, later):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    own = {"worker-1": {"refuse": "paused", "refuses_after": str(gate)}}
+    async with stand(tmp_path, own) as it, asyncio.TaskGroup() as group:
+        first = group.create_task(it.ask("POST", "/policy", {"paused": True, "hold": "wait"}))
+        await until_held(it)
+        second = group.create_task(it.ask("POST", "/policy", later))
+        for _ in range(20):  # the second one has been read
+            await it.ask("GET", "/health")
+        assert await asyncio.to_thread(gate.read_bytes) == b""
+        assert ((await first)[0], (await second)[0]) == (400, 200)
+        pid = it.gateway.workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await it.until_restarted(0)
+        for policy in [await policy_of(it, 0), await policy_of(it, 1)]:
+            assert (policy["version"], policy["paused"], policy["hold"] or None) == (9, False, None)
+
+
+async def policy_of(it, number):
+    port = it.gateway.workers[number].sockets[1].getsockname()[1]
+    return (await it.ask("GET", f"http://127.0.0.1:{port}/policy"))[1]
+
+
+async def until_held(it):
+    async with asyncio.timeout(30):
+        while (await policy_of(it, 0))["hold"] is None:
+            pass
 
 
 async def test_a_killed_worker_comes_back_on_its_port_with_the_policy_of_the_others(tmp_path):

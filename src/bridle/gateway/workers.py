@@ -115,6 +115,8 @@ class Supervisor(Stacked):
         """The worker of every session, ended ones included."""
         self._policy: JSON = {}
         """`version`, `paused` and `hold` as they were set, for workers that are restarted."""
+        self._steering = asyncio.Lock()
+        """Held while one request changes them on the workers."""
         self._replicas: list[tuple[str, str]] = []
         """Changes of the replicas ("add", engine) or ("remove", name), for the same."""
         self.workers: list[Worker] = []
@@ -280,7 +282,8 @@ class Supervisor(Stacked):
                 answers = await self._ask_all("GET", path)
                 return _failure(answers) or _newest(answers)
             case "POST", "policy":
-                return await self._set_policy(body)
+                async with self._steering:
+                    return await self._set_policy(body)
             case "GET", ("engines" | "replicas") as route:
                 return await self._show_replicas(route)
             case "POST", "engines", *_:
@@ -402,7 +405,8 @@ class Supervisor(Stacked):
         except ValidationError:
             return await self._ask(self.workers[0], "POST", path, body)  # refused there
         changes = policy.model_dump(mode="json", exclude_none=True)
-        answer = await self._set_policy(orjson.dumps(changes))
+        async with self._steering:
+            answer = await self._set_policy(orjson.dumps(changes))
         return answer if answer[0] != 200 else await self._show_replicas("engines")
 
     async def _take_back(self, before: JSON, *, hold: bool) -> None:
@@ -426,7 +430,8 @@ class Supervisor(Stacked):
             body = orjson.dumps(wanted)
             answer = await self._ask(self.workers[0], "POST", "/policy", body)
             if answer[0] == 200:
-                after["version"] = wanted["version"]
+                given = ("version", "paused")
+                after |= {name: wanted[name] for name in given if wanted.get(name) is not None}
             return answer
         finally:
             self._policy = before | after
