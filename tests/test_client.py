@@ -145,6 +145,15 @@ async def test_a_consumer_acknowledges_groups_explicitly_and_continues_from_its_
         assert await client.ack(task_ids=["c"]) == 1
 
 
+async def test_more_tasks_than_one_request_takes_are_cancelled_and_acknowledged(tmp_path):
+    async with a_client(tmp_path) as client:
+        await client.pause()
+        names = [f"t{number}" for number in range(1001)]
+        await client.submit_many([task(names[0]), task(names[-1])])
+        assert await client.cancel(*names) == names[1:-1]
+        assert await client.ack(task_ids=names) == 2
+
+
 @pytest.mark.parametrize("ack", [True, False])
 async def test_groups_by_priority_are_yielded_once(tmp_path, ack):
     async with a_client(tmp_path, FakeWorkers(capacity=1)) as client:

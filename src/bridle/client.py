@@ -54,6 +54,9 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 BATCH = 100
 """Tasks of one request of `submit_many`."""
 
+IDS = 1000
+"""Task ids of one request of `cancel` or `ack`."""
+
 POLL_S = 30
 """Time that one long poll waits."""
 
@@ -216,8 +219,10 @@ class AsyncClient:
 
     async def cancel(self, *task_ids: str) -> list[str]:
         """Cancel tasks with all their sessions; return the ids that are unknown."""
-        answer = await self._json("POST", "/v1/tasks/cancel", {"task_ids": list(task_ids)})
-        unknown: list[str] = answer["unknown"]
+        unknown: list[str] = []
+        for start in range(0, len(task_ids), IDS):
+            body = {"task_ids": task_ids[start : start + IDS]}
+            unknown += (await self._json("POST", "/v1/tasks/cancel", body))["unknown"]
         return unknown
 
     async def cancel_session(self, session_id: str) -> JSON:
@@ -288,8 +293,10 @@ class AsyncClient:
         """Acknowledge these groups, or all up to `cursor`; return how many had not been
         acknowledged before.
         """
-        body = {"cursor": cursor, "task_ids": list(task_ids)}
-        count: int = (await self._json("POST", "/v1/groups/ack", body))["acked"]
+        count = 0
+        for start in range(0, max(1, len(task_ids)), IDS):
+            body = {"cursor": cursor, "task_ids": list(task_ids[start : start + IDS])}
+            count += (await self._json("POST", "/v1/groups/ack", body))["acked"]
         return count
 
     async def trajectory(self, session_id: str) -> Trajectory:
