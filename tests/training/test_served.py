@@ -118,6 +118,21 @@ async def test_groups_sampled_from_weights_without_a_checkpoint_run_again(tmp_pa
     assert again.isdisjoint({f"x.{n:06d}.0.{ORDER[n]}.0" for n in (2, 3)})
 
 
+async def test_a_second_death_before_all_groups_are_read_leaves_none_of_lost_weights(tmp_path):
+    """The first successor has published its older weights when it dies, and read no group."""
+    async with a_server(tmp_path) as client:
+        _, cursor = await life(client, {}, take=2, keep=2, allow=2, publish=0)
+        await life(client, cursor, take=2, allow=2, publish=1)
+        await client.set_policy(version=0)
+
+        async with server_groups(client, draws(), training="x", version=0, cursor=cursor) as source:
+            source.allow(2)
+            groups = await taken(source, 2)
+
+    assert sorted(group.index for group in groups) == [2, 3]
+    assert {int(s.traces[0].versions.max()) for g in groups for s in g.sessions} == {0}
+
+
 async def test_finished_groups_of_a_checkpointed_version_do_not_run_again(tmp_path):
     async with a_server(tmp_path) as client:
         _, cursor = await life(client, {}, take=4, keep=2, allow=4, publish=0)

@@ -446,7 +446,7 @@ class ServerGroups(_Groups):
                 unwanted.append(task["task_id"])
             else:
                 self._known[name.index] = name
-                if lost:
+                if lost or ended:  # a life before may have put older weights there, and died
                     self._old.add(name)
         await self._drop(unwanted)
 
