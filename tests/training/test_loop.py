@@ -81,8 +81,7 @@ class Player:
         return HeldOutEvaluation(float(chances[GOOD].sum()), 1, 0, {})
 
     def cursor(self):
-        assert not self._ready, "groups that were begun would be lost"
-        return {"next": self.next}
+        return {"next": self.next - len(self._ready)}
 
     async def kept(self):
         self.keeps.append(self.next)
@@ -268,6 +267,26 @@ async def test_a_nan_loss_ends_the_training_with_a_checkpoint_of_the_last_good_w
     [saved] = checkpoints(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), before)
+
+
+async def test_groups_of_a_step_that_failed_are_begun_again_by_the_resumed_training(tmp_path):
+    policy = learner(flat_groups="keep")
+    source = Player(policy.model)
+    update = policy.update
+
+    def fails(batch):
+        if policy.version == 2:
+            raise TrainingError("the loss is not a number")
+        return update(batch)
+
+    policy.update = fails
+    with pytest.raises(TrainingError, match="not a number"):
+        await loop(tmp_path, policy, source, max_lag=1).run()
+
+    [saved] = checkpoints(tmp_path)
+    state = read_state(saved)
+    assert (state["step"], state["cursor"]) == (2, {"next": 2 * 4})
+    assert sum(one["groups"] for one in state["history"].values()) == 2 * 4
 
 
 async def test_weights_that_the_engine_refuses_are_in_a_checkpoint_that_resumes(tmp_path):

@@ -118,6 +118,8 @@ class Loop:
     course: Course = field(default_factory=Course)
     tell: Tell = lambda _: None
     """Called after each step and each evaluation."""
+    _before: JSON | None = None
+    """Source and history when the step under way began: what it took is not trained yet."""
     _fruitless: list[Group] = field(default_factory=list)
     _warned: bool = False
     _updates: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "update"))
@@ -157,8 +159,7 @@ class Loop:
         """Write a checkpoint of the training so far; returns its folder."""
         state = {
             "step": self.course.step,
-            "cursor": self.source.cursor(),
-            "history": self.history.json(),
+            **(self._before or self._position()),
             "course": asdict(self.course),
         }
         keep = self.settings.keep_checkpoints
@@ -168,6 +169,9 @@ class Loop:
         await self.source.kept()
         return saved
 
+    def _position(self) -> JSON:
+        return {"cursor": self.source.cursor(), "history": self.history.json()}
+
     async def _evaluate(self) -> None:
         found = await self.source.evaluate()
         if found is not None:
@@ -175,6 +179,7 @@ class Loop:
             self.tell(self.course)
 
     async def _step(self) -> None:
+        self._before = self._position()
         began = time.monotonic()
         taken, chosen = await self._gather()
         waited = time.monotonic() - began
@@ -209,6 +214,7 @@ class Loop:
             published_s=round(published, 3),
         )
         self.course.steps.append(report.json())
+        self._before = None
         self.tell(self.course)
         self._warn_of_rejected(taken)
         if fault is not None:
