@@ -1,5 +1,9 @@
 """Checkpoints are whole, loadable by engines, and bring a learner back to where it was."""
 
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -54,6 +58,41 @@ def test_only_the_newest_checkpoints_are_kept_and_partial_ones_are_not_listed(tm
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000002", "step-000010"]
     assert checkpoints(tmp_path / "none") == []
     assert len(load_tokenizer(checkpoints(tmp_path)[0])) == len(TOKENIZER)
+
+
+@pytest.mark.parametrize("survives", range(4))
+def test_a_death_while_a_checkpoint_is_written_anew_leaves_a_whole_one(
+    tmp_path, survives, monkeypatch
+):
+    """It comes instead of the step that renames or removes a folder, after so many of these."""
+
+    class Death(BaseException):
+        pass
+
+    done = []
+
+    def mortal(step):
+        def counted(path, *args, **more):
+            if len(done) == survives:
+                raise Death
+            if Path(path).exists():
+                done.append(path)
+            return step(path, *args, **more)
+
+        return counted
+
+    learner = Learner(tiny_model(), SETTINGS)
+    save_checkpoint(tmp_path, learner, TOKENIZER, {"step": 1}, keep=1)
+    with monkeypatch.context() as patch, suppress(Death):
+        patch.setattr(Path, "rename", mortal(Path.rename))
+        patch.setattr(shutil, "rmtree", mortal(shutil.rmtree))
+        save_checkpoint(tmp_path, learner, TOKENIZER, {"step": 1}, keep=1)
+
+    [whole] = checkpoints(tmp_path)
+    assert restore(Learner(loaded(whole), SETTINGS), whole)["step"] == 1
+    for step in (1, 2):
+        saved = save_checkpoint(tmp_path, learner, TOKENIZER, {"step": step}, keep=1)
+        assert [*tmp_path.iterdir()] == [*checkpoints(tmp_path)] == [saved]
 
 
 def test_weights_with_nan_are_not_saved_as_a_checkpoint(tmp_path):

@@ -392,9 +392,12 @@ def save_checkpoint(
         "replay_experts": learner.settings.replay_experts,
     }
     (aside / STATE).write_text(json.dumps({**state, **known}, indent=1) + "\n")
-    shutil.rmtree(target, ignore_errors=True)
+    if target.exists():
+        replaced = target.with_name(f"{target.name}.old")
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
     aside.rename(target)
-    for old in checkpoints(folder)[:-keep]:
+    for old in {*checkpoints(folder)[:-keep], *folder.glob("step-*.*")}:
         shutil.rmtree(old)
     return target
 
@@ -407,9 +410,14 @@ def write_model(folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBa
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return all complete checkpoints in `folder`, oldest first; none if it does not exist."""
+    """Return all complete checkpoints in `folder`, oldest first; none if it does not exist.
+
+    `step-N.old` is one of them if its writer died before it put another `step-N` in its place.
+    """
     found = [path for path in folder.glob("step-*") if (path / STATE).is_file()]
-    return sorted(path for path in found if path.suffix != ".part")
+    whole = {path for path in found if not path.suffix}
+    left = {path for path in found if path.suffix == ".old" and path.with_suffix("") not in whole}
+    return sorted(whole | left)
 
 
 def read_state(checkpoint: Path) -> JSON:
