@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from bridle.cli.train import (
 from bridle.config import AgentSpec, FieldPolicy, SamplingPolicy, Task
 from bridle.engines.base import is_adapter
 from bridle.errors import ConfigError
+from bridle.folders import FolderLock
 from bridle.training.grpo import Learner
 from bridle.training.loop import checkpoints, read_state
 from bridle.training.settings import GrpoSettings
@@ -53,6 +55,15 @@ async def test_a_folder_that_holds_a_training_is_not_overwritten(tmp_path):
     settings = TrainSettings(model="m", tasks="x", out=str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="holds a training; resume it with --resume"):
         await train_here(settings, [TASK])
+
+
+async def test_a_folder_whose_training_runs_is_refused_and_left_as_it_is(tmp_path):
+    model, out = untrained(tmp_path / "model"), tmp_path / "out"
+    settings = TrainSettings(model=str(model), tasks="x", out=str(out))
+    with FolderLock(out):
+        with pytest.raises(ConfigError, match=rf"out is in use by .*{os.getpid()}"):
+            await train_here(settings, [TASK], resume=True)
+        assert [path.name for path in out.iterdir()] == [".lock"]
 
 
 async def test_a_training_without_tasks_leaves_no_folder(tmp_path):
@@ -211,6 +222,8 @@ async def test_name_of_a_training_depends_only_on_its_folder(tmp_path):
     first = await name_in(tmp_path / "a")
     assert await name_in(tmp_path / "a") == first != await name_in(tmp_path / "b")
     assert "." not in first
+    (tmp_path / "b" / "training.name").write_text("")  # its process died while it wrote
+    assert await name_in(tmp_path / "b") == await name_in(tmp_path / "b") != ""
 
 
 @contextmanager

@@ -54,6 +54,7 @@ from bridle.datasets.jsonl import load_tasks, require_verified
 from bridle.engines import check_model_folder
 from bridle.engines.base import is_adapter
 from bridle.errors import ConfigError, TrainingError
+from bridle.folders import FolderLock
 from bridle.gateway.app import GatewayServer
 from bridle.node.base import Events
 from bridle.node.local import Executor, LocalExecutor, LocalNode, NodeSettings, check
@@ -313,7 +314,7 @@ async def open_backend(settings: TrainSettings, model: Path) -> AsyncIterator[Ro
 def _name(out: Path) -> str:
     """Return the name of a folder's training on a server, the same at every start."""
     path = out / NAME
-    if not path.is_file():
+    if not path.is_file() or not path.read_text():  # empty: the process died while it wrote
         out.mkdir(parents=True, exist_ok=True)
         path.write_text(f"train-{secrets.token_hex(4)}")
     return path.read_text().strip()
@@ -393,8 +394,8 @@ async def train_here(
     initial model, if known.
 
     `ConfigError` for a mistake, before anything runs: a folder that holds a training that is not
-    resumed, another tokenizer than the engine's, other sampling. `TrainingError` if the training
-    cannot continue; the last checkpoint stays.
+    resumed or that still runs, another tokenizer than the engine's, other sampling.
+    `TrainingError` if the training cannot continue; the last checkpoint stays.
     """
     from bridle.embedded.model import load_tokenizer
     from bridle.training.loop import Course, Loop, checkpoints
@@ -405,9 +406,10 @@ async def train_here(
     learner, model, state = await asyncio.to_thread(_load_start, settings, resume=resume)
     history = History.of(state.get("history", {}))
     draws = TaskDraws(tasks, history, seed=settings.seed, curriculum=settings.curriculum)
-    _write_settings(settings, out)
     initial = [] if before is None else [{"step": 0, **before.json()}]
     async with AsyncExitStack() as stack:
+        stack.enter_context(FolderLock(out))
+        _write_settings(settings, out)
         given = settings.model_dump(mode="json")
         tracked = stack.enter_context(telemetry.open_trackers(settings.telemetry, out, given))
         backend = await stack.enter_async_context(opener(settings, model))
