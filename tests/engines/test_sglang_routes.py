@@ -258,6 +258,11 @@ def test_a_stop_string_is_reported_and_a_stop_token_is_not():
         assert reading().read(piece([5], 1, **ended)).stop_text == text
 
 
+@pytest.mark.parametrize(("reported", "read"), [(3, 3), (None, 0), (-2, 0)])
+def test_cached_tokens_are_never_fewer_than_none(reported, read):
+    assert reading().read(piece([5], 1, cached_tokens=reported)).cached_tokens == read
+
+
 @pytest.mark.parametrize("incremental", [False, True])
 def test_experts_come_with_the_last_piece_in_either_form(incremental):
     rows = np.arange(2 * (len(PROMPT) + 2), dtype=np.int32).reshape(-1, 2, 1)

@@ -344,6 +344,8 @@ def test_versions_stop_strings_extras_and_cache_hits_are_read():
 def test_a_usage_event_yields_no_tokens_chunk():
     read = read_answer(b'{"choices":[],"usage":{"prompt_tokens":3}}')
     assert (read.chunk, read.cached_tokens) == (None, 0)
+    usage = b'{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":-2}}'
+    assert read_answer(b'{"choices":[],"usage":%b}' % usage).cached_tokens == 0
 
 
 def test_a_reply_without_ids_has_none():

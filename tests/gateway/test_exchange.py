@@ -1,6 +1,7 @@
 """A call from its request to its commit, over real HTTP."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import orjson
@@ -468,3 +469,22 @@ async def test_a_call_cancelled_before_its_task_ran_is_marked_as_failed_and_remo
         assert call.stage is Stage.FAILED
         assert len(session.running) == 0
         assert not session.calls
+
+
+@pytest.mark.parametrize(("reported", "shown"), [(5, 5), (-3, 0), (10_000, 11)])
+async def test_a_reply_has_no_more_cached_tokens_than_its_prompt_has_tokens(reported, shown):
+    """A call that was resumed reports the tokens so far as cached ones of its prompt too."""
+
+    class Caching(Gated):
+        async def generate(self, request):
+            async for one in self._inner.generate(request):
+                yield replace(one, cached_tokens=reported)
+
+    async with house(engine=Caching({"content": "hi"})) as home:
+        caller = await home.session()
+        caller.url = f"{caller.handle.base_urls['anthropic']}/v1/messages"
+        body = {"max_tokens": 99, "messages": [user("go")], "model": "m"}
+        status, reply = await caller.post(body)
+        assert (status, caller.exchanges[0].prompt_length) == (200, 11)
+    usage = reply["usage"]
+    assert (usage["cache_read_input_tokens"], usage["input_tokens"]) == (shown, 11 - shown)

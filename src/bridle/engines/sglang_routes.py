@@ -267,7 +267,7 @@ class Reading:
             stop_text=_stop_text(meta.finish_reason),
             versions=() if finish is None else self._versions(meta),
             prompt_ids_json=prompt_ids,
-            cached_tokens=meta.cached_tokens or 0,
+            cached_tokens=max(0, meta.cached_tokens or 0),
             reply=None if finish is None else _reply(choice, answer.text, finish),
             extra={} if finish is None else self._experts(meta),
         )

@@ -549,7 +549,7 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
         raise _failed(answer.error)
     usage = answer.usage
     details = usage.prompt_tokens_details if usage is not None else None
-    cached = (details.cached_tokens or 0) if details is not None else 0
+    cached = max(0, details.cached_tokens or 0) if details is not None else 0
     if not answer.choices:
         prompt_tokens = None if usage is None else usage.prompt_tokens
         return Read(None, cached, None, None, None, None, False, prompt_tokens)  # noqa: FBT003

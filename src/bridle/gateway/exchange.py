@@ -521,7 +521,8 @@ class Exchanges:
         usage = Usage(
             prompt_tokens=prompt.length,
             completion_tokens=sampled.output_ids.size,
-            cached_tokens=sampled.last.cached_tokens,
+            # Of a resumed call, the engine's prompt ended with the tokens so far.
+            cached_tokens=min(max(0, sampled.last.cached_tokens), prompt.length),
             reasoning_tokens=reply.reasoning_tokens,
         )
         hidden = reply.reasoning is not None and not session.plan.shows_reasoning
