@@ -290,8 +290,8 @@ class AsyncClient:
                 await asyncio.sleep(0.1)
 
     async def ack(self, *, cursor: int | None = None, task_ids: Sequence[str] = ()) -> int:
-        """Acknowledge these groups, or all up to `cursor`; return how many had not been
-        acknowledged before.
+        """Acknowledge these groups, or all that ended up to the `GroupResult.cursor` of one; return
+        how many had not been acknowledged before.
         """
         count = 0
         for start in range(0, max(1, len(task_ids)), IDS):

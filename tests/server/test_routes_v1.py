@@ -296,6 +296,20 @@ async def test_groups_are_listed_until_they_are_acknowledged(tmp_path):
         assert response == {"groups": [], "cursor": rest["cursor"]}
 
 
+async def test_by_priority_no_cursor_passes_over_or_acknowledges_a_group_not_listed_yet(tmp_path):
+    async with an_app(tmp_path) as http:
+        for name, priority in (("low", 1), ("high", 9)):
+            await submit(http, body(name, dispatch_priority=priority))
+            await ended(http.service, name)
+        page = (await http.get("/v1/groups?order=priority&limit=1")).json()
+        assert [one["task_id"] for one in page["groups"]] == ["high"]
+        response = await http.post("/v1/groups/ack", json={"cursor": page["cursor"]})
+        assert response.json() == {"acked": 0}
+        await http.post("/v1/groups/ack", json={"task_ids": ["high"]})
+        page = (await http.get(f"/v1/groups?order=priority&cursor={page['cursor']}")).json()
+        assert [one["task_id"] for one in page["groups"]] == ["low"]
+
+
 async def test_long_poll_waits_for_the_next_group(tmp_path):
     async with an_app(tmp_path) as http:
         async with asyncio.TaskGroup() as group:

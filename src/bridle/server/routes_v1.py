@@ -428,7 +428,8 @@ async def groups(request: ApiRequest) -> Response:
     one.
 
     `cursor` is the last group seen. Without it, a consumer that was restarted gets all groups again
-    that it did not acknowledge, in order.
+    that it did not acknowledge, in order. By priority the cursor stays as it was given, because
+    groups that end later may come first: such a page repeats what is not acknowledged.
     """
     packed = negotiate(request, (JSON_TYPE, MSGPACK_TYPE)) == MSGPACK_TYPE
     page = request.query(GroupsQuery)
@@ -450,7 +451,8 @@ async def groups(request: ApiRequest) -> Response:
             ]
         listed.append(group)
     place = "seq" if page.order == "submitted" else "done_seq"
-    body = {"groups": listed, "cursor": max([page.cursor, *(row[place] for row in rows)])}
+    seen = [] if page.order == "priority" else [row[place] for row in rows]
+    body = {"groups": listed, "cursor": max([page.cursor, *seen])}
     return await asyncio.to_thread(packed_reply if packed else reply, body)
 
 

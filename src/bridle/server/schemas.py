@@ -411,7 +411,8 @@ class Ack(Settings):
     """Body of `POST /v1/groups/ack`."""
 
     cursor: int | None = Field(default=None, ge=0)
-    """Acknowledges all groups up to this cursor."""
+    """Acknowledges all groups that ended up to this one: the `cursor` of a group, or of a page in
+    the order `done`. Who reads in another order acknowledges by `task_ids`."""
     task_ids: tuple[Name, ...] = Field(default=(), max_length=BATCH)
     """Acknowledges these groups."""
 
