@@ -55,6 +55,15 @@ def test_every_export_format_holds_every_session(say, finished_run, tmp_path, ex
     assert sft.json["statistics"]["sources"]["tasks / command"]["turns_mean"] == 2
 
 
+def test_a_file_that_exists_is_refused_and_left_as_it_is(say, finished_run):
+    facts = finished_run / "capture.sqlite"
+    before = facts.read_bytes()
+    said = say("export", finished_run, "--format", "jsonl", "--out", facts)
+    assert said.code == 2
+    assert "capture.sqlite exists already; name another file" in " ".join(said.err.split())
+    assert facts.read_bytes() == before
+
+
 def test_export_filters_leave_sessions_out_and_count_them(export):
     sft, examples = export("sft", "--min-reward", 1.5)
     parquet, _ = export("parquet", "--turns", "3:")

@@ -231,7 +231,7 @@ def export(
         Path, typer.Argument(help="Run folder, capture file, or folder of `bridle generate`.")
     ],
     form: Annotated[ExportFormat, typer.Option("--format", help="Format of the file.")],
-    out: Annotated[Path, typer.Option(help="File to write.")],
+    out: Annotated[Path, typer.Option(help="File to write, which does not exist yet.")],
     filters: FilterOptions,
     rejected: Annotated[
         bool, typer.Option("--rejected", help="Include replies that the harness rejected.")
@@ -244,7 +244,8 @@ def export(
     unless a filter is given.
     """
     rules = filters.rules(form, rejected=rejected)
-    check_file(out, "--out")
+    if check_file(out, "--out").is_file():
+        raise ConfigError(f"--out {out} exists already; name another file, or remove it first")
     report = write_export(target, form, out, rules, filters)
     if json:
         print_json(report)
