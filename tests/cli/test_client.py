@@ -33,7 +33,7 @@ def test_a_priority_out_of_bounds_is_refused(tmp_path, say):
 
 async def test_status_command_shows_slots_of_the_server_and_sessions_of_a_task(tmp_path, say):
     async with (
-        a_service(tmp_path) as service,
+        a_service(tmp_path, max_version_lag=0, groups_per_version=1) as service,
         serve_api(served(service), host="127.0.0.1", port=0) as url,
     ):
         await service.submit([submission("a", 2)], owner="o")
@@ -41,6 +41,7 @@ async def test_status_command_shows_slots_of_the_server_and_sessions_of_a_task(t
         await service.pause()
         said = await asyncio.to_thread(say, "status", "--server", with_token(url))
         assert "0 of 4 slots in use, paused; policy version 0" in said.out
+        assert "max_version_lag holds new groups back until policy version 1" in said.out
         said = await asyncio.to_thread(say, "status", "a", "--json", "--server", with_token(url))
         assert [one["session_id"] for one in said.json["sessions"]] == ["a.0", "a.1"]
         said = await asyncio.to_thread(say, "status", "a", "--server", with_token(url))

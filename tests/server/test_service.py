@@ -24,6 +24,22 @@ async def submit(service, *submissions):
     return await service.submit(submissions, owner="o")
 
 
+async def test_status_has_the_version_until_which_groups_are_held_back(tmp_path):
+    """The next training on a server begins with version 0 again."""
+    settings = {"max_version_lag": 0, "groups_per_version": 2}
+    async with a_service(tmp_path, **settings) as service:
+        await submit(service, *(submission(f"a{number}") for number in range(5)))
+        for number in range(5):
+            await service.set_policy(SetPolicy(version=number // 2))
+            await ended(service, f"a{number}")
+        assert (await service.status())["groups_held_until"] is None
+        await service.set_policy(SetPolicy(version=0))
+        assert (await service.status())["groups_held_until"] == 2
+        await submit(service, submission("b"))
+        await service.set_policy(SetPolicy(version=2))
+        await ended(service, "b")
+
+
 async def test_restart_stores_finished_runs_and_reruns_the_others(tmp_path):
     await left_by_killed(tmp_path, "finished", "cut", owner="me")
     workers = FakeWorkers()

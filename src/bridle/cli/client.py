@@ -107,6 +107,8 @@ def _show_server(state: JSON, *, json: bool) -> None:
     console.print(
         f"{state['running']} of {state['slots']} slots in use{paused}; policy version {version}"
     )
+    if (until := state.get("groups_held_until")) is not None:
+        console.print(f"max_version_lag holds new groups back until policy version {until}")
 
 
 def submit(  # noqa: PLR0913 - one parameter per flag

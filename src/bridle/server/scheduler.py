@@ -155,11 +155,26 @@ class Scheduler:
             ending = {(one.owner, one.task_id) for one in unstored}  # they may have ended
             unacked = await self._queries.unacked_groups() + Counter(owner for owner, _ in ending)
             limits.append((settings.max_unacked_groups, unacked))
-        if settings.max_version_lag is not None and settings.groups_per_version is not None:
-            version = await self._store.number("policy_version")
-            ever = settings.groups_per_version * (version + 1 + settings.max_version_lag)
-            groups = max(0, ever - await self._queries.started_groups())
+        if (left := await self._left()) is not None:
+            groups = max(0, left)
         return ClaimLimits(slots, groups, limits)
+
+    async def _left(self) -> int | None:
+        """Return how many groups may still start under this policy version; `None` = any number."""
+        lag, size = self._settings.max_version_lag, self._settings.groups_per_version
+        if lag is None or size is None:
+            return None
+        version = await self._store.number("policy_version")
+        return size * (version + 1 + lag) - await self._queries.started_groups()
+
+    async def held_until(self) -> int | None:
+        """Return the policy version that `max_version_lag` holds new groups back until; `None` = it
+        holds none back.
+        """
+        left, size = await self._left(), self._settings.groups_per_version
+        if left is None or size is None or left > 0:
+            return None
+        return await self._store.number("policy_version") + 1 + -left // size
 
     # ---- ending
 

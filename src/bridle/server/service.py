@@ -208,6 +208,7 @@ class Service(Stacked):
             "slots": self.workers.capacity,
             "running": len(running),
             "paused": bool(await self.store.number("paused")),
+            "groups_held_until": await self.scheduler.held_until(),
             "policy": self.workers.policy() | {"version": version},
         }
 
