@@ -40,6 +40,25 @@ async def test_status_has_the_version_until_which_groups_are_held_back(tmp_path)
         await ended(service, "b")
 
 
+async def test_policies_that_are_set_at_once_reach_the_nodes_one_after_the_other(tmp_path):
+    """Each holds sampling on all nodes, and lets it go on: the first would do so for the second."""
+
+    class Slow(FakeWorkers):
+        begun, ended = [], []
+
+        async def set_policy(self, wanted):
+            self.begun.append(wanted.version)
+            await asyncio.sleep(0)
+            assert len(self.begun) == len(self.ended) + 1
+            self.ended.append(wanted.version)
+            return await super().set_policy(wanted)
+
+    async with a_service(tmp_path, Slow()) as service, asyncio.TaskGroup() as group:
+        for version in (3, 4, 5):
+            group.create_task(service.set_policy(SetPolicy(version=version)))
+    assert Slow.ended == [3, 4, 5]
+
+
 async def test_restart_stores_finished_runs_and_reruns_the_others(tmp_path):
     await left_by_killed(tmp_path, "finished", "cut", owner="me")
     workers = FakeWorkers()

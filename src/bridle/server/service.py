@@ -97,6 +97,8 @@ class Service(Stacked):
         """Run id -> stage."""
         self._plans: dict[bytes, str | None] = {}
         """Digest of a task's parts -> why they are refused; `None` = they are accepted."""
+        self._steering = asyncio.Lock()
+        """Held while the nodes change their policy: they hold and go on together."""
         self.stopping = asyncio.Event()
         """Set when the server is asked to stop; long polls and event streams end then."""
         self.check_stores = Checkup(self._check_stores)
@@ -261,9 +263,11 @@ class Service(Stacked):
         With `on_stale = "cancel"`, running sessions that are too far behind are cancelled. Raises
         `EngineError` if the engines failed; the version is then unchanged.
         """
-        await self.workers.set_policy(wanted)
+        async with self._steering:
+            await self.workers.set_policy(wanted)
+            if wanted.version is not None:
+                await self.store.set_number("policy_version", wanted.version)
         if wanted.version is not None:
-            await self.store.set_number("policy_version", wanted.version)
             await self._drop_stale(wanted.version)
             self.scheduler.wake.notify_all()
             self.events.publish({"type": "policy", "version": wanted.version})
