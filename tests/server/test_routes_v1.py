@@ -296,6 +296,28 @@ async def test_groups_are_listed_until_they_are_acknowledged(tmp_path):
         assert response == {"groups": [], "cursor": rest["cursor"]}
 
 
+@pytest.mark.parametrize("left", [b"PAR1 and no more", None])
+async def test_a_trajectory_that_cannot_be_read_is_named_and_its_group_can_be_passed(
+    tmp_path, left
+):
+    async with an_app(tmp_path) as http:
+        await submit(http, body("a"), body("b"))
+        for name in "ab":
+            await ended(http.service, name)
+        (path,) = tmp_path.rglob("a.0.parquet")
+        path.unlink()
+        if left is not None:
+            path.write_bytes(left)
+        response = await http.get("/v1/groups?include=trajectories")
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (503, "store_error")
+        for said in ("session 'a.0'", str(path), "acknowledge task 'a'"):
+            assert said in error["message"]
+        await http.post("/v1/groups/ack", json={"task_ids": ["a"]})
+        response = await http.get("/v1/groups?include=trajectories")
+        assert [one["task_id"] for one in response.json()["groups"]] == ["b"]
+
+
 async def test_by_priority_no_cursor_passes_over_or_acknowledges_a_group_not_listed_yet(tmp_path):
     async with an_app(tmp_path) as http:
         for name, priority in (("low", 1), ("high", 9)):

@@ -379,11 +379,16 @@ async def trajectory(source: ResultSource, session: Row) -> Trajectory | None:
     try:
         found = await source.files.read(session["file"])
         return await asyncio.to_thread(_with_reward, found, orjson.loads(session["result"]))
-    except StoreError:
+    except StoreError as error:
         row = await source.queries.session(session["session_id"])
-        if row is not None and row["file"] is None:  # retention removed it meanwhile
+        if row is None:
+            raise
+        if row["file"] is None:  # retention removed it meanwhile
             return None
-        raise
+        raise StoreError(
+            f"the trajectory of session {row['session_id']!r} cannot be read; restore its file, or "
+            f"acknowledge task {row['task_id']!r} to pass over its group: {error}"
+        ) from error
 
 
 def _with_reward(found: Trajectory, result: JSON) -> Trajectory:

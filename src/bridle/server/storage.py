@@ -45,7 +45,14 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from bridle.aio import Checkup, run_shielded
-from bridle.errors import ConfigError, StateError, StoreError, boundary, install_extra
+from bridle.errors import (
+    BridleError,
+    ConfigError,
+    StateError,
+    StoreError,
+    boundary,
+    install_extra,
+)
 from bridle.folders import check_room, private_file, private_folder
 from bridle.trajectory.sample import Trajectory
 
@@ -137,13 +144,22 @@ class TrajectoryFiles:
             raise
 
     def _read(self, name: str) -> Trajectory:
-        with boundary(StoreError, f"{self.root}/{name}: cannot read"):
-            if self._local is not None:
-                return self.codec.unpack((self._local / name).read_bytes())
-            import fsspec
+        doing = f"{self.root}/{name}: cannot read"
+        with boundary(StoreError, doing):
+            packed = self._get(name)
+        try:
+            return self.codec.unpack(packed)
+        except BridleError as error:
+            raise StoreError(f"{doing}: {error}") from error
 
-            with fsspec.open(f"{self.root}/{name}", "rb") as file:
-                return self.codec.unpack(file.read())
+    def _get(self, name: str) -> bytes:
+        if self._local is not None:
+            return (self._local / name).read_bytes()
+        import fsspec
+
+        with fsspec.open(f"{self.root}/{name}", "rb") as file:
+            packed: bytes = file.read()
+        return packed
 
     def _remove(self, name: str) -> None:
         with boundary(StoreError, f"{self.root}/{name}: cannot remove"):
