@@ -184,11 +184,17 @@ async def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path, settings
     assert ends[0] == ends[1]
 
 
-async def test_sessions_of_unknown_policy_version_end_the_training_with_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [(-1, "engine did not say which weights sampled"), (9, "the weights of another one")],
+)
+async def test_sessions_of_no_known_policy_version_end_the_training_with_an_error(
+    tmp_path, version, message
+):
     policy = learner()
     source = Player(policy.model)
-    source.version = -1
-    with pytest.raises(TrainingError, match="engine did not say which weights sampled"):
+    source.version = version
+    with pytest.raises(TrainingError, match=message):
         await loop(tmp_path, policy, source).run()
 
 

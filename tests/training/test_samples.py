@@ -275,6 +275,16 @@ def test_a_session_older_than_max_lag_is_left_out_as_stale():
     assert of([group(old, new)], version=5, max_lag=2).lags == {0: 2, 1: 1, 2: 1}
 
 
+def test_a_session_of_a_version_that_there_is_not_yet_is_left_out_as_newer():
+    """A server that was away when another training ended samples with that one's weights."""
+    other = session(1.0, trace([1], [2, 3], version=[5, 40]))
+    own = session(0.0, trace([1], [2, 3], version=5))
+
+    batch = of([group(other, own)], version=5, max_lag=1)
+    assert (batch.left_out, batch.lags) == ({"newer": 1}, {0: 2})
+    assert "versions after 5, which this training has not made" in nothing_left(batch)
+
+
 def test_a_session_of_unknown_policy_version_is_left_out_as_unversioned():
     unknown, other = session(1.0, trace([1], [2], version=-1)), PAIR.sessions[1]
 

@@ -188,7 +188,7 @@ class Loop:
             chosen, learner.settings, version=learner.version, max_lag=self.settings.max_lag
         )
         update, published, fault = None, 0.0, None
-        if not batch.tokens and "unversioned" in batch.left_out:
+        if not batch.tokens and batch.left_out.keys() & {"newer", "unversioned"}:
             raise TrainingError(nothing_left(batch))
         if batch.tokens:
             loop = asyncio.get_running_loop()

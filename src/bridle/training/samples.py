@@ -91,8 +91,8 @@ class Batch:
     sessions: int
     """Sessions that count."""
     left_out: dict[str, int]
-    """Reason -> sessions (`unknown` reward, `empty`, `flat`, `stale`, `unversioned`) or traces
-    (`overlong`)."""
+    """Reason -> sessions (`unknown` reward, `empty`, `flat`, `stale`, `newer`, `unversioned`) or
+    traces (`overlong`)."""
     lags: dict[int, int]
     """Updates between sampling and training -> tokens that train; -1 = version not known."""
     alone: int = 0
@@ -109,10 +109,10 @@ def make_batch(
 ) -> Batch:
     """Return the samples of `groups` for an update of the weights of `version`.
 
-    With `max_lag`, sessions are left out that have a token sampled more updates ago (`stale`) or of
-    an unknown version (`unversioned`). Raises `TrainingError` for sessions with images, for those
-    that were not sampled from the trained distribution, and for traces over the length limit if the
-    settings refuse these.
+    With `max_lag`, sessions are left out that have a token sampled more updates ago (`stale`), of a
+    version that there is not yet (`newer`) or of an unknown one (`unversioned`). Raises
+    `TrainingError` for sessions with images, for those that were not sampled from the trained
+    distribution, and for traces over the length limit if the settings refuse these.
     """
     left_out: Counter[str] = Counter()
     alone = 0
@@ -154,6 +154,11 @@ def nothing_left(batch: Batch) -> str:
     message = f"nothing to train on; left out: {batch.left_out}"
     if "stale" in batch.left_out:
         message += "; stale sessions were sampled more than max_lag updates ago: raise max_lag"
+    if "newer" in batch.left_out:
+        message += (
+            f"; newer sessions have tokens of versions after {batch.version}, which this training "
+            "has not made: an engine samples with the weights of another one"
+        )
     if "unversioned" in batch.left_out:
         message += (
             "; the engine did not say which weights sampled the unversioned sessions, so their lag "
@@ -234,6 +239,8 @@ def _unfit(session: Trajectory, version: int, max_lag: int | None) -> str | None
     versions = np.concatenate([trace.versions[trace.loss_mask == 1] for trace in session.traces])
     if (versions < 0).any():
         return "unversioned"
+    if int(versions.max()) > version:
+        return "newer"
     return "stale" if version - int(versions.min()) > max_lag else None
 
 
