@@ -288,12 +288,24 @@ async def test_groups_are_listed_until_they_are_acknowledged(tmp_path):
         assert len(group["sessions"]) == group["total_sessions"]
         assert "results" not in group
         response = await http.post("/v1/groups/ack", json={"cursor": first["cursor"]})
-        assert response.json() == {"acked": 1}
+        assert response.json() == {"acked": 1, "unknown": []}
         rest = (await http.get("/v1/groups?include=trajectories")).json()
         assert [one["task_id"] for one in rest["groups"]] != [group["task_id"]]
         assert rest["groups"][0]["results"][0]["trajectory"]["traces"]
         response = (await http.get(f"/v1/groups?cursor={rest['cursor']}")).json()
         assert response == {"groups": [], "cursor": rest["cursor"]}
+
+
+async def test_an_acknowledgement_names_the_ids_of_which_no_group_has_ended(tmp_path):
+    async with an_app(tmp_path, FakeWorkers(capacity=1)) as http:
+        await submit(http, body("ended"))
+        await ended(http.service, "ended")
+        await http.post("/v1/pause")
+        await submit(http, body("waits"))
+        for count in (1, 0):  # a repeated one is no mistake
+            wanted = {"task_ids": ["waits", "ended", "a-typo"]}
+            response = await http.post("/v1/groups/ack", json=wanted)
+            assert response.json() == {"acked": count, "unknown": ["waits", "a-typo"]}
 
 
 @pytest.mark.parametrize("left", [b"PAR1 and no more", None])
@@ -326,7 +338,7 @@ async def test_by_priority_no_cursor_passes_over_or_acknowledges_a_group_not_lis
         page = (await http.get("/v1/groups?order=priority&limit=1")).json()
         assert [one["task_id"] for one in page["groups"]] == ["high"]
         response = await http.post("/v1/groups/ack", json={"cursor": page["cursor"]})
-        assert response.json() == {"acked": 0}
+        assert response.json()["acked"] == 0
         await http.post("/v1/groups/ack", json={"task_ids": ["high"]})
         page = (await http.get(f"/v1/groups?order=priority&cursor={page['cursor']}")).json()
         assert [one["task_id"] for one in page["groups"]] == ["low"]

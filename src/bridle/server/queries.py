@@ -174,6 +174,15 @@ class Queries:
             query = query.where(tasks.done_seq > after).order_by(tasks.done_seq)
         return await self._all(query.limit(limit))
 
+    async def ended(self, task_ids: Sequence[str]) -> set[str]:
+        """Return those of these tasks whose groups have ended."""
+        tasks = t.tasks.c
+        name = tasks.task_id if self._owner is None else tasks.name
+        query = select(name).where(name.in_(task_ids), tasks.done_seq.is_not(None))
+        if self._owner is not None:
+            query = query.where(tasks.owner == self._owner)
+        return {row[0] for row in await self._rows(query)}
+
     async def counts(self) -> Counts:
         """Return how many tasks, sessions and callbacks are in each state, in one query."""
         tasks, nothing = t.tasks.c, literal(0)

@@ -459,13 +459,15 @@ async def groups(request: ApiRequest) -> Response:
 @ROUTES.add("POST", "/v1/groups/ack", TokenRole.READ, body=Ack)
 async def ack(request: ApiRequest) -> Response:
     """Acknowledge ended groups by their tasks' ids, or all up to a cursor; they are not listed
-    again.
+    again. `unknown` names the ids of which no group has ended.
     """
     wanted = await request.body(Ack)
     count = await request.service.ack(
         cursor=wanted.cursor, task_ids=wanted.task_ids, tenant=request.caller.tenant
     )
-    return reply({"acked": count})
+    ended = await request.queries.ended(wanted.task_ids)
+    unknown = [one for one in wanted.task_ids if one not in ended]
+    return reply({"acked": count, "unknown": unknown})
 
 
 # ---- callbacks
