@@ -181,6 +181,30 @@ async def test_an_evaluation_of_a_dead_trainer_is_cancelled_by_its_successor(tmp
             await until(lambda: not workers.living)
 
 
+async def test_cancelled_groups_of_a_dead_trainer_are_acknowledged_when_they_have_ended(tmp_path):
+    """Their sessions take a while to end, longer than the cancellation."""
+
+    class Lingering(Workers):
+        cancelled: list[str] = []  # noqa: RUF012 - of the one test
+
+        def cancel(self, run_id):
+            self.cancelled.append(run_id)
+            return True
+
+    workers = Lingering(capacity=64, held=True)
+    async with a_server(tmp_path, workers) as client:
+        await life(client, {}, allow=2, publish=3)
+        async with server_groups(client, draws(), training="x") as source:
+            await until(lambda: len(workers.cancelled) == 4)
+            assert (await client.status())["groups_unacked"] == 0
+            for run_id in workers.cancelled:
+                Workers.cancel(workers, run_id)
+            async with asyncio.timeout(15):
+                while [one async for one in client.tasks() if one["acked_at"] is None]:  # noqa: ASYNC110 - the server says no more
+                    await asyncio.sleep(0.01)
+            assert source.cursor() == {"next": 0, "open": []}
+
+
 async def test_a_trainer_takes_and_acknowledges_only_its_own_groups(tmp_path):
     async with a_server(tmp_path) as client:
         await client.submit(tasks()[0])

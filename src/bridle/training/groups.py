@@ -504,6 +504,8 @@ class ServerGroups(_Groups):
             name = Name.of(group.task_id, self._training)
             if name is not None:
                 await self._hand_on(name, group)
+            elif group.task_id.startswith(f"{self._training}."):  # an evaluation of an earlier life
+                await self._client.ack(task_ids=[group.task_id])
 
     async def _hand_on(self, name: Name, group: GroupResult) -> None:
         sessions = tuple(one.trajectory for one in group.results)
@@ -515,6 +517,8 @@ class ServerGroups(_Groups):
             self._ended.put_nowait(Group(name.index, name.task_id, sessions))
         elif self._known.get(name.index) == name:
             self._early[name] = Group(name.index, name.task_id, sessions)
+        elif str(name) not in self._taken:  # it was cancelled, and has ended now
+            await self._client.ack(task_ids=[str(name)])
 
 
 def _newest(sessions: Sequence[Trajectory]) -> int:
