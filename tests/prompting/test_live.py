@@ -36,12 +36,14 @@ class Reading:
         marks = live_marks(name, tokenizer)
         assert marks is not None
         self.marks = marks
+        self.ids_read = 0
 
     def reader(self, *, thinking=False, stops=()):
         numbers = itertools.count(1)
         made = []
 
         def calls(region):
+            self.ids_read += len(region)
             known = iter(made)
             found = read_calls(
                 self.family,
@@ -283,6 +285,13 @@ def test_marker_prefix_length_is_that_of_the_longest_marker_prefix_at_the_end(te
     beginnings = {marker[:n] for marker in markers for n in range(len(marker))}
     longest = max(len(b) for b in {"", *beginnings} if text.endswith(b))
     assert count == longest
+
+
+def test_a_live_reply_of_many_calls_is_read_in_linear_time(qwen3, encode):
+    ids, before = encode(CALL + "\n") * 1000, qwen3.ids_read
+    early, _ = qwen3.check(ids, range(0, len(ids), 100))
+    assert qwen3.ids_read - before < 40 * len(ids)
+    assert len(early.calls) > 800
 
 
 def test_call_ids_emitted_live_are_kept_in_the_parsed_reply(renderer, tokens):

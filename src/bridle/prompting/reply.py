@@ -466,6 +466,10 @@ CHARACTER_MOST = 4
 INCOMPLETE_MOST = 64
 """Number of tokens that may wait for a character; then the rest of the reply waits for its end."""
 
+CALLS_MOST = 4096
+"""Number of tokens of calls up to which each call is read when it is complete. All are read anew
+each time, so beyond that they are read when there is an eighth more of them."""
+
 
 @dataclass(slots=True)
 class ReplyDelta:
@@ -525,6 +529,8 @@ class LiveReader:
         """True if nothing of this part was given out."""
         self._region: list[int] = []
         """Ids from the first opener on."""
+        self._read_next = 0
+        """Number of those ids from which the calls are read again."""
         self.calls: list[ToolCall] = []
         """The calls that were given out."""
 
@@ -623,7 +629,9 @@ class LiveReader:
             self._part = _Part.HELD
             return
         self._region.append(id_)
-        if id_ in self._marks.closers:
+        size = len(self._region)
+        if id_ in self._marks.closers and size >= self._read_next:
+            self._read_next = size + size // 8 if size > CALLS_MOST else 0
             new = self._read_calls(self._region)[len(self.calls) :]
             self.calls += new
             piece.calls += new
