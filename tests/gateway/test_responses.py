@@ -1,6 +1,8 @@
 """Stored replies, by their id: continued, read, listed, deleted."""
 
 import asyncio
+from io import BytesIO
+from typing import Any
 
 import openai
 import orjson
@@ -178,6 +180,34 @@ async def test_the_items_of_a_request_are_listed_in_pages():
         assert rest["data"] == listed["data"][1::-1]
         status, shown = await asked(caller, f"{second['id']}/input_items?limit=x")
         assert (status, shown["error"]["param"]) == (400, "limit")
+
+
+async def test_kept_replies_that_their_clients_do_not_read_are_part_of_the_session_s_share():
+    """The share is four times the largest body; each of these answers is larger than a socket."""
+    engine = scripted({"content": "ok"}, context_length=4_000_000)
+    async with asyncio.timeout(120), house(engine=engine, max_body_bytes=8 << 20) as home:
+        caller = await home.session()
+        body = orjson.dumps({"model": "m", "input": "hello world " * 600_000})
+        url = f"{home.gateway.url}/v1/responses"
+        async with home.client.post(url, data=BytesIO(body), headers=caller.headers) as response:
+            path = f"/v1/responses/{(await response.json())['id']}/input_items"
+        host, _, port = home.gateway.url.removeprefix("http://").partition(":")
+        stuck = [(await asyncio.open_connection(host, int(port)))[1] for _ in range(4)]
+        key = f"Authorization: Bearer {caller.handle.key}"
+        for writer in stuck:
+            transport: Any = writer.transport
+            transport.pause_reading()
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n{key}\r\n\r\n".encode())
+        in_hand = home.known(caller.session_id).in_hand
+        await caller.until(lambda: in_hand.requests == 4)
+        again = path.removeprefix("/v1/responses/")
+        status, error = await asked(caller, again)
+        assert (status, error["error"]["code"]) == (429, "rate_limit_exceeded")
+        for writer in stuck:
+            writer.transport.abort()
+        await caller.until(lambda: in_hand.requests == 0)
+        assert in_hand.size == 0
+        assert (await asked(caller, again))[0] == 200
 
 
 async def test_cancelling_or_streaming_a_stored_response_is_a_400_with_the_reason():

@@ -178,7 +178,8 @@ class DataPlane:
                 self._restore(session)
                 if route.kind is RouteKind.STORED:
                     answer = await self._responses.answer(session, route, target.query)
-                    return json_response(answer)
+                    with Taken(self._admission, session, len(answer)):
+                        return await self._relay.stored(http, answer)
                 if route.kind is RouteKind.COUNT_TOKENS:
                     return await self._count(http, session, route, wire)
                 return await self._generate(http, session, head.headers, route, wire)

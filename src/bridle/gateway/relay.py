@@ -101,7 +101,7 @@ class Relay:
         except TimeoutError:
             self._deliveries.left(session, call, partly=writer.began_reply)
             writer.abort()
-            raise ConnectionResetError("the client did not read its reply in time") from None
+            raise _too_slow() from None
         except BaseException:
             self._deliveries.left(session, call, partly=writer.began_reply)
             raise
@@ -113,6 +113,17 @@ class Relay:
         finally:
             del session.replying[task]
         return response
+
+    async def stored(self, http: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        """Write what was kept of an earlier call. `ConnectionError` when the client went, or was
+        too slow.
+        """
+        writer = _Writer(http, self._settings.write_timeout_s)
+        try:
+            return await writer.whole(body)
+        except TimeoutError:
+            writer.abort()
+            raise _too_slow() from None
 
     async def _whole(self, writer: _Writer, call: Call, wire: WireFormat) -> web.StreamResponse:
         await call.done.wait()
@@ -162,6 +173,10 @@ class Relay:
                 silent_until = await follower.follow(silence, silent_until)
                 continue
             stream.opening, silent_until = b"", loop.time() + silence
+
+
+def _too_slow() -> ConnectionResetError:
+    return ConnectionResetError("the client did not read its reply in time")
 
 
 class _Follower:
