@@ -37,18 +37,25 @@ async def opened_stream(caller, messages=None, **more):
 
 
 async def sent(caller, body, headers=(), version="1.1"):
+    data = orjson.dumps(body)
+    reader, writer = await opened(caller, len(data), headers, version)
+    writer.write(data)
+    await writer.drain()
+    return reader, writer
+
+
+async def opened(caller, size, headers, version="1.1"):
+    """A connection that has sent the head of a request with a body of this size."""
     host, _, port = caller.house.gateway.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    data = orjson.dumps(body)
     head = [
         f"POST /v1/chat/completions HTTP/{version}",
         "Host: x",
-        f"Content-Length: {len(data)}",
+        f"Content-Length: {size}",
         f"Authorization: Bearer {caller.handle.key}",
         *headers,
     ]
-    writer.write("\r\n".join([*head, "", ""]).encode() + data)
-    await writer.drain()
+    writer.write("\r\n".join([*head, "", ""]).encode())
     return reader, writer
 
 
@@ -108,6 +115,17 @@ async def test_a_waiting_json_reply_sends_no_byte_before_it_is_sampled():
                 await reader.read(1)
         engine.sign.set()
         assert b"200 OK" in await reader.readline()
+        writer.close()
+
+
+async def test_a_client_that_waits_for_100_continue_gets_it_and_its_body_is_read():
+    async with asyncio.timeout(15), house({"content": "ok"}) as home:
+        caller = await home.session()
+        body = orjson.dumps({"model": "m", "messages": [user("hi")]})
+        reader, writer = await opened(caller, len(body), ["expect: 100-Continue"])
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await reader.readuntil(b"\r\n")).split()[1] == b"200"
         writer.close()
 
 

@@ -130,6 +130,8 @@ class Admission:
                     raise self._too_large()
                 taken.grow(len(body))
                 return body
+            if http.headers.get("Expect", "").lower() == "100-continue" and http.transport:
+                http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             async with asyncio.timeout(self._timeout_s):
                 return await self._arriving(http, taken)
         except TimeoutError:
