@@ -3,7 +3,7 @@
 import asyncio
 import gzip
 import socket
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import aiohttp
 import pytest
@@ -19,7 +19,14 @@ async def echo(http: web.BaseRequest) -> web.StreamResponse:
 
 @asynccontextmanager
 async def listening(
-    handler=echo, *, port=0, most=1 << 20, head_timeout_s=5.0, opened=None, room=None
+    handler=echo,
+    *,
+    port=0,
+    most=1 << 20,
+    head_timeout_s=5.0,
+    write_timeout_s=600.0,
+    opened=None,
+    room=None,
 ):
     listener = Listener(
         handler,
@@ -27,6 +34,7 @@ async def listening(
         port=port,
         max_body_bytes=most,
         head_timeout_s=head_timeout_s,
+        write_timeout_s=write_timeout_s,
         listening=opened,
         most=room,
     )
@@ -151,6 +159,46 @@ async def test_unfinished_heads_have_a_bounded_memory(monkeypatch):
             assert response.status == 200
         for one in (writer, *(half for _, half in halves)):
             one.close()
+
+
+async def large(_: web.BaseRequest) -> web.StreamResponse:
+    return web.Response(body=b"a" * (16 << 20))
+
+
+@asynccontextmanager
+async def not_reading(listener: Listener, count: int):
+    """So many clients that ask for `large` and read nothing; each has its reply waiting."""
+    writers = [(await asyncio.open_connection(*address(listener)))[1] for _ in range(count)]
+    for writer in writers:
+        writer.transport.pause_reading()
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    try:
+        yield
+    finally:
+        for writer in writers:
+            writer.transport.abort()
+
+
+async def test_a_client_that_takes_nothing_of_its_reply_is_cut_off():
+    async with asyncio.timeout(30), listening(large, write_timeout_s=0.1) as listener:
+        served = listener._runner.server
+        async with not_reading(listener, 2):
+            while served.requests_count < 2 or served.connections:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+        async with aiohttp.ClientSession() as client, client.get(listener.url) as response:
+            assert len(await response.read()) == 16 << 20
+
+
+async def test_clients_that_do_not_read_their_replies_keep_nobody_out():
+    async with asyncio.timeout(60), listening(large, room=4) as listener, AsyncExitStack() as stack:
+        served = listener._runner.server
+        for number in range(1, 13):
+            await stack.enter_async_context(not_reading(listener, 1))
+            while served.requests_count < number:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+        assert len(served.connections) <= 4
+        async with aiohttp.ClientSession() as client, client.get(listener.url) as response:
+            assert len(await response.read()) == 16 << 20
 
 
 async def test_a_request_in_progress_is_not_closed_by_new_idle_connections():

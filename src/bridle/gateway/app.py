@@ -282,6 +282,7 @@ class GatewayServer(Stacked):
             make_line=make_line,
             max_body_bytes=self._settings.max_body_bytes,
             head_timeout_s=self._settings.head_timeout_s,
+            write_timeout_s=self._settings.write_timeout_s,
         )
 
     async def _on_data(self, http: web.BaseRequest) -> web.StreamResponse:

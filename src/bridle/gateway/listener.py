@@ -2,8 +2,9 @@
 
 A thin layer over aiohttp's low-level server: no router, no middleware, no access log (a path may
 hold a key). A handler is cancelled when its client goes. The head of a request must be complete
-some time after its first byte; bodies are timed by whoever reads them. A client whose body is
-refused before all of it was read gets `Connection: close`.
+some time after its first byte; bodies are timed by whoever reads them. A client that takes nothing
+of what waits for it for some time is cut off. A client whose body is refused before all of it was
+read gets `Connection: close`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class Connection(RequestHandler):
     """One client connection, with a deadline for the head of each request, the first included."""
 
     __slots__ = (
-        *("_arriving", "_deadline", "_head_timeout_s", "_lingers", "_names_agent", "_unfinished"),
+        *("_arriving", "_deadline", "_head_timeout_s", "_lingers", "_names_agent"),
+        *("_stuck", "_unfinished", "_write_timeout_s"),
         *("handed", "head", "is_known", "line", "raw_head", "was_served"),
     )
 
@@ -95,12 +97,16 @@ class Connection(RequestHandler):
         manager: web.Server,
         *,
         head_timeout_s: float,
+        write_timeout_s: float,
         make_line: Callable[[Connection], ConnectionServer] | None,
         **settings: Any,  # noqa: ANN401 - aiohttp's own, passed through
     ) -> None:
         super().__init__(manager, **settings)
         self._head_timeout_s = head_timeout_s
+        self._write_timeout_s = write_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
+        self._stuck: asyncio.TimerHandle | None = None
+        """Rings when a client that does not read has had its time."""
         self._names_agent = False
         """True if the head that is being read has a `User-Agent` already."""
         self._lingers = False
@@ -229,6 +235,39 @@ class Connection(RequestHandler):
             self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
         super()._process_keepalive()
 
+    def pause_writing(self) -> None:
+        """Give a client that does not read some time."""
+        super().pause_writing()
+        if self.transport is not None:
+            self._watch(self.transport)
+
+    def resume_writing(self) -> None:
+        """End that time: the client reads."""
+        super().resume_writing()
+        self._end_watch()
+
+    def force_close(self) -> None:
+        """Close the connection; the client gets some time to take what waits for it."""
+        transport = self.transport
+        super().force_close()
+        if transport is not None and transport.get_write_buffer_size():
+            self._watch(transport)
+
+    def _watch(self, transport: asyncio.Transport, before: int | None = None) -> None:
+        """Cut off a client that took nothing since `before` bytes waited for it."""
+        self._end_watch()
+        waiting = transport.get_write_buffer_size()
+        if before is not None and waiting >= before:
+            transport.abort()
+            return
+        loop = asyncio.get_running_loop()
+        self._stuck = loop.call_later(self._write_timeout_s, self._watch, transport, waiting)
+
+    def _end_watch(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
     def _let_go(self) -> None:
         if self._unfinished and isinstance(self._manager, _Server):
             self._manager.unfinished -= self._unfinished
@@ -242,6 +281,7 @@ class Connection(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Release what the connection holds, because its client has gone."""
         self._end_deadline()
+        self._end_watch()
         self._let_go()
         for served in (self.line, self.handed):
             if served is not None:
@@ -282,7 +322,10 @@ class _Server(web.Server):
         closed = [one for one in strangers if one.is_waiting] or strangers or waiting
         closed.sort(key=lambda one: one.was_served)  # stable: the oldest first
         for one in closed[: 1 + len(closed) // 8]:
+            transport = one.transport
             one.force_close()
+            if transport is not None:
+                transport.abort()  # it would stay open for a client that does not read
 
 
 def most_connections() -> int:
@@ -315,6 +358,7 @@ class Listener(AbstractAsyncContextManager["Listener"]):
         port: int,
         max_body_bytes: int,
         head_timeout_s: float,
+        write_timeout_s: float = 300.0,
         listening: socket.socket | None = None,
         make_line: Callable[[Connection], ConnectionServer] | None = None,
         most: int | None = None,
@@ -332,6 +376,7 @@ class Listener(AbstractAsyncContextManager["Listener"]):
         self._make_line = make_line
         self._max_body_bytes = max_body_bytes
         self._head_timeout_s = head_timeout_s
+        self._write_timeout_s = write_timeout_s
         self._runner: web.ServerRunner | None = None
         self.url = ""
         """`http://host:port`, known when entered."""
@@ -348,6 +393,7 @@ class Listener(AbstractAsyncContextManager["Listener"]):
             max_field_size=HEADER_BYTES,
             lingering_time=0.0,
             head_timeout_s=self._head_timeout_s,
+            write_timeout_s=self._write_timeout_s,
             make_line=self._make_line,
         )
         runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=2.0)
