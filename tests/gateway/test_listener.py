@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
 
 import aiohttp
 import pytest
@@ -161,6 +162,26 @@ async def test_unfinished_heads_have_a_bounded_memory(monkeypatch):
             one.close()
 
 
+async def test_an_unfinished_head_behind_a_request_has_a_bounded_memory():
+    left = asyncio.Event()
+
+    async def wait(_: web.BaseRequest) -> web.StreamResponse:
+        try:
+            await asyncio.Event().wait()
+            return web.Response()
+        finally:
+            left.set()
+
+    async with asyncio.timeout(30), listening(wait, head_timeout_s=600) as listener:
+        reader, writer = await asyncio.open_connection(*address(listener))
+        whole = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+        writer.write(whole * 3 + whole[:-2] + (b"x: " + b"a" * 60_000 + b"\r\n") * 100)
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        await left.wait()
+        writer.close()
+
+
 async def large(_: web.BaseRequest) -> web.StreamResponse:
     return web.Response(body=b"a" * (16 << 20))
 
@@ -170,7 +191,8 @@ async def not_reading(listener: Listener, count: int):
     """So many clients that ask for `large` and read nothing; each has its reply waiting."""
     writers = [(await asyncio.open_connection(*address(listener)))[1] for _ in range(count)]
     for writer in writers:
-        writer.transport.pause_reading()
+        transport: Any = writer.transport
+        transport.pause_reading()
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     try:
         yield

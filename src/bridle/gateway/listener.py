@@ -42,6 +42,9 @@ HEADER_BYTES: Final = 64 * 1024
 HEAD_BYTES: Final = 256 * 1024
 """Longest head of a request, all lines together."""
 
+BEHIND_BYTES: Final = 64 * 1024
+"""Most bytes of an unfinished head behind a request that is being served: no client needs any."""
+
 MOST_KEPT: Final = 8 * 1024
 """Longest head of which a connection keeps the bytes."""
 
@@ -87,9 +90,9 @@ class Connection(RequestHandler):
     """One client connection, with a deadline for the head of each request, the first included."""
 
     __slots__ = (
-        *("_arriving", "_deadline", "_head_timeout_s", "_lingers", "_names_agent"),
+        *("_arriving", "_behind", "_deadline", "_head_timeout_s", "_lingers", "_names_agent"),
         *("_stuck", "_unfinished", "_write_timeout_s"),
-        *("handed", "head", "is_known", "line", "raw_head", "was_served"),
+        *("body", "handed", "head", "is_known", "line", "raw_head", "was_served"),
     )
 
     def __init__(
@@ -112,6 +115,10 @@ class Connection(RequestHandler):
         self._lingers = False
         self._unfinished = 0
         """Bytes of the head that is being read."""
+        self._behind = 0
+        """The same of one that arrives while a request is being served."""
+        self.body: StreamReader | None = None
+        """Body of the last request that began to be served."""
         self.is_known = False
         """For the handler: whether a request of it was authenticated."""
         self.was_served = False
@@ -171,7 +178,8 @@ class Connection(RequestHandler):
 
     def pass_on(self, data: bytes) -> None:
         """Pass received bytes to aiohttp."""
-        in_head = self._in_head()
+        in_head, queued = self._in_head(), len(self._messages)
+        is_behind = not (in_head or self._upgraded) and self._last_is_whole()
         if in_head:
             if self._deadline is None:
                 self._begin_deadline()
@@ -181,6 +189,18 @@ class Connection(RequestHandler):
         super().data_received(data)
         if in_head and not self._messages:
             self._hold(len(data))
+        elif not is_behind or len(self._messages) > queued:
+            self._behind = 0
+        else:
+            self._behind += len(data)
+            if self._behind > BEHIND_BYTES:
+                self.force_close()
+
+    def _last_is_whole(self) -> bool:
+        """Return whether the body of the last request that has a head has arrived."""
+        if self._messages:
+            return self._messages[-1][1].is_eof()
+        return self.body is None or self.body.is_eof()
 
     def _with_one_agent(self, data: bytes) -> bytes:
         """Return a part of a head without a second `User-Agent`, which aiohttp would refuse."""
@@ -281,13 +301,13 @@ class Connection(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Release what the connection holds, because its client has gone."""
         self._end_deadline()
-        self._end_watch()
         self._let_go()
         for served in (self.line, self.handed):
             if served is not None:
                 served.lost()
-        self.line = self.handed = None
+        self.line = self.handed = self.body = None
         super().connection_lost(exc)
+        self._end_watch()
 
 
 class _Server(web.Server):
@@ -350,7 +370,7 @@ def listen(host: str, port: int) -> socket.socket:
 class Listener(AbstractAsyncContextManager["Listener"]):
     """Serves `handler` at `host:port` while entered. `ConfigError` when it cannot listen there."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one address and one limit each
         self,
         handler: Handler,
         *,
@@ -439,6 +459,7 @@ class Listener(AbstractAsyncContextManager["Listener"]):
     ) -> web.BaseRequest:
         assert isinstance(protocol, Connection)
         protocol.head_arrived()
+        protocol.body = payload
         return web.BaseRequest(
             message,
             payload,
