@@ -1,6 +1,7 @@
 """A reply on its way: what leaves early, what is kept of a stream that broke, who joins it."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -455,6 +456,26 @@ async def test_sealing_a_session_during_a_live_stream_records_the_sent_part_as_c
     assert caller.exchanges[0].extra["error"] == "authentication_error"
     assert caller.delivery(0) is DeliveryState.CUT
     assert engine.closed.is_set()
+
+
+@pytest.mark.parametrize("stream", ["live", "whole"])
+async def test_a_reply_that_is_not_read_when_its_session_ends_is_cut_and_stays_so(stream):
+    turn = {"content": "additionalProperties" * 50_000}  # a stream says it five times
+    async with asyncio.timeout(60), house(turn, stream=stream) as home:
+        caller = await home.session()
+        body = {"model": "m", "input": "hi", "stream": True}
+        reader, writer = await sent(caller, body, path="responses")
+        transport: Any = writer.transport
+        transport.pause_reading()
+        await caller.until(lambda: caller.calls and caller.calls[0].answer)
+        facts = await home.gateway.seal(caller.session_id)
+        assert (facts.delivered, caller.delivery(0)) == (0, DeliveryState.CUT)
+        transport.resume_reading()
+        with suppress(ConnectionResetError):
+            assert not (await reader.read()).endswith(b"0\r\n\r\n")
+        assert caller.facts == facts
+        assert caller.delivery(0) is DeliveryState.CUT
+        writer.close()
 
 
 @pytest.mark.parametrize("number", range(1, 11))

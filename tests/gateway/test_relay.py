@@ -36,20 +36,20 @@ async def opened_stream(caller, messages=None, **more):
     return await sent(caller, body)
 
 
-async def sent(caller, body, headers=(), version="1.1"):
+async def sent(caller, body, headers=(), version="1.1", path="chat/completions"):
     data = orjson.dumps(body)
-    reader, writer = await opened(caller, len(data), headers, version)
+    reader, writer = await opened(caller, len(data), headers, version, path)
     writer.write(data)
     await writer.drain()
     return reader, writer
 
 
-async def opened(caller, size, headers, version="1.1"):
+async def opened(caller, size, headers, version="1.1", path="chat/completions"):
     """A connection that has sent the head of a request with a body of this size."""
     host, _, port = caller.house.gateway.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     head = [
-        f"POST /v1/chat/completions HTTP/{version}",
+        f"POST /v1/{path} HTTP/{version}",
         "Host: x",
         f"Content-Length: {size}",
         f"Authorization: Bearer {caller.handle.key}",

@@ -73,7 +73,7 @@ from bridle.types import JSON, LogprobMode
 log = structlog.get_logger()
 
 REPLYING_S: Final = 1.0
-"""Time that a seal waits for replies that are just being written."""
+"""Time that a seal waits for replies that are just being written; then they are cut."""
 
 
 class GatewayServer(Stacked):
@@ -387,7 +387,11 @@ class GatewayServer(Stacked):
             await asyncio.wait(running)
         writing = [task for task, call in session.replying.items() if call.stage is Stage.COMMITTED]
         if writing:
-            await asyncio.wait(writing, timeout=REPLYING_S)
+            _, slow = await asyncio.wait(writing, timeout=REPLYING_S)
+            if session.sealed and slow:
+                for task in slow:
+                    task.cancel()
+                await asyncio.wait(slow)
         for call in session.calls.values():
             self._deliveries.close(session, call)
         await self._store.written()

@@ -104,6 +104,8 @@ class Relay:
             raise _too_slow() from None
         except BaseException:
             self._deliveries.left(session, call, partly=writer.began_reply)
+            if session.sealed:
+                writer.abort()  # its record says that it was cut
             raise
         else:
             if call.error is None:
