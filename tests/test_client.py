@@ -53,7 +53,7 @@ def test_a_server_url_without_a_scheme_is_refused_with_an_example(made):
         made("localhost:8080")
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://", "http://[::1"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://", "http://[::1", "http://a..b"])
 def test_a_server_url_without_host_or_valid_port_is_refused(url):
     with pytest.raises(ConfigError, match="is not a URL; give for instance"):
         Client(url)

@@ -57,7 +57,8 @@ def is_server_url(text: str) -> bool:
     """Return whether a text is an http:// or https:// URL with a host and, if any, a valid port."""
     try:
         parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        host = (parts.hostname or "").encode("idna")  # refuses `a..b`, as every connection does
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0
     except ValueError:
         return False
 
