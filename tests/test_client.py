@@ -59,6 +59,14 @@ def test_a_server_url_without_host_or_valid_port_is_refused(url):
         Client(url)
 
 
+async def test_https_for_a_server_without_tls_is_reported_as_such(tmp_path):
+    async with a_client(tmp_path) as client:
+        https = client.url.replace("http:", "https:")
+        async with AsyncClient(https, patience_s=0) as wrong:
+            with pytest.raises(ServerError, match=r"cannot be reached: \[SSL: [A-Z_]+\] \w"):
+                await wrong.status()
+
+
 async def test_a_client_looks_up_the_server_s_token_again_after_a_401(tmp_path):
     (tmp_path / "token").write_text(TOKEN.token)
     with ExitStack() as announced:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import sys
 import threading
 import time
@@ -443,7 +444,9 @@ class AsyncClient:
 
     def _unreachable(self, error: Exception) -> ServerError:
         number = error.errno if isinstance(error, OSError) else None
+        own = getattr(error, "os_error", error)  # of TLS: its number is no `errno`
         why = os.strerror(number) if number and number > 0 else error
+        why = own.strerror if isinstance(own, ssl.SSLError) else why
         message = f"{self.url} cannot be reached: {why}; is `bridle serve` running there?"
         return ServerError(message, code="unreachable")
 
