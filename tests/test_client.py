@@ -59,6 +59,15 @@ def test_a_server_url_without_host_or_valid_port_is_refused(url):
         Client(url)
 
 
+def test_a_token_s_line_break_at_its_end_is_dropped_and_one_inside_is_refused(monkeypatch):
+    monkeypatch.setenv("BRIDLE_SERVER_TOKEN", "from-a-file\n")
+    assert AsyncClient("http://127.0.0.1:1").token == "from-a-file"
+
+    with pytest.raises(ConfigError, match="BRIDLE_SERVER_TOKEN takes the token alone") as raised:
+        AsyncClient("http://127.0.0.1:1", token="one\ntwo")
+    assert "two" not in str(raised.value)
+
+
 async def test_https_for_a_server_without_tls_is_reported_as_such(tmp_path):
     async with a_client(tmp_path) as client:
         https = client.url.replace("http:", "https:")

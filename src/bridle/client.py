@@ -126,15 +126,20 @@ class AsyncClient:
         """Take the token from the URL (`http://x:TOKEN@host`), else `token`, else
         `$BRIDLE_SERVER_TOKEN`, else that of this user's own server at this URL.
 
-        `ConfigError` for a URL without `http://` or `https://`.
+        `ConfigError` for a URL without `http://` or `https://`, and a token that is not one line.
         """
         if not is_server_url(url):
             raise ConfigError(
                 f"server {without_user_info(url)!r} is not a URL; give for instance {DEFAULT_URL}"
             )
         self.url, own = split_token(url.rstrip("/"))
-        self.token = own or token or os.environ.get(TOKEN_ENV)
+        self.token = (own or token or os.environ.get(TOKEN_ENV, "")).strip() or None
         """The token that is sent; `None` = none, until a server of this user is found."""
+        if not (self.token or "").isprintable():
+            raise ConfigError(
+                f"the token of server {self.url} has a line break or another control character in "
+                f"it; --token or {TOKEN_ENV} takes the token alone"
+            )
         self._patience_s = patience_s
         self._http: aiohttp.ClientSession | None = None
 

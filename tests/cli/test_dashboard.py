@@ -70,7 +70,7 @@ def test_dashboard_shows_a_finished_run_without_changing_its_files(finished_run)
 
 def test_dashboard_with_a_token_refuses_requests_without_the_token(finished_run):
     token = "a-token-for-the-browser"
-    with serving(finished_run, BRIDLE_DASHBOARD_TOKEN=token) as url:
+    with serving(finished_run, BRIDLE_DASHBOARD_TOKEN=token + "\n") as url:
         with pytest.raises(urllib.error.HTTPError, match="401"):
             fetch(url)
         status, _ = fetch(url, Authorization=f"Bearer {token}")

@@ -20,7 +20,7 @@ from bridle.engines.http import (
     engine_error,
     parse_retry_after,
 )
-from bridle.errors import ContextOverflowError, EngineError
+from bridle.errors import ConfigError, ContextOverflowError, EngineError
 
 HTML = b"\n<!doctype html><title>502</title>"
 
@@ -80,6 +80,16 @@ async def test_the_api_key_is_sent_and_a_trailing_v1_is_dropped_from_the_url(cli
     assert await made.get("/ok") == {"a": 1}
     assert stub.headers[0]["Authorization"] == "Bearer k"
     assert made.base_url == stub.url
+
+
+async def test_a_key_s_line_break_at_its_end_is_dropped_and_one_inside_is_refused(client):
+    stub, made = await client(api_key="k\n", ok={"a": 1})
+    await made.get("/ok")
+    assert stub.headers[0]["Authorization"] == "Bearer k"
+
+    with pytest.raises(ConfigError, match="BRIDLE_ENGINE_API_KEY takes the key alone") as raised:
+        EngineClient(stub.url, api_key="sk-one\nsk-two", timeout_s=1)
+    assert "sk-" not in str(raised.value)
 
 
 async def test_user_info_of_a_url_is_sent_and_never_shown(client):

@@ -413,7 +413,7 @@ def test_a_token_is_made_once_and_kept_for_its_owner_only(tmp_path):
 
 
 def test_a_given_token_comes_before_the_environment_and_that_before_the_file(tmp_path, monkeypatch):
-    monkeypatch.setenv(TOKEN_ENV, "from-the-environment")
+    monkeypatch.setenv(TOKEN_ENV, "from-the-environment\n")  # as a file of a secret ends
     assert control_token(GatewaySettings(data_dir=tmp_path)) == "from-the-environment"
     given = GatewaySettings(data_dir=tmp_path, control_token="given-given-given")
     assert control_token(given) == "given-given-given"

@@ -100,7 +100,7 @@ def test_tokens_come_from_a_file_and_from_the_environment(tmp_path):
     digest = hashlib.sha256(SECRET.encode()).hexdigest()
     file = tmp_path / "tokens.toml"
     file.write_text(f'[[tokens]]\nname = "t"\nsha256 = "{digest}"\nroles = ["read"]\n')
-    tokens = load_tokens(file, {TOKEN_ENV: "another-of-sixteen"}, own=OWN)
+    tokens = load_tokens(file, {TOKEN_ENV: "another-of-sixteen\n"}, own=OWN)
     assert [token.name for token in tokens] == ["operator", "t", "environment"]
     auth = Auth(tokens)
     assert name_of(auth, bearer(SECRET)) == "t"

@@ -100,7 +100,7 @@ def dashboard(
     """
     allowed = tuple(allow_host or ())
     with _source(target) as (source, token):
-        guard = access_control(host, os.environ.get(TOKEN_ENV) or token)
+        guard = access_control(host, os.environ.get(TOKEN_ENV, "").strip() or token)
         run_until_signal(
             lambda stop: _serve_pages(source, guard, host, port, allowed, stop, json=json)
         )

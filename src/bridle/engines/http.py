@@ -56,7 +56,12 @@ class EngineClient:
         self.base_url = without_user_info(str(url))
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if api_key is not None:
+        if api_key := (api_key or "").strip():  # a key from a file ends with a line break
+            if not api_key.isprintable():
+                raise ConfigError(
+                    f"the API key for {self.base_url} has a line break or another control character"
+                    " in it; BRIDLE_ENGINE_API_KEY takes the key alone"
+                )
             self._headers["Authorization"] = f"Bearer {api_key}"
         elif url.user is not None:
             named = b64encode(f"{url.user}:{url.password or ''}".encode()).decode()

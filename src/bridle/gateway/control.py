@@ -138,7 +138,7 @@ def control_token(settings: GatewaySettings) -> str:
     A new one is written to `data_dir/control.token` with mode 0600. `ConfigError` when that file
     cannot be read or written.
     """
-    if given := settings.control_token or os.environ.get(TOKEN_ENV):
+    if given := settings.control_token or os.environ.get(TOKEN_ENV, "").strip():
         return given
     if settings.data_dir is None:
         return secrets.token_urlsafe(32)

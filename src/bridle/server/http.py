@@ -161,7 +161,7 @@ def load_tokens(
     tokens = [own]
     if path is not None:
         tokens += validated(TokenFile, load_toml(path), str(path)).tokens
-    if given := environment.get(TOKEN_ENV):
+    if given := environment.get(TOKEN_ENV, "").strip():
         tokens.append(_admin("environment", given, TOKEN_ENV))
     return tokens
 
