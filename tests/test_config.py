@@ -80,6 +80,23 @@ def test_an_empty_list_in_place_of_one_with_items_is_refused_without_words_of_py
         validated(CompositeSettings, {"parts": []}, "evaluator.config")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"agent": {"harness": "codex", "env": {"OPENAI_API_KEY": ["hush"]}}},
+        {"metadata": [{"password": "hush"}]},
+        {"runtme": {"control_token": "hush"}},
+        {"num_samples": "http://user:hush@host"},
+    ],
+)
+def test_a_validation_error_shows_no_key_token_or_password(fields):
+    assert "hush" not in str(mistake(**fields))
+
+
+def test_an_error_for_a_number_of_tokens_shows_it():
+    assert str(mistake(limits={"max_tokens": "x"})).endswith("; given: 'x'")
+
+
 def test_validation_errors_shorten_long_values_and_count_further_mistakes():
     text = str(mistake(task_id="!" * 300, num_samples=-1))
 

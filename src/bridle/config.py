@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails
 
 from bridle.errors import ConfigError
-from bridle.types import JSON, Kind
+from bridle.types import JSON, Kind, without_user_info
 
 
 class Settings(BaseModel):
@@ -419,10 +419,12 @@ def explain(error: ValidationError, where: str) -> ConfigError:
     alike = [first, *(one for one in others if field_path(one) == path)]
     # A list that has a wrong item is also too short for pydantic, because it drops the item.
     more = sum(not f"{path}.".startswith(f"{field_path(one)}.") for one in others)
-    given = repr(first["input"])
+    given = without_user_info(repr(first["input"]))
     given = given if len(given) <= 80 else given[:77] + "..."
-    given = "" if first["type"] == "missing" else f"; given: {given}"
     meant = _meant(error.title, first["loc"]) if first["type"] == "extra_forbidden" else ""
+    inside = given if isinstance(first["input"], dict | list) else ""
+    hidden = first["type"] == "missing" or SECRET.search(f"{path}{meant}{inside}")
+    given = "" if hidden else f"; given: {given}"
     said = "; or ".join(dict.fromkeys(_plain(one) for one in alike if one["type"] != NO_VALUE))
     said = f"{path or '(top level)'}: {said}{meant}{given}{f' (+{more} more)' if more else ''}"
     return ConfigError(f"{where}: {said}")
@@ -435,6 +437,9 @@ def _plain(fault: ErrorDetails) -> str:
 
 NO_VALUE: Final = "none_required"
 """Type of the fault that a field which may be left out adds to each other one."""
+
+SECRET: Final = re.compile(r"(token|secrets?|passwords?|key)(?![a-z])", re.IGNORECASE)
+"""Name of a field whose value no message shows."""
 
 PLAIN: Final = dict.fromkeys(("tuple_type", "list_type"), "Input should be a list") | dict.fromkeys(
     ("model_type", "dict_type"), "Input should be an object with fields"

@@ -89,6 +89,14 @@ def test_an_environment_variable_of_an_unknown_key_is_refused_with_a_suggestion(
         load_config(path)
 
 
+def test_the_error_for_a_misspelt_token_does_not_show_it(path, monkeypatch):
+    monkeypatch.setenv("BRIDLE_GATEWAY__CONTROL_TOKN", "hush")
+
+    with pytest.raises(ConfigError, match="did you mean 'control_token'") as raised:
+        load_config(path)
+    assert "hush" not in str(raised.value)
+
+
 def test_flags_override_the_config_file_and_absent_flags_do_not(path):
     config = load_config(
         path, engines=["scripted:x"], tokenizer="dir", gateway={"port": 1, "host": None}
