@@ -88,7 +88,7 @@ def test_consoles_print_markup_literally():
         assert console.render_str("[bold]x").plain == "[bold]x"
 
 
-@pytest.mark.parametrize(("env", "width"), [({}, 160), ({"COLUMNS": "80"}, 80)])
+@pytest.mark.parametrize(("env", "width"), [({}, 160), ({"COLUMNS": "70"}, 70), ({"COLUMNS": "0"}, 80)])
 def test_output_width_without_a_terminal_is_that_of_the_columns_variable(env, width):
     code = "from bridle.cli.terminal import console; print(console.width)"
     done = subprocess.run(

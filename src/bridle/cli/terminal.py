@@ -158,6 +158,11 @@ class Plain(Console):
     verbose = False
     """Print the traceback of an error that is a user's mistake."""
 
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - as `Console` takes them
+        super().__init__(**options)
+        if self.width < 1:  # COLUMNS=0, with which nothing would be printed
+            self.width = 80
+
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
