@@ -97,6 +97,12 @@ def test_output_width_without_a_terminal_is_that_of_the_columns_variable(env, wi
     assert int(done.stdout) == width
 
 
+def test_a_note_without_a_terminal_is_one_line_however_long():
+    code = "from bridle.cli.terminal import notes; notes.print('a long error ' * 20)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert done.stderr.splitlines() == ["a long error " * 20]
+
+
 FILE = "taken/file"
 SCRIPTED = ("--engine", "scripted:mine/hello/script.json")
 

@@ -177,7 +177,14 @@ console = Plain(highlight=False, markup=False, emoji=False, width=None if _FITTE
 _IN_JUPYTER = None if find_spec("ipywidgets") else False
 """`None` = in a notebook a progress display is a widget; without ipywidgets Rich would warn."""
 
-notes = Plain(stderr=True, highlight=False, markup=False, emoji=False, force_jupyter=_IN_JUPYTER)
+notes = Plain(
+    stderr=True,
+    highlight=False,
+    markup=False,
+    emoji=False,
+    force_jupyter=_IN_JUPYTER,
+    soft_wrap=not sys.stderr.isatty(),
+)
 """Console for progress and notes, on stderr, so that a pipe gets results only."""
 
 
