@@ -128,6 +128,7 @@ def test_ctrl_c_ends_all_processes_of_a_run_and_keeps_its_capture(batch, run_arg
 
     assert process.returncode == 130, err
     assert "interrupted" in err
+    assert f"written to {run}; `bridle show {run}`" in err
     wait_for(lambda: not processes_of(run), "no process of the run is left")
     shown = call("show", run, "--json")
     lines = json.loads(shown.stdout)

@@ -15,8 +15,8 @@ import shutil
 import socket
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -343,9 +343,21 @@ def run(  # noqa: PLR0913 - one parameter per flag
         lambda: engines.load(gateway=gateway, telemetry=telemetry),
         folder,
     )
-    lines = run_batch(BatchRun(loaded, setup, folder, concurrency))
+    with _naming(folder):
+        lines = run_batch(BatchRun(loaded, setup, folder, concurrency))
     report(lines, folder, scores=scores, json=json)
     raise typer.Exit(0 if all(line["status"] == "COMPLETED" for line in lines) else 1)
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Note where the ended sessions are, if the batch inside is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (folder / CAPTURE).exists():
+            notes.print(f"written to {folder}; `bridle show {folder}` lists its sessions")
+        raise
 
 
 def _checked(
@@ -458,7 +470,8 @@ def fork(
     task, base = forked_task(session, run, at, samples)
     folder = check_folder(out or new_run_folder(Path("runs")), "--out")
     setup = setup_of(base, engines)
-    lines = run_batch(BatchRun([task], setup, folder, concurrency))
+    with _naming(folder):
+        lines = run_batch(BatchRun([task], setup, folder, concurrency))
     verdicts = Counter(line["fork"]["verdict"] for line in lines if line["fork"])
     exact, equivalent = verdicts["exact"], verdicts["equivalent"]
     if json:
