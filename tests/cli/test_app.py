@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import metadata
@@ -204,6 +205,15 @@ def test_python_m_bridle_cli_exits_with_the_code_of_the_command():
 
     assert done.returncode == 2
     assert "no session" in done.stderr
+
+
+def test_ctrl_c_while_packages_are_loaded_ends_with_code_130_and_no_traceback(tmp_path):
+    (tmp_path / "typer.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    command = [sys.executable, "-c", "from bridle.cli import main; main()"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, check=False, env=env, text=True)
+
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 DEAD = "http://127.0.0.1:9"

@@ -19,9 +19,14 @@ Exit codes, the same for every verb:
 | 130 | ended by Ctrl-C, a batch or a training also by SIGTERM or SIGHUP; captured data are kept |
 """
 
+import sys
+
 
 def main() -> None:
     """Run the command line; ends by `SystemExit`."""
-    from bridle.cli.__main__ import main as run
+    try:
+        from bridle.cli.__main__ import main as run
+    except KeyboardInterrupt:  # while its packages are loaded
+        sys.exit(130)
 
     run()
