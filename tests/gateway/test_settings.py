@@ -17,7 +17,10 @@ def test_the_defaults_are_those_promised_and_listen_on_loopback_only():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"port": 70_000}, {"retry_grace_s": -1}, {"control_token": "short"}, {"keepalives": 1}],
+    [
+        *({"port": 70_000}, {"retry_grace_s": -1}, {"control_token": "short"}, {"keepalives": 1}),
+        *({"public_url": "gateway:8100"}, {"public_url": "http://"}),
+    ],
 )
 def test_a_wrong_setting_is_refused(wrong):
     with pytest.raises(ValidationError):

@@ -19,7 +19,7 @@ class GatewaySettings(Settings):
     """Port of the data routes; 0 = any free one."""
     control_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the control routes; `None` = the same listener as the data routes."""
-    public_url: str | None = None
+    public_url: str | None = Field(default=None, pattern=r"^https?://[^/]")
     """Address that harnesses get instead of `http://host:port` (another name of the same listener,
     as seen from inside a sandbox). `{port}` in it stands for the port of the data routes, which
     each of several workers has for itself."""
