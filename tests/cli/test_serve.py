@@ -16,11 +16,12 @@ from functools import partial
 import httpx
 import pytest
 from structlog.testing import capture_logs
+from tests.disks import full_disk
 from tests.node.house import AGENT
 from tests.server.house import until
 
 from bridle.cli.config import load_config
-from bridle.cli.serve import open_node, server_of, workers_of
+from bridle.cli.serve import _owner, open_node, server_of, workers_of
 from bridle.client import AsyncClient, Client
 from bridle.config import AgentSpec, Task
 from bridle.credentials import announce_server
@@ -116,6 +117,13 @@ async def test_a_reopened_server_knows_its_tasks_and_its_files_are_private(tmp_p
             assert await client.submit_many(tasks(1)) == expected
             assert (await client.wait("task-0", timeout_s=60))["state"] == "completed"
             assert readable_by_others(tmp_path / "data") == []
+
+
+def test_a_server_whose_first_start_met_a_full_disk_has_a_name_at_the_next(tmp_path):
+    with full_disk(0), pytest.raises(OSError, match="File too large"):
+        _owner(tmp_path)
+
+    assert _owner(tmp_path) == _owner(tmp_path) != ""
 
 
 async def test_a_second_server_on_a_data_folder_is_refused_and_names_the_first(tmp_path):

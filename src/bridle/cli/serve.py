@@ -375,9 +375,9 @@ def _announced(url: str, token_file: Path) -> Iterator[None]:
 
 def _owner(data: Path) -> str:
     """Return the owner of this server's leases, the same at every start on this folder."""
-    path = data / "server.id"
-    if not path.exists():
-        private_file(path).write_text(secrets.token_hex(8))
+    path = private_file(data / "server.id")
+    if not path.read_text():  # new, or the disk was full when it was
+        path.write_text(secrets.token_hex(8))
     return path.read_text()
 
 
