@@ -207,6 +207,15 @@ def test_python_m_bridle_cli_exits_with_the_code_of_the_command():
     assert "no session" in done.stderr
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_works_with_closed_standard_streams(tmp_path, closed):
+    line = f"exec {sys.executable} -c 'from bridle.cli import main; main()' init made {closed}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, check=False, cwd=tmp_path)
+
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "made" / "hello" / "task.toml").exists()
+
+
 def test_ctrl_c_while_packages_are_loaded_ends_with_code_130_and_no_traceback(tmp_path):
     (tmp_path / "typer.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
     command = [sys.executable, "-c", "from bridle.cli import main; main()"]

@@ -19,11 +19,16 @@ Exit codes, the same for every verb:
 | 130 | ended by Ctrl-C, a batch or a training also by SIGTERM or SIGHUP; captured data are kept |
 """
 
+import os
 import sys
 
 
 def main() -> None:
     """Run the command line; ends by `SystemExit`."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed, and the number is the next opened file's
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
     try:
         from bridle.cli.__main__ import main as run
     except KeyboardInterrupt:  # while its packages are loaded
