@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import socket
 import subprocess
@@ -88,7 +89,9 @@ def test_consoles_print_markup_literally():
         assert console.render_str("[bold]x").plain == "[bold]x"
 
 
-@pytest.mark.parametrize(("env", "width"), [({}, 160), ({"COLUMNS": "70"}, 70), ({"COLUMNS": "0"}, 80)])
+@pytest.mark.parametrize(
+    ("env", "width"), [({}, 160), ({"COLUMNS": "70"}, 70), ({"COLUMNS": "0"}, 80)]
+)
 def test_output_width_without_a_terminal_is_that_of_the_columns_variable(env, width):
     code = "from bridle.cli.terminal import console; print(console.width)"
     done = subprocess.run(
@@ -159,6 +162,26 @@ def test_a_folder_where_a_file_is_wanted_is_named(say, finished_run, here):
 
     assert said.code == 2
     assert "--out taken is a folder; name a file" in said.err
+
+
+def test_a_pipe_or_device_as_output_is_refused_and_stays(say, finished_run, here):
+    os.mkfifo("pipe")
+    Path("link").symlink_to("pipe")
+
+    for name in ("pipe", "link"):
+        said = say("export", finished_run, "--format", "sft", "--out", name)
+        assert said.code == 2
+        assert f"--out {name} is a device or a pipe; name a file" in said.err
+    assert Path("link").is_symlink()
+
+
+def test_an_export_to_a_link_writes_the_file_that_it_leads_to(say, finished_run, here):
+    Path("link").symlink_to("file")
+    Path("file").touch()
+
+    assert say("export", finished_run, "--format", "sft", "--out", "link").code == 0
+    assert Path("link").is_symlink()
+    assert Path("file").stat().st_size
 
 
 def test_rebuilding_into_a_file_is_refused(say, finished_run, here):

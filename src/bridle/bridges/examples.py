@@ -235,6 +235,7 @@ def write_lines(path: str | Path, lines: Iterable[JSON]) -> int:
     path.
     """
     path = Path(path)
+    path = path.resolve() if path.is_symlink() else path
     part = path.with_name(path.name + ".part")
     count = 0
     with boundary(BridleError, f"{path}: cannot write examples"):

@@ -311,6 +311,8 @@ def check_file(path: Path, flag: str) -> Path:
     """Return the file that a flag names; `ConfigError` if it cannot be written."""
     if path.is_dir():
         raise ConfigError(f"{flag} {path} is a folder; name a file")
+    if path.exists() and not path.is_file():  # as /dev/stdout, which the file would replace
+        raise ConfigError(f"{flag} {path} is a device or a pipe; name a file")
     check_folder(path.parent, flag)
     if path.exists() and not os.access(path, os.W_OK):
         raise ConfigError(f"{flag} {path} cannot be written; name another file")
