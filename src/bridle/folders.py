@@ -7,6 +7,7 @@ its holder for the process that comes second (`tests/test_folders.py`).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -23,6 +24,9 @@ from bridle.errors import ConfigError
 LOCK: Final = ".lock"
 RETRY_S: Final = 0.05
 POLL_S: Final = 0.2
+
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a write for which the disk, a quota or a limit has no room left."""
 
 ROOM: Final = 1 << 20
 """Bytes of free disk below which a folder counts as full."""

@@ -184,6 +184,14 @@ def test_an_export_to_a_link_writes_the_file_that_it_leads_to(say, finished_run,
     assert Path("file").stat().st_size
 
 
+def test_results_on_a_full_disk_end_with_code_3_and_one_line(finished_run):
+    command = [sys.executable, "-m", "bridle.cli", "show", str(finished_run), "--json"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 3
+    assert done.stderr == "bridle: the disk: No space left on device\n"
+
+
 def test_rebuilding_into_a_file_is_refused(say, finished_run, here):
     said = say("rebuild", finished_run, "--out", FILE)
 

@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from bridle import __version__
 from bridle.cli.terminal import Plain, log_to_stderr, notes
 from bridle.errors import BridleError, ConfigError, install_extra
+from bridle.folders import FULL
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -173,8 +174,8 @@ def _explain(error: Exception) -> tuple[str, int] | None:
         case ModuleNotFoundError() if error.name in EXTRAS:
             command = install_extra(EXTRAS[error.name])
             return f"this needs the package {error.name}, which is missing: run {command}", 3
-        case OSError() if error.filename is not None:
-            return f"{error.filename}: {error.strerror}", 3
+        case OSError() if error.filename is not None or error.errno in FULL:
+            return f"{error.filename or 'the disk'}: {error.strerror}", 3  # a write has no name
     if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # typer's
         return error.format_message().replace("Value error, ", ""), 2
     return None

@@ -8,7 +8,6 @@ SIGTERM, a closed terminal, failure), the run folder is complete: capture, traje
 
 from __future__ import annotations
 
-import errno
 import re
 import shlex
 import shutil
@@ -57,7 +56,7 @@ from bridle.config import AUTO, ForkSpec, Task, assets_dir, read_text
 from bridle.datasets.harbor import SET
 from bridle.datasets.jsonl import load_tasks, require_verified, with_template
 from bridle.errors import ConfigError, EngineError, Problems, StoreError, cannot_listen
-from bridle.folders import check_room
+from bridle.folders import FULL, check_room
 from bridle.harnesses import CHECKS
 from bridle.node.base import Event, Installing, SessionChanged
 from bridle.node.local import LocalExecutor, LocalNode, NodeSettings, check
@@ -168,9 +167,6 @@ class Board:
             note += f", mean reward {mean:.2f} over {len(self._rewards)} scored"
         self.say(note)
 
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of a write for which the disk, a quota or a limit has no room left."""
 
 CONNECT_S = 2.0
 """Timeout of the test connection to an engine."""
