@@ -451,7 +451,7 @@ class AsyncClient:
         number = error.errno if isinstance(error, OSError) else None
         own = getattr(error, "os_error", error)  # of TLS: its number is no `errno`
         why = os.strerror(number) if number and number > 0 else error
-        why = own.strerror if isinstance(own, ssl.SSLError) else why
+        why = (own.strerror or why) if isinstance(own, ssl.SSLError) else why
         message = f"{self.url} cannot be reached: {why}; is `bridle serve` running there?"
         return ServerError(message, code="unreachable")
 

@@ -28,7 +28,7 @@ def main() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # closed, and the number is the next opened file's
             os.open(os.devnull, os.O_RDWR)
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
     try:
         from bridle.cli.__main__ import main as run
     except KeyboardInterrupt:  # while its packages are loaded
