@@ -389,6 +389,16 @@ async def test_a_pool_whose_only_replica_fails_does_not_start(error):
     assert a.closed
 
 
+async def test_the_error_of_a_replica_that_takes_too_long_to_start_says_so():
+    class Silent(Fake):
+        async def start(self):
+            await asyncio.Event().wait()
+
+    with pytest.raises(EngineError, match=r"a was not ready within 0\.01 s \(routing\.start_tim"):
+        async with pooled(Silent(), start_timeout_s=0.01):
+            pass
+
+
 async def test_a_replica_that_cannot_serve_is_an_error_at_the_start():
     a, b = Fake(), Fake()
     b.sick = EngineError("it gives no logprobs")

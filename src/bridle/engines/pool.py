@@ -157,9 +157,10 @@ class EnginePool(EngineHandover):
         `version` is the version of its weights if it does not tell it; `None` = 0.
         """
         engine = one.reopen() if one.gone and one.reopen is not None else one.engine
+        limit = asyncio.timeout(self.settings.start_timeout_s)
         try:
             with boundary(EngineError, f"starting {one.name}"):
-                async with asyncio.timeout(self.settings.start_timeout_s):
+                async with limit:
                     if version is not None and isinstance(engine, Versioned):
                         await engine.set_version(version)
                     info = await engine.start()
@@ -167,9 +168,14 @@ class EnginePool(EngineHandover):
                         await self.vouch(engine, info)
                     check_fit(one.name, info, self._info)
                     info = await self.caught_up(engine, info)
-        except BaseException:
+        except BaseException as error:
             if engine is not one.engine:
                 await engine.aclose()
+            if limit.expired():
+                raise EngineError(
+                    f"{one.name} was not ready within {self.settings.start_timeout_s:g} s "
+                    "(routing.start_timeout_s): it is still loading, or hangs"
+                ) from error
             raise
         before = one.engine
         one.use(engine)
