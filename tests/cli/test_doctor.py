@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 from tests.embedded.models import save_model
@@ -61,6 +62,17 @@ def test_doctor_probes_an_engine_and_fails_if_it_is_unreachable(say, tmp_path):
     assert {"context length"} <= {finding["what"] for finding in good.json}
     assert gone.code == 1
     assert "127.0.0.1:9" in json.dumps(gone.json)
+
+
+def test_doctor_ends_at_an_engine_that_takes_connections_and_never_answers(say, monkeypatch):
+    monkeypatch.setattr(doctor, "ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        said = say("doctor", "--engine", url, "--tokenizer", "builtin", "--json")
+
+    assert said.code == 1
+    found = {one["what"]: one["found"] for one in said.json}
+    assert found["engine"] == f"{url} did not answer within 0.5 s; does it hang?"
 
 
 def test_doctor_of_tasks_and_an_engine_checks_both(say, tmp_path):

@@ -71,7 +71,7 @@ from bridle.training.settings import GrpoSettings
 from bridle.trajectory import fidelity
 from bridle.trajectory.fidelity import Certificate, Facts, Recomputed
 from bridle.trajectory.sample import Trace
-from bridle.types import JSON, Dialect, Ids
+from bridle.types import JSON, Dialect, Ids, without_user_info
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +265,10 @@ def _alike(infos: dict[str, EngineInfo], wanted: int) -> CheckResult:
     return CheckResult("replicas", ok=len(ways) == 1, found=found, advice=advice)
 
 
+ANSWER_S = 60.0
+"""Time that a served engine may take to start answering and be probed."""
+
+
 async def _probe(
     spec: str, tokenizer: str | None, *, logprobs: bool
 ) -> tuple[list[CheckResult], EngineInfo | None]:
@@ -273,13 +277,15 @@ async def _probe(
     info: EngineInfo | None = None
     compared = []
     try:
-        info = await engine.start()
+        async with asyncio.timeout(None if spec.startswith("embedded:") else ANSWER_S):
+            info = await engine.start()
         report = getattr(engine, "report", None) or await probe(engine)
         compared = [one async for one in compare(engine, info, tokenizer, logprobs=logprobs)]
         context = CheckResult("context length", ok=True, found=f"{info.context_length} tokens")
-    except EngineError as error:
+    except (EngineError, TimeoutError) as error:
         report = getattr(engine, "report", None)
-        context = CheckResult("engine", ok=False, found=str(error))
+        late = f"{without_user_info(spec)} did not answer within {ANSWER_S:g} s; does it hang?"
+        context = CheckResult("engine", ok=False, found=str(error) or late)
     finally:
         await engine.aclose()
     if not isinstance(report, ProbeReport):
