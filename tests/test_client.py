@@ -1,6 +1,7 @@
 """The client against a real server with workers whose results a test sets."""
 
 import asyncio
+import re
 import socket
 import sys
 import time
@@ -84,12 +85,12 @@ async def test_a_client_looks_up_the_server_s_token_again_after_a_401(tmp_path):
             if "authorization" not in request.headers:
                 announced.enter_context(announce_server(client.url, tmp_path / "token"))
                 raise web.HTTPUnauthorized
-            return web.json_response({"paused": False})
+            return web.json_response({"tasks": {}})
 
         app = web.Application()
         app.router.add_get("/v1/status", tasks)
         async with TestServer(app) as server, AsyncClient(str(server.make_url(""))) as client:
-            assert await client.status() == {"paused": False}
+            assert await client.status() == {"tasks": {}}
 
 
 async def test_client_retries_while_the_quota_is_full(tmp_path):
@@ -275,14 +276,22 @@ async def test_the_client_raises_server_refusals_with_their_reason(tmp_path):
                     pass
 
 
-@pytest.mark.parametrize("status", [200, 501])
-async def test_an_answer_that_is_no_rollout_server_s_is_an_error(status):
+@pytest.mark.parametrize(
+    ("status", "text", "shown"),
+    [
+        (200, "<html>\n <b>Hi</b>", "<html> <b>Hi</b>"),
+        (501, "<html>\n <b>Hi</b>", "<html> <b>Hi</b>"),
+        (200, '{"data":[]}', '{"data":[]}'),
+        (200, "[]", "[]"),
+    ],
+)
+async def test_an_answer_that_is_no_rollout_server_s_is_an_error(status, text, shown):
     async def page(_):
-        return web.Response(text="<html>\n <b>Hi</b>", status=status)
+        return web.Response(text=text, status=status)
 
     other = web.Application()
     other.router.add_route("*", "/{path:.*}", page)
-    said = rf"the server answered {status} and not as .* is it one\? <html> <b>Hi</b>$"
+    said = rf"the server answered {status} and not as .* is it one\? {re.escape(shown)}$"
     async with (
         TestServer(other) as server,
         AsyncClient(str(server.make_url("")), token="t" * 16) as client,

@@ -320,7 +320,10 @@ class AsyncClient:
 
     async def status(self) -> JSON:
         """Return the server's counts of tasks, sessions and nodes."""
-        return await self._json("GET", "/v1/status")
+        found = await self._json("GET", "/v1/status")
+        if "tasks" not in found:
+            raise _strange(200, orjson.dumps(found))
+        return found
 
     async def nodes(self) -> list[JSON]:
         """Return the nodes with their slots and running sessions."""
@@ -403,6 +406,8 @@ class AsyncClient:
             answer: JSON = orjson.loads(content)
         except ValueError:
             raise _strange(200, content) from None
+        if not isinstance(answer, dict):
+            raise _strange(200, content)
         return answer
 
     async def _request(

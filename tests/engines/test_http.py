@@ -92,6 +92,17 @@ async def test_a_key_s_line_break_at_its_end_is_dropped_and_one_inside_is_refuse
     assert "sk-" not in str(raised.value)
 
 
+async def test_an_error_that_repeats_the_api_key_hides_it(client):
+    key = "sk-very-secret"
+    message = f"{'x' * 290} {key} is not valid"  # a long error is cut, in the middle of the key
+    error = {"error": {"message": message}}
+    _, made = await client(api_key=key, json=(401, error), text=(401, message.encode()))
+    for path in ("/json", "/text"):
+        with pytest.raises(EngineError, match=r"x \*\*\*") as raised:
+            await made.get(path)
+        assert "sk-" not in str(raised.value)
+
+
 async def test_user_info_of_a_url_is_sent_and_never_shown(client):
     stub, _ = await client()
     own = EngineClient(stub.url.replace("://", "://name:secret@"), api_key=None, timeout_s=1)

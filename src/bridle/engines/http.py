@@ -37,6 +37,9 @@ from bridle.types import JSON, is_server_url, without_user_info
 _OVERFLOW = re.compile(r"maximum (?:context|model) length(?: is| of)? \(?(\d+)", re.IGNORECASE)
 _LARGE = 1 << 20
 
+KEY_CHARS = 8
+"""Shortest API key that is hidden in errors: a shorter one may be a part of any text."""
+
 
 class EngineClient:
     """Client of one server. `timeout_s` is how long it may be silent within one call.
@@ -56,13 +59,14 @@ class EngineClient:
         self.base_url = without_user_info(str(url))
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if api_key := (api_key or "").strip():  # a key from a file ends with a line break
-            if not api_key.isprintable():
+        self._key = (api_key or "").strip()  # a key from a file ends with a line break
+        if self._key:
+            if not self._key.isprintable():
                 raise ConfigError(
                     f"the API key for {self.base_url} has a line break or another control character"
                     " in it; BRIDLE_ENGINE_API_KEY takes the key alone"
                 )
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self._headers["Authorization"] = f"Bearer {self._key}"
         elif url.user is not None:
             named = b64encode(f"{url.user}:{url.password or ''}".encode()).decode()
             self._headers["Authorization"] = f"Basic {named}"
@@ -103,7 +107,7 @@ class EngineClient:
         if optional and response.status in {403, 404, 405, 501}:
             return {}
         if response.status != 200:
-            raise engine_error(response.status, body, self._url(path))
+            raise self._error(path, response.status, body)
         if not body:
             return {}
         return _object(body, self._url(path))
@@ -119,7 +123,7 @@ class EngineClient:
         if response.status in {403, 404, 405, 501}:
             return False
         if response.status != 200:
-            raise engine_error(response.status, answer, self._url(path))
+            raise self._error(path, response.status, answer)
         return True
 
     async def post(self, path: str, body: bytes, call: HttpCall, *, prompt_tokens: int) -> bytes:
@@ -135,15 +139,15 @@ class EngineClient:
             raise self._failure(path, error) from error
         answer = reply.body
         if reply.status != 200:
-            raise engine_error(
+            raise self._error(
+                path,
                 reply.status,
                 answer,
-                self._url(path),
                 prompt_tokens=prompt_tokens,
                 retry_after=reply.retry_after,
             )
         if answer[:1] != b"{":
-            raise engine_error(200, answer, self._url(path))
+            raise self._error(path, 200, answer)
         return answer
 
     async def stream(
@@ -185,13 +189,23 @@ class EngineClient:
         answer = b""
         while data := await more():
             answer += data
-        return engine_error(
+        return self._error(
+            path,
             reply.status,
             answer,
-            self._url(path),
             prompt_tokens=prompt_tokens,
             retry_after=reply.retry_after,
         )
+
+    def _error(self, path: str, status: int, body: bytes, **facts: Any) -> EngineError:  # noqa: ANN401 - as `engine_error` takes them
+        """Return the error for an unexpected answer, without the API key that it may repeat."""
+        shown = self.hidden(body.decode(errors="surrogateescape"))
+        shown_body = shown.encode(errors="surrogateescape")
+        return engine_error(status, shown_body, self._url(path), **facts)
+
+    def hidden(self, text: str) -> str:
+        """Return the text of a server without the API key, if that is no mere word."""
+        return text.replace(self._key, "***") if len(self._key) >= KEY_CHARS else text
 
     async def _posted(self, path: str, body: bytes) -> aiohttp.ClientResponse:
         # aiohttp wants large bodies as files, so that writing one gives way to others.

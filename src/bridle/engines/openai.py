@@ -49,18 +49,8 @@ class HostedClient(EngineClient):
 
     def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
         super().__init__(base_url, api_key=api_key, timeout_s=timeout_s, attempts=ATTEMPTS)
-        self._key = api_key
         self.root = "/v1" if base_url.rstrip("/").endswith("/v1") else ""
         """Prefix of each route's path."""
-
-    def hide(self, error: EngineError) -> EngineError:
-        """Return the error without the API key, which the server may have repeated in its
-        message.
-        """
-        text = str(error)
-        if self._key and self._key in text:
-            error.args = (text.replace(self._key, "***"),)
-        return error
 
 
 class OpenAIEngine:
@@ -110,10 +100,7 @@ class OpenAIEngine:
     async def start(self) -> EngineInfo:
         """Connect to the server and list its models. Raises `EngineError`."""
         if self._info is None:
-            try:
-                self._info = await self._connect()
-            except EngineError as error:
-                raise self._client.hide(error) from None
+            self._info = await self._connect()
         return self._info
 
     async def _connect(self) -> EngineInfo:
@@ -157,10 +144,7 @@ class OpenAIEngine:
 
     async def health(self) -> None:
         """Check the server by listing its models; raises `EngineError` if that fails."""
-        try:
-            await self._client.get(f"{self._client.root}/models", optional=True)
-        except EngineError as error:
-            raise self._client.hide(error) from None
+        await self._client.get(f"{self._client.root}/models", optional=True)
 
     async def aclose(self) -> None:
         """End all calls and close all connections."""
@@ -204,7 +188,8 @@ class OpenAIEngine:
         except AbortedError:
             yield self._last(GenerateChunk.aborted(()), text, count)
         except EngineError as error:
-            raise self._client.hide(error) from None
+            error.args = (self._client.hidden(str(error)),)
+            raise error from None
         finally:
             del self._calls[request.request_id]
 
