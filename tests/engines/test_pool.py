@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from tests.engines.fakes import INFO, QUICK, Fake, call, lost, pooled, said, state, until
 from tests.loops import JumpingLoop
 
@@ -394,9 +395,14 @@ async def test_the_error_of_a_replica_that_takes_too_long_to_start_says_so():
         async def start(self):
             await asyncio.Event().wait()
 
-    with pytest.raises(EngineError, match=r"a was not ready within 0\.01 s \(routing\.start_tim"):
-        async with pooled(Silent(), start_timeout_s=0.01):
+    with (
+        capture_logs() as logs,
+        pytest.raises(EngineError, match=r"a was not ready within 0\.1 s \(routing\.start_tim"),
+    ):
+        async with pooled(Silent(), start_timeout_s=0.1):
             pass
+    late = [(one["replica"], one["after_s"]) for one in logs if one["log_level"] == "warning"]
+    assert late == [("a", 0.005)]
 
 
 async def test_a_replica_that_cannot_serve_is_an_error_at_the_start():

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import structlog
@@ -152,12 +153,15 @@ class EnginePool(EngineHandover):
         return None
 
     async def _begin(self, one: Replica, version: int | None = None) -> None:
-        """Start or probe a replica's engine, with a fresh adapter if it was gone.
+        """Start or probe a replica's engine, with a fresh adapter if it was gone; log a long wait.
 
         `version` is the version of its weights if it does not tell it; `None` = 0.
         """
         engine = one.reopen() if one.gone and one.reopen is not None else one.engine
         limit = asyncio.timeout(self.settings.start_timeout_s)
+        late_s = self.settings.start_timeout_s / 20
+        late = partial(log.warning, "replica_not_ready_yet", replica=one.name, after_s=late_s)
+        note = asyncio.get_running_loop().call_later(late_s, late)
         try:
             with boundary(EngineError, f"starting {one.name}"):
                 async with limit:
@@ -177,6 +181,8 @@ class EnginePool(EngineHandover):
                     "(routing.start_timeout_s): it is still loading, or hangs"
                 ) from error
             raise
+        finally:
+            note.cancel()
         before = one.engine
         one.use(engine)
         one.info, one.version = info, info.version
