@@ -61,6 +61,7 @@ ENDS_ONCE = """
 import asyncio, os, signal
 from bridle.cli.process import run_to_end
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 {at_start}
 
 async def work():
@@ -99,10 +100,11 @@ def test_work_under_nohup_does_not_end_with_its_terminal():
 
 
 ENDS_WITH_TERMINAL = """
-import asyncio, fcntl, sys, termios
+import asyncio, fcntl, signal, sys, termios
 from pathlib import Path
 from bridle.cli.process import run_to_end
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 async def work():
