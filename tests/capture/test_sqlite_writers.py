@@ -190,6 +190,31 @@ async def test_a_delivery_is_written_with_the_next_exchange_and_readable_at_once
         assert set(store.deliveries("s1")) == {first.exchange_id, second.exchange_id}
 
 
+async def test_an_exchange_takes_deliveries_along_once_the_first_has_waited_for_others(
+    path, quick_disk, timers, monkeypatch
+):
+    monkeypatch.setattr(sqlite, "TOGETHER_S", 60)
+    made = three_turns()
+    async with await SqliteStore.open(path) as store, asyncio.TaskGroup() as group:
+        await store.open_session(made.record)
+        first, second, third = made.exchanges
+        await store.commit(first, made.bodies)
+        statements = []
+        store._writer._connection.set_trace_callback(statements.append)
+        store.deliver_soon(made.deliver(first.exchange_id), failed=print)
+        await store.commit(second, made.bodies)
+        assert deliveries_in(path) == 0
+        assert [one.split()[0] for one in statements] == ["INSERT"], "a transaction by itself"
+        group.create_task(store.deliver(made.deliver(second.exchange_id)))
+        await asyncio.sleep(0)
+        await store.commit(third, made.bodies)
+        assert deliveries_in(path) == 2, "somebody waits for one of them"
+        monkeypatch.setattr(sqlite, "TOGETHER_S", 0)
+        store.deliver_soon(made.deliver(third.exchange_id), failed=print)
+        await store.commit(replace(made.call("x2"), index=3), made.bodies)
+        assert deliveries_in(path) == 3
+
+
 async def test_one_timer_writes_the_deliveries_that_no_exchange_took_with_it(
     path, quick_disk, timers
 ):

@@ -4,10 +4,12 @@ single sessions.
 
 from __future__ import annotations
 
+import sqlite3
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +23,9 @@ from bridle.capture.records import (
     Totals,
     with_scores,
 )
+from bridle.capture.texts import body_digests
 from bridle.errors import StoreError, boundary
+from bridle.types import Sampling
 
 _TOTALS = """
 SELECT s.session_id, max(e.n), count(*), sum(length(e.output_ids)) / 4,
@@ -260,3 +264,41 @@ def excerpt(source: Path, session_id: str) -> bytes | None:
                     made.executemany(f"INSERT INTO {table} VALUES ({values})", found)  # noqa: S608 - a name of ours
                 made.execute("COMMIT")
             return target.read_bytes()
+
+
+@dataclass(slots=True)
+class WrittenSession:
+    """The part of a session's records that its writer keeps, so that nothing is stored twice."""
+
+    number: int
+    exchange_ids: set[str] = field(default_factory=set)
+    heads: set[bytes] = field(default_factory=set)
+    head: tuple[bytes, bytes] = (b"", b"")
+    """The last one that was written, and its digest."""
+    sampling: tuple[Sampling | None, str] = (None, "")
+    """The last one that was written, and its JSON."""
+    bodies: set[bytes] = field(default_factory=set)
+    """Digests of the stored bodies and of their data."""
+    deliveries: int = 0
+    closed: bool = False
+
+    @classmethod
+    def read(cls, connection: sqlite3.Connection, session_id: str) -> Self | None:
+        """Return the state of a session that the file has; `None` = it does not have it."""
+
+        def rows(query: str, value: object) -> list[tuple[Any, ...]]:
+            return connection.execute(query, (value,)).fetchall()
+
+        found = rows("SELECT n FROM sessions WHERE session_id = ?", session_id)
+        if not found:
+            return None
+        state = cls(number=found[0][0])
+        query = "SELECT exchange_id, head, texts FROM exchanges WHERE session = ?"
+        for exchange_id, head, texts in rows(query, state.number):
+            state.exchange_ids.add(exchange_id)
+            state.heads.add(head)
+            state.bodies.update(body_digests(texts))
+        query = "SELECT count(*) FROM deliveries WHERE session = ?"
+        state.deliveries = rows(query, state.number)[0][0]
+        state.closed = bool(rows("SELECT 1 FROM outcomes WHERE session = ?", state.number))
+        return state

@@ -26,14 +26,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from bridle.capture import formats
-from bridle.capture.reader import SqliteReader
+from bridle.capture.reader import SqliteReader, WrittenSession
 from bridle.capture.records import (
     Commit,
     Delivery,
@@ -50,14 +49,13 @@ from bridle.capture.texts import (
     HEAD,
     REPLY,
     Packed,
-    body_digests,
     body_entries,
     head_digest,
     pack,
 )
 from bridle.errors import StoreError, boundary
 from bridle.folders import check_room
-from bridle.types import Sampling, record
+from bridle.types import record
 
 __all__ = ["SqliteReader", "SqliteStore"]
 
@@ -82,6 +80,9 @@ HELD_UP_S = 0.05
 
 SHY_S = 5.0
 """Time for which callers then leave the writing to the thread."""
+
+TOGETHER_S = 0.004
+"""Time that deliveries wait for each other before the next exchange takes them along."""
 
 LATER_S = 0.02
 """Time that a delivery waits to be written with an exchange, up to twice that: a transaction of its
@@ -138,7 +139,7 @@ class SqliteStore:
             for digest in bodies:
                 size += len(bodies[digest])
             works += (partial(_Writer.commit, exchange=exchange, bodies=bodies),)
-        return self._write_now(works, size=size)
+        return self._write_now(works, size=size, commits=True)
 
     async def deliver(self, delivery: Delivery) -> None:
         """Record whether a reply was delivered, and wait until it is written."""
@@ -241,7 +242,7 @@ class SqliteStore:
             await written
 
     def _write_now(
-        self, works: Sequence[Work], *, size: int
+        self, works: Sequence[Work], *, size: int, commits: bool = False
     ) -> Sequence[asyncio.Future[None]] | None:
         """Do `works` here where the writer is idle; else the writer's thread does them.
 
@@ -250,7 +251,9 @@ class SqliteStore:
         """
         if self._closed:
             self._check_open()
-        written = self._writer.write_now(works) if size <= WRITTEN_HERE else Written.BY_THREAD
+        written = Written.BY_THREAD
+        if size <= WRITTEN_HERE:
+            written = self._writer.write_now(works, commits=commits)
         if written is Written.HERE:
             return None
         loop = asyncio.get_running_loop()
@@ -271,23 +274,6 @@ class SqliteStore:
         return self._reader
 
 
-@dataclass(slots=True)
-class _SessionState:
-    """State of a session in the writer, so that nothing is stored twice."""
-
-    number: int
-    exchange_ids: set[str] = field(default_factory=set)
-    heads: set[bytes] = field(default_factory=set)
-    head: tuple[bytes, bytes] = (b"", b"")
-    """The last one, and its digest."""
-    sampling: tuple[Sampling | None, str] = (None, "")
-    """The last one, and its JSON."""
-    bodies: set[bytes] = field(default_factory=set)
-    """Digests of the stored bodies and of their data."""
-    deliveries: int = 0
-    closed: bool = False
-
-
 class _Writer:
     """Thread that writes. Methods without a note run in it, inside a transaction.
 
@@ -299,7 +285,7 @@ class _Writer:
         self._writing = boundary(StoreError, f"{path}: cannot write")
         self._connection = connection
         self._group = group
-        self._states: dict[str, _SessionState] = {}
+        self._states: dict[str, WrittenSession] = {}
         self._records = 0
         """Since the last checkpoint."""
         self._sync_wanted = False
@@ -307,6 +293,8 @@ class _Writer:
         """Held while the connection is used."""
         self._shy_until = 0.0
         self._patience_ms = OTHERS_MS
+        self._along = 0.0
+        """Time from which an exchange takes the deferred jobs along."""
         self._watching: asyncio.AbstractEventLoop | None = None
         """The loop with a timer for the deferred jobs."""
         self._jobs = Jobs()
@@ -321,6 +309,10 @@ class _Writer:
 
     def give_later(self, job: Job, seconds: float) -> None:
         """Defer a job to the next transaction, at most for `SOON_S`, or for twice `LATER_S`."""
+        if job.done is not None:
+            self._along = 0.0
+        elif not self._jobs.left:
+            self._along = time.monotonic() + TOGETHER_S
         self._jobs.left.append(job)
         if seconds < LATER_S:
             job.loop.call_later(seconds, self._write_later, job)
@@ -345,11 +337,12 @@ class _Writer:
         elif written is Written.BY_THREAD:
             self._jobs.give()
 
-    def write_now(self, works: Sequence[Work] = ()) -> Written:
+    def write_now(self, works: Sequence[Work] = (), *, commits: bool = False) -> Written:
         """Do `works` and the deferred jobs in the calling thread, or return who has to.
 
         They are one transaction; if it fails, `works` are one of their own, and the thread does the
-        deferred jobs. Raises `StoreError`.
+        deferred jobs. `commits` = they are exchanges, which take deferred jobs along only from time
+        to time. Raises `StoreError`.
         """
         started = time.monotonic()
         if self._group > GROUP_WITHOUT_FSYNC or started < self._shy_until:
@@ -360,9 +353,10 @@ class _Writer:
         try:
             if self._patience_ms:
                 self._wait_for_others(0)
-            later = jobs.take_left() if jobs.left else ()
+            waits = not jobs.left or (commits and started < self._along)
+            later = () if waits else jobs.take_left()
             try:
-                self._transact(works, later)
+                self._transact(works, later, single=commits and not later and len(works) == 1)
             except StoreError:
                 if not later:
                     raise
@@ -445,17 +439,24 @@ class _Writer:
             self._jobs.finished += 1
             job.finish(fault)
 
-    def _transact(self, works: Sequence[Work], later: Sequence[Job] = ()) -> None:
-        """Do the deferred jobs, then `works`, in one transaction, and end their waits."""
+    def _transact(
+        self, works: Sequence[Work], later: Sequence[Job] = (), *, single: bool = False
+    ) -> None:
+        """Do the deferred jobs, then `works`, in one transaction, and end their waits.
+
+        `single` = they are one statement, which is a transaction by itself.
+        """
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
+            if not single:
+                self._connection.execute("BEGIN IMMEDIATE")
             for job in later:
                 job.work(self)
                 self._records += 1
             for work in works:
                 work(self)
                 self._records += 1
-            self._connection.execute("COMMIT")
+            if not single:
+                self._connection.execute("COMMIT")
             if self._sync_wanted:
                 self._sync_wanted = False
                 formats.sync_file(self._path.with_name(self._path.name + "-wal"))
@@ -492,7 +493,7 @@ class _Writer:
             "INSERT INTO sessions (session_id, opened_at, task_id, metadata) VALUES (?, ?, ?, ?)",
             formats.session_row(session),
         )
-        self._states[session.session_id] = _SessionState(number=cursor.lastrowid or 0)
+        self._states[session.session_id] = WrittenSession(number=cursor.lastrowid or 0)
 
     def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         """Record an exchange and the texts that its session does not have yet."""
@@ -572,36 +573,20 @@ class _Writer:
         """Sync this transaction and all before it before its jobs are finished."""
         self._sync_wanted = True
 
-    def _state(self, session_id: str) -> _SessionState:
+    def _state(self, session_id: str) -> WrittenSession:
         """Return a session's state. Raises `StoreError` if the session was never opened."""
         state = self._find(session_id)
         if state is None:
             raise StoreError(f"{self._path}: session {session_id!r} was never opened")
         return state
 
-    def _find(self, session_id: str) -> _SessionState | None:
+    def _find(self, session_id: str) -> WrittenSession | None:
         """Return a session's state, read from the file if an earlier process wrote it."""
         state = self._states.get(session_id)
-        if state is None and (state := self._recorded(session_id)) is not None:
+        if state is None:
+            state = WrittenSession.read(self._connection, session_id)
+        if state is not None:
             self._states[session_id] = state
-        return state
-
-    def _recorded(self, session_id: str) -> _SessionState | None:
-        def rows(query: str, value: object) -> list[tuple[Any, ...]]:
-            return self._connection.execute(query, (value,)).fetchall()
-
-        found = rows("SELECT n FROM sessions WHERE session_id = ?", session_id)
-        if not found:
-            return None
-        state = _SessionState(number=found[0][0])
-        query = "SELECT exchange_id, head, texts FROM exchanges WHERE session = ?"
-        for exchange_id, head, texts in rows(query, state.number):
-            state.exchange_ids.add(exchange_id)
-            state.heads.add(head)
-            state.bodies.update(body_digests(texts))
-        query = "SELECT count(*) FROM deliveries WHERE session = ?"
-        state.deliveries = rows(query, state.number)[0][0]
-        state.closed = bool(rows("SELECT 1 FROM outcomes WHERE session = ?", state.number))
         return state
 
 
