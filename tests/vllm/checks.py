@@ -115,7 +115,7 @@ class RecordingVllm(VllmEngine):
     def end(self, request: GenerateRequest) -> None:
         answer = self._calls[request.request_id].arrived()
         assert answer is not None
-        self.answers.setdefault(request.request_id, []).append(answer)
+        self.answers.setdefault(request.request_id, []).append(bytes(answer))
         super().end(request)
 
     @classmethod

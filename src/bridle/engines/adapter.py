@@ -25,7 +25,7 @@ from bridle.engines.http import EngineClient
 from bridle.engines.ids import IdsError, compact, parse_ids
 from bridle.engines.probe import ProbeReport
 from bridle.errors import EngineError
-from bridle.types import JSON, Ids, LogprobMode
+from bridle.types import JSON, Ids, LogprobMode, Logprobs
 
 API_KEY_VARIABLE = "BRIDLE_ENGINE_API_KEY"
 """Environment variable with the server's key (`--api-key`)."""
@@ -301,9 +301,7 @@ class ReplyCheck:
             raise GarbledError(
                 f"the engine sampled {self._count} tokens or more, but max_tokens was {most}"
             )
-        # Twice as fast as `np.minimum.reduce`; a stream has a piece per token.
-        least, largest = (ids.argmin(), ids.argmax()) if count > 1 else (0, 0)
-        low, high = ids[least], ids[largest]
+        low, high, least, largest = chunk.bounds or _bounds(ids, values)
         if low < 0 or (self._limit is not None and high >= self._limit):
             self._check_range("sampled", low, high)
         found = values.size
@@ -311,12 +309,10 @@ class ReplyCheck:
             raise GarbledError(f"the engine gave {count} token ids, but {found} logprobs")
         if not found:
             return
-        least, largest = (values.argmin(), values.argmax()) if found > 1 else (0, 0)
-        low, high = values[least], values[largest]  # both are NaN if there is one
-        if not (high <= ROUNDING and low > -np.inf):  # a comparison with NaN is false
+        if not (largest <= ROUNDING and least > -np.inf):  # a comparison with NaN is false
             raise GarbledError(
-                f"the engine gave logprobs between {low} and {high}: finite numbers not above 0 "
-                "are expected"
+                f"the engine gave logprobs between {least} and {largest}: finite numbers not above "
+                "0 are expected"
             )
 
     def _check_prompt(self, reported: bytes) -> None:
@@ -344,3 +340,13 @@ def check_paired(ids: Ids, named: Ids | npt.NDArray[np.integer]) -> None:
             f"the engine's logprobs belong to other token ids: at position {wrong} it sampled id "
             f"{int(ids[wrong])} and gives the logprob of id {int(named[wrong])}"
         )
+
+
+def _bounds(ids: Ids, values: Logprobs) -> tuple[int, int, float, float]:
+    """Return the least and the largest id and logprob, both NaN if one is; 0 without logprobs."""
+    # Twice as fast as `np.minimum.reduce`; a stream has a piece per token.
+    low, high = (ids.argmin(), ids.argmax()) if ids.size > 1 else (0, 0)
+    if not values.size:
+        return ids[low], ids[high], 0.0, 0.0
+    least, largest = (values.argmin(), values.argmax()) if values.size > 1 else (0, 0)
+    return ids[low], ids[high], values[least], values[largest]

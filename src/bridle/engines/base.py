@@ -152,6 +152,8 @@ class GenerateChunk:
     (a weight update, a dead engine)."""
     numbered: bool = False
     """On the last chunk: whether the engine knows the number of each token's version."""
+    bounds: tuple[int, int, float, float] | None = None
+    """Least and largest id, then logprob; `None` = not known."""
 
     @classmethod
     def aborted(cls, versions: tuple[VersionSpan, ...], cached_tokens: int = 0) -> GenerateChunk:

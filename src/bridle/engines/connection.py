@@ -107,8 +107,13 @@ class HttpReply:
     @property
     def body(self) -> bytes:
         """Return the whole body of a reply that is complete."""
+        return bytes(self.view)
+
+    @property
+    def view(self) -> bytes | memoryview:
+        """Return `body`, not copied if it arrived in one piece."""
         pieces = self._pieces
-        return bytes(pieces[0]) if pieces and not pieces[1:] else b"".join(pieces)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     @property
     def has_part(self) -> bool:
@@ -137,11 +142,8 @@ class HttpReply:
                 if self._length > MOST_BYTES:
                     self._bound(self._length)
                 self._size = len(data) - end - behind
-                is_whole = self._length <= self._size
-                # A part is copied once, when all parts are joined.
-                rest = data if is_whole else memoryview(data)
-                self._pieces = [rest[end + behind :]]
-                return is_whole
+                self._pieces = [memoryview(data)[end + behind :]]  # copied when it is read
+                return self._length <= self._size
         self._size += len(data)
         if self._size > MOST_BYTES:
             self._bound(self._size)
@@ -526,7 +528,7 @@ class HttpCall:
             raise AbortedError
         self.waiting = waiting
 
-    def arrived(self) -> bytes | None:
+    def arrived(self) -> bytes | memoryview | None:
         """Return the body of an answer that has arrived and is JSON; `None` = `post` says what it
         is.
         """
@@ -535,7 +537,7 @@ class HttpCall:
             reply = self.waiting.result()
         except (OSError, TimeoutError, AbortedError, asyncio.CancelledError):
             return None
-        body = reply.body
+        body = reply.view
         return body if reply.status == 200 and body[:1] == b"{" else None
 
 

@@ -15,6 +15,7 @@ from typing import Any, Unpack
 from uuid import uuid4
 
 import msgspec
+import numpy as np
 
 from bridle.engines import vllm_schemas
 from bridle.engines.adapter import (
@@ -64,6 +65,14 @@ ROUTES = (VllmRoute.CHAT, VllmRoute.GENERATE, VllmRoute.COMPLETIONS)
 VERSIONED_ROUTES = (VllmRoute.GENERATE, VllmRoute.CHAT, VllmRoute.COMPLETIONS)
 """Order for a server with weight routes: its weights may change in mid-reply, and only this route
 reports the version of each token (vLLM 0.32.0)."""
+
+
+try:
+    from bridle.engines._core import read_reply
+except ImportError:  # it is not compiled where there is no C compiler
+
+    def read_reply(body: bytes | memoryview, sent: bytes | memoryview) -> None:  # type: ignore[misc]
+        """Read nothing: `read_answer` reads every reply then."""
 
 
 class VllmEngine(ServerAdapter, Immediate):
@@ -339,9 +348,13 @@ class VllmEngine(ServerAdapter, Immediate):
         call = self._calls[request.request_id]
         if call.connection is None or (answer := call.arrived()) is None:
             return None
-        read = read_answer(answer, unnamed=call.unnamed, sent=request.prompt.json())
-        self.check(read)
-        chunk = read.chunk
+        sent = request.prompt.json()
+        if (chunk := _usual(answer, sent)) is not None:
+            self._paired = True
+        else:
+            read = read_answer(bytes(answer), unnamed=call.unnamed, sent=sent)
+            self.check(read)
+            chunk = read.chunk
         if chunk is None or chunk.finish_reason is None:
             return None
         if call.version is not None or not chunk.versions:
@@ -400,6 +413,29 @@ class VllmEngine(ServerAdapter, Immediate):
             )
         if chunk.finish_reason is FinishReason.STOP and not read.has_ids:
             raise GarbledError("the engine's reply has no token ids")
+
+
+def _usual(body: bytes | memoryview, sent: bytes) -> GenerateChunk | None:
+    """Read a usual whole reply to the prompt whose JSON text is `sent` in one pass.
+
+    `None` = `read_answer` is to read it.
+    """
+    found = read_reply(body, sent)
+    if found is None:
+        return None
+    ids, logprobs, reason, spans, cached, bounds = found
+    if reason not in vllm_schemas.FINISH:
+        return None
+    return GenerateChunk(
+        np.frombuffer(ids, np.int32),
+        np.frombuffer(logprobs, np.float32),
+        vllm_schemas.FINISH[reason],
+        versions=tuple([VersionSpan(*span) for span in spans]),
+        prompt_ids_json=sent,
+        cached_tokens=cached,
+        numbered=bool(spans),
+        bounds=bounds,
+    )
 
 
 _SAYS_NOTHING = (None, TextDelta())
