@@ -19,7 +19,10 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path):
-    for name in ("scripts/setup", "scripts/packages", "pyproject.toml", "requirements"):
+    for name in (
+        *("scripts/setup", "scripts/packages", "pyproject.toml", "requirements"),
+        *("hatch_build.py", "src/bridle/engines/_core.c"),
+    ):
         place = tmp_path / "checkout" / name
         place.parent.mkdir(exist_ok=True, parents=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
