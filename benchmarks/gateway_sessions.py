@@ -106,12 +106,13 @@ def dialect_bodies(way: Way, context: int, tools: int, turns: int) -> Bodies:
         head["stream"] = True
     items = [orjson.dumps(message) for message in (*dialect.opening, dialect.user(opening))]
     before = orjson.dumps(head)[:-1] + b',"' + dialect.messages.encode() + b'":['
-    for turn, body in enumerate(growing(before, b"]}", items)):
+    # Between two calls the client does little, as before the proxy: it shares the gateway's caches.
+    texts = [f"Turn {turn}." + parts.words(NEW_TOKENS, turn) for turn in range(turns)]
+    users = [orjson.dumps(dialect.user(text)) for text in texts]
+    for user, body in zip(users, growing(before, b"]}", items), strict=False):
         reply = yield body
         parsed = events(reply) if way.reply != "json" else orjson.loads(reply)
-        items += [orjson.dumps(message) for message in dialect.reply(parsed)]
-        text = f"Turn {turn}." + parts.words(NEW_TOKENS, turn)
-        items.append(orjson.dumps(dialect.user(text)))
+        items += [*(orjson.dumps(message) for message in dialect.reply(parsed)), user]
 
 
 def events(stream: bytes) -> list[JSON]:

@@ -27,12 +27,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
+from urllib.parse import urlsplit
 
-import aiohttp
 import numpy as np
 import uvloop
-from gateway_parts import words
+from gateway_parts import CHUNKS_END, open_session, words
 
 from bridle.engines.base import GenerateRequest
 from bridle.engines.vllm_routes import VllmRoute, call_parts
@@ -120,30 +120,72 @@ class Round:
     """Between two pieces of a stream."""
 
 
+class Reader(asyncio.Protocol):
+    """A client's connection: it reads one stream at a time, and notes when its pieces came.
+
+    A general client would take as long for a piece as the gateway does, on the same cores.
+    """
+
+    def __init__(self, sign: bytes) -> None:
+        self._sign = sign
+        """It stands in the piece with the first token."""
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    async def post(self, request: bytes) -> tuple[float, list[float]]:
+        """Send a request; return the time of its first token, and ms between its pieces."""
+        self._seen, self._first, self._last, self._gaps = b"", 0.0, 0.0, list[float]()
+        self._ended = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        await self._ended
+        return self._first, self._gaps
+
+    def data_received(self, data: bytes) -> None:
+        """Note a piece; the last one ends in the empty chunk."""
+        arrived = time.perf_counter()
+        self._seen = (self._seen[-len(CHUNKS_END) :] if self._first else self._seen) + data
+        if self._first:
+            self._gaps.append((arrived - self._last) * 1e3)
+        elif self._sign in self._seen:
+            self._first = arrived
+        self._last = arrived
+        if self._seen.endswith(CHUNKS_END):
+            self._ended.set_result(None)
+        elif not self._first and not b"HTTP/1.1 200".startswith(self._seen[:12]):
+            self._ended.set_exception(SystemExit(f"{self._seen[:500]!r}"))
+
+
 class Client:
     """Opens streams on one way."""
 
-    def __init__(self, http: aiohttp.ClientSession, way: str, urls: dict[str, str]) -> None:
-        self._http = http
-        self._url = urls[way]
+    def __init__(self, way: str, urls: dict[str, str]) -> None:
+        self._url = urlsplit(urls[way])
         self._way = way
+        self._sign = b'"token_ids":[' if way == "direct" else b'"delta":{"content":"'
+        self._idle: list[Reader] = []
         self._renderer = load_renderer("builtin")
 
-    async def prepare(self, context: int) -> tuple[str, bytes, dict[str, str]]:
-        """URL, body and headers of a second turn."""
+    async def prepare(self, context: int) -> bytes:
+        """Return the request of a second turn, head and body."""
         seed = time.perf_counter_ns()
         asked = f"Go {seed}." + words(context, seed)
         if self._way == "direct":
-            return self._url + VllmRoute.GENERATE.path, self._engine_body(asked), {}
-        control = {"Authorization": f"Bearer {CONTROL}"}
-        async with self._http.post(f"{self._url}/sessions", json={}, headers=control) as answer:
-            session = await answer.json()
-        url = session["base_url"]["openai"] + "/chat/completions"
-        headers = {"Authorization": f"Bearer {session['key']}"}
+            return self._request(VllmRoute.GENERATE.path, self._engine_body(asked), "")
+        session = await asyncio.to_thread(open_session, self._url.geturl(), CONTROL)
+        path = urlsplit(session["base_url"]["openai"]).path + "/chat/completions"
+        key = f"Authorization: Bearer {session['key']}\r\n"
         messages: list[Any] = [{"role": "user", "content": asked}]
-        await self.stream((url, stream_body(messages), headers))
+        await self.stream(self._request(path, stream_body(messages), key))
         messages += {"role": "assistant", "content": "ok"}, {"role": "user", "content": "And then?"}
-        return url, stream_body(messages), headers
+        return self._request(path, stream_body(messages), key)
+
+    def _request(self, path: str, body: bytes, more: str) -> bytes:
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._url.netloc}\r\n{more}"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        return head.encode() + body
 
     def _engine_body(self, asked: str) -> bytes:
         result = [(Role.USER, asked), (Role.ASSISTANT, "ok"), (Role.USER, "And then?")]
@@ -155,24 +197,18 @@ class Client:
         parts = call_parts(VllmRoute.GENERATE, call, "scripted", room=1000, token_in=True)
         return b"".join(parts)
 
-    async def stream(self, asked: tuple[str, bytes, dict[str, str]]) -> tuple[float, list[float]]:
+    async def stream(self, request: bytes) -> tuple[float, list[float]]:
         """One stream: ms to its first token, and ms between its pieces."""
-        url, body, headers = asked
-        headers = {"Content-Type": "application/json", **headers}
-        sign = b'"token_ids":[' if self._way == "direct" else b'"delta":{"content":"'
-        started = last = time.perf_counter()
-        first, gaps = 0.0, list[float]()
-        async with self._http.post(url, data=body, headers=headers) as answer:
-            assert answer.status == 200, await answer.read()
-            async for piece in answer.content.iter_any():
-                arrived = time.perf_counter()
-                if first:
-                    gaps.append((arrived - last) * 1e3)
-                elif sign in piece:
-                    first = (arrived - started) * 1e3
-                last = arrived
-        assert first, "no token came"
-        return first, gaps
+        started = time.perf_counter()
+        if self._idle:
+            reader = self._idle.pop()
+        else:
+            _, reader = await asyncio.get_running_loop().create_connection(
+                lambda: Reader(self._sign), self._url.hostname, self._url.port
+            )
+        first, gaps = await reader.post(request)
+        self._idle.append(reader)
+        return (first - started) * 1e3, gaps
 
 
 async def measure_round(client: Client, streams: int, options: argparse.Namespace) -> Round:
@@ -204,16 +240,13 @@ async def measure_round(client: Client, streams: int, options: argparse.Namespac
 async def run_all(options: argparse.Namespace, urls: dict[str, str]) -> list[dict[str, Any]]:
     """All numbers of streams, both ways in turns."""
     rows = []
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-        clients = {way: Client(http, way, urls) for way in urls}
-        for streams in options.streams:
-            rounds: dict[str, list[Round]] = {way: [] for way in urls}
-            for _ in range(options.rounds):
-                for way, client in clients.items():
-                    rounds[way].append(await measure_round(client, streams, options))
-            rows.append(row(streams, rounds))
+    clients = {way: Client(way, urls) for way in urls}
+    for streams in options.streams:
+        rounds: dict[str, list[Round]] = {way: [] for way in urls}
+        for _ in range(options.rounds):
+            for way, client in clients.items():
+                rounds[way].append(await measure_round(client, streams, options))
+        rows.append(row(streams, rounds))
     return rows
 
 
