@@ -235,12 +235,24 @@ def answer(transport: asyncio.Transport, status: int, body: bytes) -> None:
 
 
 def open_session(server: str, token: str) -> dict[str, Any]:
-    """Open a session, over a connection of its own; return the gateway's reply."""
+    """Open a session; return the gateway's reply."""
+    return control(f"{server}/sessions", token, b"{}")
+
+
+def end_session(server: str, token: str, session_id: str) -> None:
+    """End a session, so that the gateway frees its memory."""
+    control(f"{server}/sessions/{session_id}", token, method="DELETE")
+
+
+def control(
+    url: str, token: str, body: bytes | None = None, method: str | None = None
+) -> dict[str, Any]:
+    """Call a control route, over a connection of its own; return the gateway's reply."""
     headers = {"Authorization": f"Bearer {token}"}
-    asked = urllib.request.Request(f"{server}/sessions", b"{}", headers)  # noqa: S310 - loopback
+    asked = urllib.request.Request(url, body, headers, method=method)  # noqa: S310 - loopback
     with urllib.request.urlopen(asked) as reply:  # noqa: S310 - loopback
-        opened: dict[str, Any] = orjson.loads(reply.read())
-    return opened
+        answered: dict[str, Any] = orjson.loads(reply.read())
+    return answered
 
 
 def check_extended(server: str, token: str, turns: int) -> None:

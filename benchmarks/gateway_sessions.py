@@ -259,6 +259,8 @@ class Player:
         self._token = token
         self._bodies = bodies(way, context, tools, turns)
         self._body = next(self._bodies)
+        self._session = ""
+        """Its id, where it has one."""
 
     async def __aenter__(self) -> Self:
         target, key = self._server + VllmRoute.GENERATE.path, "none"
@@ -266,7 +268,7 @@ class Player:
             opening = asyncio.to_thread(parts.open_session, self._server, self._token)
             opened, dialect = await opening, DIALECTS[self._way.name]
             target = opened["base_url"][dialect.family] + dialect.path_of(self._way)
-            key = opened["key"]
+            key, self._session = opened["key"], opened["session_id"]
         url = urlsplit(target)
         path = f"{url.path}?{url.query}" if url.query else url.path
         self._head = (
@@ -281,6 +283,8 @@ class Player:
 
     async def __aexit__(self, *_: object) -> None:
         self._caller.transport.close()
+        if self._session:
+            await asyncio.to_thread(parts.end_session, self._server, self._token, self._session)
 
     async def turn(self) -> float:
         """Make one call; returns its latency in ms, from the first byte sent to the last read."""
