@@ -9,6 +9,7 @@ kB, an instant engine. Client, engine, proxy and gateway have a process each (`g
   makes ids of them, keeps them and commits to SQLite.
 - `text`: as `chat`, in JSON only, but the engine gets the messages and renders them itself; replies
   come back parsed, and nothing can be trained.
+- `litellm`: the same messages through LiteLLM's proxy, in JSON only; it records nothing.
 
 Each dialect is measured with `--replies json`, `whole` and `live`: the two streams of the gateway.
 In streams `direct` and `proxy` pass the engine's own events, one per token.
@@ -31,23 +32,26 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvloop
-from benchmarks.gateway_sessions import DIALECTS, TURNS, Player, Way
+from benchmarks.gateway_sessions import DIALECTS, LITELLM_KEY, TURNS, Player, Way
 
 from benchmarks import gateway_parts as parts
 
 Row = dict[str, object]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+LITELLM = "litellm[proxy]==1.108.7"
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "1073741824", "MALLOC_MMAP_THRESHOLD_": "33554432"}
 """For the engine, which is not measured. In some runs its allocator (glibc's) gave the memory of
 each body back to the system: 170 page faults a call, which took 0.3 ms and were counted as latency
@@ -108,10 +112,59 @@ def gateway(engine: str, data: Path, stream: str, options: argparse.Namespace) -
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
         assert process.stdout is not None
         said = json.loads(process.stdout.readline())
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         token = Path(said["control_token"]).read_text().strip()
-        yield Served(said["url"], token, [process.pid, *map(int, children)])
+        yield Served(said["url"], token, family(process.pid))
         process.terminate()
+
+
+@contextmanager
+def litellm(engine: str, folder: Path) -> Iterator[Served]:
+    """LiteLLM's proxy before `engine`, one process, started as its documentation says."""
+    model = {"model": "openai/instant", "api_base": f"{engine}/v1", "api_key": "none"}
+    config = {
+        "model_list": [{"model_name": "m", "litellm_params": model}],
+        "general_settings": {"master_key": LITELLM_KEY},
+    }
+    folder.mkdir()
+    file, port = folder / "config.yaml", free_port()
+    file.write_text(json.dumps(config))  # which YAML takes as well
+    place = Path(sys.executable).parent
+    command = [str(place / "uvx"), "--from", LITELLM, "litellm", "--config", str(file)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
+    environment = {**ENVIRONMENT, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process:
+        url = f"http://127.0.0.1:{port}"
+        try:
+            wait_until_served(f"{url}/health/liveliness", process)
+            yield Served(url, "", family(process.pid))
+        finally:
+            process.terminate()
+
+
+def family(pid: int) -> list[int]:
+    """A process and those that it started."""
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += family(int(child))
+    return found
+
+
+def free_port() -> int:
+    """A port that nobody listens at now."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port: int = held.getsockname()[1]
+        return port
+
+
+def wait_until_served(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a server answers; `SystemExit` if its process ends before."""
+    while process.poll() is None:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(url, timeout=10).close()  # noqa: S310 - loopback
+            return
+        time.sleep(0.2)
+    raise SystemExit(f"{process.args} ended with {process.returncode}")
 
 
 # ---- measuring
@@ -295,7 +348,7 @@ def ways_of(options: argparse.Namespace) -> list[Way]:
         Way(name, reply)
         for reply in options.replies
         for name in options.ways
-        if name != "text" or reply == "json"
+        if name not in {"text", "litellm"} or reply == "json"
     ]
     floors = {way.floor for way in asked}
     return [*(Way("direct", way.reply) for way in floors), *floors, *asked]
@@ -314,7 +367,10 @@ def measure(options: argparse.Namespace) -> None:
             "direct": Served(engine["url"], "", [sampling.pid]),
             "proxy": Served(proxy["url"], "", [proxying.pid]),
         }
-        for name in dict.fromkeys(way.server for way in ways if way.server not in servers):
+        names = dict.fromkeys(way.server for way in ways)
+        if "litellm" in names:
+            servers["litellm"] = stack.enter_context(litellm(engine["url"], data / "litellm"))
+        for name in names.keys() - servers.keys():
             asked = f"openai:{engine['url']}/v1#instant" if name == "text" else engine["url"]
             stream = "live" if name == "live" else "whole"
             servers[name] = stack.enter_context(gateway(asked, data / name, stream, options))

@@ -22,6 +22,9 @@ from bridle.engines.ids import ids_json
 from bridle.engines.vllm_routes import VllmRoute
 from bridle.prompting.prompt import PromptIds
 
+LITELLM_KEY = "sk-benchmark"
+"""Of LiteLLM's proxy."""
+
 TURNS = 16
 """Turns of a session, if nothing else is asked for."""
 
@@ -56,7 +59,7 @@ class Way:
     @property
     def server(self) -> str:
         """The part that it asks: `direct`, `proxy`, `text`, or the gateway `whole` or `live`."""
-        if self.name in {"direct", "proxy", "text"}:
+        if self.name in {"direct", "proxy", "text", "litellm"}:
             return self.name
         return "live" if self.reply == "live" else "whole"
 
@@ -231,6 +234,7 @@ CHAT = Dialect(
 DIALECTS = {
     "chat": CHAT,
     "text": CHAT,
+    "litellm": CHAT,
     "responses": Dialect("openai", "/responses", "input", responses_head, responses_reply),
     "anthropic": Dialect(
         *("anthropic", "/v1/messages", "messages", anthropic_head, anthropic_reply)
@@ -264,7 +268,9 @@ class Player:
 
     async def __aenter__(self) -> Self:
         target, key = self._server + VllmRoute.GENERATE.path, "none"
-        if self._way.name in DIALECTS:
+        if self._way.name == "litellm":
+            target, key = f"{self._server}/v1{CHAT.path}", LITELLM_KEY
+        elif self._way.name in DIALECTS:
             opening = asyncio.to_thread(parts.open_session, self._server, self._token)
             opened, dialect = await opening, DIALECTS[self._way.name]
             target = opened["base_url"][dialect.family] + dialect.path_of(self._way)
