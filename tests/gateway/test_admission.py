@@ -88,13 +88,26 @@ async def test_a_decompression_bomb_is_decoded_up_to_the_body_limit_and_gets_413
     assert peak < 8 << 20
 
 
-@pytest.mark.parametrize("encoding", ["br", "zstd"])
-async def test_an_encoding_that_cannot_be_read_is_a_400(encoding):
+@pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "gzip, gzip"])
+async def test_an_encoding_that_cannot_be_read_is_a_400_that_names_those_that_can(encoding):
     async with house({"content": "a"}) as home:
         caller = await home.session()
         headers = {**caller.headers, "Content-Encoding": encoding}
         async with home.client.post(caller.url, data=b"x" * 100, headers=headers) as response:
             assert response.status == 400
+            error = (await response.json())["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "gzip, deflate" in error["message"]
+
+
+async def test_a_damaged_encoding_is_named_in_one_line():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        headers = {**caller.headers, "Content-Encoding": "gzip"}
+        async with home.client.post(caller.url, data=b"x" * 100, headers=headers) as response:
+            error = (await response.json())["error"]
+    assert response.status == 400
+    assert error["message"].endswith("cannot be read: Can not decode content-encoding: gzip")
 
 
 @pytest.mark.parametrize("name", list(ROUTES))

@@ -21,6 +21,7 @@ from bridle.dialects.history import RequestHistory
 from bridle.dialects.json_reader import check_values
 from bridle.errors import RequestError
 from bridle.gateway.faults import RETRY_AFTER_S
+from bridle.gateway.listener import ENCODINGS
 from bridle.gateway.registry import GatewaySession
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.canonical import AtomMemo, canonical
@@ -46,6 +47,10 @@ SESSION_BYTES: Final = 1 << 30
 
 REFUSED_BYTES: Final = 1 << 24
 """Bytes of requests without a sample after which a session forgets what it has read."""
+
+
+_DECODED: Final = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
+"""Values of Content-Encoding that aiohttp has decoded or refused, and those of plain bodies."""
 
 
 class Taken:
@@ -123,6 +128,8 @@ class Admission:
         """
         if (http.content_length or 0) > self.max_body_bytes:
             raise self._too_large()
+        if (encoding := http.headers.get("Content-Encoding", "")).lower() not in _DECODED:
+            raise RequestError(f"Content-Encoding {encoding[:80]!r} is unknown; send {ENCODINGS}")
         try:
             if http.content.is_eof():  # it is here
                 body = http.content.read_nowait()
@@ -139,7 +146,8 @@ class Admission:
                 f"the request's body did not arrive within {self._timeout_s:g} s", status=408
             ) from None
         except (web.RequestPayloadError, HttpProcessingError, ValueError) as error:
-            raise RequestError(f"the request's body cannot be read: {error}") from error
+            why = str(error).rpartition("message:")[2].strip()  # aiohttp's text has two lines
+            raise RequestError(f"the request's body cannot be read: {why}") from error
 
     async def _arriving(self, http: web.BaseRequest, taken: Taken) -> bytes:
         chunks, size = [], 0

@@ -10,6 +10,7 @@ read gets `Connection: close`.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import resource
@@ -22,6 +23,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import SERVER_SOFTWARE
+from aiohttp.http_exceptions import ContentEncodingError
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
@@ -63,6 +65,9 @@ MANY_CONNECTIONS: Final = 1 << 16
 """Connections at a time where the system sets no limit."""
 
 MAX_PORT: Final = 65535
+
+ENCODINGS: Final = "gzip, deflate, or a body without Content-Encoding"
+"""The encodings of a body that a gateway reads."""
 
 LINGER_S: Final = 5.0
 """Time that a client that still sends a refused body may take to read its answer and close."""
@@ -242,6 +247,24 @@ class Connection(RequestHandler):
         if self.transport is not None:
             self.transport.resume_reading()
         await asyncio.sleep(LINGER_S)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer a request that aiohttp cannot read: in JSON, of which SDKs show the message."""
+        answer = super().handle_error(request, status, exc, message)
+        if status < 500 and isinstance(answer, web.Response):
+            if isinstance(exc, ContentEncodingError):
+                message = f"this Content-Encoding cannot be read; send {ENCODINGS}"
+            kind = "invalid_request_error"
+            error = {"type": kind, "message": message, "code": status, "status": "INVALID_ARGUMENT"}
+            answer.body = json.dumps({"type": "error", "error": error}).encode()
+            answer.content_type = "application/json"
+        return answer
 
     def write_reply(self, data: bytes) -> None:
         """Write a whole reply to a request that was read without aiohttp."""
