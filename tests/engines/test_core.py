@@ -1,4 +1,4 @@
-"""The compiled reader of vLLM's replies, held against the readers that it may take the place of."""
+"""The compiled readers of vLLM's replies, held against those that they take the place of."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bridle.engines import vllm
+from bridle.engines import vllm_schemas
 from bridle.engines.base import GenerateChunk
 from bridle.engines.vllm_routes import read_answer
 from bridle.errors import EngineError
@@ -68,7 +68,7 @@ def known(chunk: GenerateChunk | None) -> object:
 
 def check_both(body: bytes) -> GenerateChunk | None:
     """Read a reply by the compiled reader, and check that the other one reads the same."""
-    fast = vllm._usual(body, SENT)
+    fast = vllm_schemas.usual_reply(body, SENT)
     if fast is not None:
         assert known(fast) == known(read_answer(body, sent=SENT).chunk)
         low, high = fast.output_ids.min(), fast.output_ids.max()
@@ -92,7 +92,7 @@ def test_a_usual_reply_is_read_in_one_pass(named):
     assert chunk.output_ids.tolist() == [7, 9]
     assert chunk.logprobs.tolist() == [-0.25, -1.5]
     assert chunk.cached_tokens == 2
-    assert known(vllm._usual(memoryview(b"HTTP" + body)[4:], SENT)) == known(chunk)
+    assert known(vllm_schemas.usual_reply(memoryview(b"HTTP" + body)[4:], SENT)) == known(chunk)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_usual_reply_is_read_in_one_pass(named):
     ],
 )
 def test_the_other_reader_gets_what_is_unusual_or_wrong(unusual):
-    assert vllm._usual(orjson.dumps(unusual), SENT) is None
+    assert vllm_schemas.usual_reply(orjson.dumps(unusual), SENT) is None
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,47 @@ def test_the_other_reader_gets_what_is_unusual_or_wrong(unusual):
 def test_it_leaves_json_that_is_invalid_or_written_otherwise(found, given):
     body = orjson.dumps(reply(TWO))
     assert check_both(body) is not None
-    assert vllm._usual(body.replace(found, given, 1), SENT) is None
+    assert vllm_schemas.usual_reply(body.replace(found, given, 1), SENT) is None
+
+
+def event(tokens: list[tuple[int, float]], **choice: Any) -> dict[str, Any]:
+    """An event of a stream with these tokens; `choice` replaces or adds fields."""
+    body = reply(tokens, choice={"finish_reason": None, "weight_versions": None, **choice})
+    return {**body, "prompt_token_ids": None, "usage": None}
+
+
+def check_event(body: bytes) -> object:
+    """Read an event by the compiled reader, and check that the other one reads the same."""
+    chunk = vllm_schemas.usual_event(body)
+    if chunk is not None:
+        assert known(chunk) == known(read_answer(body).chunk)
+    return chunk
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_event_with_tokens_alone_is_read_in_one_pass(named):
+    body = event(TWO, delta={"role": "assistant", "content": "ü"})
+    body["choices"][0]["logprobs"]["content"] = [entry(*one, named=named) for one in TWO]
+    assert check_event(orjson.dumps(body)) is not None
+    del body["usage"], body["prompt_token_ids"], body["choices"][0]["weight_versions"]
+    assert check_event(orjson.dumps(body)) is not None
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        event(TWO, finish_reason="stop"),
+        event(TWO, weight_versions=[{"version": "3", "start": 0, "end": 2}]),
+        event(TWO, token_ids=[7, 8]),
+        event([]),
+        {**event(TWO), "prompt_token_ids": PROMPT},
+        {**event(TWO), "usage": {"prompt_tokens": 4}},
+        {**event(TWO), "error": {"message": "broken"}},
+        {**event(TWO), "choices": []},
+    ],
+)
+def test_the_other_reader_gets_an_event_with_more_than_tokens(unusual):
+    assert vllm_schemas.usual_event(orjson.dumps(unusual)) is None
 
 
 logprobs = st.floats(-9000, 0.5, allow_nan=False)
@@ -200,9 +240,16 @@ def test_a_logprob_is_rounded_as_by_the_other_reader(number):
         assert value <= -9998 or value > float(np.finfo(np.float32).max)
 
 
-@given(st.data())
-def test_no_damage_is_read_otherwise_than_by_the_other_reader(data):
-    body = bytearray(orjson.dumps(reply(TWO)))
+@pytest.mark.parametrize(
+    ("whole", "check"),
+    [
+        pytest.param(orjson.dumps(reply(TWO)), check_both, id="reply"),
+        pytest.param(orjson.dumps(event(TWO)), check_event, id="event"),
+    ],
+)
+@given(data=st.data())
+def test_no_damage_is_read_otherwise_than_by_the_other_reader(whole, check, data):
+    body = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(body) - 1))
         end = data.draw(st.integers(at, min(len(body), at + 4)))
@@ -210,7 +257,7 @@ def test_no_damage_is_read_otherwise_than_by_the_other_reader(data):
         if not body:
             return
     try:
-        check_both(bytes(body))
+        check(bytes(body))
     except EngineError as error:
         pytest.fail(f"it was read, and the other reader refuses it: {error}")
 
@@ -218,5 +265,7 @@ def test_no_damage_is_read_otherwise_than_by_the_other_reader(data):
 def test_every_beginning_of_a_reply_is_left_to_the_other_reader():
     body = orjson.dumps(reply(TWO))
     for size in range(len(body)):
-        assert vllm._usual(body[:size], SENT) is None
-        assert vllm._usual(memoryview(body)[:size], SENT) is None
+        assert vllm_schemas.usual_reply(body[:size], SENT) is None
+        assert vllm_schemas.usual_reply(memoryview(body)[:size], SENT) is None
+    body = orjson.dumps(event(TWO))
+    assert all(vllm_schemas.usual_event(body[:size]) is None for size in range(len(body)))

@@ -1,6 +1,7 @@
-/* Reads a whole JSON reply of vLLM in one pass, without an object for each token.
+/* Reads vLLM's JSON in one pass, a whole reply or one event of a stream, without an object for each
+   token.
 
-   It takes the usual reply only, and only JSON without white space between values. Whatever it does
+   It takes what is usual only, and only JSON without white space between values. Whatever it does
    not take is read by `read_answer` of bridle.engines.vllm_routes, which also reads everything
    where this file was not compiled; tests/engines/test_core.py compares both. */
 
@@ -38,7 +39,7 @@ typedef struct {
     Span spans[MOST_SPANS];
     size_t span_count;
     long long cached;
-    int has_prompt, has_logprobs;
+    int has_prompt, has_usage, has_logprobs;
 } Reply;
 
 /* Each of these returns 1 and moves behind what it read, or 0 if it does not take the text. */
@@ -270,13 +271,14 @@ static int read_choice(Text *text, Reply *reply) {
         if (equals(&name, "logprobs")) {
             if (!read_logprobs(text, reply)) return 0;
         } else if (equals(&name, "finish_reason")) {
-            if (reply->finish.start || !read_plain(text, &reply->finish)) return 0;
+            if (reply->finish.start) return 0;
+            if (is_null(text) ? !skip_value(text, 0) : !read_plain(text, &reply->finish)) return 0;
         } else if (equals(&name, "token_ids")) {
             if (reply->token_ids.start || !skip_value(text, 0)) return 0;
             reply->token_ids = (Piece){start, (size_t)(text->at - start)};
         } else if (equals(&name, "weight_versions")) {
             if (!read_spans(text, reply)) return 0;
-        } else if (equals(&name, "index") || equals(&name, "message")) {
+        } else if (equals(&name, "index") || equals(&name, "message") || equals(&name, "delta")) {
             if (!skip_value(text, 0)) return 0;
         } else if (equals(&name, "stop_reason")) {
             long long id;
@@ -318,8 +320,9 @@ static int read_usage(Text *text, long long *cached) {
     return take(text, '}');
 }
 
+/* Without `sent`, no prompt's ids are taken. */
 static int read_body(Text *text, Reply *reply, const char *sent, size_t sent_size) {
-    int has_choices = 0, has_usage = 0;
+    int has_choices = 0;
     if (!take(text, '{')) return 0;
     do {
         Piece name;
@@ -327,18 +330,18 @@ static int read_body(Text *text, Reply *reply, const char *sent, size_t sent_siz
         if (equals(&name, "choices")) {
             if (has_choices++ || !take(text, '[') || !read_choice(text, reply)) return 0;
             if (!take(text, ']')) return 0;
-        } else if (equals(&name, "prompt_token_ids")) {
-            if (reply->has_prompt++ || (size_t)(text->end - text->at) < sent_size) return 0;
+        } else if (equals(&name, "prompt_token_ids") && !(is_null(text) && !sent)) {
+            if (!sent || reply->has_prompt++ || (size_t)(text->end - text->at) < sent_size) return 0;
             if (memcmp(text->at, sent, sent_size)) return 0;
             text->at += sent_size;
-        } else if (equals(&name, "usage")) {
-            if (has_usage++ || !read_usage(text, &reply->cached)) return 0;
+        } else if (equals(&name, "usage") && !is_null(text)) {
+            if (reply->has_usage++ || !read_usage(text, &reply->cached)) return 0;
         } else if (equals(&name, "error") ? !is_null(text) || !skip_value(text, 0)
                                           : !skip_value(text, 0)) {
             return 0;
         }
     } while (take(text, ','));
-    return take(text, '}') && text->at == text->end && has_choices && reply->has_prompt;
+    return take(text, '}') && text->at == text->end && has_choices;
 }
 
 /* Whether the sampled ids are those that the logprobs name. */
@@ -363,7 +366,8 @@ static PyObject *spans_of(const Reply *reply) {
     return spans;
 }
 
-static PyObject *result_of(const Reply *reply) {
+/* The ids, their logprobs, and the least and largest of both. */
+static PyObject *tokens_of(const Reply *reply) {
     int32_t least_id = reply->ids[0], largest_id = reply->ids[0];
     float least = reply->logprobs[0], largest = reply->logprobs[0];
     for (size_t place = 1; place < reply->count; place++) {
@@ -372,13 +376,19 @@ static PyObject *result_of(const Reply *reply) {
         if (reply->logprobs[place] < least) least = reply->logprobs[place];
         if (reply->logprobs[place] > largest) largest = reply->logprobs[place];
     }
-    PyObject *spans = spans_of(reply);
-    if (!spans) return NULL;
-    return Py_BuildValue("(y#y#s#NL(iiff))", (const char *)reply->ids,
+    return Py_BuildValue("(y#y#(iiff))", (const char *)reply->ids,
         (Py_ssize_t)(reply->count * sizeof(int32_t)), (const char *)reply->logprobs,
-        (Py_ssize_t)(reply->count * sizeof(float)), reply->finish.start,
-        (Py_ssize_t)reply->finish.size, spans, reply->cached > 0 ? reply->cached : 0LL, least_id,
-        largest_id, least, largest);
+        (Py_ssize_t)(reply->count * sizeof(float)), least_id, largest_id, least, largest);
+}
+
+static PyObject *result_of(const Reply *reply) {
+    PyObject *tokens = tokens_of(reply), *spans = tokens ? spans_of(reply) : NULL;
+    if (!spans) {
+        Py_XDECREF(tokens);
+        return NULL;
+    }
+    return Py_BuildValue("(Ns#NL)", tokens, reply->finish.start, (Py_ssize_t)reply->finish.size,
+        spans, reply->cached > 0 ? reply->cached : 0LL);
 }
 
 static PyObject *read_reply(PyObject *module, PyObject *args) {
@@ -388,7 +398,8 @@ static PyObject *read_reply(PyObject *module, PyObject *args) {
     Reply reply = {.named = -1};
     Text text = {body.buf, (const char *)body.buf + body.len};
     PyObject *result = NULL;
-    if (read_body(&text, &reply, sent.buf, (size_t)sent.len) && reply.finish.start && is_paired(&reply))
+    if (read_body(&text, &reply, sent.buf, (size_t)sent.len) && reply.has_prompt &&
+        reply.finish.start && is_paired(&reply))
         result = result_of(&reply);
     else
         result = Py_NewRef(Py_None);
@@ -399,7 +410,23 @@ static PyObject *read_reply(PyObject *module, PyObject *args) {
     return result;
 }
 
-static PyMethodDef methods[] = {{"read_reply", read_reply, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyObject *read_event(PyObject *module, PyObject *body) {
+    char *start;
+    Py_ssize_t size;
+    (void)module;
+    if (PyBytes_AsStringAndSize(body, &start, &size) < 0) return NULL;
+    Reply reply = {.named = -1};
+    Text text = {start, start + size};
+    int is_usual = read_body(&text, &reply, NULL, 0) && !reply.finish.start && !reply.span_count &&
+        !reply.has_usage && is_paired(&reply);
+    PyObject *result = is_usual ? tokens_of(&reply) : Py_NewRef(Py_None);
+    free(reply.ids);
+    free(reply.logprobs);
+    return result;
+}
+
+static PyMethodDef methods[] = {{"read_reply", read_reply, METH_VARARGS, NULL},
+    {"read_event", read_event, METH_O, NULL}, {NULL, NULL, 0, NULL}};
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};
 

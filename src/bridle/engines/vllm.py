@@ -15,7 +15,6 @@ from typing import Any, Unpack
 from uuid import uuid4
 
 import msgspec
-import numpy as np
 
 from bridle.engines import vllm_schemas
 from bridle.engines.adapter import (
@@ -65,14 +64,6 @@ ROUTES = (VllmRoute.CHAT, VllmRoute.GENERATE, VllmRoute.COMPLETIONS)
 VERSIONED_ROUTES = (VllmRoute.GENERATE, VllmRoute.CHAT, VllmRoute.COMPLETIONS)
 """Order for a server with weight routes: its weights may change in mid-reply, and only this route
 reports the version of each token (vLLM 0.32.0)."""
-
-
-try:
-    from bridle.engines._core import read_reply
-except ImportError:  # it is not compiled where there is no C compiler
-
-    def read_reply(body: bytes | memoryview, sent: bytes | memoryview) -> None:  # type: ignore[misc]
-        """Read nothing: `read_answer` reads every reply then."""
 
 
 class VllmEngine(ServerAdapter, Immediate):
@@ -349,7 +340,7 @@ class VllmEngine(ServerAdapter, Immediate):
         if call.connection is None or (answer := call.arrived()) is None:
             return None
         sent = request.prompt.json()
-        if (chunk := _usual(answer, sent)) is not None:
+        if (chunk := vllm_schemas.usual_reply(answer, sent)) is not None:
             self._paired = True
         else:
             read = read_answer(bytes(answer), unnamed=call.unnamed, sent=sent)
@@ -377,6 +368,8 @@ class VllmEngine(ServerAdapter, Immediate):
     def _read(self, answers: list[bytes], sent: bytes | None, unnamed: int) -> Iterator[Read]:
         if self.gives_text:  # each says a text of its own
             return (read_answer(one, unnamed=unnamed, sent=sent) for one in answers)
+        if len(answers) == 1 and (chunk := vllm_schemas.usual_event(answers[0])) is not None:
+            return iter((Read(chunk, 0, None, True, None, None, True),))  # noqa: FBT003
         return read_answers(answers, unnamed=unnamed, sent=sent)
 
     def placed(
@@ -413,29 +406,6 @@ class VllmEngine(ServerAdapter, Immediate):
             )
         if chunk.finish_reason is FinishReason.STOP and not read.has_ids:
             raise GarbledError("the engine's reply has no token ids")
-
-
-def _usual(body: bytes | memoryview, sent: bytes) -> GenerateChunk | None:
-    """Read a usual whole reply to the prompt whose JSON text is `sent` in one pass.
-
-    `None` = `read_answer` is to read it.
-    """
-    found = read_reply(body, sent)
-    if found is None:
-        return None
-    ids, logprobs, reason, spans, cached, bounds = found
-    if reason not in vllm_schemas.FINISH:
-        return None
-    return GenerateChunk(
-        np.frombuffer(ids, np.int32),
-        np.frombuffer(logprobs, np.float32),
-        vllm_schemas.FINISH[reason],
-        versions=tuple([VersionSpan(*span) for span in spans]),
-        prompt_ids_json=sent,
-        cached_tokens=cached,
-        numbered=bool(spans),
-        bounds=bounds,
-    )
 
 
 _SAYS_NOTHING = (None, TextDelta())

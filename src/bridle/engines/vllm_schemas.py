@@ -8,12 +8,17 @@ bytes that came. Unknown fields are ignored, as in vLLM.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 from msgspec import Raw
 
-from bridle.types import JSON, FinishReason, Sampling
+from bridle.engines.base import GenerateChunk
+from bridle.types import JSON, FinishReason, Sampling, VersionSpan
+
+if TYPE_CHECKING:
+    from bridle.engines._core import Tokens
 
 EMPTY = Raw(b"")
 """A raw field that was not sent."""
@@ -263,3 +268,47 @@ FINISH = {
     "abort": FinishReason.ABORT,
 }
 """A reply's `finish_reason` -> Bridle's; `error` and others are failed calls."""
+
+
+# ---- replies, read in one pass by compiled code
+
+try:
+    from bridle.engines._core import read_event, read_reply
+except ImportError:  # it is not compiled where there is no C compiler
+
+    def read_reply(body: bytes | memoryview, sent: bytes | memoryview) -> None:  # type: ignore[misc]
+        """Read nothing: `read_answer` reads every reply then."""
+
+    def read_event(body: bytes) -> None:  # type: ignore[misc]
+        """Read nothing: `read_answers` reads every event then."""
+
+
+def usual_reply(body: bytes | memoryview, sent: bytes) -> GenerateChunk | None:
+    """Read a usual whole reply to the prompt whose JSON text is `sent`.
+
+    `None` = `read_answer` is to read it.
+    """
+    if (found := read_reply(body, sent)) is None:
+        return None
+    tokens, reason, spans, cached = found
+    if reason not in FINISH:
+        return None
+    return _chunk_of(
+        tokens,
+        finish_reason=FINISH[reason],
+        versions=tuple([VersionSpan(*span) for span in spans]),
+        prompt_ids_json=sent,
+        cached_tokens=cached,
+        numbered=bool(spans),
+    )
+
+
+def usual_event(body: bytes) -> GenerateChunk | None:
+    """Read an event of a stream that has tokens and nothing else; `None` = it is another one."""
+    return None if (tokens := read_event(body)) is None else _chunk_of(tokens)
+
+
+def _chunk_of(tokens: Tokens, **last: Any) -> GenerateChunk:  # noqa: ANN401 - its fields
+    ids, logprobs, bounds = tokens
+    ids_array, values = np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32)
+    return GenerateChunk(ids_array, values, bounds=bounds, **last)
