@@ -141,6 +141,7 @@ class Reader(asyncio.Protocol):
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         await self._ended
+        assert self._first, "no token came"
         return self._first, self._gaps
 
     def data_received(self, data: bytes) -> None:
@@ -156,6 +157,11 @@ class Reader(asyncio.Protocol):
             self._ended.set_result(None)
         elif not self._first and not b"HTTP/1.1 200".startswith(self._seen[:12]):
             self._ended.set_exception(SystemExit(f"{self._seen[:500]!r}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail a stream that has not ended."""
+        if not self._ended.done():
+            self._ended.set_exception(exc or ConnectionError("closed"))
 
 
 class Client:
