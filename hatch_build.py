@@ -30,12 +30,14 @@ class CoreBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         self._folder = tempfile.TemporaryDirectory()
         made = Path(self._folder.name, MODULE)
         in_tree = source.with_name(MODULE)
-        if version == "editable":
-            in_tree.unlink(missing_ok=True)
         if not self._compiled(source, made):
+            if version == "editable":
+                in_tree.unlink(missing_ok=True)  # of an older source
             return
         if version == "editable":
-            in_tree.write_bytes(made.read_bytes())
+            new = in_tree.with_suffix(".new")
+            new.write_bytes(made.read_bytes())
+            new.replace(in_tree)  # at once: running processes have the old file open
         else:
             build_data["force_include"][str(made)] = f"bridle/engines/{MODULE}"
         build_data["pure_python"] = False
