@@ -20,6 +20,9 @@ from bridle.engines.base import GenerateChunk
 from bridle.engines.vllm_routes import read_answer
 from bridle.errors import EngineError
 
+COMPILED = importlib.util.find_spec("bridle.engines._core") is not None
+"""False without a C compiler: then nothing is read in one pass."""
+
 PROMPT = [5, 17, 2**31 - 1, 0]
 SENT = orjson.dumps(PROMPT)
 
@@ -80,7 +83,7 @@ def test_it_is_compiled_where_there_is_a_c_compiler_and_pythons_headers():
     linker = shlex.split(sysconfig.get_config_var("LDSHARED") or "cc -shared")
     headers = f"{sysconfig.get_path('include')}/Python.h"
     expected = shutil.which(linker[0]) is not None and Path(headers).exists()
-    assert (importlib.util.find_spec("bridle.engines._core") is not None) == expected
+    assert expected == COMPILED
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -88,7 +91,9 @@ def test_a_usual_reply_is_read_in_one_pass(named):
     message = {"message": {"role": "assistant", "content": 'a "ü" \\ \u2028', "tool_calls": []}}
     body = orjson.dumps(reply(TWO, named=named, choice=message))
     chunk = check_both(body)
-    assert chunk is not None
+    assert (chunk is not None) == COMPILED
+    if chunk is None:
+        return
     assert chunk.output_ids.tolist() == [7, 9]
     assert chunk.logprobs.tolist() == [-0.25, -1.5]
     assert chunk.cached_tokens == 2
@@ -155,7 +160,7 @@ def test_the_other_reader_gets_what_is_unusual_or_wrong(unusual):
 )
 def test_it_leaves_json_that_is_invalid_or_written_otherwise(found, given):
     body = orjson.dumps(reply(TWO))
-    assert check_both(body) is not None
+    assert (check_both(body) is not None) == COMPILED
     assert vllm_schemas.usual_reply(body.replace(found, given, 1), SENT) is None
 
 
@@ -177,9 +182,9 @@ def check_event(body: bytes) -> object:
 def test_an_event_with_tokens_alone_is_read_in_one_pass(named):
     body = event(TWO, delta={"role": "assistant", "content": "ü"})
     body["choices"][0]["logprobs"]["content"] = [entry(*one, named=named) for one in TWO]
-    assert check_event(orjson.dumps(body)) is not None
+    assert (check_event(orjson.dumps(body)) is not None) == COMPILED
     del body["usage"], body["prompt_token_ids"], body["choices"][0]["weight_versions"]
-    assert check_event(orjson.dumps(body)) is not None
+    assert (check_event(orjson.dumps(body)) is not None) == COMPILED
 
 
 @pytest.mark.parametrize(
@@ -222,7 +227,7 @@ def test_any_usual_reply_is_read_as_the_other_reader_does(tokens, named, choice,
     text = orjson.dumps(body)
     chunk = check_both(text)
     is_plain = all(name.isascii() and b"\\" not in orjson.dumps(name) for name in added)
-    assert (chunk is not None) == is_plain
+    assert (chunk is not None) == (is_plain and COMPILED)
 
 
 @given(
@@ -235,7 +240,7 @@ def test_any_usual_reply_is_read_as_the_other_reader_does(tokens, named, choice,
 def test_a_logprob_is_rounded_as_by_the_other_reader(number):
     body = orjson.dumps(reply(TWO)).replace(b"-0.25", number.encode())
     fast = check_both(body)
-    if fast is None:
+    if fast is None and COMPILED:
         value = float(number)
         assert value <= -9998 or value > float(np.finfo(np.float32).max)
 
